@@ -1,0 +1,32 @@
+"""Trains PyTorch models across supercomputer nodes by neighbour averaging.
+
+Three names are all that a user's own loop needs: `world()`, `Gossip` and `graph()`. Importing the
+package imports nothing else: torch, MPI and numpy come with the first use of a name.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpigossip.cluster.ranks import world
+    from mpigossip.graphs import graph
+    from mpigossip.training.gossip import Gossip
+
+__version__ = "0.1.0"
+__all__ = ["Gossip", "graph", "world"]
+
+_HOMES = {
+    "Gossip": "mpigossip.training.gossip",
+    "graph": "mpigossip.graphs",
+    "world": "mpigossip.cluster.ranks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

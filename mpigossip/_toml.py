@@ -1,0 +1,297 @@
+"""Typed values and TOML: strict conversion with limits, messages that help, and writing.
+
+`config` is built on it; nothing here knows the sections of a job.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import json
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import cattrs
+
+LARGEST = 2**63 - 1
+"""Largest whole number that TOML promises and HDF5 stores."""
+
+
+class Limit(NamedTuple):
+    """A condition on a value, used as `Annotated[type, Limit(test, words)]`."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+class Mistake(ValueError):
+    """A value and what is wrong with it; `at` adds where it stands."""
+
+    def __init__(self, value: object, need: str) -> None:
+        self.value, self.need = value, need
+        super().__init__(value, need)
+
+    def at(self, path: str, default: object = None) -> str:
+        """One line for the user: path, value, limit, and the default where there is one."""
+        remedy = "" if default is None else f"; the default is {show(default)}"
+        return f"{path} = {show(self.value)}: {self.need}{remedy}"
+
+
+def show(value: object) -> str:
+    """`value` as it would stand in a job file, cut to a readable length."""
+    try:
+        text = write(value)
+    except (Mistake, ValueError, RecursionError):
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else text[:60] + " … " + text[-10:]
+
+
+def near(word: object, words: Iterable[str]) -> str:
+    """`did you mean …` for a close match among `words`, all of them otherwise."""
+    words = sorted(words)
+    close = difflib.get_close_matches(str(word), words, 1)
+    if close:
+        return f'did you mean "{close[0]}"?'
+    return "known here: " + ", ".join(words) if words else "there are none here"
+
+
+def plain(value: Any, depth: int = 16) -> Any:
+    """`value` with lists as tuples; Mistake where TOML, HDF5 or a comparison couldn't keep it."""
+    if depth == 0:
+        raise Mistake(value, "is nested too deeply; 15 levels are allowed")
+    if isinstance(value, Mapping):
+        return {plain(str(key)): plain(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(plain(item, depth - 1) for item in value)
+    if not isinstance(value, bool | int | float | str | None):
+        raise Mistake(value, f"is a {type(value).__name__}; write numbers, text or lists")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Mistake(value, "must be a finite number")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise Mistake(value, "must lie within 64 bits (at most 9223372036854775807)")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise Mistake(ascii(value), "must be text in UTF-8") from None
+    return value
+
+
+def plain_table(name: str, table: Any) -> tuple[dict[str, Any], list[str]]:
+    """The plain values of a section, and the mistakes in the others."""
+    if not isinstance(table, Mapping):
+        return {}, [f"{name} = {show(table)}: needs keys, in a section [{name}]"]
+    values: dict[str, Any] = {}
+    messages = []
+    for key, value in table.items():
+        try:
+            values[plain(str(key))] = plain(value)
+        except Mistake as mistake:
+            messages.append(mistake.at(f"{name}.{ascii(str(key))[1:-1]}"))
+    return values, messages
+
+
+def parse_value(text: str) -> Any:
+    """The value that `text` is in TOML; otherwise, and for dates, a bare word: `text` itself."""
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except (ValueError, RecursionError):
+        return text
+    if set(parsed) != {"v"} or not isinstance(parsed["v"], bool | int | float | str | list | dict):
+        return text
+    return parsed["v"]
+
+
+@functools.cache
+def converter() -> cattrs.Converter:
+    """The converter: no key that a dataclass lacks, no silent change of type."""
+    import cattrs
+
+    made = cattrs.Converter(forbid_extra_keys=True)
+    needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    for kind, words in needs.items():
+        made.register_structure_hook(kind, functools.partial(_scalar, words))
+    made.register_structure_hook_factory(
+        lambda kind: typing.get_origin(kind) is Literal, lambda kind: _choice
+    )
+    made.register_structure_hook_factory(
+        lambda kind: kind is tuple or typing.get_origin(kind) is tuple, lambda kind: _tuple
+    )
+    made.register_structure_hook_factory(
+        lambda kind: typing.get_origin(kind) in (typing.Union, types.UnionType), lambda kind: _union
+    )
+    made.register_structure_hook_factory(
+        lambda kind: (
+            typing.get_origin(kind) is Annotated and isinstance(kind.__metadata__[0], Limit)
+        ),
+        lambda kind: _limited,
+    )
+    return made
+
+
+def _scalar(words: str, value: Any, kind: type) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise Mistake(value, f"needs {words}")
+    return value
+
+
+def _choice(value: Any, kind: Any) -> Any:
+    choices = typing.get_args(kind)
+    for choice in choices:
+        if type(value) is type(choice) and value == choice:
+            return choice
+    close = difflib.get_close_matches(str(value), map(str, choices), 1)
+    hint = f'; did you mean "{close[0]}"?' if close else ""
+    raise Mistake(value, f"must be {_or(choices)}{hint}")
+
+
+def _or(choices: Sequence) -> str:
+    *others, last = map(show, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _tuple(value: Any, kind: Any) -> tuple:
+    if not isinstance(value, list | tuple):
+        raise Mistake(value, "needs a list")
+    items = typing.get_args(kind)
+    if not items:
+        return tuple(value)
+    if items[-1] is Ellipsis:
+        items = items[:1] * len(value)
+    if len(items) != len(value):
+        raise Mistake(value, f"needs a list of {len(items)}, got {len(value)}")
+    return tuple(converter().structure(v, k) for v, k in zip(value, items, strict=True))
+
+
+def _union(value: Any, kind: Any) -> Any:
+    kinds = typing.get_args(kind)
+    members = [k for k in kinds if k is not type(None)]
+    if value is None and len(members) < len(kinds):
+        return None
+    wrong = []
+    for member in members:
+        try:
+            return converter().structure(value, member)
+        except Mistake as mistake:
+            wrong.append(mistake)
+    # "none" is how TOML and an override say that nothing is set.
+    if value == "none" and len(members) < len(kinds):
+        return None
+    if len(wrong) == 1:
+        raise wrong[0]
+    raise Mistake(value, " or ".join(mistake.need for mistake in wrong))
+
+
+def _limited(value: Any, kind: Any) -> Any:
+    value = converter().structure(value, kind.__origin__)
+    limit = kind.__metadata__[0]
+    if not limit.holds(value):
+        raise Mistake(value, limit.words)
+    return value
+
+
+def explain(error: Exception, path: str = "", default: object = None) -> Iterator[str]:
+    """Each mistake inside what the converter raised, with its dotted path."""
+    import cattrs
+
+    if isinstance(error, Mistake):
+        yield error.at(path, default)
+    elif isinstance(error, cattrs.ForbiddenExtraKeysError):
+        known = [f.name for f in fields(error.cl)]
+        for key in sorted(error.extra_fields, key=str):
+            yield f"{f'{path}.' if path else ''}{key}: unknown key; {near(key, known)}"
+    elif isinstance(error, cattrs.ClassValidationError):
+        defaults = {f.name: f.default for f in fields(error.cl) if f.default is not MISSING}
+        for inner, note in error.group_exceptions()[0]:
+            at = f"{path}.{note.name}" if path else note.name
+            yield from explain(inner, at, defaults.get(note.name))
+        for inner in error.group_exceptions()[1]:
+            yield from explain(inner, path)
+    else:
+        raise error
+
+
+def override(raw: dict[str, Any], text: str) -> list[str]:
+    """Put `section.key=value` into `raw`; the message where it isn't of that form."""
+    match = re.fullmatch(r"\s*([\w-]+)\.([\w-]+)\s*=(.*)", text, re.DOTALL)
+    if match is None:
+        return [f"override {show(text)}: needs the form section.key=value, as in run.epochs=5"]
+    table = raw.setdefault(match[1], {})
+    if isinstance(table, dict):
+        table[match[2]] = parse_value(match[3].strip())
+    return []
+
+
+def check_options(
+    section: str, values: dict[str, Any], known: Collection[str], build: Callable
+) -> list[str]:
+    """Check `values`, but for the `known` keys, against the keyword-only parameters of `build`.
+
+    Types are those of the annotations; converted values and defaults (but for None, which TOML
+    lacks) are filled into `values`. Returns the mistakes.
+    """
+    parameters, accepts_any = _keyword_only(build)
+    messages: list[str] = []
+    for key in [key for key in values if key not in known]:
+        path = f"{section}.{key}"
+        if key in parameters:
+            annotation, default = parameters[key]
+            try:
+                values[key] = converter().structure(values[key], annotation)
+            except Exception as error:  # cattrs raises groups; explain() sorts them out
+                messages += explain(error, path, default)
+        elif not accepts_any:
+            hint = near(key, [*known, *parameters])
+            messages.append(f"{path}: unknown key; {hint}")
+    for key, (_, default) in parameters.items():
+        if default is inspect.Parameter.empty and key not in values:
+            messages.append(f"{section}.{key} is not set: it has no default; write {key} = …")
+        elif default is not None:
+            values.setdefault(key, plain(default))
+    return messages
+
+
+def _keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
+    """Keyword-only parameters (annotation, default), and whether any other is taken."""
+    try:
+        hints = typing.get_type_hints(build, include_extras=True)
+    except (NameError, TypeError):
+        hints = {}  # annotations that exist for type checkers alone: taken unchecked
+    parameters = inspect.signature(build).parameters.values()
+    found = {
+        p.name: (hints.get(p.name, Any), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY
+    }
+    return found, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def write(value: Any) -> str:
+    """`value` as TOML; None, which TOML lacks, is written as the text that is read back as None."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(write(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        items = (f"{write_key(key)} = {write(item)}" for key, item in value.items())
+        return "{ " + ", ".join(items) + " }" if value else "{}"
+    raise Mistake(value, f"a {type(value).__name__} has no place in TOML")
+
+
+def write_key(key: str) -> str:
+    """`key` as it stands before the equals sign: bare where TOML allows it, else quoted."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else write(key)

@@ -1,0 +1,290 @@
+"""The command line: parsing here, work in the rooms, nothing heavy imported before its use."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import mpigossip
+
+OK, FAILED, WRONG, STOPPED = 0, 1, 2, 75
+"""Exit codes: done; a run that can't go on (a loss that is no number, a neighbour that doesn't
+answer); a mistake of the user; stopped before the end with a checkpoint."""
+
+EXAMPLES = """examples:
+  mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2
+  mpigossip simulate jobs/digits.toml --nodes 16 graph.name=exponential
+  mpigossip resume runs/digits run.epochs=20
+  mpigossip graph show one-peer-exponential --nodes 8
+  mpigossip log plot runs/digits"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. Mistakes of the user become one paragraph and code 2."""
+    options = _parse(arguments)
+    try:
+        return options.run(options) or OK
+    except BrokenPipeError:
+        sys.stderr.close()
+        return OK
+    except ValueError as error:
+        if not _is_mistake(error):
+            raise
+        if _speaks(error):
+            print(f"mpigossip: {error}", file=sys.stderr)
+        return WRONG
+    except (ArithmeticError, TimeoutError) as error:
+        if not type(error).__module__.startswith("mpigossip."):
+            raise
+        print(f"mpigossip: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("mpigossip: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse; settings may stand anywhere behind the job file, also after options."""
+    top = parser()
+    options, rest = top.parse_known_args(arguments)
+    settings = getattr(options, "settings", None)
+    if rest and (settings is None or any("=" not in word or word[0] == "-" for word in rest)):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if settings is not None:
+        options.settings = [*settings, *rest]
+    return options
+
+
+def _is_mistake(error: ValueError) -> bool:
+    """Whether an error is meant for the user: those of config, graphs, store and launcher."""
+    own = {"JobError", "AgreedError", "GraphError", "StoreError", "LaunchError"}
+    return type(error).__name__ in own and type(error).__module__.startswith("mpigossip.")
+
+
+def _speaks(error: ValueError) -> bool:
+    """Whether this process prints the message that all ranks have."""
+    if hasattr(error, "rank"):
+        return error.rank == 0
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.rank == 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands with their arguments."""
+    top = argparse.ArgumentParser(
+        prog="mpigossip",
+        description="Train PyTorch models across nodes by averaging with neighbours.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=mpigossip.__version__)
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    _add_runs(commands)
+    _add_data(commands)
+    _add_logs(commands)
+    _add_checkpoints(commands)
+    from mpigossip.analysis import commands as more
+
+    more.add(commands)
+    return top
+
+
+def _command(commands, name: str, run, summary: str) -> argparse.ArgumentParser:
+    made = commands.add_parser(name, help=summary, description=summary)
+    made.set_defaults(run=run)
+    return made
+
+
+def _settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "settings", nargs="*", metavar="section.key=value", help="settings that replace the job's"
+    )
+
+
+# -- train, resume, simulate ------------------------------------------------------------------
+
+
+def _add_runs(commands) -> None:
+    train = _command(commands, "train", _train, "train a job on all ranks of the launcher")
+    train.add_argument("job", type=Path, metavar="JOB.toml")
+    train.add_argument("--dry-run", action="store_true", help="print the whole job and stop")
+    train.add_argument("--nodes", type=int, help="with --dry-run: nodes to plan for")
+    _settings(train)
+    resume = _command(commands, "resume", _resume, "go on with a run from its last checkpoint")
+    resume.add_argument("folder", type=Path, metavar="RUN_DIR")
+    resume.add_argument("--simulate", action="store_true", help="nodes in this process, no MPI")
+    _settings(resume)
+    simulate = _command(
+        commands, "simulate", _simulate, "the same job with n nodes in this process, without MPI"
+    )
+    simulate.add_argument("job", type=Path, metavar="JOB.toml")
+    simulate.add_argument("--nodes", type=int, required=True, metavar="N")
+    _settings(simulate)
+
+
+def _train(options) -> int:
+    from mpigossip.training import launch, setup
+
+    if options.dry_run:
+        from mpigossip.analysis.dryrun import describe
+
+        print(describe(setup.load(options.job, options.settings), options.nodes))
+        return OK
+    from mpigossip.cluster.ranks import world
+
+    with world() as ranks:
+        with ranks.together(*launch.MISTAKES):
+            job = setup.load(options.job, options.settings)
+        return _code(launch.train(job, ranks, ranks.size), ranks)
+
+
+def _resume(options) -> int:
+    from mpigossip.cluster.ranks import Alone, world
+    from mpigossip.training import launch
+
+    if options.simulate:
+        with Alone() as alone:
+            return _code(launch.resume(options.folder, options.settings, alone, None), alone)
+    with world() as ranks:
+        return _code(launch.resume(options.folder, options.settings, ranks, ranks.size), ranks)
+
+
+def _simulate(options) -> int:
+    from mpigossip.cluster.ranks import Alone
+    from mpigossip.config import JobError
+    from mpigossip.training import launch, setup
+
+    if options.nodes < 1:
+        raise JobError([f"--nodes {options.nodes}: at least 1 node is needed"])
+    job = setup.load(options.job, options.settings)
+    if not any(setting.strip().startswith("run.output") for setting in options.settings):
+        # a real run of the same job has the folder's plain name
+        job = setup.with_output(job, f"{job.run.folder}-simulated")
+    with Alone() as alone:
+        return _code(launch.train(job, alone, options.nodes), alone)
+
+
+def _code(summary: dict, world) -> int:
+    """The exit code that a summary means, the same on every rank."""
+    return STOPPED if world.agree(int(bool(summary) and not summary["finished"])) else OK
+
+
+# -- data, log, checkpoint --------------------------------------------------------------------
+
+
+def _add_data(commands) -> None:
+    data = commands.add_parser("data", help="image folders and text to HDF5").add_subparsers(
+        metavar="pack|show", required=True
+    )
+    pack = _command(data, "pack", _pack, "pack train/CLASS/*.jpg and test/CLASS/*.jpg into HDF5")
+    pack.add_argument("folder", type=Path, metavar="FOLDER")
+    pack.add_argument("out", type=Path, metavar="OUT.h5")
+    pack.add_argument("--image-size", type=int, help="shorter side in pixels to resize to")
+    pack.add_argument("--text", action="store_true", help="pack text files for a language model")
+    show = _command(data, "show", _show_data, "say what a packed file holds")
+    show.add_argument("file", type=Path, metavar="FILE.h5")
+
+
+def _pack(options) -> int:
+    from mpigossip.store.dataset import pack, show
+
+    pack(options.folder, options.out, image_size=options.image_size, text=options.text)
+    print(show(options.out))
+    return OK
+
+
+def _show_data(options) -> int:
+    from mpigossip.store.dataset import show
+
+    print(show(options.file))
+    return OK
+
+
+def _add_logs(commands) -> None:
+    log = commands.add_parser("log", help="show, export and plot logs").add_subparsers(
+        metavar="show|export|plot", required=True
+    )
+    show = _command(log, "show", _show_log, "a run's evaluations and summary as a table")
+    show.add_argument("run_folder", type=Path, metavar="RUN")
+    export = _command(log, "export", _export_log, "a run's log as CSV")
+    export.add_argument("run_folder", type=Path, metavar="RUN")
+    export.add_argument("--csv", type=Path, required=True, metavar="OUT.csv")
+    plot = _command(log, "plot", _plot_log, "one picture of one or several runs")
+    plot.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    plot.add_argument("--out", type=Path, metavar="OUT.png", help="default: RUN/log.png")
+
+
+def _log_file(run: Path) -> Path:
+    return run / "log.h5" if run.is_dir() else run
+
+
+def _show_log(options) -> int:
+    from mpigossip.analysis.report import table
+    from mpigossip.store.log import read
+
+    print(table(read(_log_file(options.run_folder))))
+    return OK
+
+
+def _export_log(options) -> int:
+    from mpigossip.analysis.report import export_csv
+    from mpigossip.store.log import read
+
+    export_csv(read(_log_file(options.run_folder)), options.csv)
+    print(options.csv)
+    return OK
+
+
+def _plot_log(options) -> int:
+    from mpigossip.analysis.report import plot
+
+    first = options.runs[0]
+    out = options.out or (first if first.is_dir() else first.parent) / "log.png"
+    plot([_log_file(run) for run in options.runs], out)
+    print(out)
+    return OK
+
+
+def _add_checkpoints(commands) -> None:
+    checkpoint = commands.add_parser("checkpoint", help="look into checkpoints").add_subparsers(
+        metavar="show|verify", required=True
+    )
+    show = _command(checkpoint, "show", _show_checkpoint, "what a checkpoint holds")
+    verify = _command(checkpoint, "verify", _verify, "read all of it and compare checksums")
+    for command in (show, verify):
+        command.add_argument("path", type=Path, metavar="CKPT", help="checkpoint or run folder")
+
+
+def _checkpoint_of(path: Path) -> Path:
+    """The checkpoint meant: itself, or a run's newest."""
+    from mpigossip.store import StoreError, checkpoint
+
+    if (path / "checkpoint.h5").exists():
+        return path
+    newest = checkpoint.latest(path)
+    if newest is None:
+        raise StoreError(f'"{path}" is no checkpoint, and no run directory that has a whole one')
+    return newest
+
+
+def _show_checkpoint(options) -> int:
+    from mpigossip.store import checkpoint
+
+    path = _checkpoint_of(options.path)
+    manifest = checkpoint.read_manifest(path)
+    print(f"{path}: step {manifest.step}, {manifest.n} nodes")
+    for entry in manifest.entries:
+        print(f"  {entry.file}  {entry.bytes:,} bytes")
+    print(f"digest {checkpoint.digest(path)}\n\n{manifest.job}")
+    return OK
+
+
+def _verify(options) -> int:
+    from mpigossip.store import checkpoint
+
+    path = _checkpoint_of(options.path)
+    problems = checkpoint.verify(path)
+    print("\n".join(problems) or f"{path}: whole")
+    return WRONG if problems else OK
