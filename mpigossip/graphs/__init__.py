@@ -1,0 +1,140 @@
+"""Graphs: who averages with whom, with which weights. No MPI, no torch, no rank.
+
+`graph(name, n)` makes any of them by the name that a job file uses; `BUILDERS` lists the names.
+"""
+
+import difflib
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from mpigossip.graphs import classic, equitopo, exponential, factors, finite_time
+from mpigossip.graphs.base import Graph, GraphError, from_matrices
+from mpigossip.graphs.networks import from_networkx, from_sequence, is_network
+from mpigossip.graphs.rounds import Circulant, Sparse
+from mpigossip.graphs.weights import WEIGHTS, reweighted
+
+__all__ = [
+    "BUILDERS",
+    "WEIGHTS",
+    "Circulant",
+    "Graph",
+    "GraphError",
+    "Sparse",
+    "from_matrices",
+    "from_networkx",
+    "from_sequence",
+    "graph",
+    "reweighted",
+]
+
+
+def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
+    """Give a builder what all of them share: checks, n = 1, the option `slack`, the name."""
+    given = inspect.signature(build)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    slack = inspect.Parameter("slack", kind, default=1.0, annotation=float)
+    signature = given.replace(parameters=[*given.parameters.values(), slack])
+    known = [p.name for p in signature.parameters.values() if p.kind is kind]
+
+    @functools.wraps(build)
+    def builder(n: int, seed: int = 0, *, slack: float = 1.0, **options: object) -> Graph:
+        for option in options.keys() - set(known):
+            raise GraphError(
+                f'graph "{name}" has no option "{option}"; its options are {", ".join(known)}'
+            )
+        if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
+            raise GraphError(f'graph "{name}" needs at least one node, got {n!r}')
+        if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
+            raise GraphError(f'graph "{name}": the seed has to be an integer ≥ 0, got {seed!r}')
+        n, seed = operator.index(n), operator.index(seed)
+        made = build(n, seed, **options) if n > 1 else classic.identity(n)
+        return made.renamed(name, **options).slack(slack)
+
+    named: Any = builder
+    named.__signature__ = signature
+    named.__annotations__ = {**build.__annotations__, "slack": float}
+    return named
+
+
+BUILDERS: dict[str, Callable[..., Graph]] = {
+    name: _builder(name, build)
+    for name, build in {
+        "exponential": exponential.exponential,
+        "one-peer-exponential": exponential.one_peer_exponential,
+        "one-peer-hypercube": exponential.one_peer_hypercube,
+        "p-peer-exponential": exponential.p_peer_exponential,
+        "alternating-exponential-ring": exponential.alternating_exponential_ring,
+        "base-2": finite_time.base(1),
+        "base-3": finite_time.base(2),
+        "base-4": finite_time.base(3),
+        "base-5": finite_time.base(4),
+        "hyper-hypercube": finite_time.hyper_hypercube,
+        "ring": classic.ring,
+        "ring-lattice": classic.ring_lattice,
+        "path": classic.path,
+        "star": classic.star,
+        "grid": classic.grid,
+        "torus": classic.torus,
+        "hypercube": classic.hypercube,
+        "complete": classic.complete,
+        "identity": classic.identity,
+        "half-random": classic.half_random,
+        "erdos-renyi": classic.erdos_renyi,
+        "random-regular": classic.random_regular,
+        "random-matching": classic.random_matching,
+        "d-equistatic": equitopo.d_equistatic,
+        "u-equistatic": equitopo.u_equistatic,
+        "od-equidyn": equitopo.od_equidyn,
+        "ou-equidyn": equitopo.ou_equidyn,
+        "spanning-tree": factors.spanning_tree,
+        "ceca": factors.ceca,
+    }.items()
+}
+"""Every graph by name: builder(n, seed=0, *, slack=1.0, option=…) -> Graph."""
+
+
+def graph(
+    name: Any,
+    n: int | None = None,
+    weights: str | None = None,
+    seed: int = 0,
+    lazy: bool = False,
+    **options: Any,
+) -> Graph:
+    """The graph of this name over n nodes.
+
+    `name` is one of `BUILDERS`, or "file:PATH" (what a search saved, or a network in a format of
+    networkx), or a networkx graph; for the last two n may be left out and has to match if given.
+    `weights` names a rule (`WEIGHTS`) that replaces the graph's own weights; the option `slack`
+    gives κW + (1−κ)I and `lazy` (I + W)/2; further options are the builder's keyword-only
+    parameters. Raises GraphError naming the value, the limit and the remedy.
+    """
+    if is_network(name):
+        return _finished(from_networkx(name, weights), n, None, lazy, **options)
+    if isinstance(name, str) and name.startswith("file:"):
+        from mpigossip.graphs.files import read
+
+        return _finished(read(name.removeprefix("file:")), n, weights, lazy, **options)
+    if name not in BUILDERS:
+        near = difflib.get_close_matches(str(name), BUILDERS, n=1)
+        hint = f'did you mean "{near[0]}"?' if near else f"choose one of {', '.join(BUILDERS)}"
+        raise GraphError(f'graph "{name}" is unknown; {hint}')
+    slack = options.pop("slack", 1.0)
+    return _finished(BUILDERS[name](n, seed, **options), n, weights, lazy, slack=slack)
+
+
+def _finished(
+    made: Graph, n: int | None, weights: str | None, lazy: bool, slack: float = 1.0
+) -> Graph:
+    """Check the size, then weigh, slacken and make lazy, in this order."""
+    if n is not None and n != made.n:
+        raise GraphError(
+            f'graph "{made.name}" has {made.n} nodes, and {n} are asked for; run on {made.n}, or '
+            "choose a graph by name"
+        )
+    made = reweighted(made, weights) if weights is not None else made
+    made = made.slack(slack)
+    return made.lazy() if lazy else made

@@ -1,0 +1,303 @@
+"""The graph: who averages with whom at round t, with which weights. A value, nothing more.
+
+A graph is a *schedule* of rounds (`rounds.py`): a cycle, a drawn order of a few rounds, or
+rounds drawn anew. Its facts are computed from the weights, never declared.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
+
+SAMPLED_ROUNDS = 8
+"""Rounds of an endless drawn graph from which its facts are read; each later one is checked."""
+
+
+class GraphError(ValueError):
+    """A graph that can't be: the message names the value, the limit and the remedy."""
+
+
+def random_words(seed: int, t: int, count: int) -> np.ndarray:
+    """`count` uint64 from (seed, t) alone: equal on every node, for any t in any order.
+
+    Raw Philox words, because numpy promises their stream for all versions.
+    """
+    return np.random.Philox(np.random.SeedSequence((seed, t))).random_raw(count)
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The rounds one after the other, again and again."""
+
+    rounds: tuple[Round, ...]
+
+    def __post_init__(self) -> None:
+        count = len(self.rounds)
+        for period in range(1, count):
+            if count % period == 0 and self.rounds == self.rounds[:period] * (count // period):
+                object.__setattr__(self, "rounds", self.rounds[:period])
+                return
+
+    @property
+    def period(self) -> int:
+        """Rounds after which all repeats."""
+        return len(self.rounds)
+
+    def at(self, t: int) -> Round:
+        """Round t."""
+        return self.rounds[t % len(self.rounds)]
+
+    def mapped(self, change: Callable[[Round], Round]) -> "Cycle":
+        """The same with each round changed."""
+        return Cycle(tuple(change(r) for r in self.rounds))
+
+
+@lru_cache(maxsize=256)
+def _permutation(seed: int, block: int, count: int) -> tuple[int, ...]:
+    return tuple(np.argsort(random_words(seed, block, count), kind="stable").tolist())
+
+
+@lru_cache(maxsize=1024)
+def _choice(seed: int, t: int, count: int) -> int:
+    return int(random_words(seed, t, 1)[0] % count)
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """A few rounds in drawn order: a new permutation each time all are used, or independent."""
+
+    rounds: tuple[Round, ...]
+    seed: int
+    replace: bool
+    period = None
+
+    def at(self, t: int) -> Round:
+        """Round t, drawn from (seed, t)."""
+        count = len(self.rounds)
+        if self.replace:
+            return self.rounds[_choice(self.seed, t, count)]
+        block, k = divmod(t, count)
+        return self.rounds[_permutation(self.seed, block, count)[k]]
+
+    def mapped(self, change: Callable[[Round], Round]) -> "Shuffled":
+        """The same with each round changed."""
+        return replace(self, rounds=tuple(change(r) for r in self.rounds))
+
+
+@lru_cache(maxsize=64)
+def _drawn(drawn: "Drawn", t: int) -> Round:
+    return drawn.draw(drawn.n, drawn.seed, t).slack(drawn.kappa)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Rounds without end: draw(n, seed, t) -> Round, a module-level function."""
+
+    draw: Callable[[int, int, int], Round]
+    n: int
+    seed: int
+    kappa: float = 1.0
+    period = None
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """The first few, as a sample."""
+        return tuple(self.at(t) for t in range(SAMPLED_ROUNDS))
+
+    def at(self, t: int) -> Round:
+        """Round t, drawn from (seed, t)."""
+        return _drawn(self, t)
+
+
+Schedule = Cycle | Shuffled | Drawn
+
+
+@dataclass(frozen=True, repr=False)
+class Graph:
+    """Who averages with whom: the mixing matrices W(t) of rounds t = 0, 1, 2 and on.
+
+    Two graphs are equal if their schedules are: same rounds, same order of summation, same
+    weights; the name doesn't count. `degree` is the most in-neighbours in any round and `facts`
+    a subset of "static", "symmetric", "row-stochastic", "column-stochastic" (rows, columns sum
+    to one in every round), "signed" (some weight is negative).
+    """
+
+    schedule: Schedule
+    name: str = field(default="graph", compare=False)
+    options: tuple[tuple[str, object], ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.schedule.rounds:
+            raise GraphError(f'graph "{self.name}" has no rounds; give it at least one')
+        for t, r in enumerate(self.schedule.rounds):
+            self._check(r, f"round {t}")
+
+    def _check(self, r: Round, where: str) -> None:
+        if r.n != self.n:
+            raise GraphError(
+                f'graph "{self.name}": {where} has {r.n} nodes, round 0 has {self.n}; '
+                "all rounds need the same number"
+            )
+        rows, columns = (np.abs(s - 1.0).max() for s in (r.row_sums(), r.column_sums()))
+        if not min(rows, columns) <= TOLERANCE * max(self.n, 10):
+            raise GraphError(
+                f'graph "{self.name}": in {where} the rows of weights miss a sum of one by '
+                f"{rows:.3g} and the columns by {columns:.3g}; rows (averaging) or columns "
+                "(push-sum) have to sum to one"
+            )
+
+    @property
+    def n(self) -> int:
+        """Number of nodes."""
+        return self.schedule.rounds[0].n
+
+    @property
+    def period(self) -> int | None:
+        """Rounds after which the graph repeats; None when drawn from (seed, round)."""
+        return self.schedule.period
+
+    @cached_property
+    def degree(self) -> int:
+        """Most in-neighbours of a node in any round: the size of its inbox."""
+        return max(r.degree for r in self.schedule.rounds)
+
+    @cached_property
+    def facts(self) -> frozenset[str]:
+        """What holds in every round; computed from the weights."""
+        rounds = self.schedule.rounds
+        limit = TOLERANCE * max(self.n, 10)
+        known = {
+            "static": self.period == 1,
+            "symmetric": all(r.symmetric() for r in rounds),
+            "row-stochastic": all(np.abs(r.row_sums() - 1).max() <= limit for r in rounds),
+            "column-stochastic": all(np.abs(r.column_sums() - 1).max() <= limit for r in rounds),
+            "signed": any(r.smallest() < -TOLERANCE for r in rounds),
+        }
+        return frozenset(fact for fact, holds in known.items() if holds)
+
+    @property
+    def doubly_stochastic(self) -> bool:
+        """Whether rows and columns sum to one in every round: the mean is preserved."""
+        return {"row-stochastic", "column-stochastic"} <= self.facts
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether every round is the exact average, W = 11ᵀ/n."""
+        edges = self.n * (self.n - 1)
+        return self.doubly_stochastic and all(
+            r.edge_count == edges and abs(r.smallest() - 1 / self.n) <= TOLERANCE
+            for r in self.schedule.rounds
+        )
+
+    def round(self, t: int) -> Round:
+        """Round t ≥ 0 as a `Circulant` or `Sparse` value."""
+        t = operator.index(t)
+        if t < 0:
+            raise GraphError(f'graph "{self.name}": round {t} doesn\'t exist; rounds count from 0')
+        r = self.schedule.at(t)
+        if isinstance(self.schedule, Drawn) and t >= SAMPLED_ROUNDS:
+            self._check(r, f"round {t}")
+        return r
+
+    def _node(self, i: int) -> int:
+        i = operator.index(i)
+        if not 0 <= i < self.n:
+            raise GraphError(
+                f'graph "{self.name}": node {i} doesn\'t exist; nodes are 0 … {self.n - 1}'
+            )
+        return i
+
+    def neighbours(self, t: int, i: int) -> tuple[np.ndarray, np.ndarray, float]:
+        """In-neighbours of node i at round t in a fixed order, their weights, the own weight.
+
+        The order is the order of summation: by offset for circulant rounds, else ascending.
+        """
+        return self.round(t).neighbours(self._node(i))
+
+    def receivers(self, t: int, j: int) -> np.ndarray:
+        """Nodes that have j as an in-neighbour at round t: where j's message has to go."""
+        return self.round(t).receivers(self._node(j))
+
+    def matrix(self, t: int = 0) -> np.ndarray:
+        """W(t), (n, n) float64; W[i, j] is the weight that i gives to what j sent."""
+        return self.round(t).matrix()
+
+    def slack(self, kappa: float) -> "Graph":
+        """The graph of κW + (1−κ)I, 0 < κ ≤ 1: slower mixing, larger own weights."""
+        if not 0.0 < kappa <= 1.0:
+            raise GraphError(f"slack {kappa} is outside (0, 1]; 1 leaves the weights as they are")
+        if kappa == 1.0:
+            return self
+        schedule: Schedule
+        if isinstance(self.schedule, Drawn):
+            schedule = replace(self.schedule, kappa=kappa * self.schedule.kappa)
+        else:
+            schedule = self.schedule.mapped(lambda r: r.slack(kappa))
+        earlier = dict(self.options).get("slack", 1.0)
+        options = {**dict(self.options), "slack": kappa * float(earlier)}  # type: ignore[arg-type]
+        return replace(self, schedule=schedule, options=tuple(options.items()))
+
+    def lazy(self) -> "Graph":
+        """The graph of (I + W)/2: for symmetric W with weights ≥ 0 its spectrum is ≥ 0."""
+        return self.slack(0.5)
+
+    def renamed(self, name: str, **options: object) -> "Graph":
+        """The same graph under another name, with the options to be shown in its repr."""
+        return replace(self, name=name, options=tuple(options.items()))
+
+    def summary(self) -> str:
+        """One sentence: size, degree, period and facts, negative weights said aloud."""
+        words = [f"n = {self.n}", f"degree {self.degree}"]
+        words.append("drawn each round" if self.period is None else f"period {self.period}")
+        words += sorted(self.facts & {"static", "symmetric"})
+        if self.doubly_stochastic:
+            words.append("doubly stochastic")
+        else:
+            words += sorted(self.facts & {"row-stochastic", "column-stochastic"})
+        if "signed" in self.facts:
+            least = min(r.smallest() for r in self.schedule.rounds)
+            words.append(f"SIGNED: the least weight is {least:.4g}")
+        return ", ".join(words)
+
+    def __repr__(self) -> str:
+        """Name, options and summary, as in Graph(ring: n = 8, degree 2, …)."""
+        options = "".join(f" {key}={value}" for key, value in self.options)
+        return f"Graph({self.name}{options}: {self.summary()})"
+
+
+def static(r: Round, name: str = "graph") -> Graph:
+    """The graph that is round r at all times."""
+    return Graph(Cycle((r,)), name)
+
+
+def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matrices") -> Graph:
+    """The graph that goes through mixing matrices, each (n, n), in turn.
+
+    Raises GraphError for anything not square, not finite, or without rows or columns that sum
+    to one.
+    """
+    rounds = []
+    for t, matrix in enumerate(matrices):
+        matrix = np.asarray(matrix, np.float64)
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+            raise GraphError(f"mixing matrix {t} has shape {matrix.shape}; it has to be square")
+        if not np.isfinite(matrix).all():
+            raise GraphError(f"mixing matrix {t} holds values that are not finite")
+        rounds.append(Sparse.from_matrix(matrix))
+    return Graph(Cycle(tuple(rounds)), name)
+
+
+def in_order(rounds: Sequence[Round], order: str, seed: int) -> Graph:
+    """Rounds in the order "cyclic", "permuted" or "uniform"; see `Cycle` and `Shuffled`."""
+    if order not in ORDERS:
+        raise GraphError(f'order "{order}" is unknown; choose one of {", ".join(ORDERS)}')
+    if order == "cyclic" or len(rounds) == 1:
+        return Graph(Cycle(tuple(rounds)))
+    return Graph(Shuffled(tuple(rounds), seed, replace=order == "uniform"))
+
+
+ORDERS = ("cyclic", "permuted", "uniform")

@@ -1,0 +1,82 @@
+"""EquiTopo: graphs whose mixing rate doesn't fall with n, at O(ln n) or one peer a round.
+
+Song, Li, Jin, Shi, Yan, Yin, Yuan: Communication-Efficient Topologies for Decentralized Learning
+with O(1) Consensus Rate, NeurIPS 2022. All are made of the basis matrices A^(a), a = 1 … n−1:
+A^(a)[i, i+a] = (n−1)/n, A^(a)[i, i] = 1/n, whose mean over all a is J.
+"""
+
+import numpy as np
+
+from mpigossip.graphs.base import Drawn, Graph, GraphError, random_words, static
+from mpigossip.graphs.exponential import rounds_needed
+from mpigossip.graphs.rounds import Circulant, Sparse, paired
+
+
+def _mean_of_basis(n: int, distances: np.ndarray) -> Graph:
+    """The mean of A^(a) over the distances a, which may repeat."""
+    offsets, counts = np.unique(distances, return_counts=True)
+    weights = counts / len(distances) * ((n - 1) / n)
+    return static(Circulant(n, 1 / n, tuple(offsets.tolist()), tuple(weights.tolist())))
+
+
+def _distances(name: str, n: int, seed: int, peers: int | None) -> np.ndarray:
+    peers = rounds_needed(n) if peers is None else peers
+    if peers < 1:
+        raise GraphError(f'graph "{name}" needs at least one peer, got {peers}')
+    return (random_words(seed, n, peers) % np.uint64(n - 1)).astype(np.int64) + 1
+
+
+def d_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
+    """D-EquiStatic: the mean of `peers` basis matrices A^(a), a drawn from 1 … n−1 with repeats.
+
+    Node i receives from i + a. Degree ≤ peers (⌈log2 n⌉ unless given), period 1, directed, doubly
+    stochastic; ‖W − J‖ < ε with probability 1 − p for peers ≥ 8 ln(2n/p)/(3ε²).
+    """
+    return _mean_of_basis(n, _distances("d-equistatic", n, seed, peers))
+
+
+def u_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
+    """U-EquiStatic: D-EquiStatic made symmetric, (W + Wᵀ)/2. Degree ≤ 2 peers, period 1."""
+    distances = _distances("u-equistatic", n, seed, peers)
+    return _mean_of_basis(n, np.concatenate((distances, n - distances)))
+
+
+def _one_basis(n: int, seed: int, t: int) -> Circulant:
+    """A^(a) for a drawn a: node i receives from i + a."""
+    a = int(random_words(seed, t, 1)[0] % (n - 1)) + 1
+    return Circulant(n, 1 / n, (a,), ((n - 1) / n,))
+
+
+def _swept(n: int, seed: int, t: int) -> Sparse:
+    """Sweep i from a drawn start; pair i with i + a, a drawn, where both are free."""
+    words = random_words(seed, t, 2)
+    a, start = int(words[0] % (n - 1)) + 1, int(words[1] % n)
+    partner = np.arange(n)
+    for i in (i % n for i in range(start, start + n)):
+        j = (i + a) % n
+        if partner[i] == i and partner[j] == j:
+            partner[i], partner[j] = j, i
+    return paired(partner, (n - 1) / n)
+
+
+def _eta(name: str, eta: float) -> float:
+    if not 0.0 < eta <= 1.0:
+        raise GraphError(f'graph "{name}" needs eta in (0, 1], got {eta}; 0.5 mixes well')
+    return eta
+
+
+def od_equidyn(n: int, seed: int = 0, *, eta: float = 0.5) -> Graph:
+    """OD-EquiDyn: W(t) = (1−η)I + ηA^(a), one a for all nodes, drawn at each round.
+
+    One send, one receive; directed, doubly stochastic; drawn from (seed, round). At η = 1/2
+    E‖x − x̄‖² falls to about a half a round whatever n; at η = 1 to 1 − O(1/n) only.
+    """
+    return Graph(Drawn(_one_basis, n, seed)).slack(_eta("od-equidyn", eta))
+
+
+def ou_equidyn(n: int, seed: int = 0, *, eta: float = 0.5) -> Graph:
+    """OU-EquiDyn: OD-EquiDyn made symmetric: nodes i and i + a are paired as far as they are free.
+
+    Weights η(n−1)/n in a pair, the others idle. Degree 1, symmetric, drawn from (seed, round).
+    """
+    return Graph(Drawn(_swept, n, seed)).slack(_eta("ou-equidyn", eta))

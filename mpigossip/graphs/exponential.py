@@ -1,0 +1,111 @@
+"""Exponential graphs: static, and one peer a round.
+
+Ying, Yuan, Chen, Hu, Pan, Yin: Exponential Graph is Provably Efficient for Decentralized Deep
+Training, NeurIPS 2021, arXiv 2110.13363. Throughout τ = ⌈log2 n⌉, and a node receives from
+i − 2^k, that is, it sends to i + 2^k (mod n).
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from mpigossip.graphs.base import Cycle, Graph, GraphError, in_order, static
+from mpigossip.graphs.rounds import Circulant, paired
+
+Order = Literal["cyclic", "permuted", "uniform"]
+
+
+def rounds_needed(n: int, base: int = 2) -> int:
+    """⌈log_base n⌉ in integers."""
+    rounds, reach = 0, 1
+    while reach < n:
+        rounds, reach = rounds + 1, reach * base
+    return rounds
+
+
+def is_power_of_two(n: int) -> bool:
+    """Whether n is a power of two; 1 is one."""
+    return n > 0 and n & (n - 1) == 0
+
+
+def from_behind(n: int, *distances: int) -> Circulant:
+    """The round in which node i receives from i − d for each distance d, all weights alike."""
+    weight = 1.0 / (len(distances) + 1)
+    return Circulant(n, weight, tuple(n - d for d in distances), (weight,) * len(distances))
+
+
+def exponential(n: int, seed: int = 0) -> Graph:
+    """Static exponential graph: W[i, i] = W[i, i − 2^k] = 1/(τ+1), k = 0 … τ−1.
+
+    Degree τ, period 1, directed, doubly stochastic; only asymptotically exact. Its spectral gap
+    is 2/(1+τ) for even n and larger for odd n (Ying et al. 2021, proposition 1).
+    """
+    return static(from_behind(n, *(2**k for k in range(rounds_needed(n)))))
+
+
+def one_peer_exponential(n: int, seed: int = 0, *, order: Order = "cyclic") -> Graph:
+    """One-peer exponential graph: at a round W[i, i] = W[i, i − 2^k] = 1/2 for one k < τ.
+
+    `order` says which: "cyclic" k = t mod τ (period τ); "permuted" a permutation of all k,
+    drawn anew each τ rounds; "uniform" any k, independently. Degree 1, directed, doubly
+    stochastic. For n = 2^τ any τ consecutive cyclic rounds, and each τ permuted ones from a
+    multiple of τ on, are the exact average (Ying et al. 2021, lemma 1); for other n and for
+    "uniform" the average is reached only asymptotically ("base-2" is exact for any n).
+    """
+    return in_order([from_behind(n, 2**k) for k in range(rounds_needed(n))], order, seed)
+
+
+def one_peer_hypercube(n: int, seed: int = 0, *, order: Order = "cyclic") -> Graph:
+    """One-peer hypercube: at a round nodes i and i xor 2^k take their mean, for one k < τ.
+
+    `order` as for the one-peer exponential graph. Degree 1, symmetric, doubly stochastic; n is
+    a power of two, and each τ rounds are the exact average. Source: the pairing of SGP and
+    Decent-DP's one-peer exponential topology for powers of two.
+    """
+    if not is_power_of_two(n):
+        raise GraphError(
+            f'graph "one-peer-hypercube" needs a power of two nodes, got {n}; '
+            '"base-2" is exact for any n'
+        )
+    nodes = np.arange(n)
+    rounds = [paired(nodes ^ 2**k) for k in range(rounds_needed(n))]
+    return in_order(rounds, order, seed)
+
+
+def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyclic") -> Graph:
+    """p-peer exponential graph: at a round node i takes the mean of i − d, d = 0, b^k, …, p b^k.
+
+    b = p + 1, k < τ = ⌈log_b n⌉; multiples of b^k from n on are left out. p = 1 is the one-peer
+    exponential graph. Degree p, period τ, directed, doubly stochastic; exact after each period if
+    n = m b^(τ−1), 1 < m ≤ b. `order` as there. Derivation: i − d runs through all residues once
+    when d does through all numbers of τ digits to base b.
+    """
+    if p < 1:
+        raise GraphError(f'graph "p-peer-exponential" needs p ≥ 1 peers a round, got {p}')
+    steps = [(p + 1) ** k for k in range(rounds_needed(n, p + 1))]
+    rounds = [from_behind(n, *range(s, min(n, (p + 1) * s), s)) for s in steps]
+    return in_order(rounds, order, seed)
+
+
+def alternating_exponential_ring(n: int, seed: int = 0) -> Graph:
+    """Alternating exponential ring: every second pair of the one-peer hypercube at a time.
+
+    The pairs i, i xor 2^k of all k, numbered one after the other, take their mean in round 2k if
+    their number is odd, else in round 2k+1; the others idle (they average inside the node only).
+    Degree 1, period 2 log2 n, symmetric, doubly stochastic, exact after each period; n a power of
+    two. Wang et al., From promise to practice (Decent-DP), ICLR 2025, arXiv 2410.11998.
+    """
+    if not is_power_of_two(n):
+        raise GraphError(
+            f'graph "alternating-exponential-ring" needs a power of two nodes, got {n}; '
+            '"base-2" is exact for any n'
+        )
+    nodes, rounds, number = np.arange(n), [], 0
+    for k in range(rounds_needed(n)):
+        partners = (nodes.copy(), nodes.copy())
+        for i in nodes[nodes & 2**k == 0]:
+            partner = partners[1 - number % 2]
+            partner[i], partner[i ^ 2**k] = i ^ 2**k, i
+            number += 1
+        rounds += [paired(partner) for partner in partners]
+    return Graph(Cycle(tuple(rounds)))

@@ -1,0 +1,102 @@
+"""Sequences of directed rounds: factors of the exact average on a tree, permutations for CECA.
+
+They belong to one method each (`defacto`, `ceca`): their rounds alone don't average.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpigossip.config import Positive
+from mpigossip.graphs.base import Cycle, Graph, GraphError
+from mpigossip.graphs.rounds import Circulant, Sparse
+
+
+def spanning_tree(
+    n: int, seed: int = 0, *, children: Positive = 2, over: str | None = None
+) -> Graph:
+    """Factors of 11ᵀ/n on a rooted tree, gathered to the root and spread again (Ko 2010).
+
+    The tree has `children` children a node; with `over`, the name of a graph, it is that graph's
+    breadth-first tree from a node in its middle, so that 2 · depth rounds are between its
+    diameter and twice that.
+    """
+    if over is None:
+        return factors([(i - 1) // children for i in range(n)])
+    from mpigossip.graphs import graph
+
+    return factors(breadth_first(graph(over, n, seed=seed)))
+
+
+def factors(parents: Sequence[int]) -> Graph:
+    """The rounds for a tree: parents[i] is i's parent, the root's is −1.
+
+    Gather, deepest level first: each node of the level gives all to its parent and keeps nothing.
+    Spread, the root's level first: node u with d_u nodes in its subtree gives each child c the
+    part d_c/d_u of what it has and keeps 1/d_u. All columns sum to one.
+    """
+    n, root = len(parents), parents.index(-1)
+    depth = np.array([_depth(parents, i) for i in range(n)])
+    sizes = np.ones(n)
+    for i in np.argsort(-depth, kind="stable"):
+        if i != root:
+            sizes[parents[i]] += sizes[i]
+    gather, spread = [], []
+    for level in range(int(depth.max()), 0, -1):
+        nodes = np.flatnonzero(depth == level)
+        above = np.array(parents)[nodes]
+        emptied, kept = np.ones(n), np.ones(n)
+        emptied[nodes] = 0.0
+        kept[above] = 1.0 / sizes[above]
+        gather.append(Sparse.from_edges(n, above, nodes, 1.0, emptied))
+        spread.append(Sparse.from_edges(n, nodes, above, sizes[nodes] / sizes[above], kept))
+    return Graph(Cycle((*gather, *reversed(spread))))
+
+
+def _depth(parents: Sequence[int], i: int) -> int:
+    depth = 0
+    while parents[i] >= 0:
+        i, depth = parents[i], depth + 1
+    return depth
+
+
+def breadth_first(over: Graph) -> list[int]:
+    """Parents in the breadth-first tree of least depth, along edges of any round."""
+    rounds = over.schedule.rounds
+    near: list[set[int]] = [set() for _ in range(over.n)]
+    for r in rounds:
+        for i in range(over.n):
+            for j in r.neighbours(i)[0]:
+                near[i].add(int(j))
+                near[int(j)].add(i)
+    trees = [_tree(near, root) for root in range(over.n)]
+    if any(None in tree for tree in trees[:1]):
+        raise GraphError(f'graph "{over.name}" is not connected; a spanning tree needs it to be')
+    return min(trees, key=lambda tree: max(_depth(tree, i) for i in range(over.n)))
+
+
+def _tree(near: Sequence[set[int]], root: int) -> list:
+    parents: list = [None] * len(near)
+    parents[root], level = -1, [root]
+    while level:
+        following = []
+        for i in level:
+            for j in sorted(near[i]):
+                if parents[j] is None:
+                    parents[j] = i
+                    following.append(j)
+        level = following
+    return parents
+
+
+def ceca(n: int, seed: int = 0) -> Graph:
+    """Permutations for the method `ceca` (Ding et al., ICML 2023), ⌈log2 n⌉ of them.
+
+    By the binary digits d of n − 1 from the top, c = 0 at first: node i gets what node
+    i − c − d sent, then c ← 2c + d. The method, not the graph, does the averaging.
+    """
+    rounds, c = [], 0
+    for digit in map(int, f"{n - 1:b}"):
+        rounds.append(Circulant(n, 0.0, (n - c - digit,), (1.0,)))
+        c = 2 * c + digit
+    return Graph(Cycle(tuple(rounds)))

@@ -1,0 +1,149 @@
+"""Graphs in files: what a search found, and networks in networkx's formats.
+
+JSON: {"n": 4, "edges": [[0, 1], …], "weights": "laplacian"}; "rounds": [[[0, 1], …], …] instead of
+"edges" for a sequence, "directed": true for pairs [sender, receiver]. What `save` writes has
+more, which reading leaves alone: score, spectrum, history. HDF5 holds the same as attributes and
+the datasets edges, spectrum, history. `.graphml`, `.gml`, `.edgelist`, `.adjlist`: as networkx.
+"""
+
+import json
+import operator
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpigossip.graphs.base import Cycle, Graph, GraphError
+from mpigossip.graphs.networks import from_networkx
+from mpigossip.graphs.rounds import Round, Sparse
+from mpigossip.graphs.search import Found
+from mpigossip.graphs.weights import rule
+
+NETWORKX = (".graphml", ".gml", ".edgelist", ".adjlist")
+
+
+def save(found: Found, path: str | Path) -> Path:
+    """Write a search's result as JSON or HDF5, by suffix .json, .h5, .hdf5; whole or not at all."""
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    if path.suffix == ".json":
+        write = _write_json
+    elif path.suffix in (".h5", ".hdf5"):
+        write = _write_hdf5
+    else:
+        raise GraphError(f'"{path}" doesn\'t say its format; name it .json or .h5')
+    try:
+        write(found, beside)
+        with beside.open("rb+") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise GraphError(f'can\'t write "{path}": {error.strerror or error}') from error
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def _write_json(found: Found, path: Path) -> None:
+    path.write_text(json.dumps(asdict(found)) + "\n")
+
+
+def _write_hdf5(found: Found, path: Path) -> None:
+    import h5py
+
+    content = asdict(found)
+    with h5py.File(path, "w") as file:
+        for name in ("edges", "spectrum", "history"):
+            file[name] = np.array(content.pop(name))
+        file["history"].attrs["columns"] = ["seconds", "evaluations", "score"]
+        for name, value in content.items():
+            file.attrs[name] = value
+
+
+def load(path: str | Path) -> Found:
+    """The result of a search that `save` wrote; GraphError for anything else."""
+    content = _content(Path(path))
+    try:
+        content["edges"] = tuple((int(i), int(j)) for i, j in content["edges"])
+        content["spectrum"] = tuple(float(v) for v in content["spectrum"])
+        content["history"] = tuple((float(a), int(b), float(c)) for a, b, c in content["history"])
+        return Found(**content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise GraphError(f'"{path}" isn\'t the result of a search: {error}') from error
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """What a JSON or HDF5 file holds, as one dictionary."""
+    try:
+        if path.suffix == ".json":
+            content = json.loads(path.read_text())
+            if not isinstance(content, dict):
+                raise ValueError("it holds no object")
+            return content
+        import h5py
+
+        with h5py.File(path, "r") as file:
+            plain = {k: v.item() if hasattr(v, "item") else v for k, v in file.attrs.items()}
+            return plain | {name: file[name][()].tolist() for name in file}
+    except FileNotFoundError as error:
+        raise GraphError(f'graph file "{path}" doesn\'t exist') from error
+    except (OSError, ValueError) as error:
+        kind = "JSON" if path.suffix == ".json" else "HDF5"
+        raise GraphError(f'graph file "{path}" can\'t be read as {kind}: {error}') from error
+
+
+def read(path: str | Path) -> Graph:
+    """The graph in a file; its name is "file:PATH". GraphError names what is wrong in it."""
+    path = Path(path)
+    name = f"file:{path}"
+    if path.suffix in NETWORKX:
+        return from_networkx(_network(path), name=name)
+    if path.suffix not in (".json", ".h5", ".hdf5"):
+        raise GraphError(
+            f'graph file "{path}" has an unknown suffix; known are .json, .h5, .hdf5, '
+            f"{', '.join(NETWORKX)}"
+        )
+    content = _content(path)
+    try:
+        n = operator.index(content["n"])
+        rounds = content["rounds"] if "rounds" in content else [content["edges"]]
+        directed = bool(content.get("directed", False))
+    except (KeyError, TypeError) as error:
+        raise GraphError(
+            f'graph file "{path}" needs "n" (a number) and "edges" (or "rounds"); missing or '
+            f"wrong: {error}"
+        ) from error
+    weights = content.get("weights", "uniform" if directed else "metropolis-hastings")
+    made = [rule(weights)(_edges(edges, n, directed, path)) for edges in rounds]
+    return Graph(Cycle(tuple(made)), name)
+
+
+def _edges(edges: Any, n: int, directed: bool, path: Path) -> Round:
+    """One round from pairs of nodes."""
+    try:
+        pairs = np.array(edges, np.int64).reshape(-1, 2)
+    except (TypeError, ValueError) as error:
+        raise GraphError(f'graph file "{path}": edges have to be pairs of numbers') from error
+    ends = pairs if directed else np.sort(pairs, axis=1)
+    if n < 1 or (len(pairs) and (pairs.min() < 0 or pairs.max() >= n)):
+        raise GraphError(f'graph file "{path}": an edge leads outside the nodes 0 … {n - 1}')
+    if (pairs[:, 0] == pairs[:, 1]).any() or len(np.unique(ends, axis=0)) < len(ends):
+        raise GraphError(f'graph file "{path}": an edge is named twice or leads to its own node')
+    source, to = pairs.T
+    if not directed:
+        source, to = np.concatenate((pairs, pairs[:, ::-1])).T
+    return Sparse.from_edges(n, to, source, 1.0)
+
+
+def _network(path: Path) -> Any:
+    import networkx
+
+    reader = getattr(networkx, f"read_{path.suffix[1:]}")
+    try:
+        return networkx.convert_node_labels_to_integers(reader(path), ordering="sorted")
+    except FileNotFoundError as error:
+        raise GraphError(f'graph file "{path}" doesn\'t exist') from error
+    except Exception as error:  # each format of networkx has errors of its own
+        raise GraphError(f'graph file "{path}" can\'t be read: {error}') from error

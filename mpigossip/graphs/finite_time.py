@@ -1,0 +1,177 @@
+"""Sequences of sparse rounds whose product is the exact average: hyper-hypercube, Base-(k+1).
+
+Takezawa, Sato, Bao, Niwa, Yamada: Beyond Exponential Graph: Communication-Efficient Topologies
+for Decentralized Learning via Finite-time Convergence, NeurIPS 2023. A node has at most k
+neighbours in a round; all rounds are symmetric and doubly stochastic.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from mpigossip.graphs.base import Cycle, Graph, GraphError
+from mpigossip.graphs.rounds import Sparse
+
+Pairs = dict[tuple[int, int], float]
+"""One round under construction: weight of each undirected edge (i < j)."""
+
+
+@lru_cache(maxsize=1024)
+def factors(n: int, largest: int) -> tuple[int, ...] | None:
+    """The fewest factors of n, all ≤ largest, ascending; None if a prime factor is larger."""
+    if n == 1:
+        return ()
+    best = None
+    for f in range(largest, 1, -1):
+        if n % f == 0 and (rest := factors(n // f, f)) is not None:
+            found = (*rest, f)
+            best = found if best is None or len(found) < len(best) else best
+    return best
+
+
+def _add_clique(pairs: Pairs, nodes: Sequence[int]) -> None:
+    """These nodes take their exact mean."""
+    for a, i in enumerate(nodes):
+        for j in nodes[a + 1 :]:
+            pairs[min(i, j), max(i, j)] = 1.0 / len(nodes)
+
+
+def _hyper_hypercube(nodes: Sequence[int], k: int) -> list[Pairs]:
+    """Rounds after which all nodes hold their mean; the number of nodes has factors ≤ k+1."""
+    rounds, stride = [], 1
+    for f in factors(len(nodes), k + 1):
+        pairs: Pairs = {}
+        for start in range(len(nodes)):
+            if start // stride % f == 0:
+                _add_clique(pairs, [nodes[start + digit * stride] for digit in range(f)])
+        rounds.append(pairs)
+        stride *= f
+    return rounds
+
+
+def _digits(n: int, base: int) -> list[tuple[int, int]]:
+    """Digits of n = Σ a · base^p: the pairs (a, p) with a > 0, largest power first."""
+    found, p = [], 0
+    while n:
+        n, a = divmod(n, base)
+        found += [(a, p)] if a else []
+        p += 1
+    return found[::-1]
+
+
+def _simple_base(nodes: Sequence[int], k: int) -> list[Pairs]:
+    """Simple Base-(k+1) graph (algorithm 2 of the paper).
+
+    Nodes fall into blocks V_1 > V_2 > … of a_l (k+1)^p_l nodes, each of a_l sub-blocks. First all
+    blocks average inside. Then, l = 1, 2, …, all nodes of later blocks pull towards V_l's mean
+    through one partner in each sub-block of V_l, with the weight that makes the mean of each
+    sub-block, and of the later blocks, the mean of all; sub-blocks then average inside.
+    """
+    if factors(len(nodes), k + 1) is not None:
+        return _hyper_hypercube(nodes, k)
+    blocks, subs, start = [], [], 0
+    for a, p in _digits(len(nodes), k + 1):
+        size = (k + 1) ** p
+        cuts = range(start, start + a * size, size)
+        subs.append([nodes[cut : cut + size] for cut in cuts])
+        blocks.append(nodes[start : start + a * size])
+        start += a * size
+    inside = [_hyper_hypercube(block, k) for block in blocks]
+    settling = [[_hyper_hypercube(sub, k) for sub in block] for block in subs[:-1]]
+    first = len(inside[0])
+    length = max(first + b + 1 + len(cycles[0]) for b, cycles in enumerate(settling))
+    rounds = []
+    for t in range(length):
+        pairs: Pairs = {}
+        if t < first:
+            for cycle in filter(None, inside):
+                pairs.update(cycle[t % len(cycle)])
+        elif t - first < len(settling):
+            _pull(pairs, blocks[t - first :], subs[t - first], k)
+        for b, cycles in enumerate(settling[: max(0, t - first)]):
+            for cycle in filter(None, cycles):
+                pairs.update(cycle[(t - first - b - 1) % len(cycle)])
+        rounds.append(pairs)
+    return rounds
+
+
+def _pull(
+    pairs: Pairs, blocks: Sequence[Sequence[int]], subs: Sequence[Sequence[int]], k: int
+) -> None:
+    """All nodes of blocks[1:] link with one node of each of `subs`, the parts of blocks[0].
+
+    Nodes of blocks[0] that are left, which all hold the same value, join in cliques (the paper's
+    inner edges): no effect on the exact average, but more mixing when gradients come between.
+    """
+    later = [i for block in blocks[1:] for i in block]
+    weight = len(blocks[0]) / (len(blocks[0]) + len(later)) / len(subs)
+    for sub in subs:
+        for i, partner in zip(later, sub, strict=False):
+            pairs[min(i, partner), max(i, partner)] = weight
+    idle = [i for sub in subs for i in sub[len(later) :]]
+    for at in range(0, len(idle), k + 1):
+        _add_clique(pairs, idle[at : at + k + 1])
+
+
+def _base(n: int, k: int) -> list[Pairs]:
+    """Base-(k+1) graph (algorithm 3): the shorter of Simple Base on n, and on p groups of n/p.
+
+    p is the part of n made of primes ≤ k+1; groups of q = n/p run Simple Base side by side, then
+    hyper-hypercubes across the groups average the p equal-numbered nodes.
+    """
+    simple = _simple_base(range(n), k)
+    p = 1
+    for prime in (f for f in range(2, k + 2) if all(f % d for d in range(2, f))):
+        while n // p % prime == 0:
+            p *= prime
+    q = n // p
+    groups = [_simple_base(range(g * q, g * q + q), k) for g in range(p)]
+    across = [_hyper_hypercube(range(i, n, q), k) for i in range(q)]
+    joined = [_union(side_by_side) for side_by_side in zip(*groups, strict=True)]
+    joined += [_union(side_by_side) for side_by_side in zip(*across, strict=True)]
+    return simple if len(simple) <= len(joined) else joined
+
+
+def _union(parts: Sequence[Pairs]) -> Pairs:
+    return {edge: weight for part in parts for edge, weight in part.items()}
+
+
+def _graph(n: int, rounds: list[Pairs]) -> Graph:
+    made = []
+    for pairs in rounds:
+        edges = np.array(list(pairs), np.int64).reshape(-1, 2)
+        to, source = np.concatenate((edges, edges[:, ::-1])).T
+        made.append(Sparse.from_edges(n, to, source, np.tile(list(pairs.values()), 2)))
+    return Graph(Cycle(tuple(made)))
+
+
+def hyper_hypercube(n: int, seed: int = 0, *, p: int = 1) -> Graph:
+    """Hyper-hypercube H_p(n): n = f_1 … f_L, f_l ≤ p+1; round l joins nodes that differ in digit l.
+
+    Cliques of f_l nodes take their mean, weights 1/f_l. Degree ≤ p, period L (the fewest
+    factors), exact after each period; needs all prime factors of n ≤ p+1.
+    """
+    if p < 1:
+        raise GraphError(f'graph "hyper-hypercube" needs p ≥ 1 peers a round, got {p}')
+    if factors(n, p + 1) is None:
+        prime = max(f for f in range(2, n + 1) if n % f == 0 and all(f % d for d in range(2, f)))
+        raise GraphError(
+            f'graph "hyper-hypercube" with p = {p} needs prime factors of n ≤ {p + 1}, and '
+            f'n = {n} has {prime}; take p = {prime - 1}, or "base-{min(p + 1, 5)}", exact for any n'
+        )
+    return _graph(n, _hyper_hypercube(range(n), p))
+
+
+def base(k: int) -> Callable[..., Graph]:
+    """The builder of the Base-(k+1) graph."""
+
+    def build(n: int, seed: int = 0) -> Graph:
+        return _graph(n, _base(n, k))
+
+    build.__doc__ = f"""Base-{k + 1} graph: symmetric rounds of degree ≤ {k}, exact for any n.
+
+    The period is at most 2 log_{k + 1} n + 2, and each period is the exact average; weights as in
+    `_simple_base`. Takezawa et al., NeurIPS 2023, algorithm 3 with k = {k}.
+    """
+    return build

@@ -1,0 +1,263 @@
+"""One round of averaging: a mixing matrix W, held as a circulant or as sparse rows.
+
+Both kinds answer the same questions in time proportional to the degree: `neighbours(i)`,
+`receivers(j)`, `apply(x)`. W[i, j] is the weight that node i gives to what node j sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+TOLERANCE = 1e-12
+"""How far a sum of weights may be from one, or two weights from each other, in the facts."""
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
+
+
+@dataclass(frozen=True)
+class Circulant:
+    """W[i, (i + offset) mod n] = weight and W[i, i] = own, the same for every node i.
+
+    Offsets are distinct, in 1 … n−1 and say where a node receives *from*; their order is the
+    order of summation. Such matrices commute, and the FFT of a row gives the spectrum.
+    """
+
+    n: int
+    own: float
+    offsets: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    @cached_property
+    def _offsets(self) -> np.ndarray:
+        return _frozen(np.array(self.offsets, dtype=np.int64))
+
+    @cached_property
+    def _weights(self) -> np.ndarray:
+        return _frozen(np.array(self.weights, dtype=np.float64))
+
+    @property
+    def degree(self) -> int:
+        """In-neighbours of a node."""
+        return len(self.offsets)
+
+    @property
+    def edge_count(self) -> int:
+        """Directed edges."""
+        return self.n * len(self.offsets)
+
+    def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:
+        """In-neighbours of i in offset order, their weights, the own weight."""
+        return (i + self._offsets) % self.n, self._weights, self.own
+
+    def receivers(self, j: int) -> np.ndarray:
+        """Nodes that have j as an in-neighbour, in offset order."""
+        return (j - self._offsets) % self.n
+
+    def slack(self, kappa: float) -> "Circulant":
+        """The round κW + (1−κ)I."""
+        own = kappa * self.own + (1.0 - kappa)
+        return Circulant(self.n, own, self.offsets, tuple(kappa * w for w in self.weights))
+
+    @property
+    def transposed(self) -> "Circulant":
+        """The round of Wᵀ."""
+        return Circulant(self.n, self.own, tuple(self.n - o for o in self.offsets), self.weights)
+
+    def row(self) -> np.ndarray:
+        """Row 0 of W, (n,)."""
+        row = np.zeros(self.n)
+        row[0], row[self._offsets] = self.own, self._weights
+        return row
+
+    def matrix(self) -> np.ndarray:
+        """W as an (n, n) float64 array."""
+        nodes = np.arange(self.n)
+        return self.row()[(nodes[None, :] - nodes[:, None]) % self.n]
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        """W x for x of shape (n,) or (n, k)."""
+        total = self.own * x
+        for offset, weight in zip(self.offsets, self.weights, strict=True):
+            total += weight * np.roll(x, -offset, axis=0)
+        return total
+
+    def eigenvalues(self) -> np.ndarray:
+        """All n eigenvalues, complex, in the order of the frequencies; [0] belongs to 1."""
+        return np.fft.fft(self.row())
+
+    def row_sums(self) -> np.ndarray:
+        """Sum of the weights in each row, (n,)."""
+        return np.full(self.n, self.own + self._weights.sum())
+
+    def column_sums(self) -> np.ndarray:
+        """Sum of the weights in each column, (n,)."""
+        return self.row_sums()
+
+    def smallest(self) -> float:
+        """The least weight, own weights included."""
+        return min(self.own, *self.weights) if self.weights else self.own
+
+    def symmetric(self) -> bool:
+        """Whether W = Wᵀ."""
+        by_offset = dict(zip(self.offsets, self.weights, strict=True))
+        return all(
+            abs(by_offset.get(self.n - o, np.inf) - w) <= TOLERANCE for o, w in by_offset.items()
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sparse:
+    """Any W, as compressed rows without the diagonal.
+
+    indptr (n+1,), indices (edges,) ascending in each row, weights (edges,), own (n,).
+    """
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    weights: np.ndarray
+    own: np.ndarray
+
+    def __post_init__(self) -> None:
+        for array in (self.indptr, self.indices, self.weights, self.own):
+            _frozen(array)
+
+    @classmethod
+    def from_edges(
+        cls,
+        n: int,
+        receivers: Sequence[int] | np.ndarray,
+        senders: Sequence[int] | np.ndarray,
+        weights: Sequence[float] | np.ndarray | float,
+        own: np.ndarray | None = None,
+    ) -> "Sparse":
+        """W[receivers[e], senders[e]] = weights[e]; `own` completes the rows to one if not given.
+
+        Every pair occurs at most once, none from a node to itself.
+        """
+        to, source = np.asarray(receivers, np.int64), np.asarray(senders, np.int64)
+        values = np.broadcast_to(np.asarray(weights, np.float64), to.shape)
+        order = np.lexsort((source, to))
+        to, source, values = to[order], source[order], values[order].copy()
+        indptr = np.concatenate(([0], np.cumsum(np.bincount(to, minlength=n))))
+        if own is None:
+            own = 1.0 - np.bincount(to, weights=values, minlength=n)
+        return cls(indptr.astype(np.int64), source, values, np.array(own, np.float64))
+
+    @classmethod
+    def from_matrix(cls, matrix: np.ndarray) -> "Sparse":
+        """The round of an (n, n) array; its non-zero entries off the diagonal are the edges."""
+        matrix = np.asarray(matrix, np.float64)
+        off = matrix.copy()
+        np.fill_diagonal(off, 0.0)
+        to, source = np.nonzero(off)
+        return cls.from_edges(len(matrix), to, source, matrix[to, source], matrix.diagonal())
+
+    def _key(self) -> tuple[bytes, ...]:
+        return tuple(a.tobytes() for a in (self.indptr, self.indices, self.weights, self.own))
+
+    def __eq__(self, other: object) -> bool:
+        """Same edges in the same order with the same weights."""
+        return isinstance(other, Sparse) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        """Hash of edges and weights."""
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        """One short line: nodes and directed edges."""
+        return f"Sparse(n={self.n}, edges={len(self.indices)})"
+
+    @property
+    def n(self) -> int:
+        """Number of nodes."""
+        return len(self.own)
+
+    @property
+    def degree(self) -> int:
+        """Most in-neighbours of a node."""
+        return int(np.diff(self.indptr).max())
+
+    @property
+    def edge_count(self) -> int:
+        """Directed edges."""
+        return len(self.indices)
+
+    @cached_property
+    def edge_receivers(self) -> np.ndarray:
+        """Receiving node of each edge, (edges,); `indices` has the sending one."""
+        return _frozen(np.repeat(np.arange(self.n), np.diff(self.indptr)))
+
+    @cached_property
+    def transposed(self) -> "Sparse":
+        """The round of Wᵀ."""
+        return Sparse.from_edges(self.n, self.indices, self.edge_receivers, self.weights, self.own)
+
+    def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:
+        """In-neighbours of i ascending, their weights, the own weight."""
+        at = slice(self.indptr[i], self.indptr[i + 1])
+        return self.indices[at], self.weights[at], float(self.own[i])
+
+    def receivers(self, j: int) -> np.ndarray:
+        """Nodes that have j as an in-neighbour, ascending."""
+        return self.transposed.neighbours(j)[0]
+
+    def slack(self, kappa: float) -> "Sparse":
+        """The round κW + (1−κ)I."""
+        own = kappa * self.own + (1.0 - kappa)
+        return Sparse(self.indptr, self.indices, kappa * self.weights, own)
+
+    def matrix(self) -> np.ndarray:
+        """W as an (n, n) float64 array."""
+        matrix = np.diag(self.own)
+        matrix[self.edge_receivers, self.indices] = self.weights
+        return matrix
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        """W x for x of shape (n,) or (n, k)."""
+        column = (slice(None),) + (None,) * (x.ndim - 1)
+        total = self.own[column] * x
+        filled = np.flatnonzero(np.diff(self.indptr))
+        if len(filled):
+            parts = self.weights[column] * x[self.indices]
+            total[filled] += np.add.reduceat(parts, self.indptr[filled], axis=0)
+        return total
+
+    def row_sums(self) -> np.ndarray:
+        """Sum of the weights in each row, (n,)."""
+        return self.own + np.bincount(self.edge_receivers, self.weights, self.n)
+
+    def column_sums(self) -> np.ndarray:
+        """Sum of the weights in each column, (n,)."""
+        return self.own + np.bincount(self.indices, self.weights, self.n)
+
+    def smallest(self) -> float:
+        """The least weight, own weights included."""
+        return float(min(self.own.min(), self.weights.min(initial=np.inf)))
+
+    def symmetric(self) -> bool:
+        """Whether W = Wᵀ."""
+        other = self.transposed
+        return (
+            np.array_equal(self.indptr, other.indptr)
+            and np.array_equal(self.indices, other.indices)
+            and np.allclose(self.weights, other.weights, rtol=0.0, atol=TOLERANCE)
+        )
+
+
+Round = Circulant | Sparse
+
+
+def paired(partner: np.ndarray, weight: float = 0.5) -> Sparse:
+    """A matching: W[i, partner[i]] = weight, W[i, i] = 1 − weight; partner[i] = i idles.
+
+    partner (n,) is its own inverse.
+    """
+    partner = np.asarray(partner, np.int64)
+    busy = np.flatnonzero(partner != np.arange(len(partner)))
+    own = np.where(partner != np.arange(len(partner)), 1.0 - weight, 1.0)
+    return Sparse.from_edges(len(partner), busy, partner[busy], weight, own)

@@ -1,0 +1,274 @@
+"""Optimal topology search: the graph that averages fastest within a degree or edge budget.
+
+The objective of Jameel, Jawed, Schmidt-Thieme (Optimal Topology Search for Fast Model Averaging
+in Decentralized Parallel SGD, PAKDD 2020), as far as it is known to us: local search for the
+graph whose Laplacian weights mix fastest, that is the largest r = λ_{n−1}/λ_1 (ρ(W − J) =
+(1−r)/(1+r)). The way of searching is our own: see `annealing.py`.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import combinations, islice
+
+import numpy as np
+
+from mpigossip.graphs.annealing import Budget, Plan, Task, anneal, fill
+from mpigossip.graphs.base import Graph, GraphError
+from mpigossip.graphs.weights import undirected
+
+WEIGHTS = ("laplacian", "metropolis-hastings", "max-degree")
+"""Weights that a search can judge by."""
+
+HOT, COLD = 0.02, 0.0005
+"""Temperatures of annealing, in units of the score."""
+
+Progress = Callable[[float, float, int], None]
+"""progress(part of the budget spent, best score, graphs judged), about twice a second."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search: edges, how good they are, and how they were found.
+
+    `score` is r = λ_{n−1}/λ_1 for Laplacian weights and 1 − ρ(W − J) for others; `spectrum` the
+    eigenvalues of the (unweighted) Laplacian, ascending; `history` rows of (seconds, graphs
+    judged, score) at each improvement.
+    """
+
+    n: int
+    edges: tuple[tuple[int, int], ...]
+    weights: str
+    score: float
+    degree: int
+    budget: int
+    spectrum: tuple[float, ...]
+    history: tuple[tuple[float, int, float], ...]
+    seed: int
+    seconds: float
+    evaluations: int
+    interrupted: bool = False
+
+    def graph(self) -> Graph:
+        """The graph with the weights that were searched for."""
+        return undirected(self.n, self.edges, self.weights).renamed("searched")
+
+
+@dataclass
+class _Best:
+    """The best plan so far, its history, and the reports on it."""
+
+    task: Task
+    budget: Budget
+    progress: Progress | None
+    score: float = 0.0
+    edges: list[tuple[int, int]] = field(default_factory=list)
+    history: list[tuple[float, int, float]] = field(default_factory=list)
+    told: float = -1.0
+
+    def found(self, plan: Plan | list[tuple[int, int]], score: float) -> None:
+        """Keep a plan (or edges) if it beats the best by more than rounding."""
+        if score > self.score * (1 + 1e-9) + 1e-12:
+            self.score = float(score)
+            self.edges = plan.edges() if isinstance(plan, Plan) else plan
+            self.history.append((self.budget.elapsed, self.budget.used, float(score)))
+        if self.progress and self.budget.elapsed > self.told + 0.5:
+            self.told = self.budget.elapsed
+            self.progress(min(1.0, self.budget.spent()), self.score, self.budget.used)
+
+
+def spectrum_of(n: int, edges: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Eigenvalues of the Laplacian of undirected edges, ascending, (n,)."""
+    matrix = np.zeros((n, n))
+    for i, j in edges:
+        matrix[i, j] = matrix[j, i] = -1.0
+    np.fill_diagonal(matrix, -matrix.sum(axis=1))
+    return np.linalg.eigvalsh(matrix)
+
+
+def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task:
+    """The checked task; GraphError names what can't be."""
+    if n < 2:
+        raise GraphError(f"a search needs at least 2 nodes, got {n}")
+    if degree is None and edges is None:
+        raise GraphError("a search needs a budget: give the degree, the number of edges, or both")
+    if weights not in WEIGHTS:
+        raise GraphError(
+            f'a search can\'t judge by the weights "{weights}"; choose one of {", ".join(WEIGHTS)}'
+        )
+    degree = n - 1 if degree is None else min(degree, n - 1)
+    most = n * degree // 2
+    edges = most if edges is None else min(edges, most)
+    if degree < min(2, n - 1):
+        raise GraphError(f"no connected graph of {n} nodes has degree {degree}; allow 2 at least")
+    if edges < n - 1:
+        raise GraphError(
+            f"{edges} edges can't connect {n} nodes; allow {n - 1} at least (degree {degree} "
+            f"allows {most})"
+        )
+    return Task(n, degree, edges, weights)
+
+
+def search(
+    n: int,
+    *,
+    degree: int | None = None,
+    edges: int | None = None,
+    weights: str = "laplacian",
+    seconds: float | None = None,
+    evaluations: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Found:
+    """The best connected graph of n nodes found within the budgets.
+
+    degree: most neighbours of a node; edges: most edges (either or both). weights: "laplacian"
+    maximises r, others minimise ρ(W − J) for their W. It ends after so many `seconds` (60 if
+    neither limit is given) or graphs judged (`evaluations`; with this limit alone the result
+    depends on the seed only). Ctrl-C ends it early with the best so far. Raises GraphError for
+    budgets that no connected graph fits.
+    """
+    task = task_of(n, degree, edges, weights)
+    if seconds is None and evaluations is None:
+        seconds = 60.0
+    if (seconds is not None and not seconds > 0) or (evaluations is not None and evaluations < 1):
+        raise GraphError(f"a search needs time: got seconds={seconds}, evaluations={evaluations}")
+    budget = Budget(seconds, evaluations)
+    best = _Best(task, budget, progress)
+    interrupted = False
+    try:
+        _run(task, budget, best, np.random.default_rng(seed))
+    except KeyboardInterrupt:
+        interrupted = True
+    if not best.edges:
+        raise GraphError(
+            f"the search of {n} nodes ended after {budget.elapsed:.3g} s without a connected "
+            "graph; give it more time or edges"
+        )
+    return _result(task, best, seed, interrupted)
+
+
+def _result(task: Task, best: _Best, seed: int, interrupted: bool) -> Found:
+    spectrum = spectrum_of(task.n, best.edges)
+    if task.weights == "laplacian":
+        best.score = float(spectrum[1] / spectrum[-1])
+    return Found(
+        n=task.n,
+        edges=tuple((int(i), int(j)) for i, j in best.edges),
+        weights=task.weights,
+        score=float(best.score),
+        degree=task.degree,
+        budget=task.edges,
+        spectrum=tuple(spectrum.tolist()),
+        history=tuple(best.history),
+        seed=seed,
+        seconds=best.budget.elapsed,
+        evaluations=best.budget.used,
+        interrupted=interrupted,
+    )
+
+
+def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> None:
+    """Circulants, then annealing without symmetry, with each cyclic symmetry, without, a polish."""
+    n = task.n
+    path, tree = Plan(task, 1), Plan(task, 1)
+    fill(path, rng, most=min(2, n - 1))
+    fill(tree, rng, most=task.degree)
+    starts = {task.score(*plan.extremes()): plan for plan in (tree, path)}
+    for score, plan in starts.items():
+        best.found(plan, score)
+    if task.edges == n * (n - 1) // 2:
+        return
+    for jumps, score in _circulants(task, islice(_jump_sets(n, task.degree), 20_000)):
+        budget.used += 1
+        if score > best.score and _size(n, jumps) <= task.edges:
+            best.found(_circulant_edges(n, jumps), score)
+    anneal(starts[max(starts)], rng, budget, 0.25, (HOT, COLD), best.found)
+    orders = [m for m in range(2, n // 2 + 1) if n % m == 0]
+    windows = [(m, 0.25 + 0.4 * (k + 1) / len(orders)) for k, m in enumerate(orders)]
+    for m, until in (*windows, (1, 0.9)):
+        if budget.spent() >= until:
+            continue
+        plan = Plan(task, m)
+        fill(plan, rng)
+        if plan.orbits:
+            anneal(plan, rng, budget, until, (HOT, COLD), best.found)
+    polished = Plan(task, 1)
+    for i, j in best.edges:
+        polished.add((i, j, 0))
+    anneal(polished, rng, budget, 1.0, (HOT / 10, COLD / 2), best.found)
+
+
+def _size(n: int, jumps: tuple[int, ...]) -> int:
+    """Edges of the circulant graph with neighbours at ± each jump."""
+    return sum(n // 2 if 2 * jump == n else n for jump in jumps)
+
+
+def _circulant_edges(n: int, jumps: tuple[int, ...]) -> list[tuple[int, int]]:
+    ends = {(i, (i + jump) % n) for jump in jumps for i in range(n)}
+    return sorted({(min(i, j), max(i, j)) for i, j in ends})
+
+
+def _jump_sets(n: int, degree: int) -> Iterable[tuple[int, ...]]:
+    """Sets of jumps 1 … n/2 that make a circulant graph of this degree, one of each kind at least.
+
+    Multiplying all jumps by a unit modulo n gives the same graph under another numbering, so
+    that one jump may be taken to divide n.
+    """
+    halves, odd = divmod(degree, 2)
+    half = (n // 2,) if odd and n % 2 == 0 else ()
+    candidates = range(1, (n - 1) // 2 + 1)
+    seen = set()
+    for first in (d for d in candidates if n % d == 0):
+        for rest in combinations((c for c in candidates if c != first), halves - 1):
+            jumps = tuple(sorted((first, *rest)))
+            if jumps not in seen:
+                seen.add(jumps)
+                yield jumps + half
+
+
+def _circulants(task: Task, sets: Iterable[tuple[int, ...]]) -> Iterable[tuple[tuple, float]]:
+    """Scores of circulant graphs: λ_k = Σ_jumps (2 − 2 cos(2πk·jump/n)), a Fourier sum."""
+    n = task.n
+    waves = 1.0 - np.cos(2 * np.pi / n * (np.outer(np.arange(n // 2 + 1), np.arange(1, n)) % n))
+    for jumps in sets:
+        counts = np.array([1.0 if 2 * jump == n else 2.0 for jump in jumps])
+        values = waves[1:, np.array(jumps) - 1] @ counts
+        scale = 1.0 if task.weights == "laplacian" else 1.0 + counts.sum()
+        yield jumps, task.score(values.min() / scale, values.max() / scale)
+
+
+def search_circulants(
+    n: int,
+    degree: int,
+    *,
+    weights: str = "laplacian",
+    limit: int = 2_000_000,
+    progress: Progress | None = None,
+) -> Found:
+    """The best of all circulant graphs of n nodes and a degree, by exhaustive search.
+
+    Raises GraphError where there are more than about `limit` sets of jumps to try.
+    """
+    task = task_of(n, degree, None, weights)
+    if task.degree % 2 and n % 2:
+        raise GraphError(f"no circulant graph of {n} nodes has the odd degree {degree}")
+    divisors = sum(n % d == 0 for d in range(1, (n - 1) // 2 + 1))
+    count = divisors * math.comb((n - 1) // 2 - 1, max(0, task.degree // 2 - 1))
+    if count > limit:
+        raise GraphError(
+            f"{count} circulant graphs of {n} nodes and degree {degree} are more than the limit "
+            f"{limit}; raise it, or use the annealing search"
+        )
+    budget = Budget(None, max(1, count))
+    best = _Best(task, budget, progress)
+    interrupted = False
+    try:
+        for jumps, score in _circulants(task, _jump_sets(n, task.degree)):
+            budget.used += 1
+            best.found(_circulant_edges(n, jumps) if score > best.score else [], score)
+    except KeyboardInterrupt:
+        interrupted = True
+    if not best.edges:
+        raise GraphError(f"no circulant graph of {n} nodes and degree {degree} is connected")
+    return _result(task, best, 0, interrupted)

@@ -1,0 +1,298 @@
+"""How fast a graph averages: spectral gap, consensus rate, rounds to the exact average.
+
+Circulant rounds are treated by FFT (they commute, so products of matrices are products of
+eigenvalues); other graphs densely up to DENSE nodes and by Lanczos iteration above.
+J = 11ᵀ/n throughout, and Π W = W(t−1) … W(1) W(0).
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import count
+
+import numpy as np
+
+from mpigossip.graphs.base import Graph, GraphError
+from mpigossip.graphs.exponential import rounds_needed
+from mpigossip.graphs.rounds import Circulant, Round, Sparse
+from mpigossip.graphs.weights import as_sparse
+
+DENSE = 1024
+"""Largest n for which non-circulant products are formed as dense matrices."""
+
+COLUMNS = 32
+"""Columns from which the effective number of neighbours is estimated for large n."""
+
+EXACT = 1e-9
+"""‖Π W − J‖ below which a product of rounds counts as the exact average."""
+
+VANISHED = 1e-12
+"""Spectral radius that can't be told from zero."""
+
+
+def horizon(graph: Graph) -> int:
+    """Rounds of one period; ⌈log2 n⌉ (at least 1) for graphs that are drawn."""
+    return graph.period or max(1, rounds_needed(graph.n))
+
+
+def _circulants(product: list[Round]) -> list[Circulant]:
+    """The rounds if all of them are circulant, else none."""
+    found = [r for r in product if isinstance(r, Circulant)]
+    return found if len(found) == len(product) else []
+
+
+def _largest(product: list[Circulant]) -> float:
+    """ρ(Π W − J) = ‖Π W − J‖_2 of circulant rounds: the largest eigenvalue but the mean's."""
+    values = np.prod([r.eigenvalues()[1:] for r in product], axis=0)
+    return float(np.abs(values).max(initial=0.0))
+
+
+def _rounds(graph: Graph, count: int, start: int = 0) -> list[Round]:
+    return [graph.round(start + t) for t in range(count)]
+
+
+def eigenvalues(graph: Graph, t: int = 0) -> np.ndarray:
+    """All n eigenvalues of W(t), complex, by falling modulus; exactly real if W is symmetric."""
+    r = graph.round(t)
+    if isinstance(r, Circulant):
+        values = r.eigenvalues()
+        values = values.real.astype(complex) if r.symmetric() else values
+    elif r.symmetric():
+        values = np.linalg.eigvalsh(r.matrix()).astype(complex)
+    else:
+        values = np.linalg.eigvals(r.matrix())
+    return values[np.argsort(-np.abs(values), kind="stable")]
+
+
+def spectral_gap(graph: Graph) -> float:
+    """1 − ρ(W − J) for a static graph: 1 for the complete graph, 0 for a disconnected one."""
+    if graph.period != 1:
+        raise GraphError(
+            f'graph "{graph.name}" varies with the round and has no spectral gap; '
+            "ask for its consensus rate"
+        )
+    return 1.0 - consensus_rate(graph)
+
+
+def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
+    """Factor by which a round shrinks disagreement in the long run; 0 if exact in finite time.
+
+    ρ(Π W − J)^(1/period) for a periodic graph. For a drawn one ‖Π W − J‖_2^(1/rounds) over so
+    many rounds (four horizons unless told), an estimate from its seed.
+    """
+    if graph.n == 1:
+        return 0.0
+    if graph.period is None:
+        many = rounds or 4 * horizon(graph)
+        size = residue(graph, many)
+        return 0.0 if size < VANISHED else size ** (1 / many)
+    # ρ of a nilpotent product shows as a root of the rounding error: tiny means zero
+    radius = _radius(_rounds(graph, graph.period))
+    return 0.0 if radius < VANISHED else float(radius ** (1 / graph.period))
+
+
+def _radius(product: list[Round]) -> float:
+    """ρ(Π W − J) of rounds."""
+    if circulants := _circulants(product):
+        return _largest(circulants)
+    if _exact_after(product) is not None:
+        return 0.0
+    n, first = product[0].n, as_sparse(product[0])
+    symmetric = len(product) == 1 and first.symmetric()
+    if n > 2 * DENSE:
+        return _radius_symmetric(first) if symmetric else _radius_arnoldi(product)
+    matrix = _applied(product, np.eye(n)) - 1.0 / n
+    solve = np.linalg.eigvalsh if symmetric else np.linalg.eigvals
+    return float(np.abs(solve(matrix)).max())
+
+
+def _applied(product: list[Round], x: np.ndarray) -> np.ndarray:
+    """Π W x."""
+    for r in product:
+        x = r.apply(x)
+    return x
+
+
+def _radius_symmetric(r: Sparse) -> float:
+    """ρ(W − J) of one large symmetric round: its eigenvalues next to 1 and to −1."""
+    from scipy.sparse import csc_array, diags_array
+    from scipy.sparse.linalg import ArpackNoConvergence, eigsh
+
+    edges = csc_array((r.weights, (r.edge_receivers, r.indices)), (r.n, r.n))
+    matrix = csc_array(edges + diags_array(r.own))
+    common = {"v0": np.random.default_rng(0).standard_normal(r.n), "return_eigenvectors": False}
+    try:
+        top = eigsh(matrix, k=2, which="LA", ncv=48, maxiter=20, tol=1e-9, **common)
+    except ArpackNoConvergence:  # a small gap: inversion is quick then, as few edges fill in
+        top = eigsh(matrix, k=2, sigma=1.0 + 1e-5, **common)
+    low = eigsh(matrix, k=1, which="SA", tol=1e-6, **common)
+    return float(max(top.min(), abs(low[0])))
+
+
+def _radius_arnoldi(product: list[Round]) -> float:
+    """ρ(Π W − J) of large rounds, by Arnoldi iteration."""
+    from scipy.sparse.linalg import LinearOperator, eigs
+
+    n = product[0].n
+    start = np.random.default_rng(0).standard_normal(n)
+    operator = LinearOperator(
+        (n, n), matvec=lambda x: _applied(product, x.reshape(n)) - x.mean(), dtype=np.float64
+    )
+    return float(np.abs(eigs(operator, k=2, which="LM", v0=start, tol=1e-8)[0]).max())
+
+
+def residue(graph: Graph, rounds: int | None = None, start: int = 0) -> float:
+    """‖W(start+rounds−1) … W(start) − J‖_2; one period (horizon, if drawn) unless told."""
+    return _norm(_rounds(graph, horizon(graph) if rounds is None else rounds, start))
+
+
+def _norm(product: list[Round]) -> float:
+    """‖Π W − J‖_2 of these rounds."""
+    if not product:
+        return 1.0
+    if circulants := _circulants(product):
+        return _largest(circulants)
+    n = product[0].n
+    if n > DENSE and len(product) == 1 and product[0].symmetric():
+        return _radius(product)
+    if n > DENSE:
+        return _norm_lanczos(product)
+    return float(np.linalg.norm(_applied(product, np.eye(n)) - 1.0 / n, 2))
+
+
+def _norm_lanczos(product: list[Round], steps: int = 48) -> float:
+    """‖Π W − J‖_2 by Lanczos on AᵀA with full reorthogonalization: a lower bound, close."""
+    n = product[0].n
+    vector = np.random.default_rng(0).standard_normal(n)
+    basis = [vector / np.linalg.norm(vector)]
+    diagonal, side = [], []
+    for _ in range(steps):
+        x = _applied(product, basis[-1]) - basis[-1].mean()
+        y = _applied([r.transposed for r in reversed(product)], x) - x.mean()
+        diagonal.append(basis[-1] @ y)
+        for _ in range(2):
+            y = y - np.array(basis).T @ (np.array(basis) @ y)
+        size = np.linalg.norm(y)
+        if size < 1e-14:
+            break
+        side.append(size)
+        basis.append(y / size)
+    k = len(diagonal)
+    tridiagonal = np.diag(diagonal) + np.diag(side[: k - 1], 1) + np.diag(side[: k - 1], -1)
+    return float(np.sqrt(max(0.0, np.linalg.eigvalsh(tridiagonal)[-1])))
+
+
+def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
+    """‖Π W − J‖_2 after 0, 1, …, `rounds` rounds, (rounds + 1,): the curve of consensus."""
+    product, n = _rounds(graph, rounds, start), graph.n
+    sizes = [float(n > 1)]
+    if circulants := _circulants(product):
+        values = np.ones(n - 1, complex)
+        for c in circulants:
+            values = values * c.eigenvalues()[1:]
+            sizes.append(float(np.abs(values).max(initial=0.0)))
+    elif n <= DENSE:
+        matrix = np.eye(n)
+        for r in product:
+            matrix = r.apply(matrix)
+            sizes.append(float(np.linalg.norm(matrix - 1.0 / n, 2)))
+    else:
+        sizes += [_norm(product[: t + 1]) for t in range(rounds)]
+    return np.array(sizes)
+
+
+def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> int | None:
+    """Fewest rounds from `start` whose product is J to 1e-9; None if not within `limit`.
+
+    The limit is two periods, or 4 ⌈log2 n⌉ + 4 if that is more; one round for a static graph,
+    which is exact at once or never. For large n the product is tried on random vectors, which
+    it can't deceive but with probability zero.
+    """
+    n = graph.n
+    if n == 1:
+        return 0
+    if limit is None:
+        limit = 1 if graph.period == 1 else max(2 * horizon(graph), 4 * rounds_needed(n) + 4)
+    product = _rounds(graph, limit, start)
+    if n <= DENSE or _circulants(product):
+        exact = np.flatnonzero(residues(graph, limit, start) <= EXACT)
+        return int(exact[0]) if len(exact) else None
+    return _exact_after(product)
+
+
+def _exact_after(product: list[Round]) -> int | None:
+    """After how many of these rounds random vectors are at their mean, if they ever are."""
+    x = np.random.default_rng(0).standard_normal((product[0].n, 4))
+    mean = x.mean(axis=0)
+    for t, r in enumerate(product):
+        x = r.apply(x)
+        if np.abs(x - mean).max() <= EXACT:
+            return t + 1
+    return None
+
+
+def mean_square_contraction(graph: Graph, rounds: int | None = None) -> float:
+    """λ_max of the mean of (W − J)ᵀ(W − J) over rounds: E‖x − x̄‖² falls by it in the worst case.
+
+    Over one period, or the given number of rounds of a drawn graph (64 n unless told).
+    """
+    n = graph.n
+    product = _rounds(graph, rounds or graph.period or 64 * n)
+    if circulants := _circulants(product):
+        squares = cache(lambda r: np.abs(r.eigenvalues()) ** 2)
+        return float(np.mean([squares(c)[1:] for c in circulants], axis=0).max(initial=0.0))
+    mean = np.zeros((n, n))
+    for r in product:
+        centred = r.matrix() - 1.0 / n
+        mean += centred.T @ centred / len(product)
+    return float(np.linalg.eigvalsh(mean)[-1])
+
+
+def effective_neighbours(graph: Graph, gamma: float = 0.951) -> float:
+    """Effective number of neighbours n_W(γ), from 1 (no averaging) to n (W = J).
+
+    n_W(γ) = (1/(1−γ)) / Σ_k γ^k ‖W(s+k) … W(s)‖_F²/n: by how much averaging reduces the variance
+    of a random walk with decay γ. For static symmetric W this is Vogels, Hendrikx and Jaggi
+    (Beyond spectral gap, JMLR 24, 2023): (1/(1−γ)) / (1/n Σ λ_i²/(1 − λ_i² γ)). For sequences the
+    mean over starts s (all of a period, four of a drawn graph) is taken; above 256 nodes, norms
+    of rounds that aren't circulant are estimated from 32 columns. The default γ is their fit to 32
+    workers.
+    """
+    if not 0.0 <= gamma < 1.0:
+        raise GraphError(f"gamma = {gamma} is outside [0, 1)")
+    n, first = graph.n, graph.round(0)
+    if graph.period == 1 and (isinstance(first, Circulant) or (n <= DENSE and first.symmetric())):
+        squares = np.abs(eigenvalues(graph)) ** 2
+        return float(1.0 / (1.0 - gamma) / np.mean(squares / (1.0 - squares * gamma)))
+    starts = range(min(graph.period or 4, 16))
+    total = np.mean([_decayed(graph, start, gamma) for start in starts])
+    return float(1.0 / (1.0 - gamma) / total)
+
+
+def _decayed(graph: Graph, start: int, gamma: float) -> float:
+    """Σ_k γ^k ‖W(start+k) … W(start)‖_F²/n; once the product is J, the rest is a geometric sum."""
+    total, weight = 0.0, 1.0
+    for square in _squares(graph, start):
+        if graph.doubly_stochastic and abs(square * graph.n - 1.0) < 1e-9:
+            return total + weight / (1.0 - gamma) / graph.n
+        total += weight * square
+        weight *= gamma
+        if weight <= 1e-10:
+            break
+    return total
+
+
+def _squares(graph: Graph, start: int) -> Iterator[float]:
+    """‖W(start+k) … W(start)‖_F²/n for k = 0, 1, and on."""
+    n = graph.n
+    if _circulants(list(graph.schedule.rounds)):
+        spectra = cache(lambda r: r.eigenvalues())
+        values = np.ones(n, complex)
+        for t in count(start):
+            values = values * spectra(graph.round(t))
+            yield float(np.mean(np.abs(values) ** 2))
+    columns = np.arange(n) if n <= 256 else np.linspace(0, n - 1, COLUMNS).astype(int)
+    x = np.zeros((n, len(columns)))
+    x[columns, np.arange(len(columns))] = 1.0
+    for t in count(start):
+        x = graph.round(t).apply(x)
+        yield float((x**2).sum() / len(columns))

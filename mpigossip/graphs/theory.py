@@ -1,0 +1,166 @@
+"""What theory says about a graph: transient iterations, lower bounds, bytes on the wire.
+
+Orders of magnitude without constants: they compare graphs and methods, they predict no run.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from mpigossip.graphs import spectral
+from mpigossip.graphs.base import Graph, GraphError
+
+
+class Transient(NamedTuple):
+    """One row of the table of transient iterations."""
+
+    topology: str
+    peers: str
+    gap: str
+    iid: str
+    non_iid: str
+
+
+TRANSIENT_TABLE = (
+    Transient("ring", "2", "O(1/n²)", "Ω(n⁷)", "Ω(n¹¹)"),
+    Transient("star", "up to n−1", "O(1/n²)", "Ω(n⁷)", "Ω(n¹¹)"),
+    Transient("grid", "4", "O(1/(n log n))", "Ω(n⁵ log² n)", "Ω(n⁷ log⁴ n)"),
+    Transient("torus", "4", "O(1/n)", "Ω(n⁵)", "Ω(n⁷)"),
+    Transient("half-random", "about n/2", "O(1)", "Ω(n³)", "Ω(n³)"),
+    Transient("exponential", "⌈log2 n⌉", "2/(1+⌈log2 n⌉)", "Ω(n³ log² n)", "Ω(n³ log⁴ n)"),
+    Transient(
+        "one-peer-exponential", "1", "exact per period (n = 2^τ)", "Ω(n³ log² n)", "Ω(n³ log⁴ n)"
+    ),
+)
+"""Transient iterations of D(m)SGD: those before its linear speed-up, n³/(1−ρ)² and n³/(1−ρ)⁴.
+
+Derived from these two rates; it agrees with our memory of the table of Ying et al., NeurIPS 2021,
+which we haven't seen again. (The star's gap with Metropolis–Hastings weights is 1/n, better than
+its row says.)
+"""
+
+
+def averaging_gap(graph: Graph) -> float:
+    """The gap 1 − ρ to be used in rates: of W if static, of the sequence otherwise.
+
+    A graph that is exact in R rounds counts as 2/(1+R), which for the one-peer exponential graph
+    is the gap of the static one: they have the same transient order (Ying et al. 2021).
+    """
+    exact = spectral.rounds_to_exact(graph)
+    return _gap(exact, spectral.consensus_rate(graph) if exact is None else 0.0)
+
+
+def _gap(exact: int | None, rate: float) -> float:
+    return 1.0 - rate if exact is None else 2.0 / (1.0 + max(1, exact))
+
+
+def _transient(n: int, gap: float) -> tuple[float, float]:
+    if gap <= spectral.EXACT:
+        return float("inf"), float("inf")
+    return n**3 / gap**2, n**3 / gap**4
+
+
+def transient_iterations(graph: Graph) -> tuple[float, float]:
+    """n³/(1−ρ)² (data alike on all nodes) and n³/(1−ρ)⁴ (not alike); inf without averaging."""
+    return _transient(graph.n, averaging_gap(graph))
+
+
+def _sample_term(
+    delta: float, smoothness: float, noise: float, epsilon: float, n: int, batch: int
+) -> float:
+    given = {"delta": delta, "smoothness": smoothness, "epsilon": epsilon, "n": n, "batch": batch}
+    for name, value in given.items():
+        if not value > 0:
+            raise GraphError(f"a lower bound needs {name} > 0, got {value}")
+    if noise < 0:
+        raise GraphError(f"a lower bound needs noise ≥ 0, got {noise}")
+    return delta * smoothness * noise**2 / (n * batch * epsilon**4)
+
+
+def lower_bound(
+    delta: float, smoothness: float, noise: float, epsilon: float, n: int, batch: int, diameter: int
+) -> float:
+    """ΔLσ²/(nBε⁴) + ΔLD/ε²: iterations that any protocol needs on a graph of diameter D.
+
+    delta Δ: initial gap of the loss; smoothness L; noise σ: deviation of a gradient; epsilon ε:
+    gradient norm asked for; batch B: gradients per node and iteration. Up to a constant; DeFacto
+    attains it. Lu and De Sa, JMLR 24 (2023), theorem 1.
+    """
+    sample = _sample_term(delta, smoothness, noise, epsilon, n, batch)
+    return sample + delta * smoothness * diameter / epsilon**2
+
+
+def gossip_lower_bound(
+    delta: float, smoothness: float, noise: float, epsilon: float, n: int, batch: int, lam: float
+) -> float:
+    """ΔLσ²/(nBε⁴) + ΔL/(ε² √(1−λ)): the same for gossip with one W, λ = max(|λ_2|, |λ_n|) < 1.
+
+    Up to a constant; DeTAG attains it up to a logarithm. Lu and De Sa (with their erratum) state
+    it for λ = cos(π/n); Yuan et al. 2022 for all λ in [0, cos(π/n)].
+    """
+    if not 0.0 <= lam < 1.0:
+        raise GraphError(f"the gossip bound needs λ in [0, 1), got {lam}: does the graph average?")
+    sample = _sample_term(delta, smoothness, noise, epsilon, n, batch)
+    return sample + delta * smoothness / (epsilon**2 * np.sqrt(1.0 - lam))
+
+
+def diameter(graph: Graph) -> int | None:
+    """Most hops between two nodes along the edges of all rounds; None if some can't be reached.
+
+    A message moves from j to i where i receives from j. The rounds of a drawn graph are a sample.
+    """
+    edges: list[set[int]] = [set() for _ in range(graph.n)]
+    for r in graph.schedule.rounds:
+        for j in range(graph.n):
+            edges[j].update(r.receivers(j).tolist())
+    most = 0
+    for source in range(graph.n):
+        hops, queue = {source: 0}, deque([source])
+        while queue:
+            j = queue.popleft()
+            for i in edges[j] - hops.keys():
+                hops[i] = hops[j] + 1
+                queue.append(i)
+        if len(hops) < graph.n:
+            return None
+        most = max(most, *hops.values())
+    return most
+
+
+def bytes_per_round(graph: Graph, parameters: int, vectors: int = 1, bytes_each: int = 4) -> float:
+    """Bytes that a node sends in a round, the mean over nodes and the rounds of a period.
+
+    parameters x bytes_each x vectors for each receiver. The complete graph is counted as the
+    reduce-scatter and all-gather that carry it out, 2 (n−1)/n vectors.
+    """
+    one = float(parameters) * bytes_each * vectors
+    if graph.complete:
+        return one * 2 * (graph.n - 1) / graph.n
+    rounds = graph.schedule.rounds
+    return one * float(np.mean([r.edge_count / graph.n for r in rounds]))
+
+
+def describe(graph: Graph, gamma: float = 0.951) -> dict[str, object]:
+    """All that `mpigossip graph show` says of a graph, as plain numbers; None where undefined."""
+    exact = spectral.rounds_to_exact(graph)
+    rate = spectral.consensus_rate(graph)
+    iid, non_iid = _transient(graph.n, _gap(exact, rate))
+    normal = {"static", "symmetric"} <= graph.facts  # then ‖W − J‖ = ρ(W − J)
+    return {
+        "name": graph.name,
+        "options": dict(graph.options),
+        "n": graph.n,
+        "degree": graph.degree,
+        "period": graph.period,
+        "facts": sorted(graph.facts),
+        "least_weight": min(r.smallest() for r in graph.schedule.rounds),
+        "vectors_per_round": bytes_per_round(graph, 1, bytes_each=1),
+        "spectral_gap": 1.0 - rate if graph.period == 1 else None,
+        "consensus_rate": rate,
+        "rounds_to_exact": exact,
+        "residue_after_period": rate if normal else spectral.residue(graph),
+        "effective_neighbours": spectral.effective_neighbours(graph, gamma),
+        "transient_iid": iid,
+        "transient_non_iid": non_iid,
+    }

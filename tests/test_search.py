@@ -1,0 +1,276 @@
+"""Topology search: within its budgets, repeatable, better than chance; graphs in files."""
+
+import json
+from itertools import combinations
+
+import h5py
+import networkx as nx
+import numpy as np
+import pytest
+
+from mpigossip.graphs import GraphError, graph
+from mpigossip.graphs import search as searching
+from mpigossip.graphs.annealing import Budget, Plan, Screen, Task, fill, random_move
+from mpigossip.graphs.files import load, read, save
+from mpigossip.graphs.search import search, search_circulants
+from mpigossip.graphs.spectral import spectral_gap
+
+
+def checked(found):
+    """The graph keeps its budgets, is connected, and is as good as it says."""
+    network = nx.Graph(list(found.edges))
+    assert len(network) == found.n and nx.is_connected(network)
+    assert len(network.edges) == len(found.edges) <= found.budget
+    assert max(dict(network.degree).values()) <= found.degree
+    rho = 1 - spectral_gap(found.graph())
+    if found.weights == "laplacian":
+        assert rho == pytest.approx((1 - found.score) / (1 + found.score), abs=1e-9)
+    else:
+        assert rho == pytest.approx(1 - found.score, abs=1e-9)
+    scores = [score for _, _, score in found.history]
+    assert scores == sorted(scores) and scores[-1] == pytest.approx(found.score)
+    assert found.spectrum == pytest.approx(
+        np.linalg.eigvalsh(nx.laplacian_matrix(network, range(found.n)).toarray().astype(float)),
+        abs=1e-9,
+    )
+    return found
+
+
+BUDGETS = [
+    dict(n=2, degree=1),
+    dict(n=3, degree=2),
+    dict(n=5, degree=2),
+    dict(n=6, degree=5),
+    dict(n=7, degree=3),
+    dict(n=10, edges=12),
+    dict(n=9, edges=8),
+    dict(n=13, degree=4),
+    dict(n=12, degree=3, weights="metropolis-hastings"),
+    dict(n=16, edges=30, weights="metropolis-hastings"),
+    dict(n=12, degree=4, edges=20, weights="max-degree"),
+]
+
+
+@pytest.mark.parametrize("given", BUDGETS, ids=str)
+def test_search_keeps_its_budgets_and_repeats_itself(given):
+    found = checked(search(**given, evaluations=400, seed=4))
+    again = search(**given, evaluations=400, seed=4)
+    assert found.edges == again.edges and found.score == again.score
+    assert found.evaluations <= 400 + 100  # circulants are judged in one go
+
+
+def test_search_beats_random_graphs_in_seconds():
+    chance = max(ratio(nx.random_regular_graph(4, 16, seed=seed)) for seed in range(200))
+    assert checked(search(16, degree=4, evaluations=3000, seed=0)).score > 0.33 > chance + 0.04
+    assert checked(search(32, degree=4, evaluations=3000, seed=0)).score > 0.2
+
+
+def ratio(network):
+    values = np.linalg.eigvalsh(nx.laplacian_matrix(network).toarray().astype(float))
+    return values[1] / values[-1]
+
+
+def test_search_by_time_stops_in_time_and_reports():
+    told = []
+    found = search(24, degree=3, seconds=1.5, progress=lambda *state: told.append(state))
+    assert 1.4 < found.seconds < 3.0
+    assert len(told) >= 2 and all(0 <= part <= 1 for part, _, _ in told)
+    assert [score for _, score, _ in told] == sorted(score for _, score, _ in told)
+
+
+def test_interrupt_keeps_the_best_so_far():
+    def stop(part, score, judged):
+        if part > 0.3:
+            raise KeyboardInterrupt
+
+    found = checked(search(20, degree=4, seconds=4.0, progress=stop))
+    assert found.interrupted and found.seconds < 3.5
+
+
+def test_ratio_weights_and_others_differ_in_what_they_want():
+    found = search(12, edges=16, evaluations=800, weights="metropolis-hastings", seed=1)
+    other = search(12, edges=16, evaluations=800, seed=1)
+    assert (
+        spectral_gap(found.graph())
+        >= spectral_gap(nx_graph(other.edges, 12, "metropolis-hastings")) - 0.02
+    )
+
+
+def nx_graph(edges, n, weights):
+    network = nx.Graph(list(edges))
+    network.add_nodes_from(range(n))
+    return graph(network, n, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(n=1, degree=2), "at least 2 nodes, got 1"),
+        (dict(n=8), "needs a budget"),
+        (dict(n=8, edges=5), "5 edges can't connect 8 nodes; allow 7"),
+        (dict(n=8, degree=1), "allow 2 at least"),
+        (dict(n=8, degree=4, weights="fdla"), "choose one of laplacian, metropolis-hastings"),
+        (dict(n=8, degree=4, seconds=0), "needs time"),
+    ],
+)
+def test_impossible_searches_are_refused(given, message):
+    with pytest.raises(GraphError, match=message):
+        search(**given)
+
+
+@pytest.mark.parametrize(("n", "degree"), [(9, 4), (12, 5), (16, 4), (15, 6), (10, 3)])
+def test_circulant_search_finds_the_best_of_all(n, degree):
+    found = checked(search_circulants(n, degree))
+    best = 0.0
+    half = [n // 2] if degree % 2 else []
+    for jumps in combinations(range(1, (n - 1) // 2 + 1), degree // 2):
+        best = max(best, ratio(nx.circulant_graph(n, [*jumps, *half])))
+    assert found.score == pytest.approx(best, abs=1e-12)
+
+
+def test_circulant_search_refuses_what_it_cannot_do():
+    with pytest.raises(GraphError, match="odd degree 3"):
+        search_circulants(9, 3)
+    with pytest.raises(GraphError, match="are more than the limit 100; raise it"):
+        search_circulants(64, 8, limit=100)
+
+
+@pytest.mark.parametrize("m", (1, 2, 3, 6, 12))
+@pytest.mark.parametrize("weights", ["laplacian", "metropolis-hastings", "max-degree"])
+def test_blocks_of_a_symmetric_plan_have_the_spectrum_of_the_whole(m, weights):
+    rng = np.random.default_rng(m)
+    plan = Plan(Task(24, 5, 44, weights), m)
+    fill(plan, rng)
+    for _ in range(200):
+        move = random_move(plan, rng)
+        if move is not None:
+            plan.apply(move)
+    assert plan.fits() and plan.size == len(plan.edges())
+    network = nx.Graph(plan.edges())
+    network.add_nodes_from(range(24))
+    matrix = nx.laplacian_matrix(network, range(24)).toarray().astype(float)
+    if weights != "laplacian":
+        made = nx_graph(plan.edges(), 24, weights)
+        matrix = np.eye(24) - made.matrix(0)
+    values = np.linalg.eigvalsh(matrix)
+    assert plan.extremes() == pytest.approx((values[1], values[-1]), abs=1e-9)
+
+
+def test_a_move_that_breaks_a_budget_changes_nothing():
+    plan = Plan(Task(8, 3, 12, "laplacian"), 1)
+    fill(plan, np.random.default_rng(0))
+    before, blocks = sorted(plan.orbits), plan.blocks.copy()
+    a, c, _ = plan.orbits[0]
+    assert not plan.apply(([], [(0, 7, 0), (0, 6, 0), (0, 5, 0), (0, 4, 0)]))
+    assert not plan.apply(([], [(a, c, 0)])) and not plan.apply(([], [(2, 2, 0)]))
+    assert sorted(plan.orbits) == before and (plan.blocks == blocks).all()
+
+
+def test_screening_predicts_the_change_of_the_score():
+    """First-order gains have the sign of the true change for most swaps, and order them."""
+    rng = np.random.default_rng(2)
+    task = Task(20, 4, 40, "laplacian")
+    plan = Plan(task, 1)
+    fill(plan, rng)
+    screen, now = Screen(plan), task.score(*plan.extremes())
+    predicted, true = [], []
+    while len(true) < 150:
+        move = random_move(plan, rng)
+        if move is None or not plan.apply(move):
+            continue
+        gain = [sum(screen.gain[a, c] for a, c, _ in side) for side in move]
+        predicted.append(gain[1] - gain[0])
+        true.append(task.score(*plan.extremes()) - now)
+        plan.apply((move[1], move[0]))
+    assert np.corrcoef(predicted, true)[0, 1] > 0.6
+
+
+def test_budget():
+    assert Budget(None, 10, used=5).spent() == 0.5
+    assert Budget(1e-9, None).spent() > 1
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(10, degree=3, evaluations=300, seed=1)
+
+
+@pytest.mark.parametrize("suffix", ["json", "h5"])
+def test_results_in_files(found, suffix, tmp_path):
+    path = save(found, tmp_path / f"ten.{suffix}")
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert load(path) == found
+    g = graph(f"file:{path}", 10)
+    assert g == found.graph() and g.name == f"file:{path}"
+    local = graph(f"file:{path}", weights="metropolis-hastings", lazy=True)
+    assert local.n == 10 and "signed" not in local.facts
+    with pytest.raises(GraphError, match="has 10 nodes, and 4 are asked for; run on 10"):
+        graph(f"file:{path}", 4)
+    save(found, path)  # over itself
+
+
+def test_hdf5_results_explain_themselves(found, tmp_path):
+    with h5py.File(save(found, tmp_path / "ten.h5")) as file:
+        assert file["edges"].shape == (len(found.edges), 2)
+        assert file["history"].attrs["columns"].tolist() == ["seconds", "evaluations", "score"]
+        assert file.attrs["weights"] == "laplacian" and file.attrs["score"] == found.score
+
+
+def test_sequences_and_directed_graphs_in_files(tmp_path):
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps({"n": 4, "rounds": [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]}))
+    assert np.allclose(read(path).matrix(1) @ read(path).matrix(0), 0.25)
+    path.write_text(json.dumps({"n": 3, "edges": [[0, 1], [1, 2], [2, 0]], "directed": True}))
+    assert read(path).neighbours(0, 1)[0].tolist() == [0]
+    assert read(path).facts >= {"row-stochastic"}
+
+
+@pytest.mark.parametrize("suffix", ["graphml", "gml", "edgelist", "adjlist"])
+def test_files_of_networkx(suffix, tmp_path):
+    path = tmp_path / f"ring.{suffix}"
+    getattr(nx, f"write_{suffix}")(nx.cycle_graph(6), path)
+    assert graph(f"file:{path}", 6).degree == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("none.json", None, "doesn't exist"),
+        ("none.h5", None, "doesn't exist"),
+        ("none.gml", None, "doesn't exist"),
+        ("a.json", "{", "can't be read as JSON"),
+        ("a.json", "[1]", "it holds no object"),
+        ("a.json", '{"n": 3}', 'needs "n" .* and "edges"'),
+        ("a.json", '{"n": "3", "edges": []}', 'needs "n" \\(a number\\)'),
+        ("a.json", '{"n": 3, "edges": [[0, 3]]}', r"outside the nodes 0 … 2"),
+        ("a.json", '{"n": 3, "edges": [[0, 1], [1, 0]]}', "named twice"),
+        ("a.json", '{"n": 3, "edges": [[1, 1]]}', "leads to its own node"),
+        ("a.json", '{"n": 3, "edges": [["a", 1]]}', "pairs of numbers"),
+        ("a.json", '{"n": 3, "edges": [[0, 1]], "weights": "x"}', 'weights "x" are unknown'),
+        ("a.h5", "no", "can't be read as HDF5"),
+        ("a.gml", "no", "can't be read"),
+        ("a.txt", "no", "unknown suffix"),
+    ],
+)
+def test_bad_files_are_named(name, text, message, tmp_path):
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(GraphError, match=message):
+        graph(f"file:{path}", 3)
+
+
+def test_bad_places_to_save(found, tmp_path):
+    with pytest.raises(GraphError, match="name it .json or .h5"):
+        save(found, tmp_path / "ten.txt")
+    with pytest.raises(GraphError, match="can't write"):
+        save(found, tmp_path / "no" / "ten.json")
+    with pytest.raises(GraphError, match="isn't the result of a search"):
+        (tmp_path / "x.json").write_text('{"n": 3, "edges": []}')
+        load(tmp_path / "x.json")
+
+
+def test_a_search_without_a_connected_graph_says_so(monkeypatch):
+    monkeypatch.setattr(searching, "_run", lambda *given: None)
+    with pytest.raises(GraphError, match="without a connected graph; give it more time"):
+        search(8, degree=3, evaluations=5)
