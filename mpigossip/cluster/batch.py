@@ -1,0 +1,264 @@
+"""Batch scripts: a scheduler's template filled in with a site's facts and a user's job.
+
+Sites are TOML files (`jobs/sites/*.toml`), one template stands for each scheduler
+(`jobs/templates/*.sh`). Text from a job, a command line or a site's file is checked and quoted
+before it becomes part of a script: none of it can become a command.
+"""
+
+# No `from __future__ import annotations`: cattrs drops the limits of annotations that are texts.
+
+import re
+import shlex
+import sysconfig
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import mpigossip
+from mpigossip._toml import Limit, converter, explain, near
+from mpigossip.config import JobError
+
+WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:+@=/-]*"
+EARLY_S = 180
+"""Seconds before the end at which the scheduler sends SIGUSR2, in jobs of `EARLY_FROM_S` or more;
+Slurm may send it a minute earlier still. Shorter jobs stop by the clock alone."""
+EARLY_FROM_S = 1800
+
+Line = Annotated[str, Limit(str.isprintable, "must be one line of printable text")]
+Module = Annotated[str, Limit(lambda v: re.fullmatch(WORD, v) is not None,
+                              "must be a module's name")]  # fmt: skip
+Directive = Annotated[str, Limit(
+    lambda v: re.fullmatch(r"-[A-Za-z0-9_.,:+@=/ &-]*", v) is not None,
+    "must be an option of the scheduler, such as --constraint=gpu",
+)]  # fmt: skip
+Count = Annotated[int, Limit(lambda v: v >= 0, "must be at least 0")]
+Asked = Literal["account", "partition", "qos"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workaround:
+    """Something that a site needs for now: why, since when, where that is written."""
+
+    what: Line
+    since: Line
+    link: Line
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What a batch script must know of a machine."""
+
+    title: Line
+    link: Line
+    """the centre's own page"""
+    scheduler: Literal["slurm", "pbs", "flux"]
+    tried: Literal[False] | Line
+    """the day on which this file was last tried on the machine itself, or false"""
+    launcher: Line
+    """starts one rank a node; `$NAME` stands for a variable of the environment"""
+    gpus: Count = 0
+    """a node, 0 unknown"""
+    nics: Count = 0
+    """a node, 0 unknown"""
+    cores: Count = 0
+    """a node that a job may use, 0 unknown"""
+    directives: tuple[Directive, ...] = ()
+    needs: tuple[Asked, ...] = ()
+    """what must be said with --account, --partition, --qos"""
+    modules: tuple[Module, ...] = ()
+    environment: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[Line, ...] = ()
+    workarounds: tuple[Workaround, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What a user wants of a job, besides the job file."""
+
+    nodes: int
+    seconds: int
+    name: str = "mpigossip"
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    venv: str | None = None
+    launcher: str | None = None
+
+
+# The options of each scheduler. {} is filled in with checked text only.
+OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "slurm": {"account": "--account={}", "partition": "--partition={}", "qos": "--qos={}"},
+    "pbs": {"account": "-A {}", "partition": "-q {}", "qos": "-l qos={}"},
+    "flux": {"account": "--bank={}", "partition": "--queue={}", "qos": "--setattr=system.qos={}"},
+}
+PREFIX = {"slurm": "#SBATCH", "pbs": "#PBS", "flux": "#flux:"}
+
+
+def folders() -> list[Path]:
+    """Where `sites/` and `templates/` may lie: beside the package, or where pip puts data."""
+    parent = Path(mpigossip.__file__).parents[1]
+    schemes = (sysconfig.get_default_scheme(), "posix_user")
+    data = [Path(sysconfig.get_path("data", scheme)) for scheme in schemes]
+    return [parent / "jobs", *(top / "share" / "mpigossip" for top in (parent, *data))]
+
+
+def _find(inside: str) -> Path:
+    for folder in folders():
+        if (folder / inside).exists():
+            return folder / inside
+    raise JobError([f'"{inside}" lies in none of {", ".join(map(str, folders()))}: install again'])
+
+
+def sites() -> dict[str, Path]:
+    """The sites that come with the package, by name."""
+    return {path.stem: path for path in sorted(_find("sites").glob("*.toml"))}
+
+
+def read_site(name: str) -> Site:
+    """The site of that name, or in the TOML file of that path. JobError with all mistakes."""
+    known = sites()
+    path = Path(name) if name.endswith(".toml") else known.get(name)
+    if path is None:
+        raise JobError([f'site "{name}" is unknown: {near(name, known)}, or the path of a .toml'])
+    try:
+        raw = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise JobError([f'site "{path}" can\'t be read: {error.strerror}']) from None
+    except ValueError as error:
+        raise JobError([f'site "{path}" is not TOML: {error}']) from None
+    try:
+        site = converter().structure(raw, Site)
+    except Exception as error:  # cattrs raises groups; _explained() sorts them out
+        raise JobError([f'site "{path}": {text}' for text in _explained(error)]) from None
+    tables = (site.environment, *(one.environment for one in site.workarounds))
+    wrong = [
+        f'site "{path}": environment: {key!r} = {value!r}: needs a name and a line of text'
+        for key, value in (pair for table in tables for pair in table.items())
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key)
+        or not (isinstance(value, str) and value.isprintable())
+    ]
+    if wrong:
+        raise JobError(wrong)
+    return site
+
+
+def _explained(error: Exception) -> list[str]:
+    try:
+        return list(explain(error))
+    except KeyError as missing:  # a job has defaults for everything, a site hasn't
+        return [f"{missing.args[0]} is missing"]
+    except (TypeError, AttributeError):
+        return ["a section or a list has another form than in the sites that come along"]
+
+
+def seconds_of(text: str) -> int:
+    """Seconds of a time limit: "90" minutes as in Slurm, "2h", "30m", "4:00:00", "1-12:00:00"."""
+    if found := re.fullmatch(r"(\d{1,6})([smhd]?)", text, re.ASCII):
+        seconds = int(found[1]) * {"s": 1, "": 60, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    elif found := re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,4}):(\d\d):(\d\d)", text, re.ASCII):
+        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    else:
+        raise JobError(
+            [f'--time "{text}": give minutes, or a form such as 30m, 2h, 4:00:00, 1-12:00:00']
+        )
+    if not 60 <= seconds <= 366 * 86400:
+        raise JobError([f'--time "{text}": must be from one minute to a year'])
+    return seconds
+
+
+def script(site: Site, job: str, settings: Sequence[str], run: Path, wish: Wish) -> str:
+    """The batch script that trains `job` with `settings` on a site; JobError with all mistakes.
+
+    `run` is the job's run directory, in which the script looks whether a life brought a checkpoint.
+    """
+    found = _mistakes(site, [job, *settings, str(run), wish.venv or "", wish.launcher or ""], wish)
+    if found:
+        raise JobError(found)
+    job = f"./{job}" if job.startswith("-") else job
+    hours, rest = divmod(wish.seconds, 3600)
+    values = {
+        "title": site.title,
+        "tried": f"tried on {site.tried}" if site.tried else "never tried on the machine itself",
+        "name": re.sub(r"[^A-Za-z0-9_.+-]", "_", wish.name)[:40].lstrip("-.") or "mpigossip",
+        "nodes": str(wish.nodes),
+        "clock": f"{hours:02d}:{rest // 60:02d}:{rest % 60:02d}",
+        "seconds": str(wish.seconds),
+        "chunk": "".join(
+            f":{what}={count}"
+            for what, count in (("ncpus", site.cores), ("ngpus", site.gpus))
+            if count
+        ),
+        "directives": "\n".join(_directives(site, wish)),
+        "environment": "\n".join(_environment(site, wish)),
+        "launcher": _words(wish.launcher or site.launcher),
+        "arguments": shlex.join([job, *settings]),
+        "run": shlex.quote(str(run)),
+    }
+    template = _find("templates") / f"{site.scheduler}.sh"
+    common = (_find("templates") / "common.sh").read_text("utf-8")
+    text = template.read_text("utf-8").replace("@common@\n", common)
+    # One pass: what was filled in is not looked at again.
+    filled = re.sub(r"@([a-z]+)@", lambda at: values[at[1]], text)
+    return re.sub(r"\n{3,}", "\n\n", filled)
+
+
+def _mistakes(site: Site, texts: Iterable[str], wish: Wish) -> list[str]:
+    found = [
+        f"{text!r}: control characters and line breaks have no place in a batch script"
+        for text in texts
+        if not text.isprintable()
+    ]
+    if wish.nodes < 1:
+        found.append(f"--nodes {wish.nodes}: at least 1 node is needed")
+    for what in ("account", "partition", "qos"):
+        value = getattr(wish, what)
+        if value is None and what in site.needs:
+            found.append(f"--{what}: {site.title} needs it")
+        elif value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*", value):
+            found.append(f"--{what} {value!r}: letters, digits and any of _ . , + - are allowed")
+    return found
+
+
+def _directives(site: Site, wish: Wish) -> list[str]:
+    prefix = PREFIX[site.scheduler]
+    lines = [f"{prefix} {text}" for text in site.directives]
+    for what, form in OPTIONS[site.scheduler].items():
+        if (value := getattr(wish, what)) is not None:
+            lines.append(f"{prefix} {form.format(value)}")
+    if site.scheduler == "slurm" and wish.seconds >= EARLY_FROM_S:
+        lines.append(f"{prefix} --signal=USR2@{EARLY_S}")
+    return lines
+
+
+def _environment(site: Site, wish: Wish) -> list[str]:
+    lines = [f"# {note}" for note in site.notes]
+    lines += [f"module load {shlex.join(site.modules)}"] if site.modules else []
+    lines += [f"source {shlex.quote(wish.venv + '/bin/activate')}"] if wish.venv else []
+    lines += [f"export {name}={_word(value)}" for name, value in site.environment.items()]
+    for one in site.workarounds:
+        lines += [f"# {one.what} (since {one.since}: {one.link})"]
+        lines += [f"export {name}={_word(value)}" for name, value in one.environment.items()]
+    return lines
+
+
+def _words(command: str) -> str:
+    """A command quoted word by word."""
+    try:
+        return " ".join(map(_word, shlex.split(command)))
+    except ValueError as error:
+        raise JobError([f"launcher {command!r}: {error}"]) from None
+
+
+def _word(text: str) -> str:
+    """One word, quoted, in which `$NAME` alone stays what the shell fills in."""
+    pieces = re.split(r"(\$[A-Z_][A-Z0-9_]*)", text)
+    quoted = [
+        f'"{piece}"' if at % 2 else shlex.quote(piece)
+        for at, piece in enumerate(pieces)
+        if piece or len(pieces) == 1
+    ]
+    return "".join(quoted)

@@ -1,0 +1,343 @@
+"""The ranks of a job: MPI start-up, the launcher's check, deadlines, agreement, abort on error.
+
+`world()` starts MPI and gives a `World`; `Alone` has the same interface without MPI. Importing
+this module imports no MPI.
+"""
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mpigossip.cluster.launcher import LaunchError, check_launcher
+from mpigossip.config import JobError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+TIMEOUT_S = 300.0  # seconds; the default of `node.timeout_s`
+LEAVE_S = 10.0  # seconds that a rank with a bad exit code waits for the others to end too
+
+
+class LateError(TimeoutError):
+    """Something awaited didn't come before its deadline; the message names what."""
+
+
+class Deadline:
+    """A point in time, `seconds` after it was made, until which one waits."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._start = time.monotonic()
+
+    def wait(self, predicate: Callable[[], Any], what: Callable[[], str]) -> float:
+        """Polls until `predicate()` is true; returns the seconds waited.
+
+        First it only yields the core, then it sleeps for 20 µs, growing to 1 ms: an answer that
+        is near costs little latency, a far one little of the core that others compute on. At the
+        deadline raises LateError with `what()`, which is called only then.
+        """
+        begin = time.monotonic()
+        polls, pause = 0, 20e-6
+        while not predicate():
+            if time.monotonic() - self._start >= self.seconds:
+                raise LateError(f"{what()} (waited {self.seconds:g} s)")
+            polls += 1
+            time.sleep(0 if polls <= 50 else pause)
+            if polls > 50:
+                pause = min(1e-3, 1.2 * pause)
+        return time.monotonic() - begin
+
+
+class AgreedError(JobError):
+    """A mistake that every rank has learnt of: all raise it, so that closing together is safe."""
+
+
+class Agreement:
+    """A maximum over ranks on its way: asked for at one step, read some steps later."""
+
+    def __init__(
+        self, value: np.ndarray, request: "MPI.Request | None", timeout_s: float = TIMEOUT_S
+    ):
+        self._value, self._request, self._timeout_s = value, request, timeout_s
+
+    def ready(self) -> bool:
+        """Whether `read` returns at once."""
+        return self._request is None or self._request.Test()
+
+    def read(self) -> int:
+        """The maximum, the same on every rank; waits for it, LateError at the time limit."""
+        Deadline(self._timeout_s).wait(self.ready, lambda: "not all ranks came to an agreement")
+        return int(self._value[0])
+
+
+class Alone:
+    """One process without MPI, with the interface of `World`: what `simulate` uses."""
+
+    rank = 0
+    size = 1
+    comm = None
+
+    def __init__(self) -> None:
+        self.hosts: tuple[str, ...] = (socket.gethostname(),)
+        self.resources = contextlib.ExitStack()
+
+    def gather(self, value: Any) -> list | None:
+        """`[value]`."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """The value itself."""
+        return value
+
+    def start_agree(self, flag: int) -> Agreement:
+        """An agreement that is ready at once."""
+        return Agreement(np.array([flag]), None)
+
+    def agree(self, flag: int) -> int:
+        """The flag itself."""
+        return int(flag)
+
+    @contextlib.contextmanager
+    def together(self, *mistakes: type[Exception]) -> Iterator[None]:
+        """A block whose mistakes all ranks are to learn of; alone, nothing is added."""
+        yield
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def abort(self, code: int = 1) -> None:
+        """Ends this process at once."""
+        os._exit(code)
+
+    def close(self) -> None:
+        """Closes `resources`."""
+        self.resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class World:
+    """All ranks of this job. Made by `world()`, on every rank together; close it likewise.
+
+    Attributes: `rank`, `size`, `hosts` (host name of each rank), `comm` (a duplicate of
+    MPI.COMM_WORLD) and `resources` (an ExitStack of what is to be closed before it). While it is
+    open, an exception that nobody catches, in any thread of any rank, aborts the whole job and
+    says on which rank and host. A rank that leaves the `with` block with an exit code other than
+    0 gives the others `LEAVE_S` seconds to end too, then aborts the job: nobody is left hanging.
+    """
+
+    def __init__(self, comm: "MPI.Intracomm", timeout_s: float = TIMEOUT_S):
+        from mpi4py import MPI
+
+        self.timeout_s = timeout_s
+        self.comm = comm.Dup()
+        self.rank, self.size = self.comm.rank, self.comm.size
+        host = MPI.Get_processor_name() or socket.gethostname()
+        self.hosts: tuple[str, ...] = tuple(self.comm.allgather(host))
+        self._open = True
+        self.resources = contextlib.ExitStack()
+        self._hooks = (sys.excepthook, threading.excepthook)
+        if self.size > 1:
+            sys.excepthook = self._uncaught
+            threading.excepthook = self._uncaught_in_thread
+
+    def gather(self, value: Any) -> list | None:
+        """All ranks' values in rank order on rank 0, None elsewhere. Pickles: for small reports."""
+        self._all_here()
+        return self.comm.gather(value)
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank. Pickles."""
+        self._all_here()
+        return self.comm.bcast(value)
+
+    def _all_here(self) -> None:
+        """The library's calls wait without limit and without a word: meet with a deadline first.
+
+        Twice the limit, as rank 0 may have a longer piece of work of its own.
+        """
+        limit = 2 * self.timeout_s
+        Deadline(limit).wait(self.comm.Ibarrier().Test, lambda: "not all ranks came to a meeting")
+
+    def start_agree(self, flag: int) -> Agreement:
+        """Begins the maximum of all ranks' flags without waiting; read it some steps later."""
+        from mpi4py import MPI
+
+        value = np.array([flag], np.int64)
+        request = self.comm.Iallreduce(MPI.IN_PLACE, value, MPI.MAX)
+        return Agreement(value, request, self.timeout_s)
+
+    def agree(self, flag: int) -> int:
+        """The maximum of all ranks' flags; waits for all."""
+        return self.start_agree(flag).read()
+
+    @contextlib.contextmanager
+    def together(self, *mistakes: type[Exception]) -> Iterator[None]:
+        """All ranks leave this block with the same mistake, or none.
+
+        What a user got wrong may show on some ranks only (a file missing on one host): those
+        exceptions become one JobError, raised on every rank, that says which ranks found what.
+        No rank may meet another inside the block.
+        """
+        mine: list[str] = []
+        try:
+            yield
+        except mistakes as error:
+            mine = list(getattr(error, "messages", None) or [str(error)])
+        found: dict[str, list[int]] = {}
+        self._all_here()
+        for rank, messages in enumerate(self.comm.allgather(mine)):
+            for message in messages:
+                found.setdefault(message, []).append(rank)
+        if found:
+            raise AgreedError([self._located(message, ranks) for message, ranks in found.items()])
+
+    def _located(self, message: str, ranks: list[int]) -> str:
+        if len(ranks) == self.size:
+            return message
+        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        return f"rank {ranks[0]} on {self.hosts[ranks[0]]}{more}: {message}"
+
+    def barrier(self) -> None:
+        """Returns when every rank has come; LateError at the time limit."""
+        request = self.comm.Ibarrier()
+        Deadline(self.timeout_s).wait(
+            request.Test, lambda: f"not all of {self.size} ranks came to a barrier"
+        )
+
+    def abort(self, code: int = 1) -> None:
+        """Ends all ranks of the job at once."""
+        sys.stdout.flush()
+        self.comm.Abort(code)
+
+    def close(self) -> None:
+        """Frees the communicator and restores the exception hooks; can be called again."""
+        if self._open:
+            self._open = False
+            self.resources.close()
+            sys.excepthook, threading.excepthook = self._hooks
+            self.comm.Free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
+    ) -> None:
+        # With an exception under way the hooks must stay, and nothing collective may be called.
+        if kind is None:
+            self.close()
+        else:
+            _ending.code = _exit_code(error)
+            _ending.cause = traceback.format_exception_only(error)[-1].strip()
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        self._say(f"stopped the job by an exception:\n{text}")
+        self.abort(1)
+
+    def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is SystemExit:
+            return
+        text = "".join(
+            traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        )
+        name = args.thread.name if args.thread else "a thread"
+        self._say(f"stopped the job by an exception in {name}:\n{text}")
+        self.abort(1)
+
+    def _say(self, text: str) -> None:
+        """One write, so that the lines of several ranks don't mix."""
+        head = f"mpigossip: rank {self.rank} of {self.size} on {self.hosts[self.rank]} "
+        os.write(2, (head + text.rstrip() + "\n").encode(errors="replace"))
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """What the process will exit with, should nobody catch this."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 1
+
+
+class _Ending:
+    """How this process leaves MPI: once per process, after the last World."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.cause = ""
+        self._prepared = False
+
+    def prepare(self, finalize: bool) -> None:
+        """Collective; the first call counts. `finalize`: MPI was initialized here."""
+        from mpi4py import MPI
+
+        if not self._prepared:
+            self._prepared = True
+            atexit.register(self._leave, MPI.COMM_WORLD.Dup(), finalize)
+
+    def _leave(self, comm: "MPI.Comm", finalize: bool) -> None:
+        from mpi4py import MPI
+
+        if MPI.Is_finalized():
+            return
+        # Waiting here, not in MPI_Finalize, costs no core and can be given up.
+        limit = LEAVE_S if self.code else float("inf")
+        try:
+            Deadline(limit).wait(comm.Ibarrier().Test, lambda: "other ranks still run")
+        except LateError as late:
+            host = MPI.Get_processor_name()
+            text = f"mpigossip: rank {comm.rank} on {host} ended by {self.cause}; {late}"
+            os.write(2, f"{text}: stopping the job\n".encode(errors="replace"))
+            sys.stdout.flush()
+            comm.Abort(self.code)
+        if finalize:
+            MPI.Finalize()
+
+
+_ending = _Ending()
+
+
+def world(timeout_s: float = TIMEOUT_S) -> World:
+    """Starts MPI, unless it runs already, and joins all ranks of the job; call it on every rank.
+
+    Under a launcher (srun, mpirun) the world has its ranks; without one, a world of one.
+    `timeout_s` limits waiting in `barrier` and `agree`. LaunchError where MPI can't be loaded, or
+    where the launcher started several processes that MPI doesn't join.
+    """
+    try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"MPI can't be loaded ({str(error).splitlines()[0]}); load the site's MPI module, or "
+            "`pip install mpich`, or name the library: MPI4PY_LIBMPI=/path/to/libmpi.so. "
+            "`mpigossip simulate` needs no MPI"
+        ) from error
+    ours = not MPI.Is_initialized()
+    if ours:
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    _ending.prepare(finalize=ours)
+    check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)
+    return World(MPI.COMM_WORLD, timeout_s)

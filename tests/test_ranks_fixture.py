@@ -1,0 +1,225 @@
+"""The fixtures under failure: a rank that raises, hangs or dies, and what stays behind."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import launch
+import numpy as np
+import pytest
+from rankpool import KEPT, Pool, RankError, Ranks
+
+
+def sum_of_ranks(comm, start, scale=1):
+    total = np.empty(1)
+    comm.Allreduce(np.array([start + comm.rank], float), total)
+    return float(total[0]) * scale, os.getpid()
+
+
+def raises_on_one(comm, which):
+    if comm.rank == which:
+        raise ValueError(f"no good on {comm.rank}")
+    comm.Barrier()
+
+
+def exits(comm):
+    if comm.rank == 0:
+        sys.exit(7)
+
+
+def hangs(comm):
+    if comm.rank == 1:
+        print("rank 1 is going to wait for ever", flush=True)
+        comm.recv(source=0, tag=99)
+
+
+def dies(comm):
+    if comm.rank == 1:
+        os._exit(3)
+    comm.Barrier()
+
+
+def cannot_be_sent(comm):
+    return lambda: comm.rank
+
+
+def leaves_a_message(comm):
+    comm.isend("stray", dest=(comm.rank + 1) % comm.size).free()
+
+
+def is_anything_there(comm):
+    return comm.iprobe()
+
+
+@pytest.fixture
+def own():
+    """Pools of this test's own, so that killing them costs nobody else a start."""
+    pools = Ranks()
+    yield pools
+    pools.close()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_results_come_in_rank_order(ranks, n):
+    results = ranks(n)(sum_of_ranks, 10, scale=2)
+    assert [value for value, _ in results] == [2 * sum(10 + r for r in range(n))] * n
+
+
+def test_pool_is_kept(ranks):
+    pids = [pid for _, pid in ranks(2)(sum_of_ranks, 0)]
+    start = time.perf_counter()
+    assert [pid for _, pid in ranks(2)(sum_of_ranks, 0)] == pids
+    assert time.perf_counter() - start < 5
+
+
+def test_messages_of_one_call_do_not_reach_the_next(ranks):
+    ranks(2)(leaves_a_message)
+    assert ranks(2)(is_anything_there) == [False, False]
+
+
+def test_failing_rank_is_shown_and_the_next_call_works(own, mpirun):
+    start = time.perf_counter()
+    with pytest.raises(RankError) as error:
+        own(3)(raises_on_one, 2)
+    text = str(error.value)
+    assert "ValueError: no good on 2" in text
+    assert "in raises_on_one" in text
+    assert "from ranks [0, 1]" in text
+    assert time.perf_counter() - start < 30
+    assert len(own(3)(sum_of_ranks, 0)) == 3
+
+
+def test_hanging_rank_is_named_with_its_stack_and_output(own, mpirun):
+    with pytest.raises(RankError) as error:
+        own(2)(hangs, timeout=2)
+    text = str(error.value)
+    assert "no answer within 2 s from ranks [1]" in text
+    assert "going to wait for ever" in text
+    assert "in hangs" in text  # its stack, from faulthandler
+    assert len(own(2)(sum_of_ranks, 0)) == 2
+
+
+def test_dying_rank_fails_at_once(own, mpirun):
+    own(2)(sum_of_ranks, 0)
+    start = time.perf_counter()
+    with pytest.raises(RankError, match=r"rank 1: died"):
+        own(2)(dies, timeout=60)
+    assert time.perf_counter() - start < 20
+    assert len(own(2)(sum_of_ranks, 0)) == 2
+
+
+def test_exit_and_unsendable_results_are_failures(own, mpirun):
+    with pytest.raises(RankError, match="SystemExit: 7"):
+        own(1)(exits)
+    with pytest.raises(RankError, match="lambda"):
+        own(1)(cannot_be_sent)
+
+
+@pytest.mark.parametrize("failure", [hangs, dies])
+def test_nothing_is_left_behind(mpirun, failure):
+    pools = Ranks()
+    pools(2)(sum_of_ranks, 0)
+    started = pools.pools[2].launch
+    assert len(launch.marked(started.token)) >= 2
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in launch.marked(started.token)]
+    mapped = [path for path in launch.segments() if any(str(path) in text for text in maps)]
+    with pytest.raises(RankError):
+        pools(2)(failure, timeout=0.5)
+    assert not launch.marked(started.token)
+    assert not started.folder.exists()
+    assert [path for path in mapped if path.exists()] == []
+
+
+PYTEST = """
+import sys, time, test_ranks_fixture as t
+pools = t.Ranks()
+pools(2)(t.sum_of_ranks, 0)
+print(pools.pools[2].launch.token, pools.pools[2].launch.folder, flush=True)
+pools(2)(t.hangs)
+"""
+
+
+def test_ranks_end_with_a_pytest_that_is_killed(mpirun):
+    before = launch.segments()
+    with subprocess.Popen(
+        [sys.executable, "-c", PYTEST], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
+    ) as killed:
+        token, folder = killed.stdout.readline().split()
+        time.sleep(0.5)
+        killed.kill()
+    deadline = time.monotonic() + 20
+    while launch.marked(token) or Path(folder).exists():
+        assert time.monotonic() < deadline, launch.marked(token)
+        time.sleep(0.05)
+    left = launch._unmapped(launch.segments() - before)
+    assert not {path for path in left if path.stat().st_ctime > time.time() - 60}
+
+
+def test_least_used_pool_makes_room(monkeypatch, mpirun):
+    monkeypatch.setattr("rankpool.KEPT", 3)
+    pools = Ranks()
+    for n in (1, 2, 1, 2, 3):
+        pools(n)(sum_of_ranks, 0)
+    assert list(pools.pools) == [3]
+    pools.close()
+    assert KEPT >= 24
+
+
+def test_broken_launcher_is_an_error_with_its_output(monkeypatch, mpirun):
+    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", "false")
+    with pytest.raises(RankError, match="2 ranks did not start .exit code 1"):
+        Pool(2)
+
+
+def test_missing_launcher_skips(monkeypatch):
+    monkeypatch.delenv("MPIGOSSIP_MPIEXEC", raising=False)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(pytest.skip.Exception, match="pip install mpich"):
+        launch.launcher()
+
+
+# One write, so that lines of several ranks don't mix.
+SAY = (
+    "from mpi4py import MPI; import os; c = MPI.COMM_WORLD; "
+    "os.write(1, f'rank {c.rank} of {c.size}\\n'.encode())"
+)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_mpirun_returns_output_and_code(mpirun, n):
+    done = mpirun(n, [sys.executable, "-c", SAY + "; c.Barrier(); raise SystemExit(5)"])
+    assert done.returncode == 5
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
+        f"rank {r} of {max(n, 1)}" for r in range(max(n, 1))
+    ]
+
+
+def test_mpirun_kills_at_the_deadline(mpirun, mpistart):
+    code = "import time; print('begun', flush=True); time.sleep(600)"
+    running = mpistart(2, [sys.executable, "-c", code])
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)no end within 2 s.*begun"):
+        running.finish(timeout=2)
+    assert not launch.marked(running.token)
+
+
+def test_mpirun_reports_what_outlives_it(mpirun):
+    code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    with pytest.raises(pytest.fail.Exception, match="left running: .'sleep 600"):
+        mpirun(0, [sys.executable, "-c", code])
+
+
+def test_mpistart_gives_the_ranks(mpistart):
+    running = mpistart(2, [sys.executable, "-c", SAY + "; import time; time.sleep(600)"])
+    deadline = time.monotonic() + 30
+    while len(running.ranks()) < 2 or len(running.output()[0].splitlines()) < 2:
+        assert time.monotonic() < deadline, running.output()
+        time.sleep(0.05)
+    for pid in running.ranks():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
+    assert running.finish(30).returncode != 0
+    assert not Path(f"/proc/{running.process.pid}").exists()
