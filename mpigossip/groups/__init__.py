@@ -1,0 +1,1 @@
+"""Groups: what happens inside a node, between its slots."""

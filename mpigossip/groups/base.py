@@ -1,0 +1,147 @@
+"""What happens inside a node: the contract of a group, and the group of a single slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class GroupError(RuntimeError):
+    """The slots of a node can't work together: device, call and remedy are named."""
+
+
+class Group(Protocol):
+    """The L slots of a node. ``full``: per slot an array (rows, P); shard l: columns l·P/L on.
+
+    ``segments`` is the number of shards that are updated and exchanged: L, or 1 where slot 0 does
+    it for all (:class:`Whole`). Work on a GPU goes to the device's default stream.
+    """
+
+    slots: int
+    segments: int
+    devices: tuple[str, ...]
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """``[work(slot) for every slot]``, all at once."""
+
+    def on_shards(self, work: Callable[[int], T]) -> list[T]:
+        """``[work(l) for every shard l]``, each where the shard is."""
+
+    def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Shard l of the mean over slots, summed in slot order; contents of full are used up."""
+
+    def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
+        """Copy every slot's shard into all of ``full``; the shards may be views of it."""
+
+    def reduce_mean(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mean over slots, any P, into slot 0's array, returned."""
+
+    def broadcast(self, full: Sequence[torch.Tensor]) -> None:
+        """Copy slot 0's array into those of all slots."""
+
+    def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum over slots, in slot order, of small float64 arrays (rows, k)."""
+
+    def close(self) -> None:
+        """Release threads and communicators."""
+
+
+def shards(full: Sequence[torch.Tensor], segments: int | None = None) -> list[torch.Tensor]:
+    """Shard l as columns of slot l's own array: views (rows, P/segments) of ``full``.
+
+    ``segments``: 1 where slot 0 has it all; None for one a slot.
+    """
+    segments = len(full) if segments is None else segments
+    return [array.chunk(segments, dim=1)[slot] for slot, array in enumerate(full[:segments])]
+
+
+def added(per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum in the order given, where the first term is."""
+    total = per_slot[0]
+    for term in per_slot[1:]:
+        total = total + term.to(total.device)
+    return total
+
+
+class Single:
+    """One slot: nothing to exchange, and the shard is the whole vector."""
+
+    slots = segments = 1
+
+    def __init__(self, device: str = "cpu"):
+        """``device``: where the slot computes; a GPU becomes the current one."""
+        self.devices: tuple[str, ...] = (device,)
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """Call ``work(0)`` here."""
+        return [work(0)]
+
+    on_shards = run
+
+    def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The array itself."""
+        return list(full)
+
+    def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
+        """Nothing where the shard is the array, as in training."""
+        if shards[0].data_ptr() != full[0].data_ptr():
+            full[0].copy_(shards[0])
+
+    def reduce_mean(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The array itself."""
+        return full[0]
+
+    def broadcast(self, full: Sequence[torch.Tensor]) -> None:
+        """Nothing: there is no other slot."""
+
+    def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The only term."""
+        return per_slot[0]
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class Whole:
+    """Slots whose vectors aren't cut (``node.shard = false``): slot 0 updates and exchanges all.
+
+    For methods that aren't elementwise, and as the reference of the sharded step: the gradients
+    are averaged into slot 0, which alone keeps the optimizer's state, and its parameters are
+    copied to the others.
+    """
+
+    segments = 1
+
+    def __init__(self, inner: Group):
+        """``inner``: the slots; closed with this."""
+        self._inner = inner
+        self.slots, self.devices = inner.slots, inner.devices
+        self.run, self.reduce_mean, self.broadcast = inner.run, inner.reduce_mean, inner.broadcast
+
+    def on_shards(self, work: Callable[[int], T]) -> list[T]:
+        """Call ``work(0)`` here, where slot 0 runs."""
+        return [work(0)]
+
+    def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The whole mean, in slot 0's array."""
+        return [self.reduce_mean(full)]
+
+    def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
+        """Copy slot 0's vector, the only shard, to the other slots."""
+        if shards[0].data_ptr() != full[0].data_ptr():
+            full[0].copy_(shards[0])
+        self.broadcast(full)
+
+    def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum in slot order; of shards there is one."""
+        return added(per_slot)
+
+    def close(self) -> None:
+        """Close the slots."""
+        self._inner.close()

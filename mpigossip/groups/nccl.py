@@ -1,0 +1,218 @@
+"""The GPUs of one node under one process, through CuPy's NCCL on torch's memory.
+
+Untested where there is no second GPU: `mpigossip doctor` runs :func:`self_test` on the node at
+hand before its first training. CuPy's ROCm build has the same names over RCCL (untested).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mpigossip.cluster.libraries import loaded
+from mpigossip.groups.base import GroupError
+from mpigossip.groups.threads import Threads
+
+REMEDY = (
+    "run with NCCL_DEBUG=INFO to see the cause; `nvidia-smi` shows whether a GPU was lost, and "
+    'node.devices = "cuda:0" trains on one GPU without NCCL'
+)
+
+
+def missing() -> str | None:
+    """Why NCCL can't be used here; None where it can."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        major = (torch.version.cuda or "13").split(".")[0]
+        return (
+            f"several GPUs under one rank need CuPy with NCCL, which can't be imported ({error}); "
+            f"pip install cupy-cuda{major}x, or name one GPU a rank"
+        )
+    if not nccl.available:
+        return (
+            "this CuPy was built without NCCL; install nvidia-nccl beside it (pip install "
+            "nvidia-nccl-cu13, or -cu12 for CUDA 12), or name one GPU a rank"
+        )
+    return None
+
+
+def clashes(libraries: Sequence[str], torch_cuda: str | None, cupy_cuda: int) -> list[str]:
+    """What torch and CuPy can't share in one process, with the remedy.
+
+    ``libraries``: paths of loaded libraries; ``torch_cuda``: such as "13.0"; ``cupy_cuda``: the
+    runtime's number, such as 12080.
+    """
+    found = []
+    copies = sorted({path for path in libraries if "/libnccl.so" in path})
+    if len(copies) > 1:
+        found.append(
+            f"{len(copies)} copies of NCCL are loaded in this process ({', '.join(copies)}): "
+            "collectives hang or fail when they meet; keep one, torch's nvidia-nccl wheel, and "
+            "take the other from LD_LIBRARY_PATH or the environment"
+        )
+    if torch_cuda and int(torch_cuda.split(".")[0]) != cupy_cuda // 1000:
+        found.append(
+            f"torch was built for CUDA {torch_cuda} and CuPy for CUDA {cupy_cuda // 1000}: two "
+            f"CUDA runtimes don't share memory; pip install cupy-cuda{torch_cuda.split('.')[0]}x "
+            "in place of this CuPy"
+        )
+    return found
+
+
+class Nccl(Threads):
+    """L slots on L GPUs: a thread each for eager models, NCCL calls of all slots from one thread.
+
+    Each call is one NCCL group on communication streams that wait for the devices' default
+    streams and are waited for by them; the host doesn't wait. Sums are in NCCL's order: equal to
+    the CPU's within rounding.
+    """
+
+    def __init__(self, devices: Sequence[str], threads: int = 1):
+        """``devices``: different GPUs, such as ("cuda:0", "cuda:1"). Raises GroupError."""
+        reason = missing()
+        if reason:
+            raise GroupError(f"node.devices {', '.join(devices)}: {reason}")
+        import cupy
+
+        self._nccl: Any = cupy.cuda.nccl
+        self._numbers = [torch.device(device).index or 0 for device in devices]
+        super().__init__(len(devices), threads, devices)
+        try:
+            with self._named("initAll"):
+                self._comms = self._nccl.NcclCommunicator.initAll(self._numbers)
+            version = cupy.cuda.runtime.runtimeGetVersion()
+            found = clashes(loaded(), torch.version.cuda, version)
+            if found:
+                raise GroupError("; ".join(found))
+        except BaseException:
+            super().close()
+            raise
+        self._streams = [torch.cuda.Stream(device) for device in devices]
+
+    @contextmanager
+    def _named(self, call: str) -> Iterator[None]:
+        """Errors of NCCL and CUDA with the call, the devices and a remedy."""
+        try:
+            yield
+        except RuntimeError as error:  # NcclError, and torch's errors of a lost device
+            if isinstance(error, GroupError):
+                raise
+            where = ", ".join(self.devices)
+            raise GroupError(f"NCCL {call} over {where} failed: {error}; {REMEDY}") from error
+
+    def _together(self, call: str, work: Callable[[int, Any, int], None]) -> None:
+        """``work(slot, communicator, stream)`` for all slots in one NCCL group."""
+        with self._named(call):
+            for device, stream, comm in zip(self.devices, self._streams, self._comms, strict=True):
+                comm.check_async_error()
+                stream.wait_stream(torch.cuda.default_stream(device))
+            self._nccl.groupStart()
+            try:
+                for slot, comm in enumerate(self._comms):
+                    with torch.cuda.device(self._numbers[slot]):
+                        work(slot, comm, self._streams[slot].cuda_stream)
+            finally:
+                self._nccl.groupEnd()
+
+    def _rejoin(self) -> None:
+        for device, stream in zip(self.devices, self._streams, strict=True):
+            torch.cuda.default_stream(device).wait_stream(stream)
+
+    def _scale(self, slot: int, array: torch.Tensor) -> None:
+        with torch.cuda.stream(self._streams[slot]):
+            array.mul_(1 / self.slots)
+
+    def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Shard l, in its place in slot l's array; P must be a multiple of L."""
+        rows, size = full[0].shape
+        width, nccl = size // self.slots, self._nccl
+        if width * self.slots != size:
+            raise GroupError(
+                f"{size} columns can't be cut into {self.slots} equal shards; pad the vector"
+            )
+        parts = [array.chunk(self.slots, dim=1)[slot] for slot, array in enumerate(full)]
+
+        def work(slot: int, comm, stream: int) -> None:
+            for row in range(rows):
+                source, target = full[slot][row].data_ptr(), parts[slot][row].data_ptr()
+                comm.reduceScatter(source, target, width, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+
+        self._together("reduceScatter", work)
+        for slot, part in enumerate(parts):
+            self._scale(slot, part)
+        self._rejoin()
+        return parts
+
+    def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
+        """Every shard into all of ``full``; in place where a shard is a view of it."""
+        rows, size = full[0].shape
+        width, nccl = size // self.slots, self._nccl
+
+        def work(slot: int, comm, stream: int) -> None:
+            for row in range(rows):
+                source, target = shards[slot][row].data_ptr(), full[slot][row].data_ptr()
+                comm.allGather(source, target, width, nccl.NCCL_FLOAT32, stream)
+
+        self._together("allGather", work)
+        self._rejoin()
+
+    def reduce_mean(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mean in slot 0's array, any P; the other arrays keep their contents."""
+        nccl = self._nccl
+
+        def work(slot: int, comm, stream: int) -> None:
+            array = full[slot]
+            comm.reduce(
+                array.data_ptr(), array.data_ptr(), array.numel(),
+                nccl.NCCL_FLOAT32, nccl.NCCL_SUM, 0, stream,
+            )  # fmt: skip
+
+        self._together("reduce", work)
+        self._scale(0, full[0])
+        self._rejoin()
+        return full[0]
+
+    def broadcast(self, full: Sequence[torch.Tensor]) -> None:
+        """Slot 0's array into all others."""
+        nccl = self._nccl
+
+        def work(slot: int, comm, stream: int) -> None:
+            array = full[slot]
+            comm.broadcast(
+                array.data_ptr(), array.data_ptr(), array.numel(), nccl.NCCL_FLOAT32, 0, stream
+            )
+
+        self._together("broadcast", work)
+        self._rejoin()
+
+    def close(self) -> None:
+        """Wait for the streams, then end threads and communicators."""
+        for stream in self._streams:
+            stream.synchronize()
+        for comm in self._comms:
+            comm.destroy()
+        self._streams, self._comms = [], []
+        super().close()
+
+
+def self_test(devices: Sequence[str], width: int = 1 << 20) -> str:
+    """Average known numbers over the GPUs and gather them; what was found, for `doctor`.
+
+    Raises GroupError where NCCL fails or gives wrong numbers.
+    """
+    group = Nccl(devices)
+    try:
+        size = width * group.slots
+        full = [torch.full((1, size), float(slot), device=d) for slot, d in enumerate(devices)]
+        group.all_gather(group.reduce_scatter_mean(full), full)
+        expected = (group.slots - 1) / 2
+        for device, array in zip(devices, full, strict=True):
+            if not bool((array == expected).all()):
+                raise GroupError(f"NCCL gave wrong numbers on {device}; {REMEDY}")
+    finally:
+        group.close()
+    return f"{len(devices)} GPUs averaged {4 * size >> 20} MiB with the right result"

@@ -1,0 +1,118 @@
+"""Slots in threads that share memory: on the CPU, or several on one GPU."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from mpigossip.groups.base import added
+from mpigossip.mixing.base import combine
+
+T = TypeVar("T")
+
+
+class Threads:
+    """L slots on this machine's cores or on one GPU; slot 0 runs in the calling thread."""
+
+    def __init__(self, slots: int, threads: int = 1, devices: Sequence[str] | None = None):
+        """``threads``: torch's threads in each slot (they are set per thread).
+
+        ``devices``: one a slot, None for the CPU. Sums over slots need memory that all of them
+        reach, which is one device.
+        """
+        self.slots = self.segments = slots
+        self.devices = tuple(devices) if devices is not None else ("cpu",) * slots
+        self._work: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(slots - 1)]
+        self._done: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(slot, threads), daemon=True)
+            for slot in range(1, slots)
+        ]
+        self._make_current(0)
+        for thread in self._threads:
+            thread.start()
+
+    def _make_current(self, slot: int) -> None:
+        if self.devices[slot].startswith("cuda"):
+            torch.cuda.set_device(self.devices[slot])
+
+    def _serve(self, slot: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._make_current(slot)
+        while (work := self._work[slot - 1].get()) is not None:
+            try:
+                self._done.put((slot, work(slot), None))
+            except BaseException as error:  # noqa: BLE001 - raised again where run() was called
+                self._done.put((slot, None, error))
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """``work(slot)`` on all slots at once; the first failure by slot is raised here."""
+        for inbox in self._work:
+            inbox.put(work)
+        results: list = [None] * self.slots
+        errors: dict[int, BaseException] = {}
+        try:
+            results[0] = work(0)
+        except BaseException as error:  # noqa: BLE001 - the other slots are waited for first
+            errors[0] = error
+        for _ in self._threads:
+            slot, results[slot], failure = self._done.get()
+            if failure is not None:
+                errors[slot] = failure
+        if errors:
+            slot = min(errors)
+            errors[slot].add_note(f"in slot {slot} of this node, on {self.devices[slot]}")
+            raise errors[slot]
+        return results
+
+    on_shards = run
+
+    def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Slot l sums its columns over all slots, into those of slot 0's array."""
+        self._sum_columns(full)
+        return list(full[0].chunk(self.slots, dim=1))
+
+    def reduce_mean(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All of slot 0's array, summed by all slots."""
+        self._sum_columns(full)
+        return full[0]
+
+    def _sum_columns(self, full: Sequence[torch.Tensor]) -> None:
+        columns = [array.chunk(self.slots, dim=1) for array in full]
+        weights = [1 / self.slots] * self.slots
+
+        def sum_part(slot: int) -> None:
+            if slot < len(columns[0]):  # chunk() of fewer columns than slots gives fewer parts
+                combine(weights, [parts[slot] for parts in columns], columns[0][slot])
+
+        self.run(sum_part)
+
+    def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
+        """Each slot fetches the others' shards into its own array."""
+
+        def fetch(slot: int) -> None:
+            for other, part in enumerate(full[slot].chunk(self.slots, dim=1)):
+                if part.data_ptr() != shards[other].data_ptr():
+                    part.copy_(shards[other])
+
+        self.run(fetch)
+
+    def broadcast(self, full: Sequence[torch.Tensor]) -> None:
+        """Each slot fetches slot 0's array."""
+        self.run(lambda slot: full[slot].copy_(full[0]) if slot else None)
+
+    def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum in slot order."""
+        return added(per_slot)
+
+    def close(self) -> None:
+        """End the slots' threads."""
+        for inbox in self._work:
+            inbox.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads, self._work, self.slots = [], [], 0

@@ -1,0 +1,1 @@
+"""Mixing: what happens between nodes."""

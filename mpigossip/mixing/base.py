@@ -1,0 +1,240 @@
+"""What happens between nodes: the contract of a mixer and the one weighted sum.
+
+Every transport ends in :func:`combine`, in one fixed order, so that a simulated run and a run
+under MPI agree to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from mpigossip.mixing import fused
+from mpigossip.mixing.wire import FP32, Wire
+
+BLOCK = 1 << 15
+"""Elements that one pass of :func:`combine` touches: three such blocks stay in a core's cache."""
+
+Segments = list[tuple[torch.Tensor, ...]]
+"""Per slot: the vectors, arrays (rows, p), then the scalars, float64 arrays (rows, 1)."""
+
+
+class Kind(Enum):
+    """What a step exchanges: nothing, with the neighbours of the round, or with all nodes."""
+
+    LOCAL = 0
+    GOSSIP = 1
+    GLOBAL = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of what a node sends in a round: ``vectors`` arrays of every width, ``scalars``.
+
+    ``widths`` are the shard lengths in elements, one a slot; an L-slot node sends L segments.
+    ``wire`` encodes the vectors on their way (whole buckets of float32 only); the simulator takes
+    any ``dtype``.
+    """
+
+    widths: tuple[int, ...]
+    vectors: int = 1
+    scalars: int = 0
+    devices: tuple[str, ...] = ()
+    wire: Wire = FP32
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one node's message in memory: its vectors in full, scalars in float64."""
+        vectors = self.dtype.itemsize * self.vectors * sum(self.widths)
+        return vectors + 8 * self.scalars * len(self.widths)
+
+    @property
+    def raw_bytes(self) -> int | None:
+        """``nbytes`` where messages are encoded, for :func:`traffic`; else None."""
+        return None if self.wire.exact else self.nbytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of one node's message on the wire."""
+        if self.wire.exact:
+            return self.nbytes
+        vectors = self.vectors * sum(map(self.wire.nbytes, self.widths))
+        return vectors + 8 * self.scalars * len(self.widths)
+
+    def place(self, slot: int, part: int) -> int:
+        """Where in the encoded message a slot's vector or (part ≥ vectors) scalar begins."""
+        encoded = list(map(self.wire.nbytes, self.widths))
+        if part < self.vectors:
+            return self.vectors * sum(encoded[:slot]) + part * encoded[slot]
+        index = slot * self.scalars + part - self.vectors
+        return self.vectors * sum(encoded) + 8 * index
+
+    @property
+    def parts(self) -> list[tuple[torch.dtype, slice]]:
+        """The message's stretches of one type, as (dtype, bytes from-to)."""
+        scalars_at = self.dtype.itemsize * self.vectors * sum(self.widths)
+        parts = [(self.dtype, slice(0, scalars_at))]
+        if self.scalars:
+            parts.append((torch.float64, slice(scalars_at, self.nbytes)))
+        return parts
+
+    def views(self, memory: torch.Tensor) -> Segments:
+        """Cut one node's message, uint8 of ``nbytes`` bytes, into segments of one row."""
+        floats, *doubles = (memory[part].view(dtype) for dtype, part in self.parts)
+        segments, at = [], 0
+        for slot, width in enumerate(self.widths):
+            parts = []
+            for _ in range(self.vectors):
+                parts.append(floats[at : at + width].view(1, width))
+                at += width
+            for k in range(self.scalars):
+                index = slot * self.scalars + k
+                parts.append(doubles[0][index : index + 1].view(1, 1))
+            segments.append(tuple(parts))
+        return segments
+
+    def empty(self, rows: int) -> Segments:
+        """New uninitialized segments for ``rows`` nodes, each on its slot's device."""
+        devices = self.devices or ("cpu",) * len(self.widths)
+        return [
+            tuple(
+                torch.empty(rows, width, dtype=self.dtype, device=device)
+                for _ in range(self.vectors)
+            )
+            + tuple(
+                torch.empty(rows, 1, dtype=torch.float64, device=device)
+                for _ in range(self.scalars)
+            )
+            for width, device in zip(self.widths, devices, strict=True)
+        ]
+
+
+class Mixer(Protocol):
+    """Between nodes; built once from graph, layout and wire (contract: DESIGN section 5).
+
+    Use: ``outbox(t)``, fill it whole, ``start(kind, t)``, compute, ``finish()``. Rounds of kind
+    GOSSIP are consecutive; LOCAL and GLOBAL exchanges carry the clock's present value.
+    """
+
+    n: int
+    bytes_sent: list[int]
+    """Bytes that each local node has put on the wire so far."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Which nodes live here."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for other nodes so far."""
+
+    def outbox(self, t: int) -> Segments:
+        """Arrays to fill whole; old contents undefined. Waits until their readers are done."""
+
+    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+        """Publish the outbox and begin the exchange of round t; returns at once.
+
+        A lossy wire quantizes the outbox in place, unless LOCAL. ``exchange`` numbers exchanges
+        of all kinds since the run's beginning and keys the random rounding (unset: t).
+        """
+
+    def finish(self) -> tuple[Segments, Segments]:
+        """``sent``, ``mixed``: read-only, valid until the next :meth:`outbox`.
+
+        ``sent`` is the own message as the others decode it; ``mixed[i] = Σ_j W[i, j] sent_j``.
+        After a LOCAL start ``mixed`` is ``sent``.
+        """
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Exact average over nodes of x (rows, p), in node order: shape (p,), equal bits."""
+
+    def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
+        """The same for small float64 arrays (rows, k) -> (k,)."""
+
+    def close(self) -> None:
+        """Finish an open round, take in outstanding tokens, free the memory; collective."""
+
+
+def combine(
+    weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch.Tensor
+) -> torch.Tensor:
+    """The one weighted sum: ``out = Σ_k weights[k] · arrays[k]``, in the order given.
+
+    Arrays have shape (rows, p). Equal weights are factored out, ``w · (a_0 + a_1 + …)``;
+    otherwise each product is rounded before it is added (never fused), so that every transport,
+    vector length and offset gives the same bits. ``out`` may be the memory of ``arrays[1]``.
+    """
+    if out.is_cuda and fused.combine(weights, arrays, out):
+        return out
+    uniform = all(weight == weights[0] for weight in weights)
+    rows, width = out.shape
+    step = max(1, BLOCK // max(rows, 1)) if out.device.type == "cpu" else width
+    scratch = None if uniform else torch.empty_like(out[:, :step])
+    for begin in range(0, width, max(step, 1)):
+        part = slice(begin, min(begin + step, width))
+        pieces = [array[:, part] for array in arrays]
+        if uniform:
+            _sum_scaled(weights[0], pieces, out[:, part])
+        else:
+            _sum_weighted(weights, pieces, out[:, part], scratch[:, : part.stop - begin])
+    return out
+
+
+def _sum_scaled(weight: float, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    if len(pieces) == 1:
+        torch.mul(pieces[0], weight, out=out)
+        return
+    torch.add(pieces[0], pieces[1], out=out)
+    for piece in pieces[2:]:
+        out.add_(piece)
+    out.mul_(weight)
+
+
+def _sum_weighted(
+    weights: Sequence[float],
+    pieces: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    # pieces[1] first, as out may be its memory; an addition of two terms has no order
+    torch.mul(pieces[1], weights[1], out=out)
+    torch.mul(pieces[0], weights[0], out=scratch)
+    out.add_(scratch)
+    for weight, piece in zip(weights[2:], pieces[2:], strict=True):
+        torch.mul(piece, weight, out=scratch)
+        out.add_(scratch)
+
+
+def is_average(graph, t: int) -> bool:
+    """Whether W(t) = 11ᵀ/n, so that round t is one global average (n > 2)."""
+    if graph.n <= 2 or graph.degree < graph.n - 1:
+        return False
+    if graph.complete:
+        return True
+    for i in range(graph.n):
+        sources, weights, own = graph.neighbours(t, i)
+        if len(sources) < graph.n - 1 or any(w != own for w in weights):
+            return False
+    return True
+
+
+def traffic(graph, kind: Kind, t: int, node: int, nbytes: int, raw: int | None = None) -> int:
+    """Bytes that a node sends in one exchange of a message of ``nbytes`` bytes on the wire.
+
+    Gossip: one message a receiver. Global, and rounds whose W is 11ᵀ/n: reduce-scatter and
+    all-gather, 2(n−1)/n messages. Of
+    an encoded message, ``raw`` bytes when decoded, that is what decoded values cost; encoded they
+    go to all others, n − 1 messages, as a sum of codes has no code. The cheaper is done.
+    """
+    n = graph.n
+    if kind is Kind.LOCAL:
+        return 0
+    if kind is Kind.GLOBAL or is_average(graph, t):
+        summed = 2 * (n - 1) * (raw or nbytes) // n
+        return summed if raw is None else min(summed, (n - 1) * nbytes)
+    return len(graph.receivers(t, node)) * nbytes

@@ -1,0 +1,227 @@
+"""Tokens, the exact average by messages, the communication thread; every wait has a deadline."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpigossip.cluster.ranks import Deadline
+from mpigossip.mixing.base import combine
+
+SCATTER, GATHER = 21, 22
+PIECE = 1 << 18
+"""Elements of a chunk in the exact average: n of them are in memory at once."""
+
+
+class ProtocolError(RuntimeError):
+    """A token of another round arrived than the one awaited: a fault of this program."""
+
+
+class Tokens:
+    """One-integer messages that say "this round is ready" or "free again", by tag.
+
+    Between two ranks the tokens of one tag arrive in the order sent; each carries its round,
+    which is compared, so that a fault of the protocol is an error and never wrong numbers.
+    """
+
+    def __init__(self, comm: MPI.Comm, timeout_s: float):
+        """``comm`` is duplicated (collective)."""
+        self.comm, self.timeout_s = comm.Dup(), timeout_s
+        self.waited = 0.0
+        self._reached: dict[int, int] = {}
+        self._sent: list[tuple[MPI.Request, np.ndarray]] = []
+
+    def send(self, ranks: Iterable[int], tag: int, t: int) -> None:
+        """Tell each rank that round t is done in the sense of ``tag``; returns at once."""
+        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        for rank in ranks:
+            value = np.array([t], np.int64)
+            self._sent.append((self.comm.Isend(value, rank, tag), value))
+
+    def wait(self, ranks: Sequence[int], tag: int, t: int, what: str) -> None:
+        """Wait for the token of round t from each rank; LateError names who is missing."""
+        if not ranks:
+            return
+        values = np.empty((len(ranks), 1), np.int64)
+        pending = {
+            rank: self.comm.Irecv(value, rank, tag)
+            for rank, value in zip(ranks, values, strict=True)
+        }
+        self.waited += wait_all(pending, self.timeout_s, lambda rank: self._late(rank, t, what))
+        for rank, value in zip(ranks, values[:, 0], strict=True):
+            if value != t:
+                raise ProtocolError(f"{what}: rank {rank} answered for round {value}, not {t}")
+            self._reached[rank] = t
+
+    def _late(self, rank: int, t: int, what: str) -> str:
+        last = self._reached.get(rank)
+        seen = "has not been heard of yet" if last is None else f"last reached round {last}"
+        return f"{what} (round {t}): rank {rank} {seen}"
+
+    def close(self) -> None:
+        """Wait until what was sent has left; collective."""
+        wait_all(dict(enumerate(r for r, _ in self._sent)), self.timeout_s, lambda _: "tokens")
+        self._sent = []
+        self.comm.Free()
+
+
+_abandoned: list[dict] = []
+"""Requests given up at a deadline: MPI may still write into their buffers, which they hold."""
+
+
+def wait_all(
+    pending: dict[int, MPI.Request], timeout_s: float, late: Callable[[int], str]
+) -> float:
+    """Wait for requests by rank, seconds waited returned; at the deadline LateError names one."""
+    began = time.perf_counter()
+
+    def done() -> bool:
+        for rank in [rank for rank, request in pending.items() if request.Test()]:
+            del pending[rank]
+        return not pending
+
+    try:
+        Deadline(timeout_s).wait(done, lambda: late(min(pending)))
+    except BaseException:
+        _abandoned.append(pending)
+        raise
+    return time.perf_counter() - began
+
+
+def average(comm: MPI.Comm, own: torch.Tensor, out: torch.Tensor, timeout_s: float) -> float:
+    """``out = (Σ_j own_j) / n`` over the ranks of ``comm``, in rank order; seconds waited.
+
+    ``own`` and ``out`` are contiguous CPU arrays (p,) of equal dtype. Piece by piece a
+    reduce-scatter (rank r sums chunk r in rank order) and an all-gather: each rank sends
+    2(n−1)/n of the vector, and all ranks hold the same bits.
+    """
+    rank, n = comm.rank, comm.size
+    waited = 0.0
+    scratch = torch.empty(n, max(1, min(PIECE, -(-own.numel() // n))), dtype=own.dtype)
+    for begin in range(0, own.numel(), n * scratch.shape[1]):
+        piece = slice(begin, begin + n * scratch.shape[1])
+        mine, whole = own[piece].chunk(n), out[piece].chunk(n)
+        # chunk() may give fewer than n parts: the ranks behind them have nothing to sum
+        peers = [j for j in range(n) if j != rank]
+        width = mine[rank].numel() if rank < len(mine) else 0
+        received = {j: comm.Irecv(scratch[j, :width].numpy(), j, SCATTER) for j in peers if width}
+        sent = {j: comm.Isend(mine[j].numpy(), j, SCATTER) for j in peers if j < len(mine)}
+        waited += _settle(received, sent, timeout_s)
+        if width:
+            terms = [mine[rank] if j == rank else scratch[j, :width] for j in range(n)]
+            rows = [term.unsqueeze(0) for term in terms]
+            combine([1 / n] * n, rows, whole[rank].unsqueeze(0))
+        received = {j: comm.Irecv(whole[j].numpy(), j, GATHER) for j in peers if j < len(whole)}
+        sent = {j: comm.Isend(whole[rank].numpy(), j, GATHER) for j in peers if width}
+        waited += _settle(received, sent, timeout_s)
+    return waited
+
+
+def gather(comm: MPI.Comm, own: torch.Tensor, timeout_s: float) -> tuple[torch.Tensor, float]:
+    """All ranks' encoded messages, uint8 (n, bytes) by rank, and the seconds waited."""
+    everyone = torch.empty(comm.size, own.numel(), dtype=torch.uint8)
+    everyone[comm.rank].copy_(own)
+    peers = [j for j in range(comm.size) if j != comm.rank]
+    received = {j: comm.Irecv(everyone[j].numpy(), j, GATHER) for j in peers}
+    sent = {j: comm.Isend(own.numpy(), j, GATHER) for j in peers}
+    return everyone, _settle(received, sent, timeout_s)
+
+
+def _settle(received: dict, sent: dict, timeout_s: float) -> float:
+    say = "global average: rank {} doesn't answer".format
+    return wait_all(received, timeout_s, say) + wait_all(sent, timeout_s, say)
+
+
+class Courier:
+    """The communication thread: runs jobs in order, keeps MPI moving, and can be given up.
+
+    Without ``threaded`` a job runs where it is submitted (an MPI below THREAD_MULTIPLE).
+    With ``poll`` the idle thread enters MPI now and then, as one-sided messages over plain
+    networks move only while their target is inside MPI.
+    """
+
+    POLL_S = 0.0005
+
+    def __init__(self, comm: MPI.Comm, *, threaded: bool, poll: bool, timeout_s: float):
+        """Start the thread, if any; it is a daemon, so a stuck MPI call can't hold the exit."""
+        self.threaded, self._comm, self._timeout_s = threaded, comm, timeout_s
+        self._poll_s = self.POLL_S if poll else None
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="mpigossip-courier", daemon=True)
+        if threaded:
+            self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> Job:
+        """Queue a job; without a thread it runs now."""
+        ticket = Job(work)
+        if self.threaded:
+            self._jobs.put(ticket)
+        else:
+            self._run(ticket)
+            self.wait(ticket, "a message")
+        return ticket
+
+    def _run(self, ticket: Job) -> None:
+        """Do a job; after one that failed, none is done: whoever waits next learns why."""
+        if self._failure is None:
+            ticket.run()
+            self._failure = ticket.error
+        else:
+            ticket.error = self._failure
+            ticket.done.set()
+
+    def wait(self, ticket: Job, what: str) -> float:
+        """Wait until the job is done, seconds returned; raise what it raised.
+
+        LateError where the thread itself doesn't come back from MPI.
+        """
+        began = time.perf_counter()
+        # the job's own waits are shorter: they name the late rank, this names only the round
+        if not ticket.done.wait(self._timeout_s * 2.5 + 5):
+            Deadline(0).wait(lambda: False, lambda: f"{what}: MPI does not return from a call")
+        if ticket.error is not None:
+            raise ticket.error
+        return time.perf_counter() - began
+
+    def _work(self) -> None:
+        while True:
+            try:
+                ticket = self._jobs.get(timeout=self._poll_s)
+            except queue.Empty:
+                if MPI.Is_finalized():  # the user's program ended without closing the world
+                    return
+                self._comm.Iprobe()
+                continue
+            if ticket is None:
+                return
+            self._run(ticket)
+
+    def close(self) -> None:
+        """End the thread after the jobs in its queue."""
+        if self.threaded and self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join(self._timeout_s)
+
+
+class Job:
+    """Something to do, whether it is done, and the exception that it raised."""
+
+    def __init__(self, work: Callable[[], None]):
+        """``work`` takes nothing and returns nothing."""
+        self._work, self.done = work, threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do it; an exception is kept for whoever waits."""
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - handed over to the waiting thread
+            self.error = error
+        self.done.set()

@@ -1,0 +1,89 @@
+"""Neighbours on the same host: their outboxes are read in place through shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mpi4py import MPI
+
+from mpigossip.mixing.base import combine
+from mpigossip.mixing.messages import Tokens
+
+READY, DONE, REDUCED = 1, 2, 3
+
+
+class SharedHost:
+    """The window memory of all ranks of one host: an outbox and a result area a rank.
+
+    A round: the owner fills its outbox and says READY to its readers; a reader sums and says
+    DONE; the owner waits for DONE before it writes again. ``Win.Sync`` stands between memory
+    and tokens.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout_s: float):
+        """``comm``: the ranks of this host (collective); ``nbytes``: of one message."""
+        self.size, self.rank = comm.size, comm.rank
+        self.others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._window = MPI.Win.Allocate_shared(2 * nbytes, 1, comm=comm)
+        self._window.Lock_all()
+        self._tokens = Tokens(comm, timeout_s)
+        areas = [self._area(rank) for rank in range(comm.size)]
+        self.outboxes = [area[:nbytes] for area in areas]
+        self._results = [area[nbytes : 2 * nbytes] for area in areas]
+        self.own, self.result = self.outboxes[self.rank], self._results[self.rank]
+
+    def _area(self, rank: int) -> torch.Tensor:
+        memory, _ = self._window.Shared_query(rank)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for tokens."""
+        return self._tokens.waited
+
+    def publish(self, readers: Sequence[int], t: int) -> None:
+        """Say to the readers that the outbox of round t is whole."""
+        self._window.Sync()
+        self._tokens.send(readers, READY, t)
+
+    def await_ready(self, sources: Sequence[int], t: int) -> None:
+        """Wait until the sources' outboxes of round t are whole."""
+        self._tokens.wait(sources, READY, t, "waiting for a neighbour's model")
+        self._window.Sync()
+
+    def release(self, sources: Sequence[int], t: int) -> None:
+        """Say to the sources that their outboxes were read."""
+        self._tokens.send(sources, DONE, t)
+
+    def await_done(self, readers: Sequence[int], t: int) -> None:
+        """Wait until the readers of round t are done with the outbox."""
+        self._tokens.wait(readers, DONE, t, "waiting for a neighbour to have read the model")
+
+    def average(self, parts: Sequence[tuple[torch.dtype, slice]], t: int) -> None:
+        """Exact average of all outboxes into every rank's result area, in rank order.
+
+        Rank r sums chunk r and writes it to all results: one pass over the memory.
+        """
+        self.await_ready(self.others, t)
+        for dtype, part in parts:
+            sources = [area[part].view(dtype).chunk(self.size) for area in self.outboxes]
+            targets = [area[part].view(dtype).chunk(self.size) for area in self._results]
+            if self.rank >= len(targets[0]):
+                continue
+            mine = targets[self.rank][self.rank]
+            rows = [chunks[self.rank].unsqueeze(0) for chunks in sources]
+            combine([1 / self.size] * self.size, rows, mine.unsqueeze(0))
+            for rank in self.others:
+                targets[rank][self.rank].copy_(mine)
+        self._window.Sync()
+        self._tokens.send(self.others, REDUCED, t)
+        self._tokens.wait(self.others, REDUCED, t, "global average")
+        self._window.Sync()
+
+    def close(self) -> None:
+        """Free window and communicator; collective. The memory must not be used any more."""
+        self.outboxes, self._results, self.own, self.result = [], [], None, None
+        self._tokens.close()
+        self._window.Unlock_all()
+        self._window.Free()
