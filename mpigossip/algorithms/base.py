@@ -1,0 +1,69 @@
+"""The contract of an algorithm: plain functions over segments, written once for all transports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+from mpigossip.config import Limit
+from mpigossip.mixing.base import Kind
+
+Share = Annotated[float, Limit(lambda v: 0 <= v <= 1, "must be between 0 and 1")]
+Decay = Annotated[float, Limit(lambda v: 0 <= v < 1, "must be at least 0 and below 1")]
+"""Types of options, checked when a job is read; Decay is for momenta and running means."""
+
+
+class Step(NamedTuple):
+    """All that an algorithm knows besides arrays: plain values, equal on all nodes."""
+
+    index: int  # type: ignore[assignment]
+    """steps since init; restarts where state was dropped"""
+    round: int
+    """the graph's clock: counts GOSSIP rounds only"""
+    part: int
+    """0 … rounds − 1, for methods with dependent exchanges"""
+    kind: Kind
+    lr: float | None
+    """learning rate, > 0; None in an ahead send"""
+
+
+class Algorithm(NamedTuple):
+    """Functions over one segment: arrays (rows, p), rows = nodes that live here.
+
+    x is the point where the gradient is taken; everything else is state, a NamedTuple
+    (nestable) of arrays shaped like x or (rows, 1). Functions work in place and return the
+    state. ``g`` holds the gradient with weight decay added; receive (or, where there is one
+    round, send) may use its memory up.
+    """
+
+    init: Callable[..., Any]
+    """(x) -> state; needs no gradient"""
+    send: Callable[..., Any]
+    """(x, g, state, out, step) -> state; fills out: vectors, then scalars"""
+    receive: Callable[..., Any]
+    """(x, g, state, sent, mixed, step) -> state; writes x in place"""
+    vectors: int = 1
+    """arrays of model size that travel in a round"""
+    scalars: int = 0
+    """float64 per row that travel too, never compressed"""
+    rounds: int = 1
+    """dependent exchanges per step with one gradient"""
+    ahead: bool = False
+    """send gets g = None, lr = None and changes nothing: it travels during forward/backward"""
+    needs: frozenset = frozenset()
+    """What the job must have; each is checked, and named in the refusal (training/fit.py).
+
+    Of the graph: its facts; "doubly" (rows and columns sum to one), "exact" (one period is the
+    exact average), "above -1/3" (eigenvalues), "graph:NAME". Of the cadence: "always-global",
+    "unmixed" (one kind only), "never-global", "cadence:NAME". Of the wire: "exact-wire" (fp32),
+    "own-wire" (sends differences itself), "sends-gradients" (a biased wire by error feedback).
+    """
+
+
+class Empty(NamedTuple):
+    """The state of a method that keeps none."""
+
+
+def no_state(x) -> Empty:
+    """Init of a method that keeps no state."""
+    return Empty()

@@ -1,0 +1,198 @@
+"""Cadences: whether a step stays local, gossips, or averages globally."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mpigossip.algorithms.base import Share
+from mpigossip.config import NotNegative, Positive
+from mpigossip.mixing.base import Kind
+
+
+class Cadence(NamedTuple):
+    """Decides what each step exchanges, equally on all nodes.
+
+    The state is a NamedTuple of plain numbers, checkpointed by name.
+    """
+
+    init: Callable[[], Any]
+    """() -> state"""
+    kind: Callable[[Any, int], Kind]
+    """(state, steps since start) -> Kind"""
+    observe: Callable[..., Any]
+    """(state, step, measured: dict) -> state; once a step, with the same numbers everywhere"""
+    measures: frozenset = frozenset()
+    """what it wants measured at GLOBAL steps: "variance" (‖mixed − sent‖²), "loss" """
+    kinds: frozenset = frozenset({Kind.GOSSIP})
+    """the kinds that it can give"""
+
+
+class Nothing(NamedTuple):
+    """The state of a cadence that remembers nothing."""
+
+
+def fixed(kind: Callable[[int], Kind], *kinds: Kind) -> Cadence:
+    """A cadence that depends on the step's number alone and gives these kinds."""
+    return Cadence(
+        Nothing,
+        lambda state, index: kind(index),
+        lambda state, step, measured: state,
+        kinds=frozenset(kinds),
+    )
+
+
+def always() -> Cadence:
+    """Gossip at every step."""
+    return fixed(lambda index: Kind.GOSSIP, Kind.GOSSIP)
+
+
+def globally() -> Cadence:
+    """Average over all nodes at every step, as parallel SGD does."""
+    return fixed(lambda index: Kind.GLOBAL, Kind.GLOBAL)
+
+
+def never() -> Cadence:
+    """No exchange at all: n separate trainings."""
+    return fixed(lambda index: Kind.LOCAL, Kind.LOCAL)
+
+
+def _each(period: int, last: Kind, others: Kind) -> Cadence:
+    """``last`` at every period-th step, ``others`` between."""
+    if period == 1:
+        return fixed(lambda index: last, last)
+    return fixed(lambda index: others if (index + 1) % period else last, last, others)
+
+
+def every(*, period: Positive = 4) -> Cadence:
+    """Gossip at every ``period``-th step, local steps between."""
+    return _each(period, Kind.GOSSIP, Kind.LOCAL)
+
+
+def cpsgd(*, period: Positive = 8) -> Cadence:
+    """Periodic averaging with a constant period: a global average at every ``period``-th step."""
+    return _each(period, Kind.GLOBAL, Kind.LOCAL)
+
+
+def gossip_pga(*, period: Positive = 6) -> Cadence:
+    """Gossip-PGA (Chen et al., ICML 2021): gossip, and a global average at every period-th step."""
+    return _each(period, Kind.GLOBAL, Kind.GOSSIP)
+
+
+def halves(*, length: Positive | None = None) -> Cadence:
+    """``length`` local steps, then ``length`` gossip steps; unset: the graph's period (DeFacto)."""
+    half = length or 1
+    return fixed(
+        lambda index: Kind.GOSSIP if index // half % 2 else Kind.LOCAL, Kind.LOCAL, Kind.GOSSIP
+    )
+
+
+class Varying(NamedTuple):
+    """The present period and where in it we are; what the period is judged by."""
+
+    period: int
+    since: int
+    """steps since the last global average"""
+    rates: float
+    """sum of the learning rates of these steps"""
+    level: float
+    """mean of the samples"""
+    samples: int
+
+
+def adpsgd(
+    *,
+    period: Positive = 4,
+    sampling: Share = 0.25,
+    low: NotNegative = 0.7,
+    high: NotNegative = 1.3,
+    total: Positive | None = None,
+) -> Cadence:
+    """ADPSGD (Jiang & Agrawal 2020): periodic averaging, the period by the measured variance.
+
+    At a global average S = (1/n) Σ_i ‖x̄ − x_i‖² is measured. In the first ``sampling`` share of
+    ``total`` steps (unset: the run's) the period stays, and C is the mean of S/lr. Later
+    S < low · lr · C lengthens the period by one, S > high · lr · C shortens it. lr is the mean
+    rate of the steps *since the last average*, all that S depends on: with the present rate, the
+    first average after a drop of the rate would compare a spread made at the old rate with a
+    threshold of the new one, and shorten the period for nothing.
+    """
+    last_sample = sampling * (total or 0)
+
+    def kind(state: Varying, index: int) -> Kind:
+        return Kind.LOCAL if state.since + 1 < state.period else Kind.GLOBAL
+
+    def observe(state: Varying, step, measured) -> Varying:
+        since, rates = state.since + 1, state.rates + step.lr
+        if step.kind is not Kind.GLOBAL:
+            return state._replace(since=since, rates=rates)
+        ratio, period = measured["variance"] * since / rates, state.period
+        if step.index < last_sample or not state.samples:
+            samples = state.samples + 1
+            level = state.level + (ratio - state.level) / samples
+            return Varying(period, 0, 0.0, level, samples)
+        period += (ratio < low * state.level) - (ratio > high * state.level)
+        return Varying(max(period, 1), 0, 0.0, state.level, state.samples)
+
+    return Cadence(
+        lambda: Varying(period, 0, 0.0, 0.0, 0),
+        kind,
+        observe,
+        measures=frozenset({"variance"}),
+        kinds=frozenset({Kind.LOCAL, Kind.GLOBAL}),
+    )
+
+
+class ByLoss(NamedTuple):
+    """The present period, where in it we are, and the loss of the start."""
+
+    period: int
+    since: int
+    """steps since the last global average"""
+    first_loss: float
+    """running mean of the losses at the first averages"""
+    samples: int
+
+
+def gossip_aga(*, period: Positive = 4, warmup: Positive = 4, longest: Positive = 64) -> Cadence:
+    """Gossip-AGA (Chen et al., ICML 2021): Gossip-PGA with a period that grows as the loss falls.
+
+    At a global average, F the mean loss of all nodes: in the first ``warmup`` ones F₀ ← ½ (F₀ + F)
+    (F₀ = F at the first), later the period becomes ⌈``period`` · F₀/F⌉, at most ``longest``.
+    """
+
+    def kind(state: ByLoss, index: int) -> Kind:
+        return Kind.GOSSIP if state.since + 1 < state.period else Kind.GLOBAL
+
+    def observe(state: ByLoss, step, measured) -> ByLoss:
+        if step.kind is not Kind.GLOBAL:
+            return state._replace(since=state.since + 1)
+        loss, samples = measured["loss"], state.samples
+        if samples < warmup:
+            first = 0.5 * (state.first_loss + loss) if samples else loss
+            return ByLoss(state.period, 0, first, samples + 1)
+        grown = math.ceil(period * state.first_loss / loss) if loss > 0 else longest
+        return ByLoss(min(max(grown, 1), longest), 0, state.first_loss, samples)
+
+    return Cadence(
+        lambda: ByLoss(period, 0, 0.0, 0),
+        kind,
+        observe,
+        measures=frozenset({"loss"}),
+        kinds=frozenset({Kind.GOSSIP, Kind.GLOBAL}),
+    )
+
+
+BUILDERS = {
+    "always": always,
+    "global": globally,
+    "never": never,
+    "every": every,
+    "cpsgd": cpsgd,
+    "adpsgd": adpsgd,
+    "gossip-pga": gossip_pga,
+    "gossip-aga": gossip_aga,
+    "halves": halves,
+}
+"""Every cadence by name: builder(*, option=…) -> Cadence."""

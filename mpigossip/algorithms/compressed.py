@@ -1,0 +1,111 @@
+"""Methods and wrappers for wires that lose something: differences, error feedback, CHOCO."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from mpigossip.algorithms.base import Algorithm, Share, Step
+from mpigossip.algorithms.local import Local
+from mpigossip.mixing.base import Kind
+
+
+def difference(base: Algorithm) -> Algorithm:
+    """A method over a lossy wire: it sees mixed = x½ + (Σ_j W_ij q_j − q_i), q = sent.
+
+    The own term stays exact and, W being doubly stochastic, so does the mean; of GLOBAL rounds
+    the average of the q_j is taken as it is, as all nodes then hold the same bits. x½ is kept,
+    or formed again by an ahead send, which changes nothing; it isn't state, as no exchange
+    is open between steps.
+    """
+    kept: list[tuple[torch.Tensor, ...]] = []
+
+    def copies(out) -> tuple[tuple[torch.Tensor, ...], ...]:
+        if not kept or kept[0][0].shape != out[0].shape:
+            kept[:] = [tuple(torch.empty_like(part) for part in out) for _ in range(2)]
+        return kept[0], kept[1]
+
+    def send(x, g, state, out, step: Step):
+        state = base.send(x, g, state, out, step)
+        if not base.ahead:
+            for exact, part in zip(copies(out)[0], out, strict=True):
+                exact.copy_(part)
+        return state
+
+    def receive(x, g, state, sent, mixed, step: Step):
+        if step.kind is not Kind.GOSSIP:
+            return base.receive(x, g, state, sent, mixed, step)
+        exact, corrected = copies(sent)
+        if base.ahead:
+            base.send(x, None, state, exact, step)
+        for k, target in enumerate(corrected):
+            torch.sub(mixed[k], sent[k], out=target).add_(exact[k])
+        return base.receive(x, g, state, exact, corrected, step)
+
+    return base._replace(send=send, receive=receive)
+
+
+class Feedback(NamedTuple):
+    """What the wire has left out so far, shaped like x, and the method's state."""
+
+    error: torch.Tensor
+    inner: Any
+
+
+def error_feedback(base: Algorithm) -> Algorithm:
+    """A method that sends gradients, over a biased wire: EF-SGD (Karimireddy et al., ICML 2019).
+
+    q = C(g + e) is sent, e ← g + e − q is kept for the next step.
+    """
+
+    def init(x) -> Feedback:
+        return Feedback(torch.zeros_like(x), base.init(x))
+
+    def send(x, g, state: Feedback, out, step: Step):
+        inner = base.send(x, g, state.inner, out, step)
+        out[0].add_(state.error)
+        state.error.copy_(out[0])
+        return state._replace(inner=inner)
+
+    def receive(x, g, state: Feedback, sent, mixed, step: Step):
+        state.error.sub_(sent[0])
+        return state._replace(inner=base.receive(x, g, state.inner, sent, mixed, step))
+
+    return base._replace(init=init, send=send, receive=receive)
+
+
+class Choco(NamedTuple):
+    """Own public copy x̂, memory s = Σ_j W_ij x̂_j, both shaped like x; the local step's state."""
+
+    public: torch.Tensor
+    memory: torch.Tensor
+    inner: Any
+
+
+def choco(local: Local, *, consensus_step: Share = 0.5) -> Algorithm:
+    """CHOCO-SGD (Koloskova et al., ICML 2019): gossip of compressed differences, with memory.
+
+    x½ = x − lr · d;  q = C(x½ − x̂) is sent, C the wire;  x̂ ← x̂ + q;  s ← s + Σ_j W_ij q_j;
+    x ← x½ + ζ (s − x̂). The memory holds for a static W only. x̂ and s start as 0. One vector
+    travels, as many bytes as the wire makes of it. LOCAL steps exchange nothing.
+    """
+
+    def init(x) -> Choco:
+        return Choco(torch.zeros_like(x), torch.zeros_like(x), local.init(x))
+
+    def send(x, g, state: Choco, out, step: Step):
+        d, inner = local.direction(x, g, state.inner, step)
+        x.add_(d, alpha=-step.lr)
+        torch.sub(x, state.public, out=out[0])
+        return state._replace(inner=inner)
+
+    def receive(x, g, state: Choco, sent, mixed, step: Step):
+        if step.kind is Kind.GOSSIP:
+            state.public.add_(sent[0])
+            state.memory.add_(mixed[0])
+            x.add_(state.memory, alpha=consensus_step).add_(state.public, alpha=-consensus_step)
+        return state
+
+    needs = frozenset({"static", "doubly", "never-global", "own-wire"})
+    return Algorithm(init, send, receive, needs=needs)

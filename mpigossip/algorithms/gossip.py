@@ -1,0 +1,147 @@
+"""Methods of the form "local step, then average": parallel SGD, D-PSGD, DmSGD and its kin."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from mpigossip.algorithms.base import Algorithm, Decay, Share, Step
+from mpigossip.algorithms.local import Local, Momentum
+
+AVERAGING = frozenset({"row-stochastic"})
+"""What plain averaging needs; on a graph that isn't doubly stochastic the mean drifts."""
+
+
+def parallel(local: Local) -> Algorithm:
+    """Parallel SGD, what all-reduce training computes: x ← x − lr · d(ḡ), ḡ = (1/n) Σ_j g_j.
+
+    Every exchange is a global average of the gradients, so all nodes hold the same bits. With
+    ``local`` any local step, its state is the same on all nodes.
+    """
+
+    def send(x, g, state, out, step: Step):
+        out[0].copy_(g)
+        return state
+
+    def receive(x, g, state, sent, mixed, step: Step):
+        g.copy_(mixed[0])
+        d, state = local.direction(x, g, state, step)
+        x.add_(d, alpha=-step.lr)
+        return state
+
+    needs = frozenset({"always-global", "sends-gradients"})
+    return Algorithm(local.init, send, receive, needs=needs)
+
+
+def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
+    """D-PSGD (Lian et al. 2017) with any local step d, its state kept local.
+
+    ``style = "atc"``, adapt-then-combine: x ← Σ_j W_ij (x_j − lr · d_j).
+    ``style = "awc"``, adapt-while-combine: x ← Σ_j W_ij x_j − lr · d_i; the exchange travels
+    during forward and backward (``ahead``).
+    """
+
+    def send_adapted(x, g, state, out, step: Step):
+        d, state = local.direction(x, g, state, step)
+        torch.add(x, d, alpha=-step.lr, out=out[0])
+        return state
+
+    def receive_combined(x, g, state, sent, mixed, step: Step):
+        x.copy_(mixed[0])
+        return state
+
+    def send_as_is(x, g, state, out, step: Step):
+        out[0].copy_(x)
+        return state
+
+    def receive_then_adapt(x, g, state, sent, mixed, step: Step):
+        d, state = local.direction(x, g, state, step)
+        torch.add(mixed[0], d, alpha=-step.lr, out=x)
+        return state
+
+    if style == "atc":
+        return Algorithm(local.init, send_adapted, receive_combined, needs=AVERAGING)
+    needs = AVERAGING | {"never-global"}
+    return Algorithm(local.init, send_as_is, receive_then_adapt, ahead=True, needs=needs)
+
+
+def dmsgd_vanilla(local: Local) -> Algorithm:
+    """DmSGD with the momentum kept local: m ← β m + g, x ← Σ_j W_ij (x_j − lr · m_j).
+
+    :func:`dsgd`, adapt-then-combine, on a local step with momentum: what the released code of
+    the exponential-graph paper runs (one vector travels).
+    """
+    return dsgd(local, style="atc")
+
+
+def dmsgd(
+    local: Local, *, beta: Decay = 0.9, momentum: Literal["new", "delayed"] = "new"
+) -> Algorithm:
+    """DmSGD, Algorithm 1 of Ying et al. 2021: momentum and model are both averaged.
+
+    m½ = β m + g;  x ← Σ_j W_ij (x_j − lr · m½_j);  m ← Σ_j W_ij m½_j.
+    ``momentum = "delayed"`` steps along the old m in place of m½, the other reading of the
+    paper. Two vectors travel. ``local`` is not used: the momentum is part of the method.
+    """
+
+    def send(x, g, state: Momentum, out, step: Step):
+        torch.mul(state.momentum, beta, out=out[1]).add_(g)
+        along = out[1] if momentum == "new" else state.momentum
+        torch.add(x, along, alpha=-step.lr, out=out[0])
+        return state
+
+    def receive(x, g, state: Momentum, sent, mixed, step: Step):
+        x.copy_(mixed[0])
+        state.momentum.copy_(mixed[1])
+        return state
+
+    return Algorithm(_zero_momentum, send, receive, vectors=2, needs=AVERAGING)
+
+
+def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = False) -> Algorithm:
+    """Quasi-global momentum, QG-DmSGD (Lin et al., ICML 2021): momentum of what all nodes do.
+
+    m = β m̂ + g;  d = m, or g + β m (``nesterov``);  x⁺ = Σ_j W_ij (x_j − lr · d_j);
+    m̂ ← (1 − μ) m̂ + μ (x − x⁺)/lr, the displacement by the mixing included. One vector travels.
+    ``local`` is not used.
+    """
+
+    def send(x, g, state: Momentum, out, step: Step):
+        own = beta * beta if nesterov else beta
+        g.mul_(1 + beta if nesterov else 1.0).add_(state.momentum, alpha=own)
+        torch.add(x, g, alpha=-step.lr, out=out[0])
+        return state
+
+    def receive(x, g, state: Momentum, sent, mixed, step: Step):
+        state.momentum.mul_(1 - mu).add_(x.sub_(mixed[0]), alpha=mu / step.lr)
+        x.copy_(mixed[0])
+        return state
+
+    return Algorithm(_zero_momentum, send, receive, needs=AVERAGING)
+
+
+def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
+    """DecentLaM (Yuan et al., ICCV 2021): momentum without the bias that it adds to DmSGD.
+
+    g̃ = (x − Σ_j W_ij (x_j − lr · g_j))/lr;  m ← β m + g̃;  x ← x − lr · m. For static symmetric
+    W: on a directed one-peer graph it diverged; and one kind of step only, as the momentum would
+    repeat an average. One vector travels. ``local`` is not used.
+    """
+
+    def send(x, g, state: Momentum, out, step: Step):
+        torch.add(x, g, alpha=-step.lr, out=out[0])
+        return state
+
+    def receive(x, g, state: Momentum, sent, mixed, step: Step):
+        torch.sub(x, mixed[0], out=g)
+        state.momentum.mul_(beta).add_(g, alpha=1 / step.lr)
+        x.add_(state.momentum, alpha=-step.lr)
+        return state
+
+    needs = frozenset({"static", "symmetric", "doubly", "unmixed"})
+    return Algorithm(_zero_momentum, send, receive, needs=needs)
+
+
+def _zero_momentum(x) -> Momentum:
+    return Momentum(torch.zeros_like(x))

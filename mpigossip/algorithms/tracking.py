@@ -1,0 +1,214 @@
+"""Methods that correct for nodes with different data: D², gradient tracking, DeTAG, DeFacto."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from mpigossip.algorithms.base import Algorithm, Decay, Share, Step
+from mpigossip.algorithms.local import Local
+from mpigossip.config import Positive
+from mpigossip.mixing.base import Kind
+
+
+class Adapted(NamedTuple):
+    """The last adapted model ψ, shaped like x, and the local step's state."""
+
+    adapted: torch.Tensor
+    inner: Any
+
+
+def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
+    """D² (Tang et al. 2018), also exact diffusion (Yuan et al., JMLR 24, 2023, algorithm 1).
+
+    ψ⁺ = x − lr · d;  φ = ψ⁺ + x − ψ;  x ← W̄ φ;  ψ starts as x. d is the gradient or, with
+    ``local`` a momentum, EDM. W̄ = (I + W)/2 (``lazy``), formed here as ½ (φ + Wφ); W itself
+    needs a static symmetric W with eigenvalues above −1/3. Unset: W where that is so, else W̄.
+    One vector travels. The rule repeats a step's change of x, that of the mixing included, so
+    that steps without mixing in between let it diverge: one kind of step only.
+    """
+    damped = lazy in (None, True)
+
+    def init(x) -> Adapted:
+        return Adapted(x.clone(), local.init(x))
+
+    def send(x, g, state: Adapted, out, step: Step):
+        d, inner = local.direction(x, g, state.inner, step)
+        torch.sub(x, state.adapted, out=out[0])
+        torch.add(x, d, alpha=-step.lr, out=state.adapted)
+        out[0].add_(state.adapted)
+        return state._replace(inner=inner)
+
+    def receive(x, g, state: Adapted, sent, mixed, step: Step):
+        if damped and step.kind is Kind.GOSSIP:
+            torch.add(sent[0], mixed[0], out=x).mul_(0.5)
+        else:
+            x.copy_(mixed[0])
+        return state
+
+    proven = set() if damped else {"static", "symmetric", "above -1/3"}
+    return Algorithm(init, send, receive, needs=frozenset({"doubly", "unmixed"} | proven))
+
+
+class Tracking(NamedTuple):
+    """The tracker y, what it tracks (u, shaped like x too), and the local step's state."""
+
+    tracker: torch.Tensor
+    tracked: torch.Tensor
+    inner: Any
+
+
+def _track(tracker: torch.Tensor, tracked: torch.Tensor, g: torch.Tensor, beta: float) -> None:
+    """One update of a tracker: y ← y + u⁺ − u, u ← u⁺ = β u + g; y and u keep equal means."""
+    tracker.add_(g).add_(tracked, alpha=beta - 1)
+    tracked.mul_(beta).add_(g)
+
+
+def dsgt(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
+    """Gradient tracking, DSGT (Pu & Nedić 2021): y follows the mean gradient of all nodes.
+
+    ``"atc"``: y½ = y + g − g⁻;  x ← Σ_j W_ij (x_j − lr · y½_j);  y ← Σ_j W_ij y½_j.
+    ``"awc"``: y ← Σ_j W_ij y_j + g − g⁻;  x ← Σ_j W_ij x_j − lr · y; the exchange travels during
+    forward and backward. y and g⁻ start as 0. With ``local`` a momentum, it is applied to y at
+    each node. Two vectors travel.
+    """
+    return _tracking(local, 0.0, style)
+
+
+def momentum_tracking(local: Local, *, beta: Decay = 0.9, style: Literal["atc", "awc"] = "awc"):
+    """Momentum tracking (Takezawa et al., TMLR 2023): y follows the mean momentum.
+
+    u⁺ = β u + g;  y ← Σ_j W_ij y_j + u⁺ − u;  x ← Σ_j W_ij x_j − lr · y (the paper's correction
+    is c = u − y); ``style`` as in :func:`dsgt`, which is this with β = 0. Two vectors travel.
+    """
+    return _tracking(local, beta, style)
+
+
+def _tracking(local: Local, beta: float, style: str) -> Algorithm:
+    def init(x) -> Tracking:
+        return Tracking(torch.zeros_like(x), torch.zeros_like(x), local.init(x))
+
+    def send_adapted(x, g, state: Tracking, out, step: Step):
+        _track(state.tracker, state.tracked, g, beta)
+        out[1].copy_(state.tracker)
+        d, inner = local.direction(x, g.copy_(state.tracker), state.inner, step)
+        torch.add(x, d, alpha=-step.lr, out=out[0])
+        return state._replace(inner=inner)
+
+    def receive_combined(x, g, state: Tracking, sent, mixed, step: Step):
+        x.copy_(mixed[0])
+        state.tracker.copy_(mixed[1])
+        return state
+
+    def send_as_is(x, g, state: Tracking, out, step: Step):
+        out[0].copy_(x)
+        out[1].copy_(state.tracker)
+        return state
+
+    def receive_then_adapt(x, g, state: Tracking, sent, mixed, step: Step):
+        _track(state.tracker.copy_(mixed[1]), state.tracked, g, beta)
+        d, inner = local.direction(x, g.copy_(state.tracker), state.inner, step)
+        torch.add(mixed[0], d, alpha=-step.lr, out=x)
+        return state._replace(inner=inner)
+
+    needs = frozenset({"doubly"})
+    if style == "atc":
+        return Algorithm(init, send_adapted, receive_combined, vectors=2, needs=needs)
+    return Algorithm(init, send_as_is, receive_then_adapt, vectors=2, ahead=True, needs=needs)
+
+
+class Detag(NamedTuple):
+    """All shaped like x: gossiped model x̃ and tracker y with their values of a step before.
+
+    ``gathered`` is the phase's mean gradient so far, ``momentum`` v of the last phase.
+    """
+
+    model: torch.Tensor
+    model_before: torch.Tensor
+    tracker: torch.Tensor
+    tracker_before: torch.Tensor
+    gathered: torch.Tensor
+    momentum: torch.Tensor
+
+
+def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
+    """z_{r+1} = (1 + η) W z_r − η z_{r−1}, memory afresh in each phase: (z_{r+1}, z_r)."""
+    if first:
+        before.copy_(z)
+    if step.kind is Kind.LOCAL:
+        return z, before
+    if step.kind is Kind.GLOBAL:
+        return z.copy_(mixed), before.copy_(mixed)
+    return before.mul_(-eta).add_(mixed, alpha=1 + eta), z
+
+
+def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay = 0.0) -> Algorithm:
+    """DeTAG (Lu & De Sa, JMLR 24, 2023, algorithm 2; with β > 0 algorithm 4, DeTAGM).
+
+    A phase is R = ``phase`` steps with x frozen. In each step x̃ and y take a step of accelerated
+    gossip, z_{r+1} = (1 + η) W z_r − η z_{r−1}, and the gradient at x adds to g^k / R. At the
+    phase's end x̃ ← x̃ − lr · y;  y ← y + v^k − v^{k−1} with v^k = β v^{k−1} + g^k;  x ← x̃.
+    y and v start as 0. η unset: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|), where the
+    phase is long enough for it to gain (computed from the graph), else 0. R = 1, η = 0 is DSGT
+    one step late. Two vectors travel, during forward and backward. ``local`` is not used.
+    """
+    rate = eta or 0.0
+
+    def init(x) -> Detag:
+        return Detag(x.clone(), x.clone(), *(torch.zeros_like(x) for _ in range(4)))
+
+    def send(x, g, state: Detag, out, step: Step):
+        out[0].copy_(state.model)
+        out[1].copy_(state.tracker)
+        return state
+
+    def receive(x, g, state: Detag, sent, mixed, step: Step):
+        r, old = step.index % phase, state
+        model, before = _accelerated(old.model, old.model_before, mixed[0], rate, step, r == 0)
+        y, y_before = _accelerated(old.tracker, old.tracker_before, mixed[1], rate, step, r == 0)
+        old.gathered.add_(g, alpha=1 / phase)
+        if r == phase - 1:
+            model.add_(y, alpha=-step.lr)
+            _track(y, old.momentum, old.gathered, beta)
+            old.gathered.zero_()
+            x.copy_(model)
+        return Detag(model, before, y, y_before, old.gathered, old.momentum)
+
+    facts = {"doubly", "static", "symmetric"} if rate else {"doubly"}
+    return Algorithm(init, send, receive, vectors=2, ahead=True, needs=frozenset(facts))
+
+
+class Defacto(NamedTuple):
+    """The model on its way x̃, shaped like x."""
+
+    model: torch.Tensor
+
+
+def defacto(local, *, length: Positive | None = None) -> Algorithm:
+    """DeFacto (Lu & De Sa, JMLR 24, 2023, algorithm 1): SGD by factors of the exact average.
+
+    A phase is 2R steps. In R LOCAL ones the gradients at the frozen x add up, x̃ ← x̃ − lr · g / R;
+    R GOSSIP ones apply the factors W_{R−1} … W_0 = J, one period of the graph, x̃ ← W_r x̃; then
+    x ← x̃: SGD on the joined batch of n · R gradients, exactly (the paper's listing subtracts g
+    after the factors, which would leave each node with its own x). R = ``length``, unset: the
+    graph's period. The gradients of the second half are not used: a bound rather than a method.
+    One vector travels. ``local`` is not used.
+    """
+    rounds = length or 1
+
+    def send(x, g, state: Defacto, out, step: Step):
+        out[0].copy_(state.model)
+        return state
+
+    def receive(x, g, state: Defacto, sent, mixed, step: Step):
+        if step.kind is Kind.LOCAL:
+            state.model.add_(g, alpha=-step.lr / rounds)
+            return state
+        state.model.copy_(mixed[0])
+        if step.round % rounds == rounds - 1:
+            x.copy_(state.model)
+        return state
+
+    needs = frozenset({"exact", "cadence:halves", "exact-wire"})
+    return Algorithm(lambda x: Defacto(x.clone()), send, receive, ahead=True, needs=needs)
