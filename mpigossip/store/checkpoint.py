@@ -1,0 +1,376 @@
+"""Checkpoints: one HDF5 file per node, a manifest that names them, a rename that makes it count.
+
+    RUN/checkpoints/step-00001200/node-0000.h5 … node-0003.h5   each written by its node
+    RUN/checkpoints/step-00001200/checkpoint.h5                 the manifest, written last
+
+Everything is written into `step-00001200.writing` and renamed when whole, so a directory under its
+final name is whole. Nodes call `write_node`; one process calls `begin` before and `commit` after.
+A checkpoint is read without pickle, and no byte reaches the HDF5 library unless its checksum is
+right: a damaged file gives StoreError, never a crash or wrong numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+
+from mpigossip.store import StoreError
+from mpigossip.store.hdf5 import (
+    crc,
+    create,
+    open_for_reading,
+    read_array,
+    read_text,
+    reading,
+    sync,
+    write_text,
+    writing,
+)
+
+FORMAT = "mpigossip checkpoint 1"
+MANIFEST = "checkpoint.h5"
+HEADER = 512  # bytes before the HDF5 part of the manifest: its format and its checksum
+PIECE = 1 << 22  # parameters read at a time
+Number = int | float | str
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """What one node needs to go on.
+
+    `parameters` (P,) float32 holds the named arrays of `shapes`, raveled and joined in order.
+    `arrays` are further arrays by a path such as "state/momentum"; `numbers` are plain values.
+    """
+
+    parameters: np.ndarray
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    arrays: dict[str, np.ndarray]
+    numbers: dict[str, Number]
+
+
+class Entry(NamedTuple):
+    """One node's file: name, bytes, checksum (CRC-32 of all bytes), length P of its parameters."""
+
+    node: int
+    file: str
+    bytes: int
+    checksum: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `checkpoint.h5` says: step, nodes, the complete job (TOML), facts, and the files."""
+
+    step: int
+    n: int
+    job: str
+    meta: dict[str, Number]
+    entries: tuple[Entry, ...]
+
+
+def folder(run: Path, step: int) -> Path:
+    """The final place of the checkpoint of `step`."""
+    return Path(run) / "checkpoints" / f"step-{step:08d}"
+
+
+def begin(run: Path, step: int) -> Path:
+    """A new temporary folder for `step`; what killed writers left behind is cleared away.
+
+    One checkpoint of a run is written at a time.
+    """
+    temporary = folder(run, step).with_suffix(".writing")
+    with writing(temporary):
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        for path in temporary.parent.glob("step-*.*"):
+            if path.suffix == ".old" and not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+            elif path.suffix in (".old", ".writing", ".removing"):
+                shutil.rmtree(path, ignore_errors=path.suffix != ".writing")
+        temporary.mkdir()
+    return temporary
+
+
+def write_node(folder: Path, node: int, state: NodeState) -> Entry:
+    """Write and fsync `node-0003.h5` in the temporary folder; returns its manifest entry."""
+    length = sum(map(math.prod, state.shapes))
+    flat = state.parameters
+    if flat.dtype != np.float32 or flat.shape != (length,) or len(state.names) != len(state.shapes):
+        raise ValueError(f"parameters {flat.dtype} {flat.shape} don't fit {length} in the layout")
+    path = Path(folder) / f"node-{node:04d}.h5"
+    with writing(path):
+        with create(path) as file:
+            file.attrs["format"] = np.bytes_(FORMAT)
+            file.attrs["node"] = node
+            file.create_dataset("parameters", data=flat.astype("<f4", copy=False))
+            file.create_dataset("layout", data=_layout(state.names, state.shapes))
+            file.create_group("arrays")
+            for name, array in state.arrays.items():
+                if np.asarray(array).dtype.hasobject or {"", ".", ".."} & set(name.split("/")):
+                    raise ValueError(f'array "{name}" of {array.dtype} has no place in HDF5')
+                file["arrays"].create_dataset(name, data=array)
+            write_text(file, "numbers", json.dumps(state.numbers, default=lambda v: v.item()))
+        # Checksum and fsync at once: both take as long as a good part of the writing.
+        with ThreadPoolExecutor(1) as pool:
+            synced = pool.submit(sync, path)
+            checksum = crc(path)
+            synced.result()
+    return Entry(node, path.name, path.stat().st_size, checksum, length)
+
+
+def commit(
+    temporary: Path,
+    run: Path,
+    step: int,
+    entries: Sequence[Entry],
+    job: str,
+    meta: Mapping[str, Number],
+) -> Path:
+    """Write the manifest over all nodes' `entries` and give the checkpoint its final name."""
+    entries = sorted(entries)
+    if [entry.node for entry in entries] != list(range(len(entries))) or not entries:
+        raise ValueError(f"a checkpoint has one entry per node, got {[e.node for e in entries]}")
+    if len({entry.parameters for entry in entries}) > 1:
+        raise ValueError("all nodes hold the same number of parameters")
+    for entry in entries:
+        path = temporary / entry.file
+        if not path.is_file() or path.stat().st_size != entry.bytes:
+            raise StoreError(
+                f"{path} was written by node {entry.node} but isn't seen by node 0: checkpoints "
+                "need a file system that all nodes share; set run.output to a folder on one"
+            )
+    final = folder(run, step)
+    old = final.with_suffix(".old")
+    with writing(final):
+        _write_manifest(
+            temporary / MANIFEST, Manifest(step, len(entries), job, dict(meta), tuple(entries))
+        )
+        sync(temporary)
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)  # found by latest() should we be killed before the next line
+        temporary.rename(final)
+        sync(final.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def steps(run: Path) -> list[int]:
+    """Steps of all whole checkpoints, ascending."""
+    return sorted(step for step, path in _found(run).items() if _whole(path))
+
+
+def latest(run: Path) -> Path | None:
+    """The newest whole checkpoint: manifest sound, every file there with its size."""
+    found = _found(run)
+    return next((found[step] for step in sorted(found, reverse=True) if _whole(found[step])), None)
+
+
+def prune(run: Path, keep: int) -> list[Path]:
+    """Remove all but the newest `keep` (at least 1) whole checkpoints; returns those removed."""
+    if keep < 1:
+        raise ValueError(f"keep = {keep}: at least one checkpoint stays")
+    found = sorted(_found(run).items())
+    removed = [path for _, path in found if _whole(path)][:-keep]
+    for path in removed:
+        with writing(path):
+            doomed = path.with_suffix(".removing")  # a half-removed one must not keep its name
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+    return removed
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint directory; StoreError where it is missing or damaged."""
+    path = Path(path) / MANIFEST
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError(
+            f"{path} can't be read ({error.strerror}): a checkpoint is a directory "
+            f"step-… with {MANIFEST} in it, under RUN/checkpoints"
+        ) from None
+    if data[:HEADER] != _header(data[HEADER:]):
+        raise StoreError(
+            f"{path} is damaged or not a manifest: its checksum differs; "
+            "resume from an older checkpoint or copy it again"
+        )
+    with reading(path), open_for_reading(path) as file:
+        job, meta = read_text(file, "job"), json.loads(read_text(file, "meta"))
+        entries = tuple(
+            Entry(int(row[0]), row[1].decode(), int(row[2]), row[3].decode(), int(row[4]))
+            for row in file["nodes"][()]
+        )
+        return Manifest(int(file.attrs["step"]), int(file.attrs["n"]), job, meta, entries)
+
+
+def read_node(path: Path, node: int) -> NodeState:
+    """The state of one node; its file is checked against the manifest first."""
+    manifest = read_manifest(path)
+    if not 0 <= node < manifest.n:
+        raise StoreError(
+            f"{path} holds nodes 0 to {manifest.n - 1}, node {node} was asked for; "
+            "start with as many nodes, or resume from the average"
+        )
+    with _node_file(path, manifest.entries[node]) as file:
+        parameters = read_array(file, "parameters")
+        names, shapes = _read_layout(read_array(file, "layout"))
+        if parameters.dtype != np.float32 or parameters.shape != (sum(map(math.prod, shapes)),):
+            raise ValueError(f"parameters are {parameters.dtype} {parameters.shape}")
+        arrays: dict[str, np.ndarray] = {}
+        file["arrays"].visititems(
+            lambda name, item: (
+                arrays.update({name: read_array(file["arrays"], name)})
+                if isinstance(item, h5py.Dataset)
+                else None
+            )
+        )
+        return NodeState(parameters, names, shapes, arrays, json.loads(read_text(file, "numbers")))
+
+
+def digest(path: Path) -> str:
+    """SHA-256 over the parameters of all nodes in node order, as float32 little endian."""
+    sha = hashlib.sha256()
+    for entry in read_manifest(path).entries:
+        with _node_file(path, entry) as file:
+            data = file["parameters"]
+            for start in range(0, len(data), PIECE):
+                sha.update(data[start : start + PIECE].astype("<f4", copy=False).tobytes())
+    return sha.hexdigest()
+
+
+def verify(path: Path) -> list[str]:
+    """All problems of a checkpoint, none if it is sound: every byte is read."""
+    path = Path(path)
+    try:
+        manifest = read_manifest(path)
+    except StoreError as error:
+        return [str(error)]
+    problems = []
+    named = re.fullmatch(r"step-(\d+)(\.old)?", path.resolve().name)
+    if named and int(named[1]) != manifest.step:
+        problems.append(f"{path / MANIFEST} is of step {manifest.step}: another one's manifest")
+    if [entry.node for entry in manifest.entries] != list(range(manifest.n)):
+        problems.append(f"{path / MANIFEST} names {len(manifest.entries)} of {manifest.n} nodes")
+    extra = {p.name for p in path.glob("node-*.h5")} - {entry.file for entry in manifest.entries}
+    problems += [f"{path / name} isn't in the manifest" for name in sorted(extra)]
+    layouts = set()
+    for entry in manifest.entries:
+        try:
+            state = read_node(path, entry.node)
+        except StoreError as error:
+            problems.append(str(error))
+        else:
+            layouts.add((state.names, state.shapes))
+    if len(layouts) > 1:
+        problems.append(f"{path}: nodes hold different models")
+    return problems
+
+
+def _found(run: Path) -> dict[int, Path]:
+    """Directories that may be checkpoints; one set aside counts while its name is free."""
+    found: dict[int, Path] = {}
+    for path in sorted((Path(run) / "checkpoints").glob("step-*")):
+        match = re.fullmatch(r"step-(\d+)(\.old)?", path.name)
+        if match:
+            found.setdefault(int(match[1]), path)
+    return found
+
+
+def _whole(path: Path) -> bool:
+    try:
+        return all((path / e.file).stat().st_size == e.bytes for e in read_manifest(path).entries)
+    except (StoreError, OSError):
+        return False
+
+
+def _layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """The table of parameters: name, offset, size, and the first `ndim` numbers of `shape`."""
+    widest = max(map(len, shapes), default=0)
+    text = h5py.string_dtype("utf-8", max((len(name.encode()) for name in names), default=1) or 1)
+    kind = [("name", text), ("offset", "<i8"), ("size", "<i8"), ("ndim", "<i8")]
+    rows = np.zeros(len(names), np.dtype([*kind, ("shape", "<i8", (max(widest, 1),))]))
+    offset = 0
+    for row, name, shape in zip(rows, names, shapes, strict=True):
+        size = math.prod(shape)
+        row["name"], row["ndim"] = name.encode(), len(shape)
+        row["offset"], row["size"] = offset, size
+        row["shape"][: len(shape)] = shape
+        offset += size
+    return rows
+
+
+def _read_layout(rows: np.ndarray) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    names = tuple(row["name"].decode() for row in rows)
+    return names, tuple(tuple(map(int, row["shape"][: row["ndim"]])) for row in rows)
+
+
+def _write_manifest(path: Path, manifest: Manifest) -> None:
+    """`checkpoint.h5`: facts, table of files, and /parameters (n, P), a view of all files."""
+    names = max(len(entry.file) for entry in manifest.entries)
+    kind = [("node", "<i8"), ("file", f"S{names}"), ("bytes", "<i8")]
+    kind += [("checksum", "S8"), ("parameters", "<i8")]
+    length = manifest.entries[0].parameters
+    with create(path, userblock_size=HEADER) as file:
+        file.attrs["format"] = np.bytes_(FORMAT)
+        file.attrs["step"], file.attrs["n"] = manifest.step, manifest.n
+        write_text(file, "job", manifest.job)
+        write_text(file, "meta", json.dumps(manifest.meta, default=lambda v: v.item()))
+        rows = [(e.node, e.file.encode(), e.bytes, e.checksum.encode(), e.parameters)
+                for e in manifest.entries]  # fmt: skip
+        file.create_dataset("nodes", data=np.array(rows, np.dtype(kind)))
+        if length:
+            joined = h5py.VirtualLayout((manifest.n, length), "<f4")
+            for entry in manifest.entries:
+                joined[entry.node] = h5py.VirtualSource(entry.file, "parameters", (length,), "<f4")
+            file.create_virtual_dataset("parameters", joined, fillvalue=np.nan)
+    with path.open("r+b") as raw:
+        raw.seek(HEADER)
+        header = _header(raw.read())
+        raw.seek(0)
+        raw.write(header)
+    sync(path)
+
+
+def _header(content: bytes) -> bytes:
+    """What stands before the HDF5 part of a manifest."""
+    text = f"{FORMAT}\nsha256 of all bytes after {HEADER}: {hashlib.sha256(content).hexdigest()}\n"
+    return text.encode().ljust(HEADER, b"\0")
+
+
+@contextmanager
+def _node_file(path: Path, entry: Entry) -> Iterator[h5py.File]:
+    """A node's file, open for reading, after its size and checksum were found right."""
+    file = Path(path) / entry.file
+    if entry.file != f"node-{entry.node:04d}.h5":
+        raise StoreError(f'{path}: the manifest names "{entry.file}" for node {entry.node}')
+    if not file.is_file():
+        raise StoreError(f"{file} is missing; copy it there or use another checkpoint")
+    with reading(file):
+        size = file.stat().st_size
+        if size != entry.bytes:
+            raise StoreError(
+                f"{file} has {size} bytes, the manifest says {entry.bytes}: truncated or of "
+                "another checkpoint; copy it again or use another checkpoint"
+            )
+        checksum = crc(file)
+        if checksum != entry.checksum:
+            raise StoreError(
+                f"{file} is damaged: its CRC-32 is {checksum}, the manifest says "
+                f"{entry.checksum}; copy it again or use another checkpoint"
+            )
+        with open_for_reading(file) as opened:
+            yield opened

@@ -1,0 +1,249 @@
+"""Data sets in one HDF5 file: packing a folder, opening it, showing what it holds.
+
+Layout (version 1)::
+
+    /                attributes: format, version, kind ("images" | "arrays" | "text"), source,
+                     licence, channels, scale (the stored value that means 1.0), mean, std
+    /classes         names, one per label (text: one per file)
+    /train, /test    each with
+        labels       (N,) int64
+        bytes        (B,) uint8: all encoded images (or texts), one after the other
+        offsets      (N + 1,) int64: sample i is bytes[offsets[i]:offsets[i + 1]]
+        sizes        (N, 2) int64, height and width in pixels        (kind "images")
+        images       (N, channels, height, width) uint8, in place of bytes (kind "arrays")
+
+One contiguous byte array with offsets takes the place of HDF5's variable-length elements: those
+live in heaps that cost several disk accesses each and h5py's global lock for every sample, while
+a contiguous array has one address in the file, so that a sample is one ``pread`` from any thread
+or process.
+"""
+
+import io
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from mpigossip.store import StoreError
+from mpigossip.store.packing import FORMAT, SPLITS, VERSION, pack
+
+__all__ = ["Dataset", "Split", "open_dataset", "pack", "show"]
+
+KINDS = ("images", "arrays", "text")
+Require = Callable[[bool, str], None]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The train or the test half of a data set."""
+
+    labels: np.ndarray
+    """(N,) int64."""
+    offsets: np.ndarray | None
+    """(N + 1,) int64, first byte of each sample; None for kind "arrays"."""
+    sizes: np.ndarray | None
+    """(N, 2) int64, height and width in pixels; None for text."""
+    file: io.FileIO
+    start: int
+    """Where the payload begins in the file, in bytes."""
+    array_shape: tuple[int, ...]
+    """(N, C, H, W) for kind "arrays", (B,) otherwise."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.labels)
+
+    def encoded(self, index: int) -> bytes:
+        """Return the encoded bytes of one sample (kinds "images" and "text")."""
+        begin, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        return self._read(begin, end - begin)
+
+    def array(self) -> np.ndarray:
+        """Return the whole payload: (N, C, H, W) uint8, or (B,) uint8 for encoded data."""
+        flat = np.frombuffer(self._read(0, math.prod(self.array_shape)), np.uint8)
+        return flat.reshape(self.array_shape)
+
+    def _read(self, offset: int, size: int) -> bytes:
+        pieces, got = [], 0
+        while got < size:  # Linux gives at most 2 GiB per call
+            place = self.start + offset + got
+            piece = os.pread(self.file.fileno(), min(size - got, 1 << 30), place)
+            if not piece:
+                raise StoreError(
+                    f"{self.file.name} became shorter while it was read: no bytes at "
+                    f"{place}; pack it again"
+                )
+            pieces.append(piece)
+            got += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An open data set; a context manager. Each process opens its own."""
+
+    path: Path
+    kind: str
+    classes: tuple[str, ...]
+    channels: int
+    scale: float
+    """The stored value that means 1.0: 255 for images."""
+    mean: np.ndarray
+    """(channels,) float64, of values divided by scale."""
+    std: np.ndarray
+    attributes: dict[str, str]
+    """source, licence and whatever else the file says of itself in words."""
+    train: Split
+    test: Split
+
+    def split(self, name: str) -> Split:
+        """Return the split called "train" or "test"."""
+        return {"train": self.train, "test": self.test}[name]
+
+    def close(self) -> None:
+        """Close the file; what was read stays valid. A second call does nothing."""
+        self.train.file.close()
+
+    def __enter__(self) -> "Dataset":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Close the file."""
+        self.close()
+
+
+def open_dataset(path: Path | str) -> Dataset:
+    """Open and check a data set.
+
+    Raises StoreError, in one paragraph, for a file that is missing, isn't HDF5, isn't a data
+    set, is cut short, or contradicts itself (labels out of range, offsets that go backwards).
+    """
+    path = Path(path)
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise StoreError(
+            f"the data set {path} {what}; make one with: mpigossip data pack FOLDER {path}"
+        )
+    try:
+        file = h5py.File(path, "r", locking="best-effort")
+    except OSError as error:
+        if "truncated" in str(error):
+            raise StoreError(
+                f"the data set {path} is cut short ({path.stat().st_size} bytes): copy or pack it "
+                "again"
+            ) from error
+        raise StoreError(
+            f"the data set {path} can't be opened as an HDF5 file ({error}); make one with: "
+            "mpigossip data pack FOLDER OUT.h5"
+        ) from error
+    with file:
+        try:
+            return _read(file, path)
+        except StoreError:
+            raise
+        except (KeyError, OSError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            raise StoreError(
+                f"the data set {path} lacks a piece or has a damaged one: {error}; pack it again "
+                "with: mpigossip data pack FOLDER OUT.h5"
+            ) from error
+
+
+def _read(file: h5py.File, path: Path) -> Dataset:
+    """Read and check everything but the payload."""
+
+    def require(true: bool, message: str) -> None:
+        if not true:
+            raise StoreError(f"the data set {path} can't be used: {message}; pack it again")
+
+    facts = file.attrs
+    made = facts.get("format") == FORMAT
+    require(
+        made, f'it has no attribute format = "{FORMAT}", so `mpigossip data pack` didn\'t make it'
+    )
+    version, kind = int(facts["version"]), str(facts["kind"])
+    require(version == VERSION, f"its version is {version}, this program reads {VERSION}")
+    require(kind in KINDS, f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
+    classes, channels = tuple(file["classes"].asstr()[:]), int(facts["channels"])
+    mean, std = np.array(facts["mean"], float), np.array(facts["std"], float)
+    whole = mean.shape == std.shape == (channels,) and np.isfinite(mean).all() and (std > 0).all()
+    require(bool(whole), f"mean {mean} and std {std} should be {channels} numbers, std above 0")
+    splits = {}
+    for name in SPLITS:
+        splits[name] = fields = _fields(file[name], kind, require)
+        _check_labels(fields["labels"], len(classes), name, require)
+        end, size = fields["start"] + math.prod(fields["array_shape"]), path.stat().st_size
+        require(end <= size, f"{name} ends at byte {end}, the file at {size}")
+    raw = io.FileIO(path)
+    words = {key: value for key, value in facts.items() if isinstance(value, str)}
+    train, test = (Split(file=raw, **splits[name]) for name in SPLITS)
+    scale = float(facts["scale"])
+    return Dataset(path, kind, classes, channels, scale, mean, std, words, train, test)
+
+
+def _check_labels(labels: np.ndarray, classes: int, name: str, require: Require) -> None:
+    """Labels are numbers of classes."""
+    require(labels.ndim == 1 and len(labels) > 0, f"{name} has no samples")
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    first = f"; the first is {labels[wrong[0]]}, of sample {wrong[0]}" if len(wrong) else ""
+    require(not first, f"{len(wrong)} labels of {name} are not in 0 … {classes - 1}{first}")
+
+
+def _fields(group: h5py.Group, kind: str, require: Require) -> dict:
+    """Check the arrays of one split and return the fields of its Split, all but the file."""
+    name, labels = group.name, group["labels"][:].astype(np.int64)
+    payload = group["images" if kind == "arrays" else "bytes"]
+    start, shape = payload.id.get_offset(), payload.shape
+    require(payload.dtype == np.uint8, f"{payload.name} holds {payload.dtype}, not uint8")
+    require(start is not None, f"{payload.name} is not stored contiguously")
+    offsets = sizes = None
+    if kind == "arrays":
+        fits = len(shape) == 4 and shape[:2] == (len(labels), group.file.attrs["channels"])
+        require(fits, f"{payload.name} of shape {shape} doesn't go with {len(labels)} labels")
+        sizes = np.tile(np.array(shape[2:], np.int64), (len(labels), 1))
+    else:
+        offsets = group["offsets"][:].astype(np.int64)
+        fits = len(offsets) == len(labels) + 1
+        require(fits, f"{name} has {len(offsets)} offsets for {len(labels)} labels, not one more")
+        right = offsets[0] == 0 and offsets[-1] == payload.size and (np.diff(offsets) >= 0).all()
+        require(bool(right), f"the offsets of {name} don't climb from 0 to {payload.size}")
+    if kind == "images":
+        sizes = group["sizes"][:].astype(np.int64)
+        fits = sizes.shape == (len(labels), 2) and (sizes > 0).all()
+        require(bool(fits), f"{name} lacks a height and width above 0 for some image")
+    return {"labels": labels, "offsets": offsets, "sizes": sizes, "start": start,
+            "array_shape": shape}  # fmt: skip
+
+
+def show(path: Path | str) -> str:
+    """Return what a data set holds, in a few lines for a person."""
+    with open_dataset(path) as data:
+        lines = [
+            f"{data.path}: {data.kind}, {len(data.classes)} "
+            + ("files" if data.kind == "text" else "classes")
+        ]
+        lines += [
+            f"  {key:<9} {value}"
+            for key, value in data.attributes.items()
+            if key not in ("format", "kind")
+        ]
+        for name in SPLITS:
+            split = data.split(name)
+            stored = math.prod(split.array_shape)
+            line = f"  {name:<9} {len(split)} samples, {stored / 1e6:.1f} MB"
+            if split.sizes is not None:
+                low, high = split.sizes.min(0), split.sizes.max(0)
+                line += f", {low[0]}x{low[1]}"
+                line += "" if (low == high).all() else f" to {high[0]}x{high[1]}"
+                counts = np.bincount(split.labels, minlength=len(data.classes))
+                line += f" pixels, {counts.min()} to {counts.max()} per class"
+            lines.append(line)
+        if data.kind != "text":
+            lines.append(f"  mean      {np.round(data.mean, 4)}, std {np.round(data.std, 4)}")
+        names = ", ".join(data.classes[:10]) + (", …" if len(data.classes) > 10 else "")
+        lines.append(f"  {'files' if data.kind == 'text' else 'classes':<9} {names}")
+    return "\n".join(lines)

@@ -1,0 +1,152 @@
+"""Helpers around h5py: text and arrays without pickle or heap, errors as StoreError, fsync."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from mpigossip.store import StoreError
+
+# HDF5 1.10 and later read this; unlike the earliest format it has checksums on all metadata.
+LIBVER = ("v110", "v110")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the disk refuses (full, read-only, quota) into StoreError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise StoreError(
+            f"{path} can't be written: {_reason(error)}; free space there or set run.output to "
+            "another file system"
+        ) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what HDF5 or a wrong content says about `path` into StoreError."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, IndexError, MemoryError) as err:
+        raise StoreError(
+            f"{path} doesn't hold what this program writes: {_reason(err)}; use another copy"
+        ) from err
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+class _Sink:
+    """A file for HDF5 to write to that never fails: the first error is kept in `error`.
+
+    The HDF5 library can't give a file up when the disk is full: it stays open, each object of it
+    fails again when it is freed, and the process may crash at exit (seen with h5py 3.16, 2026-11).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("w+b", buffering=0)
+        self.error: OSError | None = None
+
+    def write(self, data: memoryview) -> int:
+        done = 0
+        while self.error is None and done < len(data):
+            try:
+                done += self.file.write(data[done:])
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    def truncate(self, size: int) -> None:
+        try:
+            self.file.truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+
+    def readinto(self, data: memoryview) -> int:
+        return self.file.readinto(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self.file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+
+@contextmanager
+def create(path: Path, **settings: Any) -> Iterator[h5py.File]:
+    """A new HDF5 file; afterwards it is whole in the page cache (`sync` brings it to the disk).
+
+    StoreError where the disk refuses.
+    """
+    with writing(path):
+        sink = _Sink(path)
+        try:
+            with h5py.File(path, "w", "fileobj", LIBVER, fileobj=sink, **settings) as file:
+                yield file
+        finally:
+            sink.file.close()
+            if sink.error is not None:
+                raise sink.error
+
+
+def open_for_reading(path: Path) -> h5py.File:
+    """An existing file, also on file systems that can't lock."""
+    return h5py.File(path, "r", locking="best-effort")
+
+
+def sync(path: Path) -> None:
+    """Bring a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def crc(path: Path) -> str:
+    """CRC-32 of all bytes of a file, as 8 hexadecimal digits."""
+    value, buffer = 0, memoryview(bytearray(1 << 19))  # small enough to stay in the cache
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            value = zlib.crc32(buffer[:size], value)
+    return f"{value:08x}"
+
+
+def write_text(group: h5py.Group, name: str, text: str) -> None:
+    """A dataset of one UTF-8 text of fixed length: any size, and outside HDF5's unchecked heap."""
+    data = text.encode()
+    kind = h5py.string_dtype("utf-8", max(len(data), 1))
+    group.create_dataset(name, data=np.array(data, dtype=kind), dtype=kind)
+
+
+def read_text(group: h5py.Group, name: str) -> str:
+    """The text that `write_text` wrote."""
+    value = group[name][()]
+    if not isinstance(value, bytes):
+        raise ValueError(f'"{name}" is {type(value).__name__}, a text was expected')
+    return value.decode()
+
+
+def read_array(group: h5py.Group, name: str) -> np.ndarray:
+    """A dataset as an array: stored in this file, without objects, no larger than the file."""
+    data: Any = group[name]
+    if not isinstance(data, h5py.Dataset) or data.dtype.hasobject:
+        raise ValueError(f'"{name}" is not an array of numbers')
+    if data.is_virtual or data.external or data.nbytes > group.file.id.get_filesize():
+        raise ValueError(f'"{name}" of {data.nbytes} bytes isn\'t in this file')
+    return data[()]

@@ -1,0 +1,346 @@
+"""The log of a run: one HDF5 file, columns of shape (steps, nodes), written as the run goes on.
+
+    /steps/step, /steps/node, /steps/COLUMN            (steps,), (nodes,), (steps, nodes)
+    /evaluations/at_step, …/node, …/NAME               the same for evaluations, or (evaluations,)
+    /summary                                           attributes, written at the end
+
+Columns have dimension scales, `units` and a `description`; the root has the attributes `job`
+(complete, TOML) and `environment` (JSON). `xarray.open_dataset(log, group="steps",
+engine="h5netcdf")`, h5py and h5dump read it between two appends; each append opens the file,
+changes it as one transaction (see journal.py) and closes it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import h5py
+import numpy as np
+
+from mpigossip.store import StoreError
+from mpigossip.store.hdf5 import create, reading, sync, writing
+from mpigossip.store.journal import consistent, pending, recover, transaction
+
+FORMAT = "mpigossip log 1"
+CHUNK = 1 << 16  # bytes; a flush writes whole chunks, one or two per column
+
+
+class Column(NamedTuple):
+    """Unit, description and numpy type of a column. What isn't known is NaN, or −1 in integers."""
+
+    unit: str
+    description: str
+    dtype: str = "float64"
+
+
+EVALUATION_COLUMNS = {
+    "at_step": Column("step", "steps done at the evaluation", "int64"),
+    "epoch": Column("epoch", "passes over the training samples done"),
+    "loss": Column("nat", "mean test loss of the averaged model"),
+    "accuracy": Column("1", "share of test samples that the averaged model gets right"),
+    "local_loss": Column("nat", "mean test loss of each node's model"),
+    "local_accuracy": Column("1", "share of test samples that each node's model gets right"),
+    "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
+    "seconds": Column("s", "time since the start of the run"),
+}
+"""Units and descriptions of what an evaluation may hold; other names go without."""
+
+
+NODE = Column("1", "index of the node", "int64")
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log in memory.
+
+    `steps` holds "step" (steps,) and the columns (steps, nodes); `evaluations` holds "step"
+    (evaluations,) and its columns (evaluations,) or (evaluations, nodes).
+    """
+
+    job: str
+    nodes: int
+    steps: dict[str, np.ndarray]
+    evaluations: dict[str, np.ndarray]
+    units: dict[str, str]
+    summary: dict[str, Any]
+    environment: dict[str, str]
+
+
+class LogWriter:
+    """Appends to the log of a run; one process writes.
+
+    With `first_step` > 0 an existing log is continued: steps from `first_step` on are dropped, and
+    evaluations after more than `first_step` steps. Other files in the way are moved aside to
+    log.h5.1, log.h5.2 … A run that goes on with other nodes widens the columns as needed.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        nodes: int,
+        job: str,
+        columns: Mapping[str, Column],
+        environment: Mapping[str, str],
+        first_step: int = 0,
+    ) -> None:
+        self.path, self.nodes = Path(path), nodes
+        self.columns = dict(columns)
+        self.next_step = first_step
+        self.closed = False
+        with writing(self.path):
+            if recover(self.path):
+                _message(f"{self.path}: finished what a killed run was writing")
+            problem = _refused(self.path) if first_step else "belongs to an earlier run"
+            if self.path.exists() and problem:
+                _move_aside(self.path, problem)
+            if not self.path.exists():
+                _create(self.path)
+        with transaction(self.path) as file:
+            file.attrs["job"] = job
+            file.attrs["environment"] = json.dumps(dict(environment))
+            file["summary"].attrs.clear()
+            _cut(file["steps"], int(np.count_nonzero(file["steps/step"][()] < first_step)))
+            evaluations = file["evaluations"]
+            _cut(evaluations, int(np.count_nonzero(evaluations["at_step"][()] <= first_step)))
+            for group in (file["steps"], evaluations):
+                _widen(group, nodes)
+            for name, column in self.columns.items():
+                _column(file["steps"], name, column, per_node=True)
+
+    def append(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Add rows: an array (rows, nodes) for each column, all of them.
+
+        "step" (rows,) may be among them; without it the steps follow one another.
+        """
+        self._check_open()
+        columns = dict(columns)
+        rows = len(next(iter(columns.values())))
+        step = columns.pop("step", np.arange(self.next_step, self.next_step + rows))
+        if columns.keys() != self.columns.keys():
+            raise ValueError(f"append needs {sorted(self.columns)}, got {sorted(columns)}")
+        for name, values in columns.items():
+            if np.shape(values) != (rows, self.nodes):
+                raise ValueError(f'"{name}" is {np.shape(values)}, not {(rows, self.nodes)}')
+        if rows == 0:
+            return
+        if np.shape(step) != (rows,) or np.any(np.diff(step, prepend=self.next_step - 1) <= 0):
+            raise ValueError(f"steps must ascend from {self.next_step}, got {step}")
+        with transaction(self.path) as file:
+            group = file["steps"]
+            start = len(group["step"])
+            _resize(group, start + rows)
+            group["step"][start:] = step
+            for name, values in columns.items():
+                group[name][start:, : self.nodes] = values
+        self.next_step = int(step[-1]) + 1
+
+    def evaluation(self, row: Mapping[str, float | np.ndarray]) -> None:
+        """Add an evaluation: "step" and values, or arrays (nodes,); the same step replaces it."""
+        self._check_open()
+        values = {name: np.asarray(value) for name, value in row.items()}
+        step = int(values.pop("step"))
+        with transaction(self.path) as file:
+            group = file["evaluations"]
+            known = group["at_step"][()]
+            if len(known) and step < known[-1]:
+                raise ValueError(f"evaluations must ascend from step {known[-1]}, got {step}")
+            index = len(known) - (step in known)
+            _resize(group, index + 1)
+            group["at_step"][index] = step
+            for name, value in values.items():
+                kind = EVALUATION_COLUMNS.get(name, Column("", ""))
+                _column(group, name, kind, per_node=value.ndim == 1)
+                if value.ndim:
+                    group[name][index, : self.nodes] = value
+                else:
+                    group[name][index] = value
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Store figures of the whole run: numbers and text as they are, the rest as JSON."""
+        self._check_open()
+        with transaction(self.path) as file:
+            for name, value in values.items():
+                plain = isinstance(value, str | int | float | np.number)
+                file["summary"].attrs[name] = value if plain else json.dumps(value)
+
+    def close(self) -> None:
+        """Nothing can be added afterwards; what was added is on the disk already."""
+        self.closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{self.path} is closed")
+
+
+def read(path: Path, columns: Collection[str] | None = None, points: int | None = None) -> Log:
+    """Read a log, also of a run that is going on or was killed.
+
+    `columns` are those of the steps to read, all by default. With `points`, blocks of consecutive
+    steps are averaged (what isn't known left out) so that at most that many rows come back.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise StoreError(f"{path} doesn't exist: a log is the file log.h5 in the folder of a run")
+    for _ in range(20):  # a run that writes meanwhile can spoil one reading, seldom two
+        before = _stamp(path)
+        try:
+            log = _read(path, columns, points)
+        except StoreError:
+            if _stamp(path) == before:
+                raise
+        else:
+            if _stamp(path) == before:
+                return log
+        time.sleep(0.02)
+    return _read(path, columns, points)
+
+
+def _stamp(path: Path) -> tuple[int, int, bool]:
+    about = path.stat()
+    return about.st_mtime_ns, about.st_size, pending(path).exists()
+
+
+def _read(path: Path, columns: Collection[str] | None, points: int | None) -> Log:
+    with reading(path), consistent(path) as file:
+        if file.attrs.get("format") != FORMAT:
+            raise ValueError("it isn't a log")
+        group, evaluations = file["steps"], file["evaluations"]
+        wanted = [n for n in group if n not in ("step", "node") and (not columns or n in columns)]
+        block = max(1, -(-len(group["step"]) // points)) if points else 1
+        steps = {name: _blocks(group[name], block) for name in ("step", *wanted)}
+        found = {"step": evaluations["at_step"][()]}
+        found |= {n: evaluations[n][()] for n in evaluations if n not in ("at_step", "node")}
+        summary = file["summary"].attrs
+        return Log(
+            job=file.attrs["job"],
+            nodes=len(group["node"]),
+            steps=steps,
+            evaluations=found,
+            units={name: group[name].attrs["units"] for name in steps},
+            summary={n: v.item() if isinstance(v, np.generic) else v for n, v in summary.items()},
+            environment=json.loads(file.attrs["environment"]),
+        )
+
+
+def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
+    """The rows of `data`, or means over `block` rows at a time, read piece by piece."""
+    if block == 1 or len(data) == 0:
+        return data[()]
+    if data.name.endswith("/step"):
+        return data[::block]
+    pieces = []
+    stride = block * max(1, (1 << 24) // (block * data.shape[1] * 8))
+    for start in range(0, len(data), stride):
+        piece = data[start : start + stride].astype(np.float64)
+        short = -len(piece) % block
+        piece = np.concatenate([piece, np.full((short, piece.shape[1]), np.nan)])
+        folded = piece.reshape(-1, block, piece.shape[1])
+        known = ~np.isnan(folded)
+        with np.errstate(invalid="ignore"):
+            pieces.append(np.where(known, folded, 0).sum(1) / known.sum(1))
+    return np.concatenate(pieces)
+
+
+def _create(path: Path) -> None:
+    """A log without columns or rows, whole under its name."""
+    beside = path.with_name(path.name + ".new")
+    with create(beside) as file:
+        file.attrs["format"] = FORMAT
+        file.create_group("summary")
+        for name, index, column in (
+            ("steps", "step", Column("step", "index of the step", "int64")),
+            ("evaluations", "at_step", EVALUATION_COLUMNS["at_step"]),
+        ):
+            group = file.create_group(name)
+            for scale, about in ((index, column), ("node", NODE)):
+                _dataset(group, scale, about, (0,), (1024,)).make_scale(scale)
+    sync(beside)
+    beside.rename(path)
+    sync(path.parent)
+
+
+def _refused(path: Path) -> str:
+    """Why `path` can't be continued, empty if it can."""
+    try:
+        with h5py.File(path, "r", locking="best-effort") as file:
+            sound = file.attrs.get("format") == FORMAT and {"steps", "evaluations"} <= set(file)
+            return "" if sound else "isn't a log"
+    except (OSError, RuntimeError, KeyError) as error:
+        return f"can't be opened ({error})"
+
+
+def _move_aside(path: Path, problem: str) -> None:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(aside)
+    _message(f"{path} {problem}; moved aside to {aside.name}, a new log begins")
+
+
+def _message(text: str) -> None:
+    logging.getLogger("mpigossip").warning(text)
+
+
+def _data(group: h5py.Group) -> list[h5py.Dataset]:
+    """The datasets of a group with one row per step or evaluation."""
+    return [data for name, data in group.items() if name != "node"]
+
+
+def _resize(group: h5py.Group, rows: int) -> None:
+    for data in _data(group):
+        data.resize(rows, axis=0)
+
+
+def _cut(group: h5py.Group, rows: int) -> None:
+    if any(len(data) > rows for data in _data(group)):
+        _resize(group, rows)
+
+
+def _widen(group: h5py.Group, nodes: int) -> None:
+    """Make room for `nodes` columns; there are never fewer than before."""
+    have = len(group["node"])
+    if nodes > have:
+        group["node"].resize(nodes, axis=0)
+        group["node"][have:] = np.arange(have, nodes)
+        for data in _data(group):
+            if data.ndim == 2:
+                data.resize(nodes, axis=1)
+
+
+def _column(group: h5py.Group, name: str, column: Column, per_node: bool) -> None:
+    """Create a column unless it is there, with as many rows as the group has."""
+    if name in group:
+        return
+    index = group["step"] if "step" in group else group["at_step"]
+    scales: Sequence[h5py.Dataset] = [index, group["node"]] if per_node else [index]
+    shape = tuple(len(scale) for scale in scales)
+    width = max(1, *shape[1:], 1) * np.dtype(column.dtype).itemsize
+    rows = min(1024, max(16, CHUNK // width))
+    data = _dataset(group, name, column, shape, (rows, *(max(1, size) for size in shape[1:])))
+    for axis, scale in enumerate(scales):
+        data.dims[axis].attach_scale(scale)
+
+
+def _dataset(
+    group: h5py.Group, name: str, column: Column, shape: tuple[int, ...], chunks: tuple[int, ...]
+) -> h5py.Dataset:
+    """A dataset that can grow along all axes, with unit and description."""
+    unknown = np.nan if np.dtype(column.dtype).kind == "f" else -1
+    data = group.create_dataset(
+        name, shape, column.dtype, maxshape=(None,) * len(shape), chunks=chunks, fillvalue=unknown
+    )
+    data.attrs["units"], data.attrs["description"] = column.unit, column.description
+    return data
