@@ -1,0 +1,108 @@
+"""CUDA graphs of forward and backward, a graph a replica, replayed from one thread.
+
+Eight eager replicas in one interpreter are bound by Python's launches; a captured replica is one
+launch. What is captured must be static: the gradients are (they lie in flat memory), the inputs
+are copied to fixed places, and all batches of a run have one size. Learning rate, exchange and
+update stay outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+WARM_UP = 3
+"""Eager passes before a capture, in which cuDNN chooses and libraries allocate."""
+
+Pass = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(row, slot, inputs, targets) -> loss``: gradients of one replica from zero, float64 ()."""
+
+
+class CannotCapture(RuntimeError):
+    """The model does something that a CUDA graph can't repeat."""
+
+
+class Captured:
+    """Forward and backward of every replica as graphs; :meth:`replay` runs them all at once."""
+
+    def __init__(self, run: Pass, modules: Sequence[Sequence[nn.Module]], batches: Sequence):
+        """``modules[row][slot]``; ``batches``: row after row, slot after slot, on the devices.
+
+        Leaves parameters, buffers and random generators as they were. Raises CannotCapture.
+        """
+        self.rows, self.slots = len(modules), len(modules[0])
+        self._inputs: list[tuple[torch.Tensor, ...]] = []
+        self._losses: list[torch.Tensor] = []
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        for row, replicas in enumerate(modules):
+            for slot, module in enumerate(replicas):
+                batch = tuple(t.clone() for t in batches[row * self.slots + slot])
+                self._inputs.append(batch)
+                with torch.cuda.device(batch[0].device), kept(module, batch[0].device):
+                    self._capture(partial(run, row, slot, *batch), module)
+
+    def _capture(self, work: Callable[[], torch.Tensor], module: nn.Module) -> None:
+        # one stream for warm-up and capture: autograd accumulates where it first ran
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    work()
+            side.synchronize()
+            # thread_local: other threads (loader, communication) may call CUDA meanwhile
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                loss = work()
+        except (RuntimeError, NotImplementedError) as error:
+            raise CannotCapture(
+                f"{type(module).__name__} can't be captured as a CUDA graph: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        torch.cuda.current_stream().wait_stream(side)
+        self._graphs.append(graph)
+        self._losses.append(loss)
+
+    def replay(self, batches: Sequence) -> torch.Tensor:
+        """Gradients of all replicas on these batches; losses, float64 (rows, slots), on the CPU.
+
+        Everything is launched before the first loss is waited for.
+        """
+        self.launch(batches)
+        values = torch.tensor([float(loss) for loss in self._losses], dtype=torch.float64)
+        return values.view(self.rows, self.slots)
+
+    def launch(self, batches: Sequence) -> None:
+        """Begin a pass of all replicas on each device's current stream."""
+        for fixed, batch, graph in zip(self._inputs, batches, self._graphs, strict=True):
+            if fixed[0].shape != batch[0].shape:
+                raise ValueError(
+                    f"a batch of shape {tuple(batch[0].shape)} where the captured one has "
+                    f'{tuple(fixed[0].shape)}; node.cuda_graphs = "never" takes any shape'
+                )
+            with torch.cuda.device(fixed[0].device):
+                for place, values in zip(fixed, batch, strict=True):
+                    place.copy_(values, non_blocking=True)
+                graph.replay()
+
+
+@contextlib.contextmanager
+def kept(module: nn.Module, device: torch.device | str) -> Iterator[None]:
+    """Put norm statistics and the device's random generator back after warm-up passes."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    on_gpu = torch.device(device).type == "cuda"
+    state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        if on_gpu:
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)

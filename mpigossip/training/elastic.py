@@ -1,0 +1,149 @@
+"""Going on from a checkpoint: exactly, or elastically with other nodes, slots or method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.checkpoint import Manifest, NodeState
+from mpigossip.training.loop import Trainer
+from mpigossip.training.replicas import Replicas
+from mpigossip.training.state import leaves, restore, split
+
+AVERAGED = {"momentum", "first", "second"}
+"""State that is a mean of gradients: its average over nodes is the state of the averaged model."""
+
+
+def go_on(trainer: Trainer, path: Path, steps_per_epoch: int) -> tuple[float, list[str]]:
+    """Put the trainer to where the checkpoint stands; seconds run so far, and what to tell.
+
+    Equal nodes, slots and state: exact to the bit. Otherwise every node begins with the exact
+    average of the models, at the same part of its epoch; state that is a mean of gradients is
+    averaged likewise, other state begins anew. Raises StoreError where the model is another one.
+    """
+    manifest = checkpoint.read_manifest(path)
+    first = checkpoint.read_node(path, trainer.mixer.rows[0] if _fits(manifest, trainer) else 0)
+    _same_model(first, trainer.replicas, path)
+    numbers = first.numbers
+    trainer.index, trainer.born = int(numbers["index"]), int(numbers["born"])
+    trainer.round, trainer.shift = int(numbers["round"]), int(numbers["shift"])
+    before = int(manifest.meta["steps_per_epoch"])
+    if before != steps_per_epoch:
+        # the epoch goes on where it was, in the number of steps that it has now
+        done = (trainer.index - trainer.shift) / before
+        trainer.shift = trainer.index - round(done * steps_per_epoch)
+    if _fits(manifest, trainer) and _same_state(first, trainer) and _same_rhythm(first, trainer):
+        _exactly(trainer, path, first)
+        told = []
+    else:
+        told = _elastically(trainer, manifest, path)
+        if trainer.born < trainer.index and _same_rhythm(first, trainer):
+            _restore_rhythm(trainer, first)
+    trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
+    return float(numbers["seconds"]), told
+
+
+def _fits(manifest: Manifest, trainer: Trainer) -> bool:
+    return manifest.n == trainer.mixer.n and manifest.meta["slots"] == trainer.group.slots
+
+
+def _same_model(saved: NodeState, replicas: Replicas, path: Path) -> None:
+    flat = replicas.flat
+    was = dict(zip(saved.names, saved.shapes, strict=True))
+    now = dict(zip(flat.names, flat.shapes, strict=True))
+    if was != now or saved.names != flat.names:
+        differing = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        example = f", as {differing[0]} shows" if differing else " in another order"
+        raise StoreError(
+            f"{path} holds another model{example}: resume with the [model] that was saved "
+            "(`mpigossip checkpoint show` prints its job)"
+        )
+
+
+def _names(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return dict(leaves(trainer.states[0]))
+
+
+def _same_state(saved: NodeState, trainer: Trainer) -> bool:
+    was = {name.removeprefix("state/") for name in saved.arrays if name.startswith("state/")}
+    return was == set(_names(trainer))
+
+
+def _same_rhythm(saved: NodeState, trainer: Trainer) -> bool:
+    was = {name for name in saved.numbers if name.startswith("cadence/")}
+    return was == {f"cadence/{name}" for name in trainer.rhythm._fields}
+
+
+def _exactly(trainer: Trainer, path: Path, first: NodeState) -> None:
+    for row, node in enumerate(trainer.mixer.rows):
+        saved = first if row == 0 else checkpoint.read_node(path, node)
+        restore(trainer.replicas, trainer.states, row, saved)
+        trainer.mixer.bytes_sent[row] = int(saved.numbers["bytes_sent"])
+        trainer.settings.precision.restore(row, saved.numbers)
+    _restore_rhythm(trainer, first)
+
+
+def _restore_rhythm(trainer: Trainer, saved: NodeState) -> None:
+    fields = trainer.rhythm._fields
+    trainer.rhythm = type(trainer.rhythm)(*(saved.numbers[f"cadence/{name}"] for name in fields))
+
+
+def _elastically(trainer: Trainer, manifest: Manifest, path: Path) -> list[str]:
+    mean = _average(manifest, path)
+    slots = int(manifest.meta["slots"])
+    told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
+    names = _names(trainer)
+    kept = all(name.split("/")[-1] in AVERAGED and f"state/{name}" in mean for name in names)
+    for row in range(len(trainer.mixer.rows)):
+        split(mean["parameters"], trainer.replicas.x, row, trainer.replicas)
+        _set_buffers(trainer.replicas, row, mean)
+        if kept:
+            for name in names:
+                parts = [dict(leaves(state))[name] for state in trainer.states]
+                split(mean[f"state/{name}"], parts, row, trainer.replicas)
+    dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/") and not kept]
+    if kept and names:
+        told.append(f"averaged: {', '.join(names)}")
+    if not kept:
+        trainer.states = [
+            algorithm.init(x)
+            for algorithm, x in zip(trainer.algorithms, trainer.replicas.x, strict=True)
+        ]
+        trainer.born = trainer.index
+        told.append(f"dropped: {', '.join(dropped) or 'nothing'}, begun anew: {', '.join(names)}")
+    trainer.round = 0
+    trainer.mixer.bytes_sent[:] = [int(mean["bytes_sent"])] * len(trainer.mixer.rows)
+    return told
+
+
+def _average(manifest: Manifest, path: Path) -> dict[str, Any]:
+    """All floating-point arrays of the nodes averaged in node order, in float64."""
+    total: dict[str, Any] = {}
+    for node in range(manifest.n):
+        saved = checkpoint.read_node(path, node)
+        arrays = {"parameters": saved.parameters, **saved.arrays}
+        arrays["bytes_sent"] = np.array(float(saved.numbers["bytes_sent"]))
+        for name, array in arrays.items():
+            if node == 0:
+                floating = np.issubdtype(array.dtype, np.floating)
+                total[name] = array.astype(np.float64) if floating else array
+            elif np.issubdtype(array.dtype, np.floating):
+                total[name] += array
+    return {
+        name: array / manifest.n if np.issubdtype(array.dtype, np.floating) else array
+        for name, array in total.items()
+    }
+
+
+def _set_buffers(replicas: Replicas, row: int, mean: dict[str, Any]) -> None:
+    """Norm buffers: the average over nodes and slots; counters as slot 0 had them."""
+    slots = {name.split("/")[1] for name in mean if name.startswith("buffers/")}
+    for buffers in replicas.buffers(row):
+        for name, buffer in buffers.items():
+            values = [mean[f"buffers/{slot}/{name}"] for slot in sorted(slots, key=int)]
+            value = sum(values) / len(values) if buffer.is_floating_point() else values[0]
+            buffer.copy_(torch.as_tensor(np.array(value)).view(buffer.shape))

@@ -1,0 +1,109 @@
+"""Whether algorithm, graph, cadence and wire of a job go together; each refusal names a remedy."""
+
+from __future__ import annotations
+
+import contextlib
+
+from mpigossip import graphs
+from mpigossip.algorithms import Algorithm
+from mpigossip.algorithms.cadence import BUILDERS as CADENCES
+from mpigossip.algorithms.cadence import Cadence
+from mpigossip.algorithms.spectrum import above_minus_third
+from mpigossip.config import Job
+from mpigossip.graphs import Graph, GraphError
+from mpigossip.graphs.spectral import rounds_to_exact
+from mpigossip.mixing.base import Kind
+from mpigossip.mixing.wire import BIASED
+
+FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
+
+
+def unfit(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
+    """What an algorithm needs and the job's graph, cadence or wire doesn't have."""
+    return [
+        *_unfit_graph(job, graph, method.needs),
+        *_unfit_cadence(job, method.needs, cadence),
+        *_unfit_wire(job, method.needs),
+    ]
+
+
+def lacking(needs: frozenset, graph: Graph) -> list[str]:
+    """What an algorithm needs of a graph and this one doesn't have, in words."""
+    doubly = {"row-stochastic", "column-stochastic"} if "doubly" in needs else set()
+    missing = sorted((doubly | needs & FACTS) - graph.facts)
+    if {"row-stochastic", "column-stochastic"} & set(missing) and doubly:
+        missing = ["doubly stochastic", *(m for m in missing if m not in doubly)]
+    if "exact" in needs and not _exact(graph):
+        missing.append("exact in one period")
+    if "above -1/3" in needs and not missing and not above_minus_third(graph):
+        missing.append("of eigenvalues above -1/3 (graph.lazy = true makes them so)")
+    if graph.name == "ceca" and graph.n > 1 and "graph:ceca" not in needs:
+        missing.append('averaging (the rounds of "ceca" only permute)')
+    named = [need.removeprefix("graph:") for need in needs if need.startswith("graph:")]
+    if named and graph.n > 1 and graph.name not in named:
+        missing.append(f'"{named[0]}"')
+    return missing
+
+
+def _exact(graph: Graph) -> bool:
+    """Whether one period from round 0 is the exact average."""
+    if graph.period is None:
+        return False
+    found = rounds_to_exact(graph, limit=graph.period)
+    return graph.n == 1 or found is not None and found <= graph.period
+
+
+def _unfit_graph(job: Job, graph: Graph, needs: frozenset) -> list[str]:
+    missing = lacking(needs, graph)
+    if not missing:
+        return []
+    fitting = [name for name in graphs.BUILDERS if _fits(name, graph.n, needs)]
+    return [
+        f'graph.name = "{job.graph.name}": algorithm "{job.algorithm.name}" needs a graph that is '
+        f"{' and '.join(missing)}; with {graph.n} nodes these are: {', '.join(fitting)}"
+    ]
+
+
+def _fits(name: str, n: int, needs: frozenset) -> bool:
+    if name == "identity":
+        return False  # fits any method, and helps none
+    with contextlib.suppress(GraphError):
+        return not lacking(needs, graphs.BUILDERS[name](n))
+    return False
+
+
+def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
+    kinds, reason = cadence.kinds, None
+    named = [need.removeprefix("cadence:") for need in needs if need.startswith("cadence:")]
+    if "always-global" in needs and job.cadence.name not in ("always", "global"):
+        reason = "averages over all nodes at every step; leave the cadence out"
+    elif named and job.cadence.name not in named:
+        reason = f'goes with cadence "{named[0]}"; leave the cadence out'
+    elif "unmixed" in needs and len(kinds) > 1:
+        reason = f"bears one kind of step only; choose {_cadences(lambda c: len(c.kinds) == 1)}"
+    elif "never-global" in needs and Kind.GLOBAL in kinds:
+        reason = (
+            "does not leave nodes equal after a global average; choose "
+            f"{_cadences(lambda c: Kind.GLOBAL not in c.kinds)}"
+        )
+    if reason is None:
+        return []
+    return [f'cadence.name = "{job.cadence.name}": algorithm "{job.algorithm.name}" {reason}']
+
+
+def _cadences(bearable) -> str:
+    return " or ".join(f'"{name}"' for name, build in CADENCES.items() if bearable(build()))
+
+
+def _unfit_wire(job: Job, needs: frozenset) -> list[str]:
+    wire, name = job.node.wire, job.algorithm.name
+    if wire == "fp32":
+        return []
+    if "exact-wire" in needs:
+        return [f'node.wire = "{wire}": algorithm "{name}" needs exact messages; use "fp32"']
+    if wire in BIASED and not needs & {"own-wire", "sends-gradients"}:
+        return [
+            f'node.wire = "{wire}": it leaves out most of a model, and algorithm "{name}" does not '
+            'make up for it; use node.wire = "qsgd" or "bf16", or algorithm "choco" or "parallel"'
+        ]
+    return []

@@ -1,0 +1,108 @@
+"""Parameters as named views of one contiguous vector, padded so that it can be cut into shards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+ALIGN = 32
+"""Elements (128 bytes) that every parameter's place is a multiple of."""
+BUCKET = 512
+"""Elements that every shard is a multiple of, so that codecs see whole buckets."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Where each trained parameter lies in the vector of ``size`` elements.
+
+    Parameters that take weight decay come first: they are the columns below ``decayed``.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    size: int
+    decayed: int
+    slots: int
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Shard lengths in elements, one a slot."""
+        return (self.size // self.slots,) * self.slots
+
+    @property
+    def count(self) -> int:
+        """Trained parameters, padding left out."""
+        return sum(map(prod, self.shapes))
+
+    def decayed_in(self, slot: int) -> int:
+        """Leading columns of a slot's shard that take weight decay."""
+        width = self.size // self.slots
+        return min(max(self.decayed - slot * width, 0), width)
+
+    def views(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters as views of one row (P,)."""
+        return [
+            row[at : at + prod(shape)].view(shape)
+            for at, shape in zip(self.offsets, self.shapes, strict=True)
+        ]
+
+    def pack(self, row: torch.Tensor) -> torch.Tensor:
+        """The row (P,) without its padding, on the CPU: (count,)."""
+        return torch.cat([view.reshape(-1) for view in self.views(row)]).cpu()
+
+    def unpack(self, packed: torch.Tensor, row: torch.Tensor) -> None:
+        """Fill the row (P,) from (count,); the padding becomes zero."""
+        row.zero_()
+        at = 0
+        for view in self.views(row):
+            view.copy_(packed[at : at + view.numel()].view(view.shape))
+            at += view.numel()
+
+    def attach(self, module: nn.Module, row: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Make the module's parameters and their gradients views of the given rows (P,)."""
+        parameters = dict(module.named_parameters())
+        with torch.no_grad():
+            for name, view in zip(self.names, self.views(row), strict=True):
+                parameters[name].data = view
+            if gradient is not None:
+                for name, view in zip(self.names, self.views(gradient), strict=True):
+                    parameters[name].grad = view
+
+
+def flatten(module: nn.Module, slots: int = 1, decayed: Collection[str] | None = None) -> Flat:
+    """Lay out the module's trained parameters, float32, for a node of ``slots`` slots.
+
+    ``decayed``: names that take weight decay (None: all). Frozen parameters stay outside.
+    """
+    trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("the model has no parameter to train (requires_grad is False for all)")
+    for name, parameter in trained:
+        if parameter.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}; float32 is kept and exchanged "
+                '(for 16-bit arithmetic use node.precision = "bf16")'
+            )
+    chosen = {name for name, _ in trained} if decayed is None else set(decayed)
+    ordered = [pair for pair in trained if pair[0] in chosen]
+    first_undecayed = len(ordered)
+    ordered += [pair for pair in trained if pair[0] not in chosen]
+    offsets, at, boundary = [], 0, 0
+    for index, (_, parameter) in enumerate(ordered):
+        boundary = at if index == first_undecayed else boundary
+        offsets.append(at)
+        at += -(-parameter.numel() // ALIGN) * ALIGN
+    whole = slots * BUCKET
+    return Flat(
+        names=tuple(name for name, _ in ordered),
+        shapes=tuple(tuple(parameter.shape) for _, parameter in ordered),
+        offsets=tuple(offsets),
+        size=-(-at // whole) * whole,
+        decayed=boundary if first_undecayed < len(ordered) else at,
+        slots=slots,
+    )

@@ -1,0 +1,53 @@
+"""Counter-based random numbers: a number is a pure function of a seed and of what it is for.
+
+Philox4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3"
+(SC 2011), over arrays of counters. NumPy has the generator too, but only as a stream: one object
+per sample costs 20 µs, this costs 3 µs for a batch of 32. Integer arithmetic alone, so the same
+bits on every machine and with every NumPy.
+"""
+
+import numpy as np
+
+MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+WEYL = (0x9E3779B9, 0xBB67AE85)
+LOW = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
+
+ORDER, CROP, NOISE, SPLIT = range(4)
+"""What a draw is for, so that two uses of one seed have nothing in common."""
+
+
+def philox(counters: tuple, key: int) -> np.ndarray:
+    """Return (4, N) uint64 holding 32 random bits each.
+
+    counters: four ints or (N,) arrays below 2^32 that broadcast to one length; key: 64 bits.
+    """
+    shape = np.broadcast_shapes(*(np.shape(counter) for counter in counters)) or (1,)
+    a, b, c, d = (np.broadcast_to(np.asarray(counter, np.uint64), shape) for counter in counters)
+    low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    for _ in range(10):
+        left, right = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
+        a, b, c, d = (
+            (right >> HALF) ^ b ^ np.uint64(low),
+            right & LOW,
+            (left >> HALF) ^ d ^ np.uint64(high),
+            left & LOW,
+        )
+        low, high = (low + WEYL[0]) & 0xFFFFFFFF, (high + WEYL[1]) & 0xFFFFFFFF
+    return np.stack([a, b, c, d])
+
+
+def words(
+    seed: int, purpose: int, indices: np.ndarray, epoch: int = 0, block: int | np.ndarray = 0
+) -> np.ndarray:
+    """Return (4, len(indices)) random 32-bit words for these indices in this epoch.
+
+    block tells further draws of the same index apart (a node's number, an attempt's number).
+    """
+    return philox((indices, epoch, block, purpose), seed)
+
+
+def permutation(length: int, seed: int, purpose: int, epoch: int = 0, block: int = 0) -> np.ndarray:
+    """Return a random order of 0 … length − 1, int64: the order of 64-bit draws."""
+    drawn = words(seed, purpose, np.arange(length, dtype=np.uint64), epoch, block)
+    return np.argsort(drawn[0] << HALF | drawn[1], kind="stable")

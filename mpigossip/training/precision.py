@@ -1,0 +1,118 @@
+"""Arithmetic of forward and backward: float32, bfloat16, or float16 with a scaled loss.
+
+Parameters, gradients' sums, optimizer state and what travels stay float32 in all three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from mpigossip.groups.base import Group
+
+FIRST_SCALE = 2.0**16
+PATIENCE = 2000
+"""Steps without an overflow after which a node's loss scale is doubled."""
+
+
+def resolved(setting: str, device: str) -> str:
+    """The arithmetic that `node.precision` asks for; "auto" is bf16 on GPUs that have it."""
+    if setting != "auto":
+        return setting
+    on_gpu = device.startswith("cuda")
+    return "bf16" if on_gpu and torch.cuda.is_bf16_supported(False) else "fp32"
+
+
+class Precision:
+    """How replicas compute; ``name`` is "fp32", "bf16" or "fp16"."""
+
+    def __init__(self, name: str, devices: Sequence[str], rows: int):
+        """``devices``: one a slot; ``rows``: nodes that live here.
+
+        With "fp32" TensorFloat-32 is switched off, which torch leaves on for convolutions.
+        """
+        self.name = name
+        self._kind = "cuda" if devices[0].startswith("cuda") else "cpu"
+        self.scaler = Scaler(devices, rows) if name == "fp16" else None
+        if self._kind == "cuda" and name == "fp32":
+            torch.backends.cudnn.allow_tf32 = False
+            torch.backends.cuda.matmul.allow_tf32 = False
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The context of a forward pass."""
+        if self.name == "fp32":
+            return contextlib.nullcontext()
+        dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
+        return torch.autocast(self._kind, dtype)
+
+    def scaled(self, loss: torch.Tensor, row: int, slot: int) -> torch.Tensor:
+        """The loss that is differentiated."""
+        return loss if self.scaler is None else loss * self.scaler.scales[slot][row, 0]
+
+    def unscale(self, g: Sequence[torch.Tensor], group: Group) -> None:
+        """Take the loss scale out of the averaged gradients (the shards of a node)."""
+        if self.scaler is not None:
+            self.scaler.unscale(g, group)
+
+    def numbers(self, row: int) -> dict[str, float]:
+        """What a checkpoint keeps of a node."""
+        return {} if self.scaler is None else self.scaler.numbers(row)
+
+    def restore(self, row: int, numbers: dict) -> None:
+        """Go on where :meth:`numbers` stood; from a run without a scale, at the first one."""
+        if self.scaler is not None and "loss_scale" in numbers:
+            self.scaler.set(row, numbers["loss_scale"], int(numbers["clean_steps"]))
+
+
+class Scaler:
+    """One loss scale a node, as float16 holds nothing below 6e-8 or above 65504.
+
+    Where any slot's gradient overflowed, the whole node takes its gradient for zero in that step,
+    joins the round as always, and halves its scale; after PATIENCE clean steps it doubles.
+    Scales are powers of two, so that they round nothing (Micikevicius et al., ICLR 2018).
+    """
+
+    def __init__(self, devices: Sequence[str], rows: int):
+        """``scales``: per slot an array (rows, 1) at a fixed address, for captured graphs."""
+        self.scales = [torch.full((rows, 1), FIRST_SCALE, device=device) for device in devices]
+        self._values, self._clean = [FIRST_SCALE] * rows, [0] * rows
+
+    def set(self, row: int, scale: float, clean: int) -> None:
+        """Scale and clean steps so far of a node."""
+        self._values[row], self._clean[row] = scale, clean
+        for scales in self.scales:
+            scales[row].fill_(scale)
+
+    def numbers(self, row: int) -> dict[str, float]:
+        """Scale and clean steps so far of a node."""
+        return {"loss_scale": self._values[row], "clean_steps": self._clean[row]}
+
+    def unscale(self, g: Sequence[torch.Tensor], group: Group) -> None:
+        """Divide the shards (rows, p) by the scale, or make them zero; then adapt the scale."""
+
+        def count_wrong(shard: int) -> torch.Tensor:
+            wrong = torch.isfinite(g[shard]).logical_not().sum(1, keepdim=True)
+            return wrong.double().cpu()
+
+        overflowed = group.sum_scalars(group.on_shards(count_wrong))[:, 0] > 0
+
+        def divide(shard: int) -> None:
+            for row, bad in enumerate(overflowed.tolist()):
+                # not 0 · g: that would keep what isn't finite
+                _ = g[shard][row].zero_() if bad else g[shard][row].mul_(1 / self._values[row])
+
+        group.on_shards(divide)
+        for row, bad in enumerate(overflowed.tolist()):
+            self._adapt(row, bad)
+
+    def _adapt(self, row: int, overflowed: bool) -> None:
+        clean = 0 if overflowed else self._clean[row] + 1
+        scale = self._values[row]
+        if overflowed:
+            self.set(row, max(scale / 2, 2.0**-14), 0)
+        elif clean == PATIENCE:
+            self.set(row, min(scale * 2, 2.0**24), 0)
+        else:
+            self._clean[row] = clean

@@ -1,0 +1,136 @@
+"""Residual networks: He, Zhang, Ren, Sun, "Deep residual learning" (CVPR 2016)."""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mpigossip.config import JobError
+
+Shape = tuple[int, ...]
+
+
+def image_shape(shape: Shape, name: str, smallest: int) -> Shape:
+    """Check that samples are (channels, height, width) of at least smallest x smallest pixels."""
+    if len(shape) != 3 or min(shape[1:]) < smallest:
+        raise JobError(
+            [
+                f'model "{name}" takes images of (channels, height, width) with at least '
+                f"{smallest}x{smallest} pixels, the samples are of shape {shape}; choose "
+                "another model or set data.image_size"
+            ]
+        )
+    return shape
+
+
+class Basic(nn.Module):
+    """Two 3x3 convolutions; the shortcut has no parameters (option A of the paper)."""
+
+    def __init__(self, wide: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(wide, out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.stride, self.extra = stride, out - wide
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, wide, H, W) to (B, out, H/stride, W/stride)."""
+        y = functional.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        if self.extra or self.stride > 1:
+            half = self.extra // 2
+            x = functional.pad(
+                x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, half, self.extra - half)
+            )
+        return functional.relu(x + y)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 (with the stride), 1x1 to four times the width.
+
+    The last norm's scale begins at 0, so that each block begins as the identity (Goyal et al.,
+    2017, section 5.1).
+    """
+
+    def __init__(self, wide: int, inner: int, stride: int) -> None:
+        super().__init__()
+        out = 4 * inner
+        self.conv1 = nn.Conv2d(wide, inner, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.conv3 = nn.Conv2d(inner, out, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(out)
+        self.shortcut = (
+            nn.Sequential()
+            if stride == 1 and wide == out
+            else nn.Sequential(nn.Conv2d(wide, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        )
+        nn.init.zeros_(self.bn3.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, wide, H, W) to (B, 4 inner, H/stride, W/stride)."""
+        y = functional.relu(self.bn1(self.conv1(x)))
+        y = functional.relu(self.bn2(self.conv2(y)))
+        return functional.relu(self.shortcut(x) + self.bn3(self.conv3(y)))
+
+
+def resnet20(shape: Shape, classes: int, *, width: int = 16) -> nn.Module:
+    """ResNet-20 for small images, 0.27 million parameters; width: channels of the first stage."""
+    return _small("resnet20", shape, classes, 3, width)
+
+
+def resnet56(shape: Shape, classes: int, *, width: int = 16) -> nn.Module:
+    """ResNet-56 for small images, 0.86 million parameters; width: channels of the first stage."""
+    return _small("resnet56", shape, classes, 9, width)
+
+
+def resnet50(shape: Shape, classes: int, *, width: int = 64) -> nn.Module:
+    """ResNet-50 for images of ImageNet's size, 25.6 million parameters at 1,000 classes.
+
+    The stride stands at the 3x3 convolutions; width: channels after the stem.
+    """
+    channels, _, _ = image_shape(shape, "resnet50", 32)
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, width, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    wide = width
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        inner = width << stage
+        for block in range(blocks):
+            layers.append(Bottleneck(wide, inner, 2 if stage and not block else 1))
+            wide = 4 * inner
+    return _with_head(layers, wide, classes)
+
+
+def _small(name: str, shape: Shape, classes: int, blocks: int, width: int) -> nn.Module:
+    """Three stages of basic blocks at full, half and quarter resolution (section 4.2)."""
+    channels, _, _ = image_shape(shape, name, 4)
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, width, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+    ]
+    wide = width
+    for stage in range(3):
+        for block in range(blocks):
+            layers.append(Basic(wide, width << stage, 2 if stage and not block else 1))
+            wide = width << stage
+    return _with_head(layers, wide, classes)
+
+
+def _with_head(layers: list[nn.Module], wide: int, classes: int) -> nn.Module:
+    """Add mean over pixels and the last layer; He initialization of convolutions.
+
+    The last layer is drawn with standard deviation 0.01 (Goyal et al., 2017, section 5.1).
+    """
+    head = nn.Linear(wide, classes)
+    nn.init.normal_(head.weight, 0.0, 0.01)
+    nn.init.zeros_(head.bias)
+    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    for part in network.modules():
+        if isinstance(part, nn.Conv2d):
+            nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+    return network

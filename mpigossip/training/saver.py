@@ -1,0 +1,146 @@
+"""Checkpoints that training doesn't wait for: a snapshot in memory, written by a thread."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpigossip.cluster.ranks import AgreedError
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.checkpoint import Entry, NodeState
+
+LAG = 4
+"""Steps between two looks at whether all ranks have written."""
+
+
+@dataclass
+class _Writing:
+    """A checkpoint on its way: this rank's files, and rank 0's manifest when all are there."""
+
+    step: int
+    beside: Path
+    meta: Mapping[str, Any]
+    files: Future
+    commit: Future | None = None
+    agreement: Any = None
+
+
+class Saver:
+    """Writes checkpoints in the background; one at a time, the next waits for the last.
+
+    Node files are written by a thread of each rank. Every LAG steps the ranks agree, without
+    waiting, on whether all are through; then rank 0's thread writes the manifest and renames.
+    """
+
+    def __init__(self, world, folder: Path, job: str, keep: int, on_error: str):
+        """``job``: its TOML; ``on_error``: "stop" or "continue" where a disk fails."""
+        self._world, self._folder, self._job = world, folder, job
+        self._keep, self._goes_on = keep, on_error == "continue"
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._now: _Writing | None = None
+        self.last: Path | None = None
+        """the newest whole checkpoint of this run, on rank 0"""
+
+    def begin(self, step: int, states: Mapping[int, NodeState], meta: Mapping[str, Any]) -> None:
+        """Start to write the nodes that live here; collective. The states must not change."""
+        self.finish()
+        place, error = None, None
+        if self._world.rank == 0:
+            try:
+                place = checkpoint.begin(self._folder, step)
+            except StoreError as wrong:
+                error = str(wrong)
+        place, error = self._world.broadcast((place, error))
+        if error is not None:
+            self._failed(step, [error])
+            return
+        files = self._pool.submit(_write, place, dict(states))
+        self._now = _Writing(step, place, meta, files)
+
+    def poll(self, done: int) -> None:
+        """At a step boundary: go on with what is being written, without waiting."""
+        now = self._now
+        if now is None or done % LAG or now.commit is not None:
+            return
+        asked, now.agreement = now.agreement, None
+        if asked is not None and asked.read() == 0:
+            self._gather(now)
+        else:
+            now.agreement = self._world.start_agree(int(not now.files.done()))
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that was begun is whole; collective."""
+        now = self._now
+        if now is None:
+            return
+        if now.agreement is not None:
+            now.agreement.read()
+        if now.commit is None:
+            self._gather(now)
+        if now.commit is not None:
+            error = None
+            try:
+                self.last = now.commit.result() or self.last
+            except (OSError, StoreError) as wrong:
+                error = str(wrong)
+            error = self._world.broadcast(error)
+            if error is not None:
+                self._failed(now.step, [error])
+        self._now = None
+
+    def _gather(self, now: _Writing) -> None:
+        """Collect the entries of all nodes on rank 0, whose thread then makes them count."""
+        try:
+            found: tuple[Sequence[Entry], str | None] = (now.files.result(), None)
+        except (OSError, StoreError) as wrong:
+            found = ((), str(wrong))
+        gathered = self._world.gather(found)
+        errors = None if gathered is None else [error for _, error in gathered if error]
+        errors = self._world.broadcast(errors)
+        if errors:
+            if self._world.rank == 0:
+                shutil.rmtree(now.beside, ignore_errors=True)
+            self._now = None
+            self._failed(now.step, errors)
+            return
+        entries = [entry for part, _ in gathered or () for entry in part]
+        now.commit = self._pool.submit(self._commit, now, entries)
+
+    def _commit(self, now: _Writing, entries: Sequence[Entry]) -> Path | None:
+        if self._world.rank != 0:
+            return None
+        path = checkpoint.commit(now.beside, self._folder, now.step, entries, self._job, now.meta)
+        try:
+            checkpoint.prune(self._folder, self._keep)
+        except StoreError as error:  # the new one is whole, so that this is no reason to stop
+            print(f"mpigossip: an old checkpoint stays: {error}", file=sys.stderr, flush=True)
+        return path
+
+    def _failed(self, step: int, errors: Sequence[str]) -> None:
+        """Stop the run, or say it and go on, as the job has it; the same on all ranks."""
+        text = f"the checkpoint of step {step} could not be written: {errors[0]}"
+        if not self._goes_on:
+            raise AgreedError(
+                [f"{text}. Earlier checkpoints are whole; make room and resume, or let runs go on "
+                 'without with checkpoint.on_error = "continue"']
+            )  # fmt: skip
+        if self._world.rank == 0:
+            print(f"mpigossip: {text}; training goes on", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Wait for what is being written, end the thread; collective."""
+        self.finish()
+        self._pool.shutdown()
+
+
+def _write(folder: Path, states: dict[int, NodeState]) -> list[Entry]:
+    entries = []
+    for node in sorted(states):
+        # each state is let go when it is written
+        entries.append(checkpoint.write_node(folder, node, states.pop(node)))
+    return entries

@@ -1,0 +1,295 @@
+"""From a job to a trainer: everything is built and checked here, and mistakes are collected."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mpigossip import algorithms, config, graphs
+from mpigossip.algorithms import cadence as cadences
+from mpigossip.config import Job, JobError
+from mpigossip.graphs import Graph, GraphError
+from mpigossip.groups import devices
+from mpigossip.groups.base import Group
+from mpigossip.groups.devices import slots_of
+from mpigossip.mixing.base import Layout, Mixer
+from mpigossip.mixing.simulated import Simulated
+from mpigossip.mixing.wire import BIASED, Wire, wire
+from mpigossip.store import StoreError
+from mpigossip.training import models
+from mpigossip.training.data import Source, orders, partition, source
+from mpigossip.training.fit import unfit
+from mpigossip.training.flat import Flat, flatten
+from mpigossip.training.loader import Loader
+from mpigossip.training.loop import Settings, Trainer
+from mpigossip.training.partition import Order
+from mpigossip.training.precision import Precision, resolved
+from mpigossip.training.replicas import Replicas
+from mpigossip.training.schedule import schedule
+
+
+@dataclass
+class Assembly:
+    """A job made ready to run on n nodes, of which some live in this process."""
+
+    job: Job
+    graph: Graph
+    trainer: Trainer
+    source: Source
+    loader: Loader
+    steps_per_epoch: int
+    total_steps: int
+
+    def close(self) -> None:
+        """Release threads, files and windows; collective under MPI."""
+        self.loader.close()
+        self.trainer.mixer.close()
+        self.trainer.group.close()
+        self.source.close()
+
+
+def load(where: Path | str | dict, overrides: Sequence[str] = ()) -> Job:
+    """Read a job with the names and options of everything that the package has.
+
+    Raises JobError with all mistakes.
+    """
+    try:
+        chosen = config.load(where, overrides).algorithm.local
+    except JobError:
+        chosen = None
+    if chosen is not None and chosen not in algorithms.LOCALS:
+        chosen = None
+    builders = {
+        "model": models.BUILDERS,
+        "graph": graphs.BUILDERS,
+        "cadence": cadences.BUILDERS,
+        "algorithm": {name: _with_local(name, chosen) for name in algorithms.BUILDERS},
+    }
+    return config.load(where, overrides, builders)
+
+
+def _with_local(name: str, local: str | None) -> Callable:
+    """A stand-in for an algorithm's builder whose options include those of its local step."""
+    options = {}
+    for part in algorithms.parts({"name": name, "local": local}):
+        for parameter in inspect.signature(part, eval_str=True).parameters.values():
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                options[parameter.name] = parameter
+
+    def builder(**options):  # only its signature is read
+        raise TypeError("made for its signature")
+
+    builder.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]
+    builder.__annotations__ = {name: p.annotation for name, p in options.items()}
+    return builder
+
+
+def make_graph(job: Job, n: int) -> Graph:
+    """The graph that the job names, over n nodes."""
+    section = job.graph
+    seed = job.run.seed if section.seed is None else section.seed
+    return graphs.graph(
+        section.name, n, weights=section.weights, seed=seed, lazy=section.lazy, **section.options
+    )
+
+
+def make_cadence(
+    job: Job,
+    method: algorithms.Algorithm,
+    graph: Graph | None = None,
+    total: int | None = None,
+) -> cadences.Cadence:
+    """The cadence that the job names, or the only one that the method allows.
+
+    Options that the job leaves unset come from the graph's period and the run's steps.
+    """
+    if "always-global" in method.needs:
+        return cadences.globally()
+    known: dict[str, dict] = {
+        "halves": {"length": graph and graph.period},
+        "adpsgd": {"total": total},
+    }
+    computed = known.get(job.cadence.name, {})
+    return cadences.BUILDERS[job.cadence.name](**(computed | job.cadence.options))
+
+
+def make_algorithms(job: Job, flat: Flat, graph: Graph | None = None) -> list[algorithms.Algorithm]:
+    """The algorithm, once for each slot, made to bear the job's wire."""
+    section = job.algorithm
+    methods = [
+        algorithms.build(section.name, section.local, section.options, flat.decayed_in(slot), graph)
+        for slot in range(flat.slots)
+    ]
+    if job.node.wire == "fp32":
+        return methods
+    return [algorithms.over_wire(method, biased=job.node.wire in BIASED) for method in methods]
+
+
+def make_wire(job: Job) -> Wire:
+    """How messages between nodes are encoded."""
+    return wire(job.node.wire, job.node.levels, job.node.kept, job.run.seed)
+
+
+def make_model(job: Job, data: Source) -> torch.nn.Module:
+    """The model with its initial parameters, the same on all nodes."""
+    return models.model(
+        job.model.name, data.shape, data.classes, job.run.seed, data.dtype, **job.model.options
+    )
+
+
+def mistakes(job: Job, n: int) -> list[str]:
+    """What doesn't go together in a job whose parts are right by themselves."""
+    found = []
+    section = job.algorithm
+    takes_local = section.name in algorithms.DEFAULT_LOCAL
+    if section.local is not None and section.local not in algorithms.LOCALS:
+        known = ", ".join(algorithms.LOCALS)
+        found.append(f'algorithm.local = "{section.local}" is unknown; choose one of {known}')
+    elif section.local is not None and not takes_local:
+        found.append(
+            f'algorithm.local = "{section.local}": "{section.name}" has its own local step; leave '
+            f"it out, or choose one of {', '.join(algorithms.DEFAULT_LOCAL)}"
+        )
+    if not found:
+        found += _unfit(job, n)
+    found += devices.mistakes(job.node.devices)
+    node = job.node
+    if node.cuda_graphs == "always" and slots_of(node.devices)[0] == "cpu":
+        found.append(
+            f'node.cuda_graphs = "always": the slots of node.devices = "{node.devices}" are on '
+            'the CPU; leave it at "auto"'
+        )
+    if node.vmap and node.precision == "fp16":
+        found.append(
+            'node.precision = "fp16": each node scales its loss by itself, which node.vmap '
+            'can\'t; use "bf16", or leave node.vmap out'
+        )
+    return found
+
+
+def _unfit(job: Job, n: int) -> list[str]:
+    """The graph can't be made for n nodes, or the parts don't go together."""
+    try:
+        graph = make_graph(job, n)
+    except GraphError as error:
+        return [f"graph.name: {error}"]
+    section = job.algorithm
+    method = algorithms.build(section.name, section.local, section.options, 0, graph)
+    return unfit(job, graph, method, make_cadence(job, method, graph))
+
+
+def make_group(job: Job) -> Group:
+    """The slots of this node."""
+    torch.set_num_threads(job.node.threads)
+    node = job.node
+    return devices.make_group(slots_of(node.devices), node.threads, node.shard)
+
+
+def make_precision(job: Job, on: Sequence[str], rows: int) -> Precision:
+    """The arithmetic of forward and backward passes on these devices."""
+    return Precision(resolved(job.node.precision, on[0]), on, rows)
+
+
+def make_replicas(
+    job: Job, module: torch.nn.Module, flat: Flat, rows: int, group: Group
+) -> Replicas:
+    """The copies of the model, compiled and captured where the job asks for it."""
+    node = job.node
+    eager = node.vmap or group.devices[0] == "cpu"
+    graphs = "never" if eager else node.cuda_graphs
+    replicas = Replicas(module, flat, rows, group, together=node.vmap, graphs=graphs)
+    if node.compile:
+        for replica in (each for row in replicas.modules for each in row):
+            replica.compile()
+    return replicas
+
+
+def make_mixer(job: Job, graph: Graph, layout: Layout, world) -> Mixer:
+    """Between the ranks of ``world``, or all nodes in this process where it has no MPI."""
+    if world.comm is None:
+        return Simulated(graph, layout)
+    node = job.node
+    if layout.devices[0] != "cpu":
+        from mpigossip.mixing.gpu import DeviceWindows
+
+        return DeviceWindows(
+            graph, layout, world, same_host=node.same_host, timeout_s=node.timeout_s,
+            memory=node.gpu_window,
+        )  # fmt: skip
+    from mpigossip.mixing.windows import Windows
+
+    return Windows(graph, layout, world, same_host=node.same_host, timeout_s=node.timeout_s)
+
+
+def make_orders(job: Job, data: Source, n: int, per_step: int) -> list[Order]:
+    """The sample order of each of n nodes, ``per_step`` samples a step."""
+    section, seed = job.data, job.run.seed
+    share, alpha = section.shuffled_percent, section.dirichlet_alpha
+    parts = partition(data.train_labels, n, section.partition, seed, share, alpha)
+    return orders(parts, seed, per_step)
+
+
+def assemble(job: Job, world, n: int) -> Assembly:
+    """Build all that a run on n nodes needs; collective under MPI.
+
+    Raises JobError on every rank where any rank found mistakes.
+    """
+    with world.together(JobError, GraphError, StoreError):
+        found = mistakes(job, n)
+        if found:
+            raise JobError(found)
+        data = source(job.data, job.run.seed)
+        section = job.algorithm
+        slots = len(slots_of(job.node.devices))
+        per_step = slots * job.data.batch * section.accumulate
+        each = make_orders(job, data, n, per_step)
+        module = make_model(job, data)
+        if job.node.vmap and any(b.is_floating_point() for b in module.buffers()):
+            raise JobError(
+                [
+                    f'node.vmap = true: model "{job.model.name}" keeps norm statistics, which '
+                    "can't be vectorized over nodes; leave node.vmap out"
+                ]
+            )
+        decayed = None if section.decay_all else models.decayed(module)
+        flat = flatten(module, slots if job.node.shard else 1, decayed)
+        graph = make_graph(job, n)
+        methods = make_algorithms(job, flat, graph)
+    group = make_group(job)
+    method = methods[0]
+    where = group.devices[: group.segments]
+    layout = Layout(flat.widths, method.vectors, method.scalars, where, make_wire(job))
+    mixer = make_mixer(job, graph, layout, world)
+    replicas = make_replicas(job, module, flat, len(mixer.rows), group)
+    loader = Loader(
+        data,
+        [each[node] for node in mixer.rows],
+        seed=job.run.seed,
+        devices=group.devices,
+        workers=job.data.workers,
+        timeout_s=job.node.timeout_s,
+    )
+    per_epoch = each[0].steps_per_epoch
+    total = job.run.epochs * per_epoch
+    settings = Settings(
+        rate=schedule(job.schedule, per_epoch, total, n * per_step),
+        batches=loader.step,
+        precision=make_precision(job, group.devices, len(mixer.rows)),
+        accumulate=section.accumulate,
+        weight_decay=section.weight_decay,
+        clip_norm=section.clip_norm,
+        measure_every=job.log.consensus_every,
+    )
+    cadence = make_cadence(job, method, graph, total)
+    trainer = Trainer(mixer, group, replicas, methods, cadence, settings)
+    total = total if job.run.steps is None else min(total, job.run.steps)
+    return Assembly(job, graph, trainer, data, loader, per_epoch, total)
+
+
+def with_output(job: Job, folder: str) -> Job:
+    """The same job with another folder for its run."""
+    return replace(job, run=replace(job.run, output=folder))

@@ -1,0 +1,73 @@
+"""A node's training state as named arrays and numbers, and back: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpigossip.store.checkpoint import NodeState
+from mpigossip.training.replicas import Replicas
+
+
+def leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The arrays of a nested NamedTuple by name: ``("base/momentum", array)``."""
+    if isinstance(state, torch.Tensor):
+        yield prefix, state
+        return
+    for field in getattr(state, "_fields", ()):
+        yield from leaves(getattr(state, field), f"{prefix}/{field}" if prefix else field)
+
+
+def joined(parts: Sequence[torch.Tensor], row: int, replicas: Replicas) -> np.ndarray:
+    """One row over all slots: shaped like x, cut to the parameters; (rows, 1) as it is."""
+    if parts[0].shape[1] == 1:
+        return parts[0][row].cpu().numpy().copy()
+    whole = torch.cat([part[row].cpu() for part in parts])
+    return replicas.flat.pack(whole).numpy()
+
+
+def split(packed: np.ndarray, parts: Sequence[torch.Tensor], row: int, replicas: Replicas) -> None:
+    """Inverse of :func:`joined`."""
+    values = torch.from_numpy(np.array(packed))
+    if parts[0].shape[1] == 1:
+        for part in parts:
+            part[row].copy_(values)
+        return
+    whole = torch.empty(replicas.flat.size)
+    replicas.flat.unpack(values, whole)
+    for part, piece in zip(parts, whole.chunk(len(parts)), strict=True):
+        part[row].copy_(piece)
+
+
+def snapshot(replicas: Replicas, states: Sequence[Any], row: int, numbers: dict) -> NodeState:
+    """Everything of one node: parameters, algorithm state, buffers and counters."""
+    named = [dict(leaves(state)) for state in states]
+    arrays = {
+        f"state/{name}": joined([slot[name] for slot in named], row, replicas) for name in named[0]
+    }
+    for slot, buffers in enumerate(replicas.buffers(row)):
+        for name, buffer in buffers.items():
+            arrays[f"buffers/{slot}/{name}"] = buffer.detach().cpu().numpy().copy()
+    flat = replicas.flat
+    return NodeState(
+        parameters=joined(replicas.x, row, replicas),
+        names=flat.names,
+        shapes=flat.shapes,
+        arrays=arrays,
+        numbers=numbers,
+    )
+
+
+def restore(replicas: Replicas, states: Sequence[Any], row: int, saved: NodeState) -> None:
+    """Put a node back, to the bit; the layout must be the one that was saved."""
+    split(saved.parameters, replicas.x, row, replicas)
+    named = [dict(leaves(state)) for state in states]
+    for name in named[0]:
+        split(saved.arrays[f"state/{name}"], [slot[name] for slot in named], row, replicas)
+    for slot, buffers in enumerate(replicas.buffers(row)):
+        for name, buffer in buffers.items():
+            value = saved.arrays[f"buffers/{slot}/{name}"]
+            buffer.copy_(torch.from_numpy(np.array(value)).view(buffer.shape))

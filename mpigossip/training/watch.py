@@ -1,0 +1,154 @@
+"""What notices that something goes wrong: the end of the allocation, a straggler, divergence.
+
+The last two look at the rows that the log gathers to rank 0 anyway: no message is added.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mpigossip.config import LogSection
+
+Rows = Mapping[str, np.ndarray]
+"""Columns of the log for some consecutive steps: arrays (steps, nodes)."""
+
+END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
+"""Variables that hold the end of the allocation in seconds since 1970; the batch scripts of
+`mpigossip job` set the first one for every scheduler."""
+SHARE, LEAST_S, MOST_S = 0.05, 5.0, 120.0
+APART = 1e-3
+"""Consensus distance, relative to the model, below which no growth is worth a word."""
+
+
+def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) -> float | None:
+    """When the run must have ended, in seconds since 1970; None where nothing says so.
+
+    The earlier of the allocation's end and ``wall_clock_s`` seconds from now (0: no limit).
+    """
+    ends = [float(env[name]) for name in END_TIMES if env.get(name, "").isdigit()]
+    ends = [end for end in ends if end > time.time()]  # one in the past is of another allocation
+    if wall_clock_s:
+        ends.append(time.time() + wall_clock_s)
+    return min(ends, default=None)
+
+
+class WallClock:
+    """Says when a run must stop so that its checkpoint is written before the end.
+
+    The reserve is 5 % of the time that was there at the start (5 s to 2 min), plus twice the
+    longest time between two step boundaries so far, which an evaluation or a checkpoint made,
+    plus the steps until all ranks have agreed.
+    """
+
+    def __init__(self, end: float | None, lag: int = 0, now=time.time):
+        """``end``: seconds since 1970, None for never; ``lag``: steps that an agreement takes."""
+        self._end, self._lag, self._now = end, lag, now
+        self._first = 0.0
+        self._last: float | None = None
+        self._longest, self._steps = 0.0, 0
+        left = 0.0 if end is None else end - now()
+        self._least = min(max(SHARE * left, LEAST_S), MOST_S)
+
+    def over(self) -> bool:
+        """Whether to stop now; to be asked at every step boundary."""
+        now = self._now()
+        if self._end is None:
+            return False
+        if self._last is None:
+            self._first = now
+        else:
+            self._longest = max(self._longest, now - self._last)
+            self._steps += 1
+        self._last = now
+        return now + self.reserve >= self._end
+
+    @property
+    def reserve(self) -> float:
+        """Seconds to be kept for stopping."""
+        spent = (self._last or 0.0) - self._first
+        mean = spent / self._steps if self._steps else 0.0
+        return self._least + 2 * self._longest + self._lag * mean
+
+
+class Straggler:
+    """Names a node whose compute time stays above ``times`` the nodes' median for ``seconds``."""
+
+    def __init__(self, times: float, seconds: float, hosts: Sequence[str] = ()):
+        """``hosts``: where each node lives, if they differ."""
+        self._times, self._seconds, self._hosts = times, seconds, hosts
+        self._slow_s: np.ndarray | None = None
+        self._told: set[int] = set()
+
+    def see(self, first: int, rows: Rows) -> list[str]:
+        """Lines of warning about the steps from ``first`` on; one for each time a node slows."""
+        compute = rows["compute_s"]
+        if compute.shape[1] < 2 or not self._times:
+            return []
+        mean = compute.mean(axis=0)
+        # the lower middle: of two nodes the faster one is the measure
+        median = np.sort(mean)[(len(mean) - 1) // 2]
+        slow = mean > self._times * median
+        spent = sum(rows[name].sum(axis=0) for name in rows if name.endswith("_s"))
+        before = np.zeros(len(mean)) if self._slow_s is None else self._slow_s
+        self._slow_s = np.where(slow, before + spent, 0.0)
+        self._told &= set(np.flatnonzero(slow).tolist())
+        late = set(np.flatnonzero(slow & (self._slow_s >= self._seconds)).tolist())
+        lines = [self._line(node, first + len(compute), mean, median) for node in late - self._told]
+        self._told |= late
+        return sorted(lines)
+
+    def _line(self, node: int, step: int, mean: np.ndarray, median: float) -> str:
+        host = f" on {self._hosts[node]}" if len(set(self._hosts)) > 1 else ""
+        return (
+            f"node {node}{host} is a straggler at step {step}: {mean[node]:.3g} s of compute a "
+            f"step, {mean[node] / median:.1f} x the median of {len(mean)} nodes, for "
+            f"{self._slow_s[node]:.0f} s; all wait for it (heat, another job, a slow data disk?)"
+        )
+
+
+class Divergence:
+    """Says when the consensus distance has grown ``times``-fold within ``steps`` steps."""
+
+    def __init__(self, times: float, steps: int):
+        """Growth below a distance of `APART` counts from there."""
+        self._times, self._steps = times, steps
+        self._recent: deque[tuple[int, float]] = deque()
+        self._told = False
+
+    def see(self, first: int, rows: Rows) -> list[str]:
+        """Lines of warning about the steps from ``first`` on; one until it has shrunk again."""
+        lines = []
+        values = rows["consensus_distance"].max(axis=1)
+        measured = ~np.isnan(values) if self._times else np.zeros(len(values), bool)
+        for at in np.flatnonzero(measured):
+            step, value = first + int(at), float(values[at])
+            while self._recent and self._recent[0][0] < step - self._steps:
+                self._recent.popleft()
+            before, least = min(
+                ((then, max(seen, APART)) for then, seen in self._recent),
+                key=lambda pair: pair[1],
+                default=(step, float("inf")),
+            )
+            grown = value > self._times * least
+            if grown and not self._told:
+                lines.append(
+                    f"the nodes drift apart: consensus distance {value:.2e} at step {step}, "
+                    f"{value / least:.0f} x that of step {before}; a smaller schedule.lr, a "
+                    "denser graph, or a cadence that averages more often holds them together"
+                )
+            self._told = grown
+            self._recent.append((step, value))
+        return lines
+
+
+def watchers(section: LogSection, hosts: Sequence[str] = ()) -> list[Straggler | Divergence]:
+    """Those that the job's `[log]` asks for."""
+    return [
+        Straggler(section.straggler_times, section.straggler_s, hosts),
+        Divergence(section.diverging_times, section.diverging_steps),
+    ]

@@ -1,0 +1,210 @@
+"""bfloat16 and float16 arithmetic, the loss scale of a node, captured replicas' housekeeping."""
+
+import contextlib
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.groups.base import Single, Whole
+from mpigossip.groups.threads import Threads
+from mpigossip.store import checkpoint
+from mpigossip.training import capture, launch, precision, replicas, setup
+
+
+def job(*settings, model="lenet"):
+    base = ["data.batch=2", "run.epochs=1", "schedule.scale=none"]
+    return setup.load({"model": {"name": model}}, [*base, *settings])
+
+
+def losses(*settings, steps=30):
+    assembly = setup.assemble(job(*settings), Alone(), 2)
+    found = [float(assembly.trainer.step().loss.mean()) for _ in range(steps)]
+    assembly.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_16_bit_arithmetic_trains_as_float32_does(name):
+    plain = losses("node.precision=fp32", "schedule.lr=0.02")
+    rounded = losses(f"node.precision={name}", "schedule.lr=0.02")
+    assert rounded != plain
+    assert rounded[0] == pytest.approx(plain[0], abs=0.02)
+    assert sum(rounded[-10:]) == pytest.approx(sum(plain[-10:]), rel=0.1)
+
+
+def test_auto_is_float32_on_a_cpu():
+    assert precision.resolved("auto", "cpu") == "fp32"
+    assert precision.resolved("bf16", "cpu") == "bf16"
+    assert losses(steps=3) == losses("node.precision=fp32", steps=3)
+
+
+@pytest.mark.parametrize("group", [lambda: Single(), lambda: Threads(3), lambda: Whole(Threads(3))])
+def test_an_overflow_anywhere_makes_the_whole_nodes_gradient_zero(group):
+    group = group()
+    scaler = precision.Scaler(group.devices, rows=2)
+    g = [torch.full((2, 6), 2.0**17) for _ in range(group.segments)]
+    g[-1][1, 5] = float("inf")
+    scaler.unscale(g, group)
+    for shard in g:
+        assert (shard[0] == 2.0).all(), "node 0 goes on as if nothing had happened"
+        assert (shard[1] == 0.0).all(), "node 1 leaves its update out, in all shards"
+    assert scaler.numbers(0) == {"loss_scale": 2.0**16, "clean_steps": 1}
+    assert scaler.numbers(1) == {"loss_scale": 2.0**15, "clean_steps": 0}
+    for scales in scaler.scales:
+        assert scales[:, 0].tolist() == [2.0**16, 2.0**15]
+    group.close()
+
+
+def test_the_scale_grows_after_clean_steps_and_has_ends(monkeypatch):
+    monkeypatch.setattr(precision, "PATIENCE", 3)
+    scaler = precision.Scaler(["cpu"], rows=1)
+    place = scaler.scales[0].data_ptr()
+    clean, broken = torch.ones(1, 4), torch.full((1, 4), float("nan"))
+    for _ in range(3):
+        scaler.unscale([clean.clone()], Single())
+    assert scaler.numbers(0) == {"loss_scale": 2.0**17, "clean_steps": 0}
+    for _ in range(60):
+        scaler.unscale([broken.clone()], Single())
+    assert scaler.numbers(0)["loss_scale"] == 2.0**-14
+    for _ in range(200):
+        scaler.unscale([clean.clone()], Single())
+    assert scaler.numbers(0)["loss_scale"] == 2.0**24
+    assert scaler.scales[0].data_ptr() == place, "captured graphs read it there"
+
+
+def test_a_node_that_overflows_still_joins_the_round():
+    assembly = setup.assemble(job("node.precision=fp16", "algorithm.name=dsgd"), Alone(), 2)
+    trainer = assembly.trainer
+    scaler = trainer.settings.precision.scaler
+    scaler.set(1, 2.0**24, 0)
+    trainer.replicas.full[0][1] += 1e-3
+    before = trainer.replicas.full[0].clone()
+    sent = list(trainer.mixer.bytes_sent)
+    while scaler.numbers(1)["loss_scale"] == 2.0**24 and trainer.index < 5:
+        record = trainer.step()
+        assert torch.isfinite(record.loss).all()
+    assert scaler.numbers(1)["loss_scale"] == 2.0**23, "the loss times 2^24 overflows"
+    assert scaler.numbers(0)["loss_scale"] == 2.0**16
+    after = trainer.replicas.full[0]
+    assert torch.isfinite(after).all() and not torch.equal(after[1], before[1])
+    assert trainer.mixer.bytes_sent[1] > sent[1]
+    assembly.close()
+
+
+def test_a_resumed_fp16_run_goes_on_with_its_loss_scales(tmp_path):
+    def run(name, *more):
+        with contextlib.redirect_stdout(io.StringIO()):
+            made = job("node.precision=fp16", f"run.output={tmp_path}/{name}", *more)
+            return launch.train(made, Alone(), 2)
+
+    run("whole", "run.steps=6")
+    run("halves", "run.steps=3")
+    with contextlib.redirect_stdout(io.StringIO()):
+        launch.resume(tmp_path / "halves", ["run.steps=6"], Alone(), None)
+    ends = [checkpoint.latest(tmp_path / name) for name in ("whole", "halves")]
+    one, other = (checkpoint.read_node(end, 1) for end in ends)
+    assert one.numbers["clean_steps"] == other.numbers["clean_steps"] == 6
+    assert (one.parameters == other.parameters).all()
+
+
+def test_fp16_and_vmap_are_refused_together():
+    (message,) = setup.mistakes(job("node.precision=fp16", "node.vmap=true"), 2)
+    assert "fp16" in message and "bf16" in message
+
+
+def test_graphs_on_a_cpu_are_refused_and_left_out():
+    (message,) = setup.mistakes(job("node.cuda_graphs=always"), 2)
+    assert "on the CPU" in message
+    assembly = setup.assemble(job("node.cuda_graphs=auto"), Alone(), 1)
+    assert assembly.trainer.replicas.graphs == "never"
+    assembly.close()
+
+
+def test_warm_up_passes_leave_no_trace():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with capture.kept(module, "cpu"):
+        module(torch.randn(8, 4))
+        assert not torch.equal(module[1].running_mean, before["1.running_mean"])
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert torch.equal(torch.rand(3), expected)
+
+
+def cannot(*args):
+    raise capture.CannotCapture("Net can't be captured as a CUDA graph: it waits for the GPU")
+
+
+def test_a_model_that_cannot_be_captured_falls_back_to_threads(monkeypatch):
+    monkeypatch.setattr(replicas, "Captured", cannot)
+    assembly = setup.assemble(job("node.devices=cpu:2"), Alone(), 2)
+    assembly.trainer.replicas.graphs = "auto"
+    with pytest.warns(UserWarning, match="can't be captured.*goes on with a thread a slot"):
+        first = assembly.trainer.step().loss
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assembly.trainer.step()
+    assembly.close()
+    assembly = setup.assemble(job("node.devices=cpu:2"), Alone(), 2)
+    assert torch.equal(assembly.trainer.step().loss, first)
+    assembly.trainer.replicas.graphs = "always"
+    with pytest.raises(capture.CannotCapture):
+        assembly.trainer.step()
+    assembly.close()
+
+
+class FakeCaptured:
+    """Runs the passes where a graph would be replayed."""
+
+    def __init__(self, run, modules, batches):
+        self.run, self.rows, self.slots = run, len(modules), len(modules[0])
+
+    def replay(self, batches):
+        found = [
+            self.run(row, slot, *batches[row * self.slots + slot])
+            for row in range(self.rows)
+            for slot in range(self.slots)
+        ]
+        return torch.stack(found).view(self.rows, self.slots)
+
+
+@pytest.mark.parametrize("settings", [["algorithm.accumulate=2"], ["node.precision=fp16"]])
+def test_replayed_replicas_give_what_threads_give(monkeypatch, settings):
+    """What surrounds the graphs: order of batches, losses, means, with two rows and two slots."""
+
+    def steps(graphs):
+        assembly = setup.assemble(job("node.devices=cpu:2", *settings), Alone(), 2)
+        assembly.trainer.replicas.graphs = graphs
+        found = [assembly.trainer.step().loss for _ in range(3)]
+        full = assembly.trainer.replicas.full[1].clone()
+        assembly.close()
+        return torch.stack(found), full
+
+    monkeypatch.setattr(replicas, "Captured", FakeCaptured)
+    for one, other in zip(steps("always"), steps("never"), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_compile_passes_the_replicas_through_torch_compile(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    assembly = setup.assemble(job("node.compile=true", "node.devices=cpu:2"), Alone(), 2)
+    expected = [id(module) for row in assembly.trainer.replicas.modules for module in row]
+    assert [id(module) for module in compiled] == expected
+    assembly.close()
+
+
+def test_mistakes_come_together():
+    with pytest.raises(JobError) as caught:
+        setup.assemble(
+            job("node.devices=cuda:0-63", "node.vmap=true", "node.precision=fp16"), Alone(), 2
+        )
+    assert len(caught.value.messages) == 2
