@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Trains with a plain mpirun, without a scheduler:
+#   jobs/run.sh 4 jobs/digits.toml [section.key=value …]
+# A run that crashes (a lost rank) is started again from its last checkpoint, at most TRIES times
+# (default 3). One that is stopped by Ctrl-C, a signal or `touch RUN/STOP` stays stopped; the same
+# command goes on with it. MPIRUN replaces the launcher, such as MPIRUN='mpirun --hostfile hosts'.
+nodes=${1:?say on how many nodes, then the job file} job=${2:?the job file is missing}
+shift 2
+read -ra launcher <<<"${MPIRUN:-mpirun}"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+stopped=
+trap 'stopped=1' INT TERM
+for ((try = 1; try <= ${TRIES:-3}; try++)); do
+    code=0
+    "${launcher[@]}" -n "$nodes" mpigossip train "$job" "$@" || code=$?
+    case $code in
+    0 | 2 | 75) break ;; # done, a mistake in the job, stopped with a checkpoint
+    esac
+    [ -z "$stopped" ] || break
+    echo "run.sh: try $try ended with $code" >&2
+done
+exit "$code"

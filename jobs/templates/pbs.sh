@@ -1,0 +1,21 @@
+#!/bin/bash
+#PBS -N @name@
+#PBS -l select=@nodes@@chunk@:mpiprocs=1
+#PBS -l walltime=@clock@
+#PBS -j oe
+#PBS -k oed
+#PBS -r y
+@directives@
+# @title@: @tried@.
+# Made by `mpigossip job`. One rank a node, which sees all GPUs of it.
+cd "$PBS_O_WORKDIR" || exit 1
+NODES=@nodes@
+# a user may not requeue a running job here: the same script is submitted anew
+again() { qsub "$0"; }
+# seconds since 1970 at which training must have ended; PBS tells a job only its time limit
+export MPIGOSSIP_END_TIME="$(($(date +%s) + @seconds@))"
+export OMP_NUM_THREADS=1
+
+@environment@
+
+@common@

@@ -1,0 +1,1 @@
+"""What one learns from runs and machines."""

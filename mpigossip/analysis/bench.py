@@ -1,0 +1,236 @@
+"""`mpigossip bench …` under a launcher: each figure as a multiple of the limit of the same run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpigossip.config import JobError
+from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
+from mpigossip.mixing.base import BLOCK, Kind, Layout
+from mpigossip.mixing.windows import Windows
+
+GRAPHS = ("one-peer-hypercube", "one-peer-exponential", "exponential", "ring", "complete")
+
+
+def limit_memory(count: int) -> Callable[[], None]:
+    """The memory bus at work: blocked in-place average a ← (a + b)/2 of two private arrays."""
+    a, b = torch.ones(count), torch.ones(count)
+
+    def work() -> None:
+        for x, y in zip(a.split(BLOCK), b.split(BLOCK), strict=True):
+            torch.add(x, y, out=x).mul_(0.5)
+
+    return work
+
+
+def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[[], None]:
+    """The wire at work: a plain stream to the neighbour of the first round."""
+    out, into = np.ones(count, np.float32), np.empty(count, np.float32)
+    return lambda: comm.Sendrecv(out, to, recvbuf=into, source=source)
+
+
+def timed(comm: MPI.Comm, work: Callable[[], None]) -> float:
+    """Seconds until the slowest rank is through, all beginning together."""
+    comm.Barrier()
+    began = time.perf_counter()
+    work()
+    mine = np.array(time.perf_counter() - began)
+    slowest = np.empty(())
+    comm.Allreduce(mine, slowest, MPI.MAX)
+    return float(slowest)
+
+
+def alternate(comm: MPI.Comm, works: Sequence[Callable[[], None]], seconds: float) -> list[list]:
+    """Time the works in turn for about so many seconds, each at least five times."""
+    times: list[list[float]] = [[] for _ in works]
+    for work in works:
+        work()
+    spent, repeats = 0.0, 0
+    while repeats < 5 or (spent < seconds and repeats < 2000):
+        for kept, work in zip(times, works, strict=True):
+            kept.append(timed(comm, work))
+        repeats += 1
+        spent = comm.bcast(sum(map(sum, times)))
+    return times
+
+
+def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) -> dict[str, Any]:
+    """One line of the table: medians, spread (interquartile range over median), multiples."""
+    median, bound = statistics.median(times), statistics.median(limit)
+    quarters = statistics.quantiles(times, n=4)
+    return {
+        "graph": name,
+        "bytes": size,
+        "seconds": median,
+        "spread": (quarters[2] - quarters[0]) / median,
+        "limit_seconds": bound,
+        "times_limit": median / bound,
+        "gigabytes_per_second": size / median / 1e9,
+        "repeats": len(times),
+    }
+
+
+def _opened(made: Graph, size: int, world, options) -> tuple[Windows, int]:
+    """Windows for one vector of at least ``size`` bytes, filled, and its number of elements."""
+    count = max(512, -(-size // 4 // 512) * 512)
+    mixer = Windows(made, Layout((count,)), world, same_host=options.same_host)
+    mixer.outbox(0)[0][0].fill_(1.0)
+    return mixer, count
+
+
+def exchange(world, options) -> Iterator[dict[str, Any]]:
+    """Rounds of one vector along each graph, against the memory's or the wire's limit."""
+    on_one_host = len(set(world.hosts)) == 1
+    for name in options.graphs or GRAPHS:
+        try:
+            made = graph(name, world.size)
+        except GraphError:
+            if options.graphs:
+                raise
+            continue
+        for size in options.sizes:
+            mixer, count = _opened(made, size, world, options)
+            clock = iter(range(1 << 60))
+
+            def one_round(mixer=mixer, clock=clock) -> None:
+                t = next(clock)
+                mixer.outbox(t)
+                mixer.start(Kind.GOSSIP, t)
+                mixer.finish()
+
+            if on_one_host:
+                bound = limit_memory(count)
+            else:
+                step = 1 if world.size > 1 else 0
+                right, left = (world.rank + step) % world.size, (world.rank - step) % world.size
+                bound = limit_network(world.comm, count, right, left)
+            times, limit = alternate(world.comm, [one_round, bound], options.seconds)
+            mixer.close()
+            yield row(name, 4 * count, times, limit)
+
+
+def allreduce(world, options) -> Iterator[dict[str, Any]]:
+    """The exact average of all nodes: ours, and the library's Allreduce."""
+    made = graph("complete", world.size)
+    for size in options.sizes:
+        mixer, count = _opened(made, size, world, options)
+        own, total = np.ones(count, np.float32), np.empty(count, np.float32)
+
+        def ours(mixer=mixer) -> None:
+            mixer.outbox(0)
+            mixer.start(Kind.GLOBAL, 0)
+            mixer.finish()
+
+        def library(own=own, total=total) -> None:
+            world.comm.Allreduce(own, total)
+            np.multiply(total, 1 / world.size, out=total)
+
+        works: list[Callable[[], None]] = [ours, library, limit_memory(count)]
+        times, theirs, limit = alternate(world.comm, works, options.seconds)
+        mixer.close()
+        yield row("global average", 4 * count, times, limit)
+        yield row("MPI_Allreduce", 4 * count, theirs, limit)
+
+
+def overlap(world, options) -> Iterator[dict[str, Any]]:
+    """How much of an exchange hides behind compute of equal length."""
+    made = graph("one-peer-exponential", world.size)
+    for size in options.sizes:
+        mixer, count = _opened(made, size, world, options)
+        clock = iter(range(1 << 60))
+
+        def both(work: Callable[[], None], mixer=mixer, clock=clock) -> None:
+            t = next(clock)
+            mixer.outbox(t)
+            mixer.start(Kind.GOSSIP, t)
+            work()
+            mixer.finish()
+
+        (alone,) = alternate(world.comm, [lambda: both(lambda: None)], options.seconds / 2)
+        target = statistics.median(alone)
+        matrix = torch.ones(64, 64)
+
+        def compute(target=target, matrix=matrix) -> None:
+            until = time.perf_counter() + target
+            while time.perf_counter() < until:
+                matrix @ matrix
+
+        works: list[Callable[[], None]] = [compute, lambda: both(compute)]
+        pure, together = alternate(world.comm, works, options.seconds)
+        line = row("one-peer-exponential", 4 * count, together, pure)
+        hidden = (target + statistics.median(pure) - line["seconds"]) / target
+        yield line | {"hidden": max(0.0, min(1.0, hidden))}
+        mixer.close()
+
+
+def checkpoint(world, options) -> Iterator[dict[str, Any]]:
+    """A node's checkpoint file against plain write, fsync and rename of as many bytes."""
+    import os
+
+    from mpigossip.store import checkpoint as store
+
+    for size in options.sizes:
+        values = np.ones(size // 4, np.float32)
+        state = store.NodeState(values, ("x",), ((values.size,),), {}, {})
+        folder = Path(tempfile.mkdtemp(dir=options.folder))
+
+        def ours(folder=folder, state=state) -> None:
+            store.write_node(folder, world.rank, state)
+
+        def plain(folder=folder, values=values) -> None:
+            with (folder / f"plain-{world.rank}.new").open("wb") as file:
+                file.write(values.data)
+                file.flush()
+                os.fsync(file.fileno())
+            (folder / f"plain-{world.rank}.new").replace(folder / f"plain-{world.rank}")
+
+        times, limit = alternate(world.comm, [ours, plain], options.seconds)
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        yield row("checkpoint", size, times, limit)
+
+
+MEASURES = {"exchange": exchange, "allreduce": allreduce, "overlap": overlap,
+            "checkpoint": checkpoint}  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print, on rank 0; ``--json`` prints one list of rows at the end."""
+    from mpigossip.cluster.ranks import world
+
+    torch.set_num_threads(1)
+    for name in options.graphs or ():
+        if name not in BUILDERS and not name.startswith("file:"):
+            graph(name, 2)
+    if min(options.sizes) < 1:
+        raise JobError([f"--sizes {min(options.sizes)}: at least 1 byte is needed"])
+    with world() as ranks:
+        speaks, rows = ranks.rank == 0, []
+        if speaks and not options.json:
+            hosts = len(set(ranks.hosts))
+            print(f"{ranks.size} ranks on {hosts} host{'s' * (hosts > 1)}; medians")
+            print(f"{'':24} {'bytes':>13} {'ms':>9} {'spread':>7} {'GB/s':>7} {'x limit':>8}")
+        for line in MEASURES[options.what](ranks, options):
+            rows.append(line)
+            if speaks and not options.json:
+                hidden = f"  {line['hidden']:.0%} hidden" if "hidden" in line else ""
+                print(
+                    f"{line['graph']:24} {line['bytes']:13,} {1e3 * line['seconds']:9.3f} "
+                    f"{line['spread']:7.0%} {line['gigabytes_per_second']:7.2f} "
+                    f"{line['times_limit']:8.2f}{hidden}",
+                    flush=True,
+                )
+        if speaks and options.json:
+            print(json.dumps(rows))

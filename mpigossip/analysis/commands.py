@@ -1,0 +1,141 @@
+"""The commands that look at graphs, jobs and machines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mpigossip.analysis import graphs
+
+
+def add(commands) -> None:
+    """Add them to the parser of the command line."""
+    graphs.add(commands)
+    _add_bench(commands)
+    _add_job(commands)
+    _add_doctor(commands)
+
+
+def _add_job(commands) -> None:
+    summary = "print the batch script that trains a job on a site"
+    job = commands.add_parser("job", help=summary, description=summary)
+    job.set_defaults(run=_job)
+    job.add_argument("site", metavar="SITE", help="a name in jobs/sites, or the path of a .toml")
+    job.add_argument("job", type=Path, metavar="JOB.toml")
+    job.add_argument("settings", nargs="*", metavar="section.key=value")
+    job.add_argument("--nodes", type=int, required=True, metavar="N")
+    job.add_argument("--time", required=True, metavar="T", help="30m, 2h, 4:00:00, 1-12:00:00")
+    job.add_argument("--account", help="project that pays; some sites need it")
+    job.add_argument("--partition", help="partition or queue")
+    job.add_argument("--qos")
+    job.add_argument("--venv", type=Path, metavar="DIR", help="default: the one in use now, if any")
+    job.add_argument("--launcher", metavar="'WORDS'", help="replaces the site's")
+
+
+def _job(options) -> None:
+    from mpigossip.cluster import batch
+    from mpigossip.config import JobError
+    from mpigossip.groups.devices import slots_of
+    from mpigossip.training import setup
+
+    site = batch.read_site(options.site)
+    found = []
+    job = setup.load(options.job, options.settings)
+    if options.nodes > 0:
+        found = [
+            m
+            for m in setup.mistakes(job, options.nodes)
+            if not m.startswith(("node.devices", "node.cuda_graphs"))
+        ]
+    devices = [d for d in slots_of(job.node.devices) if d.startswith("cuda")]
+    if site.gpus and len(devices) > site.gpus:
+        found.append(
+            f'node.devices = "{job.node.devices}": {site.title} has {site.gpus} GPUs a node; '
+            f"add node.devices=cuda:0-{site.gpus - 1}"
+        )
+    if found:
+        raise JobError(found)
+    if site.gpus and job.node.devices.startswith("cpu"):
+        print(
+            f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a node '
+            f"idle; node.devices=cuda:0-{site.gpus - 1} uses them",
+            file=sys.stderr,
+        )
+    wish = batch.Wish(
+        nodes=options.nodes,
+        seconds=batch.seconds_of(options.time),
+        name=job.run.name,
+        account=options.account,
+        partition=options.partition,
+        qos=options.qos,
+        venv=_venv(options.venv),
+        launcher=options.launcher,
+    )
+    print(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
+
+
+def _venv(given: Path | None) -> str | None:
+    """The virtual environment that the job is to use: as given, or this process's own."""
+    from mpigossip.config import JobError
+
+    if given is None:
+        return sys.prefix if sys.prefix != sys.base_prefix else None
+    if not (given / "bin" / "activate").exists():
+        raise JobError([f'--venv "{given}" is no virtual environment: it has no bin/activate'])
+    return str(given.absolute())
+
+
+def _add_doctor(commands) -> None:
+    summary = "look at MPI, GPUs, network and disk, alone or under the launcher"
+    doctor = commands.add_parser("doctor", help=summary, description=summary)
+    doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--graph", default="one-peer-exponential", help="whose neighbours to try")
+    doctor.add_argument(
+        "--devices", default="auto", help="slots of a node, as node.devices; default: %(default)s"
+    )
+    doctor.add_argument("--workers", type=int, default=2, help="as data.workers")
+    doctor.add_argument(
+        "--megabytes", type=int, default=16, help="size of a message and of the file written"
+    )
+    doctor.add_argument(
+        "--folder", type=Path, default=Path(), metavar="DIR", help="where runs are to be written"
+    )
+    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds that a test may take")
+    doctor.add_argument("--json", action="store_true")
+
+
+def _doctor(options) -> int:
+    from mpigossip.analysis.doctor import examine
+
+    return examine(options)
+
+
+def _add_bench(commands) -> None:
+    text = "measure under mpirun, each figure as a multiple of the limit found in the same run"
+    bench = commands.add_parser("bench", help=text, description=text)
+    bench.add_argument("what", choices=["exchange", "allreduce", "overlap", "checkpoint"])
+    bench.add_argument("--graphs", nargs="+", metavar="GRAPH", help="for exchange")
+    bench.add_argument(
+        "--sizes", nargs="+", type=_bytes, metavar="BYTES", default=[1000, 100_000, 10_000_000],
+        help="bytes of a message, such as 1KB or 100MB",
+    )  # fmt: skip
+    bench.add_argument("--seconds", type=float, default=1.0, help="spent on each row, about")
+    bench.add_argument("--same-host", choices=["read", "put"], default="read")
+    bench.add_argument("--folder", type=Path, default=Path(), help="for checkpoint: where to write")
+    bench.add_argument("--json", action="store_true", help="a list of rows")
+    bench.set_defaults(run=_bench)
+
+
+def _bytes(text: str) -> int:
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+    number, factor = text.upper(), 1
+    for unit, value in units.items():
+        if number.endswith(unit):
+            number, factor = number.removesuffix(unit), value
+    return int(float(number) * factor)
+
+
+def _bench(options) -> None:
+    from mpigossip.analysis.bench import run
+
+    run(options)

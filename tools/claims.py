@@ -1,0 +1,114 @@
+"""Measure again what the papers claim, and print one table.
+
+    python tools/claims.py --quick                          # graphs, limits, speed: about a minute
+    python tools/claims.py --data cifar10.h5 --out jobs/claims/RESULTS.md        # all of it
+
+The columns: claim, its source (a section of the notes on algorithms, a paper), what is expected,
+what was measured, whether it holds. The table is written after each row, and finished training
+runs are kept in a file, so that an interrupted run goes on where it was. Protocols and how to
+pack CIFAR-10: jobs/claims/PROTOCOL.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import claims_graphs
+import claims_learning
+import claims_toy
+import torch
+from claims_table import Row, write
+from claims_training import Runs
+
+import mpigossip
+
+PROTOCOLS = Path(__file__).resolve().parent.parent / "jobs" / "claims"
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ", ".join(function.__name__ for function in _functions())
+    parser.add_argument("--quick", action="store_true", help="short searches, no training")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", default=[], help=f"one of {names}; repeatable"
+    )
+    parser.add_argument("--data", type=Path, help="CIFAR-10, packed by `mpigossip data pack`")
+    parser.add_argument("--out", type=Path, help="write the table there, in Markdown")
+    parser.add_argument("--plot", type=Path, help="write the curves there, a PNG")
+    parser.add_argument(
+        "--runs", type=Path, default=PROTOCOLS / "runs.jsonl", help="where finished runs are kept"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="begin no training run after so many (60)"
+    )
+    options = parser.parse_args(given)
+    unknown = set(options.only) - {function.__name__ for function in _functions()}
+    if unknown:
+        parser.error(f"--only {', '.join(sorted(unknown))} is unknown; choose one of {names}")
+    if options.data is not None and not options.data.is_file():
+        parser.error(f"--data {options.data} is no file; make it with: mpigossip data pack")
+    options.full, options.protocols = not options.quick, PROTOCOLS
+    return options
+
+
+def _functions():
+    return claims_graphs.CLAIMS + claims_toy.CLAIMS + claims_learning.CLAIMS
+
+
+def measure(options: argparse.Namespace, runs: Runs) -> Iterator[Row]:
+    """The rows, one after the other as they are measured."""
+    for function in _functions():
+        learning = function in claims_learning.CLAIMS
+        if options.only and function.__name__ not in options.only or learning and options.quick:
+            continue
+        yield from function(options, runs) if learning else function(options)
+
+
+def head(given: list[str]) -> str:
+    """What was run, when and on what."""
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        "# What the papers claim, measured\n\n"
+        f"`python tools/claims.py {' '.join(given)}`, {now:%Y-%m-%d}, mpigossip "
+        f"{mpigossip.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{os.cpu_count()} {platform.machine()} cores, no GPU used. Protocols, seeds and what was "
+        "reduced: [PROTOCOL.md](PROTOCOL.md). Sections are those of the project's notes on "
+        "algorithms.\n\n"
+    )
+
+
+def main(given: list[str] | None = None) -> int:
+    """Measure, print and write; 1 where a claim doesn't hold."""
+    given = sys.argv[1:] if given is None else given
+    options = arguments(given)
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        until = time.monotonic() + 60 * options.minutes
+        runs = Runs(options.runs, options.data, Path(folder), until)
+        for row in measure(options, runs):
+            rows.append(row)
+            print(f"{row.verdict:<18} {row.claim}: {row.measured} (expected: {row.expected})")
+            sys.stdout.flush()
+            if options.out:
+                write(rows, options.out, head(given))
+        if options.plot:
+            claims_learning.draw(options, runs, options.plot)
+    failed = sum(row.holds is False for row in rows)
+    print(f"{len(rows)} claims, {failed} of them do not hold")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

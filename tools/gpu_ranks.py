@@ -1,0 +1,146 @@
+"""What gpu_check.py measures on several ranks: started by it, `gpu_ranks.py NAME [--rehearse]`.
+
+Rank 0 prints one line, "RESULT " and JSON.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where measurements run, and how large they are."""
+
+    device: str
+    rehearsed: bool
+
+    def size(self, real: int, small: int) -> int:
+        """``real``, or ``small`` in a rehearsal."""
+        return small if self.rehearsed else real
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        import torch
+
+        if not self.rehearsed:
+            torch.cuda.synchronize()
+
+
+def median_seconds(work: Callable[[], None], repeats: int, before: Callable = lambda: None):
+    """Median time of a call, after two that don't count."""
+    times = []
+    for k in range(repeats + 2):
+        before()
+        began = time.perf_counter()
+        work()
+        times += [time.perf_counter() - began] * (k >= 2)
+    return sorted(times)[len(times) // 2]
+
+
+def rank_accuracy(place: Place):
+    """Worst relative difference from the CPU reference: all algorithms, L = 1 and 2."""
+    from test_gpu import STEPS, difference, settings_of, trained
+
+    from mpigossip import algorithms, cluster  # noqa: F401
+    from mpigossip.cluster.ranks import Alone, world
+
+    found, steps = {}, place.size(STEPS, 2)
+    names = list(algorithms.BUILDERS)[: place.size(100, 3)]
+    with world() as w:
+        for model in ("mlp", "lenet"):
+            for slots in (1, 2):
+                devices = "cuda:" + ",".join("0" * slots) if not place.rehearsed else f"cpu:{slots}"
+                for name in names:
+                    full = trained(w, w.size, model, devices, settings_of(name), steps)
+                    all_rows = w.gather(full)
+                    if w.rank:
+                        continue
+                    import torch
+
+                    cpu = f"cpu:{slots}"
+                    expected = trained(Alone(), w.size, model, cpu, settings_of(name), steps)
+                    key = f"{name}, {model}, L = {slots}"
+                    found[key] = difference(torch.cat(all_rows), expected)
+        return max(found.items(), key=lambda pair: pair[1]) if w.rank == 0 else None
+
+
+def rank_exchange(place: Place):
+    """Seconds of exchanges of one vector between two ranks, and of the copies that bound them."""
+    import torch
+
+    from mpigossip.cluster.ranks import world
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.base import Kind, Layout
+    from mpigossip.mixing.gpu import DeviceWindows
+
+    width = place.size(100 << 20, 1 << 18)
+    found = {}
+    with world() as w:
+        pair = graph("one-peer-exponential", w.size)
+        one = torch.ones(width, device=place.device)
+        two = torch.empty_like(one)
+        host = torch.empty(width, pin_memory=not place.rehearsed)
+
+        def timed(work):
+            def whole():
+                work()
+                place.synchronize()
+
+            return median_seconds(whole, place.size(9, 2), w.barrier)
+
+        found["copy"] = timed(lambda: two.copy_(one))
+        found["pinned"] = timed(lambda: host.copy_(one, non_blocking=True))
+        for memory in ("auto", "host"):
+            layout = Layout((width,), devices=(place.device,))
+            mixer = DeviceWindows(pair, layout, w, memory=memory)
+            clock = iter(range(1000))
+
+            def round_of(mixer=mixer, clock=clock):
+                t = next(clock)
+                mixer.outbox(t)
+                mixer.start(Kind.GOSSIP, t)
+                mixer.finish()
+
+            found[memory] = timed(round_of)
+            found[f"{memory} route"] = mixer.routes[1 - w.rank].split(" ")[0]
+            mixer.close()
+        return found if w.rank == 0 else None
+
+
+def rank_overlap(place: Place):
+    """Median step of ResNet-50 with an `ahead` method, with and without an exchange."""
+    from mpigossip.cluster.ranks import world
+    from mpigossip.training import setup
+
+    batch, side = place.size(256, 2), place.size(224, 32)
+    settings = [f"data.batch={batch}", f"data.shape=[3,{side},{side}]", "data.classes=100"]
+    settings += [f"data.samples={batch * 4}", "data.test_samples=2", "log.consensus_every=0"]
+    settings += [f"node.devices={place.device if not place.rehearsed else 'cpu:1'}"]
+    settings += ["algorithm.name=dsgd", "algorithm.style=awc", "node.precision=bf16"]
+    found = {}
+    with world() as w:
+        for name in ("identity", "one-peer-exponential"):
+            source = {"model": {"name": "resnet50"}, "data": {"source": "synthetic"}}
+            job = setup.load(source, [*settings, f"graph.name={name}"])
+            assembly = setup.assemble(job, w, w.size)
+
+            def step(trainer=assembly.trainer):
+                trainer.step()
+                place.synchronize()
+
+            found[name] = median_seconds(step, place.size(12, 1), w.barrier)
+            assembly.close()
+            del assembly, step
+        return found if w.rank == 0 else None
+
+
+RANKED = {"accuracy": rank_accuracy, "exchange": rank_exchange, "overlap": rank_overlap}
+
+
+if __name__ == "__main__":
+    rehearsed = "--rehearse" in sys.argv
+    result = RANKED[sys.argv[1]](Place("cpu" if rehearsed else "cuda:0", rehearsed))
+    if result is not None:
+        print("\nRESULT " + json.dumps(result), flush=True)
