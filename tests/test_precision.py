@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from mpigossip import algorithms
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.groups.base import Single, Whole
 from mpigossip.groups.threads import Threads
+from mpigossip.mixing.base import Kind
 from mpigossip.store import checkpoint
 from mpigossip.training import capture, launch, precision, replicas, setup
 
@@ -44,12 +46,12 @@ def test_auto_is_float32_on_a_cpu():
 
 
 @pytest.mark.parametrize("group", [lambda: Single(), lambda: Threads(3), lambda: Whole(Threads(3))])
-def test_an_overflow_anywhere_makes_the_whole_nodes_gradient_zero(group):
+def test_an_overflow_anywhere_makes_the_whole_node_skip_its_step(group):
     group = group()
     scaler = precision.Scaler(group.devices, rows=2)
     g = [torch.full((2, 6), 2.0**17) for _ in range(group.segments)]
     g[-1][1, 5] = float("inf")
-    scaler.unscale(g, group)
+    assert scaler.unscale(g, group) == (1,)
     for shard in g:
         assert (shard[0] == 2.0).all(), "node 0 goes on as if nothing had happened"
         assert (shard[1] == 0.0).all(), "node 1 leaves its update out, in all shards"
@@ -58,6 +60,56 @@ def test_an_overflow_anywhere_makes_the_whole_nodes_gradient_zero(group):
     for scales in scaler.scales:
         assert scales[:, 0].tolist() == [2.0**16, 2.0**15]
     group.close()
+
+
+def test_gradients_that_all_average_are_skipped_by_all_or_none():
+    scaler = precision.Scaler(["cpu"], rows=1)
+    elsewhere = torch.ones(1, dtype=torch.float64)
+    g = torch.full((1, 4), 2.0**16)
+    assert scaler.unscale([g.clone()], Single()) == ()
+    assert scaler.unscale([g], Single(), lambda wrong: elsewhere) == (0,)
+    assert not g.any() and scaler.numbers(0) == {"loss_scale": 2.0**15, "clean_steps": 0}
+
+
+METHODS = [
+    *(f"dsgd {style} {local}" for style in ("atc", "awc") for local in algorithms.LOCALS),
+    *("dmsgd - -", "parallel - adamw", "decentlam - -", "dsgt atc momentum", "dsgt awc sgd"),
+    *("momentum-tracking atc sgd", "sgp - nesterov", "slowmo - momentum", "d2 - momentum"),
+]
+
+
+def leaves(state):
+    return [state] if isinstance(state, torch.Tensor) else sum(map(leaves, state), [])
+
+
+@pytest.mark.parametrize("words", METHODS)
+def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
+    """Both rows exchange nothing: what moves is the local step."""
+    name, style, local = words.split()
+    options = {} if style == "-" else {"style": style}
+    method = algorithms.build(name, None if local == "-" else local, options, 8)
+
+    def two_steps(skipped):
+        draw = torch.Generator().manual_seed(1)
+        x = torch.randn(2, 16, generator=draw)
+        state, seen = method.init(x), []
+        for index, rows in enumerate([(), skipped]):
+            g = torch.randn(2, 16, generator=draw)
+            g[list(rows)] = 0
+            now = algorithms.Step(index, 0, 0, Kind.LOCAL, 0.1, rows)
+            out = tuple(torch.empty(2, 16) for _ in range(method.vectors))
+            out += tuple(torch.empty(2, 1, dtype=torch.float64) for _ in range(method.scalars))
+            state = method.send(x, None if method.ahead else g, state, out, now)
+            state = method.receive(x, g, state, out, out, now)
+            seen.append([part.clone() for part in (x, *leaves(state))])
+        return seen
+
+    plain, (before, after) = two_steps(()), two_steps((0,))
+    for old, new, usual in zip(before, after, plain[1], strict=True):
+        assert torch.equal(new[1], usual[1])
+        if name != "d2":  # it repeats the last change of x
+            assert torch.equal(new[0], old[0])
+    assert not torch.equal(plain[1][0][0], before[0][0])
 
 
 def test_the_scale_grows_after_clean_steps_and_has_ends(monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpigossip.algorithms import compressed, directed, gossip, periodic, tracking
 from mpigossip.algorithms.base import Algorithm, Step
-from mpigossip.algorithms.local import LOCALS
+from mpigossip.algorithms.local import LOCALS, skipping
 from mpigossip.algorithms.spectrum import above_minus_third, momentum_of_gossip
 from mpigossip.graphs import Graph
 
@@ -101,7 +101,7 @@ def build(
     mine = {key: value for key, value in options.items() if key in (make.__kwdefaults__ or ())}
     if chosen:
         others = {key: value for key, value in options.items() if key not in mine}
-        step = LOCALS[chosen](decayed, **others)
+        step = skipping(LOCALS[chosen](decayed, **others))
     for key, compute in FROM_GRAPH.get(name, {}).items():
         if graph is not None and mine.get(key) is None:
             mine[key] = compute(graph, options)

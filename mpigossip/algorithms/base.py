@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
 from mpigossip.config import Limit
@@ -25,6 +26,10 @@ class Step(NamedTuple):
     kind: Kind
     lr: float | None
     """learning rate, > 0; None in an ahead send"""
+    skipped: tuple[int, ...] = ()
+    """rows without a usable gradient (float16 overflowed there; ``g`` is zero): they take no local
+    step, keep what it would have changed, and join the round. The only value that may differ
+    between nodes."""
 
 
 class Algorithm(NamedTuple):
@@ -58,6 +63,16 @@ class Algorithm(NamedTuple):
     "unmixed" (one kind only), "never-global", "cadence:NAME". Of the wire: "exact-wire" (fp32),
     "own-wire" (sends differences itself), "sends-gradients" (a biased wire by error feedback).
     """
+
+
+@contextmanager
+def held(step: Step, *arrays) -> Iterator[None]:
+    """Rows in ``step.skipped`` of these arrays are afterwards what they were before."""
+    rows = list(step.skipped)
+    before = [array[rows] for array in arrays] if rows else []
+    yield
+    for array, values in zip(arrays, before, strict=bool(rows)):
+        array[rows] = values
 
 
 class Empty(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Share, Step
+from mpigossip.algorithms.base import Algorithm, Share, Step, held
 from mpigossip.algorithms.local import Local
 from mpigossip.mixing.base import Kind
 
@@ -69,7 +69,8 @@ def error_feedback(base: Algorithm) -> Algorithm:
         return state._replace(inner=inner)
 
     def receive(x, g, state: Feedback, sent, mixed, step: Step):
-        state.error.sub_(sent[0])
+        with held(step, state.error):  # a step that nobody takes: the error is still to be sent
+            state.error.sub_(sent[0])
         return state._replace(inner=base.receive(x, g, state.inner, sent, mixed, step))
 
     return base._replace(init=init, send=send, receive=receive)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Share, Step
+from mpigossip.algorithms.base import Algorithm, Decay, Share, Step, held
 from mpigossip.algorithms.local import Local, Momentum
 
 AVERAGING = frozenset({"row-stochastic"})
@@ -89,6 +89,8 @@ def dmsgd(
         torch.mul(state.momentum, beta, out=out[1]).add_(g)
         along = out[1] if momentum == "new" else state.momentum
         torch.add(x, along, alpha=-step.lr, out=out[0])
+        for row in step.skipped:
+            out[0][row], out[1][row] = x[row], state.momentum[row]
         return state
 
     def receive(x, g, state: Momentum, sent, mixed, step: Step):
@@ -111,6 +113,8 @@ def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = Fals
         own = beta * beta if nesterov else beta
         g.mul_(1 + beta if nesterov else 1.0).add_(state.momentum, alpha=own)
         torch.add(x, g, alpha=-step.lr, out=out[0])
+        for row in step.skipped:
+            out[0][row] = x[row]
         return state
 
     def receive(x, g, state: Momentum, sent, mixed, step: Step):
@@ -135,8 +139,11 @@ def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
 
     def receive(x, g, state: Momentum, sent, mixed, step: Step):
         torch.sub(x, mixed[0], out=g)
-        state.momentum.mul_(beta).add_(g, alpha=1 / step.lr)
-        x.add_(state.momentum, alpha=-step.lr)
+        with held(step, state.momentum):
+            state.momentum.mul_(beta).add_(g, alpha=1 / step.lr)
+            x.add_(state.momentum, alpha=-step.lr)
+        for row in step.skipped:
+            x[row] = mixed[0][row]
         return state
 
     needs = frozenset({"static", "symmetric", "doubly", "unmixed"})

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Decay, Empty, Step, no_state
+from mpigossip.algorithms.base import Decay, Empty, Step, held, no_state
 from mpigossip.config import NotNegative, Positive
 
 BLOCK = 1 << 15
@@ -22,6 +22,24 @@ class Local(NamedTuple):
 
     init: Callable[..., Any]
     direction: Callable[..., Any]
+
+
+def skipping(local: Local) -> Local:
+    """The local step with d = 0 and an unchanged state in the rows that ``step.skipped`` names.
+
+    Adam's count of steps goes on in them.
+    """
+
+    def direction(x, g, state, step: Step):
+        if not step.skipped:
+            return local.direction(x, g, state, step)
+        with held(step, *state):
+            d, after = local.direction(x, g, state, step)
+            d = d.clone()  # it may be the state's memory
+        d[list(step.skipped)] = 0
+        return d, after
+
+    return Local(local.init, direction)
 
 
 class Momentum(NamedTuple):

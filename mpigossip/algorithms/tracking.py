@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Share, Step
+from mpigossip.algorithms.base import Algorithm, Decay, Share, Step, held
 from mpigossip.algorithms.local import Local
 from mpigossip.config import Positive
 from mpigossip.mixing.base import Kind
@@ -90,7 +90,8 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
         return Tracking(torch.zeros_like(x), torch.zeros_like(x), local.init(x))
 
     def send_adapted(x, g, state: Tracking, out, step: Step):
-        _track(state.tracker, state.tracked, g, beta)
+        with held(step, state.tracker, state.tracked):
+            _track(state.tracker, state.tracked, g, beta)
         out[1].copy_(state.tracker)
         d, inner = local.direction(x, g.copy_(state.tracker), state.inner, step)
         torch.add(x, d, alpha=-step.lr, out=out[0])
@@ -107,7 +108,9 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
         return state
 
     def receive_then_adapt(x, g, state: Tracking, sent, mixed, step: Step):
-        _track(state.tracker.copy_(mixed[1]), state.tracked, g, beta)
+        state.tracker.copy_(mixed[1])
+        with held(step, state.tracker, state.tracked):
+            _track(state.tracker, state.tracked, g, beta)
         d, inner = local.direction(x, g.copy_(state.tracker), state.inner, step)
         torch.add(mixed[0], d, alpha=-step.lr, out=x)
         return state._replace(inner=inner)

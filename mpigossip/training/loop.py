@@ -92,11 +92,11 @@ class Trainer:
         loss = self._gradients()
         clock.lap("compute_s")
         g = self.group.reduce_scatter_mean(self.replicas.grads)
-        self.settings.precision.unscale(g, self.group)
+        skipped = self._unscale(g)
         norm = self._clip_and_decay(g)
         clock.lap("node_s")
         for part in range(self.method.rounds):
-            now = self._now(kind, part, lr)
+            now = self._now(kind, part, lr)._replace(skipped=skipped)
             if not self.method.ahead:
                 self._send(g, now)
             sent, mixed = self.mixer.finish()
@@ -111,6 +111,12 @@ class Trainer:
         record.bytes_sent = list(self.mixer.bytes_sent)
         self.index += 1
         return record
+
+    def _unscale(self, g: list[torch.Tensor]) -> tuple[int, ...]:
+        """Take the loss scale out of the gradients; the rows that skip their local step."""
+        # gradients that all nodes average are used by all or by none
+        together = self.mixer.mean_scalars if "always-global" in self.method.needs else None
+        return self.settings.precision.unscale(g, self.group, together)
 
     def _now(self, kind: Kind, part: int, lr: float | None) -> Step:
         return Step(self.index - self.born, self.round, part, kind, lr)

@@ -6,7 +6,7 @@ Parameters, gradients' sums, optimizer state and what travels stay float32 in al
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -51,10 +51,15 @@ class Precision:
         """The loss that is differentiated."""
         return loss if self.scaler is None else loss * self.scaler.scales[slot][row, 0]
 
-    def unscale(self, g: Sequence[torch.Tensor], group: Group) -> None:
-        """Take the loss scale out of the averaged gradients (the shards of a node)."""
-        if self.scaler is not None:
-            self.scaler.unscale(g, group)
+    def unscale(
+        self, g: Sequence[torch.Tensor], group: Group, mean: Callable | None = None
+    ) -> tuple[int, ...]:
+        """Take the loss scale out of the averaged gradients (the shards of a node).
+
+        Returns the rows whose gradient overflowed; it is zero there. ``mean``: the average over
+        nodes of float64 arrays (rows, 1), where all nodes are to skip the step if one does.
+        """
+        return () if self.scaler is None else self.scaler.unscale(g, group, mean)
 
     def numbers(self, row: int) -> dict[str, float]:
         """What a checkpoint keeps of a node."""
@@ -69,7 +74,7 @@ class Precision:
 class Scaler:
     """One loss scale a node, as float16 holds nothing below 6e-8 or above 65504.
 
-    Where any slot's gradient overflowed, the whole node takes its gradient for zero in that step,
+    Where any slot's gradient overflowed, the whole node (all its slots) skips its local step,
     joins the round as always, and halves its scale; after PATIENCE clean steps it doubles.
     Scales are powers of two, so that they round nothing (Micikevicius et al., ICLR 2018).
     """
@@ -89,14 +94,22 @@ class Scaler:
         """Scale and clean steps so far of a node."""
         return {"loss_scale": self._values[row], "clean_steps": self._clean[row]}
 
-    def unscale(self, g: Sequence[torch.Tensor], group: Group) -> None:
-        """Divide the shards (rows, p) by the scale, or make them zero; then adapt the scale."""
+    def unscale(
+        self, g: Sequence[torch.Tensor], group: Group, mean: Callable | None = None
+    ) -> tuple[int, ...]:
+        """Divide the shards (rows, p) by the scale, or make them zero; then adapt the scale.
+
+        Returns the rows that overflowed: with ``mean`` all of them where any node's did.
+        """
 
         def count_wrong(shard: int) -> torch.Tensor:
             wrong = torch.isfinite(g[shard]).logical_not().sum(1, keepdim=True)
             return wrong.double().cpu()
 
-        overflowed = group.sum_scalars(group.on_shards(count_wrong))[:, 0] > 0
+        wrong = group.sum_scalars(group.on_shards(count_wrong))
+        overflowed = wrong[:, 0] > 0
+        if mean is not None:
+            overflowed |= mean(wrong)[0] > 0
 
         def divide(shard: int) -> None:
             for row, bad in enumerate(overflowed.tolist()):
@@ -106,6 +119,7 @@ class Scaler:
         group.on_shards(divide)
         for row, bad in enumerate(overflowed.tolist()):
             self._adapt(row, bad)
+        return tuple(row for row, bad in enumerate(overflowed.tolist()) if bad)
 
     def _adapt(self, row: int, overflowed: bool) -> None:
         clean = 0 if overflowed else self._clean[row] + 1
