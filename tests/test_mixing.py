@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mpigossip.graphs import GraphError, graph
+from mpigossip.mixing import native
 from mpigossip.mixing.base import Kind, Layout, combine
 from mpigossip.mixing.simulated import Simulated
 
@@ -133,12 +134,15 @@ def without_waiting_for_models(mixer):
     mixer._host.await_ready = lambda sources, t: None
 
 
-def caught(comm, mutate, same_host):
+def without_waiting_for_the_other_half(mixer):
+    mixer._host.await_half = lambda partner, t: None
+
+
+def caught(comm, mutate, same_host, graphs):
     """Whether a mutant is seen: wrong numbers, or an error that ends the waiting."""
     from mpigossip.cluster.ranks import LateError
     from mpigossip.mixing.messages import ProtocolError
 
-    graphs = ["one-peer-exponential", "exponential"]
     try:
         for delay in (0.02, 0.05, 0.1):  # on a loaded machine the short delays may not be enough
             found = compare(comm, graphs, same_host, 40, 0, delay, mutate)
@@ -160,8 +164,15 @@ def caught(comm, mutate, same_host):
     ],
 )
 def test_a_mutant_of_the_protocol_is_seen(ranks, mutate, same_host):
+    graphs = ["one-peer-exponential", "exponential"]
     with pytest.raises(Exception, match="seen"):
-        ranks(6)(caught, mutate, same_host, timeout=60)
+        ranks(6)(caught, mutate, same_host, graphs, timeout=60)
+
+
+@pytest.mark.parametrize("mutate", [without_waiting_for_models, without_waiting_for_the_other_half])
+def test_a_mutant_of_the_averages_by_halves_is_seen(ranks, mutate):
+    with pytest.raises(Exception, match="seen"):
+        ranks(4)(caught, mutate, "read", ["one-peer-hypercube"], timeout=60)
 
 
 # -- the sum ---------------------------------------------------------------------------------
@@ -186,6 +197,42 @@ def test_the_sum_has_the_same_bits_in_place_and_row_by_row(weights):
         assert torch.equal(alone[0], whole[row])
     in_place = [a.clone() for a in arrays]
     assert torch.equal(combine(weights, in_place, in_place[1]), whole)
+
+
+@pytest.mark.parametrize("width", [1, 3, 2047, 2048, 40_001, native.STREAMED + 5])
+@pytest.mark.parametrize(
+    "weights", [[0.7], [0.5, 0.5], [1 / 3] * 3, [0.2] * 5, [0.3, 0.7], [0.2, 0.5, 0.3], [0.1] * 6]
+)
+def test_the_native_sum_has_the_bits_of_the_pure_one(weights, width, monkeypatch):
+    if native.library() is None:
+        pytest.skip(native.status())
+    memory = torch.randn(len(weights) + 2, width + 1)
+    memory[:, ::7] *= 1e-40  # subnormal numbers too
+    arrays = [row[1:].unsqueeze(0) for row in memory[: len(weights)]]  # at odd addresses
+    out, copy = (row[:width].unsqueeze(0) for row in memory[len(weights) :])
+    combine(weights, arrays, out, copy)
+    monkeypatch.setattr(native, "library", lambda: None)
+    pure, other = torch.empty(1, width), torch.empty(1, width)
+    combine(weights, arrays, pure, other)
+    for one in (out, copy, other):
+        assert torch.equal(one.view(torch.int32), pure.view(torch.int32))
+
+
+def test_without_a_compiler_the_sum_is_pure_and_the_reason_is_told(monkeypatch, tmp_path):
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho no licence today >&2; exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value, reason in (
+        ("CC", str(tmp_path / "nothing"), "no compiler"),
+        ("CC", str(broken), "no licence today"),
+        ("CC", "true", "could not build"),
+        ("MPIGOSSIP_NATIVE", "0", "MPIGOSSIP_NATIVE=0"),
+    ):
+        monkeypatch.setenv(name, value)
+        assert reason in native.status()
+        assert native.library.__wrapped__() is None
+    assert not list(tmp_path.rglob("*.so"))
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -82,7 +82,7 @@ def _local(options) -> list[Finding]:
     from mpigossip.groups import devices
 
     slots = devices.slots_of(options.devices)
-    return [versions(), gpus(options.devices, slots), cards(slots), disk(options)]
+    return [versions(), kernel(), gpus(options.devices, slots), cards(slots), disk(options)]
 
 
 def _together(options, ranks) -> list[Finding]:
@@ -107,6 +107,14 @@ def _together(options, ranks) -> list[Finding]:
 
 
 # -- what one rank sees -----------------------------------------------------------------------
+
+
+def kernel() -> Finding:
+    """Whether averages on the CPU go by the compiled sum."""
+    from mpigossip.mixing import native
+
+    text, there = native.status(), native.library() is not None
+    return Finding("compiled sum", text, "good" if there else "note")
 
 
 def versions() -> Finding:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from mpigossip.mixing import fused
+from mpigossip.mixing import fused, native
 from mpigossip.mixing.wire import FP32, Wire
 
 BLOCK = 1 << 15
@@ -161,15 +161,21 @@ class Mixer(Protocol):
 
 
 def combine(
-    weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch.Tensor
+    weights: Sequence[float],
+    arrays: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    *copies: torch.Tensor,
 ) -> torch.Tensor:
     """The one weighted sum: ``out = Σ_k weights[k] · arrays[k]``, in the order given.
 
     Arrays have shape (rows, p). Equal weights are factored out, ``w · (a_0 + a_1 + …)``;
     otherwise each product is rounded before it is added (never fused), so that every transport,
     vector length and offset gives the same bits. ``out`` may be the memory of ``arrays[1]``.
+    The result is written to ``copies`` too, while it is in the cache.
     """
-    if out.is_cuda and fused.combine(weights, arrays, out):
+    if out.is_cuda and not copies and fused.combine(weights, arrays, out):
+        return out
+    if not out.is_cuda and native.combine(weights, arrays, (out, *copies)):
         return out
     uniform = all(weight == weights[0] for weight in weights)
     rows, width = out.shape
@@ -182,6 +188,8 @@ def combine(
             _sum_scaled(weights[0], pieces, out[:, part])
         else:
             _sum_weighted(weights, pieces, out[:, part], scratch[:, : part.stop - begin])
+        for copy in copies:
+            copy[:, part].copy_(out[:, part])
     return out
 
 

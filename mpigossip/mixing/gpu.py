@@ -181,6 +181,9 @@ class DeviceWindows(Windows):
 
     # -- a round ------------------------------------------------------------------------
 
+    def _partner(self, now: Round) -> None:
+        """No averaging by halves: what is summed lies on the devices."""
+
     def _start_gossip(self, now: Round) -> None:
         ready = [lane.ready() for lane in self._lanes]
         now.ticket = self._courier.submit(lambda: self._exchange(now, ready))

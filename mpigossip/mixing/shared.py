@@ -10,7 +10,9 @@ from mpi4py import MPI
 from mpigossip.mixing.base import combine
 from mpigossip.mixing.messages import Tokens
 
-READY, DONE, REDUCED = 1, 2, 3
+READY, DONE, REDUCED, HALF = 1, 2, 3, 4
+ALIGN = 4096
+"""Bytes that each area begins at a multiple of: a page, so that whole cache lines are written."""
 
 
 class SharedHost:
@@ -18,19 +20,21 @@ class SharedHost:
 
     A round: the owner fills its outbox and says READY to its readers; a reader sums and says
     DONE; the owner waits for DONE before it writes again. ``Win.Sync`` stands between memory
-    and tokens.
+    and tokens. READY also says that the owner's result area is free: two ranks that average
+    with each other write one half of the result each, to both areas.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout_s: float):
         """``comm``: the ranks of this host (collective); ``nbytes``: of one message."""
         self.size, self.rank = comm.size, comm.rank
         self.others = [rank for rank in range(comm.size) if rank != comm.rank]
-        self._window = MPI.Win.Allocate_shared(2 * nbytes, 1, comm=comm)
+        room = -(-nbytes // ALIGN) * ALIGN
+        self._window = MPI.Win.Allocate_shared(2 * room, 1, comm=comm)
         self._window.Lock_all()
         self._tokens = Tokens(comm, timeout_s)
         areas = [self._area(rank) for rank in range(comm.size)]
         self.outboxes = [area[:nbytes] for area in areas]
-        self._results = [area[nbytes : 2 * nbytes] for area in areas]
+        self._results = [area[room : room + nbytes] for area in areas]
         self.own, self.result = self.outboxes[self.rank], self._results[self.rank]
 
     def _area(self, rank: int) -> torch.Tensor:
@@ -60,6 +64,35 @@ class SharedHost:
         """Wait until the readers of round t are done with the outbox."""
         self._tokens.wait(readers, DONE, t, "waiting for a neighbour to have read the model")
 
+    def average_pair(
+        self, parts: Sequence[tuple[torch.dtype, slice]], weight: float, partner: int, t: int
+    ) -> None:
+        """``weight · (own + partner's)`` into both result areas, each rank doing one half.
+
+        The partner does the same at the same time; half of the arithmetic, and no more memory is
+        read and written than for an average in place.
+        """
+        self.await_ready([partner], t)
+        for dtype, part in parts:
+            count = (part.stop - part.start) // dtype.itemsize
+            middle = count // 2 // 16 * 16  # a cache line belongs to one of the two
+            half = slice(0, middle) if self.rank < partner else slice(middle, count)
+            if half.start == half.stop:
+                continue
+            own, theirs, out, copy = (
+                area[part].view(dtype)[half].unsqueeze(0)
+                for area in (self.own, self.outboxes[partner], self.result, self._results[partner])
+            )
+            combine([weight] * 2, [own, theirs], out, copy)
+        self._window.Sync()
+        self._tokens.send([partner], HALF, t)
+        self.await_half(partner, t)
+
+    def await_half(self, partner: int, t: int) -> None:
+        """Wait until the partner has written its half, and so is done with the outbox."""
+        self._tokens.wait([partner], HALF, t, "waiting for a neighbour's half of the average")
+        self._window.Sync()
+
     def average(self, parts: Sequence[tuple[torch.dtype, slice]], t: int) -> None:
         """Exact average of all outboxes into every rank's result area, in rank order.
 
@@ -73,9 +106,8 @@ class SharedHost:
                 continue
             mine = targets[self.rank][self.rank]
             rows = [chunks[self.rank].unsqueeze(0) for chunks in sources]
-            combine([1 / self.size] * self.size, rows, mine.unsqueeze(0))
-            for rank in self.others:
-                targets[rank][self.rank].copy_(mine)
+            copies = [targets[rank][self.rank].unsqueeze(0) for rank in self.others]
+            combine([1 / self.size] * self.size, rows, mine.unsqueeze(0), *copies)
         self._window.Sync()
         self._tokens.send(self.others, REDUCED, t)
         self._tokens.wait(self.others, REDUCED, t, "global average")

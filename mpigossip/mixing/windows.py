@@ -30,7 +30,10 @@ from mpigossip.mixing.wire import decode, encode
 
 @dataclass
 class Round:
-    """Who exchanges with this rank in the round at hand; ranks in the graph's order."""
+    """Who exchanges with this rank in the round at hand; ranks in the graph's order.
+
+    ``partner``: the rank on this host that averages with this one alone, both by halves.
+    """
 
     kind: Kind
     t: int
@@ -38,6 +41,7 @@ class Round:
     sources: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
     readers: tuple[int, ...] = ()
+    partner: int | None = None
     ticket: Job | None = None
     finished: bool = False
 
@@ -166,6 +170,7 @@ class Windows:
             now.sources = tuple(map(int, nodes))
             now.weights = (float(own), *map(float, weights))
             now.readers = tuple(map(int, self.graph.receivers(t, self.rank)))
+            now.partner = self._partner(now)
             self._start_gossip(now)
 
     def _start_gossip(self, now: Round) -> None:
@@ -178,6 +183,17 @@ class Windows:
         now.ticket = push.courier.submit(lambda: push.push(message, targets, count))
         if push.courier.threaded:
             now.ticket = self._submit_arrival(now)
+
+    def _partner(self, now: Round) -> int | None:
+        """The other of a pair on this host whose two averages are the same one."""
+        if len(now.sources) != 1 or now.readers != now.sources:
+            return None
+        (other,), (own, weight) = now.sources, now.weights
+        if other not in self._places_on_host or own != weight:
+            return None
+        sources, weights, theirs = self.graph.neighbours(now.t, other)
+        same = len(sources) == 1 and sources[0] == self.rank and weights[0] == theirs == own
+        return other if same else None
 
     def _targets(self, now: Round) -> list[tuple[int, int]]:
         """Rank and place in its inbox of the readers that are pushed to."""
@@ -227,6 +243,10 @@ class Windows:
         if now.average:
             self._finish_global(now)
             return self._out, self.layout.views(self._result)
+        if now.partner is not None:
+            partner = self._places_on_host[now.partner]
+            self._host.average_pair(self.layout.parts, now.weights[0], partner, now.t)
+            return self._out, self.layout.views(self._result)
         if self._host:
             self._host.await_ready(self._on_host(now.sources), now.t)
         if self._push:
@@ -271,7 +291,7 @@ class Windows:
         now, self._round = self._round, None
         if now is None or now.kind is not Kind.GOSSIP:
             return
-        if self._host:
+        if self._host and now.partner is None:
             self._host.await_done(self._on_host(now.readers), now.t)
         if self._push and not self._is_average(now.t + 2):
             writers = self._far(self.rank, self.graph.neighbours(now.t + 2, self.rank)[0])

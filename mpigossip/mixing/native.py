@@ -1,0 +1,163 @@
+"""The weighted sum on the CPU as one pass: a small C function, compiled once where a compiler is.
+
+An accelerator only: without it (no compiler, no cache folder, ``MPIGOSSIP_NATIVE=0``) torch's
+operations give the same bits in several passes. The library lies in the user's cache folder under
+a name that holds a hash of its source, so that another version builds its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCE = Path(__file__).with_name("sum.c")
+# contraction into fused multiply-add would change bits
+FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
+STREAMED = 1 << 20
+"""Elements of a result from which it is written past the cache, which wouldn't hold it."""
+
+
+class NoKernel(RuntimeError):
+    """Why the native sum isn't used here: the message says it."""
+
+
+def combine(
+    weights: Sequence[float], arrays: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+) -> bool:
+    """:func:`mpigossip.mixing.base.combine` into each of ``outs``; False where it can't be done.
+
+    Only where every array is float32, on the CPU and contiguous. ``outs[0]`` may be the memory
+    of any of the arrays.
+    """
+    if not _plain(arrays, outs):
+        return False
+    kernel = library()
+    if kernel is None:
+        return False
+    sources, targets = [a.data_ptr() for a in arrays], [out.data_ptr() for out in outs]
+    _call(kernel, weights, sources, targets, outs[0].numel())
+    return True
+
+
+def _plain(arrays: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
+    shape = outs[0].shape
+    return all(
+        one.dtype == torch.float32
+        and one.shape == shape
+        and one.is_contiguous()
+        and one.device.type == "cpu"
+        for one in (*arrays, *outs)
+    )
+
+
+def _call(
+    kernel: Any, weights: Sequence[float], sources: list[int], targets: list[int], count: int
+) -> None:
+    terms = len(sources)
+    kernel.mpigossip_sum(
+        (ctypes.c_void_p * terms)(*sources),
+        (ctypes.c_float * terms)(*weights),
+        terms,
+        all(weight == weights[0] for weight in weights),
+        (ctypes.c_void_p * len(targets))(*targets),
+        len(targets),
+        ctypes.c_size_t(count),
+        # what was just read is in the cache: writing it past the cache would be slower
+        count >= STREAMED and targets[0] not in sources,
+    )
+
+
+@cache
+def library() -> Any:
+    """The loaded library, built if need be, or None; :func:`status` says why."""
+    try:
+        return _load()
+    except NoKernel:
+        return None
+
+
+def status() -> str:
+    """Where the library is, or why there is none; for `mpigossip doctor`."""
+    try:
+        _load()
+    except NoKernel as error:
+        return f"not used, exchanges on one host take longer: {error}"
+    return str(_place())
+
+
+def _load() -> Any:
+    if os.environ.get("MPIGOSSIP_NATIVE") == "0":
+        raise NoKernel("MPIGOSSIP_NATIVE=0")
+    try:
+        place = _place()
+    except RuntimeError as error:  # no home
+        raise NoKernel(f"no cache folder: {error}; XDG_CACHE_HOME names one") from error
+    if not place.exists():
+        _build(place)
+    try:
+        kernel = ctypes.CDLL(str(place))
+    except OSError as error:
+        raise NoKernel(f"{place} can't be loaded ({error}); remove it") from error
+    if not _proven(kernel):
+        raise NoKernel(f"{place} sums with other bits than torch; remove it, or set CC")
+    return kernel
+
+
+def _place() -> Path:
+    """Where the library of this source, compiler and processor family belongs."""
+    text = SOURCE.read_bytes() + repr((FLAGS, _compiler(), platform.machine())).encode()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mpigossip"
+    return folder / f"sum-{hashlib.sha256(text).hexdigest()[:16]}.so"
+
+
+def _compiler() -> str:
+    return os.environ.get("CC") or "cc"
+
+
+def _build(place: Path) -> None:
+    """Compile beside and rename: ranks that build at once don't see each other's halves."""
+    compiler = _compiler().split()
+    if shutil.which(compiler[0]) is None:
+        raise NoKernel(f'no compiler "{compiler[0]}" (CC names another)')
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+            built = Path(folder) / place.name
+            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            if done.returncode:
+                said = (done.stderr.strip().splitlines() or ["no message"])[0]
+                raise NoKernel(f"{compiler[0]} failed: {said}")
+            built.replace(place)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoKernel(f"could not build {place}: {error}") from error
+
+
+def _proven(kernel: Any) -> bool:
+    """Whether it gives torch's bits on a sum of two and of three, with equal weights and not."""
+    draw = torch.Generator().manual_seed(0)
+    arrays = [torch.randn(67, generator=draw) for _ in range(3)]
+    a, b, c = arrays
+    expected = {
+        (0.5, 0.5): (a + b) * 0.5,
+        (1 / 3,) * 3: (a + b + c) * (1 / 3),
+        (0.2, 0.5, 0.3): a * 0.2 + b * 0.5 + c * 0.3,
+    }
+    out = torch.empty(67)
+    for weights, wanted in expected.items():
+        sources = [array.data_ptr() for array in arrays[: len(weights)]]
+        _call(kernel, weights, sources, [out.data_ptr()], 67)
+        if not torch.equal(out, wanted):
+            return False
+    return True
