@@ -1,9 +1,11 @@
 """What an algorithm's name says about other sections of a job; part of `config`."""
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from mpigossip._toml import show
+from mpigossip import _toml
+from mpigossip._toml import near, show
 
 BRINGS: dict[str, dict[str, str]] = {
     "parallel": {"graph.name": "complete"},
@@ -54,3 +56,25 @@ def drop_options(
     given = {text.partition("=")[0].strip() for text in overrides}
     for key in [k for k in table if k not in known and f"{section}.{k}" not in given]:
         del table[key]
+
+
+def check_choice(
+    section: str,
+    values: dict[str, Any],
+    known: Mapping[str, Any],
+    choices: Mapping[str, Callable],
+) -> list[str]:
+    """Check the name and the options in `values` against `choices`; fill in the defaults.
+
+    `known`: the section's own keys with their defaults.
+    """
+    name = values.get("name", known["name"])
+    if not isinstance(name, str):
+        return []  # the section's own check reports it
+    if name not in choices:
+        # A graph from a file and a user's own model bring their own options.
+        own = {"graph": r"file:.+", "model": r"[\w.]+:\w+"}.get(section, "(?!)")
+        if re.fullmatch(own, name):
+            return []
+        return [f"{section}.name = {show(name)}: unknown {section}; {near(name, choices)}"]
+    return _toml.check_options(section, values, known, choices[name])

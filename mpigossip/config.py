@@ -6,7 +6,6 @@ TOML, so that `load(dump(job)) == job`. Neither torch nor MPI is imported here.
 
 # No `from __future__ import annotations`: cattrs drops the limits of annotations that are texts.
 
-import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,13 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mpigossip import _toml
-from mpigossip._brings import bring, drop_options, names
+from mpigossip._brings import bring, check_choice, drop_options, names
 from mpigossip._limits import (
     AboveZero,
+    Chance,
     Count,
     Devices,
     Name,
     NotNegative,
+    OneOrMore,
     Percent,
     Positive,
     Shape,
@@ -213,6 +214,22 @@ class NodeSection:
     """Replay the step as a CUDA graph; auto: on GPUs, where capture works."""
     gpu_window: Literal["auto", "device", "host"] = "auto"
     """Window memory for GPUs; auto: the device's where MPI is proven GPU-aware, else host."""
+    mixer: Literal["synchronous", "asynchronous"] = "synchronous"
+    """Neighbours' models of the same round, or the newest whole copies, without waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultsSection:
+    """Section `[faults]`: slow nodes and lost links, for simulated asynchronous runs."""
+
+    slow_times: OneOrMore = 1.0
+    """How many times longer a slow node computes; 1: none is slow."""
+    slow_nodes: Positive = 1
+    """Nodes that are slow at a time, drawn anew every `slow_steps` steps."""
+    slow_steps: Positive = 10
+    """Steps that a node stays slow."""
+    lost: Chance = 0.0
+    """Probability that a node doesn't see another one in a round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +277,7 @@ class Job:
     cadence: CadenceSection = field(default_factory=CadenceSection)
     schedule: Schedule = field(default_factory=Schedule)
     node: NodeSection = field(default_factory=NodeSection)
+    faults: FaultsSection = field(default_factory=FaultsSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
 
@@ -297,7 +315,8 @@ def load(
         messages += wrong
     messages += bring(sections)
     for name, choices in (builders or {}).items():
-        messages += _check_options(name, sections.setdefault(name, {}), choices)
+        known = {f.name: f.default for f in fields(SECTIONS[name]) if f.name != "options"}
+        messages += check_choice(name, sections.setdefault(name, {}), known, choices)
     try:
         job = converter().structure({n: _fold_options(n, s) for n, s in sections.items()}, Job)
     except Exception as error:  # cattrs raises groups; explain() sorts them out
@@ -375,20 +394,3 @@ def _fold_options(name: str, section: dict[str, Any]) -> dict[str, Any]:
     known = _keys(name) - {"options"}
     folded = {key: value for key, value in section.items() if key in known}
     return folded | {"options": {k: v for k, v in section.items() if k not in known}}
-
-
-def _check_options(
-    section: str, values: dict[str, Any], choices: Mapping[str, Callable]
-) -> list[str]:
-    """Check the name and the options in `values` against `choices`; fill in the defaults."""
-    known = {f.name: f.default for f in fields(SECTIONS[section]) if f.name != "options"}
-    name = values.get("name", known["name"])
-    if not isinstance(name, str):
-        return []  # the section's own check reports it
-    if name not in choices:
-        # A graph from a file and a user's own model bring their own options.
-        own = {"graph": r"file:.+", "model": r"[\w.]+:\w+"}.get(section, "(?!)")
-        if re.fullmatch(own, name):
-            return []
-        return [f"{section}.name = {show(name)}: unknown {section}; {near(name, choices)}"]
-    return _toml.check_options(section, values, known, choices[name])

@@ -124,6 +124,11 @@ class Mixer(Protocol):
     n: int
     bytes_sent: list[int]
     """Bytes that each local node has put on the wire so far."""
+    synchronous: bool
+    """Whether a round waits for its neighbours."""
+    staleness: list[float]
+    """Rounds that what each local node saw of others in the last GOSSIP exchange was behind its
+    own (mean over those seen): 0 where synchronous, NaN where it saw none, < 0 of nodes ahead."""
 
     @property
     def rows(self) -> Sequence[int]:
@@ -216,6 +221,11 @@ def _sum_weighted(
     for weight, piece in zip(weights[2:], pieces[2:], strict=True):
         torch.mul(piece, weight, out=scratch)
         out.add_(scratch)
+
+
+def flow(weight: float, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """What a node takes from another one asynchronously: weight · (other − own), a new array."""
+    return torch.sub(other, own).mul_(weight)
 
 
 def is_average(graph, t: int) -> bool:

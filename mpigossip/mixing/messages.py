@@ -123,6 +123,23 @@ def average(comm: MPI.Comm, own: torch.Tensor, out: torch.Tensor, timeout_s: flo
     return waited
 
 
+def mean(comm: MPI.Comm, x: torch.Tensor, timeout_s: float) -> torch.Tensor:
+    """Exact average over ranks of x (1, p), summed in rank order: (p,), equal bits."""
+    own = x[0].contiguous().cpu()
+    out = torch.empty_like(own)
+    average(comm, own, out, timeout_s)
+    return out.to(x.device)
+
+
+def mean_scalars(comm: MPI.Comm, values: torch.Tensor, timeout_s: float) -> torch.Tensor:
+    """Average over ranks of small float64 values (1, k), in rank order: (k,)."""
+    own, n = values.contiguous().cpu(), comm.size
+    rows = torch.empty(n, own.shape[1], dtype=own.dtype)
+    request = comm.Iallgather(own.numpy(), rows.numpy())
+    wait_all({0: request}, timeout_s, lambda _: "average of scalars: a rank is late")
+    return combine([1 / n] * n, list(rows.split(1)), torch.empty_like(own))[0]
+
+
 def gather(comm: MPI.Comm, own: torch.Tensor, timeout_s: float) -> tuple[torch.Tensor, float]:
     """All ranks' encoded messages, uint8 (n, bytes) by rank, and the seconds waited."""
     everyone = torch.empty(comm.size, own.numel(), dtype=torch.uint8)

@@ -22,7 +22,7 @@ from mpigossip.mixing.base import (
     is_average,
     traffic,
 )
-from mpigossip.mixing.messages import Job, average, gather, wait_all
+from mpigossip.mixing.messages import Job, average, gather, mean, mean_scalars
 from mpigossip.mixing.push import PushWindow
 from mpigossip.mixing.shared import SharedHost
 from mpigossip.mixing.wire import decode, encode
@@ -61,6 +61,7 @@ class Windows:
         self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
         self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
         self.bytes_sent, self._waited = [0], 0.0
+        self.synchronous, self.staleness = True, [0.0]
         self._averages: dict[int, bool] = {}
         self._comm = world.comm.Dup()
         self._host = self._open_host(same_host)
@@ -303,18 +304,11 @@ class Windows:
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits."""
-        own = x[0].contiguous().cpu()
-        out = torch.empty_like(own)
-        average(self._comm, own, out, self._timeout_s)
-        return out.to(x.device)
+        return mean(self._comm, x, self._timeout_s)
 
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
         """Average over nodes of small float64 values (1, k), in node order: (k,)."""
-        own = values.contiguous().cpu()
-        rows = torch.empty(self.n, own.shape[1], dtype=own.dtype)
-        request = self._comm.Iallgather(own.numpy(), rows.numpy())
-        wait_all({0: request}, self._timeout_s, lambda _: "average of scalars: a rank is late")
-        return combine([1 / self.n] * self.n, list(rows.split(1)), torch.empty_like(own))[0]
+        return mean_scalars(self._comm, values, self._timeout_s)
 
     def close(self) -> None:
         """Finish an open round, take in outstanding tokens, free the memory; collective."""

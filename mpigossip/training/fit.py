@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from mpigossip import graphs
-from mpigossip.algorithms import Algorithm
+from mpigossip.algorithms import BUILDERS, Algorithm, build
 from mpigossip.algorithms.cadence import BUILDERS as CADENCES
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.spectrum import above_minus_third
@@ -24,6 +24,7 @@ def unfit(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[s
         *_unfit_graph(job, graph, method.needs),
         *_unfit_cadence(job, method.needs, cadence),
         *_unfit_wire(job, method.needs),
+        *_unfit_asynchrony(job, method),
     ]
 
 
@@ -107,3 +108,45 @@ def _unfit_wire(job: Job, needs: frozenset) -> list[str]:
             'make up for it; use node.wire = "qsgd" or "bf16", or algorithm "choco" or "parallel"'
         ]
     return []
+
+
+def bears_delay(method: Algorithm) -> bool:
+    """Whether a method goes on well with copies that are some rounds old.
+
+    Plain averaging does; corrections and memories that rest on the round's own W do not.
+    """
+    return method.needs <= {"row-stochastic", "never-global", "cadence:every"}
+
+
+def _unfit_asynchrony(job: Job, method: Algorithm) -> list[str]:
+    node, faults, found = job.node, job.faults, []
+    if node.mixer == "synchronous":
+        if faults.slow_times > 1 or faults.lost:
+            key, value = ("slow_times", faults.slow_times) if faults.slow_times > 1 else (
+                "lost", faults.lost
+            )  # fmt: skip
+            found.append(
+                f"faults.{key} = {value:g}: only an asynchronous run goes on without what it "
+                'doesn\'t see; add node.mixer = "asynchronous", or leave it out'
+            )
+        return found
+    if not bears_delay(method):
+        fitting = [name for name in BUILDERS if _named_bears_delay(name)]
+        found.append(
+            f'node.mixer = "asynchronous": algorithm "{job.algorithm.name}" needs the models of '
+            f"its own round; choose one of {', '.join(fitting)}"
+        )
+    if node.wire != "fp32":
+        found.append(
+            f'node.wire = "{node.wire}": an asynchronous run reads models as they are; use "fp32"'
+        )
+    if not node.devices.startswith("cpu"):
+        found.append(
+            f'node.devices = "{node.devices}": asynchronous windows lie in the memory of the CPU; '
+            'use "cpu:1", or node.mixer = "synchronous"'
+        )
+    return found
+
+
+def _named_bears_delay(name: str) -> bool:
+    return bears_delay(build(name, None, {}, 0))

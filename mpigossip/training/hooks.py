@@ -33,6 +33,11 @@ COLUMNS = {
     "node_s": Column("s", "averaging and gathering inside the node", "float64"),
     "exchange_s": Column("s", "sending, receiving and averaging between nodes", "float64"),
     "idle_s": Column("s", "waiting for other nodes", "float64"),
+    "staleness": Column(
+        "1",
+        "rounds that what the node saw of others was behind; 0: synchronous",
+        "float64",
+    ),
     "bytes_sent": Column("B", "bytes that the node has sent to other nodes so far", "int64"),
 }
 """The columns of a log, one value a step and node."""
@@ -105,6 +110,7 @@ class Log(Hook):
                 "mixed_distance": record.mixed_distance.numpy(),
                 "consensus_distance": ones * record.consensus_distance,
                 "samples_per_second": ones * (self._per_node / seconds),
+                "staleness": np.array(record.staleness),
                 "bytes_sent": np.array(record.bytes_sent),
             }
             | {name: ones * value for name, value in record.seconds.items()}
@@ -164,20 +170,22 @@ class Log(Hook):
 class Stopper(Hook):
     """Ends the run at a step boundary on SIGTERM, SIGUSR1, SIGUSR2, RUN/STOP or the clock.
 
-    The ranks agree by a reduction that is started at one step and read ``LAG`` steps later, so
+    The ranks agree by a reduction that is started at one step and read ``lag`` steps later, so
     that no step waits for it. A context manager: the signals are given back at its end.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     LAG = 4
 
-    def __init__(self, world, folder: Path, end: float | None = None):
+    def __init__(self, world, folder: Path, end: float | None = None, lag: int = LAG):
         """Signals only set a flag; ``folder / "STOP"`` is looked for by rank 0.
 
-        ``end``: seconds since 1970 at which all must be over, None for never.
+        ``end``: seconds since 1970 at which all must be over, None for never. ``lag``: steps
+        that the ranks may be apart.
         """
+        self._lag = lag
         self._world, self._file = world, folder / "STOP"
-        self._clock = WallClock(end, lag=2 * self.LAG)
+        self._clock = WallClock(end, lag=2 * lag)
         self._asked, self._looked = False, float("-inf")
         self._pending: Agreement | None = None
 
@@ -197,9 +205,9 @@ class Stopper(Hook):
         self._asked = True
 
     def wants_stop(self, done: int) -> bool:
-        """Every ``LAG`` steps: read the last agreement, begin the next."""
+        """Every ``lag`` steps: read the last agreement, begin the next."""
         self._asked = self._clock.over() or self._asked
-        if done % self.LAG:
+        if done % self._lag:
             return False
         agreed, self._pending = self._pending, None
         if agreed is not None and agreed.read():

@@ -50,7 +50,9 @@ def _run(assembly: Assembly, world, resume: Path | None) -> dict[str, Any]:
     folder = assembly.job.run.folder
     hooks = [Log(world, len(assembly.trainer.mixer.rows)), Printer(world)]
     end = end_of_allocation(assembly.job.checkpoint.wall_clock_s)
-    with Stopper(world, folder, end) as stopper:
+    synchronous = assembly.trainer.mixer.synchronous
+    lag = Stopper.LAG if synchronous else assembly.job.log.flush_steps
+    with Stopper(world, folder, end, lag) as stopper:
         whole = Run(assembly, world, [*hooks, stopper])
         if resume is not None:
             with world.together(*MISTAKES):

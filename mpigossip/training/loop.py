@@ -51,6 +51,7 @@ class Record:
     consensus_distance: float
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_sent: list[int] = field(default_factory=list)
+    staleness: list[float] = field(default_factory=list)
 
 
 class Trainer:
@@ -109,6 +110,7 @@ class Trainer:
         self.rhythm = self.cadence.observe(self.rhythm, now, self._measured(kind, loss, apart))
         record = Record(self.index, kind, lr, loss, norm, apart, self._consensus(), clock.seconds)
         record.bytes_sent = list(self.mixer.bytes_sent)
+        record.staleness = list(self.mixer.staleness)
         self.index += 1
         return record
 
@@ -193,7 +195,8 @@ class Trainer:
         return self.group.sum_scalars(per_slot).sqrt()[:, 0]
 
     def _consensus(self) -> float:
-        if not self._measuring():
+        # asynchronous nodes don't meet for it: evaluations measure it too
+        if not self._measuring() or not self.mixer.synchronous:
             return float("nan")
         return consensus_distance(self.replicas.full[0], self.mixer)
 

@@ -1,0 +1,282 @@
+"""Asynchronous gossip over MPI windows: nobody waits for anybody; rank i is node i.
+
+Each rank publishes its model in window memory, round after round, whether or not others are just
+reading it. A reader takes the newest copy of its neighbour and proves by two version counters
+that it is whole. Averaging is pairwise and keeps the mean (AD-PSGD, Lian et al., ICML 2018, with
+a deposit in the place of its lock): node i, at its round t, takes f = ½ W_ij(t) (x_j − x_i) from
+each in-neighbour's copy x_j, adds f to its own model and puts it into a place for it at node j,
+which subtracts it before its next round. So Σ x, with what is under way, stays to rounding, and
+where nobody is late the model is multiplied by (W + Wᵀ)/2. Node i takes from node j again only
+when it sees a copy that includes its last deposit: nothing is counted twice, and one place for
+each reader is enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpigossip.cluster.ranks import Deadline
+from mpigossip.mixing.base import Kind, Layout, Segments, flow, traffic
+from mpigossip.mixing.messages import Courier, Job, average, mean, mean_scalars
+from mpigossip.mixing.push import CUT
+
+BEGUN, DONE, ROUND, INCLUDED = 0, 1, 2, 3
+"""Words (int64) at the head of a rank's window: the counter that is raised before the model is
+written, the one raised after it, the copy's round, and for each node the number of its last
+deposit that the copy includes."""
+TRIES = 3
+"""Reads of a copy until it is given up for this round, when each was torn."""
+
+
+@dataclass
+class Copy:
+    """A neighbour's model as it was read: uint8 memory of header and message."""
+
+    memory: torch.Tensor
+    whole: bool = False
+
+    @property
+    def head(self) -> np.ndarray:
+        """The header's words from ROUND on."""
+        return self.memory.numpy()[: self.memory.numel() // 8 * 8].view(np.int64)
+
+
+def readers(graph, node: int) -> list[int]:
+    """Nodes that have ``node`` as an in-neighbour in some round, ascending."""
+    if graph.period is None:
+        return [j for j in range(graph.n) if j != node]
+    found = {int(j) for t in range(graph.period) for j in graph.receivers(t, node)}
+    return sorted(found - {node})
+
+
+class Asynchronous:
+    """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`).
+
+    ``outbox`` and ``finish`` wait for no other rank; GLOBAL rounds and the averages off the hot
+    path do. Memory, in messages: the published model, a result, a copy an in-neighbour of a
+    round, a place a reader. ``torn`` counts reads that were not whole, ``skipped`` exchanges
+    that were left out (torn, not seen yet, or the last deposit not taken in).
+    """
+
+    def __init__(self, graph, layout: Layout, world, *, timeout_s=300.0):
+        """Collective over ``world``; ``graph.n`` must be its size. The wire is exact."""
+        if graph.n != world.size:
+            raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
+        self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
+        self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
+        self.bytes_sent, self.waited, self.synchronous = [0], 0.0, False
+        self.staleness, self.torn, self.skipped = [0.0], 0, 0
+        self._comm = world.comm.Dup()
+        self._head = 8 * (INCLUDED + self.n)
+        self._open_window()
+        self._courier = Courier(
+            self._comm,
+            threaded=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+            poll=len(set(world.hosts)) > 1,
+            timeout_s=timeout_s,
+        )
+        size = self._head - 8 * ROUND + layout.nbytes
+        self._copies = [
+            Copy(torch.zeros(-(-size // 8) * 8, dtype=torch.uint8)) for _ in range(graph.degree)
+        ]
+        self._result = torch.empty(layout.nbytes, dtype=torch.uint8)
+        # deposits made at each node so far, and taken in from each node
+        self._made, self._included = np.zeros(self.n, np.int64), np.zeros(self.n, np.int64)
+        self._round: tuple[Kind, int, Job | None] | None = None
+        self._pushed: Job | None = None
+
+    def _open_window(self) -> None:
+        """Header, model, bells (number of each reader's deposit), places: in MPI's memory."""
+        padded = -(-self.layout.nbytes // 8) * 8
+        self._readers = [readers(self.graph, node) for node in range(self.n)]
+        self._bells_at = self._head + padded
+        self._places_at, self._stride = self._bells_at + 8 * self.n, padded
+        room = self._places_at + padded * len(self._readers[self.rank])
+        self._window = MPI.Win.Allocate(room, 1, comm=self._comm)
+        self._window.Lock_all()
+        memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:room].zero_()
+        self._memory = memory
+        self._words = memory[: self._head].numpy().view(np.int64)
+        self._bells = memory[self._bells_at : self._places_at].numpy().view(np.int64)
+        self._message = memory[self._head : self._head + self.layout.nbytes]
+        self._out: Segments | None = self.layout.views(self._message)
+        self._words[ROUND] = -1
+        self._window.Sync()
+        self._meet("opening the windows")  # nobody reads what isn't written yet
+
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks; LateError at the deadline."""
+        request = self._comm.Ibarrier()
+        self.waited += Deadline(self._timeout_s).wait(
+            request.Test, lambda: f"{what}: not all ranks have come"
+        )
+
+    # -- a round ------------------------------------------------------------------------
+
+    def outbox(self, t: int) -> Segments:
+        """Arrays (1, p) to fill whole; from now on the copy that others read is not whole."""
+        if self._round is not None:
+            self.finish()
+        self._words[BEGUN] += 1
+        self._window.Sync()
+        return self._out
+
+    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+        """Publish the outbox; begin to read the neighbours' newest copies."""
+        self._words[ROUND], self._words[INCLUDED:] = t, self._included
+        self._window.Sync()
+        self._words[DONE] = self._words[BEGUN]
+        self._window.Sync()
+        ticket = None
+        if kind is Kind.GOSSIP:
+            nodes = self.graph.neighbours(t, self.rank)[0]
+            ticket = self._courier.submit(lambda: self._read_all(nodes))
+        self._round = kind, t, ticket
+
+    def _read_all(self, nodes) -> None:
+        """The newest copy of each node; runs in the courier."""
+        for copy, j in zip(self._copies, map(int, nodes), strict=False):
+            for _ in range(TRIES):
+                self._read(copy, j)
+                if copy.whole:
+                    break
+                self.torn += 1
+
+    def _read(self, copy: Copy, j: int) -> None:
+        """One read of rank j's header and model between its two counters."""
+        counters = np.zeros(2, np.int64)
+        self._get(counters[:1].view(np.uint8), j, 8 * DONE)
+        self._get(copy.memory.numpy()[: self._bells_at - 8 * ROUND], j, 8 * ROUND)
+        self._get(counters[1:].view(np.uint8), j, 8 * BEGUN)
+        copy.whole = self._is_whole(int(counters[0]), int(counters[1]))
+
+    @staticmethod
+    def _is_whole(done: int, begun: int) -> bool:
+        """``done`` was read before the model, ``begun`` after it: equal, nothing was written."""
+        return done == begun
+
+    def _get(self, into: np.ndarray, j: int, at: int) -> None:
+        for begin in range(0, into.size, CUT):
+            part = into[begin : begin + CUT]
+            self._window.Get([part, MPI.BYTE], j, [at + begin, part.size, MPI.BYTE])
+        self._window.Flush(j)
+
+    def finish(self) -> tuple[Segments, Segments]:
+        """``sent`` and ``mixed`` of the open round."""
+        kind, t, ticket = self._round
+        self._round = None
+        if kind is Kind.LOCAL:
+            return self._out, self._out
+        self._result.copy_(self._message)
+        if kind is Kind.GLOBAL:
+            self._finish_global(t)
+        else:
+            self._courier.wait(ticket, f"round {t}")
+            self._finish_gossip(t)
+        return self._out, self.layout.views(self._result)
+
+    def _finish_gossip(self, t: int) -> None:
+        nodes, weights, _ = self.graph.neighbours(t, self.rank)
+        seen, deposits = [], []
+        for copy, j, weight in zip(self._copies, map(int, nodes), weights, strict=False):
+            if not self._may_take(copy, j):
+                self.skipped += 1
+                continue
+            seen.append(t - int(copy.head[0]))
+            model = copy.memory[self._head - 8 * ROUND :]
+            for dtype, part in self.layout.parts:
+                own, other = self._message[part].view(dtype), model[part].view(dtype)
+                other.copy_(flow(float(weight) / 2, own, other))
+                self._result[part].view(dtype).add_(other)
+            self._made[j] += 1
+            deposits.append((j, int(self._made[j]), model[: self.layout.nbytes]))
+        self.staleness[0] = float(np.mean(seen)) if seen else float("nan")
+        self._take_in()
+        self.bytes_sent[0] += 2 * len(seen) * self.layout.nbytes
+        if deposits:
+            self._pushed = self._courier.submit(lambda: self._deposit(deposits))
+
+    def _may_take(self, copy: Copy, j: int) -> bool:
+        """Whether there is a whole copy that includes this rank's last deposit."""
+        published = copy.whole and copy.head[0] >= 0
+        return published and copy.head[INCLUDED - ROUND + self.rank] == self._made[j]
+
+    def _deposit(self, deposits: list[tuple[int, int, torch.Tensor]]) -> None:
+        """Put what was taken into the places for it, then ring; runs in the courier."""
+        for j, number, message in deposits:
+            base = self._places_at + self._readers[j].index(self.rank) * self._stride
+            for at in range(0, message.numel(), CUT):
+                part = message[at : at + CUT].numpy()
+                self._window.Put([part, MPI.BYTE], j, [base + at, part.size, MPI.BYTE])
+            self._window.Flush(j)
+            bell = np.array([number], np.int64).view(np.uint8)
+            self._window.Put([bell, MPI.BYTE], j, [self._bells_at + 8 * self.rank, 8, MPI.BYTE])
+            self._window.Flush(j)
+
+    def _take_in(self) -> None:
+        """Subtract from the result the deposits that have arrived, in the order of nodes."""
+        self._window.Sync()
+        for place, j in enumerate(self._readers[self.rank]):
+            number = int(self._bells[j])
+            if number == self._included[j]:
+                continue
+            at = self._places_at + place * self._stride
+            deposit = self._memory[at : at + self.layout.nbytes]
+            for dtype, part in self.layout.parts:
+                self._result[part].view(dtype).sub_(deposit[part].view(dtype))
+            self._included[j] = number
+
+    def _finish_global(self, t: int) -> None:
+        """All meet: what is under way arrives first, so that the average is that of everything."""
+        self.bytes_sent[0] += traffic(self.graph, Kind.GLOBAL, t, self.rank, self.layout.nbytes)
+        self._arrive()
+        self._take_in()
+        for dtype, part in self.layout.parts:
+            own, out = self._result[part].view(dtype).clone(), self._result[part].view(dtype)
+            self.waited += average(self._comm, own, out, self._timeout_s)
+
+    def _arrive(self) -> None:
+        """Wait until every rank's deposits lie in their places."""
+        if self._pushed is not None:
+            self._courier.wait(self._pushed, "the last deposits")
+        self._meet("a meeting of all ranks")
+
+    # -- averages off the hot path --------------------------------------------------------
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits."""
+        return mean(self._comm, x, self._timeout_s)
+
+    def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
+        """Average over nodes of small float64 values (1, k), in node order: (k,)."""
+        return mean_scalars(self._comm, values, self._timeout_s)
+
+    def pending(self) -> Segments:
+        """What has arrived here and isn't taken in yet, (1, p) a vector; all ranks meet for it."""
+        if self._round is not None:
+            self.finish()
+        self._arrive()
+        before, included = self._result.clone(), self._included.copy()
+        self._result.zero_()
+        self._take_in()
+        found, self._result = self._result, before
+        self._included = included
+        return self.layout.views(found)
+
+    def close(self) -> None:
+        """Finish an open round, free the memory; collective. Deposits under way are lost."""
+        if self._out is None:
+            return
+        if self._round is not None:
+            self.finish()
+        self._arrive()
+        self._courier.close()
+        self._out, self._copies = None, []
+        del self._memory, self._message, self._words, self._bells
+        self._window.Unlock_all()
+        self._window.Free()
+        self._comm.Free()

@@ -1,0 +1,113 @@
+"""Asynchronous gossip of n nodes in this process, deterministic: a delay table says who sees what.
+
+The rule of :mod:`mpigossip.mixing.asynchronous`, with the table in the place of chance.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mpigossip.mixing.base import Kind, Layout, Segments, flow, traffic
+from mpigossip.mixing.faults import OLDEST, Ages
+from mpigossip.mixing.simulated import Simulated
+
+
+class Deposit(NamedTuple):
+    """What node ``source`` took from ``target`` at round t, a flat list of rows (1, p)."""
+
+    t: int
+    source: int
+    target: int
+    parts: list[torch.Tensor]
+
+
+class Delayed(Simulated):
+    """All n nodes in step, each seeing copies of the others as old as the delay table says.
+
+    The sum of ``mixed`` plus what is under way (:meth:`pending`) is the sum of ``sent``.
+    """
+
+    def __init__(self, graph, layout: Layout, ages: Ages):
+        """``ages(t)``: int array (n, n), see :mod:`mpigossip.mixing.faults`."""
+        super().__init__(graph, layout)
+        self.synchronous, self._ages = False, ages
+        self._past: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=OLDEST + 1)
+        self._under_way: list[Deposit] = []
+        # the round in which a node took in the last deposit of another one, by (source, target)
+        self._absorbed: dict[tuple[int, int], int] = {}
+
+    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+        """Publish: keep a copy of the outbox for the rounds that will look back at it."""
+        self._open = (kind, t)
+        if kind is Kind.GOSSIP:
+            self._past.append((t, [part.clone() for part in _flat(self._out)]))
+
+    def finish(self) -> tuple[Segments, Segments]:
+        """``sent`` and ``mixed``, each (n, p) a vector."""
+        kind, t = self._open
+        if kind is Kind.GLOBAL:
+            for node in self.rows:
+                self.bytes_sent[node] += traffic(self.graph, kind, t, node, self.layout.nbytes)
+            self._take_in(t - 1, np.zeros((self.n, self.n), np.int64), _flat(self._out))
+            return super().finish()
+        if kind is Kind.LOCAL:
+            return super().finish()
+        self._open = None
+        ages, past = self._ages(t), dict(self._past)
+        sent, mixed = _flat(self._out), _flat(self._mixed)
+        for own, result in zip(sent, mixed, strict=True):
+            result.copy_(own)
+        for i in self.rows:
+            self._pull(i, t, ages[i], past, sent, mixed)
+        self._take_in(t, ages, mixed)
+        return self._out, self._mixed
+
+    def _pull(self, i: int, t: int, ages, past: dict, sent: list, mixed: list) -> None:
+        """Node i moves towards the copies that it sees, and deposits the opposite with each."""
+        seen = []
+        sources, weights, _ = self.graph.neighbours(t, i)
+        for j, weight in zip(map(int, sources), weights, strict=True):
+            s = t - int(ages[j])
+            if ages[j] < 0 or s not in past or self._absorbed.get((i, j), s - 1) >= s:
+                continue
+            parts = [
+                flow(float(weight) / 2, own[i : i + 1], copy[j : j + 1])
+                for own, copy in zip(sent, past[s], strict=True)
+            ]
+            for result, part in zip(mixed, parts, strict=True):
+                result[i : i + 1].add_(part)
+            seen.append(t - s)
+            self._under_way.append(Deposit(t, i, j, parts))
+            self._absorbed[i, j] = 1 << 62  # until it is taken in
+            self.bytes_sent[i] += 2 * self.layout.nbytes
+        self.staleness[i] = float(np.mean(seen)) if seen else float("nan")
+
+    def _take_in(self, t: int, ages: np.ndarray, onto: list[torch.Tensor]) -> None:
+        """Every node takes in the deposits that it sees, in the order of who made them."""
+        left = []
+        for one in sorted(self._under_way, key=lambda d: (d.source, d.t)):
+            age = int(ages[one.target, one.source])
+            if age < 0 or t - age < one.t:
+                left.append(one)
+                continue
+            for result, part in zip(onto, one.parts, strict=True):
+                result[one.target : one.target + 1].sub_(part)
+            self._absorbed[one.source, one.target] = t
+        self._under_way = left
+
+    def pending(self) -> Segments:
+        """What is under way: the sum of deposits that nobody has taken in yet, (1, p) a vector."""
+        total = [torch.zeros_like(part[:1]) for part in _flat(self._out)]
+        for one in self._under_way:
+            for into, part in zip(total, one.parts, strict=True):
+                into.sub_(part)
+        each = iter(total)
+        return [tuple(next(each) for _ in segment) for segment in self._out]
+
+
+def _flat(segments: Segments) -> list[torch.Tensor]:
+    return [part for segment in segments for part in segment]
