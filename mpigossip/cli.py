@@ -13,13 +13,6 @@ OK, FAILED, WRONG, STOPPED = 0, 1, 2, 75
 """Exit codes: done; a run that can't go on (a loss that is no number, a neighbour that doesn't
 answer); a mistake of the user; stopped before the end with a checkpoint."""
 
-EXAMPLES = """examples:
-  mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2
-  mpigossip simulate jobs/digits.toml --nodes 16 graph.name=exponential
-  mpigossip resume runs/digits run.epochs=20
-  mpigossip graph show one-peer-exponential --nodes 8
-  mpigossip log plot runs/digits"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Mistakes of the user become one paragraph and code 2."""
@@ -76,18 +69,17 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="mpigossip",
         description="Train PyTorch models across nodes by averaging with neighbours.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=mpigossip.__version__)
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     _add_runs(commands)
     _add_data(commands)
-    _add_logs(commands)
-    _add_checkpoints(commands)
     from mpigossip.analysis import commands as more
+    from mpigossip.analysis import examples, results
 
+    results.add(commands)
     more.add(commands)
+    examples.attach(top)
     return top
 
 
@@ -171,7 +163,7 @@ def _code(summary: dict, world) -> int:
     return STOPPED if world.agree(int(bool(summary) and not summary["finished"])) else OK
 
 
-# -- data, log, checkpoint --------------------------------------------------------------------
+# -- data -------------------------------------------------------------------------------------
 
 
 def _add_data(commands) -> None:
@@ -200,91 +192,3 @@ def _show_data(options) -> int:
 
     print(show(options.file))
     return OK
-
-
-def _add_logs(commands) -> None:
-    log = commands.add_parser("log", help="show, export and plot logs").add_subparsers(
-        metavar="show|export|plot", required=True
-    )
-    show = _command(log, "show", _show_log, "a run's evaluations and summary as a table")
-    show.add_argument("run_folder", type=Path, metavar="RUN")
-    export = _command(log, "export", _export_log, "a run's log as CSV")
-    export.add_argument("run_folder", type=Path, metavar="RUN")
-    export.add_argument("--csv", type=Path, required=True, metavar="OUT.csv")
-    plot = _command(log, "plot", _plot_log, "one picture of one or several runs")
-    plot.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    plot.add_argument("--out", type=Path, metavar="OUT.png", help="default: RUN/log.png")
-
-
-def _log_file(run: Path) -> Path:
-    return run / "log.h5" if run.is_dir() else run
-
-
-def _show_log(options) -> int:
-    from mpigossip.analysis.report import table
-    from mpigossip.store.log import read
-
-    print(table(read(_log_file(options.run_folder))))
-    return OK
-
-
-def _export_log(options) -> int:
-    from mpigossip.analysis.report import export_csv
-    from mpigossip.store.log import read
-
-    export_csv(read(_log_file(options.run_folder)), options.csv)
-    print(options.csv)
-    return OK
-
-
-def _plot_log(options) -> int:
-    from mpigossip.analysis.report import plot
-
-    first = options.runs[0]
-    out = options.out or (first if first.is_dir() else first.parent) / "log.png"
-    plot([_log_file(run) for run in options.runs], out)
-    print(out)
-    return OK
-
-
-def _add_checkpoints(commands) -> None:
-    checkpoint = commands.add_parser("checkpoint", help="look into checkpoints").add_subparsers(
-        metavar="show|verify", required=True
-    )
-    show = _command(checkpoint, "show", _show_checkpoint, "what a checkpoint holds")
-    verify = _command(checkpoint, "verify", _verify, "read all of it and compare checksums")
-    for command in (show, verify):
-        command.add_argument("path", type=Path, metavar="CKPT", help="checkpoint or run folder")
-
-
-def _checkpoint_of(path: Path) -> Path:
-    """The checkpoint meant: itself, or a run's newest."""
-    from mpigossip.store import StoreError, checkpoint
-
-    if (path / "checkpoint.h5").exists():
-        return path
-    newest = checkpoint.latest(path)
-    if newest is None:
-        raise StoreError(f'"{path}" is no checkpoint, and no run directory that has a whole one')
-    return newest
-
-
-def _show_checkpoint(options) -> int:
-    from mpigossip.store import checkpoint
-
-    path = _checkpoint_of(options.path)
-    manifest = checkpoint.read_manifest(path)
-    print(f"{path}: step {manifest.step}, {manifest.n} nodes")
-    for entry in manifest.entries:
-        print(f"  {entry.file}  {entry.bytes:,} bytes")
-    print(f"digest {checkpoint.digest(path)}\n\n{manifest.job}")
-    return OK
-
-
-def _verify(options) -> int:
-    from mpigossip.store import checkpoint
-
-    path = _checkpoint_of(options.path)
-    problems = checkpoint.verify(path)
-    print("\n".join(problems) or f"{path}: whole")
-    return WRONG if problems else OK

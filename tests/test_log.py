@@ -90,7 +90,7 @@ def test_plain_readers_understand_it_between_appends(tmp_path):
         loss = file["steps/loss"]
         assert loss.shape == (5, 3) and loss.attrs["units"] == "nat"
         assert loss.attrs["description"] == "mean training loss"
-        assert loss.dims[0][0].name == "/steps/step" and loss.dims[1][0].name == "/steps/node"
+        assert loss.dims[0][0] == file["steps/step"] and loss.dims[1][0] == file["steps/node"]
         assert file["evaluations/accuracy"].dims[0][0].name == "/evaluations/at_step"
         # A reader that keeps the file open doesn't stop the run.
         out.append(values(range(5, 10), 3))

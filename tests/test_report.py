@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from mpigossip import config
-from mpigossip.analysis.report import _names, export_csv, plot, table
+from mpigossip.analysis.plot import plot
+from mpigossip.analysis.report import table
+from mpigossip.analysis.runs import short_names
 from mpigossip.store import StoreError
+from mpigossip.store.export import to_csv
 from mpigossip.store.log import Column, LogWriter, read
 
 NAMES = ("loss", "consensus_distance", "compute_s", "node_s", "exchange_s", "idle_s")
@@ -65,7 +68,7 @@ def test_one_run_from_folder_or_log(tmp_path):
     plot([folder / "log.h5"], tmp_path / "two.png")
     one = drawn(tmp_path / "one.png")
     assert (one == drawn(tmp_path / "two.png")).all()
-    for half in np.array_split(one, 2):  # something is drawn in all four panels
+    for half in np.array_split(one, 4):  # something is drawn in all eight panels
         for quarter in np.array_split(half, 2, axis=1):
             assert (quarter < 200).mean() > 0.01
 
@@ -81,9 +84,9 @@ def test_several_runs(tmp_path, epochs):
 
 def test_names_of_runs_tell_them_apart_and_are_short():
     folders = [Path(f) for f in ("/x/y/a", "/x/y/b", "/x/y/b")]
-    assert _names(folders) == ["a", "b", "b"]
-    assert _names([Path("/x/one/a"), Path("/x/two/a")]) == ["one/a", "two/a"]
-    (name,) = _names([Path("/x") / ("long" * 20)])
+    assert short_names(folders) == ["a", "b", "b"]
+    assert short_names([Path("/x/one/a"), Path("/x/two/a")]) == ["one/a", "two/a"]
+    (name,) = short_names([Path("/x") / ("long" * 20)])
     assert len(name) == 32 and name.startswith("…") and name.endswith("long")
 
 
@@ -114,7 +117,7 @@ def test_pictures_leave_matplotlib_as_it_was(tmp_path):
         "import sys, matplotlib; from pathlib import Path\n"
         "keep = lambda: [matplotlib.rcParams[k] for k in matplotlib.rcParams if k != 'backend']\n"
         "before = keep()\n"
-        "from mpigossip.analysis.report import plot\n"
+        "from mpigossip.analysis.plot import plot\n"
         "plot([Path(sys.argv[1])], Path(sys.argv[1]) / 'a.png')\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "assert keep() == before"
@@ -151,7 +154,7 @@ def test_a_job_that_is_none_is_left_out(tmp_path):
 
 def test_csv_holds_every_number(tmp_path):
     log = read(run(tmp_path / "a", steps=5, evaluations=(2, 5)) / "log.h5")
-    steps, evaluations = export_csv(log, tmp_path / "out.csv")
+    steps, evaluations = to_csv(log, tmp_path / "out.csv")
     assert steps == tmp_path / "out.csv" and evaluations.name == "out-evaluations.csv"
     with steps.open() as file:
         rows = list(csv.DictReader(file))

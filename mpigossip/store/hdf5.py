@@ -24,10 +24,30 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        raise StoreError(
-            f"{path} can't be written: {_reason(error)}; free space there or set run.output to "
-            "another file system"
-        ) from error
+        missing = not Path(path).parent.is_dir()
+        remedy = (
+            "make its folder first"
+            if missing
+            else ("free space there or set run.output to another file system")
+        )
+        raise StoreError(f"{path} can't be written: {_reason(error)}; {remedy}") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` with the same suffix; what was written there becomes `path` at the end.
+
+    Readers see the old file or the new one, never a half; after an error nothing is left. Raises
+    StoreError where the disk refuses.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        with writing(path):
+            yield beside
+            beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 @contextmanager

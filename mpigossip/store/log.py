@@ -7,7 +7,8 @@
 Columns have dimension scales, `units` and a `description`; the root has the attributes `job`
 (complete, TOML) and `environment` (JSON). `xarray.open_dataset(log, group="steps",
 engine="h5netcdf")`, h5py and h5dump read it between two appends; each append opens the file,
-changes it as one transaction (see journal.py) and closes it.
+changes it as one transaction (see journal.py) and closes it. The columns of the steps stand at the
+top too (hard links), so that `xarray.open_dataset(log, engine="h5netcdf")` shows them.
 """
 
 from __future__ import annotations
@@ -343,4 +344,7 @@ def _dataset(
         name, shape, column.dtype, maxshape=(None,) * len(shape), chunks=chunks, fillvalue=unknown
     )
     data.attrs["units"], data.attrs["description"] = column.unit, column.description
+    data.attrs["long_name"] = column.description  # what xarray and netCDF programs show
+    if group.name == "/steps":
+        group.file[name] = data  # also at the top, which is what xarray opens without a group
     return data

@@ -1,0 +1,227 @@
+"""The panels of a picture: one function each, drawing runs into axes of matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpigossip.analysis.runs import PARTS, Run, mean_ms, over_nodes, shares, smooth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from mpigossip.analysis.plot import Axis
+
+ROUNDING = 1e-12
+"""Relative squared distances below this are float32's rounding, not disagreement."""
+SHADES = (("#1B4F72", ""), ("#7FB3D5", "////"), ("#F5B041", "...."), ("#E5E7E9", ""))
+"""Of the parts of a step: dark to light, with hatches."""
+PREFIXES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+
+
+def loss(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+    """Training loss, mean over nodes and smoothed, and test loss of the averaged model."""
+    _dress(axes, "Loss", "cross entropy (nat)")
+    shown = [np.ones(1)]
+    for run in runs:
+        at, values = axis.at(run, run.log.steps["step"]), run.log.steps["loss"]
+        smoothed = smooth(over_nodes(np.nanmean, values))
+        if len(runs) == 1 < run.log.nodes:
+            low, high = (smooth(over_nodes(f, values)) for f in (np.nanmin, np.nanmax))
+            axes.fill_between(at, low, high, color=run.style["color"], alpha=0.2, lw=0)
+        axes.plot(at, smoothed, lw=1.8, **run.line)
+        found = run.log.evaluations
+        if "loss" in found:
+            at = axis.at(run, found["step"])
+            axes.plot(at, found["loss"], ms=4.5, mfc="white", **run.points)
+        shown += [smoothed, found.get("loss", smoothed)]
+    values = np.concatenate(shown[1:])
+    values = values[np.isfinite(values) & (values > 0)]
+    if len(values) and values.max() > 30 * values.min():
+        axes.set_yscale("log")
+    bands = [_band("range of nodes")] * (len(runs) == 1 < runs[0].log.nodes)
+    test = _sample("test, averaged model", marker="o", ms=4.5, mfc="white", ls="")
+    _key(axes, [_sample("training, mean", lw=1.8), *bands, test])
+
+
+def accuracy(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+    """Test accuracy of the averaged model, and the range of the nodes' own."""
+    _dress(axes, "Test accuracy", "share of test samples")
+    shown = [run for run in runs if "accuracy" in run.log.evaluations]
+    for run in shown:
+        found = run.log.evaluations
+        at = axis.at(run, found["step"])
+        if "local_accuracy" in found:
+            low, high = (over_nodes(f, found["local_accuracy"]) for f in (np.nanmin, np.nanmax))
+            faint = 0.2 if len(runs) < 3 else 0.1
+            axes.fill_between(at, low, high, color=run.style["color"], alpha=faint, lw=0)
+        axes.plot(at, found["accuracy"], lw=1.8, ms=4, **run.style)
+    if not shown:
+        _nothing(axes, "no evaluation yet")
+        return
+    bands = [_band("range of local models")] * any(run.log.nodes > 1 for run in shown)
+    _key(axes, [_sample("averaged model", lw=1.8, marker="o", ms=3.5), *bands])
+
+
+def consensus(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+    """How far the models are apart, where they are more than rounding."""
+    _dress(axes, "Consensus distance", r"$\|x_i-\bar{x}\|^2\,/\,\|\bar{x}\|^2$, mean over nodes")
+    equal = []
+    for run in runs:
+        step = run.log.steps["step"]
+        values = run.log.steps.get("consensus_distance", np.full((len(step), 1), np.nan))
+        values = over_nodes(np.nanmean, values)
+        apart = values > ROUNDING
+        if apart.any():
+            axes.plot(axis.at(run, step[apart]), values[apart], lw=1.5, **run.line)
+        elif np.isfinite(values).any():
+            equal.append(run.name)
+    if not axes.lines:
+        _nothing(axes, "all nodes are equal, up to rounding" if equal else "not measured")
+        return
+    axes.set_yscale("log")
+    if equal:
+        text = f"all nodes equal, up to rounding: {', '.join(equal)}"
+        axes.text(0.99, 0.02, text, transform=axes.transAxes, ha="right", fontsize=8.5)
+
+
+def spread(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+    """Accuracy of the nodes' own models against that of their average: range and mean."""
+    _dress(axes, "Spread over nodes", "local − averaged model (% points)")
+    for run in runs:
+        found = run.log.evaluations
+        if run.log.nodes < 2 or "local_accuracy" not in found:
+            continue
+        apart = 100 * (found["local_accuracy"] - found["accuracy"][:, None])
+        low, mean, high = (over_nodes(f, apart) for f in (np.nanmin, np.nanmean, np.nanmax))
+        at = axis.at(run, found["step"])
+        axes.fill_between(at, low, high, color=run.style["color"], alpha=0.2, lw=0)
+        axes.plot(at, mean, lw=1.5, ms=4, **run.style)
+    if not axes.lines:
+        _nothing(axes, "one node, or no evaluation yet")
+        return
+    axes.axhline(0, color="#444444", lw=0.8)
+    _key(axes, [_sample("mean", lw=1.5, marker="o", ms=3.5), _band("range of local models")])
+
+
+def staleness(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+    """Age of what asynchronous nodes averaged with."""
+    _dress(axes, "Staleness", "age of the neighbours' models (rounds)")
+    for run in runs:
+        if not known(run, "staleness"):
+            continue
+        values, at = run.log.steps["staleness"], axis.at(run, run.log.steps["step"])
+        low, high = (smooth(over_nodes(f, values)) for f in (np.nanmin, np.nanmax))
+        axes.fill_between(at, low, high, color=run.style["color"], alpha=0.2, lw=0)
+        axes.plot(at, smooth(over_nodes(np.nanmean, values)), lw=1.8, **run.line)
+    axes.set_ylim(bottom=0)
+    _key(axes, [_sample("mean", lw=1.8), _band("range of nodes")])
+
+
+def traffic(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+    """Bytes that a node has sent so far, mean over nodes."""
+    shown = [run for run in runs if known(run, "bytes_sent")]
+    sent = [over_nodes(np.nanmean, run.log.steps["bytes_sent"]) for run in shown]
+    most = max((float(values.max()) for values in sent), default=0.0)
+    unit, word = next(((unit, word) for unit, word in PREFIXES if most >= unit), PREFIXES[-1])
+    _dress(axes, "Sent", f"{word} a node so far (mean)")
+    if not most:
+        _nothing(axes, "nothing was sent" if shown else "not measured")
+        return
+    for run, values in zip(shown, sent, strict=True):
+        axes.plot(axis.at(run, run.log.steps["step"] + 1), values / unit, lw=1.8, **run.line)
+    axes.set_ylim(bottom=0)
+
+
+def time(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+    """Stacked parts of the time of a step of one run, smoothed."""
+    (run,) = runs
+    log, label = run.log, "milliseconds, mean over nodes"
+    parts = [name for name in PARTS if name in log.steps]
+    if not parts or not len(log.steps["step"]):
+        _dress(axes, "Step time", label)
+        _nothing(axes, "no steps yet")
+        return
+    values = 1e3 * np.stack([over_nodes(np.nanmean, log.steps[name]) for name in parts])
+    total = values.sum(0)
+    slow = total > 5 * np.nanmedian(total)  # start-up and hiccups would dwarf the rest
+    values[:, slow] = np.nan
+    note = f"\n(more than 5 × the median left out: {slow.sum()})" if slow.any() else ""
+    _dress(axes, "Step time", label + note)
+    shades = [SHADES[list(PARTS).index(name)] for name in parts]
+    layers = axes.stackplot(
+        axis.at(run, log.steps["step"]), [smooth(v) for v in values], labels=shares(log, parts),
+        colors=[colour for colour, _ in shades],
+    )  # fmt: skip
+    for layer, (_, hatch) in zip(layers, shades, strict=True):
+        layer.set(hatch=hatch, edgecolor="white", lw=0.3)
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.1)
+    _key(axes, layers)
+
+
+def times(axes: Axes, runs: Sequence[Run]) -> None:
+    """Stacked bars, one a run: the mean time of a step."""
+    _dress(axes, "Step time", "")
+    axes.grid(False, axis="y")
+    places = np.arange(len(runs))
+    start = np.zeros(len(runs))
+    bars = []
+    for (part, word), (colour, hatch) in zip(PARTS.items(), SHADES, strict=True):
+        length = np.array([mean_ms(run.log, part) for run in runs])
+        bars.append(
+            axes.barh(
+                places, length, 0.6, start, color=colour, hatch=hatch, edgecolor="white", label=word
+            )
+        )
+        start += length
+    for place, total in enumerate(start):
+        axes.text(total, place, f" {total:.3g} ms", va="center", fontsize=9)
+    axes.set_yticks(places, [run.name for run in runs])
+    for label, run in zip(axes.get_yticklabels(), runs, strict=True):
+        label.set(color=run.style["color"], fontweight="bold")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.18 * float(start.max()) or 1)
+    axes.set_xlabel("milliseconds, mean over nodes and steps")
+    _key(axes, bars)
+
+
+def known(run: Run, column: str) -> bool:
+    """Whether the log has a figure in this column of the steps."""
+    return bool(np.isfinite(run.log.steps.get(column, np.empty(0))).any())
+
+
+def _dress(axes: Axes, title: str, label: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_ylabel(label)
+    axes.grid(True, color="#DDDDDD", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _key(axes: Axes, handles: Iterable) -> None:
+    """A legend above the axes, beside the title, where no line runs."""
+    axes.legend(
+        handles=list(handles), loc="lower right", bbox_to_anchor=(1, 0.99), ncols=4, frameon=False,
+        fontsize=8.5, borderaxespad=0.2, columnspacing=1.1, handlelength=1.7, handletextpad=0.6,
+    )  # fmt: skip
+
+
+def _sample(label: str, **style: Any) -> Any:
+    """What a line or marker means, in grey: whichever run it is of."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color="#444444", label=label, **style)
+
+
+def _band(label: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color="#444444", alpha=0.2, label=label)
+
+
+def _nothing(axes: Axes, text: str) -> None:
+    axes.set_yticks([])
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="#666666")

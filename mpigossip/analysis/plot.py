@@ -1,0 +1,120 @@
+"""One picture of one or several runs: every figure that a log gives, each panel with its units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpigossip.analysis import panels
+from mpigossip.analysis.runs import Run, description, load
+from mpigossip.store.hdf5 import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CLOCKS = ((2 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
+"""From so many seconds on: what a unit is, and its name."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a panel is drawn against: a label, and for a run the place of each of some steps."""
+
+    label: str
+    at: Callable[[Run, np.ndarray], np.ndarray]
+
+    def dress(self, axes: Axes, runs: Sequence[Run]) -> None:
+        """Label and limits; the axis begins at 0."""
+        axes.set_xlabel(self.label)
+        end = max(float(self.at(run, np.array([run.last]))[0]) for run in runs)
+        axes.set_xlim(0, 1.02 * end or 1)
+
+
+def plot(runs: Sequence[Path], out: Path) -> None:
+    """Write one PNG of runs (folders or logs), told apart by colour, line and marker.
+
+    Loss and accuracy against the step and against the time of training; consensus distance, what
+    the nodes' own models differ by, time of a step, bytes sent, and where exchanges were
+    asynchronous their staleness. Runs whose epochs differ in length are drawn against the epoch.
+    """
+    with replacing(out) as beside:
+        figure(load([Path(run) for run in runs])).savefig(beside, format="png")
+
+
+def figure(runs: Sequence[Run]) -> Figure:
+    """The picture, not yet written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    stale = any(panels.known(run, "staleness") for run in runs)
+    rows = 4 + stale
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, rect=(0, 0, 0.99, 1))
+    made = Figure(figsize=(12.4, 3.9 * rows), dpi=110, layout=layout)
+    FigureCanvasAgg(made)  # needs no display, and leaves pyplot's global state alone
+    grid = made.subplots(rows, 2, squeeze=False)
+    steps, clock = _steps(runs), _clock(runs)
+    for draw, row in ((panels.loss, 0), (panels.accuracy, 1)):
+        for axis, axes in zip((steps, clock), grid[row], strict=True):
+            draw(axes, runs, axis)
+            axis.dress(axes, runs)
+    below = [(panels.consensus, grid[2, 0]), (panels.spread, grid[2, 1])]
+    below += [(panels.traffic, grid[3, 1])] + [(panels.staleness, grid[-1, 0])] * stale
+    if len(runs) == 1:
+        below += [(panels.time, grid[3, 0])]
+    else:
+        panels.times(grid[3, 0], runs)
+    for draw, axes in below:
+        draw(axes, runs, steps)
+        steps.dress(axes, runs)
+    if stale:
+        grid[-1, 1].set_axis_off()
+    _name_runs(made, runs)
+    return made
+
+
+def _steps(runs: Sequence[Run]) -> Axis:
+    """The step, or the epoch if a step isn't the same part of it in all runs."""
+    lengths = {run.epoch_steps for run in runs}
+    if len(lengths) > 1 and all(lengths):
+        return Axis("epoch", lambda run, steps: steps / run.epoch_steps)
+    (length,) = lengths if len(lengths) == 1 else (0.0,)
+    label = f"step  (epoch = {length:.6g} steps)" if length else "step"
+    return Axis(label, lambda run, steps: np.asarray(steps, float))
+
+
+def _clock(runs: Sequence[Run]) -> Axis:
+    """The time of training, in a unit that fits the longest run."""
+    longest = max(float(run.seconds(np.array([run.last]))[0]) for run in runs)
+    unit, word = next((unit, word) for least, unit, word in CLOCKS if longest >= least)
+    return Axis(
+        f"time of training ({word}; evaluations and checkpoints left out)",
+        lambda run, steps: run.seconds(steps) / unit,
+    )
+
+
+def _name_runs(made: Figure, runs: Sequence[Run]) -> None:
+    """The title of one run, or the legend of several, each with its last accuracy."""
+    labels = []
+    for run in runs:
+        accuracy = run.log.evaluations.get("accuracy", np.zeros(0))
+        last = f"; test accuracy {accuracy[-1]:.4f}" if len(accuracy) else ""
+        labels.append(f"{run.name}: {description(run.log)}{last}")
+    if len(runs) == 1:
+        made.suptitle(labels[0], fontsize=13)
+        return
+    from matplotlib.lines import Line2D
+
+    lines = [
+        Line2D([], [], lw=2.2, ms=6, **run.style, label=label)
+        for run, label in zip(runs, labels, strict=True)
+    ]
+    columns = 1 + (len(runs) > 3)
+    made.legend(
+        handles=lines, loc="outside upper left", handlelength=4.5, frameon=False, ncols=columns
+    )

@@ -1,0 +1,143 @@
+"""The runs that a picture or a page compares: their logs, names, styles, and their time."""
+
+from __future__ import annotations
+
+import tomllib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpigossip.store.log import Log, read
+
+POINTS = 1000
+"""Rows that are read for a picture; longer logs are averaged over blocks of steps."""
+PARTS = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "idle_s": "idle"}
+"""Where the time of a step goes: column and word."""
+
+# Okabe and Ito's colours, which colour-blind people can tell apart, each with a line of its own for
+# grey print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
+MARKERS = "os^Dv"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run in a picture: its name, its log, colour and line."""
+
+    name: str
+    log: Log
+    style: dict[str, Any]
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Colour and line without the marker."""
+        return self.style | {"marker": None}
+
+    @property
+    def points(self) -> dict[str, Any]:
+        """Colour and marker without the line."""
+        return self.style | {"linestyle": ""}
+
+    @property
+    def last(self) -> int:
+        """Steps that the log knows of."""
+        return int(self.log.steps["step"].max(initial=-1)) + 1
+
+    @cached_property
+    def epoch_steps(self) -> float:
+        """Steps of an epoch, from the last evaluation; 0 where none says."""
+        found = self.log.evaluations
+        known = len(found["step"]) and "epoch" in found and found["epoch"][-1] > 0
+        return float(found["step"][-1] / found["epoch"][-1]) if known else 0.0
+
+    @cached_property
+    def _clock(self) -> tuple[np.ndarray, np.ndarray]:
+        """Steps, and seconds of steps before each (mean over nodes), summed over the log."""
+        step = self.log.steps["step"]
+        parts = [over_nodes(np.nanmean, self.log.steps[p]) for p in PARTS if p in self.log.steps]
+        if not parts or not len(step):
+            return np.zeros(1), np.zeros(1)
+        block = np.diff(step, append=step[-1] + (step[1] - step[0] if len(step) > 1 else 1))
+        spent = np.concatenate([[0.0], np.cumsum(np.nan_to_num(sum(parts)) * block)])
+        return np.append(step, step[-1] + block[-1]), spent
+
+    def seconds(self, steps: np.ndarray) -> np.ndarray:
+        """Time of training at these steps; evaluations and checkpoints are left out."""
+        return np.interp(steps, *self._clock)
+
+
+def load(paths: Sequence[Path]) -> list[Run]:
+    """The runs, each a folder or a log, with their styles; StoreError where there is no log."""
+    names = short_names([(path if path.is_dir() else path.parent).resolve() for path in paths])
+    logs = [read(log_of(path), points=POINTS) for path in paths]
+    styles = [
+        {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
+        for k in range(len(paths))
+    ]
+    return [Run(*each) for each in zip(names, logs, styles, strict=True)]
+
+
+def log_of(run: Path) -> Path:
+    """The log of a run's folder, or the log itself."""
+    return run / "log.h5" if run.is_dir() else run
+
+
+def short_names(folders: Sequence[Path], most: int = 32) -> list[str]:
+    """Each folder's last part, with as many before it as tell the folders apart.
+
+    Long names lose their beginning: a legend must leave room for the axes.
+    """
+    for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-parts:]) for folder in folders]
+        if len(set(names)) == len(set(folders)):
+            break
+    return [name if len(name) <= most else f"…{name[1 - most :]}" for name in names]
+
+
+def description(log: Log) -> str:
+    """Algorithm, graph and nodes of a run."""
+    try:
+        job = tomllib.loads(log.job)
+        names = [str(job[section]["name"]) for section in ("algorithm", "graph")]
+    except (ValueError, LookupError, TypeError):
+        names = []  # a log of other origin: its figures are still worth drawing
+    return ", ".join([*names, f"{log.nodes} node{'s' * (log.nodes > 1)}"])
+
+
+def over_nodes(function: Callable, values: np.ndarray) -> np.ndarray:
+    """`function` over the nodes; NaN, without a warning, where no node has a value."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return function(values, axis=1)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over a window of 1/25 of the rows, shorter at the ends, of what is finite."""
+    half = len(values) // 50
+    known = np.isfinite(values)
+    total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(known)])
+    index = np.arange(len(values))
+    first, last = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    with np.errstate(invalid="ignore"):
+        return (total[last] - total[first]) / (count[last] - count[first])
+
+
+def mean_ms(log: Log, part: str) -> float:
+    """Milliseconds of a part of a step, mean over nodes and steps."""
+    values = log.steps.get(part, np.empty(0))
+    known = values[np.isfinite(values)]
+    return 1e3 * float(known.mean()) if len(known) else 0.0
+
+
+def shares(log: Log, parts: Sequence[str]) -> list[str]:
+    """Each part with its share of the whole time."""
+    means = [mean_ms(log, part) for part in parts]
+    whole = sum(means) or 1.0
+    return [f"{PARTS[p]} {100 * m / whole:.0f} %" for p, m in zip(parts, means, strict=True)]

@@ -1,0 +1,125 @@
+"""A run's log for other programs: CSV, netCDF, TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from mpigossip.store import StoreError
+from mpigossip.store.hdf5 import reading, replacing, writing
+from mpigossip.store.journal import consistent
+from mpigossip.store.log import Log
+
+TENSORBOARD = {
+    "loss": "loss/training", "lr": "schedule/lr", "gradient_norm": "training/gradient_norm",
+    "consensus_distance": "nodes/consensus_distance", "staleness": "nodes/staleness",
+    "samples_per_second": "speed/samples_per_second", "bytes_sent": "speed/bytes_sent",
+    "compute_s": "time/compute", "node_s": "time/node", "exchange_s": "time/exchange",
+    "idle_s": "time/idle",
+}  # fmt: skip
+"""Columns that TensorBoard shows, as means over the nodes, with their tags."""
+
+
+def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
+    """Write the steps to `out` and the evaluations beside it, one line per step and node.
+
+    `out` = run.csv gives run.csv and run-evaluations.csv; values of all nodes together are repeated
+    for each node. Returns both paths.
+    """
+    out = Path(out)
+    beside = out.with_name(f"{out.stem}-evaluations{out.suffix}")
+    for path, columns in ((out, log.steps), (beside, log.evaluations)):
+        with replacing(path) as new, new.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["step", "node", *(name for name in columns if name != "step")])
+            values = [value for name, value in columns.items() if name != "step"]
+            for row, step in enumerate(columns["step"]):
+                for node in range(log.nodes):
+                    cells = (v[row, node] if v.ndim == 2 else v[row] for v in values)
+                    writer.writerow([step, node, *cells])
+    return out, beside
+
+
+def to_netcdf(log: Path, out: Path) -> None:
+    """Write the log as netCDF-4: the steps at the top, the evaluations as a group.
+
+    Dimensions step and node, and at_step and node; every variable with `units` and `long_name`,
+    the job and the environment as attributes. Any netCDF program reads it (ncdump, Panoply, R).
+    """
+    try:
+        import xarray
+    except ImportError:
+        raise _without("netCDF", "report", "xarray and h5netcdf") from None
+    log = Path(log)
+    with reading(log), consistent(log) as file:
+        about = {name: file.attrs[name] for name in ("job", "environment")}
+        summary = {f"summary_{name}": _plain(v) for name, v in file["summary"].attrs.items()}
+        groups = {
+            name: {key: _variable(data) for key, data in file[name].items()}
+            for name in ("steps", "evaluations")
+        }
+    with replacing(out) as new:
+        for name, variables in groups.items():
+            scales = {name: value for name, value in variables.items() if value[0] == name}
+            data = {name: value for name, value in variables.items() if name not in scales}
+            top = name == "steps"
+            made = xarray.Dataset(data, scales, about | summary if top else {})
+            # a dimension without an end is what a record dimension of netCDF is
+            made.to_netcdf(new, "w" if top else "a", engine="h5netcdf", group=None if top else name)
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, np.bool_) else value  # netCDF has no truth values
+
+
+def _variable(data: h5py.Dataset) -> tuple[Any, np.ndarray, dict[str, str]]:
+    """A column as xarray takes it: dimensions, values, attributes."""
+    name = data.name.rpartition("/")[2]
+    is_scale = bool(data.is_scale)
+    dims = name if is_scale else [dim[0].name.rpartition("/")[2] for dim in data.dims]
+    about = {"units": data.attrs["units"], "long_name": data.attrs["description"]}
+    return dims, data[()], about
+
+
+def to_tensorboard(log: Log, folder: Path) -> None:
+    """Write event files that TensorBoard shows: the columns of `TENSORBOARD` and evaluations."""
+    with writing(folder), events(folder) as writer:
+        for name, tag in TENSORBOARD.items():
+            values = log.steps.get(name, np.empty((0, 1)))
+            known = np.isfinite(values).any(axis=1)
+            for step, row in zip(log.steps["step"][known], values[known], strict=True):
+                writer.add_scalar(tag, float(np.nanmean(row)), int(step))
+        for row, step in enumerate(log.evaluations["step"]):
+            found = {name: values[row] for name, values in log.evaluations.items()}
+            add_evaluation(writer, int(step), found)
+
+
+def add_evaluation(writer: Any, step: int, found: dict[str, Any]) -> None:
+    """The figures of one evaluation: the averaged model's, and the nodes' own as their range."""
+    for name in ("loss", "accuracy"):
+        if name in found:
+            writer.add_scalar(f"{name}/test", float(found[name]), step)
+        local = np.asarray(found.get(f"local_{name}", np.empty(0)), float)
+        if np.isfinite(local).any():
+            writer.add_scalar(f"{name}/test_least_of_nodes", float(np.nanmin(local)), step)
+            writer.add_scalar(f"{name}/test_most_of_nodes", float(np.nanmax(local)), step)
+
+
+def events(folder: Path) -> Any:
+    """A `SummaryWriter` of torch for a folder; StoreError where TensorBoard isn't installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise _without("TensorBoard's files", "tensorboard", "tensorboard") from None
+    return SummaryWriter(str(folder))
+
+
+def _without(what: str, extra: str, packages: str) -> StoreError:
+    return StoreError(
+        f"{what} can't be written: {packages} aren't installed; `pip install mpigossip[{extra}]` "
+        "brings them"
+    )
