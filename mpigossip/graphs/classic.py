@@ -12,7 +12,7 @@ import numpy as np
 
 from mpigossip.graphs.base import Drawn, Graph, GraphError, random_words, static
 from mpigossip.graphs.exponential import is_power_of_two, rounds_needed
-from mpigossip.graphs.rounds import Circulant, Sparse, paired
+from mpigossip.graphs.rounds import Circulant, Round, paired
 from mpigossip.graphs.weights import undirected
 
 TRIES = 1000
@@ -181,7 +181,7 @@ def random_regular(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
     )
 
 
-def _matched(n: int, seed: int, t: int) -> Sparse:
+def _matched(n: int, seed: int, t: int) -> Round:
     """A uniformly drawn perfect matching (one node idles if n is odd)."""
     shuffled = np.argsort(random_words(seed, t, n), kind="stable")
     first, second = shuffled[: n // 2], shuffled[n // 2 : n // 2 * 2]

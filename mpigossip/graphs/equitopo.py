@@ -9,7 +9,7 @@ import numpy as np
 
 from mpigossip.graphs.base import Drawn, Graph, GraphError, random_words, static
 from mpigossip.graphs.exponential import rounds_needed
-from mpigossip.graphs.rounds import Circulant, Sparse, paired
+from mpigossip.graphs.rounds import Circulant, Round, paired
 
 
 def _mean_of_basis(n: int, distances: np.ndarray) -> Graph:
@@ -47,7 +47,7 @@ def _one_basis(n: int, seed: int, t: int) -> Circulant:
     return Circulant(n, 1 / n, (a,), ((n - 1) / n,))
 
 
-def _swept(n: int, seed: int, t: int) -> Sparse:
+def _swept(n: int, seed: int, t: int) -> Round:
     """Sweep i from a drawn start; pair i with i + a, a drawn, where both are free."""
     words = random_words(seed, t, 2)
     a, start = int(words[0] % (n - 1)) + 1, int(words[1] % n)

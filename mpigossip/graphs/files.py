@@ -17,7 +17,7 @@ import numpy as np
 
 from mpigossip.graphs.base import Cycle, Graph, GraphError
 from mpigossip.graphs.networks import from_networkx
-from mpigossip.graphs.rounds import Round, Sparse
+from mpigossip.graphs.rounds import Sparse
 from mpigossip.graphs.search import Found
 from mpigossip.graphs.weights import rule
 
@@ -120,7 +120,7 @@ def read(path: str | Path) -> Graph:
     return Graph(Cycle(tuple(made)), name)
 
 
-def _edges(edges: Any, n: int, directed: bool, path: Path) -> Round:
+def _edges(edges: Any, n: int, directed: bool, path: Path) -> Sparse:
     """One round from pairs of nodes."""
     try:
         pairs = np.array(edges, np.int64).reshape(-1, 2)

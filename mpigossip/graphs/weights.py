@@ -12,19 +12,24 @@ from functools import lru_cache
 import numpy as np
 
 from mpigossip.graphs.base import Drawn, Graph, GraphError, static
-from mpigossip.graphs.rounds import Circulant, Round, Sparse
+from mpigossip.graphs.rounds import Circulant, Round, Sparse, Xor
+
+Edges = Circulant | Sparse
+"""What a rule weighs: rounds by offsets or by edges."""
 
 
 def as_sparse(r: Round) -> Sparse:
     """The same round as sparse rows."""
     if isinstance(r, Sparse):
         return r
+    if isinstance(r, Xor):
+        return r.sparse()
     to = np.repeat(np.arange(r.n), r.degree)
     source = (to.reshape(r.n, -1) + np.array(r.offsets, np.int64)).ravel() % r.n
     return Sparse.from_edges(r.n, to, source, np.tile(r.weights, r.n), np.full(r.n, r.own))
 
 
-def _undirected(r: Round, rule: str) -> None:
+def _undirected(r: Edges, rule: str) -> None:
     """Refuse edges that go one way only."""
     if isinstance(r, Circulant):
         both = set(r.offsets) == {r.n - o for o in r.offsets}
@@ -38,7 +43,7 @@ def _undirected(r: Round, rule: str) -> None:
         )
 
 
-def _with(r: Round, values: np.ndarray | float) -> Round:
+def _with(r: Edges, values: np.ndarray | float) -> Edges:
     """The edges of r with these weights (one per offset or edge); own weights fill up the rows."""
     if isinstance(r, Circulant):
         weights = np.broadcast_to(values, r.degree)
@@ -46,14 +51,14 @@ def _with(r: Round, values: np.ndarray | float) -> Round:
     return Sparse.from_edges(r.n, r.edge_receivers, r.indices, values)
 
 
-def uniform(r: Round) -> Round:
+def uniform(r: Edges) -> Edges:
     """W[i, j] = W[i, i] = 1/(1 + d_i): the plain mean of what arrives; rows sum to one."""
     if isinstance(r, Circulant):
         return _with(r, 1.0 / (1 + r.degree))
     return _with(r, 1.0 / (1 + np.diff(r.indptr)[r.edge_receivers]))
 
 
-def push(r: Round) -> Round:
+def push(r: Edges) -> Edges:
     """W[i, j] = W[j, j] = 1/(1 + out-degree of j): j splits evenly; columns sum to one.
 
     What push-sum needs (Assran et al., Stochastic Gradient Push, ICML 2019).
@@ -61,13 +66,13 @@ def push(r: Round) -> Round:
     return uniform(r.transposed).transposed
 
 
-def max_degree(r: Round) -> Round:
+def max_degree(r: Edges) -> Edges:
     """W[i, j] = 1/(1 + max d): symmetric, so doubly stochastic."""
     _undirected(r, "max-degree")
     return _with(r, 1.0 / (1 + r.degree))
 
 
-def metropolis_hastings(r: Round) -> Round:
+def metropolis_hastings(r: Edges) -> Edges:
     """W[i, j] = 1/(1 + max(d_i, d_j)): symmetric, non-negative, needs only local knowledge."""
     _undirected(r, "metropolis-hastings")
     if isinstance(r, Circulant):
@@ -76,7 +81,7 @@ def metropolis_hastings(r: Round) -> Round:
     return _with(r, 1.0 / (1 + np.maximum(degrees[r.edge_receivers], degrees[r.indices])))
 
 
-def laplacian_spectrum(r: Round) -> np.ndarray:
+def laplacian_spectrum(r: Edges) -> np.ndarray:
     """Eigenvalues of the Laplacian of r's undirected edges (unit weights), ascending, (n,)."""
     if isinstance(r, Circulant):
         unit = Circulant(r.n, 0.0, r.offsets, (1.0,) * r.degree)
@@ -86,7 +91,7 @@ def laplacian_spectrum(r: Round) -> np.ndarray:
     return np.linalg.eigvalsh(matrix)
 
 
-def laplacian(r: Round) -> Round:
+def laplacian(r: Edges) -> Edges:
     """W = I − αL with the best constant α = 2/(λ_1 + λ_{n−1}).
 
     Then ρ(W − J) = (1−r)/(1+r) with r = λ_{n−1}/λ_1.
@@ -100,7 +105,7 @@ def laplacian(r: Round) -> Round:
     return _with(r, 2.0 / (nonzero[0] + nonzero[-1]) if len(nonzero) else 0.0)
 
 
-def fmmc(r: Round) -> Round:
+def fmmc(r: Edges) -> Edges:
     """Fastest mixing Markov chain: minimise ρ(W − J) over symmetric W ≥ 0 on these edges.
 
     Boyd, Diaconis, Xiao, SIAM Review 2004; a semidefinite program, solved by cvxpy.
@@ -109,7 +114,7 @@ def fmmc(r: Round) -> Round:
     return _solved(r, signed=False)
 
 
-def fdla(r: Round) -> Round:
+def fdla(r: Edges) -> Edges:
     """Fastest distributed linear averaging: minimise ρ(W − J) over symmetric W of any sign.
 
     Xiao and Boyd 2004; never slower than "fmmc", possibly with negative weights ("signed").
@@ -119,7 +124,7 @@ def fdla(r: Round) -> Round:
 
 
 @lru_cache(maxsize=32)
-def _solved(r: Round, signed: bool) -> Round:
+def _solved(r: Edges, signed: bool) -> Edges:
     """Minimise s with −sI ⪯ I − A diag(w) Aᵀ − J ⪯ sI, A the (n, edges) incidence matrix."""
     try:
         import cvxpy
@@ -153,7 +158,7 @@ def _solved(r: Round, signed: bool) -> Round:
     return _with(r, np.array([matrix[nodes, (nodes + o) % r.n].mean() for o in r.offsets]))
 
 
-WEIGHTS: dict[str, Callable[[Round], Round]] = {
+WEIGHTS: dict[str, Callable[[Edges], Edges]] = {
     "uniform": uniform,
     "push": push,
     "max-degree": max_degree,
@@ -165,7 +170,7 @@ WEIGHTS: dict[str, Callable[[Round], Round]] = {
 """Every rule by name."""
 
 
-def rule(name: str) -> Callable[[Round], Round]:
+def rule(name: str) -> Callable[[Edges], Edges]:
     """The rule of this name; GraphError with a near miss otherwise."""
     if name not in WEIGHTS:
         near = difflib.get_close_matches(str(name), WEIGHTS, n=1)
@@ -183,7 +188,7 @@ def reweighted(graph: Graph, name: str) -> Graph:
             f'weights = "{name}" out'
         )
     options = {**dict(graph.options), "weights": name}
-    made = Graph(graph.schedule.mapped(change))
+    made = Graph(graph.schedule.mapped(lambda r: change(as_sparse(r) if isinstance(r, Xor) else r)))
     return made.renamed(graph.name, **options)
 
 
