@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mpigossip.analysis import graphs
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+BYTES_A_SECOND = {
+    prefix + unit: factor * size
+    for prefix, factor in {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
+    for unit, size in {"B/s": 1.0, "bit": 0.125, "bit/s": 0.125}.items()
+}
+PLAN_EXAMPLES = """examples:
+  mpigossip plan jobs/cifar10-resnet20.toml --nodes 4,8,…,1024 --bandwidth 25GB/s --latency 5us
+  srun -N 4 mpigossip plan jobs/imagenet-resnet50.toml --nodes 4,8,16,64 --out plan.png
+The second measures compute on its nodes and the network between them. Latency is that of a whole
+small round, bandwidth what a node sends and receives at once; alone, 10 µs and 100 Gbit/s are
+assumed. An ellipsis doubles on."""
 
 
 def add(commands) -> None:
     """Add them to the parser of the command line."""
     graphs.add(commands)
+    _add_plan(commands)
     _add_bench(commands)
     _add_job(commands)
     _add_doctor(commands)
@@ -108,6 +125,66 @@ def _doctor(options) -> int:
     from mpigossip.analysis.doctor import examine
 
     return examine(options)
+
+
+def _add_plan(commands) -> None:
+    text = "predict step time, traffic and training time on n nodes per graph, cadence and wire"
+    plan = commands.add_parser(
+        "plan", help=text, description=text, epilog=PLAN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    plan.set_defaults(run=_plan)
+    plan.add_argument("job", type=Path, metavar="JOB.toml")
+    plan.add_argument("settings", nargs="*", metavar="section.key=value")
+    plan.add_argument("--nodes", required=True, type=_nodes, metavar="N,N,…")
+    plan.add_argument("--epochs", type=float, help="default: the job's run.epochs")
+    time, rate = _quantity(SECONDS), _quantity(BYTES_A_SECOND)
+    plan.add_argument(
+        "--compute", type=time, metavar="T",
+        help="forward and backward of a step, such as 80ms; not given: measured here",
+    )  # fmt: skip
+    plan.add_argument("--node", type=time, metavar="T", help="averaging inside the node")
+    plan.add_argument("--latency", type=time, metavar="T", help="of a small round, such as 5us")
+    plan.add_argument("--bandwidth", type=rate, metavar="B", help="such as 25GB/s or 200Gbit")
+    plan.add_argument("--seconds", type=float, default=8.0, help="spent on measuring, about")
+    plan.add_argument("--out", type=Path, metavar="OUT.png", help="a picture")
+    plan.add_argument("--json", action="store_true", help="every combination, as one object")
+
+
+def _quantity(units: Mapping[str, float]) -> Callable[[str], float]:
+    """A reader of numbers with a unit, such as 80ms."""
+
+    def read(text: str) -> float:
+        found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
+        if not found or found[2] not in units or not float(found[1]) > 0:
+            known = ", ".join(units)
+            raise argparse.ArgumentTypeError(f'"{text}": needs a number > 0 and one of {known}')
+        return float(found[1]) * units[found[2]]
+
+    return read
+
+
+def _nodes(text: str) -> list[int]:
+    """4,8,…,64 as [4, 8, 16, 32, 64]: an ellipsis doubles from the number before it."""
+    found: list[int] = []
+    doubling = False
+    for word in text.replace("...", "…").split(","):
+        if word.strip() == "…" and found:
+            doubling = True
+            continue
+        if not word.strip().isdigit() or not 1 <= int(word) <= 4096:
+            raise argparse.ArgumentTypeError(f'"{word}": needs whole numbers from 1 to 4096')
+        while doubling and 2 * found[-1] < int(word):
+            found.append(2 * found[-1])
+        doubling = False
+        found.append(int(word))
+    return sorted(set(found))
+
+
+def _plan(options) -> None:
+    from mpigossip.analysis.plan_report import run
+
+    run(options)
 
 
 def _add_bench(commands) -> None:

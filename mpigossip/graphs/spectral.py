@@ -13,11 +13,14 @@ import numpy as np
 
 from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.exponential import rounds_needed
-from mpigossip.graphs.rounds import Circulant, Round, Sparse
+from mpigossip.graphs.rounds import Circulant, Round
 from mpigossip.graphs.weights import as_sparse
 
 DENSE = 1024
 """Largest n for which non-circulant products are formed as dense matrices."""
+
+TRIED_FROM = 128
+"""Above this n whether non-circulant rounds are exact is tried on vectors: no n³ work."""
 
 COLUMNS = 32
 """Columns from which the effective number of neighbours is estimated for large n."""
@@ -112,11 +115,12 @@ def _applied(product: list[Round], x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _radius_symmetric(r: Sparse) -> float:
+def _radius_symmetric(r: Round) -> float:
     """ρ(W − J) of one large symmetric round: its eigenvalues next to 1 and to −1."""
     from scipy.sparse import csc_array, diags_array
     from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
+    r = as_sparse(r)
     edges = csc_array((r.weights, (r.edge_receivers, r.indices)), (r.n, r.n))
     matrix = csc_array(edges + diags_array(r.own))
     common = {"v0": np.random.default_rng(0).standard_normal(r.n), "return_eigenvectors": False}
@@ -204,8 +208,8 @@ def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> i
     """Fewest rounds from `start` whose product is J to 1e-9; None if not within `limit`.
 
     The limit is two periods, or 4 ⌈log2 n⌉ + 4 if that is more; one round for a static graph,
-    which is exact at once or never. For large n the product is tried on random vectors, which
-    it can't deceive but with probability zero.
+    which is exact at once or never. Above TRIED_FROM nodes the product is tried on
+    random vectors, which it can't deceive but with probability zero.
     """
     n = graph.n
     if n == 1:
@@ -213,7 +217,7 @@ def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> i
     if limit is None:
         limit = 1 if graph.period == 1 else max(2 * horizon(graph), 4 * rounds_needed(n) + 4)
     product = _rounds(graph, limit, start)
-    if n <= DENSE or _circulants(product):
+    if n <= TRIED_FROM or _circulants(product):
         exact = np.flatnonzero(residues(graph, limit, start) <= EXACT)
         return int(exact[0]) if len(exact) else None
     return _exact_after(product)

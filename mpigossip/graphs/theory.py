@@ -66,6 +66,31 @@ def transient_iterations(graph: Graph) -> tuple[float, float]:
     return _transient(graph.n, averaging_gap(graph))
 
 
+def transient_of(
+    n: int, gap: float, gossip_share: float = 1.0, global_every: float = float("inf")
+) -> tuple[float, float]:
+    """n³C² (data alike on all nodes) and n³C²D² (not alike) where only some steps average.
+
+    A ``gossip_share`` of the steps is a round of a graph with this averaging gap 1 − ρ, which makes
+    β = 1 − (1−ρ) · share a step; every ``global_every``-th is the exact average, H.
+    C = 1 + β + … + β^(H−1), D = min(H, 1/(1−β)); 0 where every step is the exact average.
+    Chen et al., Accelerating Gossip SGD with Periodic Global Averaging, ICML 2021, from memory; it
+    has the rates of gossip (H = ∞) and of local SGD (no gossip: C = D = H) as its limits. That
+    gossip in a share of the steps counts as a gap smaller by that share is our estimate.
+    """
+    if global_every <= 1 or n == 1:
+        return 0.0, 0.0
+    left = gap * gossip_share
+    if left <= spectral.EXACT:
+        if global_every == float("inf"):
+            return float("inf"), float("inf")
+        c = d = global_every
+    else:
+        c = (1.0 - (1.0 - left) ** global_every) / left
+        d = min(global_every, 1.0 / left)
+    return n**3 * c**2, n**3 * c**2 * d**2
+
+
 def _sample_term(
     delta: float, smoothness: float, noise: float, epsilon: float, n: int, batch: int
 ) -> float:

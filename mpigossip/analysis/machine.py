@@ -1,0 +1,220 @@
+"""What a step costs on this machine: compute, node-local time, network; measured or given."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mpigossip.analysis.costs import Subject
+from mpigossip.config import Data, GraphSection, JobError
+from mpigossip.mixing.base import Kind, Layout, combine
+from mpigossip.mixing.wire import Wire
+
+LATENCY_S, BANDWIDTH = 10e-6, 12.5e9
+"""Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""
+SMALL = 512
+"""Elements of the message that shows the latency."""
+WARM_UP, LEAST, MOST = 3, 8, 60
+"""Steps that are run before measuring, and at least and at most measured."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds and rates of one node.
+
+    A message of B bytes takes latency_s + B / bandwidth; a global average over n nodes
+    2 ⌈log2 n⌉ global_latency_s + 2 (n−1)/n · B / global_bandwidth, as the best all-reduces do;
+    the weighted sum of k + 1 messages k · B / combine_rate.
+    """
+
+    compute_s: float
+    """forward and backward of a node"""
+    node_s: float
+    """averaging inside the node"""
+    update_s: float
+    """the algorithm's own arithmetic and bookkeeping"""
+    latency_s: float
+    bandwidth: float
+    """bytes/s, in and out at once"""
+    global_latency_s: float
+    global_bandwidth: float
+    combine_rate: float
+    """bytes/s of one term of the sum"""
+    sources: dict[str, str] = field(default_factory=dict)
+    """name -> "measured", "given" or "assumed" """
+    where: str = "this process alone"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user says of the machine; None: measured."""
+
+    compute_s: float | None = None
+    node_s: float | None = None
+    latency_s: float | None = None
+    bandwidth: float | None = None
+
+
+def examine(what: Subject, world, given: Given, budget_s: float) -> Machine:
+    """Measure what isn't given, on all ranks of the launcher at once; collective under MPI.
+
+    Compute is a real step of the job on one node. Latency and bandwidth are those of whole rounds
+    with the job's message between the ranks at hand, so that they hold what MPI and Python add.
+    Raises JobError where the job's devices are not here and compute_s isn't given.
+    """
+    sources: dict[str, str] = {}
+    if given.compute_s is None:
+        compute_s, node_s, update_s = _steps(what, world, budget_s)
+        sources |= dict.fromkeys(("compute", "node-local"), "measured")
+    else:
+        compute_s, node_s, update_s = given.compute_s, 0.0, 0.0
+        sources |= {"compute": "given", "node-local": "given"}
+    if given.node_s is not None:
+        node_s, sources["node-local"] = given.node_s, "given"
+    combine_rate = _combine_rate(what)
+    wire, where = _network(what, world, given, combine_rate, budget_s)
+    latency_s, bandwidth, global_latency_s, global_bandwidth = wire
+    measured = "measured" if world.size > 1 else "assumed"
+    sources["latency"] = measured if given.latency_s is None else "given"
+    sources["bandwidth"] = measured if given.bandwidth is None else "given"
+    return Machine(
+        compute_s, node_s, update_s, latency_s, bandwidth, global_latency_s, global_bandwidth,
+        combine_rate, sources, where,
+    )  # fmt: skip
+
+
+def _steps(what: Subject, world, budget_s: float) -> tuple[float, float, float]:
+    """Median seconds of a step of one node: compute, node-local, update; the slowest rank's."""
+    from mpigossip.cluster.ranks import Alone
+    from mpigossip.groups import devices
+    from mpigossip.training import setup
+
+    job = replace(what.job, graph=GraphSection(name="identity"))
+    with world.together(JobError):
+        missing = devices.mistakes(job.node.devices)
+        if missing:
+            raise JobError([*missing, "or say how long forward and backward take: --compute 80ms"])
+    with world.together(JobError):
+        assembly = setup.assemble(job if _here(job) else _synthetic(what), Alone(), 1)
+    try:
+        found: dict[str, list[float]] = {"compute_s": [], "node_s": [], "exchange_s": []}
+        world.barrier()
+        began = time.perf_counter()
+        for index in range(WARM_UP + MOST):
+            record = assembly.trainer.step()
+            if index < WARM_UP:
+                began = time.perf_counter()
+                continue
+            for name, values in found.items():
+                values.append(record.seconds[name])
+            late = time.perf_counter() - began > budget_s and len(found["node_s"]) >= LEAST
+            if world.agree(int(late)):
+                break
+    finally:
+        assembly.close()
+    mine = [statistics.median(values) for values in found.values()]
+    every = world.broadcast(world.gather(mine))
+    slowest = [statistics.fmean(each) for each in zip(*every, strict=True)]
+    return slowest[0], slowest[1], slowest[2]
+
+
+def _here(job) -> bool:
+    from mpigossip.analysis.costs import data_or_stand_in
+
+    found, note = data_or_stand_in(job)
+    found.close()
+    return not note
+
+
+def _synthetic(what: Subject):
+    """The job on data made up here, as many as its steps need."""
+    data: Data = what.job.data
+    count = max(data.samples, what.per_step * (WARM_UP + MOST))
+    return replace(what.job, data=replace(data, source="synthetic", samples=count),
+                   graph=GraphSection(name="identity"))  # fmt: skip
+
+
+def _best(work: Callable[[], object], repeats: int = 5) -> float:
+    work()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _combine_rate(what: Subject) -> float:
+    """Bytes a second of a two-term sum of one vector."""
+    a, b, out = (torch.ones(1, what.flat.size) for _ in range(3))
+    return 4 * what.flat.size / _best(lambda: combine((0.5, 0.5), (a, b), out))
+
+
+def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
+    """Seconds to encode a vector of this width, and to decode one; (0, 0) for exact wires."""
+    if wire.exact:
+        return 0.0, 0.0
+    short = min(width, 1 << 20)
+    values, out = torch.randn(short), torch.empty(short)
+    codes = torch.cat([code.flatten().view(torch.uint8) for code in wire.pack(values, (0,) * 3, 0)])
+    encode = _best(lambda: wire.pack(values, (0, 0, 0), 0), 3)
+    decode = _best(lambda: wire.unpack(codes, short, slice(0, short), out), 3)
+    return encode * width / short, decode * width / short
+
+
+def hops(n: int) -> int:
+    """Latencies one after the other in a global average over n nodes."""
+    return 2 * (n - 1).bit_length()
+
+
+def _network(what: Subject, world, given: Given, combine_rate: float, budget_s: float):
+    """((latency, bandwidth, the same of a global average), words on where)."""
+    latency = LATENCY_S if given.latency_s is None else given.latency_s
+    bandwidth = BANDWIDTH if given.bandwidth is None else given.bandwidth
+    if world.size == 1:
+        return (latency, bandwidth, latency, bandwidth), "this process alone"
+    n, hosts = world.size, len(set(world.hosts))
+    nbytes = 4 * what.flat.size
+    small, large = (_rounds(world, what, count, budget_s) for count in (SMALL, what.flat.size))
+    fitted = []
+    # messages that a round sends, and how many latencies it has
+    shapes = {"gossip": (1.0, 1), "global": (2 * (n - 1) / n, hops(n))}
+    for kind, (share, hops_of) in shapes.items():
+        t0, t1 = small[kind], large[kind] - nbytes / combine_rate
+        fitted += [t0 / hops_of, share * (nbytes - 4 * SMALL) / max(t1 - t0, 1e-9)]
+    where = f"{n} ranks on {hosts} host{'s' * (hosts > 1)}"
+    if given.latency_s is not None:
+        fitted[0] = fitted[2] = given.latency_s
+    if given.bandwidth is not None:
+        fitted[1] = fitted[3] = given.bandwidth
+    return tuple(fitted), where
+
+
+def _rounds(world, what: Subject, count: int, budget_s: float) -> dict[str, float]:
+    """Median seconds of a one-peer round and of a global average of one vector."""
+    from mpigossip.analysis.bench import alternate
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.windows import Windows
+
+    node = what.job.node
+    mixer = Windows(
+        graph("one-peer-exponential", world.size), Layout((count,)), world,
+        same_host=node.same_host, timeout_s=node.timeout_s,
+    )  # fmt: skip
+    clock = iter(range(1 << 60))
+    mixer.outbox(0)[0][0].fill_(1.0)
+
+    def one(kind: Kind) -> None:
+        t = next(clock) if kind is Kind.GOSSIP else 0
+        mixer.outbox(t)
+        mixer.start(kind, t)
+        mixer.finish()
+
+    works = [lambda: one(Kind.GOSSIP), lambda: one(Kind.GLOBAL)]
+    gossip, everyone = alternate(world.comm, works, budget_s / 4)
+    mixer.close()
+    return {"gossip": statistics.median(gossip), "global": statistics.median(everyone)}

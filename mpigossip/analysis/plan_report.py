@@ -1,0 +1,204 @@
+"""The plan as a screen of text, a picture, and what `mpigossip plan` runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mpigossip.analysis.costs import Subject, subject
+from mpigossip.analysis.dryrun import launched
+from mpigossip.analysis.machine import Given, Machine, examine
+from mpigossip.analysis.plan import (
+    ALL_REDUCE,
+    GOSSIP,
+    Choice,
+    Row,
+    always_global,
+    as_json,
+    choices,
+    recommend,
+    table,
+)
+from mpigossip.analysis.plan import name as named
+from mpigossip.config import JobError
+from mpigossip.training import setup
+
+WIDTH = 96
+"""Columns of the longest lines of text."""
+
+
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure on all ranks; print and draw on rank 0."""
+    from mpigossip.cluster.ranks import Alone, world
+
+    with world() if (launched() or 1) > 1 else Alone() as ranks:
+        with ranks.together(JobError):
+            what, note = subject(setup.load(options.job, options.settings))
+        given = Given(options.compute, options.node, options.latency, options.bandwidth)
+        machine = examine(what, ranks, given, options.seconds)
+        if ranks.rank != 0:
+            return
+        epochs = what.job.run.epochs if options.epochs is None else options.epochs
+        rows = table(what, machine, options.nodes, epochs)
+        if options.out:
+            picture(what, rows, options.nodes, epochs, options.out)
+        if options.json:
+            print(json.dumps(as_json(what, machine, rows, options.nodes, epochs)))
+            return
+        print(text(what, machine, rows, options.nodes, epochs, note))
+        if options.out:
+            print(options.out)
+
+
+def text(
+    what: Subject,
+    machine: Machine,
+    rows: Sequence[Row],
+    nodes: Sequence[int],
+    epochs: float,
+    note: str = "",
+) -> str:
+    """Two tables and the advice, on one screen."""
+    shown = [choice for choice in choices(what.job) if any(r.choice == choice for r in rows)]
+    by = {(row.choice, row.nodes): row for row in rows}
+    own = shown[1] if len(shown) > 1 else shown[0]
+    labels = {choice: _label(choice, own) for choice in shown}
+    wide = max(map(len, labels.values())) + 1
+    last = nodes[-1]
+    advice = [recommend(rows, n) for n in nodes]
+    chosen = {(found.row.choice, found.row.nodes) for found in advice}
+    lines = [*_head(what, machine, note), f"{'ms a step, nodes:':{wide}}" + _cells(nodes, str)]
+    for choice in shown:
+        cells = [
+            "-" if (row := by.get((choice, n))) is None
+            else _short(1e3 * row.step_s) + "*" * ((choice, n) in chosen)
+            for n in nodes
+        ]  # fmt: skip
+        lines.append(f"{labels[choice]:{wide}}" + _cells(cells, str))
+    head = ("ms a step", "hidden", "MB a step", "epoch", f"{epochs:g} epochs", "transient")
+    lines += ["", f"{f'at {last:,} nodes':{wide}}" + "".join(f"{h:>11}" for h in head)]
+    for choice in shown:
+        if (row := by.get((choice, last))) is not None:
+            lines.append(f"{labels[choice]:{wide}}" + "".join(f"{c:>11}" for c in _details(row)))
+    lines += [
+        "(transient: iterations before n nodes pay off n-fold, in theory and up to a constant: to",
+        "compare, not to add)",
+        "",
+        *_advice(nodes, advice),
+    ]
+    return "\n".join(lines)
+
+
+def _head(what: Subject, machine: Machine, note: str) -> list[str]:
+    job, told = what.job, machine.sources
+    method = job.algorithm.name
+    if always_global(job):
+        method = f"{method}; gossip as {GOSSIP}"
+    return [
+        f"{job.run.name}: {what.flat.count:,} parameters, {method}, {what.per_step} samples a "
+        f"node and step" + (f"; {note}" if note else ""),
+        f"compute {_time(machine.compute_s)} ({told['compute']}), inside the node "
+        f"{_time(machine.node_s)} ({told['node-local']}), update {_time(machine.update_s)}",
+        f"latency {_time(machine.latency_s)} ({told['latency']}), bandwidth "
+        f"{machine.bandwidth / 1e9:.3g} GB/s ({told['bandwidth']}); {machine.where}",
+        "",
+    ]
+
+
+def _label(choice: Choice, own: Choice) -> str:
+    """The graph; below it what else differs from the job's own choice."""
+    if choice.cadence != own.cadence and choice.graph != ALL_REDUCE:
+        return f"  cadence {choice.cadence}"
+    if choice.wire != own.wire and choice.graph != ALL_REDUCE:
+        return f"  wire {choice.wire}"
+    return choice.graph
+
+
+def _cells(values: Sequence, show: Callable) -> str:
+    return "".join(f"{show(value):>7}" for value in values)
+
+
+def _details(row: Row) -> list[str]:
+    hidden = f"{row.hidden_s / row.exchange_s:.0%}" if row.exchange_s else "-"
+    megabytes = _short(row.bytes_per_step / 1e6)
+    times = [_time(row.epoch_s), _time(row.total_s)] if row.steps_per_epoch else ["-", "-"]
+    return [_short(1e3 * row.step_s), hidden, megabytes, *times, f"{row.transient:.1g}"]
+
+
+def _advice(nodes: Sequence[int], advice: Sequence) -> list[str]:
+    """One paragraph for each stretch of nodes with the same recommendation; * marks them above."""
+    lines, begin = [], 0
+    for k in range(len(nodes)):
+        if k + 1 < len(nodes) and advice[k + 1].row.choice == advice[begin].row.choice:
+            continue
+        span = f"{nodes[begin]:,}" + (f" … {nodes[k]:,}" if k > begin else "")
+        said = f"* {span} nodes: {named(advice[k].row.choice)}: {advice[k].reason}"
+        lines += textwrap.wrap(said, WIDTH, subsequent_indent="  ")
+        begin = k + 1
+    return lines
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _time(value: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
+        if value >= 2 * length or unit == "ms" and value >= 1e-3:
+            return f"{value / length:.3g} {unit}"
+    return f"{1e6 * value:.3g} µs"
+
+
+def picture(
+    what: Subject, rows: Sequence[Row], nodes: Sequence[int], epochs: float, out: Path
+) -> None:
+    """Step time and time to the last epoch against nodes, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from mpigossip.analysis.report import COLOURS, LINES, MARKERS
+    from mpigossip.store.hdf5 import writing
+
+    figure = Figure(figsize=(12.4, 5.6), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    longest = max(row.total_s for row in rows)
+    unit, scale = next((u for u in UNITS if longest >= 2 * u[1]), UNITS[-1])
+    for k, choice in enumerate(choices(what.job)):
+        mine = [row for row in rows if row.choice == choice]
+        style = {
+            "color": COLOURS[-1] if choice.graph == ALL_REDUCE else COLOURS[k % 6],
+            "linestyle": LINES[k % len(LINES)],
+            "marker": MARKERS[k % len(MARKERS)],
+            "ms": 5,
+            "label": named(choice),
+        }
+        if mine:
+            at = [row.nodes for row in mine]
+            left.plot(at, [1e3 * row.step_s for row in mine], **style)
+            right.plot(at, [row.total_s / scale or math.nan for row in mine], **style)
+    best = [recommend(rows, n).row for n in nodes]
+    ring = {"marker": "o", "ms": 13, "mfc": "none", "color": "#444444", "linestyle": "none"}
+    left.plot(nodes, [1e3 * row.step_s for row in best], label="recommended", **ring)
+    right.plot(nodes, [row.total_s / scale or math.nan for row in best], **ring)
+    for axis, label, title in (
+        (left, "milliseconds", "A step"),
+        (right, unit, f"{epochs:g} epochs"),
+    ):
+        axis.set(xlabel="nodes", ylabel=label, title=title, xscale="log", xticks=nodes)
+        axis.set_xticks(nodes, [f"{n:,}" for n in nodes], minor=False)
+        axis.minorticks_off()
+        axis.grid(alpha=0.4)
+    left.set_ylim(bottom=0)
+    right.set_yscale("log")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.suptitle(f"{what.job.run.name}: predicted")
+    with writing(Path(out)):
+        figure.savefig(out, format="png")
