@@ -163,7 +163,7 @@ def picture(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from mpigossip.analysis.report import COLOURS, LINES, MARKERS
+    from mpigossip.analysis.runs import COLOURS, LINES, MARKERS
     from mpigossip.store.hdf5 import writing
 
     figure = Figure(figsize=(12.4, 5.6), dpi=130, layout="constrained")
