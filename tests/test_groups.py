@@ -289,9 +289,14 @@ class FakeNccl:
     def check_async_error(self):
         if self.fails == "before":
             raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: a GPU fell off the bus")
+        if self.fails == "unnamed":
+            raise KeyError(6)
 
     def destroy(self):
         self.calls.append("destroy")
+
+    def abort(self):
+        self.calls.append("abort")
 
     def __getattr__(self, name):
         return lambda *args: self.calls.append((name, args))
@@ -349,12 +354,14 @@ def test_nccl_calls_of_all_slots_stand_in_one_group_and_work_in_place(faked):
     assert calls[-4:] == ["destroy"] * 4
 
 
-@pytest.mark.parametrize("fails", ["groupEnd", "before"])
+@pytest.mark.parametrize("fails", ["groupEnd", "before", "unnamed"])
 def test_errors_of_nccl_name_devices_call_and_remedy(faked, fails):
     group = faked(2, fails)
     with pytest.raises(GroupError, match="NCCL broadcast over cpu, cpu failed: .*NCCL_DEBUG"):
         group.broadcast([torch.ones(1, 8)] * 2)
     group.close()
+    # destroying a broken communicator would wait for what never ends
+    assert group._nccl.calls[-2:] == ["abort"] * 2
 
 
 def test_nccl_needs_equal_shards(faked):

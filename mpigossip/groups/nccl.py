@@ -6,6 +6,7 @@ hand before its first training. CuPy's ROCm build has the same names over RCCL (
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,18 +25,21 @@ REMEDY = (
 
 def missing() -> str | None:
     """Why NCCL can't be used here; None where it can."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    wheel = "a ROCm build of CuPy" if torch.version.hip else f"cupy-cuda{major}x"
     try:
-        from cupy.cuda import nccl
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy's of a missing library; said below
+            from cupy.cuda import nccl
     except ImportError as error:
-        major = (torch.version.cuda or "13").split(".")[0]
         return (
             f"several GPUs under one rank need CuPy with NCCL, which can't be imported ({error}); "
-            f"pip install cupy-cuda{major}x, or name one GPU a rank"
+            f"pip install {wheel}, or name one GPU a rank"
         )
     if not nccl.available:
         return (
-            "this CuPy was built without NCCL; install nvidia-nccl beside it (pip install "
-            "nvidia-nccl-cu13, or -cu12 for CUDA 12), or name one GPU a rank"
+            "this CuPy finds no NCCL (RCCL); install it beside (pip install "
+            f"nvidia-nccl-cu{major}), or name one GPU a rank"
         )
     return None
 
@@ -71,6 +75,8 @@ class Nccl(Threads):
     the CPU's within rounding.
     """
 
+    _broken = False
+
     def __init__(self, devices: Sequence[str], threads: int = 1):
         """``devices``: different GPUs, such as ("cuda:0", "cuda:1"). Raises GroupError."""
         reason = missing()
@@ -80,27 +86,30 @@ class Nccl(Threads):
 
         self._nccl: Any = cupy.cuda.nccl
         self._numbers = [torch.device(device).index or 0 for device in devices]
+        # before the first call: with two copies of NCCL it could hang
+        version = cupy.cuda.runtime.runtimeGetVersion()
+        if found := clashes(loaded(), torch.version.cuda, version):
+            raise GroupError("; ".join(found))
         super().__init__(len(devices), threads, devices)
         try:
             with self._named("initAll"):
                 self._comms = self._nccl.NcclCommunicator.initAll(self._numbers)
-            version = cupy.cuda.runtime.runtimeGetVersion()
-            found = clashes(loaded(), torch.version.cuda, version)
-            if found:
-                raise GroupError("; ".join(found))
         except BaseException:
             super().close()
             raise
-        self._streams = [torch.cuda.Stream(device) for device in devices]
+        # above the compute stream: a slot that waits for an average holds up the others
+        self._streams = [torch.cuda.Stream(device, priority=-1) for device in devices]
 
     @contextmanager
     def _named(self, call: str) -> Iterator[None]:
         """Errors of NCCL and CUDA with the call, the devices and a remedy."""
         try:
             yield
-        except RuntimeError as error:  # NcclError, and torch's errors of a lost device
+        except (RuntimeError, KeyError) as error:
+            # NcclError (KeyError where CuPy has no name for the code), or torch's of a lost device
             if isinstance(error, GroupError):
                 raise
+            self._broken = True
             where = ", ".join(self.devices)
             raise GroupError(f"NCCL {call} over {where} failed: {error}; {REMEDY}") from error
 
@@ -190,11 +199,11 @@ class Nccl(Threads):
         self._rejoin()
 
     def close(self) -> None:
-        """Wait for the streams, then end threads and communicators."""
-        for stream in self._streams:
+        """Wait for the streams, then end threads and communicators; broken ones are cut off."""
+        for stream in () if self._broken else self._streams:
             stream.synchronize()
         for comm in self._comms:
-            comm.destroy()
+            _ = comm.abort() if self._broken else comm.destroy()
         self._streams, self._comms = [], []
         super().close()
 

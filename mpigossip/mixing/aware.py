@@ -10,10 +10,13 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.libraries import loaded
-from mpigossip.mixing.memory import MemoryRefused, private
+from mpigossip.mixing.memory import MemoryRefused, current, private
+from mpigossip.mixing.messages import Courier, wait_all
 
 PROBE = 1 << 16
-"""Bytes of the proof's put: above the size that libraries send along with the envelope."""
+"""Bytes of the proof's messages: above the size that libraries send along with the envelope."""
+PROOF_S = 60.0
+"""Seconds that each wait of the proof may take."""
 
 
 def asked(comm: MPI.Intracomm, environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
@@ -51,18 +54,21 @@ def _library_says() -> bool:
     return False
 
 
-def proven(comm: MPI.Intracomm, device: torch.device) -> tuple[bool, str]:
-    """Whether windows on GPU memory work on all ranks, and why (not); collective.
+def proven(
+    comm: MPI.Intracomm, device: torch.device, timeout_s: float = PROOF_S
+) -> tuple[bool, str]:
+    """Whether MPI moves GPU memory on all ranks, and why (not); collective.
 
     A library that says no anywhere is believed: a put into a GPU's memory would kill the process.
-    One that says yes has to deliver a put from GPU to GPU.
+    One that says yes has to deliver a put and a message from GPU to GPU. Raises LateError where
+    it doesn't come back.
     """
     said = asked(comm)
     names = [name for name, yes in said.items() if yes]
     if not all(comm.allgather(bool(names))):
         return False, f"this MPI doesn't say that it is GPU-aware ({', '.join(said)})"
     try:
-        error = "" if _put_arrives(comm, device) else "a put into GPU memory gave wrong data"
+        error = "" if arrives(comm, device, timeout_s) else "a put into GPU memory gave wrong data"
     except (MPI.Exception, RuntimeError) as wrong:
         error = f"a put into GPU memory failed: {wrong}"
     wrong_somewhere = next((text for text in comm.allgather(error) if text), None)
@@ -71,31 +77,57 @@ def proven(comm: MPI.Intracomm, device: torch.device) -> tuple[bool, str]:
     return True, f"{' and '.join(names)} says GPU-aware, and a put into GPU memory arrived"
 
 
-def _put_arrives(comm: MPI.Intracomm, device: torch.device) -> bool:
-    """Every rank puts a pattern of its own into its right neighbour's device memory."""
+def arrives(comm: MPI.Intracomm, device: torch.device, timeout_s: float) -> bool:
+    """Whether what every rank puts and sends to its right neighbour's device memory comes whole.
+
+    Runs in a thread of its own, given up after a while, as a flush that hangs never returns.
+    """
     refused = ""
     try:
-        memory = private(2 * PROBE, device)
+        memory = private(3 * PROBE, device)
     except MemoryRefused as error:
         refused = str(error)
     if any(comm.allgather(refused)):
         raise MemoryRefused(refused or "another rank has no memory for the proof")
-    source, inbox = memory[:PROBE], memory[PROBE:]
+    found: list[bool] = []
+    threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    courier = Courier(comm, threaded=threaded, poll=False, timeout_s=timeout_s)
+
+    def work() -> None:
+        with current(device):
+            found.append(_put_and_sent(comm, memory, device, timeout_s))
+
+    courier.wait(courier.submit(work), "the proof that this MPI moves GPU memory")
+    courier.close()
+    return found[0]
+
+
+def _put_and_sent(
+    comm: MPI.Intracomm, memory: torch.Tensor, device: torch.device, timeout_s: float
+) -> bool:
+    source, inbox, letter = memory.split(PROBE)
     source.fill_(comm.rank % 251 + 1)
     synchronize(device)
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+
+    def late(rank: int) -> str:
+        return f"proof that this MPI moves GPU memory: rank {rank} doesn't answer"
+
     window = MPI.Win.Create(raw(memory), 1, comm=comm)
-    try:
-        window.Lock_all()
-        right = (comm.rank + 1) % comm.size
-        window.Put([raw(source), MPI.BYTE], right, [PROBE, PROBE, MPI.BYTE])
-        window.Flush(right)
-        comm.Barrier()
-        window.Sync()
-        expected = (comm.rank - 1) % comm.size % 251 + 1
-        arrived = bool((inbox.cpu() == expected).all())
-        window.Unlock_all()
-    finally:
-        window.Free()
+    window.Lock_all()
+    window.Put([raw(source), MPI.BYTE], right, [PROBE, PROBE, MPI.BYTE])
+    window.Flush(right)
+    received = {left: comm.Irecv([raw(letter), MPI.BYTE], left)}
+    sent = {right: comm.Isend([raw(source), MPI.BYTE], right)}
+    wait_all(received, timeout_s, late)
+    wait_all(sent, timeout_s, late)
+    wait_all({right: comm.Ibarrier()}, timeout_s, late)
+    window.Sync()
+    expected = left % 251 + 1
+    arrived = bool((inbox.cpu() == expected).all() and (letter.cpu() == expected).all())
+    # not after an error: freeing is collective, and the others may not come
+    window.Unlock_all()
+    window.Free()
     return arrived
 
 

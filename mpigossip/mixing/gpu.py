@@ -9,7 +9,8 @@ Three ways to a neighbour, chosen at start (`node.gpu_window`):
 
 A round is one job of the communication thread: for each piece it waits until the piece is there
 to be sent, sends it, takes in the neighbours' same piece and sums on the receiver's stream. MPI
-never touches memory that a stream still writes: an event is waited for first.
+never touches memory that a stream still writes: an event is waited for first. Over a lossy wire
+what travels is encoded on the device and decoded there (bfloat16 within the sum), in one piece.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
+from mpigossip.mixing import fused, gpu_average
 from mpigossip.mixing.aware import proven
-from mpigossip.mixing.base import Kind, Layout, Segments, combine
-from mpigossip.mixing.memory import Mapped, MemoryRefused, handles, pin, private
-from mpigossip.mixing.messages import Courier
-from mpigossip.mixing.pieces import BySlot, DevicePush, Lane, PiecePush, current, on
+from mpigossip.mixing.base import Kind, Layout, Segments
+from mpigossip.mixing.gpu_sum import Source, Sums
+from mpigossip.mixing.memory import Mapped, MemoryRefused, can_map, current, handles, pin, private
+from mpigossip.mixing.messages import Courier, Job, wait_all
+from mpigossip.mixing.pieces import BySlot, DevicePush, Lane, PiecePush, on
 from mpigossip.mixing.push import PushWindow
 from mpigossip.mixing.shared import SharedHost
 from mpigossip.mixing.windows import Round, Windows
@@ -49,49 +52,54 @@ class DeviceWindows(Windows):
         self._devices = [torch.device(name) for name in names]
         self._lanes = [Lane(device) for device in self._devices]
         self._asked = memory
-        self._notes: list[str] = []
-        self._unpin: list[Callable[[], None]] = []
+        self._why: dict[str, list[str]] = {"near": [], "far": [], "all": []}
+        self._unpin: Callable[[], None] = lambda: None
         self._mapped: dict[int, Mapped] = {}
         given = {f: getattr(layout, f) for f in Layout.__dataclass_fields__}
         by_slot = BySlot(**given | {"devices": tuple(names)})
-        self._own = [torch.empty(0)] * len(names)
         self._memory_of_own(by_slot)
         super().__init__(graph, by_slot, world, same_host=same_host, timeout_s=timeout_s)
         slots = range(len(names))
-        self._mixed_memory = [torch.empty_like(memory) for memory in self._own]
         self._out = [by_slot.of(s).views(self._own[s])[0] for s in slots]
         self._mixed = [by_slot.of(s).views(self._mixed_memory[s])[0] for s in slots]
-        self._scratch: dict[tuple[int, int], torch.Tensor] = {}
-        through_host = self._stages_out and not self._lossy
+        self._sums = Sums(by_slot, self._lanes, self._mixed_memory)
         size = self._own[0].numel()
-        step = PIECE if through_host else size
+        step = PIECE if self._stages_out and not self._lossy else size
         self._pieces = [slice(at, min(at + step, size)) for at in range(0, size, step)]
         threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._courier = self._push.courier if self._push else Courier(
             self._comm, threaded=threaded, poll=False, timeout_s=timeout_s
         )  # fmt: skip
-        self._pin_all()
+        if self._stages_out or (self._push is not None and not self._on_devices):
+            self._pin_all()
 
     # -- ways to the neighbours -----------------------------------------------------------
 
     def _memory_of_own(self, layout: BySlot) -> None:
-        """The outbox of each slot: an allocation of its own where it may be shared."""
-        sizes = [layout.of(slot).nbytes for slot in range(len(self._devices))]
+        """Outbox, result and codes of each slot: allocations of their own where they are shared."""
+        parts = [layout.of(slot) for slot in range(len(self._devices))]
+        coded = 0 if layout.wire.exact else 1
+        sizes = [(part.nbytes, part.nbytes, coded * part.sent_bytes) for part in parts]
         if self._asked != "host":
             try:
-                self._own = [private(*pair) for pair in zip(sizes, self._devices, strict=True)]
+                self._take(sizes, private)
                 return
             except MemoryRefused as error:
-                self._notes.append(str(error))
-        self._own = [
-            torch.zeros(size, dtype=torch.uint8, device=device)
-            for size, device in zip(sizes, self._devices, strict=True)
+                self._why["all"].append(str(error))
+        self._take(sizes, lambda size, on: torch.zeros(size, dtype=torch.uint8, device=on))
+
+    def _take(self, sizes: Sequence[tuple[int, ...]], allocate: Callable) -> None:
+        taken = [
+            [allocate(size, device) for size in three]
+            for three, device in zip(sizes, self._devices, strict=True)
         ]
+        self._own, self._mixed_memory, self._code = map(list, zip(*taken, strict=True))
 
     def _open_host(self, same_host: str) -> SharedHost | None:
         """Shared memory with the ranks of this host, and their GPUs' memory where it maps."""
         host = super()._open_host(same_host)
         if host is None or self._asked == "host":
+            self._why["near"].append('node.gpu_window = "host"')
             return host
         on_host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         try:
@@ -102,95 +110,137 @@ class DeviceWindows(Windows):
 
     def _map(self, on_host: MPI.Comm) -> None:
         mine: list[bytes] | None = None
-        if all(device.type == "cuda" for device in self._devices) and not self._notes:
+        shared = self._own + self._mixed_memory
+        if can_map(self._devices) and not self._why["all"]:
             try:
-                mine = handles(self._own)
+                mine = handles(shared)
             except RuntimeError as error:
-                self._notes.append(f"cudaIpcGetMemHandle failed: {error}")
+                self._why["near"].append(f"cudaIpcGetMemHandle failed: {error}")
         everyone = on_host.allgather(mine)
         failed = "" if all(everyone) else "not all ranks of this host offer their memory"
         for place, given in enumerate(everyone):
             if place == on_host.rank or failed:
                 continue
             try:
-                self._mapped[place] = Mapped(given, self._own[0].numel(), self._devices)
+                sizes = [memory.numel() for memory in shared]
+                self._mapped[place] = Mapped(given, sizes, self._devices * 2)
             except MemoryRefused as error:
                 failed = str(error)
         # all or none on a host: a reader that maps and one that doesn't need other outboxes
-        if any(on_host.allgather(failed)):
+        reasons = [text for text in on_host.allgather(failed) if text]
+        if reasons:
             for mapped in self._mapped.values():
                 mapped.close()
             self._mapped = {}
-            if failed:
-                self._notes.append(failed)
+            self._why["near"].append(failed or f"another rank of this host: {reasons[0]}")
+        else:
+            self._why["near"].append("mapped from a process of the same host")
 
     def _open_push(self, several_hosts: bool) -> PushWindow | None:
         """The inbox window: on the devices where MPI is proven able, else in host memory."""
         if len(self._near[self.rank]) == self.n:
             return None
-        wanted = self._asked != "host" and self.layout.wire.exact
-        able, why = proven(self._comm, self._devices[0]) if wanted else (False, "not asked for")
-        if self._asked == "device" and wanted and not able:
-            raise MemoryRefused(
-                f'node.gpu_window = "device": {why}; use a GPU-aware MPI (`mpigossip doctor` says '
-                'what was asked), or "auto"'
-            )
-        self._notes.append(why)
         options = {
             "threaded": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
             "poll": several_hosts,
             "timeout_s": self._timeout_s,
         }
-        places = self._inbox_places()
+        able, why, places = False, 'node.gpu_window = "host"', self._inbox_places()
+        if self._asked != "host":
+            able, why = proven(self._comm, self._devices[0])
         if able:
-            return DevicePush(self._comm, self.layout, self._devices, places, **options)
+            try:
+                push = DevicePush(self._comm, self.layout, self._devices, places, **options)
+                self._why["far"].append(why)
+                return push
+            except MemoryRefused as error:
+                why = str(error)
+        if self._asked == "device":
+            raise MemoryRefused(
+                f'node.gpu_window = "device": {why}; use a GPU-aware MPI (`mpigossip doctor` says '
+                'what was asked), or "auto"'
+            )
+        self._why["far"].append(why)
         outbox = self._host is None and self.layout.wire.exact
-        return PiecePush(self._comm, self.layout.sent_bytes, places, outbox=outbox, **options)
+        return PiecePush(self._comm, self.layout, places, outbox=outbox, **options)
+
+    @property
+    def _on_devices(self) -> bool:
+        """Whether MPI puts from device to device."""
+        return isinstance(self._push, DevicePush)
 
     @property
     def _stages_out(self) -> bool:
-        """Whether gossip needs the message in host memory."""
+        """Whether gossip needs the message, not encoded, in host memory."""
         by_host = self._host is not None and self._host.size > 1 and not self._mapped
-        by_push = self._push is not None and not isinstance(self._push, DevicePush)
+        by_push = self._push is not None and not self._on_devices
         return by_host or (by_push and not self._lossy)
 
     @property
     def routes(self) -> dict[int, str]:
         """The way to each other rank, and why: "ipc", "device" or "host", then a reason."""
-        near = "ipc" if self._mapped else "host"
-        far = "device" if isinstance(self._push, DevicePush) else "host"
-        why = f" ({'; '.join(self._notes)})" if self._notes else ""
-        ranks = (rank for rank in range(self.n) if rank != self.rank)
-        return {r: (near if r in self._places_on_host else far) + why for r in ranks}
+        found, far = {}, "device" if self._on_devices else "host"
+        for rank in range(self.n):
+            near = rank in self._places_on_host
+            way = ("ipc" if self._mapped else "host") if near else far
+            reasons = [*self._why["near" if near else "far"], *self._why["all"]]
+            found[rank] = way + (f" ({'; '.join(reasons)})" if reasons else "")
+        del found[self.rank]
+        return found
 
     def _pin_all(self) -> None:
         """Lock the host memory that copies use; what can't be locked is noted and slower."""
         stretches = [*self._host.outboxes, self._host.result] if self._host else [self._message]
-        if self._push is not None and self._push.memory.numel():
-            stretches.append(self._push.memory)
-        pinned: set[int] = set()
-        for memory in stretches:
-            inside = self._push is not None and self._push.outbox is memory
-            if memory.data_ptr() in pinned or inside:
-                continue
-            pinned.add(memory.data_ptr())
-            try:
-                self._unpin.append(pin(memory, self._devices[0]))
-            except MemoryRefused as error:
-                self._notes.append(str(error))
+        stretches += [self._codes] if self._codes is not None else []
+        stretches += [self._push.memory] if self._push is not None else []
+        try:
+            self._unpin = pin(stretches, self._devices[0])
+        except MemoryRefused as error:
+            self._why["all"].append(str(error))
 
     # -- a round ------------------------------------------------------------------------
 
     def _partner(self, now: Round) -> None:
         """No averaging by halves: what is summed lies on the devices."""
 
+    def _encode(self, exchange: int) -> None:
+        """Quantize the outbox of every slot in place, its codes beside it on the device."""
+        first = 0
+        for slot, width in enumerate(self.layout.widths):
+            layout, codes, parts = self.layout.of(slot), self._code[slot], self._out[slot]
+            with current(self._devices[slot]):
+                for vector in range(layout.vectors):
+                    values, at = parts[vector][0], layout.place(0, vector)
+                    if layout.wire.name == "bf16":
+                        room = codes[at : at + 2 * width].view(torch.bfloat16)
+                        if fused.encode(values, room):
+                            continue
+                    for piece in layout.wire.pack(values, (exchange, self.rank, vector), first):
+                        codes[at : at + piece.numel()].copy_(piece.reshape(-1))
+                        at += piece.numel()
+                for k, value in enumerate(parts[layout.vectors :]):
+                    at = layout.place(0, layout.vectors + k)
+                    codes[at : at + 8].view(torch.float64).copy_(value[0])
+            first += width
+
     def _start_gossip(self, now: Round) -> None:
-        ready = [lane.ready() for lane in self._lanes]
-        now.ticket = self._courier.submit(lambda: self._exchange(now, ready))
+        now.ticket = self._submit(self._exchange, now)
 
     def _start_global(self, now: Round) -> None:
+        now.ticket = self._submit(self._average, now)
+
+    def _submit(self, work: Callable[[Round, list], None], now: Round) -> Job:
+        """Let the courier do a round's work behind what the devices have been given so far."""
         ready = [lane.ready() for lane in self._lanes]
-        now.ticket = self._courier.submit(lambda: self._average(now, ready))
+
+        def job() -> None:
+            # a thread begins on device 0, and would open a context there
+            with current(self._devices[0]):
+                for lane, event in zip(self._lanes, ready, strict=True):
+                    lane.follow(event)
+                work(now, ready)
+
+        return self._courier.submit(job)
 
     def finish(self) -> tuple[Segments, Segments]:
         """``sent`` and ``mixed`` of the open round."""
@@ -212,13 +262,11 @@ class DeviceWindows(Windows):
         count, targets = now.t - self._first, self._targets(now)
         readers, sources = self._on_host(now.readers), self._on_host(now.sources)
         far = self._far(self.rank, now.sources)
-        for lane, event in zip(self._lanes, ready, strict=True):
-            lane.follow(event)
-        copied = [self._copy_out(piece) for piece in self._pieces] if self._stages_out else []
+        copied = [self._copy_out(piece) for piece in self._pieces]
         if push:
             push.await_room([rank for rank, _ in targets], count)
         for k, piece in enumerate(self._pieces):
-            for event in copied[k] if copied else ready:
+            for event in copied[k] or ready:
                 _ = event and event.synchronize()
             if host:
                 host.publish(readers, now.t * many + k)
@@ -228,25 +276,36 @@ class DeviceWindows(Windows):
                 push.await_arrived(far, count * many + k)
             if host:
                 host.await_ready(sources, now.t * many + k)
-            self._sum(now, piece)
+            for slot in range(len(self._lanes)):
+                terms = [(self._own[slot][piece], False), *self._sources(now, slot, piece)]
+                self._sums.add(now.weights, slot, piece, terms)
         for lane in self._lanes:
             lane.drain()
         if host:
             host.release(sources, now.t)
 
-    def _copy_out(self, piece: slice) -> list:
-        """Begin to bring a piece of every slot to host memory; events behind it."""
-        for slot, lane in enumerate(self._lanes):
-            with on(lane.out):
-                self._in_message(slot, piece).copy_(self._own[slot][piece], non_blocking=True)
-        return [lane.copied_out() for lane in self._lanes]
+    def _copy_out(self, piece: slice, *, whole: bool = False) -> list:
+        """Begin to bring what is needed in host memory of every slot's piece; events behind it.
+
+        ``whole``: also what only a global average needs there.
+        """
+        values = whole or self._stages_out
+        codes = self._codes is not None and not self._on_devices
+        for slot, lane in enumerate(self._lanes if values or codes else []):
+            with current(lane.device), on(lane.out):
+                if values:
+                    self._in_message(slot, piece).copy_(self._own[slot][piece], non_blocking=True)
+                if codes:
+                    there = self._codes[self.layout.span(slot, sent=True)]
+                    there.copy_(self._code[slot], non_blocking=True)
+        return [lane.copied_out() for lane in self._lanes] if values or codes else []
 
     def _in_message(self, slot: int, piece: slice) -> torch.Tensor:
         return self._message[self.layout.span(slot)][piece]
 
     def _put(self, piece: slice, targets: Sequence[tuple[int, int]], count: int) -> None:
         if isinstance(self._push, DevicePush):
-            self._push.put_slots(self._own, targets, count)
+            self._push.put_slots(self._code if self._lossy else self._own, targets, count)
         elif self._lossy:
             self._push.put(self._codes, [slice(0, self._codes.numel())], targets, count)
         else:
@@ -254,77 +313,52 @@ class DeviceWindows(Windows):
             spans = [slice(at + piece.start, at + piece.stop) for at in starts]
             self._push.put(self._message, spans, targets, count)
 
-    def _sum(self, now: Round, piece: slice) -> None:
-        """The one sum over a piece of every slot, behind the copies in on the same stream."""
-        for slot, lane in enumerate(self._lanes):
-            with current(lane.device), on(lane.into):
-                arrays = [self._own[slot][piece], *self._sources(now, slot, piece)]
-                for dtype, part in self.layout.of(slot).parts:
-                    low, high = max(part.start, piece.start), min(part.stop, piece.stop)
-                    if low >= high:
-                        continue
-                    inside = slice(low - piece.start, high - piece.start)
-                    rows = [array[inside].view(dtype).unsqueeze(0) for array in arrays]
-                    out = self._mixed_memory[slot][low:high].view(dtype).unsqueeze(0)
-                    combine(now.weights, rows, out)
-
-    def _sources(self, now: Round, slot: int, piece: slice) -> list[torch.Tensor]:
-        """The in-neighbours' same piece on the slot's device, in the graph's order."""
-        found, place, count = [], 0, now.t - self._first
-        span = self.layout.span(slot)
-        for index, j in enumerate(now.sources):
+    def _sources(self, now: Round, slot: int, piece: slice) -> list[Source]:
+        """The in-neighbours' same piece, wherever it lies, in the graph's order."""
+        found: list[Source] = []
+        place, count = 0, now.t - self._first
+        for j in now.sources:
             near = self._places_on_host.get(j)
             if near is not None and self._mapped:
-                array = self._mapped[near].arrays[slot][piece]
+                found.append((self._mapped[near].arrays[slot][piece], False))
             elif near is not None:
-                array = self._host.outboxes[near][span][piece]
-            elif isinstance(self._push, DevicePush):
-                array = self._push.slot_inbox(count, place, slot)[piece]
-            elif self._lossy:
-                array = self._decoded(self._push.inbox(count, place), slot, index)
+                found.append((self._host.outboxes[near][self.layout.span(slot)][piece], False))
             else:
-                array = self._push.inbox(count, place)[span][piece]
-            place += near is None
-            found.append(self._brought(array, slot, index))
+                array = self._push.slot_inbox(count, place, slot)
+                found.append((array if self._lossy else array[piece], self._lossy))
+                place += 1
         return found
 
-    def _brought(self, array: torch.Tensor, slot: int, index: int) -> torch.Tensor:
-        """The array itself where the slot's device reaches it, else a copy there."""
-        device = self._lanes[slot].device
-        if array.device == device:
-            return array
-        copy = self._room(slot, index, array.numel())
-        return copy.copy_(array, non_blocking=True)
-
-    def _room(self, slot: int, index: int, size: int) -> torch.Tensor:
-        """Scratch on the slot's device for the ``index``-th source; reused in stream order."""
-        key, largest = (slot, index), self._own[slot].numel()
-        if key not in self._scratch:
-            whole = largest if self._lossy else self._pieces[0].stop
-            self._scratch[key] = torch.empty(
-                whole, dtype=torch.uint8, device=self._lanes[slot].device
-            )
-        return self._scratch[key][:size]
-
-    def _decoded(self, codes: torch.Tensor, slot: int, index: int) -> torch.Tensor:
-        """A slot's part of an encoded message, decoded on the slot's device."""
-        layout = self.layout.of(slot)
-        codes = codes[self.layout.span(slot, sent=True)].to(self._lanes[slot].device)
-        out = self._room(slot, index, layout.nbytes)
-        width = layout.widths[0]
-        for part, array in enumerate(layout.views(out)[0]):
-            at = layout.place(0, part)
-            if part < layout.vectors:
-                layout.wire.unpack(codes[at:], width, slice(0, width), array)
-            else:
-                array.copy_(codes[at : at + 8].view(torch.float64).view(1, 1))
-        return out
-
     def _average(self, now: Round, ready: list) -> None:
-        """A global average, in host memory; runs in the courier."""
-        for lane, event in zip(self._lanes, ready, strict=True):
-            lane.follow(event)
-        for events in [self._copy_out(piece) for piece in self._pieces]:
+        """A global average, on the devices where they reach each other; runs in the courier."""
+        for event in ready:
+            _ = event and event.synchronize()
+        timeout_s, comm = self._timeout_s, self._push.comm if self._push else self._comm
+        if self._push is None and self._mapped:
+            areas = [self._areas(slot) for slot in range(len(self._lanes))]
+            gpu_average.by_peers(self._host, areas, self.layout, self._lanes, now.t)
+        elif not self._on_devices:
+            self._average_on_host(now)
+        elif self._lossy and self.n * self.layout.sent_bytes < 2 * self.layout.nbytes:
+            everyone = gpu_average.gather(comm, self._code, self._lanes, timeout_s)
+            for slot, (own, codes) in enumerate(zip(self._own, everyone, strict=True)):
+                terms = [(row, True) for row in codes]
+                terms[self.rank] = (own, False)
+                self._sums.add([1 / self.n] * self.n, slot, self._pieces[0], terms)
+        else:
+            memory = self._own, self._mixed_memory
+            gpu_average.by_messages(comm, *memory, self.layout, self._lanes, timeout_s)
+        for lane in self._lanes:
+            lane.drain()
+
+    def _areas(self, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """All outboxes and all results of a slot in rank order, this rank's own among them."""
+        own = [*self._own, *self._mixed_memory]
+        every = [self._mapped[p].arrays if p in self._mapped else own for p in range(self.n)]
+        return [a[slot] for a in every], [a[slot + len(self._lanes)] for a in every]
+
+    def _average_on_host(self, now: Round) -> None:
+        for events in [self._copy_out(piece, whole=True) for piece in self._pieces]:
             for event in events:
                 _ = event and event.synchronize()
         if self._push is None:
@@ -333,10 +367,9 @@ class DeviceWindows(Windows):
         else:
             self._average_by_messages()
         for slot, lane in enumerate(self._lanes):
-            with on(lane.into):
+            with current(lane.device), on(lane.into):
                 result = self._result[self.layout.span(slot)]
                 self._mixed_memory[slot].copy_(result, non_blocking=True)
-            lane.drain()
 
     def close(self) -> None:
         """Finish an open round, take in outstanding tokens, free the memory; collective."""
@@ -347,12 +380,12 @@ class DeviceWindows(Windows):
         self._leave_round()
         for mapped in self._mapped.values():
             mapped.close()
-        for undo in self._unpin:
-            undo()
-        self._mapped, self._unpin, self._mixed = {}, [], []
+        self._unpin()
+        self._mapped, self._mixed = {}, []
         if self._push is None:
             self._courier.close()
         # a neighbour may still have this rank's memory mapped: it is freed after all have let go
-        self._comm.Barrier()
+        late = "closing the exchange: not all ranks of this job come".format
+        wait_all({0: self._comm.Ibarrier()}, self._timeout_s, late)
         super().close()
-        self._own, self._mixed_memory, self._scratch = [], [], {}
+        self._own, self._mixed_memory, self._code, self._sums = [], [], [], None

@@ -6,14 +6,27 @@ MPI safely; these are allocations of their own. Untested where there is no GPU.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from mpigossip.cluster.libraries import loaded
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for the contexts of all devices."""
+
 
 class MemoryRefused(RuntimeError):
     """Memory that can't be had or shared: device, call and remedy are named."""
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager:
+    """The context in which a device is the current one, as MPI libraries and CuPy look for it."""
+    return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 def private(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -22,7 +35,7 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
     cupy = _cupy(device)
     try:
-        with cupy.cuda.Device(device.index):
+        with current(device), cupy.cuda.Device(device.index):
             memory = cupy.cuda.Memory(max(nbytes, 1))
             array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
             array.fill(0)
@@ -35,30 +48,40 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
         ) from error
 
 
+def can_map(devices: Sequence[torch.device]) -> bool:
+    """Whether memory of these devices can be offered to other processes of the host."""
+    return all(device.type == "cuda" for device in devices)
+
+
 def handles(memory: Sequence[torch.Tensor]) -> list[bytes]:
     """What another process of this host opens these private allocations with."""
     found = []
     for array in memory:
         cupy = _cupy(array.device)
-        with cupy.cuda.Device(array.device.index):
+        with current(array.device), cupy.cuda.Device(array.device.index):
             found.append(cupy.cuda.runtime.ipcGetMemHandle(array.data_ptr()))
     return found
 
 
 class Mapped:
-    """A neighbour's private allocations, mapped into this process; ``arrays``: one a slot."""
+    """A neighbour's private allocations, mapped into this process; ``arrays``: in its order."""
 
-    def __init__(self, given: Sequence[bytes], nbytes: int, devices: Sequence[torch.device]):
-        """``devices``: where this process's slots are. Raises MemoryRefused."""
+    def __init__(self, given: Sequence[bytes], sizes: Sequence[int], devices):
+        """``devices``: this process's, one an allocation, where each is read from.
+
+        The arrays count as memory of those devices, also where the neighbour's GPU is another
+        one that they reach as a peer. Raises MemoryRefused.
+        """
         self.arrays: list[torch.Tensor] = []
-        self._open: list[tuple[int, int]] = []
+        self._open: list[tuple[int, torch.device]] = []
         try:
-            for handle, device in zip(given, devices, strict=True):
+            for handle, nbytes, device in zip(given, sizes, devices, strict=True):
                 cupy = _cupy(device)
-                with cupy.cuda.Device(device.index):
+                with current(device), cupy.cuda.Device(device.index):
                     pointer = cupy.cuda.runtime.ipcOpenMemHandle(handle)
-                    self._open.append((pointer, device.index))
-                    memory = cupy.cuda.UnownedMemory(pointer, nbytes, self)
+                    self._open.append((pointer, device))
+                    # without the device's number CuPy would ask whose memory it is: the peer's
+                    memory = cupy.cuda.UnownedMemory(pointer, nbytes, self, device.index)
                     array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
                     self.arrays.append(torch.from_dlpack(array))
         except RuntimeError as error:  # CUDARuntimeError is one
@@ -71,29 +94,65 @@ class Mapped:
     def close(self) -> None:
         """Unmap; the arrays must not be used any more."""
         self.arrays = []
-        for pointer, index in self._open:
-            cupy = _cupy(torch.device("cuda", index))
-            with cupy.cuda.Device(index):
+        for pointer, device in self._open:
+            cupy = _cupy(device)
+            with current(device), cupy.cuda.Device(device.index):
                 cupy.cuda.runtime.ipcCloseMemHandle(pointer)
         self._open = []
 
 
-def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
+def pages(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The whole pages that hold these stretches (address, bytes), joined where they touch.
+
+    A page can't be locked twice, and a copy may not begin in one locked range and end in another.
+    """
+    runs: list[tuple[int, int]] = []
+    for address, nbytes in sorted(stretches):
+        begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+        end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if runs and begin <= sum(runs[-1]):
+            begin, end = runs[-1][0], max(end, sum(runs.pop()))
+        runs.append((begin, end - begin))
+    return runs
+
+
+def pin(memory: Sequence[torch.Tensor], device: torch.device) -> Callable[[], None]:
     """Lock host memory that something else has allocated, so that GPUs copy at full speed.
 
     Returns what undoes it. Raises MemoryRefused; without locked memory copies are only slower.
     """
-    if device.type == "cpu" or not memory.numel():
+    if device.type == "cpu":
         return lambda: None
     runtime: Any = torch.cuda.cudart()
-    pointer, portable = memory.data_ptr(), 1
-    code = int(runtime.cudaHostRegister(pointer, memory.numel(), portable))
-    if code:
-        raise MemoryRefused(
-            f"cudaHostRegister of {memory.numel() >> 20} MiB for {device} failed with code {code}: "
-            "copies go through pageable memory and are slower; `ulimit -l unlimited` may help"
-        )
-    return lambda: runtime.cudaHostUnregister(pointer)
+    locked: list[int] = []
+
+    def undo() -> None:
+        while locked:
+            if int(runtime.cudaHostUnregister(locked.pop())):
+                _forget_error()
+
+    for address, nbytes in pages([(m.data_ptr(), m.numel()) for m in memory if m.numel()]):
+        with current(device):
+            code = int(runtime.cudaHostRegister(address, nbytes, PORTABLE))
+        if code:
+            _forget_error()
+            undo()
+            raise MemoryRefused(
+                f"cudaHostRegister of {nbytes >> 20} MiB for {device} failed with code {code}: "
+                "copies go through pageable memory and are slower; `ulimit -l unlimited` may help"
+            )
+        locked.append(address)
+    return undo
+
+
+def _forget_error() -> None:
+    """Take in the error that a failed call left behind, or torch's next kernel would raise it."""
+    for path in loaded():
+        name = path.rpartition("/")[2]
+        if name.startswith("libcudart"):
+            ctypes.CDLL(path).cudaGetLastError()
+        elif name.startswith("libamdhip64"):
+            ctypes.CDLL(path).hipGetLastError()
 
 
 def _cupy(device: torch.device) -> Any:
@@ -102,6 +161,7 @@ def _cupy(device: torch.device) -> Any:
     except ImportError as error:
         raise MemoryRefused(
             f"memory of {device} is shared through CuPy, which can't be imported ({error}); "
-            "pip install 'mpigossip[cuda]', or go through host memory: node.gpu_window = \"host\""
+            "pip install 'mpigossip[cuda]' (on AMD a ROCm build of CuPy), or go through host "
+            'memory: node.gpu_window = "host"'
         ) from error
     return cupy

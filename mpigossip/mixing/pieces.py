@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpigossip.mixing.aware import raw
 from mpigossip.mixing.base import Layout, Segments
-from mpigossip.mixing.memory import private
+from mpigossip.mixing.memory import MemoryRefused, current, private
 from mpigossip.mixing.push import ARRIVED, CUT, FREE, PushWindow
 
 
@@ -100,6 +100,15 @@ def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
 class PiecePush(PushWindow):
     """An inbox in host memory that is filled piece by piece, each with a token of its own."""
 
+    def __init__(self, comm: MPI.Intracomm, layout: BySlot, places: int, **options):
+        """Collective; ``options`` as :class:`~mpigossip.mixing.push.PushWindow` has them."""
+        super().__init__(comm, layout.sent_bytes, places, **options)
+        self._spans = [layout.span(slot, sent=True) for slot in range(len(layout.widths))]
+
+    def slot_inbox(self, count: int, place: int, slot: int) -> torch.Tensor:
+        """A slot's part of the message in a place of the ``count``-th round."""
+        return self.inbox(count, place)[self._spans[slot]]
+
     def await_room(self, ranks: Sequence[int], count: int) -> None:
         """Wait until the places of the ``count``-th round are free; runs in the courier."""
         if count >= 2:
@@ -135,23 +144,34 @@ class DevicePush(PiecePush):
 
     def __init__(
         self, comm: MPI.Intracomm, layout: BySlot, devices: Sequence[torch.device], places: int,
-        *, threaded: bool, poll: bool, timeout_s: float,
+        **options,
     ):  # fmt: skip
-        """Collective."""
-        super().__init__(
-            comm, 0, places, outbox=False, threaded=threaded, poll=poll, timeout_s=timeout_s
-        )
-        self._sizes = [layout.of(slot).nbytes for slot in range(len(devices))]
+        """Collective. Raises MemoryRefused, on all ranks, where one has no room."""
+        # tokens and an empty window: no inbox in host memory
+        PushWindow.__init__(self, comm, 0, places, outbox=False, **options)
+        self._sizes = [layout.of(slot).sent_bytes for slot in range(len(devices))]
         self._devices = devices
-        self._inboxes = [
-            private(size * 2 * places, device)
-            for size, device in zip(self._sizes, devices, strict=True)
-        ]
-        self._windows = []
+        self._inboxes: list[torch.Tensor] = []
+        self._windows: list[MPI.Win] = []
+        refused = ""
+        try:
+            for size, device in zip(self._sizes, devices, strict=True):
+                self._inboxes.append(private(size * 2 * places, device))
+        except MemoryRefused as error:
+            refused = str(error)
+        if any(comm.allgather(refused)):  # all or none: what follows is collective
+            self.close()
+            raise MemoryRefused(refused or "another rank has no room for its inbox on a GPU")
         for memory, device in zip(self._inboxes, devices, strict=True):
             with current(device):
                 self._windows.append(MPI.Win.Create(raw(memory), 1, comm=comm))
                 self._windows[-1].Lock_all()
+
+    def await_arrived(self, sources: Sequence[int], count: int) -> None:
+        """Wait for the messages of a piece; runs in the courier."""
+        super().await_arrived(sources, count)
+        for window in self._windows:
+            window.Sync()
 
     def slot_inbox(self, count: int, place: int, slot: int) -> torch.Tensor:
         """A slot's part of the message in a place of the ``count``-th round."""
@@ -186,8 +206,3 @@ class DevicePush(PiecePush):
             window.Free()
         self._windows, self._inboxes = [], []
         super().close()
-
-
-def current(device: torch.device) -> contextlib.AbstractContextManager:
-    """The context in which a device is the current one, as MPI libraries look for it."""
-    return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)

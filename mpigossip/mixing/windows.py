@@ -158,8 +158,7 @@ class Windows:
             self.graph, kind, t, self.rank, layout.sent_bytes, layout.raw_bytes
         )
         if self._lossy and kind is not Kind.LOCAL:
-            number = t if exchange is None else exchange
-            encode(layout, self._out, self.rows, number, self._codes)
+            self._encode(t if exchange is None else exchange)
         if kind is Kind.GOSSIP:
             self._first = t if self._first is None else self._first
         average = kind is Kind.GLOBAL or (kind is Kind.GOSSIP and self._is_average(t))
@@ -173,6 +172,9 @@ class Windows:
             now.readers = tuple(map(int, self.graph.receivers(t, self.rank)))
             now.partner = self._partner(now)
             self._start_gossip(now)
+
+    def _encode(self, exchange: int) -> None:
+        encode(self.layout, self._out, self.rows, exchange, self._codes)
 
     def _start_gossip(self, now: Round) -> None:
         if self._host:
