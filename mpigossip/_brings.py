@@ -7,6 +7,9 @@ from typing import Any
 from mpigossip import _toml
 from mpigossip._toml import near, show
 
+OWN = r"[A-Za-z_][\w.]*:\w+"
+"""The form of a name that stands for something to import: "package.module:factory"."""
+
 BRINGS: dict[str, dict[str, str]] = {
     "parallel": {"graph.name": "complete"},
     "qsgd": {"graph.name": "complete", "node.wire": "qsgd"},
@@ -72,8 +75,8 @@ def check_choice(
     if not isinstance(name, str):
         return []  # the section's own check reports it
     if name not in choices:
-        # A graph from a file and a user's own model bring their own options.
-        own = {"graph": r"file:.+", "model": r"[\w.]+:\w+"}.get(section, "(?!)")
+        # A graph from a file and what a user brings along have their own options.
+        own = {"graph": r"file:.+", "model": OWN, "algorithm": OWN}.get(section, "(?!)")
         if re.fullmatch(own, name):
             return []
         return [f"{section}.name = {show(name)}: unknown {section}; {near(name, choices)}"]

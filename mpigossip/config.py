@@ -6,14 +6,14 @@ TOML, so that `load(dump(job)) == job`. Neither torch nor MPI is imported here.
 
 # No `from __future__ import annotations`: cattrs drops the limits of annotations that are texts.
 
-import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mpigossip import _toml
 from mpigossip._brings import bring, check_choice, drop_options, names
+from mpigossip._job import JobError, read
 from mpigossip._limits import (
     AboveZero,
     Chance,
@@ -29,23 +29,9 @@ from mpigossip._limits import (
 )
 from mpigossip._toml import Limit, converter, explain, near, show
 
+__all__ = ["SECTIONS", "Job", "JobError", "as_dict", "dump", "load"]
+
 Builders = Mapping[str, Mapping[str, Callable]]
-
-
-class JobError(ValueError):
-    """Mistakes of the user, all of them: `messages` holds one sentence or paragraph for each."""
-
-    messages: tuple[str, ...]
-
-    def __init__(self, messages: Iterable[str]) -> None:
-        messages = (messages,) if isinstance(messages, str) else messages
-        self.messages = tuple(m.encode(errors="backslashreplace").decode() for m in messages)
-        super().__init__(self.messages)
-
-    def __str__(self) -> str:
-        if len(self.messages) == 1:
-            return self.messages[0]
-        return "\n".join(f"- {message}" for message in self.messages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +62,7 @@ class Data:
     """Section `[data]`: samples, how nodes share them, and how they are decoded."""
 
     source: Text = "digits"
-    """`"digits"` (built in), `"synthetic"`, or the path of a packed `.h5` file."""
+    """`"digits"` (built in), `"synthetic"`, a packed `.h5` file, or "package.module:factory"."""
     batch: Positive = 32
     """Samples per slot per gradient."""
     partition: Literal["shuffled", "sorted", "mixed", "dirichlet"] = "shuffled"
@@ -120,7 +106,7 @@ class Algorithm:
     """Section `[algorithm]`: what a step does; further keys are the algorithm's options."""
 
     name: Text = "dmsgd"
-    """The decentralized method."""
+    """The decentralized method, or "package.module:factory"."""
     local: Text | None = None
     """The local optimizer inside the method; unset takes the method's own."""
     weight_decay: NotNegative = 0.0
@@ -263,6 +249,9 @@ class LogSection:
     """Growth of the consensus distance that is warned of; 0 never looks."""
     diverging_steps: Positive = 1000
     """Steps within which it has grown so."""
+    hooks: tuple[Text, ...] = ()
+    """What else watches the run: `"tensorboard"`, or `"package.module:factory"`, called with the
+    world (its `rank` and `size`) and returning a mpigossip.training.hooks.Hook."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +289,7 @@ def load(
     parameters of that callable, and defaults are filled in (but for None). JobError lists every
     mistake.
     """
-    raw, messages = _read(source), list[str]()
+    raw, messages = read(source), list[str]()
     before = names(raw)
     for text in overrides:
         messages += _toml.override(raw, text)
@@ -352,35 +341,6 @@ def dump(job: Job) -> str:
             lines += [f"# {key} is not set" if unset else line]
         lines += [""]
     return "\n".join(lines)
-
-
-def _read(source: Path | str | Mapping) -> dict[str, Any]:
-    """The raw sections: new dicts, safe to change."""
-    if isinstance(source, Mapping):
-        tables = dict(source)
-    else:
-        where, text = "the job", source
-        if isinstance(source, Path) or "\n" not in source:
-            where = f'job file "{source}"'
-            try:
-                text = Path(source).read_text("utf-8-sig")
-            except FileNotFoundError:
-                raise JobError([f"{where}: no such file; {_beside(Path(source))}"]) from None
-            except (OSError, ValueError) as error:
-                raise JobError([f"{where} can't be read as text: {error}"]) from None
-        try:
-            tables = tomllib.loads(str(text))
-        except (ValueError, RecursionError) as error:
-            hint = "text needs quotes, sections stand in [brackets]"
-            raise JobError([f"{where} is not TOML: {error}; {hint}"]) from None
-    return {str(n): dict(t) if isinstance(t, Mapping) else t for n, t in tables.items()}
-
-
-def _beside(path: Path) -> str:  # job files in the folder where `path` was looked for
-    try:
-        return near(path.name, [file.name for file in path.parent.glob("*.toml")])
-    except OSError:
-        return "give the path of a TOML file"
 
 
 def _keys(section: str) -> set[str]:

@@ -145,8 +145,9 @@ def test_names_are_checked_where_builders_are_given():
     own = {"model": {"name": "my.models:net", "any": 1}, "graph": {"name": "file:found.h5"}}
     job = load(own, builders=BUILDERS)
     assert job.model.options == {"any": 1}
-    (message,) = mistakes({"algorithm": {"name": "a:b"}}, builders=BUILDERS)
+    (message,) = mistakes({"algorithm": {"name": "a/b"}}, builders=BUILDERS)
     assert "dmsgd, parallel" in message
+    assert load({"algorithm": {"name": "a:b"}}, builders=BUILDERS).algorithm.name == "a:b"
 
 
 def test_a_required_option_is_asked_for():

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mpigossip._named import imported, is_own
 from mpigossip.algorithms import compressed, directed, gossip, periodic, tracking
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.local import LOCALS, skipping
 from mpigossip.algorithms.spectrum import above_minus_third, momentum_of_gossip
+from mpigossip.config import JobError
 from mpigossip.graphs import Graph
 
 __all__ = [
@@ -97,15 +99,30 @@ def build(
     Without ``graph`` the options of `FROM_GRAPH` keep their cautious defaults.
     """
     chosen = local or DEFAULT_LOCAL.get(name)
-    make, step = BUILDERS[name], None
+    make, step = _builder(name), None
     mine = {key: value for key, value in options.items() if key in (make.__kwdefaults__ or ())}
     if chosen:
         others = {key: value for key, value in options.items() if key not in mine}
         step = skipping(LOCALS[chosen](decayed, **others))
+    elif options.keys() - mine.keys():
+        raise JobError(
+            [
+                f'algorithm.{key}: unknown; options of "{name}" are its keyword-only parameters: '
+                f"{', '.join(make.__kwdefaults__ or ()) or 'it has none'}"
+                for key in sorted(options.keys() - mine.keys())
+            ]
+        )
     for key, compute in FROM_GRAPH.get(name, {}).items():
         if graph is not None and mine.get(key) is None:
             mine[key] = compute(graph, options)
     return make(step, **mine)
+
+
+def _builder(name: str) -> Callable[..., Algorithm]:
+    """One of `BUILDERS`, or "package.module:factory": (local, *, option=…) -> Algorithm."""
+    if name in BUILDERS or not is_own(name):
+        return BUILDERS[name]
+    return imported("algorithm.name", name, "(local, *, option=…) that returns an Algorithm")
 
 
 def over_wire(method: Algorithm, *, biased: bool) -> Algorithm:

@@ -24,6 +24,7 @@ from typing import Any
 import mpigossip
 from mpigossip.cluster.launcher import LaunchError
 from mpigossip.cluster.ranks import Alone, World, world
+from mpigossip.training.words import counted
 
 LOW_DISK = 10**9
 """Free bytes below which the disk is worth a word."""
@@ -315,11 +316,6 @@ def as_json(found: Sequence[Finding]) -> str:
     rows = [vars(one) for one in found]
     wrong = [one.name for one in found if one.level == "wrong"]
     return json.dumps({"findings": rows, "wrong": wrong}, indent=1, default=str)
-
-
-def counted(count: int, word: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def complain(text: str) -> None:

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.analysis.doctor import Finding, complain, counted
+from mpigossip.analysis.doctor import Finding, complain
 from mpigossip.cluster.ranks import World
 from mpigossip.graphs import Graph, graph
 from mpigossip.mixing.aware import asked, proven
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.windows import Windows
+from mpigossip.training.words import counted
 
 REPEATS = 5
 ROUNDS = 16

@@ -1,6 +1,8 @@
 """Whether launcher and MPI agree about the number of ranks, from environment variables alone."""
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 # Launchers tell each process its rank and the number of processes. The pair counts, not one of
 # them: SLURM_PROCID (0) and SLURM_NTASKS are also in the batch script's own environment, where a
@@ -51,3 +53,26 @@ def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
         "purpose: mpiexec -n 1",
         rank,
     )
+
+
+STARTERS = {"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun"}
+
+
+def terminal_of_launcher() -> str | None:
+    """The terminal that the launcher of this rank writes to; None where that is a file or a pipe.
+
+    A rank's own output is a pipe to its launcher, which may stand on another host: then None.
+    """
+    process = os.getppid()
+    try:
+        while process > 1:
+            name, _, rest = (
+                Path(f"/proc/{process}/stat").read_text().partition(" (")[2].rpartition(") ")
+            )
+            if name in STARTERS:
+                output = str(Path(f"/proc/{process}/fd/1").readlink())
+                return output if output.startswith(("/dev/pts/", "/dev/tty")) else None
+            process = int(rest.split()[1])
+    except (OSError, ValueError, IndexError):
+        pass
+    return None

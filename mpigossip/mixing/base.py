@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -122,6 +122,8 @@ class Mixer(Protocol):
     """
 
     n: int
+    layout: Any
+    """Of the messages: a `Layout`, or what has its widths, nbytes, sent_bytes and raw_bytes."""
     bytes_sent: list[int]
     """Bytes that each local node has put on the wire so far."""
     synchronous: bool

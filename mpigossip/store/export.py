@@ -109,13 +109,16 @@ def add_evaluation(writer: Any, step: int, found: dict[str, Any]) -> None:
             writer.add_scalar(f"{name}/test_most_of_nodes", float(np.nanmax(local)), step)
 
 
-def events(folder: Path) -> Any:
-    """A `SummaryWriter` of torch for a folder; StoreError where TensorBoard isn't installed."""
+def events(folder: Path, first_step: int = 0) -> Any:
+    """A `SummaryWriter` of torch for a folder; what it has from `first_step` on is hidden.
+
+    Raises StoreError where TensorBoard isn't installed.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise _without("TensorBoard's files", "tensorboard", "tensorboard") from None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=first_step or None)
 
 
 def _without(what: str, extra: str, packages: str) -> StoreError:

@@ -15,6 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from mpigossip import config
+from mpigossip._named import imported, is_own
 from mpigossip.config import JobError
 from mpigossip.store.dataset import open_dataset
 from mpigossip.training.images import Images, Recipe
@@ -215,6 +216,17 @@ def source(data: config.Data, seed: int) -> Source:
             tuple(data.shape), data.classes, data.samples, data.test_samples, seed
         )
     path = DIGITS if data.source == "digits" else Path(data.source).expanduser()
+    if not path.exists() and is_own(data.source):
+        make = imported("data.source", data.source, "(data, seed) that returns a Source")
+        made = make(data, seed)
+        if not isinstance(made, Source):
+            raise JobError(
+                [
+                    f'data.source = "{data.source}" returned {type(made).__name__}; it should '
+                    "return a mpigossip.training.data.Source"
+                ]
+            )
+        return made
     if not path.exists():
         raise JobError(
             [

@@ -18,6 +18,7 @@ from mpigossip.graphs import GraphError
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.training.hooks import Log, Stopper
+from mpigossip.training.own import own_hooks
 from mpigossip.training.progress import Printer, describe
 from mpigossip.training.run import Run
 from mpigossip.training.setup import Assembly, assemble, load
@@ -49,6 +50,7 @@ def run(job: Job, world, n: int, resume: Path | None) -> dict[str, Any]:
 def _run(assembly: Assembly, world, resume: Path | None) -> dict[str, Any]:
     folder = assembly.job.run.folder
     hooks = [Log(world, len(assembly.trainer.mixer.rows)), Printer(world)]
+    hooks += own_hooks(assembly.job.log.hooks, world)
     end = end_of_allocation(assembly.job.checkpoint.wall_clock_s)
     synchronous = assembly.trainer.mixer.synchronous
     lag = Stopper.LAG if synchronous else assembly.job.log.flush_steps

@@ -1,7 +1,6 @@
 """Networks by name: mlp, lenet, resnet20, resnet56, resnet50, gpt, or "package.module:factory"."""
 
 import difflib
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mpigossip._named import imported, is_own
 from mpigossip.config import JobError
 from mpigossip.training.gpt import gpt
 from mpigossip.training.resnet import image_shape, resnet20, resnet50, resnet56
@@ -109,35 +109,16 @@ def _factory(name: str) -> Callable[..., nn.Module]:
     """Return the builder of this name or the object that it imports."""
     if name in BUILDERS:
         return BUILDERS[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not attribute:
-        near = difflib.get_close_matches(name, BUILDERS, 1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise JobError(
-            [
-                f'model.name = "{name}" is none of {", ".join(BUILDERS)} and not of the '
-                f'form "package.module:factory"{hint}'
-            ]
-        )
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise JobError(
-            [
-                f'model.name = "{name}": {module_name} can\'t be imported ({error}); is '
-                "its folder on PYTHONPATH?"
-            ]
-        ) from error
-    except AttributeError as error:
-        raise JobError([f'model.name = "{name}": {module_name} has no {attribute}']) from error
-    if not callable(factory):
-        raise JobError(
-            [
-                f'model.name = "{name}" is a {type(factory).__name__}; it should be a '
-                "function of (shape, classes, **options) that returns a module"
-            ]
-        )
-    return factory
+    if is_own(name):
+        return imported("model.name", name, "(shape, classes, **options) that returns a module")
+    near = difflib.get_close_matches(name, BUILDERS, 1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    raise JobError(
+        [
+            f'model.name = "{name}" is none of {", ".join(BUILDERS)} and not of the '
+            f'form "package.module:factory"{hint}'
+        ]
+    )
 
 
 def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:

@@ -1,87 +1,150 @@
-"""What a run says while it goes: one live line on a terminal, plain lines in a batch log."""
+"""What a run says while it goes: a live line on a terminal, plain lines in a batch log."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections import deque
 from typing import Any, TextIO
 
+from rich.console import Console
+from rich.text import Text
+
+from mpigossip.cluster.launcher import terminal_of_launcher
 from mpigossip.training.evaluate import Evaluation
 from mpigossip.training.hooks import Hook
 from mpigossip.training.loop import Record
+from mpigossip.training.overview import overview
+from mpigossip.training.words import clock, size
 
-INTERVAL_S = 0.2
-"""Seconds between refreshes of the live line."""
+LIVE_S, PLAIN_S = 0.2, 30.0
+"""Seconds between refreshes of the live line, and between the lines of a batch log."""
+WINDOW = 50
+"""Steps over which speed and the share of the exchange are averaged."""
+HEADING_EVERY = 25
+"""Rows of the table after which its heading is said again."""
+TABLE = (("epoch", 9), ("step", 9), ("train loss", 12), ("test loss", 11), ("accuracy", 10),
+         ("local", 9), ("consensus", 11), ("time", 9))  # fmt: skip
+"""Columns of the table of evaluations, and their widths."""
 
 
 class Printer(Hook):
-    """Speaks for the whole run on rank 0; silent elsewhere."""
+    """Speaks for the whole run on rank 0; silent elsewhere.
 
-    def __init__(self, world, stream: TextIO | None = None):
-        """Lines go to ``stream``, standard output if None."""
-        self._speaks = world.rank == 0
+    The training loss is that of the nodes in this process: of node 0 under a launcher.
+    """
+
+    def __init__(self, world, stream: TextIO | None = None, plain_s: float = PLAIN_S):
+        """Lines go to ``stream``, standard output if None.
+
+        It counts as a terminal if it is one, or a launcher passes it on to one.
+        """
+        self._world, self._speaks = world, world.rank == 0
         self._stream = stream or sys.stdout
-        self._live = self._stream.isatty()
-        self._shown = 0.0
-        self._length = 0
+        self._plain_s = plain_s
+        terminal = terminal_of_launcher() if stream is None and world.comm else None
+        self._live = self._stream.isatty() or terminal is not None
+        self._console = Console(
+            file=self._stream, force_terminal=self._live or None, highlight=False, soft_wrap=True,
+            width=_width(terminal), legacy_windows=False,
+        )  # fmt: skip
+        self._shown = time.monotonic()
+        self._dirty, self._rows = False, 0
+        self._losses: list[float] = []
+        self._consensus = float("nan")
+        self._recent: deque[tuple[float, dict[str, float]]] = deque(maxlen=WINDOW)
 
     def start(self, progress, assembly) -> None:
         """Say what begins."""
         if not self._speaks:
             return
-        trainer, job = assembly.trainer, progress.job
-        flat = trainer.replicas.flat
-        self._line(
-            f"{job.run.name}: {progress.nodes} nodes x {trainer.group.slots} slots, "
-            f"{job.model.name} with {flat.count:,} parameters, {job.algorithm.name} on "
-            f"{job.graph.name}, {progress.total_steps} steps, {progress.steps_per_epoch} an epoch"
-        )
+        self._print(Text(progress.job.run.name, style="bold"))
+        for word, text in overview(progress, assembly, self._world):
+            self._print(Text.assemble((f"  {word:<9}", "cyan"), text))
         if progress.first_step:
-            self._line(f"going on at step {progress.first_step}")
+            self._print(Text(f"  going on at step {progress.first_step}"))
+        self._print(Text())
+        self._rows = 0
 
     def step(self, progress, record: Record) -> None:
-        """Refresh the live line now and then."""
+        """Remember the step; now and then refresh the live line, or write a plain one."""
+        if not self._speaks:
+            return
         now = time.monotonic()
-        if not (self._speaks and self._live) or now - self._shown < INTERVAL_S:
+        self._losses.append(float(record.loss.mean()))
+        self._recent.append((now, record.seconds))
+        if record.consensus_distance == record.consensus_distance:
+            self._consensus = record.consensus_distance
+        if now - self._shown < (LIVE_S if self._live else self._plain_s):
             return
         self._shown = now
-        done = record.index + 1
+        text = self._line(progress, record.index + 1)
+        if self._live:
+            self._stream.write(f"\r\x1b[2K{text[: self._console.width - 1]}")
+            self._stream.flush()
+            self._dirty = True
+        else:
+            self._print(Text(text))
+
+    def _line(self, progress, done: int) -> str:
+        """Where the run stands, what of a step isn't hidden behind computing, and the time left."""
+        first, last = self._recent[0][0], self._recent[-1][0]
+        speed = (len(self._recent) - 1) / max(last - first, 1e-9)
+        spent = {name: sum(s[name] for _, s in self._recent) for name in self._recent[-1][1]}
+        share = (spent.get("exchange_s", 0.0) + spent.get("idle_s", 0.0)) / sum(spent.values())
         rate = (done - progress.first_step) / max(time.perf_counter() - progress.began, 1e-9)
-        left = (progress.total_steps - done) / rate
-        text = (
-            f"step {done}/{progress.total_steps}  loss {record.loss.mean():.4f}  "
-            f"{rate * progress.samples_per_step:,.0f} samples/s  {_clock(left)} left"
+        mean = sum(self._losses[-WINDOW:]) / len(self._losses[-WINDOW:])
+        return (
+            f"step {done}/{progress.total_steps}  loss {mean:.4f}  "
+            f"{speed * progress.samples_per_step:,.0f} samples/s  "
+            f"ETA {clock((progress.total_steps - done) / rate)}  "
+            f"consensus {self._consensus:.1e}  exchange+idle {share:.0%}"
         )
-        self._stream.write("\r" + text.ljust(self._length))
-        self._stream.flush()
-        self._length = len(text)
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
-        """One line an evaluation."""
-        if self._speaks:
-            self._line(
-                f"epoch {progress.epoch(step):6.2f}  step {step:7d}  "
-                f"test loss {found.loss:.4f}  accuracy {found.accuracy:.4f}  "
-                f"(nodes {found.mean_local_accuracy:.4f})  "
-                f"consensus distance {found.consensus_distance:.2e}  {_clock(progress.seconds)}"
-            )
+        """A row of the table."""
+        if not self._speaks:
+            return
+        if self._rows % HEADING_EVERY == 0:
+            heading = "".join(name.rjust(width) for name, width in TABLE)
+            self._print(Text(heading, style="bold"))
+        self._rows += 1
+        seen, self._losses = self._losses, []
+        cells = [
+            f"{progress.epoch(step):.2f}", f"{step}",
+            f"{sum(seen) / len(seen):.4f}" if seen else "–",
+            f"{found.loss:.4f}", f"{found.accuracy:.4f}", f"{found.mean_local_accuracy:.4f}",
+            f"{found.consensus_distance:.2e}", clock(progress.seconds),
+        ]  # fmt: skip
+        row = "".join(cell.rjust(width) for cell, (_, width) in zip(cells, TABLE, strict=True))
+        self._print(Text(row))
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         """The summary block, the digest last."""
         if self._speaks:
-            self._line(describe(summary))
+            self._print(Text(f"\n{describe(summary)}"))
 
-    def _line(self, text: str) -> None:
-        clear = "\r" + " " * self._length + "\r" if self._length else ""
-        self._stream.write(f"{clear}{text}\n")
+    def _print(self, text: Text) -> None:
+        if self._dirty:
+            self._stream.write("\r\x1b[2K")
+            self._dirty = False
+        self._console.print(text)
         self._stream.flush()
-        self._length = 0
 
 
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+def _width(terminal: str | None) -> int | None:
+    """Columns of the launcher's terminal; None where it has no say or can't be asked."""
+    if terminal is None:
+        return None
+    try:
+        descriptor = os.open(terminal, os.O_RDONLY | os.O_NOCTTY)
+        try:
+            return os.get_terminal_size(descriptor).columns
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
 
 
 SPLIT = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "idle_s": "idle"}
@@ -110,12 +173,3 @@ def describe(summary: dict[str, Any]) -> str:
         lines.append(f"checkpoint {summary['checkpoint']}")
         lines.append(f"digest     {summary['digest']}")
     return "\n".join(lines)
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1.5 MB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1000
-    raise AssertionError("unreachable")

@@ -1,0 +1,192 @@
+"""What a user writes outside the package, without a fork: graph, algorithm, model, data, hook."""
+
+import networkx
+import numpy as np
+import pytest
+import torch
+
+import mpigossip
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.store.log import read
+from mpigossip.training import launch, setup
+
+OWN = '''
+import numpy as np
+import torch
+from torch import nn
+
+from typing import NamedTuple
+
+from mpigossip.algorithms import Algorithm
+from mpigossip.training.data import Source
+from mpigossip.training.hooks import Hook
+
+
+class State(NamedTuple):
+    momentum: torch.Tensor
+
+
+def heavy_ball(local, *, beta=0.9):
+    """x <- W (x - lr m), m <- beta m + g: momentum stays at home."""
+
+    def init(x):
+        return State(torch.zeros_like(x))
+
+    def send(x, g, state, out, step):
+        state.momentum.mul_(beta).add_(g)
+        torch.add(x, state.momentum, alpha=-step.lr, out=out[0])
+        return state
+
+    def receive(x, g, state, sent, mixed, step):
+        x.copy_(mixed[0])
+        return state
+
+    return Algorithm(init, send, receive)
+
+
+def net(shape, classes, *, width=16):
+    return nn.Sequential(nn.Linear(shape[0], width), nn.Tanh(), nn.Linear(width, classes))
+
+
+class Points(Source):
+    """Two noisy rings of points."""
+
+    classes, shape, raw_shape, raw_dtype = 2, (2,), (2,), np.dtype(np.float32)
+
+    def __init__(self, data, seed):
+        draw = np.random.default_rng(seed)
+        self.labels_ = np.arange(data.samples + data.test_samples) % 2
+        angle = draw.uniform(0, 2 * np.pi, len(self.labels_))
+        radius = 1 + self.labels_ + 0.1 * draw.standard_normal(len(angle))
+        self.points = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)
+        self.train_labels = self.labels_[: data.samples]
+        self.test_labels = self.labels_[data.samples :]
+
+    def raw(self, split, indices, key=()):
+        shift = 0 if split == "train" else len(self.train_labels)
+        return self.points[indices + shift].astype(np.float32)
+
+    def finish(self, raw, labels):
+        return raw, labels
+
+
+SEEN = []
+
+
+class Spy(Hook):
+    def __init__(self, world):
+        self.rank = world.rank
+
+    def step(self, progress, record):
+        SEEN.append((self.rank, record.index, float(record.loss.mean())))
+
+    def stop(self, progress, summary):
+        SEEN.append(summary["accuracy"])
+
+
+def wrong(*anything):
+    return 3
+
+
+three = 3
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The user's module, importable as by PYTHONPATH."""
+    import sys
+
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def job(folder, **sections):
+    graph = networkx.petersen_graph()
+    networkx.write_graphml(graph, folder / "petersen.graphml")
+    settings = {
+        "run": {"output": str(folder / "run"), "epochs": 12},
+        "data": {"source": "mine:Points", "samples": 640, "test_samples": 100, "batch": 8},
+        "model": {"name": "mine:net", "width": 24},
+        "algorithm": {"name": "mine:heavy_ball", "beta": 0.8},
+        "graph": {"name": f"file:{folder / 'petersen.graphml'}", "weights": "metropolis-hastings"},
+        "schedule": {"lr": 0.4},
+        "log": {"hooks": ["mine:Spy"]},
+    }
+    return setup.load(settings | sections)
+
+
+def train(made, nodes):
+    with Alone() as alone:
+        return launch.train(made, alone, nodes)
+
+
+def test_all_of_ones_own_at_once(own):
+    """A job with nothing of the package's but the mixing: trains, and resumes to the bit."""
+    summary = train(job(own), 10)
+    assert summary["accuracy"] > 0.95 and summary["nodes"] == 10
+    import mine
+
+    assert mine.SEEN[0][:2] == (0, 0) and mine.SEEN[-1] == summary["accuracy"]
+    assert len(mine.SEEN) == 1 + summary["steps"]
+    half = train(job(own, run={"output": str(own / "cut"), "epochs": 12, "steps": 40}), 10)
+    with Alone() as alone:
+        again = launch.resume(own / "cut", ["run.steps=none"], alone, None)
+    assert half["steps"] == 40 and again["digest"] == summary["digest"]
+    assert "beta = 0.8" in read(own / "run" / "log.h5").job
+
+
+def own_loop(comm):
+    import networkx as nx
+
+    torch.manual_seed(comm.rank)
+    model = torch.nn.Linear(4, 1)
+    with mpigossip.world() as world:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        gossip = mpigossip.Gossip(world, model, optimizer, graph=nx.cycle_graph(world.size))
+        for _ in range(60):
+            x = torch.randn(16, 4)
+            torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+            gossip.step()
+        return model.weight.detach().numpy().copy()
+
+
+def test_a_networkx_graph_in_ones_own_loop(ranks):
+    weights = ranks(3)(own_loop)
+    np.testing.assert_allclose(np.concatenate(weights), np.ones((3, 4)), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "sections, says",
+    [
+        ({"algorithm": {"name": "mine:heavy_bal"}}, "mine has no heavy_bal"),
+        ({"algorithm": {"name": "mine:heavy_ball", "betta": 1}}, "betta: unknown; .*: beta"),
+        ({"algorithm": {"name": "mine:three"}}, "is a int; it should be a function"),
+        ({"algorithm": {"name": "nowhere:thing"}}, "on PYTHONPATH"),
+        ({"data": {"source": "mine:wrong"}}, "returned int; it should return a .*Source"),
+        ({"model": {"name": "mine:wrong"}}, "returned int"),
+        ({"log": {"hooks": ["mine:wrong"]}}, "returned int; it should return a .*Hook"),
+        ({"log": {"hooks": ["tensorbord"]}}, "none of tensorboard"),
+    ],
+)
+def test_a_wrong_one_is_named_with_what_is_expected(own, sections, says):
+    with pytest.raises(JobError, match=says):
+        train(job(own, **sections), 10)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_while_the_run_goes_on(own):
+    from test_export import scalars
+
+    pytest.importorskip("tensorboard", reason="tensorboard isn't installed")
+    summary = train(job(own, log={"hooks": ["tensorboard"]}), 10)
+    shown = scalars(own / "run" / "tensorboard")
+    assert len(shown["loss/training"]) == summary["steps"]
+    assert shown["accuracy/test"][-1][1] == pytest.approx(summary["accuracy"])
+    log = read(own / "run" / "log.h5")
+    np.testing.assert_allclose(
+        [value for _, value in shown["loss/training"]], log.steps["loss"].mean(1), rtol=1e-5
+    )
