@@ -8,7 +8,7 @@ from mpigossip import config
 from mpigossip.analysis import costs
 from mpigossip.config import Job, JobError
 from mpigossip.training import setup
-from mpigossip.training.progress import size
+from mpigossip.training.words import size
 
 NODES = 8
 """Planned for, where neither `--nodes` nor a launcher says how many."""
