@@ -1,10 +1,13 @@
 """Sources, random changes, partitions, the sample order and the loader."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from mpigossip.training import worker
 from mpigossip.training.augment import PAD, centre_box, crop_flip, moves, random_box, resample
 from mpigossip.training.data import Source, orders, partition, source
 from mpigossip.training.images import CACHE_LIMIT, Images, Recipe
-from mpigossip.training.loader import Loader
+from mpigossip.training.loader import Carrier, Loader
 from mpigossip.training.philox import CROP, ORDER, permutation, philox, words
 
 
@@ -417,6 +420,69 @@ def test_threads_fill_the_same_batches(square, opened):
     pool.close()
 
 
+def test_the_next_step_is_brought_early_if_it_is_decoded(varied, opened):
+    """As on a GPU: same batches in any order, and what isn't decoded isn't waited for."""
+    data = opened(source=str(varied), image_size=32, cache="never")
+    with loader_of(data, 0) as loader:
+        wanted = [fetched(loader, [step]) for step in range(6)]
+    with loader_of(data, 2) as loader:
+        loader.early = True
+        for step in (0, 1, 2, 4, 3, 3):
+            for a, b in zip(fetched(loader, [step]), wanted[step], strict=True):
+                assert torch.equal(a, b)
+            for pending in loader._steps.get(step + 1, []):
+                wait([*pending.pieces], 30)
+        for pending in loader._steps.get(4, []):
+            wait([*pending.pieces], 30)
+        loader.step(3)
+        assert list(loader._there) == [4] and 4 not in loader._steps
+        for a, b in zip(fetched(loader, [4]), wanted[4], strict=True):
+            assert torch.equal(a, b)
+
+
+class Streams:
+    """What is asked of streams, in order."""
+
+    def __init__(self, monkeypatch):
+        self.log = []
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: self)
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        self.log.append("on the copy stream")
+        yield
+        self.log.append("off it")
+
+    def record_event(self):
+        self.log.append("event recorded")
+        return "event"
+
+    def wait_event(self, event):
+        self.log.append(f"compute waits for the {event}")
+
+
+def test_a_copy_runs_on_its_own_stream_and_is_waited_for(monkeypatch):
+    """A CPU stands in for the device; what streams are asked for is noted."""
+    streams = Streams(monkeypatch)
+    carrier = Carrier(torch.device("cpu"))
+    carrier.stream = streams
+    kept = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(self))
+    pending = SimpleNamespace(raw=torch.ones(2, 3), labels=torch.zeros(2))
+
+    def finish(raw, labels):
+        streams.log.append("normalized")
+        return raw * 2, labels
+
+    there = carrier.bring(pending, finish)
+    assert streams.log == ["on the copy stream", "normalized", "off it", "event recorded"]
+    batch = carrier.hand_over(there)
+    assert streams.log[4:] == ["compute waits for the event"]
+    assert len(kept) == 2 and kept[0] is batch.inputs and kept[1] is batch.targets
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 def test_batches_on_a_gpu(square, opened):
     data = opened(source=str(square), augment="crop-flip")

@@ -1,6 +1,7 @@
 """Batches for every slot of every step, decoded ahead of their use."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -63,6 +64,38 @@ class _Pending(NamedTuple):
     pieces: list[Future]
 
 
+class _There(NamedTuple):
+    """A batch on its way to a slot's device, and the event behind its copy."""
+
+    batch: Batch
+    copied: torch.cuda.Event | None
+
+
+class Carrier:
+    """The way of batches to one slot: on a GPU a stream of its own, beside what is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def bring(self, pending: _Pending, finish: Callable) -> _There:
+        """Begin to copy a decoded batch and to normalize it there; returns at once on a GPU."""
+        with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            raw = pending.raw.to(self.device, non_blocking=True)
+            labels = pending.labels.to(self.device, non_blocking=True)
+            batch = Batch(*finish(raw, labels))
+        return _There(batch, None if self.stream is None else self.stream.record_event())
+
+    def hand_over(self, there: _There) -> Batch:
+        """The batch for the device's default stream, which waits for the copy."""
+        if there.copied is not None:
+            compute = torch.cuda.default_stream(self.device)
+            compute.wait_event(there.copied)
+            for tensor in there.batch:  # allocated on the other stream, needed on this one
+                tensor.record_stream(compute)
+        return there.batch
+
+
 class Loader:
     """The batches of some nodes, each with L slots; a context manager.
 
@@ -99,6 +132,10 @@ class Loader:
             self.pool = Processes(source.images.recipe, workers, timeout_s)
         elif not direct:
             self.pool = Threads(source, workers)
+        self.carriers = [Carrier(device) for device in self.devices]
+        self.early = self._pinned
+        """Whether the next step's batches are brought to the devices before they are asked for."""
+        self._there: dict[int, list[_There]] = {}
         self._cuts = -(-workers // (len(self.orders) * len(self.devices)))
         self._steps: dict[int, list[_Pending]] = {}
 
@@ -106,18 +143,21 @@ class Loader:
         """Return the batches of a step: node after node, slot after slot, on the slots' devices.
 
         A node's samples of a step are cut over its slots in order. Steps may be asked for in any
-        order; those that follow are begun. On a GPU the copy goes to the current stream.
+        order; those that follow are begun. On a GPU the next step's are copied while this one is
+        computed, if they are decoded by now.
         """
         for wanted in range(step, step + 1 + self.ahead):
-            if wanted not in self._steps:
+            if wanted not in self._steps and wanted not in self._there:
                 self._steps[wanted] = self._begin(wanted)
         for other in [number for number in self._steps if not 0 <= number - step <= self.ahead]:
             _drop(self._steps.pop(other))
-        devices = self.devices * len(self.orders)
-        return [
-            self._finish(pending, device, f"step {step}")
-            for pending, device in zip(self._steps.pop(step), devices, strict=True)
-        ]
+        there = self._there.pop(step, None) or self._bring(step)
+        self._there = {k: batches for k, batches in self._there.items() if k == step + 1}
+        pairs = zip(self.carriers * len(self.orders), there, strict=True)
+        batches = [carrier.hand_over(one) for carrier, one in pairs]
+        if self.early and all(map(_decoded, self._steps.get(step + 1, [None]))):
+            self._there[step + 1] = self._bring(step + 1)
+        return batches
 
     def test(self, indices: np.ndarray, batch: int, slot: int = 0) -> Iterator[Batch]:
         """Yield test samples in batches, the last one shorter, on the device of a slot."""
@@ -127,7 +167,9 @@ class Loader:
             for number in range(len(cuts)):
                 while len(begun) <= self.ahead and number + len(begun) < len(cuts):
                     begun.append(self._fill("test", cuts[number + len(begun)], ()))
-                yield self._finish(begun.pop(0), self.devices[slot], f"test batch {number}")
+                pending, carrier = begun.pop(0), self.carriers[slot]
+                self._await(pending, f"test batch {number}")
+                yield carrier.hand_over(carrier.bring(pending, self.source.finish))
         finally:
             _drop(begun)
 
@@ -136,6 +178,7 @@ class Loader:
         for pending in self._steps.values():
             _drop(pending)
         self._steps.clear()
+        self._there.clear()
         if self.pool is not None:
             self.pool.close()
 
@@ -170,8 +213,17 @@ class Loader:
         ]
         return _Pending(raw, labels.pin_memory() if self._pinned else labels, pieces)
 
-    def _finish(self, pending: _Pending, device: torch.device, what: str) -> Batch:
-        """Wait for the samples and bring them to the device."""
+    def _bring(self, step: int) -> list[_There]:
+        """Wait for the samples of a step and begin to bring them to the devices."""
+        found = []
+        for carrier, pending in zip(
+            self.carriers * len(self.orders), self._steps.pop(step), strict=True
+        ):
+            self._await(pending, f"step {step}")
+            found.append(carrier.bring(pending, self.source.finish))
+        return found
+
+    def _await(self, pending: _Pending, what: str) -> None:
         for piece in pending.pieces:
             try:
                 # A worker's own deadline comes first: it names the worker.
@@ -181,8 +233,14 @@ class Loader:
                     f"the samples of {what} are not decoded after {2 * self.timeout_s:g} s "
                     "(twice node.timeout_s); is the file system hanging?"
                 ) from error
-        raw = pending.raw.to(device, non_blocking=True)
-        return Batch(*self.source.finish(raw, pending.labels.to(device, non_blocking=True)))
+
+
+def _decoded(pending: _Pending | None) -> bool:
+    """Whether all samples are there; what failed is raised when it is asked for."""
+    return pending is not None and all(
+        piece.done() and not piece.cancelled() and piece.exception() is None
+        for piece in pending.pieces
+    )
 
 
 def _drop(pending: list[_Pending]) -> None:
