@@ -16,6 +16,13 @@ answer); a mistake of the user; stopped before the end with a checkpoint."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Mistakes of the user become one paragraph and code 2."""
+    code = _run(arguments)
+    if ranks := sys.modules.get("mpigossip.cluster.ranks"):
+        ranks.leave(code)
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = _parse(arguments)
     try:
         return options.run(options) or OK
@@ -60,8 +67,8 @@ def _speaks(error: ValueError) -> bool:
     """Whether this process prints the message that all ranks have."""
     if hasattr(error, "rank"):
         return error.rank == 0
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.rank == 0
+    ranks = sys.modules.get("mpigossip.cluster.ranks")
+    return ranks is None or ranks.speaks()
 
 
 def parser() -> argparse.ArgumentParser:

@@ -50,6 +50,9 @@ class Run:
     """Folder of the run; `{name}` stands for `run.name`."""
     evaluate_every: Count = 1
     """Epochs between evaluations; 0 evaluates only at the end."""
+    survive: bool = False
+    """Go on without ranks that are lost, where MPI is fault-tolerant (Open MPI, started with
+    `mpirun --with-ft ulfm`). Costs a copy of the node's state at every step, in host memory."""
 
     @property
     def folder(self) -> Path:
@@ -226,6 +229,8 @@ class CheckpointSection:
     """Steps between checkpoints; 0 saves only at the end and when stopped."""
     keep: Positive = 2
     """Newest checkpoints kept."""
+    keep_every: Count = 0
+    """Checkpoints at multiples of so many steps are kept for good; 0 keeps none besides `keep`."""
     on_error: Literal["stop", "continue"] = "stop"
     """What a checkpoint that can't be written does to the run."""
     wall_clock_s: NotNegative = 0.0

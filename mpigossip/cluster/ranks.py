@@ -10,14 +10,15 @@ import os
 import socket
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from mpigossip.cluster import survival
+from mpigossip.cluster.deadline import Deadline, LateError
 from mpigossip.cluster.launcher import LaunchError, check_launcher
 from mpigossip.config import JobError
 
@@ -26,36 +27,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 300.0  # seconds; the default of `node.timeout_s`
 LEAVE_S = 10.0  # seconds that a rank with a bad exit code waits for the others to end too
-
-
-class LateError(TimeoutError):
-    """Something awaited didn't come before its deadline; the message names what."""
-
-
-class Deadline:
-    """A point in time, `seconds` after it was made, until which one waits."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._start = time.monotonic()
-
-    def wait(self, predicate: Callable[[], Any], what: Callable[[], str]) -> float:
-        """Polls until `predicate()` is true; returns the seconds waited.
-
-        First it only yields the core, then it sleeps for 20 µs, growing to 1 ms: an answer that
-        is near costs little latency, a far one little of the core that others compute on. At the
-        deadline raises LateError with `what()`, which is called only then.
-        """
-        begin = time.monotonic()
-        polls, pause = 0, 20e-6
-        while not predicate():
-            if time.monotonic() - self._start >= self.seconds:
-                raise LateError(f"{what()} (waited {self.seconds:g} s)")
-            polls += 1
-            time.sleep(0 if polls <= 50 else pause)
-            if polls > 50:
-                pause = min(1e-3, 1.2 * pause)
-        return time.monotonic() - begin
 
 
 class AgreedError(JobError):
@@ -86,6 +57,8 @@ class Alone:
     rank = 0
     size = 1
     comm = None
+    names = (0,)
+    fault_tolerant = survives = False
 
     def __init__(self) -> None:
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
@@ -115,6 +88,10 @@ class Alone:
     def barrier(self) -> None:
         """Nobody to wait for."""
 
+    def lost_by(self, error: BaseException) -> bool:
+        """Nobody to lose."""
+        return False
+
     def abort(self, code: int = 1) -> None:
         """Ends this process at once."""
         os._exit(code)
@@ -138,6 +115,10 @@ class World:
     open, an exception that nobody catches, in any thread of any rank, aborts the whole job and
     says on which rank and host. A rank that leaves the `with` block with an exit code other than
     0 gives the others `LEAVE_S` seconds to end too, then aborts the job: nobody is left hanging.
+
+    Where MPI is `fault_tolerant` (see `survival`) and the job `survives`, `shrink` makes this the
+    world of those that outlived the loss of a rank; they get new numbers, and `names` are the
+    numbers that they began with.
     """
 
     def __init__(self, comm: "MPI.Intracomm", timeout_s: float = TIMEOUT_S):
@@ -148,6 +129,12 @@ class World:
         self.rank, self.size = self.comm.rank, self.comm.size
         host = MPI.Get_processor_name() or socket.gethostname()
         self.hosts: tuple[str, ...] = tuple(self.comm.allgather(host))
+        self.fault_tolerant = survival.fault_tolerant(MPI.Get_library_version(), os.environ)
+        self.survives = False
+        self.names = tuple(range(self.size))
+        self._first = (self.comm.group, self.hosts)
+        self._family = [self.comm]  # all are revoked when a rank is lost
+        self._asked: list[Agreement] = []
         self._open = True
         self.resources = contextlib.ExitStack()
         self._hooks = (sys.excepthook, threading.excepthook)
@@ -179,7 +166,10 @@ class World:
 
         value = np.array([flag], np.int64)
         request = self.comm.Iallreduce(MPI.IN_PLACE, value, MPI.MAX)
-        return Agreement(value, request, self.timeout_s)
+        agreement = Agreement(value, request, self.timeout_s)
+        if self.survives:  # one that is given up must keep its buffer
+            self._asked = [one for one in self._asked if not one.ready()] + [agreement]
+        return agreement
 
     def agree(self, flag: int) -> int:
         """The maximum of all ranks' flags; waits for all."""
@@ -219,6 +209,31 @@ class World:
             request.Test, lambda: f"not all of {self.size} ranks came to a barrier"
         )
 
+    def duplicate(self) -> "MPI.Intracomm":
+        """A communicator of the same ranks that is given up with this world's; collective."""
+        self._family = [comm for comm in self._family if comm]
+        self._family.append(self.comm.Dup())
+        return self._family[-1]
+
+    def lost_by(self, error: BaseException) -> bool:
+        """Whether an exception means that a rank was lost and the others can go on."""
+        return self.survives and survival.is_loss(error)
+
+    def shrink(self) -> None:
+        """Goes on with the survivors: all of them call it, also those that saw nothing yet.
+
+        Every communicator of this world is revoked, which brings the others out of their waits.
+        LateError where a survivor doesn't come.
+        """
+        comm = survival.shrunken([comm for comm in self._family if comm], self.timeout_s)
+        survival.given_up.append((self._family, self._asked))
+        self._family, self._asked = [comm], []
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        group, hosts = self._first
+        self.names = tuple(comm.group.Translate_ranks(group=group))
+        self.hosts = tuple(hosts[name] for name in self.names)
+        _ending.survivor = self.rank
+
     def abort(self, code: int = 1) -> None:
         """Ends all ranks of the job at once."""
         sys.stdout.flush()
@@ -230,7 +245,8 @@ class World:
             self._open = False
             self.resources.close()
             sys.excepthook, threading.excepthook = self._hooks
-            self.comm.Free()
+            if _ending.survivor is None:
+                self.comm.Free()
 
     def __enter__(self) -> Self:
         return self
@@ -284,6 +300,8 @@ class _Ending:
     def __init__(self) -> None:
         self.code = 0
         self.cause = ""
+        self.survivor: int | None = None
+        """this process's new rank, after the loss of another"""
         self._prepared = False
 
     def prepare(self, finalize: bool) -> None:
@@ -299,6 +317,7 @@ class _Ending:
 
         if MPI.Is_finalized():
             return
+        leave(self.code)
         # Waiting here, not in MPI_Finalize, costs no core and can be given up.
         limit = LEAVE_S if self.code else float("inf")
         try:
@@ -314,6 +333,29 @@ class _Ending:
 
 
 _ending = _Ending()
+
+
+def leave(code: int) -> None:
+    """After a loss: ends this process here, as MPI_Finalize may never return; else nothing."""
+    if _ending.survivor is None:
+        return
+    from mpi4py import MPI
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    limit = threading.Timer(LEAVE_S, os._exit, (code,))
+    limit.daemon = True
+    limit.start()
+    MPI.Finalize()
+    os._exit(code)
+
+
+def speaks() -> bool:
+    """Whether this process prints messages that all ranks have: the first rank that lives."""
+    if _ending.survivor is not None:
+        return _ending.survivor == 0
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.rank == 0
 
 
 def world(timeout_s: float = TIMEOUT_S) -> World:

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ _abandoned: list[dict] = []
 
 
 def wait_all(
-    pending: dict[int, MPI.Request], timeout_s: float, late: Callable[[int], str]
+    pending: dict[Any, MPI.Request], timeout_s: float, late: Callable[[Any], str]
 ) -> float:
     """Wait for requests by rank, seconds waited returned; at the deadline LateError names one."""
     began = time.perf_counter()

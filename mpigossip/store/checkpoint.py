@@ -179,12 +179,16 @@ def latest(run: Path) -> Path | None:
     return next((found[step] for step in sorted(found, reverse=True) if _whole(found[step])), None)
 
 
-def prune(run: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` (at least 1) whole checkpoints; returns those removed."""
+def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
+    """Remove all but the newest `keep` (at least 1) whole checkpoints; returns those removed.
+
+    Those of a multiple of `every` steps stay, too (0: none).
+    """
     if keep < 1:
         raise ValueError(f"keep = {keep}: at least one checkpoint stays")
     found = sorted(_found(run).items())
-    removed = [path for _, path in found if _whole(path)][:-keep]
+    whole = [(step, path) for step, path in found if _whole(path)]
+    removed = [path for step, path in whole[:-keep] if not every or step % every]
     for path in removed:
         with writing(path):
             doomed = path.with_suffix(".removing")  # a half-removed one must not keep its name

@@ -79,6 +79,7 @@ class LogWriter:
     With `first_step` > 0 an existing log is continued: steps from `first_step` on are dropped, and
     evaluations after more than `first_step` steps. Other files in the way are moved aside to
     log.h5.1, log.h5.2 … A run that goes on with other nodes widens the columns as needed.
+    `next_step` is the step behind the last one that the file holds.
     """
 
     def __init__(
@@ -107,7 +108,11 @@ class LogWriter:
             file.attrs["job"] = job
             file.attrs["environment"] = json.dumps(dict(environment))
             file["summary"].attrs.clear()
-            _cut(file["steps"], int(np.count_nonzero(file["steps/step"][()] < first_step)))
+            have = file["steps/step"][()]
+            have = have[have < first_step]
+            _cut(file["steps"], len(have))
+            if len(have):
+                self.next_step = int(have[-1]) + 1
             evaluations = file["evaluations"]
             _cut(evaluations, int(np.count_nonzero(evaluations["at_step"][()] <= first_step)))
             for group in (file["steps"], evaluations):

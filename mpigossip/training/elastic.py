@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from mpigossip.store import StoreError, checkpoint
-from mpigossip.store.checkpoint import Manifest, NodeState
+from mpigossip.store.checkpoint import Manifest, NodeState, Number
 from mpigossip.training.loop import Trainer
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.state import leaves, restore, split
@@ -29,22 +30,54 @@ def go_on(trainer: Trainer, path: Path, steps_per_epoch: int) -> tuple[float, li
     first = checkpoint.read_node(path, trainer.mixer.rows[0] if _fits(manifest, trainer) else 0)
     _same_model(first, trainer.replicas, path)
     numbers = first.numbers
-    trainer.index, trainer.born = int(numbers["index"]), int(numbers["born"])
-    trainer.round, trainer.shift = int(numbers["round"]), int(numbers["shift"])
-    before = int(manifest.meta["steps_per_epoch"])
-    if before != steps_per_epoch:
-        # the epoch goes on where it was, in the number of steps that it has now
-        done = (trainer.index - trainer.shift) / before
-        trainer.shift = trainer.index - round(done * steps_per_epoch)
+    _set_counters(trainer, numbers)
+    _shift(trainer, int(manifest.meta["steps_per_epoch"]), steps_per_epoch)
     if _fits(manifest, trainer) and _same_state(first, trainer) and _same_rhythm(first, trainer):
         _exactly(trainer, path, first)
         told = []
     else:
-        told = _elastically(trainer, manifest, path)
+        slots = int(manifest.meta["slots"])
+        told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
+        told += _begin_at(trainer, _average(manifest, path))
         if trainer.born < trainer.index and _same_rhythm(first, trainer):
-            _restore_rhythm(trainer, first)
+            _restore_rhythm(trainer, numbers)
     trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
     return float(numbers["seconds"]), told
+
+
+def go_on_together(
+    trainer: Trainer, mine: NodeState, numbers: Mapping[str, Number], before: int, now: int
+) -> list[str]:
+    """The same in memory, from what each node kept of the step at hand; what to tell. Collective.
+
+    ``mine``: this rank's; ``numbers``: the counters that all go on from; ``before`` and ``now``:
+    steps of an epoch then and with the present nodes.
+    """
+    _set_counters(trainer, numbers)
+    _shift(trainer, before, now)
+    mean: dict[str, Any] = {}
+    for name, array in {"parameters": mine.parameters, **mine.arrays}.items():
+        floating = np.issubdtype(array.dtype, np.floating)
+        row = torch.from_numpy(array.astype(np.float64).reshape(1, -1)) if floating else None
+        mean[name] = array if row is None else trainer.mixer.mean(row).numpy().reshape(array.shape)
+    mean["bytes_sent"] = mine.numbers["bytes_sent"]
+    told = _begin_at(trainer, mean)
+    if trainer.born < trainer.index:
+        _restore_rhythm(trainer, numbers)
+    trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
+    return told
+
+
+def _set_counters(trainer: Trainer, numbers: Mapping[str, Number]) -> None:
+    trainer.index, trainer.born = int(numbers["index"]), int(numbers["born"])
+    trainer.round, trainer.shift = int(numbers["round"]), int(numbers["shift"])
+
+
+def _shift(trainer: Trainer, before: int, now: int) -> None:
+    """Let the epoch go on where it was, in the number of steps that it has now."""
+    if before != now:
+        done = (trainer.index - trainer.shift) / before
+        trainer.shift = trainer.index - round(done * now)
 
 
 def _fits(manifest: Manifest, trainer: Trainer) -> bool:
@@ -84,18 +117,17 @@ def _exactly(trainer: Trainer, path: Path, first: NodeState) -> None:
         restore(trainer.replicas, trainer.states, row, saved)
         trainer.mixer.bytes_sent[row] = int(saved.numbers["bytes_sent"])
         trainer.settings.precision.restore(row, saved.numbers)
-    _restore_rhythm(trainer, first)
+    _restore_rhythm(trainer, first.numbers)
 
 
-def _restore_rhythm(trainer: Trainer, saved: NodeState) -> None:
+def _restore_rhythm(trainer: Trainer, numbers: Mapping[str, Number]) -> None:
     fields = trainer.rhythm._fields
-    trainer.rhythm = type(trainer.rhythm)(*(saved.numbers[f"cadence/{name}"] for name in fields))
+    trainer.rhythm = type(trainer.rhythm)(*(numbers[f"cadence/{name}"] for name in fields))
 
 
-def _elastically(trainer: Trainer, manifest: Manifest, path: Path) -> list[str]:
-    mean = _average(manifest, path)
-    slots = int(manifest.meta["slots"])
-    told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
+def _begin_at(trainer: Trainer, mean: Mapping[str, Any]) -> list[str]:
+    """Every node at the average, with the state that has a mean; the graph's clock from 0."""
+    told: list[str] = []
     names = _names(trainer)
     kept = all(name.split("/")[-1] in AVERAGED and f"state/{name}" in mean for name in names)
     for row in range(len(trainer.mixer.rows)):
@@ -139,7 +171,7 @@ def _average(manifest: Manifest, path: Path) -> dict[str, Any]:
     }
 
 
-def _set_buffers(replicas: Replicas, row: int, mean: dict[str, Any]) -> None:
+def _set_buffers(replicas: Replicas, row: int, mean: Mapping[str, Any]) -> None:
     """Norm buffers: the average over nodes and slots; counters as slot 0 had them."""
     slots = {name.split("/")[1] for name in mean if name.startswith("buffers/")}
     for buffers in replicas.buffers(row):

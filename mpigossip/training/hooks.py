@@ -75,6 +75,8 @@ class Log(Hook):
         self._kept: list[dict[str, Any]] = []
         self._evaluations: list[tuple[dict, np.ndarray, np.ndarray]] = []
         self._writer: LogWriter | None = None
+        self._names: tuple[int, ...] | None = None
+        """whose steps are kept; other than the world's after the loss of a rank"""
 
     def start(self, progress, assembly) -> None:
         """Open the log on rank 0, or continue it at the first step of this run."""
@@ -82,20 +84,42 @@ class Log(Hook):
         self._per_node = progress.samples_per_step / progress.nodes
         self._watchers = watchers(progress.job.log, self._world.hosts)
         self._gathered = progress.first_step
+        left = None
+        if self._names is not None:
+            left = self._world.gather([r for r in self._kept if r["step"] < progress.first_step])
         with self._world.together(StoreError, OSError):
             if self._world.rank == 0:
-                self._open(progress)
+                progress.folder.mkdir(parents=True, exist_ok=True)
+                if left is not None:
+                    self._append_left(progress, left)
+                self._writer = self._open(progress, progress.nodes)
+        self._kept, self._evaluations = [], []
+        self._names = self._world.names
 
-    def _open(self, progress) -> None:
-        progress.folder.mkdir(parents=True, exist_ok=True)
-        self._writer = LogWriter(
+    def _open(self, progress, nodes: int) -> LogWriter:
+        lost = {"lost": "; ".join(progress.lost)} if progress.lost else {}
+        return LogWriter(
             progress.folder / "log.h5",
-            nodes=progress.nodes,
+            nodes=nodes,
             job=config.dump(progress.job),
             columns=COLUMNS,
-            environment=environment(),
+            environment=environment() | lost,
             first_step=progress.first_step,
         )
+
+    def _append_left(self, progress, left: list) -> None:
+        """Write what survivors still had of the time before a loss; the lost are unknown."""
+        writer = self._open(progress, len(self._names))
+        kept = [[row for row in rows if row["step"] >= writer.next_step] for rows in left]
+        places = [self._names.index(name) for name in self._world.names]
+        block = {}
+        for name, column in COLUMNS.items():
+            unknown = np.nan if np.dtype(column.dtype).kind == "f" else -1
+            block[name] = np.full((len(kept[0]), writer.nodes), unknown)
+            for place, rows in zip(places, kept, strict=True):
+                for at, row in enumerate(rows):
+                    block[name][at, place] = row[name][0]
+        writer.append(block)
 
     def step(self, progress, record: Record) -> None:
         """Keep the step's figures; write at every flush."""
@@ -103,6 +127,7 @@ class Log(Hook):
         seconds = sum(record.seconds.values())
         self._kept.append(
             {
+                "step": record.index,
                 "loss": record.loss.numpy(),
                 "lr": ones * record.lr,
                 "kind": ones * record.kind.value,
@@ -137,11 +162,11 @@ class Log(Hook):
         if self._kept:
             block = {name: np.stack([row[name] for row in self._kept]) for name in COLUMNS}
         gathered = self._world.gather((block, self._evaluations))
-        self._kept = []
-        evaluations, self._evaluations = self._evaluations, []
         with self._world.together(StoreError):
             if gathered is not None:
-                self._write(gathered, [row for row, _, _ in evaluations])
+                self._write(gathered, [row for row, _, _ in self._evaluations])
+        # not earlier: should rank 0 be lost on the way, the others still have it
+        self._kept, self._evaluations = [], []
 
     def _write(self, gathered: list, evaluations: list[dict]) -> None:
         """Append what all ranks have kept, on rank 0."""
@@ -219,6 +244,10 @@ class Stopper(Hook):
             self._looked, self._asked = now, self._asked or self._file.exists()
         self._pending = self._world.start_agree(int(self._asked))
         return False
+
+    def start(self, progress, assembly) -> None:
+        """Forget an agreement with ranks that were lost."""
+        self._pending = None
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         """Take in an agreement that was begun."""

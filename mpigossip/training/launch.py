@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +14,12 @@ from mpigossip.graphs import GraphError
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.training.hooks import Log, Stopper
+from mpigossip.training.lock import locked
 from mpigossip.training.own import own_hooks
 from mpigossip.training.progress import Printer, describe
 from mpigossip.training.run import Run
 from mpigossip.training.setup import Assembly, assemble, load
+from mpigossip.training.survive import prepare, without_the_lost
 from mpigossip.training.watch import end_of_allocation
 
 STOPPED = 75
@@ -35,9 +33,10 @@ def run(job: Job, world, n: int, resume: Path | None) -> dict[str, Any]:
     Collective under MPI. Raises JobError for mistakes of the user, on every rank.
     """
     world.timeout_s = job.node.timeout_s
+    prepare(job, world)
     assembly = assemble(job, world, n)
     try:
-        summary = _run(assembly, world, resume)
+        summary, assembly = _run(assembly, world, resume)
     except BaseException as error:
         # closing is collective: after a failure of this rank alone it would hang
         if world.comm is None or isinstance(error, AgreedError):
@@ -47,7 +46,8 @@ def run(job: Job, world, n: int, resume: Path | None) -> dict[str, Any]:
     return summary
 
 
-def _run(assembly: Assembly, world, resume: Path | None) -> dict[str, Any]:
+def _run(assembly: Assembly, world, resume: Path | None) -> tuple[dict[str, Any], Assembly]:
+    """The summary, and what is to be closed: another assembly where ranks were lost."""
     folder = assembly.job.run.folder
     hooks = [Log(world, len(assembly.trainer.mixer.rows)), Printer(world)]
     hooks += own_hooks(assembly.job.log.hooks, world)
@@ -63,8 +63,14 @@ def _run(assembly: Assembly, world, resume: Path | None) -> dict[str, Any]:
                 print(f"{resume}: {'; '.join(told)}")
             summary = _summary_of(folder, world) if whole.finished else None
             if summary is not None:
-                return summary if world.rank == 0 else {}
-        return whole.train()
+                return summary if world.rank == 0 else {}, assembly
+        while True:
+            try:
+                return whole.train(), whole.assembly
+            except Exception as error:
+                if not world.lost_by(error):
+                    raise
+            whole = without_the_lost(whole, world)
 
 
 def _summary_of(folder: Path, world) -> dict[str, Any] | None:
@@ -138,48 +144,3 @@ def _same_job(job: Job, newest: Path) -> None:
              f"name another folder with run.output=…, or go on with it by `mpigossip resume "
              f"{folder} section.key=value`"]
         )  # fmt: skip
-
-
-@contextmanager
-def locked(folder: Path, world) -> Iterator[None]:
-    """Keep a second job out of the run directory; the lock's file names the job that has it.
-
-    A file system without locks (some Lustre and NFS mounts) is survived without one.
-    """
-    handle = None
-    with world.together(JobError):
-        if world.rank == 0:
-            handle = _lock(folder)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.close()
-
-
-def _lock(folder: Path):
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / "lock").open("a+")
-    except OSError as error:
-        raise JobError(
-            [f'run.output: can\'t write into "{folder}": {error.strerror}; name another folder']
-        ) from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        handle.seek(0)
-        holder = handle.read().strip() or "another job"
-        handle.close()
-        raise JobError(
-            [f'run.output: "{folder}" is in use by {holder}; wait for it, or name another folder']
-        ) from None
-    except OSError:
-        return handle
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
-    handle.truncate(0)
-    handle.write(
-        f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else "")
-    )
-    handle.flush()
-    return handle

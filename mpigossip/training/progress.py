@@ -168,6 +168,8 @@ def describe(summary: dict[str, Any]) -> str:
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in spent.items())
         lines.append(f"time       {summary['seconds']:.1f} s; steps {total:.1f} s: {shares}")
         lines.append(f"speed      {summary['samples_per_second']:,.0f} samples/s over all nodes")
+    if "lost" in summary:
+        lines.append(f"lost       {summary['lost']}")
     lines.append(f"sent       {size(summary['bytes_sent'])} a node")
     if "checkpoint" in summary:
         lines.append(f"checkpoint {summary['checkpoint']}")

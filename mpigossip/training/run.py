@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from mpigossip import config
 from mpigossip.config import Job
 from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.elastic import go_on
 from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.hooks import Hook
@@ -39,6 +41,8 @@ class Progress:
     """of the runs that this one continues"""
     began: float = field(default_factory=time.perf_counter)
     evaluation: Evaluation | None = None
+    lost: list[str] = field(default_factory=list)
+    """what was lost on the way, a line each"""
 
     def epoch(self, step: int) -> float:
         """Epochs done at a step."""
@@ -61,7 +65,12 @@ class Run:
         """seconds so far by what they went to, as in a step's record"""
         job, trainer = assembly.job, assembly.trainer
         kept = job.checkpoint
-        self.saver = Saver(world, job.run.folder, config.dump(job), kept.keep, kept.on_error)
+        self.saver = Saver(world, job.run.folder, config.dump(job), kept)
+        self.names, self.hosts = world.names, world.hosts
+        self.kept: deque[NodeState] = deque(maxlen=2)
+        """this rank after each of the last whole steps, where the run is to outlive losses"""
+        self.whole_at = time.perf_counter()
+        self.rejoined = False
         slots = trainer.group.slots
         self.progress = Progress(
             job=job,
@@ -81,14 +90,18 @@ class Run:
         """Run to the last step, or until a hook asks to stop; the summary, on rank 0."""
         progress, trainer = self.progress, self.trainer
         progress.first_step, progress.began = trainer.index, time.perf_counter()
+        self._keep()
         for hook in self.hooks:
             hook.start(progress, self.assembly)
         stopped = False
-        if self.finished:  # only its summary is missing
+        if self.rejoined:  # the loss may have come before what belongs behind this step
+            self._between_steps(False)
+        elif self.finished:  # only its summary is missing
             self._evaluate()
             self.saver.last = checkpoint.folder(progress.folder, trainer.index)
         while not self.finished and not stopped:
             record = trainer.step()
+            self._keep()
             for name, seconds in record.seconds.items():
                 self.spent[name] = self.spent.get(name, 0.0) + seconds
             for hook in self.hooks:
@@ -103,6 +116,11 @@ class Run:
         for hook in self.hooks:
             hook.stop(progress, summary)
         return summary
+
+    def _keep(self) -> None:
+        if self.world.survives:
+            self.kept.append(self._states()[0])
+            self.whole_at = time.perf_counter()
 
     def _between_steps(self, stopped: bool) -> None:
         done, job = self.trainer.index, self.progress.job
@@ -149,6 +167,8 @@ class Run:
         if progress.evaluation:
             summary["accuracy"] = progress.evaluation.accuracy
             summary["loss"] = progress.evaluation.loss
+        if progress.lost:
+            summary["lost"] = "; ".join(progress.lost)
         if self.saver.last == checkpoint.folder(progress.folder, trainer.index):
             summary["checkpoint"] = str(self.saver.last)
         return summary
@@ -171,18 +191,23 @@ class Run:
         """Take a snapshot of the present step; it is written while training goes on."""
         for hook in self.hooks:
             hook.flush()
-        trainer, numbers = self.trainer, self.numbers()
+        trainer = self.trainer
         meta = {
             "nodes": self.progress.nodes,
             "slots": trainer.group.slots,
             "steps_per_epoch": self.progress.steps_per_epoch,
         }
         self.saver.finish()
-        states = {
-            node: snapshot(trainer.replicas, trainer.states, row, numbers | self._own(row))
-            for row, node in enumerate(trainer.mixer.rows)
-        }
+        states = dict(zip(trainer.mixer.rows, self._states(), strict=True))
         self.saver.begin(trainer.index, states, meta)
+
+    def _states(self) -> list[NodeState]:
+        """A copy of every node that lives here."""
+        trainer, numbers = self.trainer, self.numbers()
+        return [
+            snapshot(trainer.replicas, trainer.states, row, numbers | self._own(row))
+            for row in range(len(trainer.mixer.rows))
+        ]
 
     def _own(self, row: int) -> dict[str, float]:
         """What one node has counted."""
@@ -195,9 +220,13 @@ class Run:
         To the bit with equal nodes and slots, else from the exact average.
         """
         seconds, told = go_on(self.trainer, path, self.progress.steps_per_epoch)
+        self.count_from(seconds)
+        return told
+
+    def count_from(self, seconds: float) -> None:
+        """Take the steps that are left from where the trainer stands, after so many seconds."""
         self.progress.seconds_before = seconds
         self.progress.shift = self.trainer.shift
         whole = self.assembly.steps_per_epoch * self.progress.job.run.epochs + self.trainer.shift
         asked = self.progress.job.run.steps
         self.progress.total_steps = whole if asked is None else min(whole, asked)
-        return told

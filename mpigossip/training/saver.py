@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip.cluster.ranks import AgreedError
+from mpigossip.config import CheckpointSection
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import Entry, NodeState
 
@@ -37,10 +38,10 @@ class Saver:
     waiting, on whether all are through; then rank 0's thread writes the manifest and renames.
     """
 
-    def __init__(self, world, folder: Path, job: str, keep: int, on_error: str):
-        """``job``: its TOML; ``on_error``: "stop" or "continue" where a disk fails."""
+    def __init__(self, world, folder: Path, job: str, settings: CheckpointSection):
+        """``job``: its TOML; ``settings``: what to keep, and what to do where a disk fails."""
         self._world, self._folder, self._job = world, folder, job
-        self._keep, self._goes_on = keep, on_error == "continue"
+        self._settings, self._goes_on = settings, settings.on_error == "continue"
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._now: _Writing | None = None
         self.last: Path | None = None
@@ -116,7 +117,7 @@ class Saver:
             return None
         path = checkpoint.commit(now.beside, self._folder, now.step, entries, self._job, now.meta)
         try:
-            checkpoint.prune(self._folder, self._keep)
+            checkpoint.prune(self._folder, self._settings.keep, self._settings.keep_every)
         except StoreError as error:  # the new one is whole, so that this is no reason to stop
             print(f"mpigossip: an old checkpoint stays: {error}", file=sys.stderr, flush=True)
         return path
@@ -131,6 +132,11 @@ class Saver:
             )  # fmt: skip
         if self._world.rank == 0:
             print(f"mpigossip: {text}; training goes on", file=sys.stderr, flush=True)
+
+    def abandon(self) -> None:
+        """Give up what is being written, after the loss of a rank; not collective."""
+        self._pool.shutdown()  # a file at a time: waits for the disk, and for no other rank
+        self._now = None
 
     def close(self) -> None:
         """Wait for what is being written, end the thread; collective."""

@@ -48,8 +48,12 @@ class Assembly:
 
     def close(self) -> None:
         """Release threads, files and windows; collective under MPI."""
-        self.loader.close()
         self.trainer.mixer.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Release what needs no other rank: all but what lies between nodes."""
+        self.loader.close()
         self.trainer.group.close()
         self.source.close()
 
@@ -158,8 +162,15 @@ def mistakes(job: Job, n: int) -> list[str]:
         )
     if not found:
         found += _unfit(job, n)
+    if not found and job.run.survive and n > 1:
+        found += [f"run.survive, with one node fewer: {text}" for text in _unfit(job, n - 1)]
     found += devices.mistakes(job.node.devices)
     node = job.node
+    if job.run.survive and node.mixer == "asynchronous":
+        found.append(
+            "run.survive = true: windows can't outlive a lost rank, and an asynchronous run needs "
+            'them; use node.mixer = "synchronous", or restart from checkpoints'
+        )
     if node.cuda_graphs == "always" and slots_of(node.devices)[0] == "cpu":
         found.append(
             f'node.cuda_graphs = "always": the slots of node.devices = "{node.devices}" are on '
@@ -217,6 +228,10 @@ def make_mixer(job: Job, graph: Graph, layout: Layout, world) -> Mixer:
         return _asynchronous(job, graph, layout, world)
     if world.comm is None:
         return Simulated(graph, layout)
+    if world.survives:
+        from mpigossip.mixing.plain import Messages
+
+        return Messages(graph, layout, world, timeout_s=node.timeout_s)
     if layout.devices[0] != "cpu":
         from mpigossip.mixing.gpu import DeviceWindows
 

@@ -1,0 +1,181 @@
+"""Neighbours by plain messages, without windows: what can be left behind when a rank is lost.
+
+A `Flush` to a dead rank may never return, and a window with a dead member can't be freed. A
+request can be given up at any time, so a run that is to survive the loss of a rank exchanges by
+Isend and Irecv, each waited for under a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mpi4py import MPI
+
+from mpigossip.mixing.base import Kind, Layout, Segments, combine, is_average, traffic
+from mpigossip.mixing.messages import average, wait_all
+from mpigossip.mixing.push import CUT
+from mpigossip.mixing.windows import Round, _sum_decoded
+from mpigossip.mixing.wire import encode
+
+ROUNDS, FIRST_TAG = 1 << 14, 64
+"""Tags tell rounds apart, modulo this number (MPI promises 32,767 tags), so that they never mix."""
+
+
+class Messages:
+    """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`).
+
+    Memory, in messages: an outbox, a result and an inbox place for each in-neighbour. Segments on
+    GPUs are copied to and from host memory (untested where there is no GPU). Its bits are those
+    of every other mixer.
+    """
+
+    synchronous = True
+
+    def __init__(self, graph, layout: Layout, world, *, timeout_s=300.0, staged=None):
+        """Collective over ``world``; ``staged``: segments apart from what is sent (unset: GPUs)."""
+        if graph.n != world.size:
+            raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
+        self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
+        self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
+        self.bytes_sent, self.staleness, self.waited = [0], [0.0], 0.0
+        self._comm, self._hosts = world.duplicate(), world.hosts
+        self._message = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        self._result = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        lossy = not layout.wire.exact
+        self._codes = torch.zeros(layout.sent_bytes, dtype=torch.uint8) if lossy else None
+        self._inbox: list[torch.Tensor] = []
+        on_gpu = any(device != "cpu" for device in layout.devices)
+        self._staged = on_gpu if staged is None else staged
+        self._out = layout.empty(1) if self._staged else layout.views(self._message)
+        self._mixed = layout.empty(1) if self._staged else layout.views(self._result)
+        self._round: Round | None = None
+        self._sends: dict = {}
+        self._receives: dict = {}
+        self._reached: dict[int, int] = {}
+        self._averages: dict[int, bool] = {}
+
+    def outbox(self, t: int) -> Segments:
+        """Arrays (1, p) to fill whole; waits until the last round's messages have left."""
+        self._settle(self._sends, "takes no message")
+        return self._out
+
+    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+        """Begin the exchange of round t; a lossy wire quantizes the outbox, unless LOCAL."""
+        layout = self.layout
+        self.bytes_sent[0] += traffic(
+            self.graph, kind, t, self.rank, layout.sent_bytes, layout.raw_bytes
+        )
+        if self._codes is not None and kind is not Kind.LOCAL:
+            encode(layout, self._out, self.rows, t if exchange is None else exchange, self._codes)
+        if self._staged and kind is not Kind.LOCAL:
+            _copy(self._out, layout.views(self._message))
+        whole = kind is Kind.GLOBAL or (kind is Kind.GOSSIP and self._is_average(t))
+        now = self._round = Round(kind, t, whole)
+        if kind is Kind.GOSSIP and not whole:
+            nodes, weights, own = self.graph.neighbours(t, self.rank)
+            now.sources = tuple(map(int, nodes))
+            now.weights = (float(own), *map(float, weights))
+            now.readers = tuple(map(int, self.graph.receivers(t, self.rank)))
+            self._post(now)
+
+    def _is_average(self, t: int) -> bool:
+        if self.graph.period is None:
+            return is_average(self.graph, t)
+        t %= self.graph.period
+        if t not in self._averages:
+            self._averages[t] = is_average(self.graph, t)
+        return self._averages[t]
+
+    def _post(self, now: Round) -> None:
+        sent = self._message if self._codes is None else self._codes
+        while len(self._inbox) < len(now.sources):
+            self._inbox.append(torch.empty_like(sent))
+        tag = FIRST_TAG + now.t % ROUNDS
+        self._receives = {
+            (rank, at): self._comm.Irecv([part, MPI.BYTE], rank, tag)
+            for rank, place in zip(now.sources, self._inbox, strict=False)
+            for at, part in _cut(place)
+        }
+        self._sends = {
+            (rank, at): self._comm.Isend([part, MPI.BYTE], rank, tag)
+            for rank in now.readers
+            for at, part in _cut(sent)
+        }
+
+    def finish(self) -> tuple[Segments, Segments]:
+        """``sent`` and ``mixed`` of the open round."""
+        now = self._round
+        if now.kind is not Kind.LOCAL:
+            self._exchange(now)
+        self._round = None
+        return self._out, self._out if now.kind is Kind.LOCAL else self._mixed
+
+    def _exchange(self, now: Round) -> None:
+        if now.average:
+            self._average()
+        else:
+            self._settle(self._receives, "sends no model", now.t)
+            self._reached |= dict.fromkeys(now.sources, now.t)
+            self._combine(now)
+        if self._staged:
+            _copy(self.layout.views(self._result), self._mixed)
+
+    def _combine(self, now: Round) -> None:
+        """The sum over own message and inbox, in the graph's order."""
+        arrived = [(place, self._codes is not None) for place in self._inbox[: len(now.sources)]]
+        sources = [(self._message, False), *arrived]
+        if self._codes is not None:
+            _sum_decoded(self.layout, now.weights, sources, self._result)
+            return
+        for dtype, part in self.layout.parts:
+            rows = [message[part].view(dtype).unsqueeze(0) for message, _ in sources]
+            combine(now.weights, rows, self._result[part].view(dtype).unsqueeze(0))
+
+    def _average(self) -> None:
+        for dtype, part in self.layout.parts:
+            own, out = self._message[part].view(dtype), self._result[part].view(dtype)
+            self.waited += average(self._comm, own, out, self._timeout_s)
+
+    def _settle(self, requests: dict, fault: str, t: int | None = None) -> None:
+        def late(key: tuple[int, int]) -> str:
+            reached = self._reached.get(key[0])
+            last = "not heard of yet" if reached is None else f"last heard of in round {reached}"
+            where = f"rank {key[0]} on {self._hosts[key[0]]}"
+            return f"{where} {fault}{'' if t is None else f' of round {t}'} ({last})"
+
+        self.waited += wait_all(requests, self._timeout_s, late)
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits."""
+        own = x[0].contiguous().cpu()
+        out = torch.empty_like(own)
+        average(self._comm, own, out, self._timeout_s)
+        return out.to(x.device)
+
+    def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
+        """Average over nodes of small float64 values (1, k), in node order: (k,)."""
+        own = values.contiguous().cpu()
+        rows = torch.empty(self.n, own.shape[1], dtype=own.dtype)
+        request = self._comm.Iallgather(own.numpy(), rows.numpy())
+        wait_all({0: request}, self._timeout_s, lambda _: "average of scalars: a rank is late")
+        return combine([1 / self.n] * self.n, list(rows.split(1)), torch.empty_like(own))[0]
+
+    def close(self) -> None:
+        """Finish an open round and free the communicator; collective."""
+        if self._round is not None:
+            self.finish()
+        self._settle(self._sends, "takes no message")
+        self._comm.Free()
+
+
+def _cut(message: torch.Tensor) -> list[tuple[int, object]]:
+    """The message in pieces that every MPI can count, as NumPy arrays by where they begin."""
+    cuts = range(0, message.numel(), CUT)
+    return [(at, message[at : at + CUT].numpy()) for at in cuts]
+
+
+def _copy(source: Segments, target: Sequence[Sequence[torch.Tensor]]) -> None:
+    for parts, places in zip(source, target, strict=True):
+        for part, place in zip(parts, places, strict=True):
+            place.copy_(part)

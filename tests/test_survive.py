@@ -1,0 +1,158 @@
+"""Survival of lost ranks: plain messages, shrinking, the log and checkpoints of the survivors."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import launch
+import pytest
+import torch
+from test_mixing import GRAPHS, LAYOUT, fill, graphs_for, kinds_of
+
+from mpigossip.cluster import survival
+from mpigossip.cluster.ranks import Alone, LateError
+from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.simulated import Simulated
+from mpigossip.store import checkpoint
+from mpigossip.training import setup, survive
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+def open_mpi():
+    """Skips where the launcher is another MPI's."""
+    told = subprocess.run([*launch.launcher(), "--version"], capture_output=True, text=True)
+    if "open" not in told.stdout.lower() and "prte" not in told.stdout.lower():
+        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
+
+
+def wrong_rounds(comm, staged, wire):
+    """Rank-rounds in which plain messages differ from the simulator."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.mixing.plain import Messages
+    from mpigossip.mixing.wire import wire as made_wire
+
+    torch.set_num_threads(1)
+    layout = Layout(LAYOUT.widths, LAYOUT.vectors, LAYOUT.scalars, wire=made_wire(wire))
+    found, delays = {}, random.Random(comm.rank)
+    with World(comm) as world:
+        for name, made in graphs_for(comm.size, GRAPHS):
+            mixer = Messages(made, layout, world, timeout_s=30, staged=staged)
+            reference, t, wrong = Simulated(made, layout), 0, 0
+            for step, kind in enumerate(kinds_of(20, seed=1)):
+                mine, everyone = mixer.outbox(t), reference.outbox(t)
+                fill(mine, step, [comm.rank])
+                fill(everyone, step, range(comm.size))
+                for one in (mixer, reference):
+                    one.start(kind, t, step)
+                time.sleep(delays.random() * 0.004 * (delays.random() < 0.2))
+                (_, mixed), (_, expected) = mixer.finish(), reference.finish()
+                for segment, wanted in zip(mixed, expected, strict=True):
+                    for array, rows in zip(segment, wanted, strict=True):
+                        wrong += not torch.equal(array[0], rows[comm.rank])
+                t += kind is Kind.GOSSIP
+            wrong += mixer.bytes_sent[0] != reference.bytes_sent[comm.rank]
+            mixer.close()
+            found[name] = wrong
+    return found
+
+
+@pytest.mark.parametrize(
+    "n, staged, wire", [(1, None, "fp32"), (4, True, "qsgd"), (6, None, "fp32")]
+)
+def test_plain_messages_equal_the_simulator(ranks, n, staged, wire):
+    for found in ranks(n)(wrong_rounds, staged, wire):
+        assert len(found) >= 8 and not any(found.values()), found
+
+
+def late_neighbour(comm):
+    from mpigossip.cluster.ranks import World
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.plain import Messages
+
+    world = World(comm)
+    mixer = Messages(graph("ring", comm.size), Layout((512,)), world, timeout_s=0.3)
+    text = None
+    for t in range(3):
+        if (comm.rank, t) == (1, 2):
+            comm.recv(source=0)
+        mixer.outbox(t)
+        mixer.start(Kind.GOSSIP, t)
+        mixer._timeout_s = 0.3 if comm.rank == 0 and t == 2 else 30
+        try:
+            mixer.finish()
+        except LateError as late:
+            text = str(late)
+            comm.send(None, dest=1)
+            mixer._timeout_s = 30
+            mixer.finish()
+    mixer.close()
+    world.close()
+    return text
+
+
+def test_a_late_neighbour_is_named_with_its_last_round(ranks):
+    text = ranks(2)(late_neighbour)[0]
+    assert text.startswith("rank 1 on ") and "sends no model of round 2" in text
+    assert "last heard of in round 1" in text
+
+
+def test_what_counts_as_fault_tolerant():
+    on = {"OMPI_MCA_mpi_ft_enable": "1"}
+    assert survival.fault_tolerant("Open MPI v5.0.11", on)
+    assert not survival.fault_tolerant("Open MPI v5.0.11", {})
+    assert not survival.fault_tolerant("MPICH Version: 5.0.2", on)
+
+
+def asks_in_vain(comm):
+    from mpigossip.cluster.ranks import World
+
+    with World(comm) as world:
+        survive.prepare(setup.load({}, ["run.survive=true"]), world)
+        return world.survives
+
+
+def test_a_job_that_can_not_survive_is_told_so(ranks):
+    assert ranks(2)(asks_in_vain) == [False, False]
+
+
+def test_a_graph_that_one_node_fewer_can_not_have_is_refused():
+    settings = ["run.survive=true", "graph.name=one-peer-hypercube"]
+    with pytest.raises(ValueError, match=r"run.survive, with one node fewer: .*power of two"):
+        setup.assemble(setup.load({}, settings), Alone(), 4)
+
+
+def test_checkpoints_of_round_steps_are_kept_for_good(tmp_path):
+    from mpigossip.training import launch as training
+
+    settings = ["model.name=mlp", "data.batch=8", "run.steps=12", f"run.output={tmp_path}"]
+    every = ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.keep_every=4"]
+    training.train(setup.load({}, [*settings, *every]), Alone(), 1)
+    assert checkpoint.steps(tmp_path) == [4, 8, 11, 12]
+
+
+def lab(*words, timeout, **env):
+    done = subprocess.run(
+        [sys.executable, TOOLS / "kill_lab.py", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | env,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_survivors_go_on_without_rank_0_and_another(mpirun):
+    open_mpi()
+    told = lab("ranks", "--count", 1, "--nodes", 4, "--losses", 2, "--victim", 0,
+               "--epochs", 4, timeout=240)  # fmt: skip
+    assert "2 kills, 0 wrong" in told
+
+
+def test_a_kill_while_a_checkpoint_is_written_costs_nothing(mpirun):
+    told = lab("checkpoints", "--count", 2, timeout=240)
+    assert "2 kills, 0 wrong" in told

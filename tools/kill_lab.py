@@ -1,0 +1,297 @@
+"""Kills ranks of real runs and counts what comes of it.
+
+python tools/kill_lab.py checkpoints [--count 200]   a rank dies while checkpoints are written
+python tools/kill_lab.py ranks [--count 50]          a rank dies in training, the others go on
+python tools/kill_lab.py ranks --losses 2            … and another one
+python tools/kill_lab.py ranks --victim 0            … and it is always rank 0
+python tools/kill_lab.py ranks --hosts               … each rank a host of tools/net_lab.sh (is up)
+
+The launcher is MPIGOSSIP_MPIEXEC, as in the tests; `ranks` needs Open MPI's mpiexec (`--with-ft
+ulfm` is added). Ends with a table and exit code 1 if anything was not as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "tests")]
+
+import launch  # noqa: E402
+import numpy as np  # noqa: E402
+
+from mpigossip.store import StoreError, checkpoint  # noqa: E402
+from mpigossip.store.log import read  # noqa: E402
+
+LIMIT_S = 60.0  # seconds that survivors have to go on, and a run to come to its end afterwards
+START_S = 90.0  # seconds that a run has to its first step, on a machine with few cores
+TINY = [
+    "model.name=mlp",
+    "model.hidden=[256]",
+    "data.batch=8",
+    "data.workers=0",
+    "run.epochs=1000",
+    "run.evaluate_every=0",
+    "log.flush_steps=1000",
+    "checkpoint.every_steps=1",
+]
+DIGITS = ["run.survive=true", "log.flush_steps=20", "node.timeout_s=60"]
+
+
+@dataclass
+class Found:
+    """What a series of kills showed."""
+
+    title: str
+    kills: int = 0
+    wrong: list[str] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """One row of the table."""
+        facts = ", ".join(f"{name} {value}" for name, value in self.facts.items())
+        return (
+            f"{self.title}: {self.kills} kills, {len(self.wrong)} wrong{'; ' * bool(facts)}{facts}"
+        )
+
+
+# -- while checkpoints are written ----------------------------------------------------------------
+
+
+def checkpoints(count: int, ranks: int, chain: int, seed: int, top: Path) -> Found:
+    """Lives of one run, each killed while it writes; the last one runs to its end.
+
+    Each chain ends with the digest of a run that was never killed.
+    """
+    draw, found = random.Random(seed), Found(f"checkpoints, {ranks} ranks")
+    torn = 0
+    while found.kills < count:
+        folder = top / f"chain-{found.kills}"
+        for _ in range(min(chain, count - found.kills)):
+            torn += _one_life(folder, ranks, draw, found)
+            found.kills += 1
+        newest = checkpoint.latest(folder)
+        if newest is None:
+            found.wrong.append(f"{folder}: no whole checkpoint")
+            continue
+        steps = checkpoint.read_manifest(newest).step + 5
+        digests = []
+        for where in (folder, top / "whole"):
+            job = _job(where, "jobs/digits.toml", [*TINY, f"run.steps={steps}"])
+            settings = ["checkpoint.every_steps=0"] if where != folder else []
+            command = "train" if where != folder else "resume"
+            words = [*job, *settings] if where != folder else [str(where), f"run.steps={steps}"]
+            done = launch.mpirun(ranks, ["mpigossip", command, *words], START_S, REPO)
+            digests += re.findall(r"digest +([0-9a-f]{64})", done.stdout)
+        if len(digests) != 2 or digests[0] != digests[1]:
+            found.wrong.append(f"{folder}: digests {digests} at step {steps}")
+        shutil.rmtree(top / "whole")
+    found.facts["while writing"] = str(torn)
+    return found
+
+
+def _one_life(folder: Path, ranks: int, draw: random.Random, found: Found) -> bool:
+    """Start or resume, kill a rank while it writes; whether that left a half-written one."""
+    before = _last(folder)
+    run = launch.Launch(
+        ranks, ["mpigossip", "train", *_job(folder, "jobs/digits.toml", TINY)], REPO
+    )
+    try:
+        _wait(lambda: _last(folder) > before + 1, START_S, run)
+        time.sleep(draw.random() * 0.1)
+        _wait(lambda: any(folder.glob("checkpoints/*.writing")), 10, run)
+        time.sleep(draw.random() * 0.01)
+        os.kill(draw.choice(run.ranks()), signal.SIGKILL)
+        _wait_for_end(run, LIMIT_S)
+    finally:
+        run.close()
+    newest = checkpoint.latest(folder)
+    problems = checkpoint.verify(newest) if newest else ["none"]
+    if problems or _last(folder) <= before:
+        found.wrong.append(f"{folder}: {problems}, step {_last(folder)} after {before}")
+    return any(folder.glob("checkpoints/*.writing"))
+
+
+def _last(folder: Path) -> int:
+    """Step of the newest checkpoint by its name, -1 for none."""
+    names = [path.name for path in folder.glob("checkpoints/step-*")]
+    return max((int(name[5:]) for name in names if name[5:].isdigit()), default=-1)
+
+
+# -- in training ----------------------------------------------------------------------------------
+
+
+def losses(
+    count: int, ranks: int, lost: int, victim: int | None, seed: int, top: Path, epochs: int
+) -> Found:
+    """Runs in which ``lost`` ranks die one after the other; the others must come to the end."""
+    who = "a random rank" if victim is None else f"rank {victim}"
+    draw, found = random.Random(seed), Found(f"training, {ranks} ranks, {lost} x {who}")
+    settings = [*DIGITS, f"run.epochs={epochs}"]
+    whole = _trained(ranks, settings, top / f"whole-{ranks}", draw, [], None, epochs)
+    points, waits, spent = [], [], []
+    for at in range(count):
+        folder = top / f"lost-{ranks}-{at}"
+        try:
+            one = _trained(
+                ranks, settings, folder, draw, waits, victim, epochs, lost, whole["seconds"]
+            )
+        except (AssertionError, StoreError, OSError) as error:
+            found.wrong.append(f"{folder}: {error}")
+        else:
+            points.append(100 * (one["accuracy"] - whole["accuracy"]))
+            spent += one["lost_s"]
+        found.kills += lost
+    found.facts |= {
+        "accuracy of the whole run": f"{whole['accuracy']:.4f}",
+        "points apart, mean": f"{statistics.mean(points):+.2f}" if points else "none",
+        "points apart, worst": f"{min(points):+.2f}" if points else "none",
+        "s from kill to going on, median": f"{statistics.median(waits):.2f}" if waits else "none",
+        "s from kill to going on, most": f"{max(waits):.2f}" if waits else "none",
+        "s lost as logged, median": f"{statistics.median(spent):.2f}" if spent else "none",
+        "s lost as logged, most": f"{max(spent):.2f}" if spent else "none",
+    }
+    if points and (min(points) < -1 or statistics.mean(points) < -1):
+        found.facts["below 1 point"] = str(sum(point < -1 for point in points))
+    return found
+
+
+def _trained(
+    ranks: int,
+    settings: list[str],
+    folder: Path,
+    draw: random.Random,
+    waits: list[float],
+    victim: int | None,
+    epochs: int,
+    lost: int = 0,
+    seconds: float = 0.0,
+) -> dict:
+    """The summary of one run, ``lost`` ranks killed on the way. AssertionError if it is wrong."""
+    run = launch.Launch(
+        ranks, ["mpigossip", "train", *_job(folder, "jobs/digits.toml", settings)], REPO
+    )
+    try:
+        _wait(lambda: "parameters" in run.output()[0], START_S, run)
+        alive = list(range(ranks))
+        # epochs behind which one dies, and how far into the next
+        ends = sorted(draw.sample(range(epochs - 2), lost))
+        for number, done in enumerate(ends):
+            _wait(lambda: run.output()[0].count("\nepoch ") >= done, LIMIT_S + seconds, run)  # noqa: B023
+            time.sleep(draw.random() * seconds / epochs)
+            chosen = draw.choice(alive) if victim is None or number else victim
+            alive.remove(chosen)
+            began = time.monotonic()
+            os.kill(_of_rank(run, chosen), signal.SIGKILL)
+            _wait(lambda: run.output()[1].count("go on from") > number, LIMIT_S, run)  # noqa: B023
+            waits.append(time.monotonic() - began)
+        _wait_for_end(run, LIMIT_S + 3 * seconds)
+        err = run.output()[1]
+        assert run.process.returncode == 0, f"exit code {run.process.returncode}: {err[-600:]}"
+    finally:
+        run.close()
+    return _checked(folder, lost)
+
+
+def _checked(folder: Path, lost: int) -> dict:
+    """The summary, once log and checkpoint are found whole."""
+    log = read(folder / "log.h5")
+    steps = log.steps["step"]
+    assert log.summary.get("finished"), f"the log has no summary of a finished run: {log.summary}"
+    assert len(steps) == log.summary["steps"], f"{len(steps)} of {log.summary['steps']} steps"
+    assert np.array_equal(steps, np.arange(len(steps))), f"steps missing or doubled: {steps}"
+    assert not np.isnan(log.steps["loss"]).all(axis=1).any(), "a step that no node has logged"
+    problems = checkpoint.verify(checkpoint.latest(folder))
+    assert not problems, problems
+    times = [float(one) for one in re.findall(r"\(([0-9.]+) s lost\)", log.summary.get("lost", ""))]
+    assert len(times) == lost, f"{lost} losses, the log has {log.summary.get('lost')}"
+    return dict(log.summary) | {"lost_s": times}
+
+
+def _of_rank(run: launch.Launch, rank: int) -> int:
+    for pid, env in launch.marked(run.token).items():
+        if env.get(b"OMPI_COMM_WORLD_RANK") == str(rank).encode() and _is_python(pid):
+            return pid
+    raise AssertionError(f"rank {rank} is not there")
+
+
+def _is_python(pid: int) -> bool:
+    return b"mpigossip\0train" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _job(folder: Path, job: str, settings: list[str]) -> list[str]:
+    return [job, *settings, f"run.output={folder}"]
+
+
+def _wait(ready, limit: float, run: launch.Launch) -> None:
+    end = time.monotonic() + limit
+    while not ready():
+        assert run.process.poll() is None, f"ended by itself: {''.join(run.output())[-800:]}"
+        assert time.monotonic() < end, f"nothing within {limit:g} s: {''.join(run.output())[-800:]}"
+        time.sleep(0.002)
+
+
+def _wait_for_end(run: launch.Launch, limit: float) -> None:
+    try:
+        run.process.wait(limit)
+    except subprocess.TimeoutExpired:
+        for pid in run.ranks():
+            os.kill(pid, signal.SIGABRT)  # Python's fault handler prints where each thread is
+        time.sleep(1)
+        raise AssertionError(f"no end within {limit:g} s: {run.output()[1][-12000:]}") from None
+
+
+def series(options: argparse.Namespace, top: Path) -> Iterator[Found]:
+    """What the command line asks for."""
+    if options.what == "checkpoints":
+        yield checkpoints(options.count or 200, 2, options.chain, options.seed, top)
+        return
+    if options.hosts:
+        lab = str(REPO / "tools" / "net_lab.sh")
+        os.environ["MPIGOSSIP_MPIEXEC"] = shlex.join([lab, "run"])
+    else:
+        os.environ["MPIGOSSIP_MPIEXEC"] = shlex.join([*launch.launcher(), "--with-ft", "ulfm"])
+    each = -(-(options.count or 50) // len(options.nodes))
+    for ranks in options.nodes:
+        yield losses(each, ranks, options.losses, options.victim, options.seed, top, options.epochs)
+
+
+def main() -> int:
+    """Run the series, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["checkpoints", "ranks"])
+    parser.add_argument("--count", type=int, help="kills (checkpoints) or runs (ranks)")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--losses", type=int, default=1)
+    parser.add_argument("--victim", type=int)
+    parser.add_argument("--hosts", action="store_true")
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--chain", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    os.environ["PYTHONFAULTHANDLER"] = "1"
+    with tempfile.TemporaryDirectory(prefix="kill-lab-") as top:
+        found = list(series(options, Path(top)))
+    for one in found:
+        for line in one.wrong:
+            print(f"WRONG {line}")
+        print(one.line())
+    return int(any(one.wrong for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
