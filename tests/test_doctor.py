@@ -64,6 +64,9 @@ def test_on_ranks_every_neighbour_is_put_to(mpirun, tmp_path, n, graph):
     ways = [one["data"]["same_host"] for one in named(found, "windows")]
     assert ways == ["read", "put"]
     assert all(one["data"]["error"] < 1e-6 for one in named(found, "windows"))
+    (way,) = named(found, "ways")
+    assert {(link["from"], link["to"]) for link in way["data"]["links"]} == links
+    assert all(link["way"].startswith("read (the same host") for link in way["data"]["links"])
     (mpi,) = named(found, "mpi")
     assert mpi["data"]["size"] == n and mpi["data"]["thread_level"] == "MULTIPLE"
     assert set(named(found, "gpu-aware")[0]["data"]) >= {
@@ -245,6 +248,35 @@ def test_a_slow_link_is_named_and_wrong_data_is_wrong(ranks):
     level, remedy, wrong, why = ranks(2)(slow_link)[0]
     assert level == "note" and "rank 0 on" in remedy and "10.0 x slower" in remedy
     assert wrong == "wrong" and "rank 1 got wrong data (1 cases)" in why
+
+
+def ways_on_stand_ins(comm):
+    """The ways between GPUs, the CPU in their place."""
+    from mpigossip.analysis import selftest
+    from mpigossip.cluster.ranks import world
+    from mpigossip.graphs import graph
+
+    torch.set_num_threads(1)
+    with world() as ranks:
+        tried = graph("ring", ranks.size)
+        found = selftest.ways_of_devices(ranks, tried, ("cpu", "cpu"), 1 << 16, [])
+        off = selftest._judge_ways(ranks, dict.fromkeys(range(3), "ipc"), tried, (0.1, 0.5))
+    return (found.level, found.text, found.remedy, found.data), off.level
+
+
+def test_the_way_to_each_neighbour_is_said_with_its_reason(ranks):
+    (level, text, remedy, data), off = ranks(3)(ways_on_stand_ins)[0]
+    assert level == "note" and text.startswith("6 links by host (not all ranks of this host")
+    assert "pass through host memory" in remedy
+    assert len(data["links"]) == 6 and data["error"] < 1e-6
+    assert off == "wrong"
+
+
+def test_a_test_of_gpus_that_hangs_ends_the_process():
+    code = "import time; from mpigossip.analysis.doctor import ended_after\n"
+    code += "with ended_after(0.2, 'the test'): time.sleep(30)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "no end of the test within 0.2 s" in done.stderr
 
 
 def test_wrong_data_would_be_seen():

@@ -6,6 +6,7 @@ was found, and ends with what is wrong and what to do. Tests of MPI: :mod:`.self
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -14,8 +15,9 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -83,7 +85,26 @@ def _local(options) -> list[Finding]:
     from mpigossip.groups import devices
 
     slots = devices.slots_of(options.devices)
-    return [versions(), kernel(), gpus(options.devices, slots), cards(slots), disk(options)]
+    with ended_after(options.timeout, "the test of GPUs and NCCL"):
+        found = gpus(options.devices, slots)
+    return [versions(), kernel(), found, cards(slots), disk(options)]
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float, what: str) -> Iterator[None]:
+    """Ends the process when the block takes longer: a collective that hangs never returns."""
+
+    def end() -> None:
+        complain(f"no end of {what} within {seconds:g} s; NCCL_DEBUG=INFO shows where it stands")
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _together(options, ranks) -> list[Finding]:

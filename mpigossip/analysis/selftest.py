@@ -10,6 +10,7 @@ import os
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,6 +52,8 @@ def all_tests(options, world: World, slots: Sequence[str]) -> list[Finding]:
             found += [windows(world, tried, size, way, now) for way in ("read", "put")]
     with watched(world, options.timeout) as now:
         found += [gpu_awareness(world, slots, now)]
+        if world.size > 1:
+            found += [ways(world, tried, slots, size, now)]
     return found
 
 
@@ -206,35 +209,107 @@ def _judge(world: World, links: list, wrong: list[str], size: int) -> Finding:
 
 def windows(world: World, tried: Graph, size: int, way: str, now: list[str]) -> Finding:
     """Whole exchanges by the mixer that training uses, compared with the mixing matrix."""
-    width = size // 4
-    rounds = min(2 * (tried.period or 4), ROUNDS)
-    seconds, worst = [], 0.0
-    mixer = Windows(tried, Layout((width,)), world, same_host=way)
-    try:
-        for t in range(rounds):
-            now.append(f"exchange {t} with same_host={way}")
-            begin = time.perf_counter()
-            mixer.outbox(t)[0][0].fill_(float(world.rank + 1 + t))
-            mixer.start(Kind.GOSSIP, t)
-            mixed = mixer.finish()[1][0][0]
-            seconds.append(time.perf_counter() - begin)
-            sources, weights, own = tried.neighbours(t, world.rank)
-            expected = own * (world.rank + 1 + t)
-            expected += sum(w * (j + 1 + t) for j, w in zip(sources, weights, strict=True))
-            worst = max(worst, float((mixed - expected).abs().max()) / max(abs(expected), 1.0))
-    finally:
-        now.append("closing the mixer")
-        mixer.close()
-    gathered = world.gather((statistics.median(seconds), worst))
+    mixer = Windows(tried, Layout((size // 4,)), world, same_host=way)
+    gathered = world.gather(_try_out(world, tried, mixer, now, f"same_host={way}"))
     if gathered is None:
         return Finding("windows", "")
     spent, worst = max(s for s, _ in gathered), max(w for _, w in gathered)
     data = {"same_host": way, "bytes": size, "seconds": spent, "error": worst}
-    text = f"{rounds} exchanges of {size >> 20} MiB, same_host={way}: {spent * 1e3:.1f} ms each"
+    text = f"exchanges of {size >> 20} MiB, same_host={way}: {spent * 1e3:.1f} ms each"
     if worst > 1e-5:
-        remedy = f"averages are off by {worst:.1e}: this MPI's windows can't be trusted here"
-        return Finding("windows", text, "wrong", remedy, data)
+        return Finding("windows", text, "wrong", OFF.format(worst), data)
     return Finding("windows", text + ", right results", data=data)
+
+
+OFF = "averages are off by {:.1e}: this MPI's windows can't be trusted here"
+
+
+def _try_out(
+    world: World, tried: Graph, mixer: Windows, now: list[str], what: str
+) -> tuple[float, float]:
+    """Median seconds of some rounds and their largest relative error; closes the mixer."""
+    seconds, worst = [], 0.0
+    try:
+        for t in range(min(2 * (tried.period or 4), ROUNDS)):
+            now.append(f"exchange {t} with {what}")
+            begin = time.perf_counter()
+            for (values,) in mixer.outbox(t):
+                values.fill_(float(world.rank + 1 + t))
+            mixer.start(Kind.GOSSIP, t)
+            mixed = mixer.finish()[1]
+            seconds.append(time.perf_counter() - begin)
+            sources, weights, own = tried.neighbours(t, world.rank)
+            expected = own * (world.rank + 1 + t)
+            expected += sum(w * (j + 1 + t) for j, w in zip(sources, weights, strict=True))
+            off = max(float((values - expected).abs().max()) for (values,) in mixed)
+            worst = max(worst, off / max(abs(expected), 1.0))
+    finally:
+        now.append("closing the mixer")
+        mixer.close()
+    return statistics.median(seconds), worst
+
+
+# -- the way to each neighbour ----------------------------------------------------------------
+
+
+def ways(world: World, tried: Graph, slots: Sequence[str], size: int, now: list[str]) -> Finding:
+    """How each neighbour is reached and why; for GPUs, by exchanges of their memory."""
+    on_gpus = slots[0].startswith("cuda")
+    if world.agree(int(not on_gpus)):
+        return _judge_ways(world, _ways_on_cpus(world), tried)
+    return ways_of_devices(world, tried, slots, size, now)
+
+
+def _ways_on_cpus(world: World) -> dict[int, str]:
+    here = world.hosts[world.rank]
+    return {
+        rank: "read (the same host: shared memory)" if host == here else "put (another host)"
+        for rank, host in enumerate(world.hosts)
+        if rank != world.rank
+    }
+
+
+def ways_of_devices(
+    world: World, tried: Graph, slots: Sequence[str], size: int, now: list[str]
+) -> Finding:
+    """The mixer that training uses on these slots: its routes, its time, its results."""
+    from mpigossip.mixing.gpu import DeviceWindows
+
+    now.append("opening windows on GPU memory")
+    width = max(size // 4 // len(slots), 1)
+    mixer = DeviceWindows(tried, Layout((width,) * len(slots), devices=tuple(slots)), world)
+    routes = mixer.routes
+    return _judge_ways(world, routes, tried, _try_out(world, tried, mixer, now, "GPU memory"), size)
+
+
+def _judge_ways(
+    world: World,
+    routes: dict[int, str],
+    tried: Graph,
+    measured: tuple[float, float] | None = None,
+    size: int = 0,
+) -> Finding:
+    rounds = range(min(tried.period or ROUNDS, ROUNDS))
+    neighbours = {int(r) for t in rounds for r in tried.receivers(t, world.rank)}
+    mine = [(world.rank, rank, routes[rank]) for rank in sorted(neighbours)]
+    gathered = world.gather((mine, measured))
+    if gathered is None:
+        return Finding("ways", "")
+    links = [link for part, _ in gathered for link in part]
+    counts = Counter(route for _, _, route in links)
+    text = "; ".join(f"{counted(count, 'link')} by {way}" for way, count in counts.items())
+    data: dict[str, Any] = {"links": [{"from": a, "to": b, "way": way} for a, b, way in links]}
+    if measured is not None:
+        spent, worst = (max(one[k] for _, one in gathered) for k in range(2))
+        text += f"; exchanges of {size >> 20} MiB: {spent * 1e3:.1f} ms each"
+        data |= {"bytes": size, "seconds": spent, "error": worst}
+        if worst > 1e-5:
+            return Finding("ways", text, "wrong", OFF.format(worst), data)
+    slow = [way for way in counts if way.startswith("host")]
+    if slow:
+        remedy = "messages of GPU memory pass through host memory: " + "; ".join(slow)
+        return Finding("ways", text, "note", remedy, data)
+    return Finding("ways", text, data=data)
 
 
 # -- GPU-awareness ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ hand before its first training. CuPy's ROCm build has the same names over RCCL (
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -208,20 +209,49 @@ class Nccl(Threads):
         super().close()
 
 
-def self_test(devices: Sequence[str], width: int = 1 << 20) -> str:
-    """Average known numbers over the GPUs and gather them; what was found, for `doctor`.
+def self_test(devices: Sequence[str], width: int = 1 << 22) -> str:
+    """Average known numbers over the GPUs, cut and whole; what was found, for `doctor`.
 
     Raises GroupError where NCCL fails or gives wrong numbers.
     """
-    group = Nccl(devices)
+    group, count = Nccl(devices), len(devices)
     try:
-        size = width * group.slots
-        full = [torch.full((1, size), float(slot), device=d) for slot, d in enumerate(devices)]
-        group.all_gather(group.reduce_scatter_mean(full), full)
-        expected = (group.slots - 1) / 2
-        for device, array in zip(devices, full, strict=True):
-            if not bool((array == expected).all()):
-                raise GroupError(f"NCCL gave wrong numbers on {device}; {REMEDY}")
+        full = [torch.empty(1, width * count, device=device) for device in devices]
+        seconds = []
+        for _ in range(3):  # the first also opens the connections
+            _fill(devices, full)
+            begin = time.perf_counter()
+            group.all_gather(group.reduce_scatter_mean(full), full)
+            _wait(devices)
+            seconds.append(time.perf_counter() - begin)
+        _check(devices, full)
+        whole = [torch.empty(1, 1001, device=device) for device in devices]
+        _fill(devices, whole)
+        group.reduce_mean(whole)
+        group.broadcast(whole)
+        _check(devices, whole)
     finally:
         group.close()
-    return f"{len(devices)} GPUs averaged {4 * size >> 20} MiB with the right result"
+    nbytes = 4 * width * count
+    rate = 2 * (count - 1) / count * nbytes / min(seconds)
+    return (
+        f"{count} GPUs averaged {nbytes >> 20} MiB with the right result in "
+        f"{min(seconds) * 1e3:.1f} ms, {rate / 1e9:.0f} GB/s out of each"
+    )
+
+
+def _fill(devices: Sequence[str], full: Sequence[torch.Tensor]) -> None:
+    for slot, array in enumerate(full):
+        array.fill_(float(slot))
+    _wait(devices)
+
+
+def _wait(devices: Sequence[str]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def _check(devices: Sequence[str], full: Sequence[torch.Tensor]) -> None:
+    for device, array in zip(devices, full, strict=True):
+        if not bool((array == (len(devices) - 1) / 2).all()):
+            raise GroupError(f"NCCL gave wrong numbers on {device}; {REMEDY}")
