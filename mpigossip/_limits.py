@@ -21,3 +21,7 @@ Devices = Annotated[str, Limit(
     'must be "auto", "cpu:L" with L slots (L at least 1), or device numbers such as "cuda:0-7"',
 )]  # fmt: skip
 Shape = Annotated[tuple[Positive, ...], Limit(bool, "must name at least one size")]
+Placement = Annotated[str, Limit(
+    lambda v: re.fullmatch(r"given|hostnames|scheduler|file:.+", v) is not None,
+    'must be "given", "hostnames", "scheduler" or "file:PATH"',
+)]  # fmt: skip

@@ -23,6 +23,7 @@ from mpigossip._limits import (
     NotNegative,
     OneOrMore,
     Percent,
+    Placement,
     Positive,
     Shape,
     Text,
@@ -136,6 +137,9 @@ class GraphSection:
     """Use (I + W)/2 in place of W."""
     seed: Count | None = None
     """Seed of a random graph; unset takes `run.seed`."""
+    placement: Placement = "given"
+    """`"given"`: rank i has place i; `"hostnames"`, `"scheduler"` or `"file:PATH"` (lines HOST
+    RACK): ranks of a rack get places that exchange most."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword-only parameters of the graph's builder."""
 

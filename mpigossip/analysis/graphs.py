@@ -47,6 +47,15 @@ def add(commands) -> None:
     search.add_argument("--weights", default="laplacian", help="rule whose gap is maximized")
     search.add_argument("--seconds", type=float, default=60.0, metavar="S")
     search.add_argument("--seed", type=int, default=0)
+    search.add_argument(
+        "--rounds", type=int, metavar="R", help="a sequence of R one-peer matchings instead"
+    )
+    search.add_argument(
+        "--racks", type=_racks, metavar="4,4|a,b,a,…", help="sizes of racks, or each node's rack"
+    )
+    search.add_argument(
+        "--between", type=float, default=4.0, metavar="COST", help="of an edge between racks (4)"
+    )
     search.add_argument("--circulant", action="store_true", help="all circulant graphs instead")
     search.add_argument("--out", type=Path, required=True, metavar="FILE", help=".json or .h5")
     search.add_argument("--json", action="store_true")
@@ -197,6 +206,9 @@ def _search(options) -> None:
     from mpigossip.graphs.files import save
     from mpigossip.graphs.search import search, search_circulants
 
+    if options.rounds is not None:
+        _search_matchings(options)
+        return
     if options.circulant:
         if options.degree is None:
             raise GraphError("--circulant needs --degree")
@@ -205,7 +217,7 @@ def _search(options) -> None:
         )
     else:
         if options.degree is None and options.edges is None:
-            raise GraphError("a search needs a budget: --degree D, --edges E, or both")
+            raise GraphError("a search needs a budget: --degree D, --edges E, or --rounds R")
         found = search(
             options.nodes,
             degree=options.degree,
@@ -219,6 +231,40 @@ def _search(options) -> None:
         print(file=sys.stderr)
     save(found, options.out)
     _report(found, options)
+
+
+def _racks(text: str) -> list[str]:
+    """Racks of the nodes: "4,4" gives two racks of four, "a,b,a" names one for each node."""
+    words = [word.strip() for word in text.split(",")]
+    if all(word.isdigit() for word in words):
+        return [str(k) for k, size in enumerate(words) for _ in range(int(size))]
+    return words
+
+
+def _search_matchings(options) -> None:
+    from mpigossip.graphs.files import save
+    from mpigossip.graphs.matchings import search_matchings
+
+    if options.degree is not None or options.edges is not None or options.circulant:
+        raise GraphError("--rounds searches one-peer matchings: leave --degree and --edges out")
+    found = search_matchings(
+        options.nodes, options.rounds, racks=options.racks, between=options.between,
+        seconds=options.seconds, seed=options.seed, progress=_progress,
+    )  # fmt: skip
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    save(found, options.out)
+    facts = {key: getattr(found, key) for key in ("n", "score", "residue", "cost", "evaluations")}
+    facts |= {"rounds": len(found.rounds), "seconds": found.seconds, "out": str(options.out)}
+    if options.json:
+        print(json.dumps(facts))
+        return
+    print(
+        f"{found.n} nodes, {len(found.rounds)} rounds: a period leaves {found.residue:.3g} of the "
+        f"distance at a cost of {found.cost:.3g} ({found.evaluations:,} sequences judged in "
+        f"{found.seconds:.1f} s)\nsaved to {options.out}; use it as graph.name = "
+        f'"file:{options.out}"'
+    )
 
 
 def _progress(part: float, score: float, judged: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpigossip.graphs.base import Cycle, Graph, GraphError
+from mpigossip.graphs.matchings import FoundSequence
 from mpigossip.graphs.networks import from_networkx
 from mpigossip.graphs.rounds import Sparse
 from mpigossip.graphs.search import Found
@@ -24,18 +25,22 @@ from mpigossip.graphs.weights import rule
 NETWORKX = (".graphml", ".gml", ".edgelist", ".adjlist")
 
 
-def save(found: Found, path: str | Path) -> Path:
-    """Write a search's result as JSON or HDF5, by suffix .json, .h5, .hdf5; whole or not at all."""
+def save(found: Found | FoundSequence, path: str | Path) -> Path:
+    """Write a search's result as JSON or HDF5, by suffix .json, .h5, .hdf5; whole or not at all.
+
+    A sequence of matchings goes to JSON only.
+    """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    if path.suffix == ".json":
-        write = _write_json
-    elif path.suffix in (".h5", ".hdf5"):
-        write = _write_hdf5
-    else:
+    if isinstance(found, FoundSequence) and path.suffix != ".json":
+        raise GraphError(f'"{path}": a sequence of matchings is saved as JSON; name it .json')
+    if path.suffix not in (".json", ".h5", ".hdf5"):
         raise GraphError(f'"{path}" doesn\'t say its format; name it .json or .h5')
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write(found, beside)
+        if isinstance(found, Found) and path.suffix != ".json":
+            _write_hdf5(found, beside)
+        else:
+            _write_json(found, beside)
         with beside.open("rb+") as file:
             os.fsync(file.fileno())
         beside.replace(path)
@@ -46,7 +51,7 @@ def save(found: Found, path: str | Path) -> Path:
     return path
 
 
-def _write_json(found: Found, path: Path) -> None:
+def _write_json(found: Found | FoundSequence, path: Path) -> None:
     path.write_text(json.dumps(asdict(found)) + "\n")
 
 

@@ -11,8 +11,10 @@ import torch
 
 from mpigossip import algorithms, config, graphs
 from mpigossip.algorithms import cadence as cadences
+from mpigossip.cluster import topology
 from mpigossip.config import Job, JobError
 from mpigossip.graphs import Graph, GraphError
+from mpigossip.graphs.placement import place
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group
 from mpigossip.groups.devices import slots_of
@@ -101,6 +103,17 @@ def make_graph(job: Job, n: int) -> Graph:
     return graphs.graph(
         section.name, n, weights=section.weights, seed=seed, lazy=section.lazy, **section.options
     )
+
+
+def placed(job: Job, graph: Graph, world) -> Graph:
+    """The graph renumbered for the racks that the ranks stand in; collective."""
+    if job.graph.placement == "given" or world.comm is None:
+        return graph
+    told = topology.addresses(world) if job.graph.placement == "scheduler" else ()
+    with world.together(JobError):
+        found = topology.racks(job.graph.placement, world.hosts, told)
+    order = sorted(range(graph.n), key=lambda r: (topology.natural(world.hosts[r]), r))
+    return place(graph, found, order)
 
 
 def make_cadence(
@@ -292,6 +305,7 @@ def assemble(job: Job, world, n: int) -> Assembly:
         flat = flatten(module, slots if job.node.shard else 1, decayed)
         graph = make_graph(job, n)
         methods = make_algorithms(job, flat, graph)
+    graph = placed(job, graph, world)
     group = make_group(job)
     method = methods[0]
     where = group.devices[: group.segments]

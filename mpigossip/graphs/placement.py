@@ -1,0 +1,104 @@
+"""Which rank takes which place in a graph, so that edges between racks are used least.
+
+Ranks of one rack are near each other; edges inside a rack are cheap, edges between racks dear.
+The graph is renumbered, so that rank i stays node i: W'[i, j] = W[place i, place j].
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mpigossip.graphs.base import Drawn, Graph, GraphError
+from mpigossip.graphs.rounds import Round, Sparse
+from mpigossip.graphs.weights import as_sparse
+
+WORK = 1 << 28
+"""Entries of n x n tables that the swaps may look at."""
+
+
+def usage(graph: Graph) -> np.ndarray:
+    """How often i receives from j in a period (or in the sampled rounds), (n, n)."""
+    counts = np.zeros((graph.n, graph.n))
+    for r in graph.schedule.rounds:
+        edges = as_sparse(r)
+        np.add.at(counts, (edges.edge_receivers, edges.indices), 1.0)
+    return counts
+
+
+def between(graph: Graph, racks: Sequence[Hashable]) -> float:
+    """The share of a graph's messages that leave their rack; ``racks``: one for each node."""
+    counts, label = usage(graph), _labels(racks, graph.n)
+    total = counts.sum()
+    return float((counts * (label[:, None] != label[None, :])).sum() / total) if total else 0.0
+
+
+def place(graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None = None) -> Graph:
+    """The graph renumbered for ranks in these racks; the same on every rank.
+
+    From two beginnings, the ranks' own numbers and their ``order`` (of racks, unless given),
+    places are swapped as long as that takes messages off the edges between racks; the better end
+    is taken. A graph that is drawn anew each round is left as it is: no place in it is better.
+    """
+    label = _labels(racks, graph.n)
+    if isinstance(graph.schedule, Drawn) or graph.n < 3:
+        return graph
+    ranks = np.argsort(label, kind="stable") if order is None else np.asarray(order)
+    counts = usage(graph)
+    both = counts + counts.T
+    found = [_improved(both, label, p) for p in (np.arange(graph.n), np.argsort(ranks))]
+    return renumbered(graph, min(found, key=lambda p: _crossing(both, label[np.argsort(p)])))
+
+
+def _crossing(counts: np.ndarray, rack_of: np.ndarray) -> float:
+    """Messages between racks, by the rack at each place."""
+    return float((counts * (rack_of[:, None] != rack_of[None, :])).sum())
+
+
+def _labels(racks: Sequence[Hashable], n: int) -> np.ndarray:
+    """A number for each node's rack, in the order in which racks come first, (n,)."""
+    if len(racks) != n:
+        raise GraphError(f"{len(racks)} racks are named for {n} nodes; name one for each")
+    numbers = {rack: k for k, rack in enumerate(dict.fromkeys(racks))}
+    return np.array([numbers[rack] for rack in racks])
+
+
+def _improved(counts: np.ndarray, label: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Swap the places of two ranks while that lowers the messages between racks."""
+    n = len(places)
+    rack_of = np.empty(n, np.int64)  # of a place
+    rack_of[places] = label
+    for _ in range(max(1, WORK // n**2)):
+        # what place p would have inside rack q: messages to places of q
+        inside = counts @ (rack_of[:, None] == np.arange(label.max() + 1)[None, :])
+        stays = inside[np.arange(n), rack_of]
+        gain = inside[:, rack_of] + inside[:, rack_of].T - stays[:, None] - stays[None, :]
+        gain = gain - 2 * counts * (rack_of[:, None] != rack_of[None, :])
+        gain[rack_of[:, None] == rack_of[None, :]] = 0.0
+        p, q = np.unravel_index(int(gain.argmax()), gain.shape)
+        if gain[p, q] <= 1e-9:
+            break
+        rack_of[[p, q]] = rack_of[[q, p]]
+    # the ranks of a rack take its places in their own order
+    places = places.copy()
+    for rack in range(int(label.max()) + 1):
+        mine = np.flatnonzero(label == rack)
+        places[mine[np.argsort(places[mine], kind="stable")]] = np.flatnonzero(rack_of == rack)
+    return places
+
+
+def renumbered(graph: Graph, places: Sequence[int] | np.ndarray) -> Graph:
+    """The graph in which node i has the place ``places[i]`` of the given one."""
+    where = np.asarray(places, np.int64)
+    if np.array_equal(where, np.arange(graph.n)):
+        return graph
+    node_at = np.argsort(where)
+
+    def change(r: Round) -> Round:
+        edges = as_sparse(r)
+        to, source = node_at[edges.edge_receivers], node_at[edges.indices]
+        return Sparse.from_edges(graph.n, to, source, edges.weights, edges.own[where])
+
+    if isinstance(graph.schedule, Drawn):
+        raise GraphError(f'graph "{graph.name}" is drawn anew each round: it has no numbering')
+    return replace(graph, schedule=graph.schedule.mapped(change))
