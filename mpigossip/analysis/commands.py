@@ -17,11 +17,12 @@ BYTES_A_SECOND = {
     for unit, size in {"B/s": 1.0, "bit": 0.125, "bit/s": 0.125}.items()
 }
 PLAN_EXAMPLES = """examples:
-  mpigossip plan jobs/cifar10-resnet20.toml --nodes 4,8,…,1024 --bandwidth 25GB/s --latency 5us
-  srun -N 4 mpigossip plan jobs/imagenet-resnet50.toml --nodes 4,8,16,64 --out plan.png
-The second measures compute on its nodes and the network between them. Latency is that of a whole
-small round, bandwidth what a node sends and receives at once; alone, 10 µs and 100 Gbit/s are
-assumed. An ellipsis doubles on."""
+  mpigossip plan jobs/cifar10-resnet20.toml --nodes 4,8,…,1024 \\
+      --bandwidth 25GB/s --latency 5us
+  srun -N 4 mpigossip plan jobs/imagenet-resnet50.toml --nodes 4,16 --out p.png
+The second measures compute on its nodes and the network between them. Latency
+is that of a whole small round, bandwidth what a node sends and receives at
+once; alone, 10 µs and 100 Gbit/s are assumed. An ellipsis doubles on."""
 
 
 def add(commands) -> None:
@@ -40,11 +41,11 @@ def _add_job(commands) -> None:
     job.add_argument("site", metavar="SITE", help="a name in jobs/sites, or the path of a .toml")
     job.add_argument("job", type=Path, metavar="JOB.toml")
     job.add_argument("settings", nargs="*", metavar="section.key=value")
-    job.add_argument("--nodes", type=int, required=True, metavar="N")
+    job.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes to ask for")
     job.add_argument("--time", required=True, metavar="T", help="30m, 2h, 4:00:00, 1-12:00:00")
     job.add_argument("--account", help="project that pays; some sites need it")
     job.add_argument("--partition", help="partition or queue")
-    job.add_argument("--qos")
+    job.add_argument("--qos", help="quality of service")
     job.add_argument("--venv", type=Path, metavar="DIR", help="default: the one in use now, if any")
     job.add_argument("--launcher", metavar="'WORDS'", help="replaces the site's")
 
@@ -118,7 +119,7 @@ def _add_doctor(commands) -> None:
         "--folder", type=Path, default=Path(), metavar="DIR", help="where runs are to be written"
     )
     doctor.add_argument("--timeout", type=float, default=60.0, help="seconds that a test may take")
-    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--json", action="store_true", help="for programs")
 
 
 def _doctor(options) -> int:
@@ -136,7 +137,9 @@ def _add_plan(commands) -> None:
     plan.set_defaults(run=_plan)
     plan.add_argument("job", type=Path, metavar="JOB.toml")
     plan.add_argument("settings", nargs="*", metavar="section.key=value")
-    plan.add_argument("--nodes", required=True, type=_nodes, metavar="N,N,…")
+    plan.add_argument(
+        "--nodes", required=True, type=_nodes, metavar="N,N,…", help="numbers of nodes"
+    )
     plan.add_argument("--epochs", type=float, help="default: the job's run.epochs")
     time, rate = _quantity(SECONDS), _quantity(BYTES_A_SECOND)
     plan.add_argument(
@@ -190,14 +193,17 @@ def _plan(options) -> None:
 def _add_bench(commands) -> None:
     text = "measure under mpirun, each figure as a multiple of the limit found in the same run"
     bench = commands.add_parser("bench", help=text, description=text)
-    bench.add_argument("what", choices=["exchange", "allreduce", "overlap", "checkpoint"])
+    kinds = ["exchange", "allreduce", "overlap", "checkpoint"]
+    bench.add_argument("what", choices=kinds, help="what to measure")
     bench.add_argument("--graphs", nargs="+", metavar="GRAPH", help="for exchange")
     bench.add_argument(
         "--sizes", nargs="+", type=_bytes, metavar="BYTES", default=[1000, 100_000, 10_000_000],
         help="bytes of a message, such as 1KB or 100MB",
     )  # fmt: skip
     bench.add_argument("--seconds", type=float, default=1.0, help="spent on each row, about")
-    bench.add_argument("--same-host", choices=["read", "put"], default="read")
+    bench.add_argument(
+        "--same-host", choices=["read", "put"], default="read", help="as node.same_host"
+    )
     bench.add_argument("--folder", type=Path, default=Path(), help="for checkpoint: where to write")
     bench.add_argument("--json", action="store_true", help="a list of rows")
     bench.set_defaults(run=_bench)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterator
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -72,8 +73,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "srun mpigossip bench allreduce --json",
     ),
     "job": (
-        "mpigossip job generic-slurm jobs/digits.toml --nodes 4 --time 10m >digits.sbatch",
-        "mpigossip job perlmutter jobs/imagenet-resnet50.toml --nodes 32 --time 6h --account A",
+        "mpigossip job generic-slurm jobs/digits.toml --nodes 4 --time 10m",
+        "mpigossip job perlmutter JOB.toml --nodes 32 --time 6h --account A >job.sh",
     ),
     "doctor": ("mpigossip doctor", "srun mpigossip doctor --json >runs/digits/doctor.json"),
 }
@@ -81,8 +82,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def attach(top: argparse.ArgumentParser) -> None:
-    """Put the examples under the help of every command."""
+    """Put the examples under the help of every command, and let descriptions keep to 80 columns."""
     for words, parser in commands(top):
+        parser.description = textwrap.fill(parser.description or "", 78)
         found = EXAMPLES.get(words)
         if found:
             lines = "\n".join(f"  {line}" for line in found)

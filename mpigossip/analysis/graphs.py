@@ -37,7 +37,7 @@ def add(commands) -> None:
     compare.add_argument("names", nargs="*", help="graphs; none: all that n allows")
     _common(compare)
     draw = _add(group, "draw", _draw, "a picture of the graph and of ||product - J|| by rounds")
-    draw.add_argument("name")
+    draw.add_argument("name", help="as for show")
     _common(draw)
     draw.add_argument("--out", type=Path, default=Path("graph.png"), metavar="OUT.png")
     search = _add(group, "search", _search, "the best sparse graph for n nodes, by local search")
@@ -46,7 +46,7 @@ def add(commands) -> None:
     search.add_argument("--edges", type=int, metavar="E", help="most edges")
     search.add_argument("--weights", default="laplacian", help="rule whose gap is maximized")
     search.add_argument("--seconds", type=float, default=60.0, metavar="S")
-    search.add_argument("--seed", type=int, default=0)
+    search.add_argument("--seed", type=int, default=0, help="of the search")
     search.add_argument(
         "--rounds", type=int, metavar="R", help="a sequence of R one-peer matchings instead"
     )
@@ -58,7 +58,7 @@ def add(commands) -> None:
     )
     search.add_argument("--circulant", action="store_true", help="all circulant graphs instead")
     search.add_argument("--out", type=Path, required=True, metavar="FILE", help=".json or .h5")
-    search.add_argument("--json", action="store_true")
+    search.add_argument("--json", action="store_true", help="for programs")
 
 
 def _add(group, name: str, run, summary: str) -> argparse.ArgumentParser:
@@ -68,14 +68,14 @@ def _add(group, name: str, run, summary: str) -> argparse.ArgumentParser:
 
 
 def _common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--nodes", type=int, required=True, metavar="N")
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--nodes", type=int, required=True, metavar="N", help="of the graph")
+    command.add_argument("--seed", type=int, default=0, help="of a random graph")
     command.add_argument("--weights", help="a weighting rule in place of the graph's own")
     command.add_argument("--lazy", action="store_true", help="(I + W)/2")
     command.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="as in a job's [graph]"
     )
-    command.add_argument("--json", action="store_true")
+    command.add_argument("--json", action="store_true", help="for programs")
 
 
 def _make(name: str, options) -> Graph:
