@@ -85,7 +85,7 @@ def test_a_job_that_is_signalled_queues_itself_and_ends_with_the_same_bits(lab, 
     def said():
         return output.read_text() if output.exists() else ""
 
-    wait_for(lambda: "lenet with" in said(), 90, lambda: f"start of training: {said()}")
+    wait_for(lambda: "lenet, " in said(), 90, lambda: f"start of training: {said()}")
     lab("scancel", "--signal=USR2", job)
     wait_for(lambda: "going on there in the next life" in said(), 60, said)
     wait_for(lambda: state(lab, job) == ("PENDING", 1), 60, lambda: f"requeue: {state(lab, job)}")
@@ -115,7 +115,7 @@ def test_the_time_limit_is_seen_coming(lab, tmp_path):
 def test_a_job_that_is_cancelled_stays_so(lab, tmp_path):
     job = submit(lab, tmp_path, *SMALL, "run.epochs=100000")
     output = tmp_path / f"digits-{job}.out"
-    wait_for(lambda: output.exists() and "lenet with" in output.read_text(), 90, lambda: "start")
+    wait_for(lambda: output.exists() and "lenet, " in output.read_text(), 90, lambda: "start")
     lab("scancel", job)
     wait_for(lambda: state(lab, job)[0] == "CANCELLED", 60, lambda: f"end: {state(lab, job)}")
     time.sleep(3)
