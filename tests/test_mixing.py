@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mpigossip.graphs import GraphError, graph
-from mpigossip.mixing import native
+from mpigossip.mixing import native, stream
+from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import Kind, Layout, combine
 from mpigossip.mixing.simulated import Simulated
 
@@ -49,7 +50,7 @@ def graphs_for(n, names=GRAPHS):
             assert name == "one-peer-hypercube" and n & (n - 1)
 
 
-def compare(comm, names, same_host, steps, first=0, delay=0.004, mutate=None):
+def compare(comm, names, same_host, steps, first=0, delay=0.004, mutate=None, layout=LAYOUT):
     """Run windows beside the simulator on every rank; {graph: rank-rounds that differ}."""
     from mpigossip.cluster.ranks import World
     from mpigossip.mixing.windows import Windows
@@ -59,11 +60,13 @@ def compare(comm, names, same_host, steps, first=0, delay=0.004, mutate=None):
     delays, found = random.Random(comm.rank), {}
     for name, made in graphs_for(comm.size, names):
         mixer = Windows(
-            made, LAYOUT, world, same_host=same_host, timeout_s=30 if mutate is None else 3
+            made, layout, world, same_host=same_host, timeout_s=30 if mutate is None else 3
         )
+        if same_host == "put" and len(name) % 2:  # else the message is a single piece
+            mixer._cut(mixer._push, 4096)
         if mutate is not None:
             mutate(mixer)
-        reference, t, wrong = Simulated(made, LAYOUT), first, 0
+        reference, t, wrong = Simulated(made, layout), first, 0
         for step, kind in enumerate(kinds_of(steps, seed=1)):
             mine, all_nodes = mixer.outbox(t), reference.outbox(t)
             fill(mine, step, [comm.rank])
@@ -96,6 +99,49 @@ def test_rounds_may_begin_anywhere(ranks):
     for same_host in ("read", "put"):
         for found in ranks(3)(compare, GRAPHS, same_host, 12, 7):
             assert not any(found.values()), found
+
+
+def lossy_by_pieces(comm, name):
+    """Chunks as short as can be, so that a small message has several."""
+    kept = stream.CHUNK
+    stream.CHUNK = wires.CHUNK = 4096
+    try:
+        layout = Layout((9216, 9216), vectors=2, scalars=1, wire=wires.wire(name, kept=0.1))
+        return compare(comm, ["exponential", "random-matching"], "put", 12, layout=layout)
+    finally:
+        stream.CHUNK = wires.CHUNK = kept
+
+
+@pytest.mark.parametrize("name", ["bf16", "qsgd", "top-k"])
+def test_encoded_messages_are_converted_sent_and_summed_by_pieces(ranks, name):
+    for found in ranks(3)(lossy_by_pieces, name):
+        assert found and not any(found.values()), found
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "sign"])
+@pytest.mark.parametrize("size", [1, 5000, 1 << 16, 1 << 30])
+def test_pieces_hold_every_column_once_and_every_byte_in_order(wire, size, monkeypatch):
+    for module in (stream, wires):
+        monkeypatch.setattr(module, "CHUNK", 4096)
+    layout = Layout((9216, 1024), vectors=2, scalars=1, wire=wires.wire(wire))
+    pieces = stream.cut(layout, size)
+    ends = [piece.sent.stop for piece in pieces]
+    assert [piece.sent.start for piece in pieces] == [0, *ends[:-1]]
+    assert ends[-1] == layout.sent_bytes
+    found = [
+        (slot, part, column)
+        for piece in pieces
+        for slot, part, columns in piece.stretches
+        for column in range(columns.start, columns.stop)
+    ]
+    wanted = [(s, p, c) for s, p, columns in layout.stretches for c in range(columns.stop)]
+    assert found == wanted
+    for piece in pieces:
+        slot, part, columns = piece.stretches[0]
+        before = sum(layout.vectors * layout.vector_bytes(w) for w in layout.widths[:slot])
+        before += part * layout.vector_bytes(layout.widths[slot])
+        assert part >= 2 or piece.sent.start == before + layout.vector_bytes(columns.start)
+    assert len(pieces) == {1: 8, 1 << 30: 1}.get(size, len(pieces))
 
 
 # -- mutants: each breaks one rule of the protocol, and the battery must see it --------------------
@@ -134,6 +180,10 @@ def without_waiting_for_models(mixer):
     mixer._host.await_ready = lambda sources, t: None
 
 
+def without_waiting_for_pieces(mixer):
+    mixer._push.arrived = lambda rank, number: True
+
+
 def without_waiting_for_the_other_half(mixer):
     mixer._host.await_half = lambda partner, t: None
 
@@ -169,10 +219,16 @@ def test_a_mutant_of_the_protocol_is_seen(ranks, mutate, same_host):
         ranks(6)(caught, mutate, same_host, graphs, timeout=60)
 
 
-@pytest.mark.parametrize("mutate", [without_waiting_for_models, without_waiting_for_the_other_half])
-def test_a_mutant_of_the_averages_by_halves_is_seen(ranks, mutate):
+@pytest.mark.parametrize(
+    "mutate, same_host, name",
+    [
+        (without_waiting_for_the_other_half, "read", "one-peer-hypercube"),
+        (without_waiting_for_pieces, "put", "exponential"),
+    ],
+)
+def test_a_mutant_of_a_faster_way_is_seen(ranks, mutate, same_host, name):
     with pytest.raises(Exception, match="seen"):
-        ranks(4)(caught, mutate, "read", ["one-peer-hypercube"], timeout=60)
+        ranks(4)(caught, mutate, same_host, [name], timeout=60)
 
 
 # -- the sum ---------------------------------------------------------------------------------

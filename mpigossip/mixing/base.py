@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from mpigossip.mixing import fused, native
-from mpigossip.mixing.wire import FP32, Wire
+from mpigossip.mixing.wire import FP32, Stretch, Wire
 
 BLOCK = 1 << 15
 """Elements that one pass of :func:`combine` touches: three such blocks stay in a core's cache."""
@@ -65,6 +65,17 @@ class Layout:
             return self.nbytes
         vectors = self.vectors * sum(map(self.wire.nbytes, self.widths))
         return vectors + 8 * self.scalars * len(self.widths)
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """All of the message, in the order in which it is sent: vectors, then scalars."""
+        last, slots = self.vectors + self.scalars, range(len(self.widths))
+        vectors = [(s, v, slice(0, self.widths[s])) for s in slots for v in range(self.vectors)]
+        return vectors + [(s, k, slice(0, 1)) for s in slots for k in range(self.vectors, last)]
+
+    def vector_bytes(self, columns: int) -> int:
+        """Bytes on the wire of so many columns of a vector."""
+        return self.dtype.itemsize * columns if self.wire.exact else self.wire.nbytes(columns)
 
     def place(self, slot: int, part: int) -> int:
         """Where in the encoded message a slot's vector or (part ≥ vectors) scalar begins."""

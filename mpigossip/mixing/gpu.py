@@ -29,6 +29,7 @@ from mpigossip.mixing.messages import Courier, Job, wait_all
 from mpigossip.mixing.pieces import BySlot, DevicePush, Lane, PiecePush, on
 from mpigossip.mixing.push import PushWindow
 from mpigossip.mixing.shared import SharedHost
+from mpigossip.mixing.stream import Piece
 from mpigossip.mixing.windows import Round, Windows
 
 PIECE = 1 << 24
@@ -65,7 +66,9 @@ class DeviceWindows(Windows):
         self._sums = Sums(by_slot, self._lanes, self._mixed_memory)
         size = self._own[0].numel()
         step = PIECE if self._stages_out and not self._lossy else size
-        self._pieces = [slice(at, min(at + step, size)) for at in range(0, size, step)]
+        self._spans = [slice(at, min(at + step, size)) for at in range(0, size, step)]
+        if self._push:
+            self._push.count_in_pieces(len(self._spans))
         threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._courier = self._push.courier if self._push else Courier(
             self._comm, threaded=threaded, poll=False, timeout_s=timeout_s
@@ -203,9 +206,11 @@ class DeviceWindows(Windows):
     def _partner(self, now: Round) -> None:
         """No averaging by halves: what is summed lies on the devices."""
 
-    def _encode(self, exchange: int) -> None:
+    def _encode(self, now: Round, piece: Piece | None = None) -> None:
         """Quantize the outbox of every slot in place, its codes beside it on the device."""
         first = 0
+        if not self._lossy:
+            return
         for slot, width in enumerate(self.layout.widths):
             layout, codes, parts = self.layout.of(slot), self._code[slot], self._out[slot]
             with current(self._devices[slot]):
@@ -215,18 +220,19 @@ class DeviceWindows(Windows):
                         room = codes[at : at + 2 * width].view(torch.bfloat16)
                         if fused.encode(values, room):
                             continue
-                    for piece in layout.wire.pack(values, (exchange, self.rank, vector), first):
-                        codes[at : at + piece.numel()].copy_(piece.reshape(-1))
-                        at += piece.numel()
+                    key = (now.exchange, self.rank, vector)
+                    layout.wire.write(values, key, first, codes[at:])
                 for k, value in enumerate(parts[layout.vectors :]):
                     at = layout.place(0, layout.vectors + k)
                     codes[at : at + 8].view(torch.float64).copy_(value[0])
             first += width
 
     def _start_gossip(self, now: Round) -> None:
+        self._encode(now)
         now.ticket = self._submit(self._exchange, now)
 
     def _start_global(self, now: Round) -> None:
+        self._encode(now)
         now.ticket = self._submit(self._average, now)
 
     def _submit(self, work: Callable[[Round, list], None], now: Round) -> Job:
@@ -258,14 +264,14 @@ class DeviceWindows(Windows):
 
     def _exchange(self, now: Round, ready: list) -> None:
         """Send and receive piece by piece, sum as pieces come; runs in the courier."""
-        push, host, many = self._push, self._host, len(self._pieces)
+        push, host, many = self._push, self._host, len(self._spans)
         count, targets = now.t - self._first, self._targets(now)
         readers, sources = self._on_host(now.readers), self._on_host(now.sources)
         far = self._far(self.rank, now.sources)
-        copied = [self._copy_out(piece) for piece in self._pieces]
+        copied = [self._copy_out(piece) for piece in self._spans]
         if push:
             push.await_room([rank for rank, _ in targets], count)
-        for k, piece in enumerate(self._pieces):
+        for k, piece in enumerate(self._spans):
             for event in copied[k] or ready:
                 _ = event and event.synchronize()
             if host:
@@ -277,7 +283,7 @@ class DeviceWindows(Windows):
             if host:
                 host.await_ready(sources, now.t * many + k)
             for slot in range(len(self._lanes)):
-                terms = [(self._own[slot][piece], False), *self._sources(now, slot, piece)]
+                terms = [(self._own[slot][piece], False), *self._sources_in(now, slot, piece)]
                 self._sums.add(now.weights, slot, piece, terms)
         for lane in self._lanes:
             lane.drain()
@@ -313,7 +319,7 @@ class DeviceWindows(Windows):
             spans = [slice(at + piece.start, at + piece.stop) for at in starts]
             self._push.put(self._message, spans, targets, count)
 
-    def _sources(self, now: Round, slot: int, piece: slice) -> list[Source]:
+    def _sources_in(self, now: Round, slot: int, piece: slice) -> list[Source]:
         """The in-neighbours' same piece, wherever it lies, in the graph's order."""
         found: list[Source] = []
         place, count = 0, now.t - self._first
@@ -344,7 +350,7 @@ class DeviceWindows(Windows):
             for slot, (own, codes) in enumerate(zip(self._own, everyone, strict=True)):
                 terms = [(row, True) for row in codes]
                 terms[self.rank] = (own, False)
-                self._sums.add([1 / self.n] * self.n, slot, self._pieces[0], terms)
+                self._sums.add([1 / self.n] * self.n, slot, self._spans[0], terms)
         else:
             memory = self._own, self._mixed_memory
             gpu_average.by_messages(comm, *memory, self.layout, self._lanes, timeout_s)
@@ -358,7 +364,7 @@ class DeviceWindows(Windows):
         return [a[slot] for a in every], [a[slot + len(self._lanes)] for a in every]
 
     def _average_on_host(self, now: Round) -> None:
-        for events in [self._copy_out(piece, whole=True) for piece in self._pieces]:
+        for events in [self._copy_out(piece, whole=True) for piece in self._spans]:
             for event in events:
                 _ = event and event.synchronize()
         if self._push is None:

@@ -35,7 +35,10 @@ class Tokens:
         """``comm`` is duplicated (collective)."""
         self.comm, self.timeout_s = comm.Dup(), timeout_s
         self.waited = 0.0
+        self.pieces = 1
+        """By how many a round's number is multiplied in a token: messages name the round."""
         self._reached: dict[int, int] = {}
+        self._asked: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
 
     def send(self, ranks: Iterable[int], tag: int, t: int) -> None:
@@ -54,16 +57,36 @@ class Tokens:
             rank: self.comm.Irecv(value, rank, tag)
             for rank, value in zip(ranks, values, strict=True)
         }
-        self.waited += wait_all(pending, self.timeout_s, lambda rank: self._late(rank, t, what))
+        self.waited += wait_all(pending, self.timeout_s, lambda rank: self.late(rank, t, what))
         for rank, value in zip(ranks, values[:, 0], strict=True):
-            if value != t:
-                raise ProtocolError(f"{what}: rank {rank} answered for round {value}, not {t}")
-            self._reached[rank] = t
+            self._check(rank, t, value, what)
 
-    def _late(self, rank: int, t: int, what: str) -> str:
+    def arrived(self, rank: int, tag: int, t: int, what: str) -> bool:
+        """Whether the token of round t has come from the rank; doesn't wait."""
+        if (rank, tag) not in self._asked:
+            value = np.empty(1, np.int64)
+            self._asked[rank, tag] = self.comm.Irecv(value, rank, tag), value
+        request, value = self._asked[rank, tag]
+        if not request.Test():
+            return False
+        del self._asked[rank, tag]
+        self._check(rank, t, value[0], what)
+        return True
+
+    def _check(self, rank: int, t: int, value: int, what: str) -> None:
+        if value != t:
+            raise ProtocolError(f"{what}: rank {rank} answered for token {value}, not {t}")
+        self._reached[rank] = t
+
+    def late(self, rank: int, t: int, what: str) -> str:
+        """What to say when the token of round t doesn't come."""
         last = self._reached.get(rank)
-        seen = "has not been heard of yet" if last is None else f"last reached round {last}"
-        return f"{what} (round {t}): rank {rank} {seen}"
+        seen = (
+            "has not been heard of yet"
+            if last is None
+            else f"last reached round {last // self.pieces}"
+        )
+        return f"{what} (round {t // self.pieces}): rank {rank} {seen}"
 
     def close(self) -> None:
         """Wait until what was sent has left; collective."""

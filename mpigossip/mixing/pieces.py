@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpigossip.mixing.aware import raw
 from mpigossip.mixing.base import Layout, Segments
 from mpigossip.mixing.memory import MemoryRefused, current, private
-from mpigossip.mixing.push import ARRIVED, CUT, FREE, PushWindow
+from mpigossip.mixing.push import ARRIVED, ARRIVING, CUT, PushWindow
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,6 @@ class PiecePush(PushWindow):
         """A slot's part of the message in a place of the ``count``-th round."""
         return self.inbox(count, place)[self._spans[slot]]
 
-    def await_room(self, ranks: Sequence[int], count: int) -> None:
-        """Wait until the places of the ``count``-th round are free; runs in the courier."""
-        if count >= 2:
-            self._tokens.wait(ranks, FREE, count, "waiting for room in a neighbour's inbox")
-
     def put(
         self, memory: torch.Tensor, spans: Sequence[slice], targets: Sequence[tuple[int, int]],
         count: int,
@@ -126,17 +121,10 @@ class PiecePush(PushWindow):
                     part = memory[at : min(at + CUT, span.stop)].numpy()
                     self._window.Put([part, MPI.BYTE], rank, [base + at, part.size, MPI.BYTE])
 
-    def sent(self, ranks: Sequence[int], number: int) -> None:
-        """Flush to each rank, then tell it."""
-        for rank in ranks:
-            self._flush(rank)
-            self._tokens.send([rank], ARRIVED, number)
-
-    def _flush(self, rank: int) -> None:
-        self._window.Flush(rank)
-
-    def _base(self, rank: int, count: int, place: int) -> int:
-        return ((count % 2) * self._others_places[rank] + place) * self.nbytes
+    def await_arrived(self, sources: Sequence[int], number: int) -> None:
+        """Wait for what has this number from each source; runs in the courier."""
+        self._tokens.wait(sources, ARRIVED, number, ARRIVING)
+        self.sync()
 
 
 class DevicePush(PiecePush):

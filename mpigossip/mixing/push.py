@@ -10,8 +10,11 @@ from mpi4py import MPI
 from mpigossip.mixing.messages import Courier, Tokens
 
 ARRIVED, FREE = 11, 12
+ARRIVING = "waiting for a neighbour's model"
 CUT = 1 << 30
 """Bytes of one Put: longer messages are cut, as many MPIs count elements in 32 bits."""
+FLIGHT = 1 << 18
+"""Bytes of the smallest put of several that fly at once, sixteen at most."""
 
 
 class PushWindow:
@@ -43,7 +46,7 @@ class PushWindow:
         self.memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:room]
         self.outbox = self.memory[2 * places * nbytes :] if outbox else None
         self._tokens = Tokens(comm, timeout_s)
-        self.comm = self._tokens.comm
+        self.comm, self.timeout_s = self._tokens.comm, timeout_s
         self.courier = Courier(self.comm, threaded=threaded, poll=poll, timeout_s=timeout_s)
 
     def inbox(self, count: int, place: int) -> torch.Tensor:
@@ -51,32 +54,64 @@ class PushWindow:
         at = ((count % 2) * self.places + place) * self.nbytes
         return self.memory[at : at + self.nbytes]
 
-    def push(self, message: torch.Tensor, targets: Sequence[tuple[int, int]], count: int) -> None:
-        """Put the message into ``(rank, place)`` of each target; runs in the courier."""
-        ranks = [rank for rank, _ in targets]
-        if count >= 2:
-            self._tokens.wait(ranks, FREE, count, "waiting for room in a neighbour's inbox")
-        for rank, place in targets:
-            base = ((count % 2) * self._others_places[rank] + place) * self.nbytes
-            for at in range(0, self.nbytes, CUT):
-                part = message[at : at + CUT].numpy()
-                self._window.Put([part, MPI.BYTE], rank, [base + at, part.size, MPI.BYTE])
-        for rank in ranks:
-            self._window.Flush(rank)
-            self._tokens.send([rank], ARRIVED, count)
+    def count_in_pieces(self, pieces: int) -> None:
+        """From now on a round has so many numbers, one a piece."""
+        self._tokens.pieces = pieces
 
-    def await_arrived(self, sources: Sequence[int], count: int) -> None:
-        """Wait for the messages of the ``count``-th round; runs in the courier."""
-        self._tokens.wait(sources, ARRIVED, count, "waiting for a neighbour's model")
+    def await_room(self, ranks: Sequence[int], count: int) -> None:
+        """Wait until the places of the ``count``-th round are free; runs in the courier."""
+        if count >= 2:
+            number = count * self._tokens.pieces
+            self._tokens.wait(ranks, FREE, number, "waiting for room in a neighbour's inbox")
+
+    def put_at_once(
+        self, message: torch.Tensor, span: slice, targets: Sequence[tuple[int, int]], count: int
+    ) -> list[MPI.Request]:
+        """Begin to put a stretch of the message into ``(rank, place)`` of each target.
+
+        The requests returned say when the message's memory has been read; :meth:`sent` completes.
+        """
+        step = min(CUT, max(FLIGHT, (span.stop - span.start) // 16))
+        flying = []
+        for rank, place in targets:
+            base = self._base(rank, count, place)
+            for at in range(span.start, span.stop, step):
+                part = message[at : min(at + step, span.stop)].numpy()
+                there = [base + at, part.size, MPI.BYTE]
+                flying.append(self._window.Rput([part, MPI.BYTE], rank, there))
+        return flying
+
+    def sent(self, ranks: Sequence[int], number: int) -> None:
+        """Flush to each rank, then tell it."""
+        for rank in ranks:
+            self._flush(rank)
+            self._tokens.send([rank], ARRIVED, number)
+
+    def _flush(self, rank: int) -> None:
+        self._window.Flush(rank)
+
+    def _base(self, rank: int, count: int, place: int) -> int:
+        return ((count % 2) * self._others_places[rank] + place) * self.nbytes
+
+    def arrived(self, rank: int, number: int) -> bool:
+        """Whether what has this number is in the inbox; :meth:`sync` before it is read."""
+        return self._tokens.arrived(rank, ARRIVED, number, ARRIVING)
+
+    def late(self, rank: int, number: int) -> str:
+        """What to say when it doesn't arrive."""
+        return self._tokens.late(rank, number, ARRIVING)
+
+    def sync(self) -> None:
+        """Let what has arrived be seen by reads of the memory."""
         self._window.Sync()
 
     def free(self, writers: Sequence[int], count: int) -> None:
         """Tell the writers of round ``count`` that their places are free; runs in the courier."""
-        self._tokens.send(writers, FREE, count)
+        self._tokens.send(writers, FREE, count * self._tokens.pieces)
 
     def take_in_free(self, targets: Sequence[int], count: int) -> None:
         """Receive the free tokens of a round that will not be run."""
-        self._tokens.wait(targets, FREE, count, "closing the exchange")
+        self._tokens.wait(targets, FREE, count * self._tokens.pieces, "closing the exchange")
 
     def close(self) -> None:
         """End the courier, free window and communicator; collective."""

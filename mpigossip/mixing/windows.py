@@ -6,26 +6,18 @@ all others by pushes into their inboxes (:mod:`mpigossip.mixing.push`) with ``sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.base import (
-    BLOCK,
-    Kind,
-    Layout,
-    Segments,
-    combine,
-    is_average,
-    traffic,
-)
+from mpigossip.mixing.base import Kind, Layout, Segments, is_average, traffic
 from mpigossip.mixing.messages import Job, average, gather, mean, mean_scalars
 from mpigossip.mixing.push import PushWindow
 from mpigossip.mixing.shared import SharedHost
-from mpigossip.mixing.wire import decode, encode
+from mpigossip.mixing.stream import Piece, Stream, add_up, cut, measured_size
+from mpigossip.mixing.wire import encode
 
 
 @dataclass
@@ -37,6 +29,7 @@ class Round:
 
     kind: Kind
     t: int
+    exchange: int
     average: bool
     sources: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
@@ -66,10 +59,12 @@ class Windows:
         self._comm = world.comm.Dup()
         self._host = self._open_host(same_host)
         self._near = self._comm.allgather(frozenset(self._places_on_host))
+        self._pieces: list[Piece] = []
         self._push = self._open_push(several_hosts=len(set(world.hosts)) > 1)
         self._lossy = not layout.wire.exact
         self._message, self._codes = self._own_memory()
-        self._out: Segments | None = layout.views(self._message)
+        self._views: dict[int, Segments] = {}
+        self._out: Segments | None = self._segments(self._message)
         self._round: Round | None = None
         # the graph's clock: the first and the last round of kind GOSSIP that this mixer ran
         self._first: int | None = None
@@ -90,7 +85,7 @@ class Windows:
         """The inbox window, unless every rank of the job is on this host and read in place."""
         if len(self._near[self.rank]) == self.n:
             return None
-        return PushWindow(
+        push = PushWindow(
             self._comm,
             self.layout.sent_bytes,
             self._inbox_places(),
@@ -99,6 +94,9 @@ class Windows:
             poll=several_hosts,
             timeout_s=self._timeout_s,
         )
+        size = measured_size(self._comm, self.layout.sent_bytes, self._timeout_s)
+        self._cut(push, size)
+        return push
 
     def _own_memory(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The outbox, and what is pushed of it where that is something else."""
@@ -108,6 +106,18 @@ class Windows:
         if self._lossy and self._push:
             return own, torch.zeros(layout.sent_bytes, dtype=torch.uint8)
         return own, None
+
+    def _cut(self, push: PushWindow, size: int) -> None:
+        """Push in pieces of about so many bytes, the same on all ranks."""
+        self._pieces = cut(self.layout, size)
+        push.count_in_pieces(len(self._pieces))
+
+    def _segments(self, message: torch.Tensor) -> Segments:
+        """The layout's views of a message in memory that stays, made once."""
+        place = message.data_ptr()
+        if place not in self._views:
+            self._views[place] = self.layout.views(message)
+        return self._views[place]
 
     def _inbox_places(self) -> int:
         """In-neighbours that push to this rank in one round, at most."""
@@ -157,12 +167,10 @@ class Windows:
         self.bytes_sent[0] += traffic(
             self.graph, kind, t, self.rank, layout.sent_bytes, layout.raw_bytes
         )
-        if self._lossy and kind is not Kind.LOCAL:
-            self._encode(t if exchange is None else exchange)
         if kind is Kind.GOSSIP:
             self._first = t if self._first is None else self._first
         average = kind is Kind.GLOBAL or (kind is Kind.GOSSIP and self._is_average(t))
-        now = self._round = Round(kind, t, average)
+        now = self._round = Round(kind, t, t if exchange is None else exchange, average)
         if average:
             self._start_global(now)
         elif kind is Kind.GOSSIP:
@@ -173,19 +181,36 @@ class Windows:
             now.partner = self._partner(now)
             self._start_gossip(now)
 
-    def _encode(self, exchange: int) -> None:
-        encode(self.layout, self._out, self.rows, exchange, self._codes)
+    def _encode(self, now: Round, piece: Piece | None = None) -> None:
+        """Quantize the outbox, or a piece of it, if the wire does so."""
+        if self._lossy:
+            stretches = piece.stretches if piece else None
+            encode(self.layout, self._out, self.rows, now.exchange, self._codes, stretches)
 
     def _start_gossip(self, now: Round) -> None:
         if self._host:
+            self._encode(now)
             self._host.publish(self._on_host(now.readers), now.t)
-        if self._push is None:
-            return
-        push, count, targets = self._push, now.t - self._first, self._targets(now)
+        if self._push and self._push.courier.threaded:
+            now.ticket = self._push.courier.submit(self._stream(now).run)
+
+    def _stream(self, now: Round) -> Stream:
+        """What the courier does in this round: push, take in, and sum where all comes by pushes."""
+        layout, count, far = self.layout, now.t - self._first, self._far(self.rank, now.sources)
+        sources, result = self._sources(now), self._segments(self._result_of(now))
+
+        def prepare(piece: Piece) -> None:
+            if not self._host:  # else it is encoded, as neighbours read it in place
+                self._encode(now, piece)
+
+        def add(piece: Piece) -> None:
+            if far and len(far) == len(now.sources):
+                add_up(layout, now.weights, sources, result, piece.stretches)
+
         message = self._codes if self._lossy else self._message
-        now.ticket = push.courier.submit(lambda: push.push(message, targets, count))
-        if push.courier.threaded:
-            now.ticket = self._submit_arrival(now)
+        return Stream(
+            self._push, self._pieces, message, self._targets(now), far, count, prepare, add
+        )
 
     def _partner(self, now: Round) -> int | None:
         """The other of a pair on this host whose two averages are the same one."""
@@ -207,11 +232,8 @@ class Windows:
             if r not in self._near[self.rank]
         ]
 
-    def _submit_arrival(self, now: Round) -> Job:
-        sources, count = self._far(self.rank, now.sources), now.t - self._first
-        return self._push.courier.submit(lambda: self._push.await_arrived(sources, count))
-
     def _start_global(self, now: Round) -> None:
+        self._encode(now)
         if self._push is None:
             self._host.publish(self._host.others, now.t)
         elif self._push.courier.threaded:
@@ -222,11 +244,9 @@ class Windows:
         if self._lossy and self.n * self.layout.sent_bytes < 2 * self.layout.nbytes:
             everyone, waited = gather(self._push.comm, self._codes, self._timeout_s)
             self._note(waited)
-            sources = [
-                (self._message, False) if rank == self.rank else (everyone[rank], True)
-                for rank in range(self.n)
-            ]
-            _sum_decoded(self.layout, [1 / self.n] * self.n, sources, self._result)
+            sources = [self._out if rank == self.rank else everyone[rank] for rank in range(self.n)]
+            out, weights = self._segments(self._result), [1 / self.n] * self.n
+            add_up(self.layout, weights, sources, out, self.layout.stretches)
             return
         for dtype, part in self.layout.parts:
             own, out = self._message[part].view(dtype), self._result[part].view(dtype)
@@ -245,38 +265,43 @@ class Windows:
             return self._out, self._out
         if now.average:
             self._finish_global(now)
-            return self._out, self.layout.views(self._result)
+            return self._out, self._segments(self._result)
         if now.partner is not None:
             partner = self._places_on_host[now.partner]
             self._host.average_pair(self.layout.parts, now.weights[0], partner, now.t)
-            return self._out, self.layout.views(self._result)
+            return self._out, self._segments(self._result)
         if self._host:
             self._host.await_ready(self._on_host(now.sources), now.t)
-        if self._push:
-            self._wait_for(now.ticket if self._push.courier.threaded else self._submit_arrival(now))
-        mixed = self._combine(now)
+        if now.ticket:
+            self._wait_for(now.ticket)
+        elif self._push:
+            self._push.courier.submit(self._stream(now).run)
+        mixed = self._segments(self._result_of(now))
+        if not now.sources or self._on_host(now.sources):
+            sources = self._sources(now)
+            add_up(self.layout, now.weights, sources, mixed, self.layout.stretches)
         if self._host:
             self._host.release(self._on_host(now.sources), now.t)
         return self._out, mixed
 
-    def _combine(self, now: Round) -> Segments:
-        """The sum over own outbox, shared outboxes and inbox places, in the graph's order."""
-        sources, count, place = [(self._message, False)], now.t - (self._first or 0), 0
+    def _sources(self, now: Round) -> list[Segments | torch.Tensor]:
+        """Own outbox, shared outboxes and inbox places, in the graph's order."""
+        found: list[Segments | torch.Tensor] = [self._out]
+        count, place = now.t - (self._first or 0), 0
         for j in now.sources:
             if j in self._places_on_host:
-                sources.append((self._host.outboxes[self._places_on_host[j]], False))
+                found.append(self._segments(self._host.outboxes[self._places_on_host[j]]))
             else:
-                sources.append((self._push.inbox(count, place), self._lossy))
+                message = self._push.inbox(count, place)
+                found.append(message if self._lossy else self._segments(message))
                 place += 1
-        if self._lossy:
-            _sum_decoded(self.layout, now.weights, sources, self._result)
-            return self.layout.views(self._result)
-        in_inbox = self._host is None and len(sources) > 1
-        result = sources[1][0] if in_inbox else self._result
-        for dtype, part in self.layout.parts:
-            rows = [message[part].view(dtype).unsqueeze(0) for message, _ in sources]
-            combine(now.weights, rows, result[part].view(dtype).unsqueeze(0))
-        return self.layout.views(result)
+        return found
+
+    def _result_of(self, now: Round) -> torch.Tensor:
+        """Where the sum goes: the first inbox place, where all come in full from other hosts."""
+        if self._host or self._lossy or not now.sources:
+            return self._result
+        return self._push.inbox(now.t - self._first, 0)
 
     def _finish_global(self, now: Round) -> None:
         if self._push is None:
@@ -320,7 +345,7 @@ class Windows:
         if last is not None and not last.finished:
             self.finish()
         self._leave_round()
-        self._out, self._message = None, None
+        self._out, self._message, self._views = None, None, {}
         self.__dict__.pop("_result", None)
         if self._push:
             self._take_in_free_tokens()
@@ -337,24 +362,3 @@ class Windows:
             if t - 2 >= self._first and not self._is_average(t):
                 readers = self._far(self.rank, self.graph.receivers(t, self.rank))
                 self._push.take_in_free(readers, t - self._first)
-
-
-def _sum_decoded(
-    layout: Layout,
-    weights: Sequence[float],
-    sources: Sequence[tuple[torch.Tensor, bool]],
-    result: torch.Tensor,
-) -> None:
-    """The one sum over messages of which those marked True are encoded, block by block."""
-    whole = [None if encoded else layout.views(message) for message, encoded in sources]
-    for slot, segment in enumerate(layout.views(result)):
-        for part, out in enumerate(segment):
-            for begin in range(0, out.shape[1], BLOCK):
-                columns = slice(begin, min(begin + BLOCK, out.shape[1]))
-                arrays = [
-                    decode(layout, message, slot, part, columns)
-                    if views is None
-                    else views[slot][part][:, columns]
-                    for (message, _), views in zip(sources, whole, strict=True)
-                ]
-                combine(weights, arrays, out[:, columns])

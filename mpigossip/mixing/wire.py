@@ -8,7 +8,7 @@ a node's columns are split into shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +16,17 @@ import torch
 
 BUCKET = 512
 """Columns that are encoded together; shards are multiples of it."""
+CHUNK = 1 << 18
+"""Columns that stand together in an encoded vector: chunk after chunk, so that it can be sent and
+decoded by pieces; a multiple of 4096, so that a chunk's bytes are a multiple of eight."""
 TINY = 1e-30
 """A bucket without a larger value is sent as zeros by wire "qsgd"."""
 BIASED = frozenset({"sign", "top-k", "random-k"})
 """Wires whose error isn't zero on average: only for methods that send what was left out later."""
+
+
+Stretch = tuple[int, int, slice]
+"""Part of a message: slot, vector (or, from the number of vectors on, scalar), columns."""
 
 
 class Wire(NamedTuple):
@@ -54,14 +61,34 @@ class Wire(NamedTuple):
     def pack(self, values: torch.Tensor, key: tuple[int, ...], first: int) -> list[torch.Tensor]:
         """Quantize values (width,), whose first column is ``first``, in place; its codes.
 
-        ``key``: (exchange, node, vector). The codes are uint8 arrays, one after the other the
-        encoded vector.
+        ``key``: (exchange, node, vector). The codes are uint8 arrays, one after the other an
+        encoded chunk.
         """
         buckets, seeds = values.view(-1, BUCKET), (self.seed, *key)
         return self.encode(buckets, lambda count: draw(seeds, first, len(buckets), count))
 
+    def write(
+        self, values: torch.Tensor, key: tuple[int, ...], first: int, codes: torch.Tensor | None
+    ) -> None:
+        """:meth:`pack` chunk after chunk, the codes into ``codes`` if given, uint8."""
+        at = 0
+        for begin in range(0, values.numel(), CHUNK):
+            for array in self.pack(values[begin : begin + CHUNK], key, first + begin):
+                if codes is not None:
+                    codes[at : at + array.numel()].copy_(array.reshape(-1))
+                at += array.numel()
+
     def unpack(self, message: torch.Tensor, width: int, part: slice, out: torch.Tensor) -> None:
         """Decode columns ``part`` (whole buckets) of an encoded vector of ``width`` columns."""
+        out = out.view(-1)
+        for at in range(part.start // CHUNK * CHUNK, part.stop, CHUNK):
+            low, high = max(at, part.start), min(at + CHUNK, part.stop)
+            chunk, values = message[self.nbytes(at) :], out[low - part.start : high - part.start]
+            self._unpack_chunk(chunk, min(CHUNK, width - at), slice(low - at, high - at), values)
+
+    def _unpack_chunk(
+        self, message: torch.Tensor, width: int, part: slice, out: torch.Tensor
+    ) -> None:
         total, codes, at = width // BUCKET, [], 0
         begin, end = part.start // BUCKET, part.stop // BUCKET
         for size in self.sizes:
@@ -202,29 +229,30 @@ FP32 = Wire("fp32", (), lambda buckets, words: [], lambda codes, out: None)
 """Messages as they are."""
 
 
-def encode(layout, segments, nodes, exchange: int, codes: torch.Tensor | None) -> None:
+def encode(
+    layout,
+    segments,
+    nodes,
+    exchange: int,
+    codes: torch.Tensor | None,
+    stretches: Sequence[Stretch] | None = None,
+) -> None:
     """Quantize the messages of ``nodes``, one a row of ``segments``, in place.
 
     ``codes``: where the encoded message of a single node goes, uint8 (layout.sent_bytes,); None
-    where only the values are wanted. Scalars travel as they are.
+    where only the values are wanted. Scalars travel as they are. ``stretches`` (of whole chunks)
+    limit it to a part of the message.
     """
-    for row, node in enumerate(nodes):
-        first = 0
-        for slot, width in enumerate(layout.widths):
-            for vector in range(layout.vectors):
-                values = segments[slot][vector][row]
-                pieces = layout.wire.pack(values, (exchange, node, vector), first)
-                if codes is not None:
-                    at = layout.place(slot, vector)
-                    for piece in pieces:
-                        codes[at : at + piece.numel()].copy_(piece.reshape(-1))
-                        at += piece.numel()
-            first += width
-    if codes is not None:
-        for slot, segment in enumerate(segments):
-            for k, value in enumerate(segment[layout.vectors :]):
-                at = layout.place(slot, layout.vectors + k)
-                codes[at : at + 8].view(torch.float64).copy_(value[0])
+    for slot, part, columns in layout.stretches if stretches is None else stretches:
+        at = 0 if codes is None else layout.place(slot, part)
+        if part < layout.vectors:
+            room = None if codes is None else codes[at + layout.wire.nbytes(columns.start) :]
+            first = sum(layout.widths[:slot]) + columns.start
+            for row, node in enumerate(nodes):
+                values = segments[slot][part][row, columns]
+                layout.wire.write(values, (exchange, node, part), first, room)
+        elif codes is not None:
+            codes[at : at + 8].view(torch.float64).copy_(segments[slot][part][0])
 
 
 def decode(layout, codes: torch.Tensor, slot: int, part: int, columns: slice) -> torch.Tensor:

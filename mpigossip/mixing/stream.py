@@ -1,0 +1,179 @@
+"""One round between hosts, piece by piece: encoded, put, announced, taken in and summed.
+
+Pieces are the courier's unit: while one is on the wire, those that came in are summed. The wire
+therefore is hardly ever idle, and little is left to do when the last piece is in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpigossip.cluster.ranks import Deadline
+from mpigossip.mixing.base import BLOCK, Layout, Segments, combine
+from mpigossip.mixing.messages import wait_all
+from mpigossip.mixing.push import PushWindow
+from mpigossip.mixing.wire import CHUNK, Stretch, decode
+
+SMALLEST = 1 << 20
+"""Bytes of the smallest piece. Each is flushed by itself, which costs a way there and back."""
+PIECE_S = 0.04
+"""Seconds on the wire from which a piece is long enough for that not to be felt."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of the message that is put, announced and summed at once."""
+
+    sent: slice
+    """bytes of the message as sent"""
+    stretches: tuple[Stretch, ...]
+
+
+def cut(layout: Layout, size: int) -> list[Piece]:
+    """The message in pieces of about ``size`` bytes as sent, the scalars with the last one."""
+    pieces: list[Piece] = []
+    stretches: list[Stretch] = []
+    begin = end = 0
+    for slot, part, whole in layout.stretches:
+        scalar = part >= layout.vectors
+        if end - begin >= size and not scalar:
+            pieces.append(Piece(slice(begin, end), tuple(stretches)))
+            stretches, begin = [], end
+        for at in range(0, whole.stop, CHUNK):
+            if at and end - begin >= size:
+                pieces.append(Piece(slice(begin, end), tuple(stretches)))
+                stretches, begin = [], end
+            columns = slice(at, min(at + CHUNK, whole.stop))
+            if stretches and stretches[-1][:2] == (slot, part):
+                columns = slice(stretches.pop()[2].start, columns.stop)
+            stretches.append((slot, part, columns))
+            width = min(CHUNK, whole.stop - at)
+            end += 8 if scalar else layout.vector_bytes(width)
+    return [*pieces, Piece(slice(begin, end), tuple(stretches))]
+
+
+def measured_size(comm: MPI.Comm, nbytes: int, timeout_s: float) -> int:
+    """Bytes that a piece of a message of ``nbytes`` should have: collective, equal on all ranks.
+
+    What the wire moves in ``PIECE_S``, tried once with the next rank, but at most an eighth of
+    the message, so that there is something to sum while the rest travels.
+    """
+    if comm.size == 1 or nbytes <= SMALLEST:
+        return max(nbytes, 1)
+    out, into = np.zeros(SMALLEST, np.uint8), np.empty(SMALLEST, np.uint8)
+    for _ in range(2):  # the first opens connections
+        comm.Barrier()
+        began = time.perf_counter()
+        pending = {
+            0: comm.Irecv(into, (comm.rank - 1) % comm.size),
+            1: comm.Isend(out, (comm.rank + 1) % comm.size),
+        }
+        wait_all(pending, timeout_s, lambda _: "measuring the wire: a neighbour doesn't answer")
+        slowest = comm.allreduce(time.perf_counter() - began, MPI.MAX)
+    return int(max(SMALLEST, min(nbytes / 8, SMALLEST / slowest * PIECE_S)))
+
+
+def add_up(
+    layout: Layout,
+    weights: Sequence[float],
+    sources: Sequence[Segments | torch.Tensor],
+    out: Segments,
+    stretches: Sequence[Stretch],
+) -> None:
+    """The one sum over stretches of messages; a tensor among ``sources`` is an encoded one."""
+    encoded = any(isinstance(source, torch.Tensor) for source in sources)
+    for slot, part, whole in stretches:
+        step = BLOCK if encoded else max(1, whole.stop - whole.start)
+        for begin in range(whole.start, whole.stop, step):
+            columns = slice(begin, min(begin + step, whole.stop))
+            arrays = [
+                decode(layout, source, slot, part, columns)
+                if isinstance(source, torch.Tensor)
+                else source[slot][part][:, columns]
+                for source in sources
+            ]
+            combine(weights, arrays, out[slot][part][:, columns])
+
+
+class Stream:
+    """One round of pushes and arrivals as the courier runs it; :meth:`run` does all of it."""
+
+    def __init__(
+        self,
+        push: PushWindow,
+        pieces: Sequence[Piece],
+        message: torch.Tensor,
+        targets: Sequence[tuple[int, int]],
+        sources: Sequence[int],
+        count: int,
+        prepare: Callable[[Piece], None],
+        add: Callable[[Piece], None],
+    ):
+        """``prepare`` is called before a piece is put, ``add`` when it is in from all sources."""
+        self._push, self._pieces, self._message, self._count = push, pieces, message, count
+        self._targets, self._readers = targets, [rank for rank, _ in targets]
+        self._prepare, self._add = prepare, add
+        self._arrived = dict.fromkeys(sources, 0)
+        self._prepared = self._sent = self._added = 0
+        self._flying: list[MPI.Request] = []
+
+    def run(self) -> None:
+        """Send and take in all pieces; LateError where nothing moves until the deadline."""
+        self._push.await_room(self._readers, self._count)
+        while not self._over:
+            Deadline(self._push.timeout_s).wait(self._moved, self._late)
+
+    @property
+    def _over(self) -> bool:
+        many = len(self._pieces)
+        return self._sent == many and all(count == many for count in (self._added, self._prepared))
+
+    def _moved(self) -> bool:
+        """Do what can be done now without waiting; whether there was anything."""
+        sent, came = self._send(), self._take_in()
+        return self._add_one() or sent or came
+
+    def _send(self) -> bool:
+        if self._sent == len(self._pieces):
+            return False
+        if self._prepared == self._sent:
+            piece = self._pieces[self._prepared]
+            self._prepare(piece)
+            self._prepared += 1
+            self._flying = self._push.put_at_once(
+                self._message, piece.sent, self._targets, self._count
+            )
+        # a flush of what still flies would spin, on the core that others compute on
+        if not MPI.Request.Testall(self._flying):
+            return False
+        self._push.sent(self._readers, self._count * len(self._pieces) + self._sent)
+        self._sent += 1
+        return True
+
+    def _take_in(self) -> bool:
+        moved, many = False, len(self._pieces)
+        for rank, there in self._arrived.items():
+            if there < many and self._push.arrived(rank, self._count * many + there):
+                self._arrived[rank] += 1
+                moved = True
+        return moved
+
+    def _add_one(self) -> bool:
+        if self._added == min([self._prepared, *self._arrived.values()]):
+            return False
+        self._push.sync()
+        self._add(self._pieces[self._added])
+        self._added += 1
+        return True
+
+    def _late(self) -> str:
+        missing = [rank for rank, there in self._arrived.items() if there < len(self._pieces)]
+        if missing:
+            return self._push.late(min(missing), self._count * len(self._pieces))
+        return f"a put to ranks {self._readers} doesn't complete (round {self._count})"
