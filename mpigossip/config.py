@@ -248,6 +248,9 @@ class LogSection:
 
     flush_steps: Positive = 50
     """Steps between writes to the file; a crash loses at most so many."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a log that can't be written does to the run; "continue" keeps the steps and tries again
+    at the next write, and stops at the end if that fails, too."""
     consensus_every: Count = 10
     """Steps between measurements of the consensus distance; 0 never measures."""
     straggler_times: NotNegative = 2.0

@@ -388,7 +388,7 @@ def test_damage_is_reported_by_whoever_decodes(varied, tmp_path, opened):
     with bad.open("rb+") as file:
         file.seek(data.images.data.train.start)
         file.write(b"\0" * 200)
-    with pytest.raises(OSError, match="image 0 of train is damaged"):
+    with pytest.raises(StoreError, match="sample 0 is damaged"):
         data.train_batch(np.array([0]), (0, 0))
     with loader_of(data, 1) as loader, pytest.raises(worker.WorkerError, match="is damaged"):
         fetched(loader, range(3))

@@ -1,16 +1,21 @@
 """Data sets in one HDF5 file: packing a folder, opening it, showing what it holds.
 
-Layout (version 1)::
+Layout (version 2)::
 
     /                attributes: format, version, kind ("images" | "arrays" | "text"), source,
-                     licence, channels, scale (the stored value that means 1.0), mean, std
+                     licence, channels, scale (the stored value that means 1.0), mean, std,
+                     checksum (of classes)
     /classes         names, one per label (text: one per file)
-    /train, /test    each with
+    /train, /test    each with the attribute checksum (of its small arrays) and
         labels       (N,) int64
         bytes        (B,) uint8: all encoded images (or texts), one after the other
         offsets      (N + 1,) int64: sample i is bytes[offsets[i]:offsets[i + 1]]
         sizes        (N, 2) int64, height and width in pixels        (kind "images")
+        checksums    (N,) uint32, CRC-32 of each sample's bytes
         images       (N, channels, height, width) uint8, in place of bytes (kind "arrays")
+
+Texts have a fixed length. What HDF5 doesn't check itself is compared with a checksum: nothing
+damaged is taken for data. Version 1, which has no checksums, is read without that promise.
 
 One contiguous byte array with offsets takes the place of HDF5's variable-length elements: those
 live in heaps that cost several disk accesses each and h5py's global lock for every sample, while
@@ -21,15 +26,17 @@ or process.
 import io
 import math
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 
 from mpigossip.store import StoreError
-from mpigossip.store.packing import FORMAT, SPLITS, VERSION, pack
+from mpigossip.store.packing import FORMAT, SPLITS, VERSION, checksum_of, pack
 
 __all__ = ["Dataset", "Split", "open_dataset", "pack", "show"]
 
@@ -52,6 +59,8 @@ class Split:
     """Where the payload begins in the file, in bytes."""
     array_shape: tuple[int, ...]
     """(N, C, H, W) for kind "arrays", (B,) otherwise."""
+    checksums: np.ndarray | None = None
+    """(N,) uint32 of each sample's bytes; None in version 1."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -60,11 +69,25 @@ class Split:
     def encoded(self, index: int) -> bytes:
         """Return the encoded bytes of one sample (kinds "images" and "text")."""
         begin, end = int(self.offsets[index]), int(self.offsets[index + 1])
-        return self._read(begin, end - begin)
+        data = self._read(begin, end - begin)
+        self._check(index, data)
+        return data
+
+    def _check(self, index: int, data: Any) -> None:
+        if self.checksums is not None and zlib.crc32(data) != self.checksums[index]:
+            raise StoreError(
+                f"{self.file.name}: sample {index} is damaged: its checksum differs; copy or pack "
+                "the data set again"
+            )
 
     def array(self) -> np.ndarray:
         """Return the whole payload: (N, C, H, W) uint8, or (B,) uint8 for encoded data."""
         flat = np.frombuffer(self._read(0, math.prod(self.array_shape)), np.uint8)
+        if self.checksums is not None:
+            ends = np.arange(len(self) + 1) * (len(flat) // len(self))
+            ends = ends if self.offsets is None else self.offsets
+            for index in range(len(self)):
+                self._check(index, flat[ends[index] : ends[index + 1]])
         return flat.reshape(self.array_shape)
 
     def _read(self, offset: int, size: int) -> bytes:
@@ -161,28 +184,40 @@ def _read(file: h5py.File, path: Path) -> Dataset:
             raise StoreError(f"the data set {path} can't be used: {message}; pack it again")
 
     facts = file.attrs
-    made = facts.get("format") == FORMAT
+    made = _text(facts.get("format", "")) == FORMAT
     require(
         made, f'it has no attribute format = "{FORMAT}", so `mpigossip data pack` didn\'t make it'
     )
-    version, kind = int(facts["version"]), str(facts["kind"])
-    require(version == VERSION, f"its version is {version}, this program reads {VERSION}")
+    version, kind = int(facts["version"]), _text(facts["kind"])
+    require(1 <= version <= VERSION, f"its version is {version}, this program reads {VERSION}")
     require(kind in KINDS, f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
-    classes, channels = tuple(file["classes"].asstr()[:]), int(facts["channels"])
+    stored, channels = file["classes"][()], int(facts["channels"])
+    classes = tuple(map(_text, stored))
+    if version > 1:
+        right = zlib.crc32(stored.tobytes()) == facts["checksum"]
+        require(right, "the names of its classes are damaged")
     mean, std = np.array(facts["mean"], float), np.array(facts["std"], float)
     whole = mean.shape == std.shape == (channels,) and np.isfinite(mean).all() and (std > 0).all()
     require(bool(whole), f"mean {mean} and std {std} should be {channels} numbers, std above 0")
     splits = {}
     for name in SPLITS:
+        right = version == 1 or checksum_of(file[name]) == file[name].attrs["checksum"]
+        require(right, f"the labels or offsets of {name} are damaged: their checksum differs")
         splits[name] = fields = _fields(file[name], kind, require)
+        if version > 1:
+            fields["checksums"] = file[name]["checksums"][()]
         _check_labels(fields["labels"], len(classes), name, require)
         end, size = fields["start"] + math.prod(fields["array_shape"]), path.stat().st_size
         require(end <= size, f"{name} ends at byte {end}, the file at {size}")
     raw = io.FileIO(path)
-    words = {key: value for key, value in facts.items() if isinstance(value, str)}
+    words = {key: _text(value) for key, value in facts.items() if isinstance(value, str | bytes)}
     train, test = (Split(file=raw, **splits[name]) for name in SPLITS)
     scale = float(facts["scale"])
     return Dataset(path, kind, classes, channels, scale, mean, std, words, train, test)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _check_labels(labels: np.ndarray, classes: int, name: str, require: Require) -> None:

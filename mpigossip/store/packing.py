@@ -2,8 +2,8 @@
 
 import io
 import os
-import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import sync
 
 FORMAT = "mpigossip-dataset"
-VERSION = 1
+VERSION = 2
 SPLITS = ("train", "test")
 SAMPLE_FOR_MEAN = 10_000
 """Train images, evenly spread, whose pixels give the mean and standard deviation."""
@@ -97,7 +97,9 @@ def pack(
     temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         with h5py.File(temporary, "w", libver=("v110", "v110")) as file:
-            file.attrs.update(format=FORMAT, version=VERSION, source=str(folder.resolve()))
+            file.attrs.update(
+                format=fixed(FORMAT), version=VERSION, source=fixed(str(folder.resolve()))
+            )
             if text:
                 _pack_text(folder, file, progress or _quiet)
             else:
@@ -129,16 +131,17 @@ def _pack_images(folder: Path, file: h5py.File, image_size: int | None, progress
     tally = _Tally(sum(len(files) for files, _ in lists.values()), progress)
     for name, (files, labels) in lists.items():
         every = max(1, len(files) // SAMPLE_FOR_MEAN) if name == "train" else 0
-        sizes, lengths = [], []
+        sizes, lengths, checksums = [], [], []
         with _spool(file) as spool:
             for payload in _checked(files, image_size, every):
                 tally.count(payload)
                 spool.write(payload.data)
                 lengths.append(len(payload.data))
+                checksums.append(zlib.crc32(payload.data))
                 sizes.append(payload.size)
             if not tally.problems:
-                _write_split(file, name, labels, lengths, spool)
-                file[name]["sizes"] = np.array(sizes, np.int64)
+                file.create_group(name)["sizes"] = np.array(sizes, np.int64)
+                _write_split(file[name], labels, lengths, checksums, spool)
     if tally.problems:
         more = f" and {len(tally.problems) - 10} more" if len(tally.problems) > 10 else ""
         raise StoreError(
@@ -180,8 +183,12 @@ def _write_facts(file: h5py.File, kind: str, classes: Sequence[str], moments: np
     # A channel that never varies is only centred: dividing by 0 would make it infinite.
     std = np.sqrt(np.maximum(squares / count - mean**2, 0))
     std = np.where(std > 1e-6, std, 1.0)
-    file.attrs.update(kind=kind, channels=len(moments), scale=255.0, mean=mean, std=std)
-    file["classes"] = np.array(classes, dtype=h5py.string_dtype())
+    names = np.array([fixed(name) for name in classes])
+    file["classes"] = names
+    file.attrs.update(
+        kind=fixed(kind), channels=len(moments), scale=255.0, mean=mean, std=std,
+        checksum=zlib.crc32(names.tobytes()),
+    )  # fmt: skip
 
 
 def _spool(file: h5py.File) -> IO[bytes]:
@@ -189,13 +196,35 @@ def _spool(file: h5py.File) -> IO[bytes]:
     return tempfile.TemporaryFile(dir=Path(file.filename).parent, buffering=BUFFER)
 
 
+def fixed(text: str) -> np.bytes_:
+    """A text of fixed length, as UTF-8.
+
+    Others lie in a heap that HDF5 doesn't check, and that it hangs on when it is damaged.
+    """
+    return np.bytes_(text.encode(errors="surrogateescape") or b" ")
+
+
+def checksum_of(group: h5py.Group) -> int:
+    """CRC-32 over the small arrays of a split, those that HDF5 doesn't check itself."""
+    value = 0
+    for name in ("labels", "offsets", "sizes", "checksums"):
+        if name in group:
+            value = zlib.crc32(np.ascontiguousarray(group[name][()]).tobytes(), value)
+    return value
+
+
 def _write_split(
-    file: h5py.File, name: str, labels: Sequence[int], lengths: Sequence[int], spool: IO[bytes]
+    group: h5py.Group,
+    labels: Sequence[int],
+    lengths: Sequence[int],
+    checksums: Sequence[int],
+    spool: IO[bytes],
 ) -> None:
-    """Write labels, offsets and, contiguously, the bytes that lie in the spool."""
-    group = file.create_group(name)
+    """Write labels, offsets, checksums and, contiguously, the bytes that lie in the spool."""
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     group["labels"], group["offsets"] = np.array(labels, np.int64), offsets
+    group["checksums"] = np.array(checksums, np.uint32)
+    group.attrs["checksum"] = checksum_of(group)
     target = group.create_dataset("bytes", (int(offsets[-1]),), np.uint8)
     spool.seek(0)
     position = 0
@@ -283,17 +312,17 @@ def _pack_text(folder: Path, file: h5py.File, progress: Progress) -> None:
         raise StoreError(f"{folder} holds no files with text in them")
     with _spool(file) as train, _spool(file) as test:
         lengths: tuple[list[int], list[int]] = ([], [])
+        checksums: tuple[list[int], list[int]] = ([], [])
         for number, path in enumerate(files):
             with path.open("rb") as source:
                 train_part = source.read(path.stat().st_size * 9 // 10)
-                train.write(train_part)
-                lengths[0].append(len(train_part))
-                before = test.tell()
-                shutil.copyfileobj(source, test)
-                lengths[1].append(test.tell() - before)
+                for at, (spool, part) in enumerate([(train, train_part), (test, source.read())]):
+                    spool.write(part)
+                    lengths[at].append(len(part))
+                    checksums[at].append(zlib.crc32(part))
             progress(number + 1, len(files))
         labels = range(len(files))
-        _write_split(file, "train", labels, lengths[0], train)
-        _write_split(file, "test", labels, lengths[1], test)
+        for at, (name, spool) in enumerate([("train", train), ("test", test)]):
+            _write_split(file.create_group(name), labels, lengths[at], checksums[at], spool)
     names = [str(path.relative_to(folder)) for path in files]
     _write_facts(file, "text", names, np.array([[1.0, 0.0, 1.0]]))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mpigossip import config
-from mpigossip.cluster.ranks import Agreement
+from mpigossip.cluster.ranks import AgreedError, Agreement
 from mpigossip.store import StoreError
 from mpigossip.store.log import Column, LogWriter
 from mpigossip.training.evaluate import Evaluation
@@ -81,6 +81,7 @@ class Log(Hook):
     def start(self, progress, assembly) -> None:
         """Open the log on rank 0, or continue it at the first step of this run."""
         self._flush_every = progress.job.log.flush_steps
+        self._goes_on = progress.job.log.on_error == "continue"
         self._per_node = progress.samples_per_step / progress.nodes
         self._watchers = watchers(progress.job.log, self._world.hosts)
         self._gathered = progress.first_step
@@ -140,7 +141,7 @@ class Log(Hook):
             }
             | {name: ones * value for name, value in record.seconds.items()}
         )
-        if len(self._kept) >= self._flush_every:
+        if len(self._kept) % self._flush_every == 0:
             self.flush()
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
@@ -157,7 +158,17 @@ class Log(Hook):
         self.flush()
 
     def flush(self) -> None:
-        """Gather what was kept and append it; collective."""
+        """Gather what was kept and append it; collective. A full disk stops the run, or is said."""
+        try:
+            self._flush()
+        except (AgreedError, StoreError) as error:
+            if not self._goes_on:
+                raise
+            if self._world.rank == 0:
+                text = f"mpigossip: {error}; training goes on, and what was to be logged is kept"
+                print(text, file=sys.stderr, flush=True)
+
+    def _flush(self) -> None:
         block = {}
         if self._kept:
             block = {name: np.stack([row[name] for row in self._kept]) for name in COLUMNS}
@@ -171,8 +182,10 @@ class Log(Hook):
     def _write(self, gathered: list, evaluations: list[dict]) -> None:
         """Append what all ranks have kept, on rank 0."""
         if gathered[0][0]:
+            # what an attempt that failed later on has written is there already
+            there = max(0, self._writer.next_step - self._kept[0]["step"])
             rows = {
-                name: np.concatenate([part[name] for part, _ in gathered], axis=1)
+                name: np.concatenate([part[name] for part, _ in gathered], axis=1)[there:]
                 for name in COLUMNS
             }
             self._writer.append(rows)
@@ -185,7 +198,7 @@ class Log(Hook):
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         """Write the rest and the summary, and close."""
-        self.flush()
+        self._flush()
         with self._world.together(StoreError):
             if self._writer:
                 self._writer.summary(summary)
