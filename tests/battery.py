@@ -43,6 +43,10 @@ def cases():
     yield "algorithm.name=slowmo cadence.name=cpsgd cadence.period=4"
     yield "algorithm.name=dsgd graph.name=complete node.wire=qsgd"
     yield "algorithm.name=sgp graph.name=base-3 node.wire=qsgd"
+    yield "algorithm.name=sgp graph.name=p-peer-exponential"
+    yield "algorithm.name=dsgt graph.name=od-equidyn"
+    yield "algorithm.name=dmsgd graph.name=u-equistatic"
+    yield "algorithm.name=noloco cadence.period=3 graph.name=base-2"
 
 
 def job(settings: str):

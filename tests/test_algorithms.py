@@ -364,3 +364,11 @@ def test_every_algorithm_is_documented_and_short():
         ), name
         code = inspect.getsource(build).replace(build.__doc__, "")
         assert len(code.splitlines()) <= 45, name
+
+
+def test_choco_takes_a_step_that_its_wire_bears():
+    settings = "algorithm.name=choco graph.name=ring node.wire=random-k node.kept=0.1"
+    driver = Driver(settings, 6, lr=0.05).run(200)
+    assert (driver.whole().mean(0) - driver.optimum()).norm() < 1e-2 * driver.optimum().norm()
+    too_long = Driver(f"{settings} algorithm.consensus_step=0.5", 6, lr=0.05).run(200)
+    assert too_long.whole().norm() > 1e2 * driver.whole().norm()

@@ -290,9 +290,9 @@ def bytes_to_loss(bench: Bench) -> Iterator[Row]:
 # -- asynchronous runs, measured by tools/asynchronous.py ------------------------------------------
 
 
-def asynchronous(path: Path) -> Iterator[Row]:
-    """Rows from the JSON of tools/asynchronous.py."""
-    rows = json.loads(path.read_text("utf-8"))
+def asynchronous(paths: list[Path]) -> Iterator[Row]:
+    """Rows from what tools/asynchronous.py --json gave, in one file or several."""
+    rows = merged(*(json.loads(path.read_text("utf-8")) for path in paths))
     for pattern, said in (("moving", "one rank at a time slowed, drawn anew every 10 steps"),
                           ("one", "rank 0 slowed in random half of the time")):  # fmt: skip
         waiting, free = (rows[f"{pattern}, {kind}"] for kind in ("synchronous", "asynchronous"))
@@ -333,7 +333,9 @@ def main() -> int:
     """Measure, print, write; 1 where a claim doesn't hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="CIFAR-10, packed by `mpigossip data pack`")
-    parser.add_argument("--asynchronous", type=Path, help="what tools/asynchronous.py --json gave")
+    parser.add_argument(
+        "--asynchronous", type=Path, nargs="+", help="what tools/asynchronous.py --json gave"
+    )
     parser.add_argument("--runs", type=Path, default=OUT.with_name("beyond.jsonl"))
     parser.add_argument("--folder", type=Path, help="where the part of the data is kept")
     parser.add_argument("--out", type=Path, help=f"write the table there, such as {OUT.name}")

@@ -113,9 +113,10 @@ def _unfit_wire(job: Job, needs: frozenset) -> list[str]:
 def bears_delay(method: Algorithm) -> bool:
     """Whether a method goes on well with copies that are some rounds old.
 
-    Plain averaging does; corrections and memories that rest on the round's own W do not.
+    Plain averaging does, and tracking, which rests on sums only; corrections and memories that
+    rest on the round's own W do not.
     """
-    return method.needs <= {"row-stochastic", "never-global", "cadence:every"}
+    return method.needs <= {"row-stochastic", "doubly", "never-global", "cadence:every"}
 
 
 def _unfit_asynchrony(job: Job, method: Algorithm) -> list[str]:

@@ -138,9 +138,11 @@ def make_cadence(
 
 def make_algorithms(job: Job, flat: Flat, graph: Graph | None = None) -> list[algorithms.Algorithm]:
     """The algorithm, once for each slot, made to bear the job's wire."""
-    section = job.algorithm
+    section, options = job.algorithm, dict(job.algorithm.options)
+    if section.name == "choco" and job.node.wire == "random-k":
+        options.setdefault("consensus_step", min(0.5, job.node.kept))
     methods = [
-        algorithms.build(section.name, section.local, section.options, flat.decayed_in(slot), graph)
+        algorithms.build(section.name, section.local, options, flat.decayed_in(slot), graph)
         for slot in range(flat.slots)
     ]
     if job.node.wire == "fp32":
