@@ -22,11 +22,9 @@ from mpigossip.training import setup, survive
 TOOLS = Path(__file__).parents[1] / "tools"
 
 
-def open_mpi():
-    """Skips where the launcher is another MPI's."""
+def is_open_mpi():
     told = subprocess.run([*launch.launcher(), "--version"], capture_output=True, text=True)
-    if "open" not in told.stdout.lower() and "prte" not in told.stdout.lower():
-        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
+    return "open" in told.stdout.lower() or "prte" in told.stdout.lower()
 
 
 def wrong_rounds(comm, staged, wire):
@@ -61,7 +59,7 @@ def wrong_rounds(comm, staged, wire):
 
 
 @pytest.mark.parametrize(
-    "n, staged, wire", [(1, None, "fp32"), (4, True, "qsgd"), (6, None, "fp32")]
+    "n, staged, wire", [(1, None, "fp32"), (3, True, "qsgd"), (4, None, "fp32")]
 )
 def test_plain_messages_equal_the_simulator(ranks, n, staged, wire):
     for found in ranks(n)(wrong_rounds, staged, wire):
@@ -147,12 +145,15 @@ def lab(*words, timeout, **env):
 
 
 def test_survivors_go_on_without_rank_0_and_another(mpirun):
-    open_mpi()
+    if not is_open_mpi():
+        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
     told = lab("ranks", "--count", 1, "--nodes", 4, "--losses", 2, "--victim", 0,
                "--epochs", 4, timeout=240)  # fmt: skip
     assert "2 kills, 0 wrong" in told
 
 
 def test_a_kill_while_a_checkpoint_is_written_costs_nothing(mpirun):
+    if is_open_mpi():
+        pytest.skip("the same with either MPI, and MPICH's lane has run it")
     told = lab("checkpoints", "--count", 2, timeout=240)
     assert "2 kills, 0 wrong" in told

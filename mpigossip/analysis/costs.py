@@ -139,4 +139,4 @@ def memory(what: Subject, made: Exchanges) -> dict[str, int]:
         "outbox": method.vectors * model,
         "inbox (at most)": max(inbox, 1) * method.vectors * model,
         "snapshot for checkpoints": model + held,
-    }
+    } | ({"copies to outlive a lost rank": 2 * (model + held)} if what.job.run.survive else {})

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.base import Kind, Layout, Segments, combine, is_average, traffic
-from mpigossip.mixing.messages import average, wait_all
+from mpigossip.mixing.base import Kind, Layout, Segments, is_average, traffic
+from mpigossip.mixing.messages import average, mean, mean_scalars, wait_all
 from mpigossip.mixing.push import CUT
-from mpigossip.mixing.windows import Round, _sum_decoded
+from mpigossip.mixing.stream import add_up
+from mpigossip.mixing.windows import Round
 from mpigossip.mixing.wire import encode
 
 ROUNDS, FIRST_TAG = 1 << 14, 64
@@ -66,12 +67,13 @@ class Messages:
         self.bytes_sent[0] += traffic(
             self.graph, kind, t, self.rank, layout.sent_bytes, layout.raw_bytes
         )
+        number = t if exchange is None else exchange
         if self._codes is not None and kind is not Kind.LOCAL:
-            encode(layout, self._out, self.rows, t if exchange is None else exchange, self._codes)
+            encode(layout, self._out, self.rows, number, self._codes)
         if self._staged and kind is not Kind.LOCAL:
             _copy(self._out, layout.views(self._message))
         whole = kind is Kind.GLOBAL or (kind is Kind.GOSSIP and self._is_average(t))
-        now = self._round = Round(kind, t, whole)
+        now = self._round = Round(kind, t, number, whole)
         if kind is Kind.GOSSIP and not whole:
             nodes, weights, own = self.graph.neighbours(t, self.rank)
             now.sources = tuple(map(int, nodes))
@@ -123,14 +125,10 @@ class Messages:
 
     def _combine(self, now: Round) -> None:
         """The sum over own message and inbox, in the graph's order."""
-        arrived = [(place, self._codes is not None) for place in self._inbox[: len(now.sources)]]
-        sources = [(self._message, False), *arrived]
-        if self._codes is not None:
-            _sum_decoded(self.layout, now.weights, sources, self._result)
-            return
-        for dtype, part in self.layout.parts:
-            rows = [message[part].view(dtype).unsqueeze(0) for message, _ in sources]
-            combine(now.weights, rows, self._result[part].view(dtype).unsqueeze(0))
+        layout, sources = self.layout, [self.layout.views(self._message)]
+        for place in self._inbox[: len(now.sources)]:
+            sources.append(place if self._codes is not None else layout.views(place))
+        add_up(layout, now.weights, sources, layout.views(self._result), layout.stretches)
 
     def _average(self) -> None:
         for dtype, part in self.layout.parts:
@@ -148,18 +146,11 @@ class Messages:
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits."""
-        own = x[0].contiguous().cpu()
-        out = torch.empty_like(own)
-        average(self._comm, own, out, self._timeout_s)
-        return out.to(x.device)
+        return mean(self._comm, x, self._timeout_s)
 
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
         """Average over nodes of small float64 values (1, k), in node order: (k,)."""
-        own = values.contiguous().cpu()
-        rows = torch.empty(self.n, own.shape[1], dtype=own.dtype)
-        request = self._comm.Iallgather(own.numpy(), rows.numpy())
-        wait_all({0: request}, self._timeout_s, lambda _: "average of scalars: a rank is late")
-        return combine([1 / self.n] * self.n, list(rows.split(1)), torch.empty_like(own))[0]
+        return mean_scalars(self._comm, values, self._timeout_s)
 
     def close(self) -> None:
         """Finish an open round and free the communicator; collective."""

@@ -49,23 +49,27 @@ def _rebuilt(run: Run, world) -> Run:
         # rank 0 held it and is gone; a disk that doesn't know yet is no reason to stop
         with contextlib.suppress(JobError):
             world.resources.enter_context(lock(run.progress.folder))
-    stands = world.gather(run.kept[-1].numbers)
-    numbers = world.broadcast(stands and min(stands, key=lambda one: one["index"]))
+    # counters and the steps of an epoch that they are in: a rank that saw the loss of another
+    # later may have those of a world that others have left already
+    stands = world.gather((run.kept[-1].numbers, run.progress.steps_per_epoch))
+    least = stands and min(stands, key=lambda one: one[0]["index"])
+    numbers, steps_per_epoch = world.broadcast(least)
     # who is further ahead than the steps that are kept goes on with the oldest of them
     mine = next((k for k in run.kept if k.numbers["index"] == numbers["index"]), run.kept[0])
     assembly = assemble(run.progress.job, world, world.size)
     try:
-        return _taken_over(run, assembly, world, mine, numbers)
+        return _taken_over(run, assembly, world, mine, numbers, steps_per_epoch)
     except BaseException:
         assembly.abandon()
         raise
 
 
-def _taken_over(run: Run, assembly: Assembly, world, mine: NodeState, numbers: dict) -> Run:
+def _taken_over(
+    run: Run, assembly: Assembly, world, mine: NodeState, numbers: dict, before: int
+) -> Run:
     """The new run, where the old one stood."""
     hooks = [Printer(world) if isinstance(hook, Printer) else hook for hook in run.hooks]
     rebuilt = Run(assembly, world, hooks)
-    before = run.progress.steps_per_epoch
     told = go_on_together(assembly.trainer, mine, numbers, before, assembly.steps_per_epoch)
     rebuilt.count_from(run.progress.seconds)
     rebuilt.spent, rebuilt.rejoined = run.spent, True
