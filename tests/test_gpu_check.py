@@ -72,6 +72,26 @@ def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, mo
     )
 
 
+def test_the_table_goes_on_top_of_the_older_ones(tool, tmp_path):
+    path = tmp_path / "GPU_RESULTS.md"
+    for text in ("## first\n\n| a |", "## second\n\n| b |"):
+        tool.put_on_top(text, path)
+    heading = "# Results of gpu_check.sh"
+    assert path.read_text() == f"{heading}\n\n## second\n\n| b |\n\n## first\n\n| a |\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_launcher_is_found_beside_packages_and_by_name(tool, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpiexec").touch()
+    monkeypatch.delenv("MPIGOSSIP_MPIEXEC", raising=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert tool.launched_by() == [str(tmp_path / "bin" / "mpiexec")]
+    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", "srun --mpi=pmix")
+    assert tool.launched_by() == ["srun", "--mpi=pmix"]
+
+
 def test_measurements_that_need_one_process_run_on_a_cpu(tool):
     place = tool.Place("cpu", True)
     said, limit, good = tool.combining(place, 30, "a limit")

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,6 +212,63 @@ def test_a_model_that_cannot_be_captured_falls_back_to_threads(monkeypatch):
     with pytest.raises(capture.CannotCapture):
         assembly.trainer.step()
     assembly.close()
+
+
+class FakeGraphs:
+    """CUDA's graphs, noted down: what is captured runs at once, and a replay is only noted."""
+
+    def __init__(self, monkeypatch, fails=""):
+        self.log, self.fails = [], fails
+        quiet = contextlib.nullcontext
+        stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=self.synchronize)
+        fakes = {
+            "Stream": lambda: stream, "current_stream": lambda: stream, "graph": self.graph,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.log.append("replay")),
+            "current_device": lambda: 0, "graph_pool_handle": iter(range(9)).__next__,
+            "stream": lambda s: quiet(), "device": lambda d: quiet(),
+        }  # fmt: skip
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def synchronize(self):
+        self.log.append("synchronize")
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        self.log.append(f"capture into pool {pool}")
+        if self.fails:
+            raise RuntimeError(self.fails)
+        yield
+
+
+def captured(module, slots=2):
+    def run(row, slot, inputs, targets):
+        return (module(inputs) - targets).square().mean().double().detach()
+
+    batch = (torch.ones(3, 2), torch.zeros(3, 2))
+    return capture.Captured(run, [[module] * slots], [batch] * slots), batch
+
+
+def test_graphs_of_a_device_share_a_pool_and_replay_in_their_order(monkeypatch):
+    fake = FakeGraphs(monkeypatch)
+    graphs, (inputs, targets) = captured(nn.Linear(2, 2))
+    assert fake.log == ["synchronize", "capture into pool 0"] * 2
+    assert graphs.replay([(inputs + 1, targets)] * 2).shape == (1, 2)
+    assert fake.log[-2:] == ["replay"] * 2
+    for fixed, _ in graphs._inputs:
+        assert torch.equal(fixed, inputs + 1), "new values lie where the graph reads them"
+    with pytest.raises(ValueError, match=r'\(1, 2\).*\(3, 2\).*cuda_graphs = "never"'):
+        graphs.launch([(inputs[:1], targets[:1])] * 2)
+
+
+def test_a_capture_that_fails_is_waited_for_before_buffers_are_put_back(monkeypatch):
+    fake = FakeGraphs(monkeypatch, "operation not permitted when stream is capturing\nlong story")
+    module = nn.BatchNorm1d(2)
+    with pytest.raises(capture.CannotCapture, match="BatchNorm1d can't be captured.*permitted"):
+        captured(module)
+    assert fake.log == ["synchronize", "capture into pool 0", "synchronize"]
+    assert not module.running_mean.any(), "warm-up passes leave no trace"
 
 
 class FakeCaptured:

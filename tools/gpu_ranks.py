@@ -1,6 +1,6 @@
-"""What gpu_check.py measures on several ranks: started by it, `gpu_ranks.py NAME [--rehearse]`.
+"""What gpu_check.py measures on several ranks, started by it.
 
-Rank 0 prints one line, "RESULT " and JSON.
+`gpu_ranks.py NAME SECONDS [--rehearse]`: rank 0 prints one line, "RESULT " and JSON.
 """
 
 import json
@@ -15,6 +15,8 @@ class Place(NamedTuple):
 
     device: str
     rehearsed: bool
+    seconds: float = 60.0
+    """what a measurement may take"""
 
     def size(self, real: int, small: int) -> int:
         """``real``, or ``small`` in a rehearsal."""
@@ -40,30 +42,35 @@ def median_seconds(work: Callable[[], None], repeats: int, before: Callable = la
 
 
 def rank_accuracy(place: Place):
-    """Worst relative difference from the CPU reference: all algorithms, L = 1 and 2."""
+    """Worst relative difference from the CPU reference: all algorithms, L = 1 and 2.
+
+    Whose it is, the difference, how many were compared in time, and how many there are.
+    """
+    import torch
     from test_gpu import STEPS, difference, settings_of, trained
 
-    from mpigossip import algorithms, cluster  # noqa: F401
+    from mpigossip import algorithms
     from mpigossip.cluster.ranks import Alone, world
 
+    ends = time.monotonic() + place.seconds - 10
     found, steps = {}, place.size(STEPS, 2)
     names = list(algorithms.BUILDERS)[: place.size(100, 3)]
+    cases = [(n, m, slots) for n in names for m in ("mlp", "lenet") for slots in (1, 2)]
     with world() as w:
-        for model in ("mlp", "lenet"):
-            for slots in (1, 2):
-                devices = "cuda:" + ",".join("0" * slots) if not place.rehearsed else f"cpu:{slots}"
-                for name in names:
-                    full = trained(w, w.size, model, devices, settings_of(name), steps)
-                    all_rows = w.gather(full)
-                    if w.rank:
-                        continue
-                    import torch
-
-                    cpu = f"cpu:{slots}"
-                    expected = trained(Alone(), w.size, model, cpu, settings_of(name), steps)
-                    key = f"{name}, {model}, L = {slots}"
-                    found[key] = difference(torch.cat(all_rows), expected)
-        return max(found.items(), key=lambda pair: pair[1]) if w.rank == 0 else None
+        for name, model, slots in cases:
+            if w.agree(int(time.monotonic() > ends)):
+                break
+            devices = "cuda:" + ",".join("0" * slots) if not place.rehearsed else f"cpu:{slots}"
+            full = trained(w, w.size, model, devices, settings_of(name), steps)
+            all_rows = w.gather(full)
+            if w.rank:
+                continue
+            cpu = f"cpu:{slots}"
+            expected = trained(Alone(), w.size, model, cpu, settings_of(name), steps)
+            key = f"{name}, {model}, L = {slots}"
+            found[key] = difference(torch.cat(all_rows), expected)
+        worst = max(found.items(), key=lambda pair: pair[1], default=("none", 0.0))
+        return [*worst, len(found), len(cases)] if w.rank == 0 else None
 
 
 def rank_exchange(place: Place):
@@ -104,7 +111,7 @@ def rank_exchange(place: Place):
                 mixer.finish()
 
             found[memory] = timed(round_of)
-            found[f"{memory} route"] = mixer.routes[1 - w.rank].split(" ")[0]
+            found[f"{memory} route"] = mixer.routes[1 - w.rank]
             mixer.close()
         return found if w.rank == 0 else None
 
@@ -141,6 +148,7 @@ RANKED = {"accuracy": rank_accuracy, "exchange": rank_exchange, "overlap": rank_
 
 if __name__ == "__main__":
     rehearsed = "--rehearse" in sys.argv
-    result = RANKED[sys.argv[1]](Place("cpu" if rehearsed else "cuda:0", rehearsed))
+    place = Place("cpu" if rehearsed else "cuda:0", rehearsed, float(sys.argv[2]))
+    result = RANKED[sys.argv[1]](place)
     if result is not None:
         print("\nRESULT " + json.dumps(result), flush=True)

@@ -38,6 +38,8 @@ class Captured:
         self._inputs: list[tuple[torch.Tensor, ...]] = []
         self._losses: list[torch.Tensor] = []
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        # graphs of one device run one after the other, in this order: they share their memory
+        self._places: dict[torch.device, tuple[torch.cuda.Stream, tuple[int, int]]] = {}
         for row, replicas in enumerate(modules):
             for slot, module in enumerate(replicas):
                 batch = tuple(t.clone() for t in batches[row * self.slots + slot])
@@ -47,7 +49,7 @@ class Captured:
 
     def _capture(self, work: Callable[[], torch.Tensor], module: nn.Module) -> None:
         # one stream for warm-up and capture: autograd accumulates where it first ran
-        side = torch.cuda.Stream()
+        side, pool = self._place()
         side.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         try:
@@ -56,9 +58,11 @@ class Captured:
                     work()
             side.synchronize()
             # thread_local: other threads (loader, communication) may call CUDA meanwhile
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
                 loss = work()
         except (RuntimeError, NotImplementedError) as error:
+            with contextlib.suppress(RuntimeError):  # buffers are put back after this
+                side.synchronize()
             raise CannotCapture(
                 f"{type(module).__name__} can't be captured as a CUDA graph: "
                 f"{str(error).splitlines()[0]}"
@@ -66,6 +70,13 @@ class Captured:
         torch.cuda.current_stream().wait_stream(side)
         self._graphs.append(graph)
         self._losses.append(loss)
+
+    def _place(self) -> tuple[torch.cuda.Stream, tuple[int, int]]:
+        """The stream and the memory pool of captures on the current device."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        if device not in self._places:
+            self._places[device] = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        return self._places[device]
 
     def replay(self, batches: Sequence) -> torch.Tensor:
         """Gradients of all replicas on these batches; losses, float64 (rows, slots), on the CPU.
