@@ -1,53 +1,171 @@
-"""Every command of the README runs, in the order given, with fewer epochs."""
+"""Every command and program of README.md and jobs/README.md runs as pasted, with fewer epochs."""
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mpigossip import cli
+
 ROOT = Path(__file__).parents[1]
-FEWER = {"train": ["run.epochs=1"], "simulate": ["run.epochs=1"], "resume": ["run.epochs=2"]}
+FEWER = {
+    "train": ["run.epochs=1"],
+    "simulate": ["run.epochs=1"],
+    "resume": ["run.epochs=2"],
+}
+# Each in a process of its own: they start MPI, or fit themselves to the machine.
+APART = {"doctor", "bench", "plan", "train"}
+PLACES = {"SITE": "generic-slurm", "PATH": "images", "RUN_DIR": "runs/digits", "RUN": "runs/digits"}
 
 
-def blocks():
-    text = (ROOT / "README.md").read_text()
-    return re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+def text(name):
+    return (ROOT / name).read_text()
 
 
-def commands():
-    lines = [line.partition("  #")[0].strip() for block in blocks() for line in block.splitlines()]
-    return [line for line in lines if line.startswith(("mpigossip ", "mpirun "))]
+def blocks(name, kind=""):
+    """The code blocks of a language, without the indentation of a list."""
+    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text(name), re.DOTALL | re.MULTILINE)
+    return [re.sub(r"^   (?=\S)", "", block, flags=re.M) for lang, block in found if lang == kind]
 
 
-def test_the_commands_run_as_pasted(mpirun, tmp_path):
-    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
-    done = []
-    for line in commands():
-        words = shlex.split(line)
-        n = 0
+def commands(name):
+    lines = [line.partition("  #")[0].strip() for b in blocks(name) for line in b.splitlines()]
+    return [line for line in lines if re.match(r"(mpigossip|mpirun|python tools)\b", line)]
+
+
+@pytest.fixture
+def shell(mpirun, tmp_path, monkeypatch, capfd):
+    """`shell(line)`: one command line in a folder with jobs/ and tools/, as a reader would."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("jobs", "tools"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+
+    def run(line):
+        words, n = shlex.split(line.partition(" >")[0]), 0
         if words[0] == "mpirun":
             n, words = int(words[2]), words[3:]
-        assert words[0] == "mpigossip"
-        words = [sys.executable, "-m", *words, *FEWER.get(words[1], [])]
-        ran = mpirun(n, words, timeout=120, cwd=tmp_path)
-        assert ran.returncode == 0, f"{line}\n{ran.stdout}\n{ran.stderr}"
+        if words[0] == "mpigossip":
+            words += FEWER.get(words[1], []) * ("--dry-run" not in words)
+        if words[0] == "python":
+            monkeypatch.setattr(sys, "argv", words[1:])
+            code, said = runpy.run_path(words[1])["main"](), capfd.readouterr()
+        elif words[1] not in APART:
+            words = ["1" if w == "5" and p == "--seconds" else w
+                     for p, w in zip(["", *words], words, strict=False)]  # fmt: skip
+            code, said = cli.main(words[1:]), capfd.readouterr()
+        else:
+            ran = mpirun(n, [sys.executable, "-m", *words], timeout=120, cwd=tmp_path)
+            code, said = ran.returncode, ran
+        assert code == 0, f"{line}\n{said}"
+        return said[0] if isinstance(said, tuple) else said.stdout
+
+    return run
+
+
+def test_the_commands_of_the_readme_run_as_pasted(shell, tmp_path, monkeypatch):
+    sources = blocks("README.md", "python")
+    (tmp_path / "mine.py").write_text(next(s for s in sources if "heavy_ball" in s))
+    monkeypatch.syspath_prepend(tmp_path)
+    said = {line: shell(line) for line in commands("README.md")}
+    assert len(said) >= 20 and (tmp_path / "compare.png").exists()
+    assert "spy: " in next(out for line, out in said.items() if "mine:Spy" in line)
+    train, simulate = (
+        re.search(r"^digest +(\w{64})$", out, re.MULTILINE)[1]
+        for line, out in said.items()
+        if re.search(r"(train|simulate) jobs/digits\.toml (--nodes 4 )?node", line)
+    )
+    assert train == simulate
+    sys.modules.pop("mine", None)
+
+
+def test_three_lines_load_the_exported_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [ROOT / "jobs/digits.toml", "--nodes", 2, "run.steps=1", "run.output=runs/digits"]
+    assert cli.main(["simulate", *map(str, words)]) == 0
+    lines = commands("README.md")
+    export = next(line for line in lines if line.startswith("mpigossip checkpoint export"))
+    assert cli.main(shlex.split(export)[1:]) == 0
+    (load,) = [block for block in blocks("README.md") if "load_file" in block]
+    from mpigossip.training.models import lenet
+
+    names = {"make_the_model": lambda: lenet((1, 8, 8), 10)}
+    exec(load, names)
+    assert len(load.splitlines()) == 3 and names["model"].state_dict()
+
+
+def test_the_commands_of_the_jobs_page_run(shell, tmp_path):
+    """Those that need no scheduler and no network; PATH, SITE and RUN mean something here."""
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for label in ("cat", "dog"):
+            (tmp_path / "images" / split / label).mkdir(parents=True)
+            for k in range(40):
+                pixels = draw.integers(0, 256, (32, 32, 3), np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{k}.jpg")
+    done = []
+    for line in commands("jobs/README.md"):
+        if line in commands("README.md"):
+            continue
+        for word, meaning in PLACES.items():
+            line = re.sub(rf"\b{word}\b", meaning, line)
+        if "cifar10-lenet" in line:
+            line = line.replace("-n 4", "-n 2") + " run.steps=2 schedule.milestones=[]"
+        said = shell(line)
         done.append(line)
-    assert len(done) >= 8 and (tmp_path / "compare.png").exists()
+        if "sweep.py grid" in line:
+            first, *_, last = said.splitlines()
+            assert (first, last) == tuple(
+                f"graph.name={name} schedule.lr={lr}"
+                for name, lr in (("ring", 0.1), ("base-2", 0.2))
+            )
+            (tmp_path / "sweep.txt").write_text(first)
+            shell(f"mpigossip simulate jobs/digits.toml --nodes 2 {first} run.output=runs/digits-1")
+    assert len(done) >= 7 and (tmp_path / "compare.png").exists()
 
 
-def test_the_scripts_of_the_readme_are_there():
-    for script in re.findall(r"bash (tools/\S+\.sh)", (ROOT / "README.md").read_text()):
+def test_what_a_scheduler_is_given_is_there():
+    """`sbatch`, `srun` and `pip` lines name scripts, commands, jobs and extras that exist."""
+    lines = [line for block in blocks("jobs/README.md") for line in block.splitlines()]
+    batch = [line for line in lines if "sbatch" in line or line.startswith("srun")]
+    assert len(batch) >= 5
+    for line in batch:
+        for path in re.findall(r"jobs/\S+\.(?:sbatch|toml)", line):
+            assert (ROOT / path).exists(), line
+        for command in re.findall(r"\bmpigossip (\w+)", line):
+            assert command in text("mpigossip/cli.py") + text("mpigossip/analysis/commands.py")
+    extras = tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"]
+    named = re.findall(r"mpigossip\[([\w,]+)\]", text("jobs/README.md") + text("README.md"))
+    assert named and {e for group in named for e in group.split(",")} <= extras.keys()
+
+
+def test_links_and_scripts_lead_somewhere():
+    for name in ("README.md", "jobs/README.md"):
+        folder = (ROOT / name).parent
+        for target, part in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text(name)):
+            file = folder / target if target else ROOT / name
+            assert file.exists(), target
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if part else []
+            if part:
+                assert part in {
+                    re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings
+                }
+    for script in re.findall(r"bash (tools/\S+\.sh)", text("README.md")):
         assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
 
 
 def test_the_job_file_of_the_readme_is_a_job(tmp_path):
     from mpigossip.training.setup import load
 
-    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    job = load(text)
+    (found,) = blocks("README.md", "toml")
+    job = load(found)
     assert job.model.name == "lenet" and job.graph.options["order"] == "cyclic"
 
 
@@ -55,9 +173,8 @@ def test_the_job_file_of_the_readme_is_a_job(tmp_path):
 def test_the_tables_name_what_there_is(kind):
     from mpigossip import algorithms, graphs
 
-    text = (ROOT / "README.md").read_text()
-    text = re.sub(r"`base-2` … `base-5`", "`base-2` `base-3` `base-4` `base-5`", text)
+    page = re.sub(r"`base-2` … `base-5`", "`base-2` `base-3` `base-4` `base-5`", text("README.md"))
     own = {"spanning-tree", "ceca"} if kind == "graph" else set()
     names = (graphs if kind == "graph" else algorithms).BUILDERS.keys() - own
-    missing = [name for name in names if f"`{name}`" not in text]
+    missing = [name for name in names if f"`{name}`" not in page]
     assert not missing
