@@ -267,3 +267,13 @@ def test_what_asynchrony_does_not_bear_is_refused(settings, message):
 def test_wrong_faults_are_refused():
     with pytest.raises(JobError, match="faults.lost"):
         setup.load({"faults": {"lost": 1.0}})
+
+
+def test_the_dry_run_counts_copies_and_deposits():
+    from mpigossip.analysis.costs import exchanges, subject
+
+    waiting, free = (
+        exchanges(subject(setup.load(JOB, [f"node.mixer={mixer}"]))[0], 4)
+        for mixer in ("synchronous", "asynchronous")
+    )
+    assert free.bytes_per_step == 2 * waiting.bytes_per_step > 0

@@ -106,7 +106,7 @@ def test_places_take_messages_off_the_edges_between_racks(name):
 
 
 def test_swaps_find_what_an_order_of_racks_does_not():
-    # a ring whose numbers jump to and fro: neighbours are far apart in number
+    # a ring whose numbers jump about: neighbours are far apart in number
     jumping = renumbered(graph("ring", 12), [5 * i % 12 for i in range(12)])
     racks = ["a"] * 6 + ["b"] * 6
     assert between(jumping, racks) > 0.5

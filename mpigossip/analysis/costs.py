@@ -15,6 +15,7 @@ from mpigossip.algorithms.cadence import Cadence
 from mpigossip.config import Job, JobError
 from mpigossip.graphs import Graph
 from mpigossip.mixing.base import Kind, Layout, is_average, traffic
+from mpigossip.mixing.delayed import readers
 from mpigossip.store import StoreError
 from mpigossip.training import models, setup
 from mpigossip.training.data import Source, SyntheticSource, source
@@ -81,6 +82,7 @@ class Exchanges:
     method: algorithms.Algorithm
     cadence: Cadence
     layout: Layout
+    asynchronous: bool = False
 
     def rounds(self) -> Iterator[tuple[Kind, int]]:
         """Kind and clock of each exchange of `STEPS` steps."""
@@ -111,8 +113,11 @@ class Exchanges:
     def bytes_per_step(self) -> float:
         """What node 0 sends in an average step."""
         sent, raw = self.layout.sent_bytes, self.layout.raw_bytes
-        each = self.counted.items()
-        total = sum(k * traffic(self.graph, kind, t or 0, 0, sent, raw) for (kind, t), k in each)
+        total = 0
+        for (kind, t), count in self.counted.items():
+            # asynchronously a copy is fetched and a deposit put for each neighbour
+            messages = 2 if self.asynchronous and kind is Kind.GOSSIP else 1
+            total += count * messages * traffic(self.graph, kind, t or 0, 0, sent, raw)
         return total / STEPS
 
 
@@ -122,7 +127,8 @@ def exchanges(what: Subject, n: int) -> Exchanges:
     graph = setup.make_graph(job, n)
     method = setup.make_algorithms(job, flat, graph)[0]
     layout = Layout(flat.widths, method.vectors, method.scalars, wire=setup.make_wire(job))
-    return Exchanges(graph, method, setup.make_cadence(job, method, graph, STEPS), layout)
+    cadence = setup.make_cadence(job, method, graph, STEPS)
+    return Exchanges(graph, method, cadence, layout, job.node.mixer == "asynchronous")
 
 
 def memory(what: Subject, made: Exchanges) -> dict[str, int]:
@@ -132,6 +138,8 @@ def memory(what: Subject, made: Exchanges) -> dict[str, int]:
     state = method.init(torch.empty(1, flat.size, device="meta"))
     held = sum(array.numel() * array.element_size() for _, array in leaves(state))
     inbox = 0 if "always-global" in method.needs else 2 * made.graph.degree
+    if made.asynchronous:
+        inbox = made.graph.degree + len(readers(made.graph, 0)) + 1
     return {
         "replicas": what.slots * model,
         "gradients": what.slots * model,

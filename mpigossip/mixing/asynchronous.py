@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from mpigossip.cluster.ranks import Deadline
 from mpigossip.mixing.base import Kind, Layout, Segments, flow, traffic
+from mpigossip.mixing.delayed import readers
 from mpigossip.mixing.messages import Courier, Job, average, mean, mean_scalars
 from mpigossip.mixing.push import CUT
 
@@ -43,14 +44,6 @@ class Copy:
     def head(self) -> np.ndarray:
         """The header's words from ROUND on."""
         return self.memory.numpy()[: self.memory.numel() // 8 * 8].view(np.int64)
-
-
-def readers(graph, node: int) -> list[int]:
-    """Nodes that have ``node`` as an in-neighbour in some round, ascending."""
-    if graph.period is None:
-        return [j for j in range(graph.n) if j != node]
-    found = {int(j) for t in range(graph.period) for j in graph.receivers(t, node)}
-    return sorted(found - {node})
 
 
 class Asynchronous:

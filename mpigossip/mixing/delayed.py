@@ -16,6 +16,14 @@ from mpigossip.mixing.faults import OLDEST, Ages
 from mpigossip.mixing.simulated import Simulated
 
 
+def readers(graph, node: int) -> list[int]:
+    """Nodes that have ``node`` as an in-neighbour in some round, ascending."""
+    if graph.period is None:
+        return [j for j in range(graph.n) if j != node]
+    found = {int(j) for t in range(graph.period) for j in graph.receivers(t, node)}
+    return sorted(found - {node})
+
+
 class Deposit(NamedTuple):
     """What node ``source`` took from ``target`` at round t, a flat list of rows (1, p)."""
 

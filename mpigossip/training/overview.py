@@ -116,7 +116,8 @@ def _traffic(progress: Progress, trainer: Trainer, graph: Graph) -> str:
         traffic(graph, kind, t, trainer.mixer.rows[0], layout.sent_bytes, layout.raw_bytes)
         for t in rounds
     ]
-    average, ring = method.rounds * float(np.mean(sent)), 2 * (n - 1) * 4 * sum(layout.widths) / n
+    messages = method.rounds * (1 if trainer.mixer.synchronous else 2)
+    average, ring = messages * float(np.mean(sent)), 2 * (n - 1) * 4 * sum(layout.widths) / n
     when = "step" if progress.job.cadence.name == "always" or kind is Kind.GLOBAL else "gossip step"
     ratio = f"; all-reduce would send {size(ring)}" if ring and kind is Kind.GOSSIP else ""
     vectors = counted(method.vectors, "model-sized vector")
