@@ -43,7 +43,12 @@ HEAD = """# What later work claims, measured
 
 `python tools/claims_beyond.py --data cifar10.h5` (training: simulated, one processor thread, see
 the head of that program for the protocol; {batch} images a node and step, constant rates);
-the asynchronous rows by `mpirun -n 8 python tools/asynchronous.py --torn 10000 --json`.
+the asynchronous rows by `mpirun -n 8 python tools/asynchronous.py --epochs 20 --json` and
+`… --patterns "" --torn 10000 --json` on two processor cores, computing lengthened by sleeping.
+Rates of the rows on n = 6, 12, 25 were searched for at n = 12; every method then ran with each
+rate that any of them found, and its better one is shown (two seeds, 5,000 test images: differences
+below 2 points mean nothing). "Training loss" is that of the nodes' own models on their own
+batches, mean of 20 steps; bytes are sent a node, the mean of two seeds.
 
 """
 BATCH, GRID = 8, (0.01, 0.03, 0.1)
@@ -233,13 +238,17 @@ def odd_nodes(bench: Bench) -> Iterator[Row]:
         }
         rates[method] = max(found, key=found.__getitem__)
     for n in (6, 12, 25):
-        words, best = [], {}
-        for method, lr in rates.items():
-            runs = [bench.run(n, STEPS, odd_table(method, lr), s, "test") for s in SEEDS]
-            accuracies = [run["accuracy"] for run in runs]
-            best[method] = float(np.mean(accuracies))
-            each = ", ".join(f"{a:.1%}" for a in accuracies)
-            words.append(f"{method} {best[method]:.1%} ({each}; lr {lr:g})")
+        words: list[str] = []
+        best: dict[str, tuple[str, float]] = {}
+        for method in rates:
+            for lr in sorted(set(rates.values())):  # the rates that any of them found, for all
+                table = odd_table(method, lr)
+                runs = [bench.run(n, STEPS, table, s, "test")["accuracy"] for s in SEEDS]
+                mean = float(np.mean(runs))
+                if mean > best.get(method, ("", -1.0))[1]:
+                    each = ", ".join(f"{a:.1%}" for a in runs)
+                    best[method] = (f"{method} {mean:.1%} ({each}; lr {lr:g})", mean)
+            words.append(best[method][0])
         yield Row(
             f"odd-{n}", f"n = {n}, LeNet, Dirichlet 0.1, {STEPS} steps: Base-2 and CECA against "
             "one-peer exponential", "6.2, 6.3", "measured", "; ".join(words), None,
