@@ -372,3 +372,16 @@ def test_choco_takes_a_step_that_its_wire_bears():
     assert (driver.whole().mean(0) - driver.optimum()).norm() < 1e-2 * driver.optimum().norm()
     too_long = Driver(f"{settings} algorithm.consensus_step=0.5", 6, lr=0.05).run(200)
     assert too_long.whole().norm() > 1e2 * driver.whole().norm()
+
+
+@pytest.mark.parametrize("name", ["cpsgd", "diloco algorithm.local=sgd"])
+def test_global_rounds_cross_a_lossy_wire_as_differences(name):
+    """What qsgd rounds is how far the nodes went, which shrinks where they want the same."""
+    settings = f"algorithm.name={name} cadence.period=5"
+    exact, lossy = (Driver(settings + wire, 4, lr=0.05) for wire in ("", " node.wire=qsgd"))
+    for driver in (exact, lossy):
+        for part in driver.b:
+            part.copy_(part[:1].expand_as(part))
+        driver.run(300)
+    apart = (lossy.whole() - exact.whole()).norm() / exact.whole().norm()
+    assert apart < 1e-5  # whole models, rounded to 127 levels, would be 5e-3 apart

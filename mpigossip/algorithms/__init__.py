@@ -125,10 +125,15 @@ def _builder(name: str) -> Callable[..., Algorithm]:
     return imported("algorithm.name", name, "(local, *, option=…) that returns an Algorithm")
 
 
-def over_wire(method: Algorithm, *, biased: bool) -> Algorithm:
-    """The method as it bears a lossy wire: by differences, or by error feedback."""
+def over_wire(method: Algorithm, *, biased: bool, meets: bool = False) -> Algorithm:
+    """The method as it bears a lossy wire: by differences, or by error feedback.
+
+    ``meets``: the cadence has GLOBAL rounds, which then travel as differences too.
+    """
     if "own-wire" in method.needs:
         return method
     if "sends-gradients" in method.needs:
         return compressed.error_feedback(method) if biased else method
+    if meets and method.vectors == 1:
+        method = compressed.anchored(method)
     return compressed.difference(method)

@@ -46,6 +46,40 @@ def difference(base: Algorithm) -> Algorithm:
     return base._replace(send=send, receive=receive)
 
 
+class Anchored(NamedTuple):
+    """The last global average, shaped like x and equal on all nodes, and the method's state."""
+
+    anchor: torch.Tensor
+    inner: Any
+
+
+def anchored(base: Algorithm) -> Algorithm:
+    """A method of one vector whose GLOBAL rounds cross a lossy wire as differences.
+
+    With a the last global average (0 before the first), q_j = C(x½_j − a) travels, the average is
+    a + (1/n) Σ_j q_j and becomes a: what the wire rounds is how far nodes went since they met, as
+    cpsgd and diloco do, and not the whole model.
+    """
+
+    def init(x) -> Anchored:
+        return Anchored(torch.zeros_like(x), base.init(x))
+
+    def send(x, g, state: Anchored, out, step: Step):
+        inner = base.send(x, g, state.inner, out, step)
+        if step.kind is Kind.GLOBAL:
+            out[0].sub_(state.anchor)
+        return state._replace(inner=inner)
+
+    def receive(x, g, state: Anchored, sent, mixed, step: Step):
+        if step.kind is Kind.GLOBAL:
+            sent = (sent[0] + state.anchor, *sent[1:])
+            mixed = (state.anchor.add_(mixed[0]), *mixed[1:])
+        inner = base.receive(x, g, state.inner, sent, mixed, step)
+        return state._replace(inner=inner)
+
+    return base._replace(init=init, send=send, receive=receive)
+
+
 class Feedback(NamedTuple):
     """What the wire has left out so far, shaped like x, and the method's state."""
 

@@ -18,7 +18,7 @@ from mpigossip.graphs.placement import place
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group
 from mpigossip.groups.devices import slots_of
-from mpigossip.mixing.base import Layout, Mixer
+from mpigossip.mixing.base import Kind, Layout, Mixer
 from mpigossip.mixing.delayed import Delayed
 from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.simulated import Simulated
@@ -147,7 +147,9 @@ def make_algorithms(job: Job, flat: Flat, graph: Graph | None = None) -> list[al
     ]
     if job.node.wire == "fp32":
         return methods
-    return [algorithms.over_wire(method, biased=job.node.wire in BIASED) for method in methods]
+    biased = job.node.wire in BIASED
+    meets = Kind.GLOBAL in make_cadence(job, methods[0], graph).kinds
+    return [algorithms.over_wire(method, biased=biased, meets=meets) for method in methods]
 
 
 def make_wire(job: Job) -> Wire:
