@@ -30,6 +30,13 @@ WIDTHS = (2048, 2048)
 PATCHED = ("PIECE", "proven", "private", "can_map", "handles", "Mapped")
 
 
+PROVEN = ("device", "mapped", "half mapped")
+
+
+def cannot(memory):
+    raise RuntimeError("no handle here")
+
+
 def compare(*args, **kwargs):
     """`compared`, after which the kept pool's process has the package as it was."""
     from mpigossip.mixing import gpu
@@ -90,15 +97,28 @@ def compared(
 
     torch.set_num_threads(1)
     gpu.PIECE = piece
-    files = SharedFiles()
+    files, world_comm = SharedFiles(), comm
+    if memory.startswith("hosts "):  # two ranks on each
+        from mpi4py import MPI
+
+        memory = memory.removeprefix("hosts ")
+
+        class Pairs(MPI.Intracomm):
+            def Split_type(self, *_):
+                return self.Split(self.rank // 2, self.rank)
+
+        world_comm = Pairs(comm)
+        if memory == "half mapped" and comm.rank >= 2:
+            files.handles = cannot
+    able = memory in PROVEN
     if device == "cpu":  # it stands in for a device: MPI reads and writes its memory
-        gpu.proven = lambda comm, device: (memory == "device", "the CPU stands in")
-    if memory == "ipc":
+        gpu.proven = lambda comm, device: (able, "the CPU stands in")
+    if memory in ("ipc", "mapped", "half mapped"):
         gpu.private, gpu.handles, gpu.Mapped = files.private, files.handles, files.mapped
         gpu.can_map, memory = lambda devices: True, "auto"
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
     layout, there = Layout(WIDTHS, **options), Layout(WIDTHS, **options, devices=(device,) * 2)
-    world, delays, found, routes = World(comm), random.Random(comm.rank), {}, {}
+    world, delays, found, routes = World(world_comm), random.Random(comm.rank), {}, {}
     for name, made in graphs_for(comm.size, names):
         ways = {"same_host": same_host, "timeout_s": 30, "memory": memory}
         mixer = gpu.DeviceWindows(made, there, world, **ways)
@@ -142,9 +162,25 @@ def test_device_windows_equal_the_simulator_under_random_delays(ranks, n, same_h
 
 @pytest.mark.parametrize("n", [3, 6])
 def test_mapped_memory_of_a_host_equals_the_simulator(ranks, n):
-    for found, routes in ranks(n)(compare, GRAPHS, "read", "ipc", 12, timeout=150):
+    graphs = ["one-peer-exponential", "exponential", "star"]
+    for found, routes in ranks(n)(compare, graphs, "read", "ipc", 12, timeout=150):
         assert found and not any(found.values()), found
         assert all(route.startswith("ipc (mapped") for route in routes.values())
+
+
+@pytest.mark.parametrize("wire_name", ["fp32", "bf16"])
+@pytest.mark.parametrize("memory", ["host", "device", "mapped", "half mapped"])
+def test_ways_differ_between_neighbours_on_this_host_and_on_others(ranks, memory, wire_name):
+    """Ranks 0 and 1 on one host, 2 and 3 on another, where mapping may fail."""
+    graphs = ["ring", "exponential", "complete"]
+    near = {"mapped": ["ipc"] * 4, "half mapped": ["ipc", "ipc", "host", "host"]}
+    for rank, (found, routes) in enumerate(
+        ranks(4)(compare, graphs, "read", f"hosts {memory}", 12, wire_name, timeout=90)
+    ):
+        assert found and not any(found.values()), found
+        assert routes[rank ^ 1].startswith(near.get(memory, ["host"] * 4)[rank])
+        far = "host" if memory == "host" else "device"
+        assert routes[rank ^ 2].startswith(far), routes
 
 
 @pytest.mark.parametrize("piece", [512, 1 << 24])
@@ -167,8 +203,8 @@ def test_lossy_wires_are_decoded_to_the_same_bits(ranks, name, same_host, memory
 
 
 def test_large_encoded_messages_are_averaged_decoded(ranks):
-    """With 5 nodes a sum of decoded bf16 values is less traffic than everyone's codes."""
-    for found, _ in ranks(5)(compare, ["complete"], "put", "device", 8, "bf16"):
+    """With 4 nodes a sum of decoded bf16 values is less traffic than everyone's codes."""
+    for found, _ in ranks(4)(compare, ["complete"], "put", "device", 8, "bf16"):
         assert found and not any(found.values()), found
 
 

@@ -65,7 +65,9 @@ class DeviceWindows(Windows):
         self._mixed = [by_slot.of(s).views(self._mixed_memory[s])[0] for s in slots]
         self._sums = Sums(by_slot, self._lanes, self._mixed_memory)
         size = self._own[0].numel()
-        step = PIECE if self._stages_out and not self._lossy else size
+        # the same number of pieces on all ranks: tokens count them
+        staged = any(self._comm.allgather(self._stages_out)) and not self._lossy
+        step = PIECE if staged else size
         self._spans = [slice(at, min(at + step, size)) for at in range(0, size, step)]
         if self._push:
             self._push.count_in_pieces(len(self._spans))
@@ -73,8 +75,7 @@ class DeviceWindows(Windows):
         self._courier = self._push.courier if self._push else Courier(
             self._comm, threaded=threaded, poll=False, timeout_s=timeout_s
         )  # fmt: skip
-        if self._stages_out or (self._push is not None and not self._on_devices):
-            self._pin_all()
+        self._pin_all()
 
     # -- ways to the neighbours -----------------------------------------------------------
 
@@ -193,6 +194,8 @@ class DeviceWindows(Windows):
 
     def _pin_all(self) -> None:
         """Lock the host memory that copies use; what can't be locked is noted and slower."""
+        if not self._stages_out and (self._push is None or self._on_devices):
+            return
         stretches = [*self._host.outboxes, self._host.result] if self._host else [self._message]
         stretches += [self._codes] if self._codes is not None else []
         stretches += [self._push.memory] if self._push is not None else []
@@ -311,7 +314,8 @@ class DeviceWindows(Windows):
 
     def _put(self, piece: slice, targets: Sequence[tuple[int, int]], count: int) -> None:
         if isinstance(self._push, DevicePush):
-            self._push.put_slots(self._code if self._lossy else self._own, targets, count)
+            memory = self._code if self._lossy else [own[piece] for own in self._own]
+            self._push.put_slots(memory, 0 if self._lossy else piece.start, targets, count)
         elif self._lossy:
             self._push.put(self._codes, [slice(0, self._codes.numel())], targets, count)
         else:
@@ -340,8 +344,13 @@ class DeviceWindows(Windows):
         for event in ready:
             _ = event and event.synchronize()
         timeout_s, comm = self._timeout_s, self._push.comm if self._push else self._comm
-        if self._push is None and self._mapped:
-            areas = [self._areas(slot) for slot in range(len(self._lanes))]
+        if self.n == 1:
+            for lane, own, mixed in zip(self._lanes, self._own, self._mixed_memory, strict=True):
+                with on(lane.into):
+                    mixed.copy_(own)
+        elif self._push is None and self._mapped:
+            mine = [*self._own, *self._mixed_memory]
+            areas = [self._mapped[p].arrays if p in self._mapped else mine for p in range(self.n)]
             gpu_average.by_peers(self._host, areas, self.layout, self._lanes, now.t)
         elif not self._on_devices:
             self._average_on_host(now)
@@ -356,12 +365,6 @@ class DeviceWindows(Windows):
             gpu_average.by_messages(comm, *memory, self.layout, self._lanes, timeout_s)
         for lane in self._lanes:
             lane.drain()
-
-    def _areas(self, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """All outboxes and all results of a slot in rank order, this rank's own among them."""
-        own = [*self._own, *self._mixed_memory]
-        every = [self._mapped[p].arrays if p in self._mapped else own for p in range(self.n)]
-        return [a[slot] for a in every], [a[slot + len(self._lanes)] for a in every]
 
     def _average_on_host(self, now: Round) -> None:
         for events in [self._copy_out(piece, whole=True) for piece in self._spans]:

@@ -24,9 +24,9 @@ Memory = Sequence[torch.Tensor]
 
 
 def by_peers(
-    host: SharedHost, areas: Sequence[tuple[Memory, Memory]], layout: BySlot, lanes, t: int
+    host: SharedHost, areas: Sequence[Memory], layout: BySlot, lanes: Sequence[Lane], t: int
 ) -> None:
-    """Through mapped memory of one host; ``areas``: per slot all outboxes and all results.
+    """Through mapped memory of one host; ``areas``: each rank's outboxes, then its results.
 
     All ranks' outboxes are whole when they say so, and their old results read; a result is
     complete when all have said that they are done.
@@ -34,7 +34,9 @@ def by_peers(
     host.publish(host.others, t)
     host.await_ready(host.others, t)
     n, rank = host.size, host.rank
-    for slot, (lane, (sources, targets)) in enumerate(zip(lanes, areas, strict=True)):
+    for slot, lane in enumerate(lanes):
+        sources = [area[slot] for area in areas]
+        targets = [area[slot + len(lanes)] for area in areas]
         with current(lane.device), on(lane.into):
             for dtype, part in layout.of(slot).parts:
                 terms = [area[part].view(dtype).chunk(n) for area in sources]

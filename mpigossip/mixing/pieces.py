@@ -168,17 +168,21 @@ class DevicePush(PiecePush):
         return self._inboxes[slot][at : at + size]
 
     def put_slots(
-        self, memory: Sequence[torch.Tensor], targets: Sequence[tuple[int, int]], count: int
-    ) -> None:
-        """Put whole slots from device to device, each slot's device being current."""
+        self, memory: Sequence[torch.Tensor], begin: int, targets: Sequence[tuple[int, int]],
+        count: int,
+    ) -> None:  # fmt: skip
+        """Put a piece of every slot from device to device, each slot's device being current.
+
+        ``begin``: where in a slot's message the piece begins.
+        """
         for rank, place in targets:
             half = (count % 2) * self._others_places[rank] + place
-            for source, device, window in zip(memory, self._devices, self._windows, strict=True):
-                size = source.numel()
+            for slot, (source, device) in enumerate(zip(memory, self._devices, strict=True)):
+                base, window = half * self._sizes[slot] + begin, self._windows[slot]
                 with current(device):
-                    for at in range(0, size, CUT):
+                    for at in range(0, source.numel(), CUT):
                         part = raw(source[at : at + CUT])
-                        there = [half * size + at, len(part), MPI.BYTE]
+                        there = [base + at, len(part), MPI.BYTE]
                         window.Put([part, MPI.BYTE], rank, there)
 
     def _flush(self, rank: int) -> None:
