@@ -125,6 +125,24 @@ def test_the_fused_sum_has_the_cpus_bits(weights, width):
     assert torch.equal(there[1].cpu(), expected)
 
 
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.2, 0.5, 0.3]])
+def test_bf16_of_the_wire_is_coded_and_summed_with_the_cpus_bits(weights):
+    needs_cupy()
+    values = [torch.randn(70_001) * 10.0 ** torch.randint(-20, 20, (70_001,)) for _ in weights]
+    there, codes = values[1].cuda(), torch.empty(70_001, dtype=torch.bfloat16, device="cuda")
+    assert fused.encode(there, codes)
+    expected = values[1].to(torch.bfloat16)
+    assert torch.equal(codes.cpu().view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(there.cpu(), expected.float())
+    rows = [value.cuda().unsqueeze(0) for value in values]
+    rows[1] = codes.unsqueeze(0)
+    out = torch.empty(1, 70_001, device="cuda")
+    assert fused.combine(weights, rows, out)
+    values[1] = expected.float()
+    terms = [value.unsqueeze(0) for value in values]
+    assert torch.equal(out.cpu(), combine(weights, terms, torch.empty(1, 70_001)))
+
+
 @pytest.mark.parametrize("model", ["lenet", "resnet20"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_captured_replicas_train_as_eager_ones(model, precision):
@@ -169,7 +187,10 @@ def test_auto_precision_and_tf32():
     supported = torch.cuda.is_bf16_supported(False)
     assert resolved("auto", "cuda:0") == ("bf16" if supported else "fp32")
     Precision("fp32", ["cuda:0"], 1)
-    assert not torch.backends.cudnn.allow_tf32
+    if hasattr(torch.backends.cudnn, "conv"):
+        assert torch.backends.cudnn.conv.fp32_precision == "ieee"
+    else:
+        assert not torch.backends.cudnn.allow_tf32
 
 
 def test_two_gpus_average_by_nccl():

@@ -40,6 +40,17 @@ def test_16_bit_arithmetic_trains_as_float32_does(name):
     assert sum(rounded[-10:]) == pytest.approx(sum(plain[-10:]), rel=0.1)
 
 
+def test_tf32_is_switched_off_without_torchs_warning():
+    places = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before = [place.fp32_precision for place in places]
+    try:
+        precision.without_tf32()
+        assert [place.fp32_precision for place in places] == ["ieee"] * 3
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
+
+
 def test_auto_is_float32_on_a_cpu():
     assert precision.resolved("auto", "cpu") == "fp32"
     assert precision.resolved("bf16", "cpu") == "bf16"
@@ -242,6 +253,15 @@ class FakeGraphs:
         yield
 
 
+class Lost:
+    """A loss on a GPU that is gone."""
+
+    device = "cuda:1"
+
+    def __float__(self):
+        raise RuntimeError("the GPU has fallen off the bus")
+
+
 def captured(module, slots=2):
     def run(row, slot, inputs, targets):
         return (module(inputs) - targets).square().mean().double().detach()
@@ -256,6 +276,11 @@ def test_graphs_of_a_device_share_a_pool_and_replay_in_their_order(monkeypatch):
     assert fake.log == ["synchronize", "capture into pool 0"] * 2
     assert graphs.replay([(inputs + 1, targets)] * 2).shape == (1, 2)
     assert fake.log[-2:] == ["replay"] * 2
+    graphs._losses[1] = Lost()
+    with pytest.raises(RuntimeError, match="off the bus") as caught:
+        graphs.replay([(inputs, targets)] * 2)
+    assert caught.value.__notes__ == ["in slot 1 of this node, on cuda:1"]
+    graphs.launch([(inputs + 1, targets)] * 2)
     for fixed, _ in graphs._inputs:
         assert torch.equal(fixed, inputs + 1), "new values lie where the graph reads them"
     with pytest.raises(ValueError, match=r'\(1, 2\).*\(3, 2\).*cuda_graphs = "never"'):

@@ -84,8 +84,16 @@ class Captured:
         Everything is launched before the first loss is waited for.
         """
         self.launch(batches)
-        values = torch.tensor([float(loss) for loss in self._losses], dtype=torch.float64)
-        return values.view(self.rows, self.slots)
+        values = [self._value(index) for index in range(len(self._losses))]
+        return torch.tensor(values, dtype=torch.float64).view(self.rows, self.slots)
+
+    def _value(self, index: int) -> float:
+        try:
+            return float(self._losses[index])
+        except RuntimeError as error:  # what went wrong on the device is raised here
+            where = self._losses[index].device
+            error.add_note(f"in slot {index % self.slots} of this node, on {where}")
+            raise
 
     def launch(self, batches: Sequence) -> None:
         """Begin a pass of all replicas on each device's current stream."""

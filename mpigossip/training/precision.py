@@ -25,6 +25,19 @@ def resolved(setting: str, device: str) -> str:
     return "bf16" if on_gpu and torch.cuda.is_bf16_supported(False) else "fp32"
 
 
+def without_tf32() -> None:
+    """Full float32 in products and convolutions, by the newer setting where torch has it.
+
+    Since torch 2.9 the older one warns, and raises where both have been used.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if hasattr(matmul, "fp32_precision"):
+        for place in (matmul, cudnn.conv, cudnn.rnn):
+            place.fp32_precision = "ieee"
+    else:
+        matmul.allow_tf32 = cudnn.allow_tf32 = False
+
+
 class Precision:
     """How replicas compute; ``name`` is "fp32", "bf16" or "fp16"."""
 
@@ -37,8 +50,7 @@ class Precision:
         self._kind = "cuda" if devices[0].startswith("cuda") else "cpu"
         self.scaler = Scaler(devices, rows) if name == "fp16" else None
         if self._kind == "cuda" and name == "fp32":
-            torch.backends.cudnn.allow_tf32 = False
-            torch.backends.cuda.matmul.allow_tf32 = False
+            without_tf32()
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The context of a forward pass."""
