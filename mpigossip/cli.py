@@ -48,13 +48,30 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse; settings may stand anywhere behind the job file, also after options."""
     top = parser()
-    options, rest = top.parse_known_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    _check_command(top, given)
+    options, rest = top.parse_known_args(given)
     settings = getattr(options, "settings", None)
     if rest and (settings is None or any("=" not in word or word[0] == "-" for word in rest)):
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     if settings is not None:
         options.settings = [*settings, *rest]
     return options
+
+
+def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
+    """End with a hint where the first word is no command: `plot` means `log plot`."""
+    from mpigossip._toml import near
+    from mpigossip.analysis.examples import commands
+
+    known = [words for words, _ in commands(top) if words]
+    if given and not given[0].startswith("-") and given[0] not in known:
+        meant = [words for words in known if words.endswith(f" {given[0]}")]
+        hint = " or ".join(f"`mpigossip {words}`" for words in meant)
+        hint = (
+            f"did you mean {hint}?" if meant else near(given[0], [w for w in known if " " not in w])
+        )
+        top.error(f'"{given[0]}" is no command; {hint}')
 
 
 def _is_mistake(error: ValueError) -> bool:

@@ -22,6 +22,18 @@ def _command(commands, name: str, run, summary: str) -> argparse.ArgumentParser:
     return made
 
 
+def _there(path: Path) -> Path:
+    """A run that the user named; StoreError with what there is instead where it isn't."""
+    from mpigossip._toml import near
+    from mpigossip.store import StoreError
+
+    if path.exists():
+        return path
+    runs = {log.parent.name for log in path.parent.glob("*/log.h5")}
+    hint = near(path.name, runs) if runs else "`mpigossip train JOB.toml` makes one"
+    raise StoreError(f'there is no run "{path}"; {hint}')
+
+
 def _add_logs(commands) -> None:
     log = commands.add_parser("log", help="show, export and plot logs").add_subparsers(
         metavar="show|export|plot", required=True
@@ -44,7 +56,7 @@ def _show_log(options) -> None:
     from mpigossip.analysis.runs import log_of
     from mpigossip.store.log import read
 
-    print(table(read(log_of(options.run_folder))))
+    print(table(read(log_of(_there(options.run_folder)))))
 
 
 def _export_log(options) -> None:
@@ -52,7 +64,7 @@ def _export_log(options) -> None:
     from mpigossip.store import export
     from mpigossip.store.log import read
 
-    file = log_of(options.run_folder)
+    file = log_of(_there(options.run_folder))
     if options.netcdf:
         export.to_netcdf(file, options.netcdf)
     elif options.csv:
@@ -67,7 +79,7 @@ def _plot_log(options) -> None:
 
     first = options.runs[0]
     out = options.out or (first if first.is_dir() else first.parent) / "log.png"
-    plot(options.runs, out)
+    plot([_there(run) for run in options.runs], out)
     print(out)
 
 
@@ -80,7 +92,7 @@ def _add_report(commands) -> None:
 def _report(options) -> None:
     from mpigossip.analysis.page import write
 
-    write(options.runs, options.html)
+    write([_there(run) for run in options.runs], options.html)
     print(options.html)
 
 
@@ -105,7 +117,7 @@ def _checkpoint_of(path: Path) -> Path:
     """The checkpoint meant: itself, or a run's newest."""
     from mpigossip.store import StoreError, checkpoint
 
-    if (path / "checkpoint.h5").exists():
+    if (_there(path) / "checkpoint.h5").exists():
         return path
     newest = checkpoint.latest(path)
     if newest is None:
