@@ -66,7 +66,10 @@ def accuracy(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
 
 
 def consensus(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
-    """How far the models are apart, where they are more than rounding."""
+    """How far the models are apart, where they are more than rounding.
+
+    Asynchronous runs measure it with evaluations only: those are points.
+    """
     _dress(axes, "Consensus distance", r"$\|x_i-\bar{x}\|^2\,/\,\|\bar{x}\|^2$, mean over nodes")
     equal = []
     for run in runs:
@@ -78,6 +81,10 @@ def consensus(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
             axes.plot(axis.at(run, step[apart]), values[apart], lw=1.5, **run.line)
         elif np.isfinite(values).any():
             equal.append(run.name)
+        elif "consensus_distance" in run.log.evaluations:
+            found = run.log.evaluations
+            at = axis.at(run, found["step"])
+            axes.plot(at, found["consensus_distance"], lw=1.5, ms=4, **run.style)
     if not axes.lines:
         _nothing(axes, "all nodes are equal, up to rounding" if equal else "not measured")
         return
@@ -110,7 +117,7 @@ def staleness(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
     """Age of what asynchronous nodes averaged with."""
     _dress(axes, "Staleness", "age of the neighbours' models (rounds)")
     for run in runs:
-        if not known(run, "staleness"):
+        if not stale(run):
             continue
         values, at = run.log.steps["staleness"], axis.at(run, run.log.steps["step"])
         low, high = (smooth(over_nodes(f, values)) for f in (np.nanmin, np.nanmax))
@@ -186,6 +193,11 @@ def times(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_xlim(0, 1.18 * float(start.max()) or 1)
     axes.set_xlabel("milliseconds, mean over nodes and steps")
     _key(axes, bars)
+
+
+def stale(run: Run) -> bool:
+    """Whether nodes averaged with models of other rounds than their own."""
+    return bool((run.log.steps.get("staleness", np.empty(0)) > 0).any())
 
 
 def known(run: Run, column: str) -> bool:

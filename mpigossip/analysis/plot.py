@@ -52,7 +52,7 @@ def figure(runs: Sequence[Run]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    stale = any(panels.known(run, "staleness") for run in runs)
+    stale = any(panels.stale(run) for run in runs)
     rows = 4 + stale
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, rect=(0, 0, 0.99, 1))
     made = Figure(figsize=(12.4, 3.9 * rows), dpi=110, layout=layout)

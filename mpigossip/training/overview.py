@@ -110,6 +110,8 @@ def _listed(nodes: list[int]) -> str:
 def _traffic(progress: Progress, trainer: Trainer, graph: Graph) -> str:
     """Bytes of a round, the mean over a period, beside what an all-reduce would send."""
     n, method, layout = graph.n, trainer.method, trainer.mixer.layout
+    if n == 1:
+        return "none"
     kind = Kind.GLOBAL if "always-global" in method.needs else Kind.GOSSIP
     rounds = range(min(graph.period or ROUNDS, ROUNDS))
     sent = [

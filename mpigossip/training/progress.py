@@ -16,7 +16,7 @@ from mpigossip.training.evaluate import Evaluation
 from mpigossip.training.hooks import Hook
 from mpigossip.training.loop import Record
 from mpigossip.training.overview import overview
-from mpigossip.training.words import clock, size
+from mpigossip.training.words import clock, counted, size
 
 LIVE_S, PLAIN_S = 0.2, 30.0
 """Seconds between refreshes of the live line, and between the lines of a batch log."""
@@ -155,7 +155,7 @@ def describe(summary: dict[str, Any]) -> str:
     state = "finished" if summary["finished"] else "stopped, to be resumed"
     lines = [
         f"run        {state} at step {summary['steps']} ({summary['epochs']:.2f} epochs), "
-        f"{summary['nodes']} nodes x {summary['slots']} slots"
+        f"{counted(summary['nodes'], 'node')} x {counted(summary['slots'], 'slot')}"
     ]
     if "accuracy" in summary:
         lines.append(
