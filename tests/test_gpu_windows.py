@@ -18,9 +18,10 @@ import pytest
 import torch
 from test_mixing import GRAPHS, SIZES, fill, graphs_for, kinds_of
 
+from mpigossip.mixing import memory
 from mpigossip.mixing.base import Kind, Layout, combine
 from mpigossip.mixing.fused import ENCODE, HELPERS, operation
-from mpigossip.mixing.pieces import BySlot
+from mpigossip.mixing.pieces import BySlot, Lane
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import wire
 
@@ -268,6 +269,38 @@ def caught(comm, mutate):
 def test_a_mutant_of_the_piecewise_protocol_is_seen(ranks, mutate):
     with pytest.raises(Exception, match="seen"):
         ranks(6)(caught, mutate, timeout=90)
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_an_exchange_waits_for_the_callers_stream_and_the_slots(monkeypatch, own_stream):
+    """A user's own loop may fill the outbox on another stream than the default one."""
+    log = []
+    default = SimpleNamespace(name="default")
+    wait = lambda other: log.append(f"wait for {other.name}")  # noqa: E731
+    stream = SimpleNamespace(name="own", wait_stream=wait) if own_stream else default
+    record = lambda s: log.append(f"event on {s.name}")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: SimpleNamespace(record=record))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
+    lane = Lane(torch.device("cpu"))
+    assert lane.ready() is None
+    lane.out = stream
+    lane.ready()
+    assert log == (["wait for default", "event on own"] if own_stream else ["event on default"])
+
+
+@pytest.mark.parametrize(
+    "stretches, runs",
+    [
+        ([(4096, 10)], [(4096, 4096)]),
+        ([(4000, 100), (8191, 2)], [(0, 12288)]),
+        ([(20480, 4096), (4096, 4096), (8192, 1)], [(4096, 8192), (20480, 4096)]),
+        ([(4096, 8192), (4096, 100)], [(4096, 8192)]),
+    ],
+)
+def test_what_touches_is_locked_as_one(monkeypatch, stretches, runs):
+    monkeypatch.setattr(memory.mmap, "PAGESIZE", 4096)
+    assert memory.pages(stretches) == runs
 
 
 # -- layout and sum ----------------------------------------------------------------------------

@@ -263,6 +263,8 @@ def test_clashing_libraries_are_named():
     wheel, site = "/env/nvidia/nccl/lib/libnccl.so.2", "/usr/lib/libnccl.so.2.27"
     assert nccl.clashes([wheel, "/lib/libc.so.6"], "13.0", 13000) == []
     assert nccl.clashes([], None, 12080) == []
+    rccl = ["/opt/rocm/lib/librccl.so.1", "/env/torch/lib/librccl.so.1"]
+    assert "2 copies" in nccl.clashes(rccl, None, 6)[0]
     (two,) = nccl.clashes([wheel, site], "13.0", 13010)
     assert wheel in two and site in two and "2 copies" in two
     (majors,) = nccl.clashes([wheel], "13.0", 12080)

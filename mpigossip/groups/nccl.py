@@ -6,6 +6,7 @@ hand before its first training. CuPy's ROCm build has the same names over RCCL (
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +53,7 @@ def clashes(libraries: Sequence[str], torch_cuda: str | None, cupy_cuda: int) ->
     runtime's number, such as 12080.
     """
     found = []
-    copies = sorted({path for path in libraries if "/libnccl.so" in path})
+    copies = sorted({path for path in libraries if re.search(r"/lib[nr]ccl\.so", path)})
     if len(copies) > 1:
         found.append(
             f"{len(copies)} copies of NCCL are loaded in this process ({', '.join(copies)}): "

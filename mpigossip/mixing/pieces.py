@@ -64,11 +64,17 @@ class Lane:
         self.into = torch.cuda.Stream(device) if gpu else None
 
     def ready(self) -> torch.cuda.Event | None:
-        """An event behind all that the slot's own work has been given so far."""
+        """An event behind all that the slot's own work has been given so far.
+
+        Slots work on the default stream; a user's own loop may fill the outbox on another one.
+        """
         if self.out is None:
             return None
+        stream = torch.cuda.current_stream(self.device)
+        if stream != torch.cuda.default_stream(self.device):
+            stream.wait_stream(torch.cuda.default_stream(self.device))
         event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.default_stream(self.device))
+        event.record(stream)
         return event
 
     def follow(self, event: torch.cuda.Event | None) -> None:
