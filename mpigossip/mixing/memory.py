@@ -16,6 +16,8 @@ import torch
 
 from mpigossip.cluster.libraries import loaded
 
+UNIT = 2 << 20
+"""cudaMalloc cuts smaller sizes out of shared blocks, and IPC hands out whole blocks."""
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for the contexts of all devices."""
 
@@ -36,7 +38,7 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
     cupy = _cupy(device)
     try:
         with current(device), cupy.cuda.Device(device.index):
-            memory = cupy.cuda.Memory(max(nbytes, 1))
+            memory = cupy.cuda.Memory(-(-max(nbytes, 1) // UNIT) * UNIT)
             array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
             array.fill(0)
             cupy.cuda.runtime.deviceSynchronize()
