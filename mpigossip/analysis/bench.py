@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,11 @@ from mpi4py import MPI
 
 from mpigossip.config import JobError
 from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
+from mpigossip.mixing import native
 from mpigossip.mixing.base import BLOCK, Kind, Layout
+from mpigossip.mixing.messages import wait_all
 from mpigossip.mixing.windows import Windows
+from mpigossip.store.hdf5 import create, replacing
 
 GRAPHS = ("one-peer-hypercube", "one-peer-exponential", "exponential", "ring", "complete")
 
@@ -37,7 +44,13 @@ def limit_memory(count: int) -> Callable[[], None]:
 def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[[], None]:
     """The wire at work: a plain stream to the neighbour of the first round."""
     out, into = np.ones(count, np.float32), np.empty(count, np.float32)
-    return lambda: comm.Sendrecv(out, to, recvbuf=into, source=source)
+
+    def work() -> None:
+        pending = {0: comm.Irecv(into, source), 1: comm.Isend(out, to)}
+        # sleeps between looks: on hosts that share cores, spinning would slow the limit itself
+        wait_all(pending, 300.0, lambda _: "plain stream: the neighbour doesn't answer")
+
+    return work
 
 
 def timed(comm: MPI.Comm, work: Callable[[], None]) -> float:
@@ -81,6 +94,22 @@ def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) ->
     }
 
 
+def sizes_that_fit(world, options) -> list[int]:
+    """The sizes of which all ranks of a host can hold eight messages in half of its memory.
+
+    That many it takes: windows, the limit's two arrays, and what the library copies.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ranks = max(map(world.hosts.count, world.hosts))
+    room = world.comm.allreduce(memory // 2 // 8 // ranks, MPI.MIN)
+    fits = [size for size in options.sizes if size <= room]
+    if world.rank == 0 and len(fits) < len(options.sizes):
+        left = ", ".join(f"{size:,}" for size in options.sizes if size > room)
+        print(f"left out: {left} bytes; {ranks} ranks a host have room for {room:,}",
+              file=sys.stderr)  # fmt: skip
+    return fits
+
+
 def _opened(made: Graph, size: int, world, options) -> tuple[Windows, int]:
     """Windows for one vector of at least ``size`` bytes, filled, and its number of elements."""
     count = max(512, -(-size // 4 // 512) * 512)
@@ -99,7 +128,7 @@ def exchange(world, options) -> Iterator[dict[str, Any]]:
             if options.graphs:
                 raise
             continue
-        for size in options.sizes:
+        for size in sizes_that_fit(world, options):
             mixer, count = _opened(made, size, world, options)
             clock = iter(range(1 << 60))
 
@@ -123,7 +152,7 @@ def exchange(world, options) -> Iterator[dict[str, Any]]:
 def allreduce(world, options) -> Iterator[dict[str, Any]]:
     """The exact average of all nodes: ours, and the library's Allreduce."""
     made = graph("complete", world.size)
-    for size in options.sizes:
+    for size in sizes_that_fit(world, options):
         mixer, count = _opened(made, size, world, options)
         own, total = np.ones(count, np.float32), np.empty(count, np.float32)
 
@@ -144,9 +173,9 @@ def allreduce(world, options) -> Iterator[dict[str, Any]]:
 
 
 def overlap(world, options) -> Iterator[dict[str, Any]]:
-    """How much of an exchange hides behind compute of equal length."""
+    """How much of an exchange hides behind compute of equal length (a fixed amount of it)."""
     made = graph("one-peer-exponential", world.size)
-    for size in options.sizes:
+    for size in sizes_that_fit(world, options):
         mixer, count = _opened(made, size, world, options)
         clock = iter(range(1 << 60))
 
@@ -157,27 +186,40 @@ def overlap(world, options) -> Iterator[dict[str, Any]]:
             work()
             mixer.finish()
 
-        (alone,) = alternate(world.comm, [lambda: both(lambda: None)], options.seconds / 2)
-        target = statistics.median(alone)
-        matrix = torch.ones(64, 64)
+        def exchange_alone(both=both) -> None:
+            both(lambda: None)
 
-        def compute(target=target, matrix=matrix) -> None:
-            until = time.perf_counter() + target
-            while time.perf_counter() < until:
-                matrix @ matrix
+        (first,) = alternate(world.comm, [exchange_alone], options.seconds / 4)
+        compute = _compute(world.comm, statistics.median(first))
 
-        works: list[Callable[[], None]] = [compute, lambda: both(compute)]
-        pure, together = alternate(world.comm, works, options.seconds)
+        def at_once(both=both, compute=compute) -> None:
+            both(compute)
+
+        works = [exchange_alone, compute, at_once]
+        alone, pure, together = alternate(world.comm, works, options.seconds)
         line = row("one-peer-exponential", 4 * count, together, pure)
-        hidden = (target + statistics.median(pure) - line["seconds"]) / target
-        yield line | {"hidden": max(0.0, min(1.0, hidden))}
+        apart = statistics.median(alone), statistics.median(pure)
+        hidden = (sum(apart) - line["seconds"]) / min(apart)
+        yield line | {"exchange_seconds": apart[0], "hidden": max(0.0, min(1.0, hidden))}
         mixer.close()
+
+
+def _compute(comm: MPI.Comm, seconds: float) -> Callable[[], None]:
+    """So many products of matrices as take that long on the slowest rank, all at work at once."""
+    matrix = torch.ones(192, 192)
+
+    def work(repeats: int) -> None:
+        for _ in range(repeats):
+            matrix @ matrix
+
+    work(10)
+    (times,) = alternate(comm, [lambda: work(50)], 0.1)
+    repeats = max(1, round(50 * seconds / statistics.median(times)))
+    return lambda: work(repeats)
 
 
 def checkpoint(world, options) -> Iterator[dict[str, Any]]:
     """A node's checkpoint file against plain write, fsync and rename of as many bytes."""
-    import os
-
     from mpigossip.store import checkpoint as store
 
     for size in options.sizes:
@@ -207,7 +249,10 @@ MEASURES = {"exchange": exchange, "allreduce": allreduce, "overlap": overlap,
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and print, on rank 0; ``--json`` prints one list of rows at the end."""
+    """Measure and print, on rank 0; ``--json`` prints one list of rows at the end.
+
+    ``--out`` writes them into a file too.
+    """
     from mpigossip.cluster.ranks import world
 
     torch.set_num_threads(1)
@@ -234,3 +279,28 @@ def run(options: argparse.Namespace) -> None:
                 )
         if speaks and options.json:
             print(json.dumps(rows))
+        if speaks and options.out:
+            save(rows, options.out, ranks, options.what)
+
+
+def save(rows: Sequence[dict[str, Any]], path: Path, world, what: str) -> None:
+    """The rows as an HDF5 file, one dataset a column; as JSON where the name ends in .json."""
+    about = {
+        "measured": what,
+        "ranks": world.size,
+        "hosts": sorted(set(world.hosts)),
+        "library": MPI.Get_library_version().strip().splitlines()[0].strip("\0"),
+        "processor": platform.processor() or platform.machine(),
+        "native": native.status(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    with replacing(path) as file:
+        if path.suffix == ".json":
+            file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n", "utf-8")
+            return
+        with create(file) as out:
+            out.attrs.update(about)
+            for key in dict.fromkeys(key for line in rows for key in line):
+                out[key] = [line.get(key, float("nan")) for line in rows]
+                if key.endswith("seconds"):
+                    out[key].attrs["units"] = "s"

@@ -197,8 +197,8 @@ def _add_bench(commands) -> None:
     bench.add_argument("what", choices=kinds, help="what to measure")
     bench.add_argument("--graphs", nargs="+", metavar="GRAPH", help="for exchange")
     bench.add_argument(
-        "--sizes", nargs="+", type=_bytes, metavar="BYTES", default=[1000, 100_000, 10_000_000],
-        help="bytes of a message, such as 1KB or 100MB",
+        "--sizes", nargs="+", type=_bytes, metavar="BYTES", default=[10**k for k in range(3, 10)],
+        help="bytes of a message, such as 1KB or 100MB; default: 1KB 10KB … 1GB, as memory allows",
     )  # fmt: skip
     bench.add_argument("--seconds", type=float, default=1.0, help="spent on each row, about")
     bench.add_argument(
@@ -206,6 +206,9 @@ def _add_bench(commands) -> None:
     )
     bench.add_argument("--folder", type=Path, default=Path(), help="for checkpoint: where to write")
     bench.add_argument("--json", action="store_true", help="a list of rows")
+    bench.add_argument(
+        "--out", type=Path, metavar="FILE", help="also into a file: HDF5, or JSON if named .json"
+    )
     bench.set_defaults(run=_bench)
 
 
