@@ -67,6 +67,8 @@ def data_or_stand_in(job: Job) -> tuple[Source, str]:
         stand_in = SyntheticSource(
             tuple(section.shape), section.classes, section.samples, section.test_samples, 0
         )
+        if job.model.name == "gpt":
+            stand_in.dtype = torch.int64  # only counted: no batch is made of it
         return stand_in, (
             f'"{section.source}" is not here: {section.samples:,} samples of shape '
             f"{tuple(section.shape)} in {section.classes} classes assumed (data.samples, "
