@@ -243,6 +243,10 @@ def test_a_run_on_ranks_logs_staleness(mpirun, tmp_path):
     (tmp_path / "job.toml").write_text(config.dump(made))
     done = mpirun(3, [sys.executable, "-m", "mpigossip", "train", "job.toml"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    refused = mpirun(
+        2, [sys.executable, "-m", "mpigossip", "train", "job.toml", "faults.lost=0.1"], cwd=tmp_path
+    )
+    assert refused.returncode and "only `mpigossip simulate` invents some" in refused.stderr
     found = read(tmp_path / "run" / "log.h5")
     assert found.steps["staleness"].shape == (40, 3)
     assert np.isfinite(found.steps["staleness"]).mean() > 0.5

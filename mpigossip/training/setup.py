@@ -290,6 +290,8 @@ def assemble(job: Job, world, n: int) -> Assembly:
     """
     with world.together(JobError, GraphError, StoreError):
         found = mistakes(job, n)
+        if world.comm is not None and (job.faults.slow_times > 1 or job.faults.lost):
+            found.append("faults: ranks have their own; only `mpigossip simulate` invents some")
         if found:
             raise JobError(found)
         data = source(job.data, job.run.seed)
