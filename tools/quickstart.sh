@@ -38,6 +38,8 @@ To try next, after: source .venv/bin/activate
       the same training with 16 nodes in one process, no MPI
   mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2 graph.name=ring run.name=ring
       another graph; then compare: mpigossip log plot $run runs/ring --out compare.png
+  mpigossip checkpoint export $run --out model.safetensors
+      the average of all nodes' models, for plain torch
   mpigossip resume $run run.epochs=40 --simulate
       go on where this run ended, here without MPI
 README.md explains the job file and the three lines for your own training loop.
