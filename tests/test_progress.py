@@ -26,19 +26,21 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(stream, plain_s=30.0, steps=5, rank=0):
+def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False):
     """What a printer writes to `stream` in a short run, made up but for its overview."""
     job = setup.load(JOB, ["run.steps=20", "run.output=nowhere/else"])
     with Alone() as alone:
         assembly = setup.assemble(job, alone, 4)
         alone.rank = rank
         run = Run(assembly, alone, [])
+        mixer = assembly.trainer.mixer
         printer = Printer(alone, stream, plain_s)
         printer.start(run.progress, assembly)
         seconds = {"compute_s": 0.03, "node_s": 0.0, "exchange_s": 0.005, "idle_s": 0.005}
         for k in range(steps):
             loss = torch.full((4,), 2.0 - k, dtype=torch.float64)
             record = Record(k, Kind.GOSSIP, 0.1, loss, loss, loss, float("nan"), seconds)
+            mixer.flown, mixer.waited = mixer.flown + 0.04 * thread, mixer.waited + 0.01
             printer._shown -= 1.0  # as if a second had gone by
             printer.step(run.progress, record)
         assembly.close()
@@ -58,6 +60,12 @@ def test_a_batch_log_gets_one_plain_line_an_interval():
     text = shown(io.StringIO(), plain_s=1.5)
     assert "\r" not in text and "\x1b" not in text
     assert len(re.findall(r"^step \d/20 .* exchange\+idle 25%$", text, re.MULTILINE)) == 2
+
+
+def test_what_is_hidden_is_said_where_a_thread_exchanges():
+    assert "hidden" not in shown(io.StringIO(), plain_s=1.5)
+    text = shown(io.StringIO(), plain_s=1.5, thread=True)
+    assert len(re.findall(r"exchange\+idle 25%  hidden 75%$", text, re.MULTILINE)) == 2
 
 
 def test_rank_0_alone_speaks():

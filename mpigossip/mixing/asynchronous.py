@@ -61,6 +61,7 @@ class Asynchronous:
             raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
         self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
         self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
+        self.flown = 0.0
         self.bytes_sent, self.waited, self.synchronous = [0], 0.0, False
         self.staleness, self.torn, self.skipped = [0.0], 0, 0
         self._comm = world.comm.Dup()

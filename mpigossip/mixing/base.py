@@ -148,6 +148,13 @@ class Mixer(Protocol):
         """Which nodes live here."""
 
     @property
+    def flown(self) -> float:
+        """Seconds that exchanges took so far in a thread of their own; 0 where there is none.
+
+        What of them wasn't waited for was hidden behind computing.
+        """
+
+    @property
     def waited(self) -> float:
         """Seconds spent waiting for other nodes so far."""
 

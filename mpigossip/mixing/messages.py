@@ -195,6 +195,8 @@ class Courier:
         self._poll_s = self.POLL_S if poll else None
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
+        self.busy = 0.0
+        """seconds that jobs took so far, their waiting for other nodes included"""
         self._thread = threading.Thread(target=self._work, name="mpigossip-courier", daemon=True)
         if threaded:
             self._thread.start()
@@ -212,7 +214,9 @@ class Courier:
     def _run(self, ticket: Job) -> None:
         """Do a job; after one that failed, none is done: whoever waits next learns why."""
         if self._failure is None:
+            began = time.perf_counter()
             ticket.run()
+            self.busy += time.perf_counter() - began
             self._failure = ticket.error
         else:
             ticket.error = self._failure

@@ -39,7 +39,7 @@ class Messages:
             raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
         self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
         self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
-        self.bytes_sent, self.staleness, self.waited = [0], [0.0], 0.0
+        self.bytes_sent, self.staleness, self.waited, self.flown = [0], [0.0], 0.0, 0.0
         self._comm, self._hosts = world.duplicate(), world.hosts
         self._message = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self._result = torch.zeros(layout.nbytes, dtype=torch.uint8)

@@ -21,6 +21,7 @@ class Simulated:
         self.graph, self.layout = graph, layout
         self.n, self.rows = graph.n, range(graph.n)
         self.bytes_sent = [0] * graph.n
+        self.flown = 0.0
         self.waited, self.synchronous, self.staleness = 0.0, True, [0.0] * graph.n
         self._out, self._mixed = layout.empty(graph.n), layout.empty(graph.n)
         self._open: tuple[Kind, int] | None = None

@@ -61,6 +61,7 @@ class Windows:
         self._near = self._comm.allgather(frozenset(self._places_on_host))
         self._pieces: list[Piece] = []
         self._push = self._open_push(several_hosts=len(set(world.hosts)) > 1)
+        self._courier = self._push.courier if self._push else None
         self._lossy = not layout.wire.exact
         self._message, self._codes = self._own_memory()
         self._views: dict[int, Segments] = {}
@@ -141,6 +142,11 @@ class Windows:
     def _on_host(self, nodes) -> list[int]:
         """The places on this host of those of ``nodes`` that are read in place."""
         return [self._places_on_host[j] for j in nodes if j in self._places_on_host]
+
+    @property
+    def flown(self) -> float:
+        """Seconds that the communication thread was busy so far; 0 where there is none."""
+        return self._courier.busy if self._courier else 0.0
 
     @property
     def waited(self) -> float:

@@ -54,9 +54,12 @@ class Printer(Hook):
         self._losses: list[float] = []
         self._consensus = float("nan")
         self._recent: deque[tuple[float, dict[str, float]]] = deque(maxlen=WINDOW)
+        self._mixer: Any = None
+        self._before = (0.0, 0.0)
 
     def start(self, progress, assembly) -> None:
         """Say what begins."""
+        self._mixer = assembly.trainer.mixer
         if not self._speaks:
             return
         self._print(Text(progress.job.run.name, style="bold"))
@@ -99,8 +102,15 @@ class Printer(Hook):
             f"step {done}/{progress.total_steps}  loss {mean:.4f}  "
             f"{speed * progress.samples_per_step:,.0f} samples/s  "
             f"ETA {clock((progress.total_steps - done) / rate)}  "
-            f"consensus {self._consensus:.1e}  exchange+idle {share:.0%}"
+            f"consensus {self._consensus:.1e}  exchange+idle {share:.0%}{self._hidden()}"
         )
+
+    def _hidden(self) -> str:
+        """What of the exchanges since the last line wasn't waited for, where a thread does them."""
+        now = (self._mixer.flown, self._mixer.waited)
+        flown, waited = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
+        return f"  hidden {max(0.0, 1 - waited / flown):.0%}" if flown > 0 else ""
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
         """A row of the table."""
