@@ -72,14 +72,14 @@ class Found:
 # -- while checkpoints are written ----------------------------------------------------------------
 
 
-def checkpoints(count: int, ranks: int, chain: int, seed: int, top: Path) -> Found:
+def checkpoints(count: int, ranks: int, chain: int, seed: int, top: Path, until: float) -> Found:
     """Lives of one run, each killed while it writes; the last one runs to its end.
 
     Each chain ends with the digest of a run that was never killed.
     """
     draw, found = random.Random(seed), Found(f"checkpoints, {ranks} ranks")
     torn = 0
-    while found.kills < count:
+    while found.kills < count and time.monotonic() < until:
         folder = top / f"chain-{found.kills}"
         for _ in range(min(chain, count - found.kills)):
             torn += _one_life(folder, ranks, draw, found)
@@ -136,16 +136,27 @@ def _last(folder: Path) -> int:
 
 
 def losses(
-    count: int, ranks: int, lost: int, victim: int | None, seed: int, top: Path, epochs: int
+    count: int,
+    ranks: int,
+    lost: int,
+    victim: int | None,
+    seed: int,
+    top: Path,
+    epochs: int,
+    until: float,
 ) -> Found:
     """Runs in which ``lost`` ranks die one after the other; the others must come to the end."""
     who = "a random rank" if victim is None else f"rank {victim}"
     draw, found = random.Random(seed), Found(f"training, {ranks} ranks, {lost} x {who}")
     settings = [*DIGITS, f"run.epochs={epochs}"]
     whole = _trained(ranks, settings, top / f"whole-{ranks}", draw, [], None, epochs)
-    points, waits, spent = [], [], []
+    points: list[float] = []
+    waits: list[float] = []
+    spent: list[float] = []
     for at in range(count):
         folder = top / f"lost-{ranks}-{at}"
+        if time.monotonic() > until:
+            break
         try:
             one = _trained(
                 ranks, settings, folder, draw, waits, victim, epochs, lost, whole["seconds"]
@@ -257,8 +268,9 @@ def _wait_for_end(run: launch.Launch, limit: float) -> None:
 
 def series(options: argparse.Namespace, top: Path) -> Iterator[Found]:
     """What the command line asks for."""
+    until = time.monotonic() + options.seconds
     if options.what == "checkpoints":
-        yield checkpoints(options.count or 200, 2, options.chain, options.seed, top)
+        yield checkpoints(options.count or 200, 2, options.chain, options.seed, top, until)
         return
     os.environ |= launch.beside_launcher()
     tolerant = shlex.join([*launch.launcher(), "--with-ft", "ulfm"])
@@ -274,7 +286,9 @@ def series(options: argparse.Namespace, top: Path) -> Iterator[Found]:
     os.environ["MPIGOSSIP_MPIEXEC"] = tolerant
     each = -(-(options.count or 50) // len(options.nodes))
     for ranks in options.nodes:
-        yield losses(each, ranks, options.losses, options.victim, options.seed, top, options.epochs)
+        yield losses(
+            each, ranks, options.losses, options.victim, options.seed, top, options.epochs, until
+        )
 
 
 def main() -> int:
@@ -288,6 +302,7 @@ def main() -> int:
     parser.add_argument("--hosts", action="store_true")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--chain", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no new run after that")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ["PYTHONFAULTHANDLER"] = "1"

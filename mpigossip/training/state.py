@@ -25,7 +25,8 @@ def joined(parts: Sequence[torch.Tensor], row: int, replicas: Replicas) -> np.nd
     """One row over all slots: shaped like x, cut to the parameters; (rows, 1) as it is."""
     if parts[0].shape[1] == 1:
         return parts[0][row].cpu().numpy().copy()
-    whole = torch.cat([part[row].cpu() for part in parts])
+    # a single slot's shard is the whole: packing it is the only copy
+    whole = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
     return replicas.flat.pack(whole).numpy()
 
 
