@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import launch
+import numpy as np
 import pytest
 import torch
 from test_mixing import GRAPHS, LAYOUT, fill, graphs_for, kinds_of
@@ -17,7 +19,8 @@ from mpigossip.cluster.ranks import Alone, LateError
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.store import checkpoint
-from mpigossip.training import setup, survive
+from mpigossip.store.log import read
+from mpigossip.training import hooks, setup, survive
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -130,6 +133,31 @@ def test_checkpoints_of_round_steps_are_kept_for_good(tmp_path):
     every = ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.keep_every=4"]
     training.train(setup.load({}, [*settings, *every]), Alone(), 1)
     assert checkpoint.steps(tmp_path) == [4, 8, 11, 12]
+
+
+def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
+    """Rank 1 of 3 is lost at step 5, the file holds 3 steps; rank 0 of the survivors was rank 0."""
+
+    def row(step, value):
+        return {name: np.array([value]) for name in hooks.COLUMNS} | {"step": step}
+
+    def progress(nodes, first):
+        job = setup.load({}, [f"run.output={tmp_path}"])
+        return SimpleNamespace(job=job, folder=tmp_path, nodes=nodes, first_step=first,
+                               lost=[], samples_per_step=1)  # fmt: skip
+
+    world = Alone()
+    log = hooks.Log(world, 3)
+    log.start(progress(3, 0), None)
+    log._writer.append({name: np.zeros((3, 3)) for name in hooks.COLUMNS})
+    world.names = (0, 2)  # now of two survivors, whose rows are:
+    others = [((0, 1, 2), [row(step, 1.0 + k) for step in range(5)]) for k in range(2)]
+    world.gather = lambda mine: others
+    log.start(progress(2, 5), None)
+    found = read(tmp_path / "log.h5").steps
+    assert found["step"].tolist() == [0, 1, 2, 3, 4]
+    assert found["loss"][3].tolist()[::2] == [1, 2] and np.isnan(found["loss"][3, 1])
+    assert found["bytes_sent"][4].tolist() == [1, -1, 2]
 
 
 def lab(*words, timeout, **env):

@@ -85,15 +85,14 @@ class Log(Hook):
         self._per_node = progress.samples_per_step / progress.nodes
         self._watchers = watchers(progress.job.log, self._world.hosts)
         self._gathered = progress.first_step
-        left = None
-        if self._names is not None:
-            left = self._world.gather([r for r in self._kept if r["step"] < progress.first_step])
+        # always, as a rank may be lost when some have begun and others have not
+        kept = [row for row in self._kept if row["step"] < progress.first_step]
+        left = self._world.gather((self._names, kept))
         with self._world.together(StoreError, OSError):
             if self._world.rank == 0:
                 progress.folder.mkdir(parents=True, exist_ok=True)
-                if left is not None:
-                    self._append_left(progress, left)
                 self._writer = self._open(progress, progress.nodes)
+                self._append_left(progress, left)
         self._kept, self._evaluations = [], []
         self._names = self._world.names
 
@@ -110,17 +109,20 @@ class Log(Hook):
 
     def _append_left(self, progress, left: list) -> None:
         """Write what survivors still had of the time before a loss; the lost are unknown."""
-        writer = self._open(progress, len(self._names))
-        kept = [[row for row in rows if row["step"] >= writer.next_step] for rows in left]
-        places = [self._names.index(name) for name in self._world.names]
-        block = {}
+        first = self._writer.next_step
+        kept = [(names, [r for r in rows if r["step"] >= first]) for names, rows in left]
+        names, rows = kept[0]
+        if not rows:
+            return
+        writer, block = self._open(progress, len(names)), {}
         for name, column in COLUMNS.items():
             unknown = np.nan if np.dtype(column.dtype).kind == "f" else -1
-            block[name] = np.full((len(kept[0]), writer.nodes), unknown)
-            for place, rows in zip(places, kept, strict=True):
-                for at, row in enumerate(rows):
-                    block[name][at, place] = row[name][0]
+            block[name] = np.full((len(rows), len(names)), unknown)
+            for place, (_, rows_of_one) in zip(self._world.names, kept, strict=True):
+                for at, row in enumerate(rows_of_one):
+                    block[name][at, names.index(place)] = row[name][0]
         writer.append(block)
+        self._writer = self._open(progress, progress.nodes)
 
     def step(self, progress, record: Record) -> None:
         """Keep the step's figures; write at every flush."""
