@@ -202,8 +202,8 @@ def _trained(
         # epochs behind which one dies, and how far into the next
         ends = sorted(draw.sample(range(epochs - 2), lost))
         for number, done in enumerate(ends):
-            _wait(lambda: run.output()[0].count("\nepoch ") >= done, LIMIT_S + seconds, run)  # noqa: B023
-            time.sleep(draw.random() * seconds / epochs)
+            _wait(lambda: _epochs(run) >= done, LIMIT_S + seconds, run)  # noqa: B023
+            time.sleep(0.3 * draw.random() * seconds / epochs)
             chosen = draw.choice(alive) if victim is None or number else victim
             alive.remove(chosen)
             began = time.monotonic()
@@ -231,6 +231,11 @@ def _checked(folder: Path, lost: int) -> dict:
     times = [float(one) for one in re.findall(r"\(([0-9.]+) s lost\)", log.summary.get("lost", ""))]
     assert len(times) == lost, f"{lost} losses, the log has {log.summary.get('lost')}"
     return dict(log.summary) | {"lost_s": times}
+
+
+def _epochs(run: launch.Launch) -> int:
+    """Rows of the run's table: an epoch each."""
+    return len(re.findall(r"(?m)^ +\d+\.\d\d +\d+ ", run.output()[0]))
 
 
 def _of_rank(run: launch.Launch, rank: int) -> int:

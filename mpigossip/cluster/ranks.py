@@ -58,7 +58,7 @@ class Alone:
     size = 1
     comm = None
     names = (0,)
-    fault_tolerant = survives = False
+    fault_tolerant = survives = diminished = False
 
     def __init__(self) -> None:
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
@@ -130,7 +130,7 @@ class World:
         host = MPI.Get_processor_name() or socket.gethostname()
         self.hosts: tuple[str, ...] = tuple(self.comm.allgather(host))
         self.fault_tolerant = survival.fault_tolerant(MPI.Get_library_version(), os.environ)
-        self.survives = False
+        self.survives = self.diminished = False
         self.names = tuple(range(self.size))
         self._first = (self.comm.group, self.hosts)
         self._family = [self.comm]  # all are revoked when a rank is lost
@@ -232,7 +232,7 @@ class World:
         group, hosts = self._first
         self.names = tuple(comm.group.Translate_ranks(group=group))
         self.hosts = tuple(hosts[name] for name in self.names)
-        _ending.survivor = self.rank
+        self.diminished, _ending.survivors = True, comm
 
     def abort(self, code: int = 1) -> None:
         """Ends all ranks of the job at once."""
@@ -245,7 +245,7 @@ class World:
             self._open = False
             self.resources.close()
             sys.excepthook, threading.excepthook = self._hooks
-            if _ending.survivor is None:
+            if not self.diminished:
                 self.comm.Free()
 
     def __enter__(self) -> Self:
@@ -300,8 +300,8 @@ class _Ending:
     def __init__(self) -> None:
         self.code = 0
         self.cause = ""
-        self.survivor: int | None = None
-        """this process's new rank, after the loss of another"""
+        self.survivors: MPI.Intracomm | None = None
+        """after the loss of a rank"""
         self._prepared = False
 
     def prepare(self, finalize: bool) -> None:
@@ -337,23 +337,21 @@ _ending = _Ending()
 
 def leave(code: int) -> None:
     """After a loss: ends this process here, as MPI_Finalize may never return; else nothing."""
-    if _ending.survivor is None:
+    if _ending.survivors is None:
         return
-    from mpi4py import MPI
-
     sys.stdout.flush()
     sys.stderr.flush()
-    limit = threading.Timer(LEAVE_S, os._exit, (code,))
-    limit.daemon = True
-    limit.start()
-    MPI.Finalize()
+    # together, as far as possible: who goes first is one more rank that is lost to the others
+    with contextlib.suppress(Exception):
+        request = _ending.survivors.Ibarrier()
+        Deadline(LEAVE_S).wait(request.Test, lambda: "other ranks still run")
     os._exit(code)
 
 
 def speaks() -> bool:
     """Whether this process prints messages that all ranks have: the first rank that lives."""
-    if _ending.survivor is not None:
-        return _ending.survivor == 0
+    if _ending.survivors is not None:
+        return _ending.survivors.rank == 0
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.rank == 0
 

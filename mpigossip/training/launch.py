@@ -42,7 +42,10 @@ def run(job: Job, world, n: int, resume: Path | None) -> dict[str, Any]:
         if world.comm is None or isinstance(error, AgreedError):
             assembly.close()
         raise
-    assembly.close()
+    if world.diminished:  # nothing collective that can be spared
+        assembly.abandon()
+    else:
+        assembly.close()
     return summary
 
 
