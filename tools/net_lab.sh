@@ -19,7 +19,7 @@ die() {
 
 hosts() { ip netns list 2>/dev/null | sed -n 's/^mpglab-\(h[0-9]*\).*/\1/p' | sort -V; }
 
-shape() { tc "${@:2}" qdisc add dev "$1" root tbf rate "$RATE" burst 256kb latency 50ms; }
+shape() { tc "${@:2}" qdisc add dev "$1" root tbf rate "$RATE" burst "${MPIGOSSIP_NET_LAB_BURST:-256kb}" latency 50ms; }
 
 add_host() {
     local k=$1 name=mpglab-h$1
