@@ -235,7 +235,7 @@ def _checked(folder: Path, lost: int) -> dict:
 
 def _epochs(run: launch.Launch) -> int:
     """Rows of the run's table: an epoch each."""
-    return len(re.findall(r"(?m)^ +\d+\.\d\d +\d+ ", run.output()[0]))
+    return len(re.findall(r"(?:\n|\r|2K) +\d+\.\d\d +\d+ ", run.output()[0]))
 
 
 def _of_rank(run: launch.Launch, rank: int) -> int:
