@@ -96,6 +96,7 @@ def main() -> None:
                     )
         asked = SimpleNamespace(sizes=[options.megabytes * 1_000_000], folder=top, seconds=15)
         rows = list(bench.checkpoint(ranks, asked))
+        ranks.barrier()  # the others' folders are empty
         if ranks.rank == 0:
             without, with_them = (statistics.median(times) for times in arms.values())
             fastest = min(arms[options.every]) / min(arms[0]) - 1
@@ -105,7 +106,7 @@ def main() -> None:
             print(
                 f"slowed by {fastest:+.1%} in the fastest of each, which other work disturbs least"
             )
-            shutil.rmtree(top)
+            shutil.rmtree(top, ignore_errors=True)
             print(f"write rate {1 / rows[0]['times_limit']:.2f} of plain write, fsync, rename")
 
 
