@@ -20,11 +20,8 @@ import claims_learning  # noqa: E402
 import claims_training  # noqa: E402
 from claims_table import Row, markdown, write  # noqa: E402
 
-MAY_FAIL = (
-    "`graph show`",  # times, on a busy machine
-    "64 LeNet nodes",
-    "limits on 16 quadratics, ring .45",  # one divergence of the notes isn't ours: see PROTOCOL.md
-)
+MAY_FAIL = ("`graph show`", "64 LeNet nodes")
+"""Times, on a busy machine."""
 
 
 @pytest.mark.timeout(600)
@@ -76,43 +73,58 @@ class Invented:
     """Runs whose accuracy is best at one rate."""
 
     def __init__(self, best):
-        self.best, self.asked = best, []
+        self.best, self.asked, self.done = best, [], []
 
-    def get(self, run, table, points=0):
-        self.asked.append(run["lr"])
-        return {"accuracy": 1 - abs(run["lr"] - self.best)}
+    def known(self, run):
+        if run in self.done:
+            return {"accuracy": 1 - abs(run["lr"] - self.best)}
+        return None
+
+    def fill(self, tasks):
+        for run, _, _ in tasks:
+            self.done.append(run)
+            if (run["claim"], run["method"]) == ("momentum", "local"):
+                self.asked.append(run["lr"])
 
 
 @pytest.mark.parametrize(("best", "expected"), [(0.03, 0.03), (0.31, 0.3), (0.0, 0.003)])
 def test_a_search_goes_beyond_its_grid_where_the_best_is_at_an_end(best, expected):
     protocol = claims_training.Protocol.read(PROTOCOLS / "momentum.toml")
     runs = Invented(best)
+    with pytest.raises(claims_training.OutOfTime, match="--search"):
+        protocol.rate(runs, "Dirichlet 0.1", "local")
+    claims_training.search(runs, [protocol])
     assert protocol.rate(runs, "Dirichlet 0.1", "local") == expected
     assert runs.asked == [0.01, 0.03, 0.1] + [expected] * (expected != 0.03)
 
 
 def test_training_claims_without_data_say_so(tmp_path):
-    runs = claims_training.Runs(tmp_path / "none.jsonl", None, tmp_path)
     options = claims.arguments([])
-    rows = [row for claim in claims_learning.CLAIMS for row in claim(options, runs)]
-    assert len(rows) == 10
-    assert all(row.measured == "not run: it needs --data" and row.holds is None for row in rows)
+    for kept, reason in ((PROTOCOLS, "it needs --data"), (tmp_path, "its learning rate wasn't")):
+        runs = claims_training.Runs(kept, None, tmp_path)
+        runs.entries = [e for e in runs.entries if e["run"]["kind"] == "search"]
+        claims_learning.do(options, runs)
+        rows = [row for claim in claims_learning.CLAIMS for row in claim(options, runs)]
+        assert len(rows) == 10
+        assert all(r.measured.startswith(f"not run: {reason}") and r.holds is None for r in rows)
 
 
 SMALL = {
-    "data": {"batch": 4, "workers": 0},
+    "run": {"epochs": 1},
+    "data": {"batch": 16, "workers": 0},
     "schedule": {"name": "constant", "scale": "none", "lr": 0.1},
     "log": {"consensus_every": 1},
 }
 
 
 def test_a_run_reports_what_it_did_and_where_it_diverged():
-    found = claims_training.train(SMALL, nodes=3, steps=20, points=2)
-    assert [point[0] for point in found["curve"]] == [10, 20]
-    assert found["exchanges"] == 20 and found["bytes"] > 0 and found["consensus"] > 0
+    found = claims_training.train(SMALL, nodes=3, points=2)
+    steps = found["steps"]
+    assert [point[0] for point in found["curve"]] == [steps // 2, steps // 2 * 2]
+    assert found["exchanges"] == steps and found["bytes"] > 0 and found["consensus"] > 0
     assert 0 < found["accuracy"] <= 1
     wild = claims_training.merged(SMALL, {"schedule": {"lr": 1e30}})
-    assert claims_training.train(wild, nodes=3, steps=20)["diverged"] < 20
+    assert claims_training.train(wild, nodes=3)["diverged"] < 20
 
 
 @pytest.mark.parametrize("model", ["mlp", "lenet"])

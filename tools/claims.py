@@ -1,12 +1,12 @@
 """Measure again what the papers claim, and print one table.
 
-    python tools/claims.py --quick                          # graphs, limits, speed: about a minute
-    python tools/claims.py --data cifar10.h5 --out jobs/claims/RESULTS.md        # all of it
+    python tools/claims.py --quick                      # graphs, limits, speed: about a minute
+    python tools/claims.py --search --data cifar10.h5   # learning rates for the training claims
+    python tools/claims.py --data cifar10.h5 --out jobs/claims/RESULTS.md       # all of it
 
-The columns: claim, its source (a section of the notes on algorithms, a paper), what is expected,
-what was measured, whether it holds. The table is written after each row, and finished training
-runs are kept in a file, so that an interrupted run goes on where it was. Protocols and how to
-pack CIFAR-10: jobs/claims/PROTOCOL.md.
+The columns: claim, its source, what is expected, what was measured, whether it holds. The table
+is written after each row, and finished training runs are kept in files, so that an interrupted
+run goes on where it was. Protocols and how to pack CIFAR-10: jobs/claims/PROTOCOL.md.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import claims_equal
 import claims_graphs
 import claims_learning
 import claims_toy
 import torch
 from claims_table import Row, write
-from claims_training import Runs
+from claims_training import Protocol, Runs, search
 
 import mpigossip
 
@@ -41,14 +42,18 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     names = ", ".join(function.__name__ for function in _functions())
     parser.add_argument("--quick", action="store_true", help="short searches, no training")
     parser.add_argument(
+        "--search", action="store_true", help="find the learning rates of the training claims"
+    )
+    parser.add_argument(
         "--only", action="append", metavar="NAME", default=[], help=f"one of {names}; repeatable"
     )
     parser.add_argument("--data", type=Path, help="CIFAR-10, packed by `mpigossip data pack`")
     parser.add_argument("--out", type=Path, help="write the table there, in Markdown")
     parser.add_argument("--plot", type=Path, help="write the curves there, a PNG")
     parser.add_argument(
-        "--runs", type=Path, default=PROTOCOLS / "runs.jsonl", help="where finished runs are kept"
+        "--runs", type=Path, default=PROTOCOLS, help="folder where finished runs are kept"
     )
+    parser.add_argument("--workers", type=int, default=2, help="training runs at a time (2)")
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="begin no training run after so many (60)"
     )
@@ -63,15 +68,20 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def _functions():
-    return claims_graphs.CLAIMS + claims_toy.CLAIMS + claims_learning.CLAIMS
+    return claims_graphs.CLAIMS + claims_toy.CLAIMS + claims_equal.CLAIMS + claims_learning.CLAIMS
 
 
 def measure(options: argparse.Namespace, runs: Runs) -> Iterator[Row]:
     """The rows, one after the other as they are measured."""
+    learned = False
     for function in _functions():
         learning = function in claims_learning.CLAIMS
-        if options.only and function.__name__ not in options.only or learning and options.quick:
+        long = learning or function in claims_equal.CLAIMS
+        if options.only and function.__name__ not in options.only or long and options.quick:
             continue
+        if learning and not learned:
+            claims_learning.do(options, runs)
+            learned = True
         yield from function(options, runs) if learning else function(options)
 
 
@@ -83,8 +93,7 @@ def head(given: list[str]) -> str:
         f"`python tools/claims.py {' '.join(given)}`, {now:%Y-%m-%d}, mpigossip "
         f"{mpigossip.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{os.cpu_count()} {platform.machine()} cores, no GPU used. Protocols, seeds and what was "
-        "reduced: [PROTOCOL.md](PROTOCOL.md). Sections are those of the project's notes on "
-        "algorithms.\n\n"
+        "reduced: [PROTOCOL.md](PROTOCOL.md).\n\n"
     )
 
 
@@ -96,7 +105,10 @@ def main(given: list[str] | None = None) -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         until = time.monotonic() + 60 * options.minutes
-        runs = Runs(options.runs, options.data, Path(folder), until)
+        runs = Runs(options.runs, options.data, Path(folder), until, options.workers)
+        if options.search:
+            search(runs, map(Protocol.read, sorted(PROTOCOLS.glob("*.toml"))))
+            return 0
         for row in measure(options, runs):
             rows.append(row)
             print(f"{row.verdict:<18} {row.claim}: {row.measured} (expected: {row.expected})")

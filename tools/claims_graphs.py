@@ -58,7 +58,7 @@ def exponential_gap(options) -> Iterator[Row]:
     yield Row(
         "exponential-gap",
         "static exponential gap = 2/(1+⌈log2 n⌉) for even n, larger for odd n; n = 2 … 256",
-        "1.2, Ying et al. 2021",
+        "Ying et al., NeurIPS 2021",
         "≤ 1e-12; > 0",
         f"even: differs by ≤ {even:.1e}; odd: larger by ≥ {odd:.3f}",
         even <= 1e-12 and odd > 0,
@@ -78,7 +78,7 @@ def one_peer_exact(options) -> Iterator[Row]:
         "one-peer-exact",
         "one-peer exponential exact in log2 n rounds, n = 2 … 256: cyclic from any round, permuted "
         "in each period",
-        "1.2, Ying et al. 2021",
+        "Ying et al., NeurIPS 2021",
         "≤ 1e-12",
         f"‖ΠW − J‖ ≤ {worst:.1e}",
         worst <= 1e-12,
@@ -87,7 +87,7 @@ def one_peer_exact(options) -> Iterator[Row]:
     yield Row(
         "one-peer-residue",
         "what one period leaves for other n",
-        "1.2",
+        "own arithmetic",
         ", ".join(f"{n}: {value:g}" for n, value in RESIDUES.items()),
         ", ".join(f"{n}: {value:.4f}" for n, value in found.items()),
         all(abs(found[n] - value) < 6e-5 for n, value in RESIDUES.items()),
@@ -110,7 +110,7 @@ def finite_time(options) -> Iterator[Row]:
             yield Row(
                 f"{name}-{k}",
                 f"{name} with k = {k} exact for {which}",
-                "6.1, 6.2, Takezawa et al. 2023",
+                "Takezawa et al., NeurIPS 2023",
                 f"≤ 1e-9, length ≤ 2 log n + 2 (base {k + 1}), degree ≤ {k}",
                 f"residue {worst:.0e}, longest {used:.2f} of the bound, degree {degree}"
                 + ("" if k > 1 or name != "base-2" else ", lengths of 6.2 reproduced" * right),
@@ -149,7 +149,7 @@ def laplacian_weights(options) -> Iterator[Row]:
             f"laplacian-{name}",
             f"ρ by Laplacian and Metropolis weights, {name}"
             + (f" (median of {len(pairs)} draws)" if name in random else ""),
-            "2" + (", one draw" if name in random else ""),
+            "own arithmetic" + (", one draw" if name in random else ""),
             "{:.4f}, {:.4f}".format(*expected),
             "{:.4f}, {:.4f}".format(*found) + ("" if not ahead else "; never slower"),
             ahead and all(abs(f - e) <= near for f, e in zip(found, expected, strict=True)),
@@ -180,7 +180,7 @@ def topology_search(options) -> Iterator[Row]:
             f"search-{n}",
             f"topology search, degree 4, n = {n}, "
             + (f"{limit:g} s on one core" if options.full else f"{limit} graphs judged"),
-            "2 (own bar), Jameel et al. 2020",
+            "own bar, after Jameel et al. 2020",
             f"r ≥ {bar}, connected, within the budget",
             f"r = {found.score:.4f} after {found.seconds:.1f} s, {found.evaluations} graphs",
             sound and agrees and found.score >= bar,

@@ -1,9 +1,10 @@
-"""Runs for the training claims: LeNet on a part of CIFAR-10, all nodes simulated in this process.
+"""Runs for the training claims: LeNet on CIFAR-10, all nodes of a run simulated in one process.
 
-A claim's protocol is a file `jobs/claims/NAME.toml`: nodes, steps, seeds, the grid of learning
+A claim's protocol is a file `jobs/claims/NAME.toml`: nodes, epochs, seeds, the grid of learning
 rates, the job, and what differs between cases (data) and methods. Rates are searched for with one
-seed on a validation set of training images that are not trained on; what is reported comes from
-other seeds and test images. Each finished run is a line of a file, and is not done again.
+seed on a validation set of training images that are not trained on (`search.jsonl`); what is
+reported comes from other seeds and test images (`runs.jsonl`). Each finished run is a line of its
+file, and is not done again; runs that don't need each other are done side by side.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import copy
 import json
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import torch
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.store.dataset import open_dataset
@@ -27,12 +31,15 @@ from mpigossip.store.packing import publish
 from mpigossip.training import evaluate, images, setup
 from mpigossip.training.loop import NotFinite
 
-TRAIN, TEST = 12_800, 5_000
-"""Images that are trained on, and images for validation and for the test."""
-POINTS, CURVE, VALIDATION = 8, 5, 2
-"""Evaluations of a reported run, on every CURVE-th test image; a search's on every second one."""
+TRAIN, VALIDATION = 45_000, 5_000
+"""Images that are trained on, and images for validation, of CIFAR-10's 50,000."""
+POINTS, CURVE = 8, 5
+"""Evaluations of a reported run, on every CURVE-th test image."""
 EDGES = 1
 """How often a grid is extended by one rate."""
+
+Task = tuple[dict[str, Any], Mapping[str, Any], int]
+"""A run: what it is, its job, and the points of its curve."""
 
 
 class OutOfTime(Exception):
@@ -50,25 +57,25 @@ def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def subsets(data: Path, folder: Path) -> dict[str, Path]:
-    """The part of a packed CIFAR-10 that is used: files "search" and "test", as pixels.
+    """The files "search" and "test" made of a packed CIFAR-10, as pixels.
 
-    Both hold the same TRAIN training images (a permutation from seed 0 says which); the test
-    half of "search" is TEST other training images, that of "test" TEST test images.
+    Both train on the same TRAIN training images (a permutation from seed 0 says which); the test
+    half of "search" is the VALIDATION other training images, that of "test" the test images.
     """
     paths = {kind: folder / f"cifar10-{TRAIN}-{kind}.h5" for kind in ("search", "test")}
     if all(path.exists() for path in paths.values()):
         return paths
-    random = np.random.default_rng(0)
     with open_dataset(data) as packed:
-        order = random.permutation(len(packed.train))
-        tested = random.permutation(len(packed.test))[:TEST]
+        order = np.random.default_rng(0).permutation(len(packed.train))
+        tested = np.arange(len(packed.test))
         facts = {"scale": packed.scale, "mean": packed.mean, "std": packed.std}
         facts |= {"channels": packed.channels, "format": packed.attributes["format"]}
         classes = packed.classes
     found = images.Images(images.Recipe(str(data), "none", None, "never"))
+    train = ("train", order[:TRAIN])
     halves = {
-        "search": {"train": ("train", order[:TRAIN]), "test": ("train", order[TRAIN:][:TEST])},
-        "test": {"train": ("train", order[:TRAIN]), "test": ("test", tested)},
+        "search": {"train": train, "test": ("train", order[TRAIN:][:VALIDATION])},
+        "test": {"train": train, "test": ("test", tested)},
     }
     for kind, splits in halves.items():
         temporary = paths[kind].with_suffix(".part")
@@ -84,7 +91,7 @@ def subsets(data: Path, folder: Path) -> dict[str, Path]:
 
 
 def train(
-    table: Mapping[str, Any], nodes: int, steps: int, points: int = 0, until: float = np.inf
+    table: Mapping[str, Any], nodes: int, points: int = 0, until: float = np.inf
 ) -> dict[str, Any]:
     """One run in the simulator: what it ended with and, at ``points`` steps, its curve.
 
@@ -93,6 +100,7 @@ def train(
     """
     assembly = setup.assemble(setup.load(table), Alone(), nodes)
     trainer, curve = assembly.trainer, []
+    steps = assembly.job.run.epochs * assembly.steps_per_epoch
     losses, apart, exchanges, begin = [], [], 0, time.monotonic()
     try:
         for step in range(1, steps + 1):
@@ -105,7 +113,7 @@ def train(
             if time.monotonic() > until:
                 raise OutOfTime("the time for training was up")
         if not points:
-            return {"accuracy": _accuracy(assembly, VALIDATION), "curve": curve}
+            return {"accuracy": _accuracy(assembly, 1), "curve": curve}
         final = evaluate.evaluate(trainer.replicas, trainer.mixer, assembly.loader)
     except NotFinite:
         return {"accuracy": 0.0, "diverged": len(losses), "curve": curve}
@@ -118,6 +126,7 @@ def train(
         "train_loss": float(np.mean(losses[-steps // 20 :])),
         "consensus": float(np.nanmean(apart)),
         "bytes": trainer.mixer.bytes_sent[0],
+        "steps": steps,
         "exchanges": exchanges,
         "seconds": time.monotonic() - begin,
         "curve": curve,
@@ -132,45 +141,70 @@ def _accuracy(assembly: setup.Assembly, every: int) -> float:
     return float(sums[1] / sums[2])
 
 
+def _do(task: Task, source: Path, until: float) -> dict[str, Any]:
+    """One run, in a process of its own."""
+    run, table, points = task
+    torch.set_num_threads(1)
+    fixed = {
+        "run": {"seed": run["seed"], "epochs": run["epochs"]},
+        "data": {"source": str(source), "workers": 0},
+        "schedule": {"lr": run["lr"], "scale": "none"},
+    }
+    return train(merged(table, fixed), run["nodes"], points, until)
+
+
 @dataclass
 class Runs:
-    """Finished runs by what they are, kept in a file of one JSON object a line."""
+    """Finished runs by what they are, kept in the folder's `search.jsonl` and `runs.jsonl`."""
 
-    file: Path
+    kept: Path
     data: Path | None
-    folder: Path
+    scratch: Path
     until: float = np.inf
+    workers: int = 2
     entries: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.file.exists():
-            lines = self.file.read_text(encoding="utf-8").splitlines()
-            self.entries = [json.loads(line) for line in lines]
+        for file in (self._file("search"), self._file("test")):
+            if file.exists():
+                lines = file.read_text(encoding="utf-8").splitlines()
+                self.entries += [json.loads(line) for line in lines]
+
+    def _file(self, kind: str) -> Path:
+        return self.kept / ("search.jsonl" if kind == "search" else "runs.jsonl")
+
+    def known(self, run: dict[str, Any]) -> dict[str, Any] | None:
+        """The result of a run that was done."""
+        return next((e["result"] for e in self.entries if e["run"] == run), None)
 
     def get(self, run: dict[str, Any], table: Mapping[str, Any], points: int = 0) -> dict[str, Any]:
-        """The result of a run; ``run`` names it: kind, nodes, steps, seed, lr and what it is."""
-        for entry in self.entries:
-            if entry["run"] == run:
-                return entry["result"]
+        """The result of a run; ``run`` names it: kind, nodes, epochs, seed, lr and what it is."""
+        self.fill([(run, table, points)])
+        return self.known(run)
+
+    def fill(self, tasks: Iterable[Task]) -> None:
+        """Do what isn't known of these runs, ``workers`` at a time."""
+        tasks = [task for task in tasks if self.known(task[0]) is None]
+        if not tasks:
+            return
         if self.data is None:
             raise OutOfTime("it needs --data")
-        if time.monotonic() > self.until:
-            raise OutOfTime("the time for training was up")
-        source = subsets(self.data, self.folder)[run["kind"]]
-        epochs = -(-run["steps"] * run["nodes"] * run["batch"] // TRAIN)
-        fixed = {
-            "run": {"seed": run["seed"], "epochs": epochs},
-            "data": {"source": str(source), "workers": 0},
-            "schedule": {"lr": run["lr"], "scale": "none"},
-        }
-        whole = merged({"schedule": {"name": "constant"}}, table, fixed)
-        result = train(whole, run["nodes"], run["steps"], points, self.until)
+        sources = subsets(self.data, self.scratch)
+        with ProcessPoolExecutor(self.workers, mp_context=get_context("spawn")) as pool:
+            doing = {pool.submit(_do, t, sources[t[0]["kind"]], self.until): t[0] for t in tasks}
+            try:
+                for done in as_completed(doing):
+                    self._keep(doing[done], done.result())
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _keep(self, run: dict[str, Any], result: dict[str, Any]) -> None:
         self.entries.append({"run": run, "result": result})
-        with self.file.open("a", encoding="utf-8") as file:
+        with self._file(run["kind"]).open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.entries[-1]) + "\n")
         shown = ", ".join(f"{k} {v:.5g}" for k, v in result.items() if k != "curve")
         print(f"{' '.join(map(str, run.values()))}: {shown}", flush=True)
-        return result
 
 
 @dataclass(frozen=True)
@@ -192,45 +226,65 @@ class Protocol:
         return merged(t["job"], t["cases"][case], t["methods"][method], exception)
 
     def _run(self, kind: str, case: str, method: str, seed: int, lr: float) -> dict[str, Any]:
-        steps = self.table["search_steps" if kind == "search" else "steps"]
+        epochs = self.table["search_epochs" if kind == "search" else "epochs"]
         named = {"claim": self.name, "case": case, "method": method, "kind": kind}
         batch = self.table["job"]["data"]["batch"]
-        named |= {"nodes": self.table["nodes"], "batch": batch, "steps": steps}
+        named |= {"nodes": self.table["nodes"], "batch": batch, "epochs": epochs}
         return named | {"seed": seed, "lr": lr}
 
-    def searched(self, runs: Runs, case: str, method: str) -> dict[float, float]:
-        """Validation accuracy by learning rate: the grid, extended while the best is at an end."""
-        case = self.table.get("rates_of", {}).get(case, case)
+    def _search(self, case: str, method: str, lr: float) -> Task:
+        run = self._run("search", case, method, self.table["search_seed"], lr)
+        return run, self.job(case, method), 0
 
-        def accuracy(lr: float) -> float:
-            run = self._run("search", case, method, self.table["search_seed"], lr)
-            return runs.get(run, self.job(case, method))["accuracy"]
+    def searched(self, runs: Runs, case: str, method: str) -> tuple[dict[float, float], list[Task]]:
+        """Validation accuracy by learning rate, and what has to be run to know more.
 
-        grid = self.table.get("grids", {}).get(method, self.table["grid"])
-        found = {lr: accuracy(lr) for lr in grid}
-        for _ in range(EDGES):
+        The grid; then, as long as the best lies at an end, one rate beyond.
+        """
+        grid = [float(lr) for lr in self.table.get("grids", {}).get(method, self.table["grid"])]
+        found: dict[float, float] = {}
+        for _ in range(EDGES + 1):
+            tasks = [self._search(case, method, lr) for lr in grid]
+            missing = [task for task in tasks if runs.known(task[0]) is None]
+            if missing:
+                return found, missing
+            found = {t[0]["lr"]: runs.known(t[0])["accuracy"] for t in tasks}
             best = max(found, key=found.__getitem__)
             if best not in (min(found), max(found)):
                 break
-            beyond = best / 3 if best == min(found) else best * 3
-            found[float(f"{beyond:.1g}")] = accuracy(float(f"{beyond:.1g}"))
-        return found
+            grid.append(float(f"{best / 3 if best == min(found) else best * 3:.1g}"))
+        return found, []
 
     def rate(self, runs: Runs, case: str, method: str) -> float:
         """The rate of the best validation accuracy."""
-        found = self.searched(runs, case, method)
+        found, missing = self.searched(runs, case, method)
+        if missing:
+            raise OutOfTime("its learning rate wasn't searched for: tools/claims.py --search")
         return max(found, key=found.__getitem__)
 
-    def reported(
-        self, runs: Runs, case: str, method: str, seed: int, **changes: Any
-    ) -> dict[str, Any]:
+    def report(self, runs: Runs, case: str, method: str, seed: int, **changes: Any) -> Task:
         """The run that counts, at the rate that was found; ``changes``: tables of the job."""
         run = self._run("test", case, method, seed, self.rate(runs, case, method))
         table = merged(self.job(case, method), changes)
-        return runs.get(run | ({"changes": changes} if changes else {}), table, POINTS)
+        return run | ({"changes": changes} if changes else {}), table, POINTS
+
+    def reported(self, runs: Runs, case: str, method: str, **changes: Any) -> list[dict[str, Any]]:
+        """The results of these runs, one for each seed."""
+        tasks = [self.report(runs, case, method, s, **changes) for s in self.table["seeds"]]
+        runs.fill(tasks)
+        return [runs.known(run) for run, *_ in tasks]
 
     def each(self) -> Iterator[tuple[str, str]]:
         """All cases and methods."""
         for case in self.table["cases"]:
             for method in self.table["methods"]:
                 yield case, method
+
+
+def search(runs: Runs, protocols: Iterable[Protocol]) -> None:
+    """Find the learning rates that aren't known yet."""
+    protocols = list(protocols)
+    while tasks := [
+        task for p in protocols for each in p.each() for task in p.searched(runs, *each)[1]
+    ]:
+        runs.fill(tasks)

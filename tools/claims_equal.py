@@ -1,0 +1,140 @@
+"""Every algorithm on every graph over every wire format: ranks give the simulator's bits.
+
+    mpiexec -n 4 python tools/claims_equal.py       # prints how many combinations, which differ
+
+`tools/claims.py` runs it for n = 1, 2, 3, 4 and 6. What a job file refuses is not a combination.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import numpy as np
+import torch
+from claims_table import Row
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+sys.path.insert(0, str(TESTS))
+
+SIZES = (1, 2, 3, 4, 6)
+STEPS = 5
+"""Steps of each combination: the inboxes of both slots are used twice."""
+
+
+def combinations(n: int) -> Iterator[str]:
+    """The settings of all that goes together at n nodes."""
+    from battery import job
+
+    from mpigossip import algorithms, config, graphs
+    from mpigossip.training import setup
+
+    wires = get_args(get_type_hints(config.NodeSection)["wire"])
+    for parts in itertools.product(algorithms.BUILDERS, graphs.BUILDERS, wires):
+        settings = "algorithm.name={} graph.name={} node.wire={}".format(*parts)
+        try:
+            fits = not setup.mistakes(job(settings), n)
+        except config.JobError:
+            continue
+        if fits:
+            yield settings
+
+
+def on_ranks(settings: list[str], world, same_host: str) -> np.ndarray:
+    """This rank's parameters after the steps, a row for each combination."""
+    from battery import Driver
+
+    from mpigossip.mixing.windows import Windows
+
+    rows = []
+    for case in settings:
+        driver = Driver(
+            case,
+            world.size,
+            lambda g, layout: Windows(g, layout, world, same_host=same_host, timeout_s=60),
+            noise=0.1,
+        ).run(STEPS)
+        rows.append(driver.whole().numpy()[0])
+        driver.mixer.close()
+    return np.stack(rows)
+
+
+def main() -> int:
+    """One rank: run, compare a share of the combinations with the simulator, say what differs."""
+    from battery import Driver
+    from mpi4py import MPI
+
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    comm, begin = MPI.COMM_WORLD, time.monotonic()
+    settings = comm.bcast(list(combinations(comm.size)) if comm.rank == 0 else None)
+    world, different = World(comm), []
+    for same_host in ("read", "put"):
+        got = np.stack(comm.allgather(on_ranks(settings, world, same_host)), axis=1)
+        for at in range(comm.rank, len(settings), comm.size):
+            wanted = Driver(settings[at], comm.size, noise=0.1).run(STEPS).whole().numpy()
+            if not np.array_equal(got[at], wanted, equal_nan=True):
+                different.append(f"{settings[at]} ({same_host})")
+    world.close()
+    found = comm.gather(different)
+    if comm.rank == 0:
+        seconds = round(time.monotonic() - begin)
+        flat = [each for part in found for each in part]
+        print(json.dumps({"combinations": len(settings), "different": flat, "seconds": seconds}))
+    return 0
+
+
+def equal(options) -> Iterator[Row]:
+    """All combinations at each size, neighbours of the same host read in place and by put."""
+    from launch import environment, launcher
+
+    found, different = {}, []
+    for n in SIZES:
+        command = [*launcher(), "-n", str(n), sys.executable, __file__]
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=1500, env=environment("claims")
+        )
+        if ran.returncode:
+            raise RuntimeError(f"{shlex.join(command)} failed: {ran.stderr[-2000:]}")
+        told = json.loads(ran.stdout.strip().splitlines()[-1])
+        found[n] = told["combinations"]
+        different += [f"n = {n}: {case}" for case in told["different"]]
+    counts = ", ".join(f"n = {n}: {count}" for n, count in found.items())
+    yield Row(
+        "equal",
+        "every algorithm x graph x wire format that a job may name: simulated = ranks",
+        "own bar",
+        "equal to the last bit, neighbours read in place and by put",
+        f"combinations {counts}; different: {'; '.join(different) or 'none'}",
+        not different,
+    )
+
+
+def battery(options) -> Iterator[Row]:
+    """The tests that every algorithm has to pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "tests/test_algorithms.py"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=TESTS.parent)
+    last = ran.stdout.strip().splitlines()[-1]
+    yield Row(
+        "battery",
+        "one battery over all algorithms: mean or mass kept, consensus, quadratic solved, state "
+        "through HDF5, resume, refusals (`pytest tests/test_algorithms.py`)",
+        "own bar",
+        "all pass",
+        last.strip("= "),
+        ran.returncode == 0,
+    )
+
+
+CLAIMS = (equal, battery)
+
+if __name__ == "__main__":
+    sys.exit(main())
