@@ -23,7 +23,7 @@ scripts_parse() { for script in tools/*.sh .ci/run; do bash -n "$script" || retu
 # pytest with the script's arguments; none selected (5) is good where arguments select.
 tests() {
     local code=0
-    python -m pytest "$@" || code=$?
+    python -m pytest --durations=12 "$@" || code=$?
     [ $code -eq 0 ] || { [ $code -eq 5 ] && [ "$selected" -gt 0 ]; }
 }
 selected=$#
