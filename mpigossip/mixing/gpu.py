@@ -268,7 +268,7 @@ class DeviceWindows(Windows):
     def _exchange(self, now: Round, ready: list) -> None:
         """Send and receive piece by piece, sum as pieces come; runs in the courier."""
         push, host, many = self._push, self._host, len(self._spans)
-        count, targets = now.t - self._first, self._targets(now)
+        count, targets = now.t - self._first, now.targets
         readers, sources = self._on_host(now.readers), self._on_host(now.sources)
         far = self._far(self.rank, now.sources)
         copied = [self._copy_out(piece) for piece in self._spans]

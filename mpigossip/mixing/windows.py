@@ -6,7 +6,7 @@ all others by pushes into their inboxes (:mod:`mpigossip.mixing.push`) with ``sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,12 +19,16 @@ from mpigossip.mixing.shared import SharedHost
 from mpigossip.mixing.stream import Piece, Stream, add_up, cut, measured_size
 from mpigossip.mixing.wire import encode
 
+PLANS = 128
+"""Rounds of which it is kept who exchanges with whom; more are asked for anew."""
+
 
 @dataclass
 class Round:
     """Who exchanges with this rank in the round at hand; ranks in the graph's order.
 
     ``partner``: the rank on this host that averages with this one alone, both by halves.
+    ``targets``: rank and place in its inbox of the readers that are pushed to.
     """
 
     kind: Kind
@@ -35,6 +39,8 @@ class Round:
     weights: tuple[float, ...] = ()
     readers: tuple[int, ...] = ()
     partner: int | None = None
+    targets: tuple[tuple[int, int], ...] = ()
+    nbytes: int = 0
     ticket: Job | None = None
     finished: bool = False
 
@@ -56,6 +62,7 @@ class Windows:
         self.bytes_sent, self._waited = [0], 0.0
         self.synchronous, self.staleness = True, [0.0]
         self._averages: dict[int, bool] = {}
+        self._plans: dict[tuple[Kind, int], Round] = {}
         self._comm = world.comm.Dup()
         self._host = self._open_host(same_host)
         self._near = self._comm.allgather(frozenset(self._places_on_host))
@@ -169,23 +176,36 @@ class Windows:
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
         """Publish the outbox, quantized if the wire does so, and begin the exchange of round t."""
-        layout = self.layout
-        self.bytes_sent[0] += traffic(
-            self.graph, kind, t, self.rank, layout.sent_bytes, layout.raw_bytes
-        )
         if kind is Kind.GOSSIP:
             self._first = t if self._first is None else self._first
-        average = kind is Kind.GLOBAL or (kind is Kind.GOSSIP and self._is_average(t))
-        now = self._round = Round(kind, t, t if exchange is None else exchange, average)
-        if average:
+        exchange = t if exchange is None else exchange
+        now = self._round = replace(self._planned(kind, t), t=t, exchange=exchange)
+        self.bytes_sent[0] += now.nbytes
+        if now.average:
             self._start_global(now)
         elif kind is Kind.GOSSIP:
-            nodes, weights, own = self.graph.neighbours(t, self.rank)
-            now.sources = tuple(map(int, nodes))
-            now.weights = (float(own), *map(float, weights))
-            now.readers = tuple(map(int, self.graph.receivers(t, self.rank)))
-            now.partner = self._partner(now)
             self._start_gossip(now)
+
+    def _planned(self, kind: Kind, t: int) -> Round:
+        """A round like this one; asking the graph takes longer than a small message."""
+        key = kind, t % self.graph.period if self.graph.period else t
+        if key not in self._plans:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
+            self._plans[key] = self._plan(kind, t)
+        return self._plans[key]
+
+    def _plan(self, kind: Kind, t: int) -> Round:
+        layout, graph = self.layout, self.graph
+        nbytes = traffic(graph, kind, t, self.rank, layout.sent_bytes, layout.raw_bytes)
+        if kind is not Kind.GOSSIP or self._is_average(t):
+            return Round(kind, t, t, kind is not Kind.LOCAL, nbytes=nbytes)
+        nodes, weights, own = graph.neighbours(t, self.rank)
+        now = Round(kind, t, t, average=False, nbytes=nbytes)
+        now.sources, now.weights = tuple(map(int, nodes)), (float(own), *map(float, weights))
+        now.readers = tuple(map(int, graph.receivers(t, self.rank)))
+        now.partner, now.targets = self._partner(now), tuple(self._targets(now))
+        return now
 
     def _encode(self, now: Round, piece: Piece | None = None) -> None:
         """Quantize the outbox, or a piece of it, if the wire does so."""
@@ -214,9 +234,7 @@ class Windows:
                 add_up(layout, now.weights, sources, result, piece.stretches)
 
         message = self._codes if self._lossy else self._message
-        return Stream(
-            self._push, self._pieces, message, self._targets(now), far, count, prepare, add
-        )
+        return Stream(self._push, self._pieces, message, now.targets, far, count, prepare, add)
 
     def _partner(self, now: Round) -> int | None:
         """The other of a pair on this host whose two averages are the same one."""
@@ -328,7 +346,7 @@ class Windows:
         if self._host and now.partner is None:
             self._host.await_done(self._on_host(now.readers), now.t)
         if self._push and not self._is_average(now.t + 2):
-            writers = self._far(self.rank, self.graph.neighbours(now.t + 2, self.rank)[0])
+            writers = self._far(self.rank, self._planned(Kind.GOSSIP, now.t + 2).sources)
             count = now.t + 2 - self._first
             self._push.courier.submit(lambda: self._push.free(writers, count))
         self._last = now.t
