@@ -1,11 +1,13 @@
 """The command line as a user meets it: the same digest on both ways, refusals, exit codes."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from PIL import Image
@@ -197,3 +199,17 @@ def test_a_finished_run_is_said_again_and_not_trained_again(tmp_path):
     first = alone("simulate", JOB, "--nodes", 2, *SHORT, cwd=tmp_path)
     second = alone("simulate", JOB, "--nodes", 2, *SHORT, cwd=tmp_path)
     assert digest(first) == digest(second) and "nothing is left to train" in second.stdout
+
+
+def test_bench_prints_rows_and_writes_them_and_leaves_out_what_has_no_room(mpirun, tmp_path):
+    words = ["--graphs", "one-peer-hypercube", "--sizes", "1KB", "900000GB", "--seconds", "0.05"]
+    done = mpirun(
+        2, [*MAIN, "bench", "exchange", *words, "--json", "--out", "rows.h5"], cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert row["graph"] == "one-peer-hypercube" and row["bytes"] >= 1000 and row["times_limit"] > 0
+    assert "left out: 900,000,000,000,000 bytes" in done.stderr
+    with h5py.File(tmp_path / "rows.h5") as file:
+        assert file.attrs["measured"] == "exchange" and file.attrs["ranks"] == 2
+        assert file["seconds"][0] == row["seconds"] and file["seconds"].attrs["units"] == "s"
