@@ -92,7 +92,7 @@ def ceca(options) -> Iterator[Row]:
         after = mixed_by(method, made, x, rounds)[-1]
         worst = max(worst, float((after - x.mean(0)).abs().max()))
     yield Row(
-        "ceca", "CECA exact in ⌈log2 n⌉ one-peer rounds, n = 2 … 129", "6.3, Ding et al. 2023",
+        "ceca", "CECA exact in ⌈log2 n⌉ one-peer rounds, n = 2 … 129", "Ding et al. 2023",
         "≤ 1e-9", f"furthest from the mean: {worst:.1e}", worst <= 1e-9,
     )  # fmt: skip
 
@@ -123,7 +123,7 @@ def equitopo(options) -> Iterator[Row]:
         words = ", ".join(f"n = {n}: {value:.4f}" for n, value in found.items())
         yield Row(
             f"equitopo-{eta:g}", f"OD-EquiDyn, η = {eta:g}: factor of E ‖x − x̄‖² a round",
-            "6.4, Song et al. 2022", wanted,
+            "Song et al. 2022", wanted,
             f"{words}; 40 rounds drawn, n = 64: {rate:.3f} a round", holds(found),
         )  # fmt: skip
 
@@ -148,7 +148,7 @@ def push_sum(options) -> Iterator[Row]:
         )  # fmt: skip
     yield Row(
         "sgp", f"directed irregular graph of {n} nodes, 400 rounds: distance from the true mean",
-        "5.6, Assran et al. 2019", "sgp ≤ 1e-9, plain gossip > 1e-2",
+        "Assran et al. 2019", "sgp ≤ 1e-9, plain gossip > 1e-2",
         f"sgp {found['sgp'][0]:.1e}; dsgd (rows sum to one) {found['dsgd'][0]:.2g}, though its "
         f"nodes agree to {found['dsgd'][1]:.0e}",
         found["sgp"][0] <= 1e-9 and found["dsgd"][0] > 1e-2,
@@ -247,7 +247,8 @@ def odd_nodes(bench: Bench) -> Iterator[Row]:
             words.append(f"{method} {np.mean(accuracies):.1%} ({each}; lr {lr:g})")
         yield Row(
             f"odd-{n}", f"n = {n}, LeNet, Dirichlet 0.1, {STEPS} steps: Base-2 and CECA against "
-            "one-peer exponential", "6.2, 6.3", "measured", "; ".join(words), None,
+            "one-peer exponential", "Takezawa et al. 2023, Ding et al. 2023", "measured",
+            "; ".join(words), None,
         )  # fmt: skip
 
 
@@ -288,7 +289,7 @@ def bytes_to_loss(bench: Bench) -> Iterator[Row]:
             words = f"{sent / 1e6:.2f} MB, {sent / first:.3f} x (steps {at}; lr {lr:g})"
         yield Row(
             f"bytes-{name}", f"bytes a node until training loss {TOLD_LOSS}, LeNet, n = 8: {name}",
-            "5.8, 5.11", "measured", words, None,
+            "Koloskova et al. 2019, Douillard et al. 2023", "measured", words, None,
         )  # fmt: skip
 
 
@@ -307,7 +308,7 @@ def asynchronous(paths: list[Path]) -> Iterator[Row]:
         ratio = free["steps_per_second"] / waiting["steps_per_second"]
         lost = waiting["accuracy"] - free["accuracy"]
         yield Row(
-            f"async-{pattern}", f"asynchronous, 8 ranks, 4 x: {said}", "5.7",
+            f"async-{pattern}", f"asynchronous, 8 ranks, 4 x: {said}", "Lian et al. 2018",
             "steps/s ≥ 2 x, accuracy within 1.5 points",
             f"{waiting['steps_per_second']:.0f} → {free['steps_per_second']:.0f} steps/s over all "
             f"ranks ({ratio:.2f} x; whole run {free['whole_run'] / waiting['whole_run']:.2f} x), "
