@@ -24,7 +24,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        missing = not Path(path).parent.is_dir()
+        missing = not Path(path).parent.exists()
         remedy = (
             "make its folder first"
             if missing
