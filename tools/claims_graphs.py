@@ -24,13 +24,13 @@ from mpigossip.training import setup
 from mpigossip.training.models import loss_and_correct
 
 RESIDUES = {3: 0.25, 5: 0.2023, 6: 0.2165, 7: 0.125, 12: 0.2091, 24: 0.2073, 25: 0.1921}
-"""ALGORITHMS 1.2: what one period of the one-peer exponential graph leaves."""
+"""What one period of the one-peer exponential graph leaves."""
 
 BASE2_LENGTHS = {
     2: 1, 3: 3, 4: 2, 5: 5, 6: 4, 7: 5, 8: 3, 9: 7, 10: 6, 12: 5, 15: 7, 16: 4, 17: 9, 20: 7, 24: 6,
     25: 9, 31: 9, 32: 5, 33: 11, 40: 8, 48: 7, 63: 11, 64: 6,
 }  # fmt: skip
-"""ALGORITHMS 6.2: rounds of the Base-2 graph."""
+"""Rounds of the Base-2 graph."""
 
 MIXING = {
     "ring 16": (0.9267, 0.9493),
@@ -43,7 +43,7 @@ MIXING = {
     "lattice 32": (0.9407, 0.9619),
     "4-regular 32": (0.8053, 0.8441),
 }
-"""ALGORITHMS 2: ρ with the best Laplacian constant, and with Metropolis–Hastings weights."""
+"""Spectral radius ρ with the best Laplacian constant, and with Metropolis–Hastings weights."""
 
 
 def exponential_gap(options) -> Iterator[Row]:

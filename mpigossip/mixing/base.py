@@ -126,7 +126,7 @@ class Layout:
 
 
 class Mixer(Protocol):
-    """Between nodes; built once from graph, layout and wire (contract: DESIGN section 5).
+    """Between nodes; built once from graph, layout and wire.
 
     Use: ``outbox(t)``, fill it whole, ``start(kind, t)``, compute, ``finish()``. Rounds of kind
     GOSSIP are consecutive; LOCAL and GLOBAL exchanges carry the clock's present value.
