@@ -10,6 +10,8 @@ from claims_table import Row
 from claims_training import OutOfTime, Protocol, Runs
 
 NAMES = {"dpsgd": "D-PSGD", "d2": "D²", "dsgt": "DSGT", "detag": "DeTAG"}
+COLOURS, DASHES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), ("-", "--", "-.", ":")
+LINES = [{"color": c, "linestyle": d} for c, d in zip(COLOURS, DASHES, strict=True)]
 CLEAR = 0.03
 """A clear margin: three points, six standard errors of an accuracy on 10,000 images."""
 
@@ -183,7 +185,10 @@ CLAIMS = (shuffled, topologies, periodic, momentum)
 
 
 def draw(options, runs: Runs, out: Path) -> None:
-    """Accuracy on a fifth of the test images against steps: a panel for each case with runs."""
+    """Accuracy on a fifth of the test images against steps: a panel for each case with runs.
+
+    A method has one colour, each of its seeds a line.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -202,12 +207,15 @@ def draw(options, runs: Runs, out: Path) -> None:
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, (title, members) in zip(axes.flat, panels.items(), strict=False):
+        styles: dict[str, dict] = {}
         for run, curve in members:
-            method = NAMES.get(run["method"], run["method"])
+            label = f"{NAMES.get(run['method'], run['method'])}, lr {run['lr']:g}"
+            style = styles.get(label) or {"label": label} | LINES[len(styles)]
+            styles.setdefault(label, {k: v for k, v in style.items() if k != "label"})
             steps, accuracies = [p[0] for p in curve], [100 * p[2] for p in curve]
-            axis.plot(steps, accuracies, label=f"{method}, lr {run['lr']:g}", linewidth=1.2)
+            axis.plot(steps, accuracies, linewidth=1.2, **style)
         axis.set(title=title, xlabel="steps", ylabel="test accuracy, %")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="lower right")
     figure.savefig(out, dpi=80)
     pyplot.close(figure)
