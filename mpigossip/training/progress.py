@@ -38,15 +38,17 @@ class Printer(Hook):
     def __init__(self, world, stream: TextIO | None = None, plain_s: float = PLAIN_S):
         """Lines go to ``stream``, standard output if None.
 
-        It counts as a terminal if it is one, or a launcher passes it on to one.
+        It counts as a terminal if it is one; among ranks if the launcher passes it on to one
+        (Open MPI gives rank 0 a terminal of its own, wherever its output goes).
         """
         self._world, self._speaks = world, world.rank == 0
         self._stream = stream or sys.stdout
         self._plain_s = plain_s
         terminal = terminal_of_launcher() if stream is None and world.comm else None
-        self._live = self._stream.isatty() or terminal is not None
+        launched = stream is None and world.size > 1
+        self._live = terminal is not None or (self._stream.isatty() and not launched)
         self._console = Console(
-            file=self._stream, force_terminal=self._live or None, highlight=False, soft_wrap=True,
+            file=self._stream, force_terminal=self._live, highlight=False, soft_wrap=True,
             width=_width(terminal), legacy_windows=False,
         )  # fmt: skip
         self._shown = time.monotonic()
