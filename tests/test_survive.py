@@ -2,6 +2,7 @@
 
 import os
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -172,13 +173,33 @@ def lab(*words, timeout, **env):
     return done.stdout
 
 
+def test_the_log_is_whole_after_losses(mpirun, tmp_path, monkeypatch):
+    """Rank 0 dies before the log's first flush, another one too, then the writer in a flush."""
+    if not is_open_mpi():
+        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
+    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
+    settings = ["model.name=mlp", "data.batch=8", "data.workers=0", "run.evaluate_every=0"]
+    settings += ["run.survive=true", "log.flush_steps=10", 'log.hooks=["victim:Victim"]']
+    job = ["jobs/digits.toml", *settings, "run.steps=20", f"run.output={tmp_path}"]
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    env = {"VICTIMS": "0@2 2@4 1@13!", "PYTHONPATH": path}
+    done = mpirun(4, ["mpigossip", "train", *job], 60, launch.REPO, env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = read(tmp_path / "log.h5")
+    assert log.summary["nodes"] == 1
+    assert all(f"rank {one} on" in log.summary["lost"] for one in (0, 1, 2))
+    assert log.steps["step"].tolist() == list(range(20))
+    assert not np.isnan(log.steps["loss"]).all(axis=1).any(), "a step that nobody has logged"
+    assert not list(tmp_path.glob("log.h5.*"))
+
+
 def test_survivors_go_on_without_rank_0_and_another(mpirun):
     if not is_open_mpi():
         pytest.skip("only Open MPI's launcher has --with-ft ulfm")
     if os.environ.get("MPIGOSSIP_KILL_LAB") != "1":
-        pytest.skip("kills at random moments, with a known fault: MPIGOSSIP_KILL_LAB=1 runs it")
+        pytest.skip("kills at random moments, for a minute: MPIGOSSIP_KILL_LAB=1 runs it")
     told = lab("ranks", "--count", 1, "--nodes", 4, "--losses", 2, "--victim", 0,
-               "--epochs", 4, timeout=240)  # fmt: skip
+               "--epochs", 4, "--points", 100, timeout=240)  # fmt: skip
     assert "2 kills, 0 wrong" in told
 
 

@@ -29,6 +29,7 @@ from mpigossip.store.hdf5 import create, reading, sync, writing
 from mpigossip.store.journal import consistent, pending, recover, transaction
 
 FORMAT = "mpigossip log 1"
+EMPTY = "holds no step"
 CHUNK = 1 << 16  # bytes; a flush writes whole chunks, one or two per column
 
 
@@ -77,9 +78,10 @@ class LogWriter:
     """Appends to the log of a run; one process writes.
 
     With `first_step` > 0 an existing log is continued: steps from `first_step` on are dropped, and
-    evaluations after more than `first_step` steps. Other files in the way are moved aside to
-    log.h5.1, log.h5.2 … A run that goes on with other nodes widens the columns as needed.
-    `next_step` is the step behind the last one that the file holds.
+    evaluations after more than `first_step` steps. A log without a step is made anew, other files
+    in the way are moved aside to log.h5.1, log.h5.2 … A run that goes on with other nodes widens
+    the columns as needed. `next_step` is the step behind the last one that the file holds, or
+    `first_step` where it holds none.
     """
 
     def __init__(
@@ -99,8 +101,10 @@ class LogWriter:
         with writing(self.path):
             if recover(self.path):
                 _message(f"{self.path}: finished what a killed run was writing")
-            problem = _refused(self.path) if first_step else "belongs to an earlier run"
-            if self.path.exists() and problem:
+            problem = _refused(self.path, first_step)
+            if problem == EMPTY:
+                self.path.unlink()
+            elif self.path.exists() and problem:
                 _move_aside(self.path, problem)
             if not self.path.exists():
                 _create(self.path)
@@ -110,6 +114,7 @@ class LogWriter:
             file["summary"].attrs.clear()
             have = file["steps/step"][()]
             have = have[have < first_step]
+            self.empty = not len(have)
             _cut(file["steps"], len(have))
             if len(have):
                 self.next_step = int(have[-1]) + 1
@@ -278,11 +283,15 @@ def _create(path: Path) -> None:
     sync(path.parent)
 
 
-def _refused(path: Path) -> str:
-    """Why `path` can't be continued, empty if it can."""
+def _refused(path: Path, first_step: int) -> str:
+    """Why `path` can't be continued at a step, empty if it can."""
     try:
         with h5py.File(path, "r", locking="best-effort") as file:
             sound = file.attrs.get("format") == FORMAT and {"steps", "evaluations"} <= set(file)
+            if sound and not len(file["steps/step"]):
+                return EMPTY
+            if not first_step:
+                return "belongs to an earlier run"
             return "" if sound else "isn't a log"
     except (OSError, RuntimeError, KeyError) as error:
         return f"can't be opened ({error})"

@@ -91,12 +91,12 @@ class Log(Hook):
         with self._world.together(StoreError, OSError):
             if self._world.rank == 0:
                 progress.folder.mkdir(parents=True, exist_ok=True)
-                self._writer = self._open(progress, progress.nodes)
+                self._writer = self._open(progress, progress.nodes, progress.first_step)
                 self._append_left(progress, left)
         self._kept, self._evaluations = [], []
         self._names = self._world.names
 
-    def _open(self, progress, nodes: int) -> LogWriter:
+    def _open(self, progress, nodes: int, first_step: int) -> LogWriter:
         lost = {"lost": "; ".join(progress.lost)} if progress.lost else {}
         return LogWriter(
             progress.folder / "log.h5",
@@ -104,17 +104,18 @@ class Log(Hook):
             job=config.dump(progress.job),
             columns=COLUMNS,
             environment=environment() | lost,
-            first_step=progress.first_step,
+            first_step=first_step,
         )
 
     def _append_left(self, progress, left: list) -> None:
         """Write what survivors still had of the time before a loss; the lost are unknown."""
-        first = self._writer.next_step
+        # a log without a step lacks all that was kept, not only what follows the loss
+        first = 0 if self._writer.empty else self._writer.next_step
         kept = [(names, [r for r in rows if r["step"] >= first]) for names, rows in left]
         names, rows = kept[0]
         if not rows:
             return
-        writer, block = self._open(progress, len(names)), {}
+        writer, block = self._open(progress, len(names), rows[0]["step"]), {}
         for name, column in COLUMNS.items():
             unknown = np.nan if np.dtype(column.dtype).kind == "f" else -1
             block[name] = np.full((len(rows), len(names)), unknown)
@@ -122,7 +123,7 @@ class Log(Hook):
                 for at, row in enumerate(rows_of_one):
                     block[name][at, names.index(place)] = row[name][0]
         writer.append(block)
-        self._writer = self._open(progress, progress.nodes)
+        self._writer = self._open(progress, progress.nodes, progress.first_step)
 
     def step(self, progress, record: Record) -> None:
         """Keep the step's figures; write at every flush."""
