@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from mpigossip.cluster.libraries import loaded
 from mpigossip.groups import devices, nccl
 from mpigossip.groups.base import GroupError, Single, Whole, shards
 from mpigossip.groups.threads import Threads
+from mpigossip.groups.watchdog import Watchdog
 from mpigossip.mixing.base import combine
 
 GPUS = torch.cuda.device_count()
@@ -313,6 +315,9 @@ class FakeStream:
     def synchronize(self):
         pass
 
+    def record_event(self):
+        return SimpleNamespace(query=lambda: True)
+
 
 @pytest.fixture
 def faked(monkeypatch):
@@ -325,6 +330,7 @@ def faked(monkeypatch):
         group._nccl = FakeNccl(fails)
         group._comms, group._numbers = [group._nccl] * slots, list(range(slots))
         group._streams = [FakeStream()] * slots
+        group._watchdog = Watchdog(group._comms, group.devices, 300.0, nccl.REMEDY)
         return group
 
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: FakeStream())
@@ -364,6 +370,27 @@ def test_errors_of_nccl_name_devices_call_and_remedy(faked, fails):
     group.close()
     # destroying a broken communicator would wait for what never ends
     assert group._nccl.calls[-2:] == ["abort"] * 2
+
+
+def test_what_the_watchdog_found_is_raised_before_the_next_call(faked):
+    group = faked(2)
+    group._watchdog._failure = "cuda:1 was lost"
+    with pytest.raises(GroupError, match="cuda:1 was lost"):
+        group.all_gather([torch.ones(1, 4)] * 2, [torch.ones(1, 8)] * 2)
+    assert not group._nccl.calls, "nothing more is begun"
+    group.close()
+    assert group._nccl.calls == ["abort"] * 2
+
+
+def test_long_vectors_are_broadcast_in_cuts(faked, monkeypatch):
+    monkeypatch.setattr(nccl, "CUT", 3)
+    group = faked(2)
+    full = [torch.ones(1, 8) for _ in range(2)]
+    group.broadcast(full)
+    place = full[1].data_ptr()
+    calls = [args[:3] for _, args in group._nccl.calls[4:7]]
+    assert calls == [(place + at, place + at, count) for at, count in ((0, 3), (12, 3), (24, 2))]
+    group.close()
 
 
 def test_nccl_needs_equal_shards(faked):

@@ -86,7 +86,7 @@ def _local(options) -> list[Finding]:
 
     slots = devices.slots_of(options.devices)
     with ended_after(options.timeout, "the test of GPUs and NCCL"):
-        found = gpus(options.devices, slots)
+        found = gpus(options.devices, slots, options.timeout / 2)
     return [versions(), kernel(), found, cards(slots), disk(options)]
 
 
@@ -169,7 +169,7 @@ def versions() -> Finding:
     return Finding("versions", text, data=data)
 
 
-def gpus(setting: str, slots: Sequence[str]) -> Finding:
+def gpus(setting: str, slots: Sequence[str], timeout_s: float = 60.0) -> Finding:
     """The slots of this rank, whether torch sees the GPUs that are there, and the NCCL ring."""
     import torch
 
@@ -189,7 +189,7 @@ def gpus(setting: str, slots: Sequence[str]) -> Finding:
         return Finding("slots", text, "wrong", "; ".join(wrong), data)
     if len({slot for slot in slots if slot.startswith("cuda")}) > 1:
         try:
-            text += f"; NCCL: {nccl.self_test(slots)}"
+            text += f"; NCCL: {nccl.self_test(slots, timeout_s)}"
         except GroupError as error:
             return Finding("slots", text, "wrong", str(error), data)
     return Finding("slots", text, data=data)

@@ -95,13 +95,18 @@ def mistakes(
     return [f"{says}: {reason}"] if reason else []
 
 
-def make_group(devices: tuple[str, ...], threads: int, shard: bool) -> Group:
+def make_group(
+    devices: tuple[str, ...], threads: int, shard: bool, timeout_s: float = 300.0
+) -> Group:
     """The slots of this node: one; threads on the CPU or on one GPU; GPUs joined by NCCL.
 
-    ``shard`` false: slot 0 updates and exchanges for all. Raises GroupError.
+    ``shard`` false: slot 0 updates and exchanges for all. ``timeout_s``: the deadline of NCCL's
+    calls. Raises GroupError.
     """
     if len(devices) == 1:
         return Single(devices[0])
     several = len(set(devices)) > 1
-    group: Group = Nccl(devices, threads) if several else Threads(len(devices), threads, devices)
+    group: Group = (
+        Nccl(devices, threads, timeout_s) if several else Threads(len(devices), threads, devices)
+    )
     return group if shard else Whole(group)

@@ -6,6 +6,7 @@ hand before its first training. CuPy's ROCm build has the same names over RCCL (
 
 from __future__ import annotations
 
+import faulthandler
 import re
 import time
 import warnings
@@ -18,7 +19,10 @@ import torch
 from mpigossip.cluster.libraries import loaded
 from mpigossip.groups.base import GroupError
 from mpigossip.groups.threads import Threads
+from mpigossip.groups.watchdog import Watchdog
 
+CUT = 1 << 30
+"""Elements of one broadcast: older CuPys count them in 32 bits."""
 REMEDY = (
     "run with NCCL_DEBUG=INFO to see the cause; `nvidia-smi` shows whether a GPU was lost, and "
     'node.devices = "cuda:0" trains on one GPU without NCCL'
@@ -79,8 +83,11 @@ class Nccl(Threads):
 
     _broken = False
 
-    def __init__(self, devices: Sequence[str], threads: int = 1):
-        """``devices``: different GPUs, such as ("cuda:0", "cuda:1"). Raises GroupError."""
+    def __init__(self, devices: Sequence[str], threads: int = 1, timeout_s: float = 300.0):
+        """``devices``: different GPUs, such as ("cuda:0", "cuda:1"). Raises GroupError.
+
+        ``timeout_s``: after which a call that isn't done ends the job (:mod:`.watchdog`).
+        """
         reason = missing()
         if reason:
             raise GroupError(f"node.devices {', '.join(devices)}: {reason}")
@@ -94,13 +101,16 @@ class Nccl(Threads):
             raise GroupError("; ".join(found))
         super().__init__(len(devices), threads, devices)
         try:
-            with self._named("initAll"):
+            with self._named("initAll"), given_up_after(timeout_s):
                 self._comms = self._nccl.NcclCommunicator.initAll(self._numbers)
         except BaseException:
             super().close()
             raise
         # above the compute stream: a slot that waits for an average holds up the others
         self._streams = [torch.cuda.Stream(device, priority=-1) for device in devices]
+        self._make_current(0)  # NCCL may have left another one
+        self._watchdog = Watchdog(self._comms, self.devices, timeout_s, REMEDY)
+        self._watchdog.start()
 
     @contextmanager
     def _named(self, call: str) -> Iterator[None]:
@@ -109,18 +119,20 @@ class Nccl(Threads):
             yield
         except (RuntimeError, KeyError) as error:
             # NcclError (KeyError where CuPy has no name for the code), or torch's of a lost device
+            self._broken = True
             if isinstance(error, GroupError):
                 raise
-            self._broken = True
             where = ", ".join(self.devices)
             raise GroupError(f"NCCL {call} over {where} failed: {error}; {REMEDY}") from error
 
     def _together(self, call: str, work: Callable[[int, Any, int], None]) -> None:
         """``work(slot, communicator, stream)`` for all slots in one NCCL group."""
         with self._named(call):
+            self._watchdog.check()
             for device, stream, comm in zip(self.devices, self._streams, self._comms, strict=True):
                 comm.check_async_error()
                 stream.wait_stream(torch.cuda.default_stream(device))
+            before = [stream.record_event() for stream in self._streams]
             self._nccl.groupStart()
             try:
                 for slot, comm in enumerate(self._comms):
@@ -128,6 +140,8 @@ class Nccl(Threads):
                         work(slot, comm, self._streams[slot].cuda_stream)
             finally:
                 self._nccl.groupEnd()
+            behind = [stream.record_event() for stream in self._streams]
+            self._watchdog.track(call, before, behind)
 
     def _rejoin(self) -> None:
         for device, stream in zip(self.devices, self._streams, strict=True):
@@ -192,10 +206,10 @@ class Nccl(Threads):
         nccl = self._nccl
 
         def work(slot: int, comm, stream: int) -> None:
-            array = full[slot]
-            comm.broadcast(
-                array.data_ptr(), array.data_ptr(), array.numel(), nccl.NCCL_FLOAT32, 0, stream
-            )
+            place, size = full[slot].data_ptr(), full[slot].numel()
+            for at in range(0, size, CUT):
+                here, count = place + 4 * at, min(CUT, size - at)
+                comm.broadcast(here, here, count, nccl.NCCL_FLOAT32, 0, stream)
 
         self._together("broadcast", work)
         self._rejoin()
@@ -203,19 +217,37 @@ class Nccl(Threads):
     def close(self) -> None:
         """Wait for the streams, then end threads and communicators; broken ones are cut off."""
         for stream in () if self._broken else self._streams:
-            stream.synchronize()
+            stream.synchronize()  # the watchdog looks on
+        self._watchdog.close()
         for comm in self._comms:
             _ = comm.abort() if self._broken else comm.destroy()
         self._streams, self._comms = [], []
         super().close()
 
 
-def self_test(devices: Sequence[str], width: int = 1 << 22) -> str:
+@contextmanager
+def given_up_after(seconds: float) -> Iterator[None]:
+    """Ends the process, and shows where it stood, when the block takes longer.
+
+    CuPy makes communicators without leaving the interpreter's lock: no Python thread would run.
+    """
+    try:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    except (RuntimeError, ValueError, AttributeError, OSError):  # stderr is no file
+        yield
+        return
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def self_test(devices: Sequence[str], timeout_s: float = 60.0, width: int = 1 << 22) -> str:
     """Average known numbers over the GPUs, cut and whole; what was found, for `doctor`.
 
     Raises GroupError where NCCL fails or gives wrong numbers.
     """
-    group, count = Nccl(devices), len(devices)
+    group, count = Nccl(devices, timeout_s=timeout_s), len(devices)
     try:
         full = [torch.empty(1, width * count, device=device) for device in devices]
         seconds = []

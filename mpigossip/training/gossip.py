@@ -59,7 +59,7 @@ class Gossip:
         self._flat = flatten(model)
         self._graph = make_graph(graph, world.size, **options)
         self._optimizer, self._round = optimizer, 0
-        self._group = make_group(self.devices, torch.get_num_threads(), shard=True)
+        self._group = make_group(self.devices, torch.get_num_threads(), True, timeout_s)
         self._x = torch.zeros(1, self._flat.size, device=where)
         layout = Layout((self._flat.size,), devices=(where,))
         self._mixer = _mixer(self._graph, layout, world, same_host, timeout_s)

@@ -216,7 +216,7 @@ def make_group(job: Job) -> Group:
     """The slots of this node."""
     torch.set_num_threads(job.node.threads)
     node = job.node
-    return devices.make_group(slots_of(node.devices), node.threads, node.shard)
+    return devices.make_group(slots_of(node.devices), node.threads, node.shard, node.timeout_s)
 
 
 def make_precision(job: Job, on: Sequence[str], rows: int) -> Precision:
