@@ -1,26 +1,21 @@
 """Windows for GPU memory, run on the CPU: the same protocol and pieces, streams left out.
 
-What needs a GPU is in test_gpu.py; the kernel's arithmetic and what is said of MPI are tested here.
+What needs a GPU is in test_gpu.py, the kernels' arithmetic in test_fused.py.
 """
 
-import ctypes
 import os
 import random
-import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from test_mixing import GRAPHS, SIZES, fill, graphs_for, kinds_of
 
 from mpigossip.mixing import memory
-from mpigossip.mixing.base import Kind, Layout, combine
-from mpigossip.mixing.fused import ENCODE, HELPERS, operation
+from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.pieces import BySlot, Lane
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import wire
@@ -28,7 +23,7 @@ from mpigossip.mixing.wire import wire
 WIDTHS = (2048, 2048)
 
 
-PATCHED = ("PIECE", "proven", "private", "can_map", "handles", "Mapped")
+PATCHED = ("STAGE", "proven", "private", "can_map", "handles", "Mapped")
 
 
 PROVEN = ("device", "mapped", "half mapped")
@@ -40,14 +35,15 @@ def cannot(memory):
 
 def compare(*args, **kwargs):
     """`compared`, after which the kept pool's process has the package as it was."""
-    from mpigossip.mixing import gpu
+    from mpigossip.mixing import gpu, gpu_average, ways
 
-    kept = {name: getattr(gpu, name) for name in PATCHED}
+    kept, sizes = {name: getattr(ways, name) for name in PATCHED}, (gpu.PIECE, gpu_average.CHUNK)
     try:
         return compared(*args, **kwargs)
     finally:
+        gpu.PIECE, gpu_average.CHUNK = sizes
         for name, value in kept.items():
-            setattr(gpu, name, value)
+            setattr(ways, name, value)
 
 
 class SharedFiles:
@@ -80,6 +76,14 @@ class SharedFiles:
         self.paths.clear()
 
 
+def same_means(mixer, reference, step, comm, device):
+    """Whether vectors of odd lengths have the simulator's average; some lie on the CPU."""
+    size, place = ((1, "cpu"), (2501, device), (7, device))[step // 2 % 3]
+    rows = torch.randn(comm.size, size, generator=torch.Generator().manual_seed(step))
+    got = mixer.mean(rows[comm.rank].unsqueeze(0).to(place))
+    return got.device == torch.device(place) and torch.equal(got.cpu(), reference.mean(rows))
+
+
 def compared(
     comm,
     names,
@@ -94,10 +98,10 @@ def compared(
 ):
     """Rank-rounds, by graph, that differ from the simulator; the ways to the neighbours."""
     from mpigossip.cluster.ranks import World
-    from mpigossip.mixing import gpu
+    from mpigossip.mixing import gpu, gpu_average, ways
 
     torch.set_num_threads(1)
-    gpu.PIECE = piece
+    gpu.PIECE, ways.STAGE, gpu_average.CHUNK = piece, 1000, 1500
     files, world_comm = SharedFiles(), comm
     if memory.startswith("hosts "):  # two ranks on each
         from mpi4py import MPI
@@ -113,10 +117,10 @@ def compared(
             files.handles = cannot
     able = memory in PROVEN
     if device == "cpu":  # it stands in for a device: MPI reads and writes its memory
-        gpu.proven = lambda comm, device: (able, "the CPU stands in")
+        ways.proven = lambda comm, device: (able, "the CPU stands in")
     if memory in ("ipc", "mapped", "half mapped"):
-        gpu.private, gpu.handles, gpu.Mapped = files.private, files.handles, files.mapped
-        gpu.can_map, memory = lambda devices: True, "auto"
+        ways.private, ways.handles, ways.Mapped = files.private, files.handles, files.mapped
+        ways.can_map, memory = lambda devices: True, "auto"
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
     layout, there = Layout(WIDTHS, **options), Layout(WIDTHS, **options, devices=(device,) * 2)
     world, delays, found, routes = World(world_comm), random.Random(comm.rank), {}, {}
@@ -134,12 +138,16 @@ def compared(
             for one in (mixer, reference):
                 one.start(kind, t, step)
                 time.sleep(delays.random() * 0.004 * (delays.random() < 0.2))
+            if step % 6 == 1:  # with a round on its way or without one
+                wrong += not same_means(mixer, reference, step, comm, device)
             pairs = [*zip(mixer.finish(), reference.finish(), strict=True)]
             for got, wanted in pairs:
                 for segment, rows in zip(got, wanted, strict=True):
                     for array, row in zip(segment, rows, strict=True):
                         wrong += not torch.equal(array[0].cpu(), row[comm.rank])
             t += kind is Kind.GOSSIP
+            if step % 6 == 4:
+                wrong += not same_means(mixer, reference, step, comm, device)
         wrong += mixer.bytes_sent[0] != reference.bytes_sent[comm.rank]
         mixer.close()
         mixer.close()
@@ -213,13 +221,14 @@ def refused(comm):
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
     from mpigossip.mixing import gpu
+    from mpigossip.mixing.memory import MemoryRefused
 
     world = World(comm)
     try:
         gpu.DeviceWindows(
             graph("ring", comm.size), Layout(WIDTHS), world, same_host="put", memory="device"
         )
-    except gpu.MemoryRefused as error:
+    except MemoryRefused as error:
         return str(error)
     finally:
         world.close()
@@ -326,72 +335,3 @@ def test_a_slots_bytes_stand_together(name):
     places = [by_slot.place(slot, part) for slot in range(2) for part in range(4)]
     if name != "fp32":
         assert places == sorted(places) and places[4] == by_slot.span(1, sent=True).start
-
-
-def run_text(text, values):
-    """The statements of a kernel in float32, each operation rounded by itself."""
-    names = {"__fmul_rn": np.multiply, "__fadd_rn": np.add, **values}
-    for statement in text.split(";"):
-        exec(statement.strip().removeprefix("float "), names)
-    return names["y"]
-
-
-@pytest.mark.parametrize(
-    "weights", [[1.0], [0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.1, 0.2, 0.3, 0.4], [1 / 8] * 8]
-)
-def test_the_kernels_arithmetic_has_the_bits_of_the_sum(weights):
-    arrays = [torch.randn(1, 10_000) for _ in weights]
-    kinds, uniform = "f" * len(weights), len(set(weights)) == 1
-    values = {f"x{k}": array.numpy() for k, array in enumerate(arrays)}
-    values |= {f"w{k}": np.float32(weight) for k, weight in enumerate(weights)}
-    expected = combine(weights, arrays, torch.empty(1, 10_000)).numpy()
-    assert (run_text(operation(kinds, uniform), values) == expected).all()
-
-
-AS_C = """
-#include <cstddef>
-#include <cstring>
-#define __device__ static
-static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
-static unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
-static float __fmul_rn(float a, float b) { return a * b; }
-static float __fadd_rn(float a, float b) { return a + b; }
-%s
-extern "C" void encode(const float* xs, unsigned short* cs, float* ys, size_t n) {
-    for (size_t i = 0; i < n; ++i) {
-        float x = xs[i]; unsigned short& c = cs[i]; float& y = ys[i]; %s;
-    }
-}
-extern "C" void sum(const float* a, const unsigned short* b, const float* w, float* ys, size_t n) {
-    for (size_t i = 0; i < n; ++i) {
-        float x0 = a[i], w0 = w[0], w1 = w[1]; unsigned short x1 = b[i]; float& y = ys[i]; %s;
-    }
-}
-"""
-
-
-def test_the_kernels_of_bf16_have_torchs_bits(tmp_path):
-    """Their text compiled for the CPU: encoding, and a sum whose second term is encoded."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler to try the kernel's text with")
-    source, library = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
-    source.write_text(AS_C % (HELPERS, ENCODE, operation("fb", False)))
-    flags = ["-O2", "-ffp-contract=off", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True, timeout=60)
-    kernel = ctypes.CDLL(str(library))
-    edges = torch.tensor([0.0, -0.0, 1.0, 3.4e38, -3.4e38, 1e-40, float("inf"), 1.00390625])
-    values = torch.cat([torch.randn(10_000) * 10.0 ** torch.randint(-30, 30, (10_000,)), edges])
-    codes, decoded = torch.zeros(len(values), dtype=torch.bfloat16), torch.zeros_like(values)
-
-    def call(function, *arrays):
-        function(*(ctypes.c_void_p(a.data_ptr()) for a in arrays), ctypes.c_size_t(len(values)))
-
-    call(kernel.encode, values, codes, decoded)
-    expected = values.to(torch.bfloat16)
-    assert torch.equal(codes.view(torch.int16), expected.view(torch.int16))
-    assert torch.equal(decoded, expected.float())
-    out, other = torch.zeros_like(values), torch.randn(len(values))
-    call(kernel.sum, other, codes, torch.tensor([0.3, 0.7]), out)
-    rows = [other.unsqueeze(0), expected.float().unsqueeze(0)]
-    assert torch.equal(out, combine([0.3, 0.7], rows, torch.empty(1, len(values)))[0])

@@ -21,26 +21,21 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.mixing import fused, gpu_average
-from mpigossip.mixing.aware import proven
 from mpigossip.mixing.base import Kind, Layout, Segments
 from mpigossip.mixing.gpu_sum import Source, Sums
-from mpigossip.mixing.memory import Mapped, MemoryRefused, can_map, current, handles, pin, private
+from mpigossip.mixing.memory import Kept, current
 from mpigossip.mixing.messages import Courier, Job, wait_all
-from mpigossip.mixing.pieces import BySlot, DevicePush, Lane, PiecePush, on
-from mpigossip.mixing.push import PushWindow
-from mpigossip.mixing.shared import SharedHost
+from mpigossip.mixing.pieces import DevicePush, on
 from mpigossip.mixing.stream import Piece
-from mpigossip.mixing.windows import Round, Windows
+from mpigossip.mixing.ways import DeviceMemory
+from mpigossip.mixing.windows import Round
 
 PIECE = 1 << 24
 """Bytes of a slot that are copied and sent at once; a multiple of 4096 (whole buckets)."""
 
 
-class DeviceWindows(Windows):
+class DeviceWindows(DeviceMemory):
     """The mixer of one rank whose slots are on ``layout.devices``; ``routes`` says the ways."""
-
-    layout: BySlot
-    _push: PiecePush | None
 
     def __init__(
         self, graph, layout: Layout, world, *, same_host="read", timeout_s=300.0, memory="auto"
@@ -49,21 +44,12 @@ class DeviceWindows(Windows):
 
         Raises MemoryRefused where "device" is asked for and MPI can't.
         """
-        names = layout.devices or ("cpu",) * len(layout.widths)
-        self._devices = [torch.device(name) for name in names]
-        self._lanes = [Lane(device) for device in self._devices]
-        self._asked = memory
-        self._why: dict[str, list[str]] = {"near": [], "far": [], "all": []}
-        self._unpin: Callable[[], None] = lambda: None
-        self._mapped: dict[int, Mapped] = {}
-        given = {f: getattr(layout, f) for f in Layout.__dataclass_fields__}
-        by_slot = BySlot(**given | {"devices": tuple(names)})
-        self._memory_of_own(by_slot)
-        super().__init__(graph, by_slot, world, same_host=same_host, timeout_s=timeout_s)
-        slots = range(len(names))
+        super().__init__(graph, layout, world, same_host, timeout_s, memory)
+        by_slot, slots = self.layout, range(len(self._devices))
         self._out = [by_slot.of(s).views(self._own[s])[0] for s in slots]
         self._mixed = [by_slot.of(s).views(self._mixed_memory[s])[0] for s in slots]
         self._sums = Sums(by_slot, self._lanes, self._mixed_memory)
+        self._kept, self._averaged = Kept(), 0
         size = self._own[0].numel()
         # the same number of pieces on all ranks: tokens count them
         staged = any(self._comm.allgather(self._stages_out)) and not self._lossy
@@ -76,133 +62,6 @@ class DeviceWindows(Windows):
             self._comm, threaded=threaded, poll=False, timeout_s=timeout_s
         )  # fmt: skip
         self._pin_all()
-
-    # -- ways to the neighbours -----------------------------------------------------------
-
-    def _memory_of_own(self, layout: BySlot) -> None:
-        """Outbox, result and codes of each slot: allocations of their own where they are shared."""
-        parts = [layout.of(slot) for slot in range(len(self._devices))]
-        coded = 0 if layout.wire.exact else 1
-        sizes = [(part.nbytes, part.nbytes, coded * part.sent_bytes) for part in parts]
-        if self._asked != "host":
-            try:
-                self._take(sizes, private)
-                return
-            except MemoryRefused as error:
-                self._why["all"].append(str(error))
-        self._take(sizes, lambda size, on: torch.zeros(size, dtype=torch.uint8, device=on))
-
-    def _take(self, sizes: Sequence[tuple[int, ...]], allocate: Callable) -> None:
-        taken = [
-            [allocate(size, device) for size in three]
-            for three, device in zip(sizes, self._devices, strict=True)
-        ]
-        self._own, self._mixed_memory, self._code = map(list, zip(*taken, strict=True))
-
-    def _open_host(self, same_host: str) -> SharedHost | None:
-        """Shared memory with the ranks of this host, and their GPUs' memory where it maps."""
-        host = super()._open_host(same_host)
-        if host is None or self._asked == "host":
-            self._why["near"].append('node.gpu_window = "host"')
-            return host
-        on_host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        try:
-            self._map(on_host)
-        finally:
-            on_host.Free()
-        return host
-
-    def _map(self, on_host: MPI.Comm) -> None:
-        mine: list[bytes] | None = None
-        shared = self._own + self._mixed_memory
-        if can_map(self._devices) and not self._why["all"]:
-            try:
-                mine = handles(shared)
-            except RuntimeError as error:
-                self._why["near"].append(f"cudaIpcGetMemHandle failed: {error}")
-        everyone = on_host.allgather(mine)
-        failed = "" if all(everyone) else "not all ranks of this host offer their memory"
-        for place, given in enumerate(everyone):
-            if place == on_host.rank or failed:
-                continue
-            try:
-                sizes = [memory.numel() for memory in shared]
-                self._mapped[place] = Mapped(given, sizes, self._devices * 2)
-            except MemoryRefused as error:
-                failed = str(error)
-        # all or none on a host: a reader that maps and one that doesn't need other outboxes
-        reasons = [text for text in on_host.allgather(failed) if text]
-        if reasons:
-            for mapped in self._mapped.values():
-                mapped.close()
-            self._mapped = {}
-            self._why["near"].append(failed or f"another rank of this host: {reasons[0]}")
-        else:
-            self._why["near"].append("mapped from a process of the same host")
-
-    def _open_push(self, several_hosts: bool) -> PushWindow | None:
-        """The inbox window: on the devices where MPI is proven able, else in host memory."""
-        if len(self._near[self.rank]) == self.n:
-            return None
-        options = {
-            "threaded": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
-            "poll": several_hosts,
-            "timeout_s": self._timeout_s,
-        }
-        able, why, places = False, 'node.gpu_window = "host"', self._inbox_places()
-        if self._asked != "host":
-            able, why = proven(self._comm, self._devices[0])
-        if able:
-            try:
-                push = DevicePush(self._comm, self.layout, self._devices, places, **options)
-                self._why["far"].append(why)
-                return push
-            except MemoryRefused as error:
-                why = str(error)
-        if self._asked == "device":
-            raise MemoryRefused(
-                f'node.gpu_window = "device": {why}; use a GPU-aware MPI (`mpigossip doctor` says '
-                'what was asked), or "auto"'
-            )
-        self._why["far"].append(why)
-        outbox = self._host is None and self.layout.wire.exact
-        return PiecePush(self._comm, self.layout, places, outbox=outbox, **options)
-
-    @property
-    def _on_devices(self) -> bool:
-        """Whether MPI puts from device to device."""
-        return isinstance(self._push, DevicePush)
-
-    @property
-    def _stages_out(self) -> bool:
-        """Whether gossip needs the message, not encoded, in host memory."""
-        by_host = self._host is not None and self._host.size > 1 and not self._mapped
-        by_push = self._push is not None and not self._on_devices
-        return by_host or (by_push and not self._lossy)
-
-    @property
-    def routes(self) -> dict[int, str]:
-        """The way to each other rank, and why: "ipc", "device" or "host", then a reason."""
-        found, far = {}, "device" if self._on_devices else "host"
-        for rank in range(self.n):
-            near = rank in self._places_on_host
-            way = ("ipc" if self._mapped else "host") if near else far
-            reasons = [*self._why["near" if near else "far"], *self._why["all"]]
-            found[rank] = way + (f" ({'; '.join(reasons)})" if reasons else "")
-        del found[self.rank]
-        return found
-
-    def _pin_all(self) -> None:
-        """Lock the host memory that copies use; what can't be locked is noted and slower."""
-        if not self._stages_out and (self._push is None or self._on_devices):
-            return
-        stretches = [*self._host.outboxes, self._host.result] if self._host else [self._message]
-        stretches += [self._codes] if self._codes is not None else []
-        stretches += [self._push.memory] if self._push is not None else []
-        try:
-            self._unpin = pin(stretches, self._devices[0])
-        except MemoryRefused as error:
-            self._why["all"].append(str(error))
 
     # -- a round ------------------------------------------------------------------------
 
@@ -232,14 +91,14 @@ class DeviceWindows(Windows):
 
     def _start_gossip(self, now: Round) -> None:
         self._encode(now)
-        now.ticket = self._submit(self._exchange, now)
+        now.ticket = self._submit(lambda ready: self._exchange(now, ready))
 
     def _start_global(self, now: Round) -> None:
         self._encode(now)
-        now.ticket = self._submit(self._average, now)
+        now.ticket = self._submit(lambda ready: self._average(now, ready))
 
-    def _submit(self, work: Callable[[Round, list], None], now: Round) -> Job:
-        """Let the courier do a round's work behind what the devices have been given so far."""
+    def _submit(self, work: Callable[[list], None]) -> Job:
+        """Let the courier do ``work(ready)`` behind what the devices have been given so far."""
         ready = [lane.ready() for lane in self._lanes]
 
         def job() -> None:
@@ -247,7 +106,7 @@ class DeviceWindows(Windows):
             with current(self._devices[0]):
                 for lane, event in zip(self._lanes, ready, strict=True):
                     lane.follow(event)
-                work(now, ready)
+                work(ready)
 
         return self._courier.submit(job)
 
@@ -349,22 +208,50 @@ class DeviceWindows(Windows):
                 with on(lane.into):
                     mixed.copy_(own)
         elif self._push is None and self._mapped:
-            mine = [*self._own, *self._mixed_memory]
-            areas = [self._mapped[p].arrays if p in self._mapped else mine for p in range(self.n)]
-            gpu_average.by_peers(self._host, areas, self.layout, self._lanes, now.t)
+            gpu_average.by_peers(self._host, self._areas, self.layout, self._lanes, now.t)
         elif not self._on_devices:
             self._average_on_host(now)
         elif self._lossy and self.n * self.layout.sent_bytes < 2 * self.layout.nbytes:
-            everyone = gpu_average.gather(comm, self._code, self._lanes, timeout_s)
+            everyone = gpu_average.gather(comm, self._code, self._lanes, self._kept, timeout_s)
             for slot, (own, codes) in enumerate(zip(self._own, everyone, strict=True)):
                 terms = [(row, True) for row in codes]
                 terms[self.rank] = (own, False)
                 self._sums.add([1 / self.n] * self.n, slot, self._spans[0], terms)
         else:
             memory = self._own, self._mixed_memory
-            gpu_average.by_messages(comm, *memory, self.layout, self._lanes, timeout_s)
+            gpu_average.by_messages(comm, *memory, self.layout, self._lanes, self._kept, timeout_s)
         for lane in self._lanes:
             lane.drain()
+
+    @property
+    def _areas(self) -> list[Sequence[torch.Tensor]]:
+        """What each rank of this host lets the others map, in their order: own, mixed, stage."""
+        mine = [*self._own, *self._mixed_memory, *self._stage]
+        return [self._mapped[p].arrays if p in self._mapped else mine for p in range(self.n)]
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits.
+
+        A vector on the first slot's device stays there where devices reach each other.
+        """
+        by_peers = self._push is None and bool(self._mapped)
+        if x.device != self._devices[0] or not (by_peers or self._on_devices):
+            return super().mean(x)
+        own, out = x[0].contiguous(), torch.empty_like(x[0])
+
+        def work(ready: list) -> None:
+            lane = self._lanes[0]
+            if by_peers:
+                stages = [area[-2:] for area in self._areas]
+                args = self._host, stages, lane, own, out, self._averaged
+                self._averaged += gpu_average.mean_by_peers(*args)
+            else:
+                gpu_average.mean_by_messages(
+                    self._push.comm, lane, own, out, self._kept, self._timeout_s
+                )
+
+        self._waited += self._courier.wait(self._submit(work), "the average of a vector")
+        return out
 
     def _average_on_host(self, now: Round) -> None:
         for events in [self._copy_out(piece, whole=True) for piece in self._spans]:
@@ -397,4 +284,5 @@ class DeviceWindows(Windows):
         late = "closing the exchange: not all ranks of this job come".format
         wait_all({0: self._comm.Ibarrier()}, self._timeout_s, late)
         super().close()
-        self._own, self._mixed_memory, self._code, self._sums = [], [], [], None
+        self._own, self._mixed_memory, self._code, self._stage = [], [], [], []
+        self._sums, self._kept = None, None

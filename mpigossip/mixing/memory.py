@@ -50,6 +50,22 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
         ) from error
 
 
+class Kept:
+    """Private memory on devices for passing use, kept for the next time; it grows as needed."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._rooms: dict[tuple[torch.device, str], torch.Tensor] = {}
+
+    def room(self, device: torch.device, use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """``count`` elements, their contents undefined; one room a device and use."""
+        nbytes = count * dtype.itemsize
+        if (device, use) not in self._rooms or self._rooms[device, use].numel() < nbytes:
+            self._rooms.pop((device, use), None)
+            self._rooms[device, use] = private(nbytes, device)
+        return self._rooms[device, use][:nbytes].view(dtype)
+
+
 def can_map(devices: Sequence[torch.device]) -> bool:
     """Whether memory of these devices can be offered to other processes of the host."""
     return all(device.type == "cuda" for device in devices)

@@ -108,9 +108,13 @@ class SharedHost:
             rows = [chunks[self.rank].unsqueeze(0) for chunks in sources]
             copies = [targets[rank][self.rank].unsqueeze(0) for rank in self.others]
             combine([1 / self.size] * self.size, rows, mine.unsqueeze(0), *copies)
+        self.meet(t, "global average")
+
+    def meet(self, t: int, what: str) -> None:
+        """Wait until all ranks of this host have come; what each wrote before is then seen."""
         self._window.Sync()
         self._tokens.send(self.others, REDUCED, t)
-        self._tokens.wait(self.others, REDUCED, t, "global average")
+        self._tokens.wait(self.others, REDUCED, t, what)
         self._window.Sync()
 
     def close(self) -> None:
