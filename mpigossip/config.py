@@ -188,6 +188,8 @@ class NodeSection:
     """Neighbours on the same host: read in place, or put as between hosts."""
     shard: bool = True
     """Each slot updates and exchanges its part of the model; false: slot 0 does it all."""
+    overlap: bool = True
+    """Adapt-then-combine, one CPU rank a host: layers are sent while backward still runs."""
     timeout_s: AboveZero = 300.0
     """Seconds after which a neighbour that doesn't answer is given up."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

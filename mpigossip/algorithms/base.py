@@ -55,6 +55,9 @@ class Algorithm(NamedTuple):
     """dependent exchanges per step with one gradient"""
     ahead: bool = False
     """send gets g = None, lr = None and changes nothing: it travels during forward/backward"""
+    by_columns: bool = False
+    """send and receive may be called block by block of columns, in any order: elementwise, the
+    state changed in place only, x not before receive; no scalars, one exchange a step"""
     needs: frozenset = frozenset()
     """What the job must have; each is checked, and named in the refusal (training/fit.py).
 

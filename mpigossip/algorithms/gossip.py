@@ -61,7 +61,9 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
         return state
 
     if style == "atc":
-        return Algorithm(local.init, send_adapted, receive_combined, needs=AVERAGING)
+        return Algorithm(
+            local.init, send_adapted, receive_combined, by_columns=True, needs=AVERAGING
+        )
     needs = AVERAGING | {"never-global"}
     return Algorithm(local.init, send_as_is, receive_then_adapt, ahead=True, needs=needs)
 
@@ -98,7 +100,7 @@ def dmsgd(
         state.momentum.copy_(mixed[1])
         return state
 
-    return Algorithm(_zero_momentum, send, receive, vectors=2, needs=AVERAGING)
+    return Algorithm(_zero_momentum, send, receive, vectors=2, by_columns=True, needs=AVERAGING)
 
 
 def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = False) -> Algorithm:
@@ -122,7 +124,7 @@ def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = Fals
         x.copy_(mixed[0])
         return state
 
-    return Algorithm(_zero_momentum, send, receive, needs=AVERAGING)
+    return Algorithm(_zero_momentum, send, receive, by_columns=True, needs=AVERAGING)
 
 
 def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
@@ -147,7 +149,7 @@ def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
         return state
 
     needs = frozenset({"static", "symmetric", "doubly", "unmixed"})
-    return Algorithm(_zero_momentum, send, receive, needs=needs)
+    return Algorithm(_zero_momentum, send, receive, by_columns=True, needs=needs)
 
 
 def _zero_momentum(x) -> Momentum:

@@ -48,7 +48,8 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
         return state
 
     proven = set() if damped else {"static", "symmetric", "above -1/3"}
-    return Algorithm(init, send, receive, needs=frozenset({"doubly", "unmixed"} | proven))
+    needs = frozenset({"doubly", "unmixed"} | proven)
+    return Algorithm(init, send, receive, by_columns=True, needs=needs)
 
 
 class Tracking(NamedTuple):
@@ -119,7 +120,9 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
 
     needs = frozenset({"doubly"})
     if style == "atc":
-        return Algorithm(init, send_adapted, receive_combined, vectors=2, needs=needs)
+        return Algorithm(
+            init, send_adapted, receive_combined, vectors=2, by_columns=True, needs=needs
+        )
     return Algorithm(init, send_as_is, receive_then_adapt, vectors=2, ahead=True, needs=needs)
 
 

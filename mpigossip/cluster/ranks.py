@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mpigossip.cluster import survival
-from mpigossip.cluster.deadline import Deadline, LateError
+from mpigossip.cluster.deadline import Deadline, LateError, sharp_timers
 from mpigossip.cluster.launcher import LaunchError, check_launcher
 from mpigossip.config import JobError
 
@@ -375,6 +375,7 @@ def world(timeout_s: float = TIMEOUT_S) -> World:
             "`pip install mpich`, or name the library: MPI4PY_LIBMPI=/path/to/libmpi.so. "
             "`mpigossip simulate` needs no MPI"
         ) from error
+    sharp_timers()
     ours = not MPI.Is_initialized()
     if ours:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -183,6 +183,23 @@ class Mixer(Protocol):
 
     def close(self) -> None:
         """Finish an open round, take in outstanding tokens, free the memory; collective."""
+
+
+@runtime_checkable
+class ByBlocks(Mixer, Protocol):
+    """A mixer that sends the outbox block after block, each as soon as it is filled."""
+
+    blocks: tuple[slice, ...]
+    """Columns that travel together, equal on all ranks; none where messages go whole."""
+
+    def start_by_blocks(self, t: int, exchange: int, order: Sequence[int]) -> None:
+        """Begin the GOSSIP exchange of round t, of an outbox that is still to be filled.
+
+        ``order``: in which :meth:`filled` is going to be called, equal on all ranks.
+        """
+
+    def filled(self, block: int) -> None:
+        """These columns of every vector are filled; returns at once. ``finish`` says the rest."""
 
 
 def combine(

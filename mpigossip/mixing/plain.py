@@ -15,8 +15,8 @@ from mpi4py import MPI
 from mpigossip.mixing.base import Kind, Layout, Segments, is_average, traffic
 from mpigossip.mixing.messages import average, mean, mean_scalars, wait_all
 from mpigossip.mixing.push import CUT
+from mpigossip.mixing.round import Round
 from mpigossip.mixing.stream import add_up
-from mpigossip.mixing.windows import Round
 from mpigossip.mixing.wire import encode
 
 ROUNDS, FIRST_TAG = 1 << 14, 64

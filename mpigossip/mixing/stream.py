@@ -33,21 +33,27 @@ class Piece:
     sent: slice
     """bytes of the message as sent"""
     stretches: tuple[Stretch, ...]
+    number: int
+    """from the beginning of the message; what is told of it when it was put"""
 
 
 def cut(layout: Layout, size: int) -> list[Piece]:
-    """The message in pieces of about ``size`` bytes as sent, the scalars with the last one."""
+    """The message in pieces of about ``size`` bytes as sent, the scalars with the last one.
+
+    Vectors of a single slot are all cut at the same columns.
+    """
     pieces: list[Piece] = []
     stretches: list[Stretch] = []
     begin = end = 0
+    alike = len(layout.widths) == 1 and layout.sent_bytes > size
     for slot, part, whole in layout.stretches:
         scalar = part >= layout.vectors
-        if end - begin >= size and not scalar:
-            pieces.append(Piece(slice(begin, end), tuple(stretches)))
+        if end - begin >= (1 if alike else size) and not scalar:
+            pieces.append(Piece(slice(begin, end), tuple(stretches), len(pieces)))
             stretches, begin = [], end
         for at in range(0, whole.stop, CHUNK):
             if at and end - begin >= size:
-                pieces.append(Piece(slice(begin, end), tuple(stretches)))
+                pieces.append(Piece(slice(begin, end), tuple(stretches), len(pieces)))
                 stretches, begin = [], end
             columns = slice(at, min(at + CHUNK, whole.stop))
             if stretches and stretches[-1][:2] == (slot, part):
@@ -55,7 +61,7 @@ def cut(layout: Layout, size: int) -> list[Piece]:
             stretches.append((slot, part, columns))
             width = min(CHUNK, whole.stop - at)
             end += 8 if scalar else layout.vector_bytes(width)
-    return [*pieces, Piece(slice(begin, end), tuple(stretches))]
+    return [*pieces, Piece(slice(begin, end), tuple(stretches), len(pieces))]
 
 
 def measured_size(comm: MPI.Comm, nbytes: int, timeout_s: float) -> int:
@@ -114,11 +120,15 @@ class Stream:
         count: int,
         prepare: Callable[[Piece], None],
         add: Callable[[Piece], None],
+        ready: Callable[[Piece], bool] = lambda piece: True,
     ):
-        """``prepare`` is called before a piece is put, ``add`` when it is in from all sources."""
+        """``prepare`` is called before a piece is put, ``add`` when it is in from all sources.
+
+        ``pieces`` in the order in which all ranks send them; ``ready``: whether one may be sent.
+        """
         self._push, self._pieces, self._message, self._count = push, pieces, message, count
         self._targets, self._readers = targets, [rank for rank, _ in targets]
-        self._prepare, self._add = prepare, add
+        self._prepare, self._add, self._ready = prepare, add, ready
         self._arrived = dict.fromkeys(sources, 0)
         self._prepared = self._sent = self._added = 0
         self._flying: list[MPI.Request] = []
@@ -143,6 +153,8 @@ class Stream:
         if self._sent == len(self._pieces):
             return False
         if self._prepared == self._sent:
+            if not self._ready(self._pieces[self._sent]):
+                return False
             piece = self._pieces[self._prepared]
             self._prepare(piece)
             self._prepared += 1
@@ -152,17 +164,21 @@ class Stream:
         # a flush of what still flies would spin, on the core that others compute on
         if not MPI.Request.Testall(self._flying):
             return False
-        self._push.sent(self._readers, self._count * len(self._pieces) + self._sent)
+        self._push.sent(self._readers, self._number(self._sent))
         self._sent += 1
         return True
 
     def _take_in(self) -> bool:
         moved, many = False, len(self._pieces)
         for rank, there in self._arrived.items():
-            if there < many and self._push.arrived(rank, self._count * many + there):
+            if there < many and self._push.arrived(rank, self._number(there)):
                 self._arrived[rank] += 1
                 moved = True
         return moved
+
+    def _number(self, index: int) -> int:
+        """What says that the piece sent as the ``index``-th is there."""
+        return self._count * len(self._pieces) + self._pieces[index].number
 
     def _add_one(self) -> bool:
         if self._added == min([self._prepared, *self._arrived.values()]):

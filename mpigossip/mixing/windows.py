@@ -6,7 +6,8 @@ all others by pushes into their inboxes (:mod:`mpigossip.mixing.push`) with ``sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -15,34 +16,13 @@ from mpi4py import MPI
 from mpigossip.mixing.base import Kind, Layout, Segments, is_average, traffic
 from mpigossip.mixing.messages import Job, average, gather, mean, mean_scalars
 from mpigossip.mixing.push import PushWindow
+from mpigossip.mixing.round import Round, partner
 from mpigossip.mixing.shared import SharedHost
 from mpigossip.mixing.stream import Piece, Stream, add_up, cut, measured_size
 from mpigossip.mixing.wire import encode
 
 PLANS = 128
 """Rounds of which it is kept who exchanges with whom; more are asked for anew."""
-
-
-@dataclass
-class Round:
-    """Who exchanges with this rank in the round at hand; ranks in the graph's order.
-
-    ``partner``: the rank on this host that averages with this one alone, both by halves.
-    ``targets``: rank and place in its inbox of the readers that are pushed to.
-    """
-
-    kind: Kind
-    t: int
-    exchange: int
-    average: bool
-    sources: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
-    readers: tuple[int, ...] = ()
-    partner: int | None = None
-    targets: tuple[tuple[int, int], ...] = ()
-    nbytes: int = 0
-    ticket: Job | None = None
-    finished: bool = False
 
 
 class Windows:
@@ -67,6 +47,7 @@ class Windows:
         self._host = self._open_host(same_host)
         self._near = self._comm.allgather(frozenset(self._places_on_host))
         self._pieces: list[Piece] = []
+        self.blocks: tuple[slice, ...] = ()
         self._push = self._open_push(several_hosts=len(set(world.hosts)) > 1)
         self._courier = self._push.courier if self._push else None
         self._lossy = not layout.wire.exact
@@ -84,8 +65,11 @@ class Windows:
         if same_host != "read":
             return None
         on_host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self._places_on_host = {r: place for place, r in enumerate(on_host.allgather(self.rank))}
-        host = SharedHost(on_host, self.layout.nbytes, self._timeout_s)
+        alone = on_host.size == 1 < self.n
+        if not alone:
+            everyone = on_host.allgather(self.rank)
+            self._places_on_host = {rank: place for place, rank in enumerate(everyone)}
+        host = None if alone else SharedHost(on_host, self.layout.nbytes, self._timeout_s)
         on_host.Free()
         return host
 
@@ -119,6 +103,10 @@ class Windows:
         """Push in pieces of about so many bytes, the same on all ranks."""
         self._pieces = cut(self.layout, size)
         push.count_in_pieces(len(self._pieces))
+        # as all ranks have to send in the same order, no two of them may share a host
+        if not any(self._near) and push.courier.threaded and len(self.layout.widths) == 1:
+            each = self._pieces[: len(self._pieces) // self.layout.vectors]
+            self.blocks = tuple(piece.stretches[0][2] for piece in each if len(each) > 1)
 
     def _segments(self, message: torch.Tensor) -> Segments:
         """The layout's views of a message in memory that stays, made once."""
@@ -179,11 +167,29 @@ class Windows:
         if kind is Kind.GOSSIP:
             self._first = t if self._first is None else self._first
         exchange = t if exchange is None else exchange
-        now = self._round = replace(self._planned(kind, t), t=t, exchange=exchange)
-        self.bytes_sent[0] += now.nbytes
+        self._round = replace(self._planned(kind, t), t=t, exchange=exchange)
+        self.bytes_sent[0] += self._round.nbytes
+        self._begin(self._round)
+
+    def start_by_blocks(self, t: int, exchange: int, order: Sequence[int]) -> None:
+        """Begin the GOSSIP exchange of round t, of an outbox that is still to be filled."""
+        self._first = t if self._first is None else self._first
+        planned = self._planned(Kind.GOSSIP, t)
+        self._round = replace(planned, t=t, exchange=exchange, order=tuple(order), empty=set(order))
+        self.bytes_sent[0] += planned.nbytes
+
+    def filled(self, block: int) -> None:
+        """These columns of every vector are filled: they may be sent."""
+        now = self._round
+        now.empty.discard(block)
+        # an idle thread costs less than one that waits for the first block; averages go whole
+        if now.ticket is None and not (now.average and now.empty):
+            self._begin(now)
+
+    def _begin(self, now: Round) -> None:
         if now.average:
             self._start_global(now)
-        elif kind is Kind.GOSSIP:
+        elif now.kind is Kind.GOSSIP:
             self._start_gossip(now)
 
     def _planned(self, kind: Kind, t: int) -> Round:
@@ -234,18 +240,19 @@ class Windows:
                 add_up(layout, now.weights, sources, result, piece.stretches)
 
         message = self._codes if self._lossy else self._message
-        return Stream(self._push, self._pieces, message, now.targets, far, count, prepare, add)
+        pieces, blocks = self._pieces, len(self.blocks)
+        if now.order:
+            pieces = sorted(pieces, key=lambda piece: now.order.index(piece.number % blocks))
+
+        def ready(piece: Piece) -> bool:
+            return not now.empty or piece.number % blocks not in now.empty
+
+        push, targets = self._push, now.targets
+        return Stream(push, pieces, message, targets, far, count, prepare, add, ready)
 
     def _partner(self, now: Round) -> int | None:
         """The other of a pair on this host whose two averages are the same one."""
-        if len(now.sources) != 1 or now.readers != now.sources:
-            return None
-        (other,), (own, weight) = now.sources, now.weights
-        if other not in self._places_on_host or own != weight:
-            return None
-        sources, weights, theirs = self.graph.neighbours(now.t, other)
-        same = len(sources) == 1 and sources[0] == self.rank and weights[0] == theirs == own
-        return other if same else None
+        return partner(self.graph, self.rank, now, self._places_on_host)
 
     def _targets(self, now: Round) -> list[tuple[int, int]]:
         """Rank and place in its inbox of the readers that are pushed to."""
@@ -285,14 +292,16 @@ class Windows:
         """``sent`` and ``mixed`` of the open round."""
         now = self._round
         now.finished = True
+        for block in tuple(now.empty):
+            self.filled(block)
         if now.kind is Kind.LOCAL:
             return self._out, self._out
         if now.average:
             self._finish_global(now)
             return self._out, self._segments(self._result)
         if now.partner is not None:
-            partner = self._places_on_host[now.partner]
-            self._host.average_pair(self.layout.parts, now.weights[0], partner, now.t)
+            other = self._places_on_host[now.partner]
+            self._host.average_pair(self.layout.parts, now.weights[0], other, now.t)
             return self._out, self._segments(self._result)
         if self._host:
             self._host.await_ready(self._on_host(now.sources), now.t)

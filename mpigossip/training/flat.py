@@ -42,7 +42,17 @@ class Flat:
     def decayed_in(self, slot: int) -> int:
         """Leading columns of a slot's shard that take weight decay."""
         width = self.size // self.slots
-        return min(max(self.decayed - slot * width, 0), width)
+        return self.decayed_among(slice(slot * width, (slot + 1) * width))
+
+    def decayed_among(self, columns: slice) -> int:
+        """Leading columns of a block that take weight decay."""
+        return min(max(self.decayed - columns.start, 0), columns.stop - columns.start)
+
+    @property
+    def places(self) -> list[slice]:
+        """The columns of each parameter, the padding behind it included."""
+        ends = [*self.offsets[1:], self.size]
+        return [slice(begin, end) for begin, end in zip(self.offsets, ends, strict=True)]
 
     def views(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as views of one row (P,)."""

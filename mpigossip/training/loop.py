@@ -12,7 +12,8 @@ import torch
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.groups.base import Group
-from mpigossip.mixing.base import Kind, Mixer
+from mpigossip.mixing.base import ByBlocks, Kind, Mixer
+from mpigossip.training.blocks import Blocks
 from mpigossip.training.evaluate import consensus_distance, square_norms
 from mpigossip.training.loader import Batch
 from mpigossip.training.precision import Precision
@@ -36,6 +37,8 @@ class Settings:
     weight_decay: float = 0.0
     clip_norm: float | None = None
     measure_every: int = 10
+    by_blocks: Callable[[Sequence[slice]], list[Algorithm]] | None = None
+    """blocks of columns -> the algorithm of each, where a node's only slot may be cut"""
 
 
 @dataclass
@@ -81,6 +84,8 @@ class Trainer:
         ]
         self.rhythm = cadence.init()
         self.index, self.born, self.round, self.shift = 0, 0, 0, 0
+        self._blocks: Blocks | None = None
+        self._blocks_of: Mixer | None = None
 
     def step(self) -> Record:
         """One gradient a node, one update, and the exchanges that the cadence asks for."""
@@ -90,15 +95,17 @@ class Trainer:
         if self.method.ahead:
             self._send(None, self._now(kind, 0, None))
         clock.lap("exchange_s")
-        loss = self._gradients()
+        blocks = self._by_blocks()
+        early = bool(blocks) and kind is Kind.GOSSIP and not self._whole_norm()
+        loss = self._gradients_sent_early(blocks, lr) if blocks and early else self._gradients()
         clock.lap("compute_s")
         g = self.group.reduce_scatter_mean(self.replicas.grads)
         skipped = self._unscale(g)
-        norm = self._clip_and_decay(g)
+        norm = self._unmeasured() if early else self._clip_and_decay(g)
         clock.lap("node_s")
         for part in range(self.method.rounds):
             now = self._now(kind, part, lr)._replace(skipped=skipped)
-            if not self.method.ahead:
+            if not self.method.ahead and not early:
                 self._send(g, now)
             sent, mixed = self.mixer.finish()
             apart = self._distance(sent, mixed, kind)
@@ -129,6 +136,10 @@ class Trainer:
 
         def send(slot: int):
             gradient = None if g is None else g[slot]
+            if self._blocks is not None:
+                for block in self._blocks.order:
+                    self._blocks.send(block, x[slot], gradient, self.states[slot], out[slot], now)
+                return self.states[slot]
             return self.algorithms[slot].send(x[slot], gradient, self.states[slot], out[slot], now)
 
         self.states = self.group.on_shards(send)
@@ -138,6 +149,11 @@ class Trainer:
         x = self.replicas.x
 
         def receive(slot: int):
+            if self._blocks is not None:
+                self._blocks.receive(
+                    x[slot], g[slot], self.states[slot], sent[slot], mixed[slot], now
+                )
+                return self.states[slot]
             receive_one = self.algorithms[slot].receive
             return receive_one(x[slot], g[slot], self.states[slot], sent[slot], mixed[slot], now)
 
@@ -156,6 +172,50 @@ class Trainer:
                 )
         return losses
 
+    # -- by blocks, where all is elementwise and the mixer sends them one by one ----------------
+
+    def _by_blocks(self) -> Blocks | None:
+        """The blocks that the present mixer sends, if it, the method and the node can."""
+        mixer, make, replicas = self.mixer, self.settings.by_blocks, self.replicas
+        if mixer is not self._blocks_of:
+            if self._blocks is not None:
+                self._blocks.close()
+            self._blocks, self._blocks_of = None, mixer
+            if make and self.method.by_columns and isinstance(mixer, ByBlocks) and mixer.blocks:
+                methods = make(mixer.blocks)
+                self._blocks = Blocks(mixer, methods, replicas.flat, replicas.modules[0][0])
+        return self._blocks
+
+    def _whole_norm(self) -> bool:
+        """Whether this step needs all of the gradient before it can use any."""
+        settings = self.settings
+        scaled = settings.precision.scaler is not None
+        return settings.clip_norm is not None or scaled or self._measuring()
+
+    def _gradients_sent_early(self, blocks: Blocks, lr: float) -> torch.Tensor:
+        """Forward and backward; each block is sent when backward is through with it."""
+        now, mixer = self._now(Kind.GOSSIP, 0, lr), blocks.mixer
+        (out,), (x,), (g,) = mixer.outbox(now.round), self.replicas.x, self.replicas.grads
+        mixer.start_by_blocks(now.round, self.index, blocks.order)
+
+        def ready(block: int) -> None:
+            with torch.no_grad():
+                c = blocks.columns[block]
+                self._decay(x[:, c], g[:, c], self.replicas.flat.decayed_among(c))
+                blocks.send(block, x, g, self.states[0], out, now)
+            mixer.filled(block)
+
+        with blocks.watched(self.settings.accumulate, ready):
+            return self._gradients()
+
+    def _unmeasured(self) -> torch.Tensor:
+        return torch.full((len(self.mixer.rows),), float("nan"), dtype=torch.float64)
+
+    def _decay(self, x: torch.Tensor, g: torch.Tensor, decayed: int) -> None:
+        """Add the weight decay of the first ``decayed`` columns to their gradient."""
+        if self.settings.weight_decay and decayed:
+            g[:, :decayed].add_(x[:, :decayed], alpha=self.settings.weight_decay)
+
     def _clip_and_decay(self, g: list[torch.Tensor]) -> torch.Tensor:
         """Clip by the norm of the node's whole gradient, then add weight decay; norms (rows,)."""
         settings = self.settings
@@ -172,10 +232,7 @@ class Trainer:
         def work(slot: int) -> None:
             if factors is not None:
                 g[slot].mul_(factors.to(g[slot].device))
-            decayed = self.replicas.flat.decayed_in(slot)
-            if settings.weight_decay and decayed:
-                x = self.replicas.x[slot]
-                g[slot][:, :decayed].add_(x[:, :decayed], alpha=settings.weight_decay)
+            self._decay(self.replicas.x[slot], g[slot], self.replicas.flat.decayed_in(slot))
 
         self.group.on_shards(work)
         return norms[:, 0]
@@ -190,7 +247,7 @@ class Trainer:
         """‖mixed − sent‖ of the first vector where it is asked for, else NaN: (rows,)."""
         wanted = "variance" in self.cadence.measures and kind is Kind.GLOBAL
         if not wanted and not self._measuring():
-            return torch.full((len(self.mixer.rows),), float("nan"), dtype=torch.float64)
+            return self._unmeasured()
         per_slot = self.group.on_shards(lambda s: square_norms(mixed[s][0], sent[s][0]))
         return self.group.sum_scalars(per_slot).sqrt()[:, 0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -136,20 +137,28 @@ def make_cadence(
     return cadences.BUILDERS[job.cadence.name](**(computed | job.cadence.options))
 
 
-def make_algorithms(job: Job, flat: Flat, graph: Graph | None = None) -> list[algorithms.Algorithm]:
-    """The algorithm, once for each slot, made to bear the job's wire."""
+def make_algorithms(
+    job: Job, flat: Flat, graph: Graph | None = None, blocks: Sequence[slice] = ()
+) -> list[algorithms.Algorithm]:
+    """The algorithm, once for each slot or block of columns, made to bear the job's wire."""
     section, options = job.algorithm, dict(job.algorithm.options)
     if section.name == "choco" and job.node.wire == "random-k":
         options.setdefault("consensus_step", min(0.5, job.node.kept))
+    decayed = [flat.decayed_among(block) for block in blocks]
     methods = [
-        algorithms.build(section.name, section.local, options, flat.decayed_in(slot), graph)
-        for slot in range(flat.slots)
+        algorithms.build(section.name, section.local, options, columns, graph)
+        for columns in decayed or map(flat.decayed_in, range(flat.slots))
     ]
     if job.node.wire == "fp32":
         return methods
     biased = job.node.wire in BIASED
     meets = Kind.GLOBAL in make_cadence(job, methods[0], graph).kinds
     return [algorithms.over_wire(method, biased=biased, meets=meets) for method in methods]
+
+
+def may_cut(job: Job, group: Group) -> bool:
+    """Whether layers may be sent before backward is through with all of them."""
+    return job.node.overlap and group.slots == 1 and not job.node.vmap
 
 
 def make_wire(job: Job) -> Wire:
@@ -336,6 +345,7 @@ def assemble(job: Job, world, n: int) -> Assembly:
         weight_decay=section.weight_decay,
         clip_norm=section.clip_norm,
         measure_every=job.log.consensus_every,
+        by_blocks=partial(make_algorithms, job, flat, graph) if may_cut(job, group) else None,
     )
     cadence = make_cadence(job, method, graph, total)
     trainer = Trainer(mixer, group, replicas, methods, cadence, settings)
