@@ -1,6 +1,7 @@
 """`mpigossip plan`: its formulas, its advice, its command line."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -115,6 +116,37 @@ def test_the_tables_fit_a_screen():
     assert len(shown) <= 45 and max(map(len, shown)) <= 100
     marked = [line for line in shown if "*" in line and line[0] != "*"]
     assert marked and any(line.startswith("* ") for line in shown)
+
+
+def test_layers_sent_early_hide_all_but_the_last_piece_behind_backward():
+    job = {"algorithm": {"name": "dsgd"}, "model": {"name": "resnet56"}}
+    seldom, often = SLOW, replace(SLOW, compute_s=100.0)
+    for machine, also in ((seldom, {}), (often, {}), (often, {"node": {"overlap": False}})):
+        what = subject(setup.load(job | also))[0]
+        row = predict(what, machine, Choice("one-peer-exponential"), 8, 1)
+        message = 4 * what.flat.size
+        early = (1 - (1 << 20) / message) * row.exchange_s
+        wanted = 0.0 if also else min(early, machine.compute_s * 2 / 3)
+        assert row.hidden_s == pytest.approx(wanted) and message > 3 << 20
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_columns_never_run_together(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    what, nodes = made(), [4, 64, 1024]
+    slow = replace(
+        SLOW, compute_s=1.87, bandwidth=1e3,
+        sources=dict.fromkeys(("compute", "node-local", "latency", "bandwidth"), "given"),
+    )  # fmt: skip
+    found = [predict(what, slow, choice, n, 9) for n in nodes for choice in choices(what.job)]
+    shown = text(what, slow, [row for row in found if row], nodes, 9).splitlines()
+    assert max(map(len, shown)) <= int(columns)
+    steps, details = shown.index(""), shown.index("", shown.index("") + 1)
+    end = next(k for k, line in enumerate(shown) if line.startswith("(transient"))
+    for first, last, cells in ((steps, details, len(nodes)), (details, end, 6)):
+        for line in shown[first + 1 : last]:
+            assert len(re.split(r"  +", line.strip())) == 1 + cells, line
+    assert "compute 1,870 ms" in shown[1] and "e+" not in " ".join(shown[:details])
 
 
 def test_units_and_ellipses_are_read():

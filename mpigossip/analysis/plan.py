@@ -15,7 +15,8 @@ from mpigossip.analysis.machine import Machine, coding_seconds, hops
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
-from mpigossip.mixing.base import Kind
+from mpigossip.groups.devices import slots_of
+from mpigossip.mixing.base import Kind, piece_size
 from mpigossip.training.fit import lacking, unfit
 
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
@@ -24,6 +25,8 @@ WIRES = ("fp32", "bf16", "qsgd")
 ALL_REDUCE = "all-reduce"
 GOSSIP = "dmsgd-vanilla"
 """What gossips in place of a job's parallel SGD: local momentum, one vector."""
+BACKWARD = 2 / 3
+"""Share of computing that is backward: two of three products of matrices a layer."""
 NEAR = 1.05
 """Choices that take at most so many times as long as the fastest count as equally fast."""
 REFERENCE = "exponential"
@@ -122,8 +125,7 @@ def predict(what: Subject, machine: Machine, choice: Choice, n: int, epochs: flo
         return None
     if lacking(made.method.needs, made.graph) or unfit(job, made.graph, made.method, made.cadence):
         return None
-    exchange, ahead = exchange_seconds(made, machine), made.method.ahead
-    hidden = min(exchange - _summing(made, machine), machine.compute_s) if ahead else 0.0
+    exchange, hidden = exchange_seconds(made, machine), _hidden(job, made, machine)
     step = machine.compute_s + machine.node_s + machine.update_s + exchange - hidden
     per_epoch = what.steps_per_epoch(n)
     return Row(
@@ -131,6 +133,27 @@ def predict(what: Subject, machine: Machine, choice: Choice, n: int, epochs: flo
         made.bytes_per_step, per_epoch, per_epoch * step, epochs * per_epoch * step,
         _transient(made, job.data.partition == "shuffled"),
     )  # fmt: skip
+
+
+def _hidden(job: Job, made: Exchanges, machine: Machine) -> float:
+    """Seconds of an average step's exchange that pass while gradients are computed.
+
+    Ahead: during all of it. By blocks: all but the last block during backward.
+    """
+    if made.method.ahead:
+        wire = exchange_seconds(made, machine) - _summing(made, machine)
+        return min(wire, machine.compute_s)
+    one_by_one = job.node.overlap and job.algorithm.clip_norm is None and not job.node.vmap
+    if not (made.method.by_columns and one_by_one and slots_of(job.node.devices) == ("cpu",)):
+        return 0.0
+    size = made.layout.sent_bytes
+    last = min(1.0, piece_size(size, machine.bandwidth) / size)
+    total = 0.0
+    for (kind, t), count in made.counted.items():
+        if kind is Kind.GOSSIP:
+            wire = (1 - last) * _round_seconds(made, machine, kind, t)
+            total += count * min(wire, BACKWARD * machine.compute_s)
+    return total / STEPS
 
 
 def exchange_seconds(made: Exchanges, machine: Machine) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpigossip.analysis.costs import Subject, subject
@@ -28,9 +29,13 @@ from mpigossip.config import JobError
 from mpigossip.training import setup
 
 WIDTH = 96
-"""Columns of the longest lines of text."""
+"""Columns of the longest lines of text, where the terminal has as many."""
 
 
+EXPLAINED = (
+    "(transient: iterations before n nodes pay off n-fold, in theory and up to a constant: to "
+    "compare, not to add)"
+)
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
@@ -70,30 +75,28 @@ def text(
     by = {(row.choice, row.nodes): row for row in rows}
     own = shown[1] if len(shown) > 1 else shown[0]
     labels = {choice: _label(choice, own) for choice in shown}
-    wide = max(map(len, labels.values())) + 1
     last = nodes[-1]
     advice = [recommend(rows, n) for n in nodes]
     chosen = {(found.row.choice, found.row.nodes) for found in advice}
-    lines = [*_head(what, machine, note), f"{'ms a step, nodes:':{wide}}" + _cells(nodes, str)]
+    steps = [["ms a step, nodes:", *(f"{n:,} " for n in nodes)]]
     for choice in shown:
-        cells = [
-            "-" if (row := by.get((choice, n))) is None
-            else _short(1e3 * row.step_s) + "*" * ((choice, n) in chosen)
-            for n in nodes
-        ]  # fmt: skip
-        lines.append(f"{labels[choice]:{wide}}" + _cells(cells, str))
-    head = ("ms a step", "hidden", "MB a step", "epoch", f"{epochs:g} epochs", "transient")
-    lines += ["", f"{f'at {last:,} nodes':{wide}}" + "".join(f"{h:>11}" for h in head)]
+        steps.append([labels[choice]])
+        for n in nodes:
+            row, mark = by.get((choice, n)), "*" if (choice, n) in chosen else " "
+            steps[-1].append("- " if row is None else _short(1e3 * row.step_s) + mark)
+    head = ["ms a step", "hidden", "MB a step", "epoch", f"{epochs:g} epochs", "transient"]
+    details = [[f"at {last:,} nodes", *head]]
     for choice in shown:
         if (row := by.get((choice, last))) is not None:
-            lines.append(f"{labels[choice]:{wide}}" + "".join(f"{c:>11}" for c in _details(row)))
-    lines += [
-        "(transient: iterations before n nodes pay off n-fold, in theory and up to a constant: to",
-        "compare, not to add)",
-        "",
-        *_advice(nodes, advice),
-    ]
+            details.append([labels[choice], *_details(row)])
+    lines = [*_head(what, machine, note), *_columns(steps), "", *_columns(details)]
+    lines += [*_wrapped(EXPLAINED), "", *_advice(nodes, advice)]
     return "\n".join(lines)
+
+
+def _wrapped(words: str, indent: str = "") -> list[str]:
+    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+    return textwrap.wrap(words, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _head(what: Subject, machine: Machine, note: str) -> list[str]:
@@ -101,15 +104,15 @@ def _head(what: Subject, machine: Machine, note: str) -> list[str]:
     method = job.algorithm.name
     if always_global(job):
         method = f"{method}; gossip as {GOSSIP}"
-    return [
+    paragraphs = (
         f"{job.run.name}: {what.flat.count:,} parameters, {method}, {what.per_step} samples a "
         f"node and step" + (f"; {note}" if note else ""),
         f"compute {_time(machine.compute_s)} ({told['compute']}), inside the node "
         f"{_time(machine.node_s)} ({told['node-local']}), update {_time(machine.update_s)}",
         f"latency {_time(machine.latency_s)} ({told['latency']}), bandwidth "
         f"{machine.bandwidth / 1e9:.3g} GB/s ({told['bandwidth']}); {machine.where}",
-        "",
-    ]
+    )
+    return [*(line for words in paragraphs for line in _wrapped(words, "  ")), ""]
 
 
 def _label(choice: Choice, own: Choice) -> str:
@@ -121,8 +124,13 @@ def _label(choice: Choice, own: Choice) -> str:
     return choice.graph
 
 
-def _cells(values: Sequence, show: Callable) -> str:
-    return "".join(f"{show(value):>7}" for value in values)
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines: each column as wide as its longest cell, two spaces between."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
 
 
 def _details(row: Row) -> list[str]:
@@ -140,7 +148,7 @@ def _advice(nodes: Sequence[int], advice: Sequence) -> list[str]:
             continue
         span = f"{nodes[begin]:,}" + (f" … {nodes[k]:,}" if k > begin else "")
         said = f"* {span} nodes: {named(advice[k].row.choice)}: {advice[k].reason}"
-        lines += textwrap.wrap(said, WIDTH, subsequent_indent="  ")
+        lines += _wrapped(said, "  ")
         begin = k + 1
     return lines
 
@@ -152,7 +160,7 @@ def _short(value: float) -> str:
 def _time(value: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
         if value >= 2 * length or unit == "ms" and value >= 1e-3:
-            return f"{value / length:.3g} {unit}"
+            return f"{_short(value / length)} {unit}"
     return f"{1e6 * value:.3g} µs"
 
 

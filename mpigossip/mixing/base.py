@@ -19,6 +19,11 @@ from mpigossip.mixing.wire import FP32, Stretch, Wire
 BLOCK = 1 << 15
 """Elements that one pass of :func:`combine` touches: three such blocks stay in a core's cache."""
 
+SMALLEST = 1 << 20
+"""Bytes of the smallest piece. Each is flushed by itself, which costs a way there and back."""
+PIECE_S = 0.04
+"""Seconds on the wire from which a piece is long enough for that not to be felt."""
+
 Segments = list[tuple[torch.Tensor, ...]]
 """Per slot: the vectors, arrays (rows, p), then the scalars, float64 arrays (rows, 1)."""
 
@@ -258,6 +263,15 @@ def _sum_weighted(
     for weight, piece in zip(weights[2:], pieces[2:], strict=True):
         torch.mul(piece, weight, out=scratch)
         out.add_(scratch)
+
+
+def piece_size(nbytes: int, rate: float) -> int:
+    """Bytes of a piece of a message of ``nbytes`` bytes on a wire of ``rate`` bytes a second.
+
+    What it moves in ``PIECE_S``, but at most an eighth of the message, so that there is something
+    to sum, or gradients still to come, while the rest travels.
+    """
+    return nbytes if nbytes <= SMALLEST else int(max(SMALLEST, min(nbytes / 8, rate * PIECE_S)))
 
 
 def flow(weight: float, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

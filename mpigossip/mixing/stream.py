@@ -15,15 +15,10 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.ranks import Deadline
-from mpigossip.mixing.base import BLOCK, Layout, Segments, combine
+from mpigossip.mixing.base import BLOCK, SMALLEST, Layout, Segments, combine, piece_size
 from mpigossip.mixing.messages import wait_all
 from mpigossip.mixing.push import PushWindow
 from mpigossip.mixing.wire import CHUNK, Stretch, decode
-
-SMALLEST = 1 << 20
-"""Bytes of the smallest piece. Each is flushed by itself, which costs a way there and back."""
-PIECE_S = 0.04
-"""Seconds on the wire from which a piece is long enough for that not to be felt."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +62,7 @@ def cut(layout: Layout, size: int) -> list[Piece]:
 def measured_size(comm: MPI.Comm, nbytes: int, timeout_s: float) -> int:
     """Bytes that a piece of a message of ``nbytes`` should have: collective, equal on all ranks.
 
-    What the wire moves in ``PIECE_S``, tried once with the next rank, but at most an eighth of
-    the message, so that there is something to sum while the rest travels.
+    The wire's rate is tried once with the next rank.
     """
     if comm.size == 1 or nbytes <= SMALLEST:
         return max(nbytes, 1)
@@ -82,7 +76,7 @@ def measured_size(comm: MPI.Comm, nbytes: int, timeout_s: float) -> int:
         }
         wait_all(pending, timeout_s, lambda _: "measuring the wire: a neighbour doesn't answer")
         slowest = comm.allreduce(time.perf_counter() - began, MPI.MAX)
-    return int(max(SMALLEST, min(nbytes / 8, SMALLEST / slowest * PIECE_S)))
+    return piece_size(nbytes, SMALLEST / slowest)
 
 
 def add_up(
