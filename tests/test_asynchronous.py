@@ -213,6 +213,39 @@ def test_the_mean_stays_on_ranks_under_random_delays(ranks, n, name):
     assert all(count > 0 for count in sent) or n == 1
 
 
+def one_waits(comm, algorithm):
+    """Rank 0 makes 60 exchanges, the others only wait: models before and behind."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.training.run import meet
+
+    torch.set_num_threads(1)
+    world = World(comm)
+    job = setup.load(JOB, [f"algorithm.name={algorithm}"])
+    assembly = setup.assemble(job, world, comm.size)
+    trainer = assembly.trainer
+    x = trainer.replicas.x[0]
+    x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(comm.rank)))
+    before = x[0].numpy().copy()
+    for _ in range(60 if comm.rank == 0 else 0):
+        trainer.average()
+        time.sleep(1e-3)
+    meet(trainer, world)
+    pending = trainer.mixer.pending()[0][0][0].numpy()
+    behind, index = x[0].numpy().copy(), trainer.index
+    assembly.close()
+    world.close()
+    return before, behind, pending, index
+
+
+@pytest.mark.parametrize("algorithm", ["dsgd", "dsgt"])
+def test_who_waits_goes_on_averaging(ranks, algorithm):
+    before, behind, pending, index = zip(*ranks(2)(one_waits, algorithm), strict=True)
+    assert np.allclose(sum(before), sum(behind) + sum(pending), atol=1e-4)
+    apart = np.linalg.norm(behind[0] - behind[1]) / np.linalg.norm(before[0] - before[1])
+    assert apart < 0.05, "one answered exchange would leave a half"
+    assert index == (0, 0)
+
+
 # -- jobs ------------------------------------------------------------------------------------------
 
 JOB = {

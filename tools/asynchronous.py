@@ -28,6 +28,7 @@ from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.faults import Faults
 from mpigossip.training import setup
 from mpigossip.training.evaluate import evaluate
+from mpigossip.training.run import meet
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,6 +67,7 @@ def train(world, mixer: str, pattern: str, options) -> dict:
     for _ in range(steps):
         stale += trainer.step().staleness
     own = time.perf_counter() - begin
+    meet(trainer, world)
     world.barrier()
     whole = time.perf_counter() - begin
     found = evaluate(trainer.replicas, trainer.mixer, assembly.loader)

@@ -121,6 +121,23 @@ class Trainer:
         self.index += 1
         return record
 
+    def average(self) -> None:
+        """An exchange without a gradient: what a node that waits for others does asynchronously.
+
+        Were it silent, whom it waits for would go on alone, and drift away on its own data.
+        """
+        every = tuple(range(len(self.mixer.rows)))
+        for g in self.replicas.grads:
+            g.zero_()
+        for part in range(self.method.rounds):
+            lr = self.settings.rate(self.index - self.shift)
+            now = self._now(Kind.GOSSIP, part, lr)._replace(skipped=every)
+            g = self.group.reduce_scatter_mean(self.replicas.grads)
+            self._send(None if self.method.ahead else g, now)
+            self._receive(g, *self.mixer.finish(), now)
+            self.round += 1
+        self.group.all_gather(self.replicas.x, self.replicas.full)
+
     def _unscale(self, g: list[torch.Tensor]) -> tuple[int, ...]:
         """Take the loss scale out of the gradients; the rows that skip their local step."""
         # gradients that all nodes average are used by all or by none

@@ -18,9 +18,13 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.elastic import go_on
 from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.hooks import Hook
+from mpigossip.training.loop import Trainer
 from mpigossip.training.saver import Saver
 from mpigossip.training.setup import Assembly
 from mpigossip.training.state import snapshot
+
+IDLE_S = 1e-3
+"""Between the exchanges of a node that only waits: they take the core from one that computes."""
 
 
 @dataclass
@@ -52,6 +56,18 @@ class Progress:
     def seconds(self) -> float:
         """Since the run began, the time of the runs before included."""
         return self.seconds_before + time.perf_counter() - self.began
+
+
+def meet(trainer: Trainer, world) -> None:
+    """Wait for all nodes; asynchronous ones that are ahead go on averaging meanwhile."""
+    if trainer.mixer.synchronous:
+        return  # they meet in what follows
+    all_here = world.start_agree(0)
+    until = time.monotonic() + world.timeout_s
+    while not all_here.ready() and time.monotonic() < until:
+        trainer.average()
+        time.sleep(IDLE_S)
+    all_here.read()
 
 
 class Run:
@@ -138,6 +154,7 @@ class Run:
             self.save()
 
     def _evaluate(self) -> None:
+        meet(self.trainer, self.world)
         trainer = self.trainer
         self.progress.evaluation = evaluate(trainer.replicas, trainer.mixer, self.assembly.loader)
         for hook in self.hooks:
@@ -189,6 +206,7 @@ class Run:
 
     def save(self) -> None:
         """Take a snapshot of the present step; it is written while training goes on."""
+        meet(self.trainer, self.world)
         for hook in self.hooks:
             hook.flush()
         trainer = self.trainer
