@@ -1,5 +1,6 @@
 """Drives algorithms without a model: quadratics f_i(x) = ‖x − b_i‖²/2 with noise from a seed."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,6 +50,7 @@ def cases():
     yield "algorithm.name=noloco cadence.period=3 graph.name=base-2"
 
 
+@cache
 def job(settings: str):
     return setup.load({}, settings.split())
 

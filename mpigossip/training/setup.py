@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -81,6 +81,7 @@ def load(where: Path | str | dict, overrides: Sequence[str] = ()) -> Job:
     return config.load(where, overrides, builders)
 
 
+@cache
 def _with_local(name: str, local: str | None) -> Callable:
     """A stand-in for an algorithm's builder whose options include those of its local step."""
     options = {}
