@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from test_fused import VARIANTS, same_twice
 from test_gpu_windows import compare
 
 from mpigossip import algorithms
 from mpigossip.cluster.ranks import Alone
 from mpigossip.groups import nccl
-from mpigossip.mixing import fused
+from mpigossip.mixing import fused, onepass
 from mpigossip.mixing.base import combine
 from mpigossip.training import setup
 from mpigossip.training.capture import Captured
@@ -141,6 +142,19 @@ def test_bf16_of_the_wire_is_coded_and_summed_with_the_cpus_bits(weights):
     values[1] = expected.float()
     terms = [value.unsqueeze(0) for value in values]
     assert torch.equal(out.cpu(), combine(weights, terms, torch.empty(1, 70_001)))
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("name, local, options", VARIANTS)
+def test_a_pass_of_every_algorithm_is_torchs_within_rounding(
+    monkeypatch, name, local, options, coded
+):
+    needs_cupy()
+    monkeypatch.setattr(onepass, "SMALLEST", 1)
+    onepass._plain.clear()
+    method = algorithms.build(name, local, options, decayed=130)
+    assert same_twice(method, coded=coded, device="cuda")
+    assert not onepass._plain
 
 
 @pytest.mark.parametrize("model", ["lenet", "resnet20"])

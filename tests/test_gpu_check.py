@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,15 +44,16 @@ def tool(monkeypatch):
     return gpu_check
 
 
-def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, monkeypatch):
-    def good(place, seconds, limit):
-        return "93%", limit, True
+def good(place, seconds, limit):
+    return "93%", limit, True
 
+
+def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, monkeypatch):
     def out_of_time(place, seconds, limit):
         raise tool.NotRun("2 s were not enough")
 
     def broken(place, seconds, limit):
-        raise ValueError("a wrong shape\nand a long story")
+        raise ValueError("a wrong | shape\nand a long story")
 
     checks = [
         ("one", ">= 85 %", 9, good),
@@ -59,17 +61,48 @@ def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, mo
         ("three", "x", 9, broken),
     ]
     monkeypatch.setattr(tool, "CHECKS", checks)
-    rows = tool.all_rows(tool.Place("cpu", True))
+    rows = []
+    tool.all_rows(tool.Place("cpu", True), rows, time.monotonic() + 100)
     assert [row.good for row in rows] == [True, None, False]
-    text = tool.table(rows, tool.Place("cpu", True))
+    text = tool.table(rows, "a device")
+    assert text.splitlines()[0].endswith(", a device")
     assert "| one | 93% | >= 85 % | yes |" in text
     assert "| two | not run: 2 s were not enough | no bar | - |" in text
-    assert "| three | failed: ValueError: a wrong shape | x | NO |" in text
-    assert "REHEARSAL" in text
-    monkeypatch.setattr(tool, "TOTAL_S", 5)
-    assert all(
-        "the 5 s were over" in row.measured for row in tool.all_rows(tool.Place("cpu", True))
-    )
+    assert "| three | failed: ValueError: a wrong / shape | x | NO |" in text
+    late = []
+    tool.all_rows(tool.Place("cpu", True), late, time.monotonic() + 5)
+    assert all("s were over" in row.measured for row in late)
+
+
+def test_the_table_is_printed_and_written_when_it_is_ended_from_outside(
+    tool, monkeypatch, tmp_path, capsys
+):
+    def ended(place, seconds, limit):
+        raise KeyboardInterrupt
+
+    checks = [("one", "a", 9, good), ("two", "b", 9, ended), ("three", "c", 9, good)]
+    monkeypatch.setattr(tool, "CHECKS", checks)
+    monkeypatch.setattr(tool, "NEEDED", ("numpy", "no_such_module"))
+    monkeypatch.setattr(tool, "machine", lambda place: ("a device", True))
+    monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(tool, "at_ease_in_a_container", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "out.md")])
+    assert tool.main() == 0
+    written = (tmp_path / "out.md").read_text()
+    printed = capsys.readouterr().out
+    for row in ("| one | 93% | a | yes |", "| two | not run: ended", "| three | not run: ended"):
+        assert row in written and row in printed
+    assert "lacks no_such_module" in written
+
+
+def test_a_process_that_fails_is_quoted_and_one_that_ends_badly_still_counts(tool, capfd):
+    place = tool.Place("cpu", False)
+    fails = "import no_such_module_here"
+    with pytest.raises(RuntimeError, match="code 1: ModuleNotFoundError: No module named 'no_such"):
+        tool.result_of([sys.executable, "-c", fails], place, 20)
+    assert "Traceback" in capfd.readouterr().out
+    late = "import os; print('RESULT [1, true]', flush=True); os.abort()"
+    assert tool.result_of([sys.executable, "-c", late], place, 20) == [1, True]
 
 
 def test_the_table_goes_on_top_of_the_older_ones(tool, tmp_path):
@@ -92,12 +125,32 @@ def test_the_launcher_is_found_beside_packages_and_by_name(tool, tmp_path, monke
     assert tool.launched_by() == ["srun", "--mpi=pmix"]
 
 
-def test_measurements_that_need_one_process_run_on_a_cpu(tool):
+def test_measurements_of_one_process_run_on_a_cpu(tool):
     place = tool.Place("cpu", True)
-    said, limit, good = tool.combining(place, 30, "a limit")
+    said, limit, good = tool.alone("combining")(place, 60, "a limit")
     assert "GB/s" in said and limit == "a limit" and isinstance(good, bool)
 
 
-def test_a_measurement_that_hangs_is_ended(tool):
-    with pytest.raises(tool.NotRun, match="1 s were not enough"):
-        tool.ended([sys.executable, "-c", "import time; time.sleep(60)"], 1)
+LEAVES = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_measurement_that_hangs_is_ended_with_its_children(tool, capsys):
+    with pytest.raises(tool.NotRun, match="2 s were not enough"):
+        tool.ended([sys.executable, "-c", LEAVES], 2)
+    child = int(capsys.readouterr().out.split()[0])  # what it said so far is shown
+    ends = time.monotonic() + 20
+    while _lives(child):
+        assert time.monotonic() < ends, "a child was left running"
+        time.sleep(0.02)
+
+
+def _lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

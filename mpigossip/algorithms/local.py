@@ -11,7 +11,7 @@ from mpigossip.algorithms.base import Decay, Empty, Step, held, no_state
 from mpigossip.config import NotNegative, Positive
 
 BLOCK = 1 << 15
-"""Columns that a step with a temporary array handles at once."""
+"""Columns that a step with a temporary array handles at once on a CPU."""
 
 
 class Local(NamedTuple):
@@ -140,8 +140,9 @@ def accumadam(
         m, v, s = state
         corrected = -(-(step.index + 1) // period)
         s.add_(g, alpha=1 / period)
-        for at in range(0, x.shape[1], BLOCK):
-            part = slice(at, at + BLOCK)
+        block = BLOCK if x.device.type == "cpu" else max(x.shape[1], 1)
+        for at in range(0, x.shape[1], block):
+            part = slice(at, at + block)
             below = torch.addcmul(v[:, part], g[:, part], g[:, part], value=1 - beta2)
             below.div_(1 - beta2**corrected).sqrt_().add_(eps)
             above = g[:, part].mul_((1 - beta1) / (1 - beta1**corrected))

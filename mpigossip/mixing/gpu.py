@@ -25,6 +25,7 @@ from mpigossip.mixing.base import Kind, Layout, Segments
 from mpigossip.mixing.gpu_sum import Source, Sums
 from mpigossip.mixing.memory import Kept, current
 from mpigossip.mixing.messages import Courier, Job, wait_all
+from mpigossip.mixing.onepass import Coded
 from mpigossip.mixing.pieces import DevicePush, on
 from mpigossip.mixing.stream import Piece
 from mpigossip.mixing.ways import DeviceMemory
@@ -46,8 +47,11 @@ class DeviceWindows(DeviceMemory):
         """
         super().__init__(graph, layout, world, same_host, timeout_s, memory)
         by_slot, slots = self.layout, range(len(self._devices))
-        self._out = [by_slot.of(s).views(self._own[s])[0] for s in slots]
+        self._coded = [Coded(by_slot.of(s).views(self._own[s])[0]) for s in slots]
+        self._out = list(self._coded)
         self._mixed = [by_slot.of(s).views(self._mixed_memory[s])[0] for s in slots]
+        for s in slots if layout.wire.name == "bf16" else ():
+            self._coded[s].codes = tuple(self._room(s, k)[None] for k in range(layout.vectors))
         self._sums = Sums(by_slot, self._lanes, self._mixed_memory)
         self._kept, self._averaged = Kept(), 0
         size = self._own[0].numel()
@@ -74,20 +78,26 @@ class DeviceWindows(DeviceMemory):
         if not self._lossy:
             return
         for slot, width in enumerate(self.layout.widths):
-            layout, codes, parts = self.layout.of(slot), self._code[slot], self._out[slot]
+            layout, codes, parts = self.layout.of(slot), self._code[slot], self._coded[slot]
             with current(self._devices[slot]):
-                for vector in range(layout.vectors):
+                for vector in () if parts.written else range(layout.vectors):
                     values, at = parts[vector][0], layout.place(0, vector)
-                    if layout.wire.name == "bf16":
-                        room = codes[at : at + 2 * width].view(torch.bfloat16)
-                        if fused.encode(values, room):
-                            continue
+                    if layout.wire.name == "bf16" and fused.encode(
+                        values, self._room(slot, vector)
+                    ):
+                        continue
                     key = (now.exchange, self.rank, vector)
                     layout.wire.write(values, key, first, codes[at:])
                 for k, value in enumerate(parts[layout.vectors :]):
                     at = layout.place(0, layout.vectors + k)
                     codes[at : at + 8].view(torch.float64).copy_(value[0])
+            parts.written = False
             first += width
+
+    def _room(self, slot: int, vector: int) -> torch.Tensor:
+        """Where a vector's bfloat16 codes go."""
+        at, nbytes = self.layout.of(slot).place(0, vector), 2 * self.layout.widths[slot]
+        return self._code[slot][at : at + nbytes].view(torch.bfloat16)
 
     def _start_gossip(self, now: Round) -> None:
         self._encode(now)

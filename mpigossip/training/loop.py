@@ -12,6 +12,7 @@ import torch
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.groups.base import Group
+from mpigossip.mixing import onepass
 from mpigossip.mixing.base import ByBlocks, Kind, Mixer
 from mpigossip.training.blocks import Blocks
 from mpigossip.training.evaluate import consensus_distance, square_norms
@@ -157,7 +158,9 @@ class Trainer:
                 for block in self._blocks.order:
                     self._blocks.send(block, x[slot], gradient, self.states[slot], out[slot], now)
                 return self.states[slot]
-            return self.algorithms[slot].send(x[slot], gradient, self.states[slot], out[slot], now)
+            arguments = x[slot], gradient, self.states[slot], out[slot], now
+            local = now.kind is Kind.LOCAL
+            return onepass.send(self.algorithms[slot].send, *arguments, local=local)
 
         self.states = self.group.on_shards(send)
         self.mixer.start(now.kind, now.round, self.index * self.method.rounds + now.part)
@@ -171,8 +174,9 @@ class Trainer:
                     x[slot], g[slot], self.states[slot], sent[slot], mixed[slot], now
                 )
                 return self.states[slot]
-            receive_one = self.algorithms[slot].receive
-            return receive_one(x[slot], g[slot], self.states[slot], sent[slot], mixed[slot], now)
+            arguments = x[slot], g[slot], self.states[slot], sent[slot], mixed[slot], now
+            last = now.part == self.method.rounds - 1
+            return onepass.receive(self.algorithms[slot].receive, *arguments, last=last)
 
         self.states = self.group.on_shards(receive)
 
