@@ -63,6 +63,7 @@ class Captured:
         except (RuntimeError, NotImplementedError) as error:
             with contextlib.suppress(RuntimeError):  # buffers are put back after this
                 side.synchronize()
+            put_right(torch.cuda.current_device(), pool)
             raise CannotCapture(
                 f"{type(module).__name__} can't be captured as a CUDA graph: "
                 f"{str(error).splitlines()[0]}"
@@ -107,6 +108,21 @@ class Captured:
                 for place, values in zip(fixed, batch, strict=True):
                     place.copy_(values, non_blocking=True)
                 graph.replay()
+
+
+def put_right(device: int, pool: tuple[int, int]) -> None:
+    """Let eager work go on after a capture that failed.
+
+    Up to torch 2.11 the allocator goes on as if it were under way: it never frees memory that
+    several streams have used, such as batches, and its next clean-up ends the process
+    (github.com/pytorch/pytorch/pull/180395). The random generator refuses its next draw.
+    """
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    with contextlib.suppress(RuntimeError):  # where it has been ended
+        _ = end and end(device, pool)
+    generator = torch.cuda.default_generators[device]
+    if hasattr(generator, "clone_state"):
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextlib.contextmanager
