@@ -14,6 +14,7 @@ in time, a log or checkpoint with gaps, accuracy more than --points below that o
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -146,17 +147,24 @@ def losses(
     epochs: int,
     until: float,
     allowed: float,
+    known: Path | None,
 ) -> Found:
     """Runs in which ``lost`` ranks die one after the other; the others must come to the end.
 
-    Their accuracy may be ``allowed`` points below that of a run without a loss, and no more.
+    Their accuracy may be ``allowed`` points below that of a run without a loss, and no more. That
+    run's summary is kept in the file ``known``, for the next series.
     """
     who = "a random rank" if victim is None else f"rank {victim}"
     draw, found = random.Random(seed), Found(f"training, {ranks} ranks, {lost} x {who}")
     # the job's schedule, for as many epochs: at a high rate accuracies differ by chance alone
     milestones = f"schedule.milestones=[{2 * epochs // 3},{13 * epochs // 15}]"
     settings = [*DIGITS, f"run.epochs={epochs}", milestones]
-    whole = _trained(ranks, settings, top / f"whole-{ranks}", draw, [], None, epochs)
+    if known and known.exists():
+        whole = json.loads(known.read_text())
+    else:
+        whole = _trained(ranks, settings, top / f"whole-{ranks}", draw, [], None, epochs)
+        if known:
+            known.write_text(json.dumps(whole))
     points: list[float] = []
     waits: list[float] = []
     spent: list[float] = []
@@ -321,7 +329,7 @@ def series(options: argparse.Namespace, top: Path) -> Iterator[Found]:
     for ranks in options.nodes:
         yield losses(
             each, ranks, options.losses, options.victim, options.seed, top, options.epochs, until,
-            options.points,
+            options.points, options.whole,
         )  # fmt: skip
 
 
@@ -338,6 +346,7 @@ def main() -> int:
     parser.add_argument(
         "--points", type=float, default=1.0, help="of accuracy that a run may end below the whole's"
     )
+    parser.add_argument("--whole", type=Path, help="file that keeps the run without a loss")
     parser.add_argument("--chain", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=1e9, help="no new run after that")
     parser.add_argument("--seed", type=int, default=0)
