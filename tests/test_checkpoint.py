@@ -1,18 +1,22 @@
+import errno
+import fcntl
 import hashlib
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
-from mpigossip.store import StoreError, checkpoint
+from mpigossip.store import StoreError, checkpoint, direct
 from mpigossip.store.checkpoint import NodeState
 
 JOB = '[run]\nname = "größe"\n'
@@ -92,6 +96,41 @@ def test_anyone_can_read_it_and_recompute_the_digest(tmp_path):
         assert joined.is_virtual and joined.shape == (3, 1006)
         assert (joined[()] == np.stack([state(i, 5).parameters for i in range(3)])).all()
         assert file["job"][()].decode() == JOB
+
+
+@pytest.mark.parametrize("way", ["as here", "no O_DIRECT", "refused", "in bits"])
+def test_large_arrays_go_past_the_page_cache_where_that_is_possible(tmp_path, monkeypatch, way):
+    """The file is the same to the byte however the disk takes it, and its checksum that of it."""
+    monkeypatch.setattr(direct, "BLOCK", 1 << 18)
+    size = direct.LARGE // 4 + 100_003
+    aligned = direct.pages(4 * size).view(np.float32)
+    aligned[:] = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
+    arrays = {"off a page": np.arange(size // 2)[1:], "flags": np.arange(direct.LARGE) % 3 == 0}
+    node = NodeState(aligned, ("x",), ((size,),), arrays, {"index": 1})
+    expected = checkpoint.write_node(checkpoint.begin(tmp_path / "a", 1), 0, node)
+    taken, write = [], os.pwrite
+
+    def pwrite(descriptor, data, offset):
+        is_direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        taken.append((is_direct, len(data)))
+        if is_direct and way == "refused":
+            raise OSError(errno.EINVAL, "not this way")
+        return write(
+            descriptor, data[:99_999] if way == "in bits" and not is_direct else data, offset
+        )
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    if way in ("no O_DIRECT", "in bits"):
+        monkeypatch.setattr(direct, "_open_direct", lambda path: None)
+    beside = checkpoint.begin(tmp_path / "b", 1)
+    found = checkpoint.write_node(beside, 0, node)
+    files = [next(tmp_path.glob(f"{name}/checkpoints/*/node-0000.h5")) for name in "ab"]
+    content = files[1].read_bytes()
+    assert found == expected and content == files[0].read_bytes()
+    assert int(found.checksum, 16) == zlib.crc32(content) and len(taken) >= 4
+    path = checkpoint.commit(beside, tmp_path / "b", 1, [found], JOB, {})
+    assert checkpoint.verify(path) == []
+    same(checkpoint.read_node(path, 0), node)
 
 
 def test_empty_model_and_large_text(tmp_path):
@@ -327,7 +366,7 @@ def test_killed_at_random_moments(tmp_path):
 LIMITED = """
 import resource, sys, pathlib
 sys.path[:0] = sys.argv[2:]
-from mpigossip.store import StoreError, checkpoint
+from mpigossip.store import StoreError, checkpoint, direct
 from test_checkpoint import write
 run = pathlib.Path(sys.argv[1])
 write(run, 1, size=1000)

@@ -50,6 +50,19 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     assert checkpoint.digest(early) == checkpoint.digest(late)
 
 
+def test_snapshots_use_one_memory_over_and_over(tmp_path, monkeypatch):
+    places, write = set(), checkpoint.write_node
+
+    def noting(folder, node, state):
+        places.add((node, state.parameters.ctypes.data, state.parameters.ctypes.data % 4096))
+        return write(folder, node, state)
+
+    monkeypatch.setattr(checkpoint, "write_node", noting)
+    quietly(launch.train, job(tmp_path, "checkpoint.keep=9"), Alone(), 2)
+    assert len(places) == 2 and {rest for *_, rest in places} == {0}
+    assert len({checkpoint.digest(checkpoint.folder(tmp_path, at)) for at in (6, 12, 18)}) == 3
+
+
 def failing(at):
     write = checkpoint.write_node
 

@@ -17,7 +17,6 @@ import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from mpigossip.store import StoreError
+from mpigossip.store import StoreError, direct
 from mpigossip.store.hdf5 import (
     crc,
     create,
@@ -112,22 +111,22 @@ def write_node(folder: Path, node: int, state: NodeState) -> Entry:
         raise ValueError(f"parameters {flat.dtype} {flat.shape} don't fit {length} in the layout")
     path = Path(folder) / f"node-{node:04d}.h5"
     with writing(path):
-        with create(path) as file:
+        large = []
+        with create(path, **direct.LAYOUT) as file:
             file.attrs["format"] = np.bytes_(FORMAT)
             file.attrs["node"] = node
-            file.create_dataset("parameters", data=flat.astype("<f4", copy=False))
-            file.create_dataset("layout", data=_layout(state.names, state.shapes))
             file.create_group("arrays")
-            for name, array in state.arrays.items():
+            arrays = {f"arrays/{name}": array for name, array in state.arrays.items()}
+            for name, array in {"parameters": flat.astype("<f4", copy=False), **arrays}.items():
                 if np.asarray(array).dtype.hasobject or {"", ".", ".."} & set(name.split("/")):
                     raise ValueError(f'array "{name}" of {array.dtype} has no place in HDF5')
-                file["arrays"].create_dataset(name, data=array)
+                if array.nbytes >= direct.LARGE:
+                    large.append(direct.reserve(file, name, array))
+                else:
+                    file.create_dataset(name, data=array)
+            file.create_dataset("layout", data=_layout(state.names, state.shapes))
             write_text(file, "numbers", json.dumps(state.numbers, default=lambda v: v.item()))
-        # Checksum and fsync at once: both take as long as a good part of the writing.
-        with ThreadPoolExecutor(1) as pool:
-            synced = pool.submit(sync, path)
-            checksum = crc(path)
-            synced.result()
+        checksum = direct.fill(path, large)
     return Entry(node, path.name, path.stat().st_size, checksum, length)
 
 

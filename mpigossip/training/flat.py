@@ -61,9 +61,14 @@ class Flat:
             for at, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
-    def pack(self, row: torch.Tensor) -> torch.Tensor:
-        """The row (P,) without its padding, on the CPU: (count,)."""
-        return torch.cat([view.reshape(-1) for view in self.views(row)]).cpu()
+    def pack(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The row (P,) without its padding, on the CPU: (count,), in ``out`` if that is given."""
+        views = [view.reshape(-1) for view in self.views(row)]
+        if out is None:
+            return torch.cat(views).cpu()
+        return (
+            torch.cat(views, out=out) if row.device == out.device else out.copy_(torch.cat(views))
+        )
 
     def unpack(self, packed: torch.Tensor, row: torch.Tensor) -> None:
         """Fill the row (P,) from (count,); the padding becomes zero."""

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ class Run:
         self.names, self.hosts = world.names, world.hosts
         self.kept: deque[NodeState] = deque(maxlen=2)
         """this rank after each of the last whole steps, where the run is to outlive losses"""
+        self.saved: list[NodeState] = []
+        """the last snapshot for a checkpoint"""
         self.whole_at = time.perf_counter()
         self.rejoined = False
         slots = trainer.group.slots
@@ -107,6 +110,8 @@ class Run:
         progress, trainer = self.progress, self.trainer
         progress.first_step, progress.began = trainer.index, time.perf_counter()
         self._keep()
+        if progress.job.checkpoint.every_steps:  # a lack of memory for it shows at once
+            self.saved = self._states([])
         for hook in self.hooks:
             hook.start(progress, self.assembly)
         stopped = False
@@ -135,7 +140,8 @@ class Run:
 
     def _keep(self) -> None:
         if self.world.survives:
-            self.kept.append(self._states()[0])
+            full = len(self.kept) == self.kept.maxlen
+            self.kept.append(self._states([self.kept.popleft()] if full else [])[0])
             self.whole_at = time.perf_counter()
 
     def _between_steps(self, stopped: bool) -> None:
@@ -215,16 +221,17 @@ class Run:
             "slots": trainer.group.slots,
             "steps_per_epoch": self.progress.steps_per_epoch,
         }
-        self.saver.finish()
-        states = dict(zip(trainer.mixer.rows, self._states(), strict=True))
+        self.saver.finish()  # and so the last snapshot can be overwritten
+        self.saved = self._states(self.saved)
+        states = dict(zip(trainer.mixer.rows, self.saved, strict=True))
         self.saver.begin(trainer.index, states, meta)
 
-    def _states(self) -> list[NodeState]:
-        """A copy of every node that lives here."""
+    def _states(self, spare: Sequence[NodeState]) -> list[NodeState]:
+        """A copy of every node that lives here, in the memory of an earlier one."""
         trainer, numbers = self.trainer, self.numbers()
         return [
-            snapshot(trainer.replicas, trainer.states, row, numbers | self._own(row))
-            for row in range(len(trainer.mixer.rows))
+            snapshot(trainer.replicas, trainer.states, row, numbers | self._own(row), one)
+            for row, one in zip_longest(range(len(trainer.mixer.rows)), spare)
         ]
 
     def _own(self, row: int) -> dict[str, float]:

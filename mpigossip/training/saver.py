@@ -48,7 +48,10 @@ class Saver:
         """the newest whole checkpoint of this run, on rank 0"""
 
     def begin(self, step: int, states: Mapping[int, NodeState], meta: Mapping[str, Any]) -> None:
-        """Start to write the nodes that live here; collective. The states must not change."""
+        """Start to write the nodes that live here; collective.
+
+        The states must not change before `finish` has returned.
+        """
         self.finish()
         place, error = None, None
         if self._world.rank == 0:
@@ -60,7 +63,7 @@ class Saver:
         if error is not None:
             self._failed(step, [error])
             return
-        files = self._pool.submit(_write, place, dict(states))
+        files = self._pool.submit(_write, place, states)
         self._now = _Writing(step, place, meta, files)
 
     def poll(self, done: int) -> None:
@@ -144,9 +147,8 @@ class Saver:
         self._pool.shutdown()
 
 
-def _write(folder: Path, states: dict[int, NodeState]) -> list[Entry]:
+def _write(folder: Path, states: Mapping[int, NodeState]) -> list[Entry]:
     entries = []
     for node in sorted(states):
-        # each state is let go when it is written
-        entries.append(checkpoint.write_node(folder, node, states.pop(node)))
+        entries.append(checkpoint.write_node(folder, node, states[node]))
     return entries

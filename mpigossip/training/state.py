@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpigossip.store import direct
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.replicas import Replicas
 
@@ -21,13 +22,22 @@ def leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         yield from leaves(getattr(state, field), f"{prefix}/{field}" if prefix else field)
 
 
-def joined(parts: Sequence[torch.Tensor], row: int, replicas: Replicas) -> np.ndarray:
-    """One row over all slots: shaped like x, cut to the parameters; (rows, 1) as it is."""
+def joined(
+    parts: Sequence[torch.Tensor], row: int, replicas: Replicas, place: np.ndarray | None = None
+) -> np.ndarray:
+    """One row over all slots: shaped like x, cut to the parameters; (rows, 1) as it is.
+
+    ``place``: an array of an earlier call that is overwritten; without one, whole pages are taken.
+    """
     if parts[0].shape[1] == 1:
         return parts[0][row].cpu().numpy().copy()
     # a single slot's shard is the whole: packing it is the only copy
     whole = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
-    return replicas.flat.pack(whole).numpy()
+    if place is None:
+        size = replicas.flat.count * whole.element_size()
+        place = torch.from_numpy(direct.pages(size)).view(whole.dtype).numpy()
+    replicas.flat.pack(whole, torch.from_numpy(place))
+    return place
 
 
 def split(packed: np.ndarray, parts: Sequence[torch.Tensor], row: int, replicas: Replicas) -> None:
@@ -43,18 +53,32 @@ def split(packed: np.ndarray, parts: Sequence[torch.Tensor], row: int, replicas:
         part[row].copy_(piece)
 
 
-def snapshot(replicas: Replicas, states: Sequence[Any], row: int, numbers: dict) -> NodeState:
-    """Everything of one node: parameters, algorithm state, buffers and counters."""
+def snapshot(
+    replicas: Replicas,
+    states: Sequence[Any],
+    row: int,
+    numbers: dict,
+    spare: NodeState | None = None,
+) -> NodeState:
+    """Everything of one node: parameters, algorithm state, buffers and counters.
+
+    ``spare``: an earlier snapshot that nobody needs any more. Its memory is used again: fresh
+    pages cost more time than the copy.
+    """
     named = [dict(leaves(state)) for state in states]
+    places = spare.arrays if spare else {}
     arrays = {
-        f"state/{name}": joined([slot[name] for slot in named], row, replicas) for name in named[0]
+        f"state/{name}": joined(
+            [slot[name] for slot in named], row, replicas, places.get(f"state/{name}")
+        )
+        for name in named[0]
     }
     for slot, buffers in enumerate(replicas.buffers(row)):
         for name, buffer in buffers.items():
             arrays[f"buffers/{slot}/{name}"] = buffer.detach().cpu().numpy().copy()
     flat = replicas.flat
     return NodeState(
-        parameters=joined(replicas.x, row, replicas),
+        parameters=joined(replicas.x, row, replicas, spare.parameters if spare else None),
         names=flat.names,
         shapes=flat.shapes,
         arrays=arrays,
