@@ -238,7 +238,7 @@ CHECKS = [
     ("host time to launch a step of 8 slots' graphs", "<= 2 ms", 40, alone("launching")),
     ("CUDA graph against eager, ResNet-20, batch 128", "no bar", 40, alone("graphs")),
     ("ResNet-50 at 224 x 224 from an HDF5 pack of JPEGs", "no bar", 60, alone("from_jpegs")),
-    ("tests marked gpu", "all pass", 120, tests),
+    ("tests marked gpu", "all pass", 200, tests),
     ("every algorithm, mlp and LeNet, L = 1 and 2, 2 ranks on the GPU against the CPU, 20 steps",
      "1e-5 relative", 80, accuracy(2)),
     ("the same with 4 ranks", "1e-5 relative", 90, accuracy(4)),
