@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
 import time
@@ -189,8 +191,20 @@ class Courier:
 
     POLL_S = 0.0005
 
-    def __init__(self, comm: MPI.Comm, *, threaded: bool, poll: bool, timeout_s: float):
-        """Start the thread, if any; it is a daemon, so a stuck MPI call can't hold the exit."""
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        *,
+        threaded: bool,
+        poll: bool,
+        timeout_s: float,
+        cores: frozenset[int] = frozenset(),
+    ):
+        """Start the thread, if any; it is a daemon, so a stuck MPI call can't hold the exit.
+
+        ``cores``: where it runs; none: where the scheduler likes.
+        """
+        self._cores = cores
         self.threaded, self._comm, self._timeout_s = threaded, comm, timeout_s
         self._poll_s = self.POLL_S if poll else None
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
@@ -236,6 +250,9 @@ class Courier:
         return time.perf_counter() - began
 
     def _work(self) -> None:
+        if self._cores:
+            with contextlib.suppress(OSError):  # a core was taken away meanwhile
+                os.sched_setaffinity(0, self._cores)
         while True:
             try:
                 ticket = self._jobs.get(timeout=self._poll_s)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.cores import own_core
 from mpigossip.mixing.messages import Courier, Tokens
 
 ARRIVED, FREE = 11, 12
@@ -35,9 +36,13 @@ class PushWindow:
         outbox: bool,
         threaded: bool,
         poll: bool,
+        computing: int,
         timeout_s: float,
     ):
-        """Collective. ``places``: in-neighbours at most; ``outbox``: room for an own message."""
+        """Collective. ``places``: in-neighbours at most; ``outbox``: room for an own message.
+
+        ``poll``: messages come from other hosts; ``computing``: threads that compute here.
+        """
         self.nbytes, self.places = nbytes, places
         self._others_places = comm.allgather(places)
         room = nbytes * (2 * places + (1 if outbox else 0))
@@ -47,7 +52,10 @@ class PushWindow:
         self.outbox = self.memory[2 * places * nbytes :] if outbox else None
         self._tokens = Tokens(comm, timeout_s)
         self.comm, self.timeout_s = self._tokens.comm, timeout_s
-        self.courier = Courier(self.comm, threaded=threaded, poll=poll, timeout_s=timeout_s)
+        cores = own_core(self.comm, computing) if poll else frozenset()
+        self.courier = Courier(
+            self.comm, threaded=threaded, poll=poll, timeout_s=timeout_s, cores=cores
+        )
 
     def inbox(self, count: int, place: int) -> torch.Tensor:
         """The message in place ``place`` of the ``count``-th round, uint8 (nbytes,)."""

@@ -116,6 +116,7 @@ class DeviceMemory(Windows):
             "threaded": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
             "poll": several_hosts,
             "timeout_s": self._timeout_s,
+            "computing": torch.get_num_threads() * len(self._devices),
         }
         able, why, places = False, 'node.gpu_window = "host"', self._inbox_places()
         if self._asked != "host":

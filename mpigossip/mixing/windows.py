@@ -84,6 +84,7 @@ class Windows:
             outbox=self._host is None and self.layout.wire.exact,
             threaded=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
             poll=several_hosts,
+            computing=torch.get_num_threads() * len(self.layout.widths),
             timeout_s=self._timeout_s,
         )
         size = measured_size(self._comm, self.layout.sent_bytes, self._timeout_s)
