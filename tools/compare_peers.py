@@ -133,6 +133,13 @@ def average(ranks: World, options) -> None:
     """Rounds of one vector, all contenders in turn."""
     count = options.megabytes * 10**6 // 4 // 4096 * 4096
     found = contenders(ranks, count)
+    if options.only:  # ours stay, as all others are multiples of them
+        words = [*options.only, "mpigossip one-peer"]
+        left = [one for one in found[1:] if not any(word in one.name for word in words)]
+        found = [one for one in found if one not in left]
+        for one in left:
+            if isinstance(one, Ours):
+                one.mixer.close()
     right = {one.name: exact(ranks, one) for one in found[1:]}
     times: dict[str, list[float]] = {one.name: [] for one in found}
     began = time.perf_counter()
