@@ -188,11 +188,11 @@ def losses(
             points.append(100 * (one["accuracy"] - whole["accuracy"]))
             spent += one["lost_s"]
             going = ", ".join(f"{wait:.2f}" for wait in waits[-lost:])
+            found.kills += lost
             text = f"run {at + 1}: accuracy {one['accuracy']:.4f}, going on after {going} s"
             print(text, flush=True)
             if points[-1] < -allowed:
                 found.wrong.append(f"{folder}: accuracy {-points[-1]:.2f} points below the whole's")
-        found.kills += lost
     found.facts |= {
         "accuracy of the whole run": f"{whole['accuracy']:.4f}",
         "points apart, mean": f"{statistics.mean(points):+.2f}" if points else "none",
