@@ -52,7 +52,7 @@ def do(options, runs: Runs) -> None:
             for protocol in protocols.values()
             for case, method in protocol.each()
             if (protocol.name, method) != ("periodic", "cpsgd")  # its period is not known yet
-            for seed in protocol.table["seeds"]
+            for seed in protocol.seeds(case)
         )
 
 
@@ -216,6 +216,6 @@ def draw(options, runs: Runs, out: Path) -> None:
             axis.plot(steps, accuracies, linewidth=1.2, **style)
         axis.set(title=title, xlabel="steps", ylabel="test accuracy, %")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7, loc="lower right")
+        axis.legend(fontsize=7)
     figure.savefig(out, dpi=80)
     pyplot.close(figure)

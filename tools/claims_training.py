@@ -225,6 +225,10 @@ class Protocol:
         exception = t.get("exceptions", {}).get(case, {}).get(method, {})
         return merged(t["job"], t["cases"][case], t["methods"][method], exception)
 
+    def seeds(self, case: str) -> list[int]:
+        """The seeds of a case's reported runs: the file's, or fewer."""
+        return self.table.get("fewer_seeds", {}).get(case, self.table["seeds"])
+
     def _run(self, kind: str, case: str, method: str, seed: int, lr: float) -> dict[str, Any]:
         epochs = self.table["search_epochs" if kind == "search" else "epochs"]
         named = {"claim": self.name, "case": case, "method": method, "kind": kind}
@@ -252,7 +256,8 @@ class Protocol:
             best = max(found, key=found.__getitem__)
             if best not in (min(found), max(found)):
                 break
-            grid.append(float(f"{best / 3 if best == min(found) else best * 3:.1g}"))
+            ratio = grid[0] / grid[1] if best == min(found) else grid[-1] / grid[-2]
+            grid.append(float(f"{best * ratio:.1g}"))
         return found, []
 
     def rate(self, runs: Runs, case: str, method: str) -> float:
@@ -270,7 +275,7 @@ class Protocol:
 
     def reported(self, runs: Runs, case: str, method: str, **changes: Any) -> list[dict[str, Any]]:
         """The results of these runs, one for each seed."""
-        tasks = [self.report(runs, case, method, s, **changes) for s in self.table["seeds"]]
+        tasks = [self.report(runs, case, method, s, **changes) for s in self.seeds(case)]
         runs.fill(tasks)
         return [runs.known(run) for run, *_ in tasks]
 
