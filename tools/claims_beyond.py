@@ -301,7 +301,7 @@ def asynchronous(paths: list[Path]) -> Iterator[Row]:
     rows = merged(*(json.loads(path.read_text("utf-8")) for path in paths))
     patterns = {
         "moving": "one at a time, drawn anew every 10 steps",
-        "one": "rank 0 in a random half of its steps, and ranks never meet",
+        "one": "rank 0 in a random half of its steps; who waits goes on averaging",
     }
     for pattern, said in patterns.items():
         waiting, free = (rows[f"{pattern}, {kind}"] for kind in ("synchronous", "asynchronous"))
