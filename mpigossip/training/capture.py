@@ -60,7 +60,7 @@ class Captured:
             # thread_local: other threads (loader, communication) may call CUDA meanwhile
             with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
                 loss = work()
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             with contextlib.suppress(RuntimeError):  # buffers are put back after this
                 side.synchronize()
             put_right(torch.cuda.current_device(), pool)
