@@ -17,7 +17,7 @@ from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind, piece_size
-from mpigossip.training.fit import lacking, unfit
+from mpigossip.training.fit import lacking, may_cut, unfit
 
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
 CADENCES = ("always", "every", "gossip-pga", "cpsgd")
@@ -143,8 +143,8 @@ def _hidden(job: Job, made: Exchanges, machine: Machine) -> float:
     if made.method.ahead:
         wire = exchange_seconds(made, machine) - _summing(made, machine)
         return min(wire, machine.compute_s)
-    one_by_one = job.node.overlap and job.algorithm.clip_norm is None and not job.node.vmap
-    if not (made.method.by_columns and one_by_one and slots_of(job.node.devices) == ("cpu",)):
+    slots = slots_of(job.node.devices)
+    if not (made.method.by_columns and may_cut(job, len(slots)) and slots == ("cpu",)):
         return 0.0
     size = made.layout.sent_bytes
     last = min(1.0, piece_size(size, machine.bandwidth) / size)

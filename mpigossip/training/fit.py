@@ -110,6 +110,12 @@ def _unfit_wire(job: Job, needs: frozenset) -> list[str]:
     return []
 
 
+def may_cut(job: Job, slots: int) -> bool:
+    """Whether layers may be sent before backward is through with all of them."""
+    clipped = job.algorithm.clip_norm is not None  # by the norm of the whole gradient
+    return job.node.overlap and slots == 1 and not (job.node.vmap or clipped)
+
+
 def bears_delay(method: Algorithm) -> bool:
     """Whether a method goes on well with copies that are some rounds old.
 

@@ -39,7 +39,7 @@ class Settings:
     clip_norm: float | None = None
     measure_every: int = 10
     by_blocks: Callable[[Sequence[slice]], list[Algorithm]] | None = None
-    """blocks of columns -> the algorithm of each, where a node's only slot may be cut"""
+    """blocks of columns -> the algorithm of each; None where the gradient is needed whole"""
 
 
 @dataclass
@@ -209,9 +209,7 @@ class Trainer:
 
     def _whole_norm(self) -> bool:
         """Whether this step needs all of the gradient before it can use any."""
-        settings = self.settings
-        scaled = settings.precision.scaler is not None
-        return settings.clip_norm is not None or scaled or self._measuring()
+        return self.settings.precision.scaler is not None or self._measuring()
 
     def _gradients_sent_early(self, blocks: Blocks, lr: float) -> torch.Tensor:
         """Forward and backward; each block is sent when backward is through with it."""

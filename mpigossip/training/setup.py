@@ -27,7 +27,7 @@ from mpigossip.mixing.wire import BIASED, Wire, wire
 from mpigossip.store import StoreError
 from mpigossip.training import models
 from mpigossip.training.data import Source, orders, partition, source
-from mpigossip.training.fit import unfit
+from mpigossip.training.fit import may_cut, unfit
 from mpigossip.training.flat import Flat, flatten
 from mpigossip.training.loader import Loader
 from mpigossip.training.loop import Settings, Trainer
@@ -155,11 +155,6 @@ def make_algorithms(
     biased = job.node.wire in BIASED
     meets = Kind.GLOBAL in make_cadence(job, methods[0], graph).kinds
     return [algorithms.over_wire(method, biased=biased, meets=meets) for method in methods]
-
-
-def may_cut(job: Job, group: Group) -> bool:
-    """Whether layers may be sent before backward is through with all of them."""
-    return job.node.overlap and group.slots == 1 and not job.node.vmap
 
 
 def make_wire(job: Job) -> Wire:
@@ -346,7 +341,7 @@ def assemble(job: Job, world, n: int) -> Assembly:
         weight_decay=section.weight_decay,
         clip_norm=section.clip_norm,
         measure_every=job.log.consensus_every,
-        by_blocks=partial(make_algorithms, job, flat, graph) if may_cut(job, group) else None,
+        by_blocks=partial(make_algorithms, job, flat, graph) if may_cut(job, group.slots) else None,
     )
     cadence = make_cadence(job, method, graph, total)
     trainer = Trainer(mixer, group, replicas, methods, cadence, settings)
