@@ -6,7 +6,8 @@
 #   tools/net_lab.sh down
 # Needs root, ip and tc. The launcher is MPIGOSSIP_MPIEXEC, else mpiexec on PATH (MPICH or Open MPI).
 # Each host has its own network, host name and IPC, so that MPI takes its network path; files are
-# shared, as on a cluster. Links have a rate but no added latency.
+# shared, as on a cluster. Links have a rate but no added latency, and short queues, as switches
+# have; TCP is as clusters set it: cubic, without a slow start after each pause.
 set -euo pipefail
 LAB=${MPIGOSSIP_NET_LAB_DIR:-/tmp/mpigossip-net-lab}
 BRIDGE=mpglab0
@@ -19,7 +20,7 @@ die() {
 
 hosts() { ip netns list 2>/dev/null | sed -n 's/^mpglab-\(h[0-9]*\).*/\1/p' | sort -V; }
 
-shape() { tc "${@:2}" qdisc add dev "$1" root tbf rate "$RATE" burst "${MPIGOSSIP_NET_LAB_BURST:-256kb}" latency 50ms; }
+shape() { tc "${@:2}" qdisc add dev "$1" root tbf rate "$RATE" burst "${MPIGOSSIP_NET_LAB_BURST:-256kb}" latency "${MPIGOSSIP_NET_LAB_QUEUE:-10ms}"; }
 
 add_host() {
     local k=$1 name=mpglab-h$1
@@ -29,6 +30,8 @@ add_host() {
     ip -n "$name" addr add "$NET.$k/24" dev eth0
     ip -n "$name" link set eth0 up
     ip -n "$name" link set lo up
+    ip -n "$name" route change "$NET.0/24" dev eth0 proto kernel scope link src "$NET.$k" congctl cubic
+    ip netns exec "$name" sysctl -qw net.ipv4.tcp_slow_start_after_idle=0
     shape "mpglab-v$k"
     shape eth0 -n "$name"
 }

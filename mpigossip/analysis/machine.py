@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from mpigossip.analysis.costs import Subject
@@ -46,6 +47,8 @@ class Machine:
     global_bandwidth: float
     combine_rate: float
     """bytes/s of one term of the sum"""
+    uneven_s: float = 0.0
+    """what the slowest of the measured nodes takes longer for a step than their mean"""
     sources: dict[str, str] = field(default_factory=dict)
     """name -> "measured", "given" or "assumed" """
     where: str = "this process alone"
@@ -70,10 +73,10 @@ def examine(what: Subject, world, given: Given, budget_s: float) -> Machine:
     """
     sources: dict[str, str] = {}
     if given.compute_s is None:
-        compute_s, node_s, update_s = _steps(what, world, budget_s)
+        compute_s, node_s, update_s, uneven_s = _steps(what, world, budget_s)
         sources |= dict.fromkeys(("compute", "node-local"), "measured")
     else:
-        compute_s, node_s, update_s = given.compute_s, 0.0, 0.0
+        compute_s, node_s, update_s, uneven_s = given.compute_s, 0.0, 0.0, 0.0
         sources |= {"compute": "given", "node-local": "given"}
     if given.node_s is not None:
         node_s, sources["node-local"] = given.node_s, "given"
@@ -85,12 +88,15 @@ def examine(what: Subject, world, given: Given, budget_s: float) -> Machine:
     sources["bandwidth"] = measured if given.bandwidth is None else "given"
     return Machine(
         compute_s, node_s, update_s, latency_s, bandwidth, global_latency_s, global_bandwidth,
-        combine_rate, sources, where,
+        combine_rate, uneven_s, sources, where,
     )  # fmt: skip
 
 
-def _steps(what: Subject, world, budget_s: float) -> tuple[float, float, float]:
-    """Median seconds of a step of one node: compute, node-local, update; the slowest rank's."""
+def _steps(what: Subject, world, budget_s: float) -> tuple[float, ...]:
+    """Median seconds of a step of one node: compute, node-local, update; means over the ranks.
+
+    The fourth: by how much the slowest rank of a step is behind the mean; all compute at once.
+    """
     from mpigossip.cluster.ranks import Alone
     from mpigossip.groups import devices
     from mpigossip.training import setup
@@ -118,10 +124,10 @@ def _steps(what: Subject, world, budget_s: float) -> tuple[float, float, float]:
                 break
     finally:
         assembly.close()
-    mine = [statistics.median(values) for values in found.values()]
-    every = world.broadcast(world.gather(mine))
-    slowest = [statistics.fmean(each) for each in zip(*every, strict=True)]
-    return slowest[0], slowest[1], slowest[2]
+    every = np.array(world.broadcast(world.gather(list(found.values()))))  # rank, what, step
+    whole = every.sum(1)
+    uneven = np.median(whole.max(0)) - np.median(whole, 1).mean()
+    return (*np.median(every, 2).mean(0).tolist(), max(0.0, float(uneven)))
 
 
 def _here(job) -> bool:

@@ -127,6 +127,9 @@ def predict(what: Subject, machine: Machine, choice: Choice, n: int, epochs: flo
         return None
     exchange, hidden = exchange_seconds(made, machine), _hidden(job, made, machine)
     step = machine.compute_s + machine.node_s + machine.update_s + exchange - hidden
+    # who exchanges waits for the slower one
+    local = sum(count for (kind, _), count in made.counted.items() if kind is Kind.LOCAL)
+    step += (1 - local / sum(made.counted.values())) * machine.uneven_s
     per_epoch = what.steps_per_epoch(n)
     return Row(
         choice.graph, choice.cadence, choice.wire, n, step, exchange, hidden,

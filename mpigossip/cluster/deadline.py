@@ -25,12 +25,18 @@ class Deadline:
         self.seconds = seconds
         self._start = time.monotonic()
 
-    def wait(self, predicate: Callable[[], Any], what: Callable[[], str]) -> float:
+    def wait(
+        self,
+        predicate: Callable[[], Any],
+        what: Callable[[], str],
+        rest: Callable[[], bool] = lambda: False,
+    ) -> float:
         """Polls until `predicate()` is true; returns the seconds waited.
 
         First it asks again at once, then it sleeps for 20 µs, growing to 1 ms: an answer that
-        is near costs little latency, a far one little of the core that others compute on. At the
-        deadline raises LateError with `what()`, which is called only then.
+        is near costs little latency, a far one little of the core that others compute on. `rest`
+        may do the waiting for it, and says whether it did. At the deadline raises LateError with
+        `what()`, which is called only then.
         """
         begin = time.monotonic()
         pause = SHORTEST_S
@@ -38,7 +44,7 @@ class Deadline:
             now = time.monotonic()
             if now - self._start >= self.seconds:
                 raise LateError(f"{what()} (waited {self.seconds:g} s)")
-            if now - begin >= SPIN_S:
+            if not rest() and now - begin >= SPIN_S:
                 time.sleep(pause)
                 pause = min(LONGEST_S, 1.2 * pause)
         return time.monotonic() - begin

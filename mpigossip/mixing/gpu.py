@@ -137,9 +137,8 @@ class DeviceWindows(DeviceMemory):
     def _exchange(self, now: Round, ready: list) -> None:
         """Send and receive piece by piece, sum as pieces come; runs in the courier."""
         push, host, many = self._push, self._host, len(self._spans)
-        count, targets = now.t - self._first, now.targets
+        count, targets, far = now.t - self._first, now.targets, now.far
         readers, sources = self._on_host(now.readers), self._on_host(now.sources)
-        far = self._far(self.rank, now.sources)
         copied = [self._copy_out(piece) for piece in self._spans]
         if push:
             push.await_room([rank for rank, _ in targets], count)

@@ -16,8 +16,9 @@ from mpi4py import MPI
 
 from mpigossip.cluster.ranks import Deadline
 from mpigossip.mixing.base import combine
+from mpigossip.mixing.waiting import Bell, rest
 
-SCATTER, GATHER = 21, 22
+SCATTER, GATHER, IDLE = 21, 22, 23
 PIECE = 1 << 18
 """Elements of a chunk in the exact average: n of them are in memory at once."""
 
@@ -52,16 +53,12 @@ class Tokens:
 
     def wait(self, ranks: Sequence[int], tag: int, t: int, what: str) -> None:
         """Wait for the token of round t from each rank; LateError names who is missing."""
-        if not ranks:
-            return
-        values = np.empty((len(ranks), 1), np.int64)
-        pending = {
-            rank: self.comm.Irecv(value, rank, tag)
-            for rank, value in zip(ranks, values, strict=True)
-        }
-        self.waited += wait_all(pending, self.timeout_s, lambda rank: self.late(rank, t, what))
-        for rank, value in zip(ranks, values[:, 0], strict=True):
-            self._check(rank, t, value, what)
+        missing = [rank for rank in ranks if not self.arrived(rank, tag, t, what)]
+        if missing:
+            pending = {rank: self._asked[rank, tag][0] for rank in missing}
+            self.waited += wait_all(pending, self.timeout_s, lambda rank: self.late(rank, t, what))
+            for rank in missing:
+                self.arrived(rank, tag, t, what)
 
     def arrived(self, rank: int, tag: int, t: int, what: str) -> bool:
         """Whether the token of round t has come from the rank; doesn't wait."""
@@ -74,6 +71,10 @@ class Tokens:
         del self._asked[rank, tag]
         self._check(rank, t, value[0], what)
         return True
+
+    def awaited(self) -> list[MPI.Request]:
+        """The requests of what :meth:`arrived` was asked for and hasn't come."""
+        return [request for request, _ in self._asked.values()]
 
     def _check(self, rank: int, t: int, value: int, what: str) -> None:
         if value != t:
@@ -113,7 +114,7 @@ def wait_all(
         return not pending
 
     try:
-        Deadline(timeout_s).wait(done, lambda: late(min(pending)))
+        Deadline(timeout_s).wait(done, lambda: late(min(pending)), lambda: rest(pending.values()))
     except BaseException:
         _abandoned.append(pending)
         raise
@@ -206,20 +207,26 @@ class Courier:
         """
         self._cores = cores
         self.threaded, self._comm, self._timeout_s = threaded, comm, timeout_s
-        self._poll_s = self.POLL_S if poll else None
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.busy = 0.0
         """seconds that jobs took so far, their waiting for other nodes included"""
+        self._bell = Bell()
+        self._never = [self._to_come()] if threaded and poll else []
         self._thread = threading.Thread(target=self._work, name="mpigossip-courier", daemon=True)
         if threaded:
             self._thread.start()
+
+    def _to_come(self) -> MPI.Request:
+        """A message from itself, sent when the courier closes: looking for it keeps MPI moving."""
+        return self._comm.Irecv(np.empty(1, np.uint8), self._comm.rank, IDLE)
 
     def submit(self, work: Callable[[], None]) -> Job:
         """Queue a job; without a thread it runs now."""
         ticket = Job(work)
         if self.threaded:
             self._jobs.put(ticket)
+            self.wake()
         else:
             self._run(ticket)
             self.wait(ticket, "a message")
@@ -253,23 +260,43 @@ class Courier:
         if self._cores:
             with contextlib.suppress(OSError):  # a core was taken away meanwhile
                 os.sched_setaffinity(0, self._cores)
-        while True:
-            try:
-                ticket = self._jobs.get(timeout=self._poll_s)
-            except queue.Empty:
-                if MPI.Is_finalized():  # the user's program ended without closing the world
-                    return
-                self._comm.Iprobe()
-                continue
-            if ticket is None:
-                return
+        while (ticket := self._next()) is not None:
             self._run(ticket)
+
+    def _next(self) -> Job | None:
+        """The next job, None at the end; meanwhile MPI is entered every POLL_S, if it must be."""
+        pause = 0.0
+        while self._never:
+            with contextlib.suppress(queue.Empty):
+                return self._jobs.get(timeout=pause)
+            if MPI.Is_finalized():  # the user's program ended without closing the world
+                return None
+            pause = 0.0 if self.rest(spin=0, shortest=self.POLL_S) else self.POLL_S
+            self._never[0].Test()
+        return self._jobs.get()
+
+    def rest(self, requests: Iterable[MPI.Request] = (), **pauses: float) -> bool:
+        """Until one of the requests is complete, or :meth:`wake`, or a while; whether it could."""
+        rested = rest([*requests, *self._never], need=1, wake=self._bell.wake, **pauses)
+        self._bell.heard()
+        return rested
+
+    def wake(self) -> None:
+        """There is something to do for who rests."""
+        self._bell.ring()
 
     def close(self) -> None:
         """End the thread after the jobs in its queue."""
         if self.threaded and self._thread.is_alive():
             self._jobs.put(None)
+            self.wake()
             self._thread.join(self._timeout_s)
+            if self._thread.is_alive():  # stuck in MPI: what it holds is left to it
+                return
+            for request in self._never:
+                self._comm.Send(np.empty(1, np.uint8), self._comm.rank, IDLE)
+                request.Wait()
+        self._bell.close()
 
 
 class Job:

@@ -1,8 +1,8 @@
-"""The weighted sum on the CPU as one pass: a small C function, compiled once where a compiler is.
+"""Two C functions, compiled once where a compiler is: the weighted sum as one pass, and waiting.
 
-An accelerator only: without it (no compiler, no cache folder, ``MPIGOSSIP_NATIVE=0``) torch's
-operations give the same bits in several passes. The library lies in the user's cache folder under
-a name that holds a hash of its source, so that another version builds its own.
+Accelerators only: without them (no compiler, no cache folder, ``MPIGOSSIP_NATIVE=0``) torch's
+operations give the same bits in several passes, and Python waits. The library lies in the user's
+cache folder under a name that holds a hash of its source, so that another version builds its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -21,7 +22,8 @@ from typing import Any
 
 import torch
 
-SOURCE = Path(__file__).with_name("sum.c")
+HERE = Path(__file__).parent
+SOURCES = [HERE / "sum.c"] + [HERE / "wait.c"] * (sys.platform == "linux")
 # contraction into fused multiply-add would change bits
 FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 STREAMED = 1 << 20
@@ -52,13 +54,12 @@ def combine(
 
 def _plain(arrays: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
     shape = outs[0].shape
-    return all(
-        one.dtype == torch.float32
-        and one.shape == shape
-        and one.is_contiguous()
-        and one.device.type == "cpu"
-        for one in (*arrays, *outs)
-    )
+    for one in (*arrays, *outs):
+        if one.dtype != torch.float32 or one.shape != shape or not one.is_contiguous():
+            return False
+        if not one.is_cpu:
+            return False
+    return True
 
 
 def _call(
@@ -69,7 +70,7 @@ def _call(
         (ctypes.c_void_p * terms)(*sources),
         (ctypes.c_float * terms)(*weights),
         terms,
-        all(weight == weights[0] for weight in weights),
+        list(weights).count(weights[0]) == terms,
         (ctypes.c_void_p * len(targets))(*targets),
         len(targets),
         ctypes.c_size_t(count),
@@ -92,7 +93,7 @@ def status() -> str:
     try:
         _load()
     except NoKernel as error:
-        return f"not used, exchanges on one host take longer: {error}"
+        return f"not used, exchanges take longer: {error}"
     return str(_place())
 
 
@@ -111,14 +112,18 @@ def _load() -> Any:
         raise NoKernel(f"{place} can't be loaded ({error}); remove it") from error
     if not _proven(kernel):
         raise NoKernel(f"{place} sums with other bits than torch; remove it, or set CC")
+    if sys.platform == "linux":
+        count, real = ctypes.c_int, ctypes.c_double
+        kernel.mpigossip_wait.argtypes = [ctypes.c_void_p] * 2 + [count] * 3 + [real] * 4
     return kernel
 
 
 def _place() -> Path:
     """Where the library of this source, compiler and processor family belongs."""
-    text = SOURCE.read_bytes() + repr((FLAGS, _compiler(), platform.machine())).encode()
+    text = b"".join(source.read_bytes() for source in SOURCES)
+    text += repr((FLAGS, _compiler(), platform.machine())).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mpigossip"
-    return folder / f"sum-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    return folder / f"native-{hashlib.sha256(text).hexdigest()[:16]}.so"
 
 
 def _compiler() -> str:
@@ -134,7 +139,7 @@ def _build(place: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as folder:
             built = Path(folder) / place.name
-            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+            command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
             if done.returncode:
                 said = (done.stderr.strip().splitlines() or ["no message"])[0]

@@ -50,6 +50,9 @@ class PushWindow:
         self._window.Lock_all()
         self.memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:room]
         self.outbox = self.memory[2 * places * nbytes :] if outbox else None
+        self._rooms = [
+            self.memory[at : at + nbytes] for at in range(0, 2 * places * nbytes, max(nbytes, 1))
+        ]
         self._tokens = Tokens(comm, timeout_s)
         self.comm, self.timeout_s = self._tokens.comm, timeout_s
         cores = own_core(self.comm, computing) if poll else frozenset()
@@ -59,8 +62,7 @@ class PushWindow:
 
     def inbox(self, count: int, place: int) -> torch.Tensor:
         """The message in place ``place`` of the ``count``-th round, uint8 (nbytes,)."""
-        at = ((count % 2) * self.places + place) * self.nbytes
-        return self.memory[at : at + self.nbytes]
+        return self._rooms[(count % 2) * self.places + place]
 
     def count_in_pieces(self, pieces: int) -> None:
         """From now on a round has so many numbers, one a piece."""
@@ -78,13 +80,15 @@ class PushWindow:
         """Begin to put a stretch of the message into ``(rank, place)`` of each target.
 
         The requests returned say when the message's memory has been read; :meth:`sent` completes.
+        All of it at once: what is held back waits for answers that queue behind the other side's
+        own message, which took 1.5 times as long at 35 Mbit/s.
         """
         step = min(CUT, max(FLIGHT, (span.stop - span.start) // 16))
-        flying = []
+        flying, memory = [], message.numpy()
         for rank, place in targets:
             base = self._base(rank, count, place)
             for at in range(span.start, span.stop, step):
-                part = message[at : min(at + step, span.stop)].numpy()
+                part = memory[at : min(at + step, span.stop)]
                 there = [base + at, part.size, MPI.BYTE]
                 flying.append(self._window.Rput([part, MPI.BYTE], rank, there))
         return flying
@@ -105,6 +109,10 @@ class PushWindow:
         """Whether what has this number is in the inbox; :meth:`sync` before it is read."""
         return self._tokens.arrived(rank, ARRIVED, number, ARRIVING)
 
+    def awaited(self) -> list[MPI.Request]:
+        """The requests of what :meth:`arrived` was asked for and isn't there."""
+        return self._tokens.awaited()
+
     def late(self, rank: int, number: int) -> str:
         """What to say when it doesn't arrive."""
         return self._tokens.late(rank, number, ARRIVING)
@@ -114,7 +122,7 @@ class PushWindow:
         self._window.Sync()
 
     def free(self, writers: Sequence[int], count: int) -> None:
-        """Tell the writers of round ``count`` that their places are free; runs in the courier."""
+        """Tell the writers of round ``count`` that their places are free; no job is under way."""
         self._tokens.send(writers, FREE, count * self._tokens.pieces)
 
     def take_in_free(self, targets: Sequence[int], count: int) -> None:
@@ -125,6 +133,7 @@ class PushWindow:
         """End the courier, free window and communicator; collective."""
         self.courier.close()
         self.memory = self.outbox = None
+        self._rooms = []
         self._tokens.close()
         self._window.Unlock_all()
         self._window.Free()

@@ -36,6 +36,7 @@ class SharedHost:
         self.outboxes = [area[:nbytes] for area in areas]
         self._results = [area[room : room + nbytes] for area in areas]
         self.own, self.result = self.outboxes[self.rank], self._results[self.rank]
+        self._halves: dict[int, list[tuple[torch.Tensor, ...]]] = {}
 
     def _area(self, rank: int) -> torch.Tensor:
         memory, _ = self._window.Shared_query(rank)
@@ -72,21 +73,29 @@ class SharedHost:
         The partner does the same at the same time; half of the arithmetic, and no more memory is
         read and written than for an average in place.
         """
+        if partner not in self._halves:
+            self._halves[partner] = self._half(parts, partner)
         self.await_ready([partner], t)
-        for dtype, part in parts:
-            count = (part.stop - part.start) // dtype.itemsize
-            middle = count // 2 // 16 * 16  # a cache line belongs to one of the two
-            half = slice(0, middle) if self.rank < partner else slice(middle, count)
-            if half.start == half.stop:
-                continue
-            own, theirs, out, copy = (
-                area[part].view(dtype)[half].unsqueeze(0)
-                for area in (self.own, self.outboxes[partner], self.result, self._results[partner])
-            )
+        for own, theirs, out, copy in self._halves[partner]:
             combine([weight] * 2, [own, theirs], out, copy)
         self._window.Sync()
         self._tokens.send([partner], HALF, t)
         self.await_half(partner, t)
+
+    def _half(
+        self, parts: Sequence[tuple[torch.dtype, slice]], partner: int
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """What this rank sums of a pair's: own outbox, the partner's, own result, the partner's."""
+        found = []
+        for dtype, part in parts:
+            count = (part.stop - part.start) // dtype.itemsize
+            middle = count // 2 // 16 * 16  # a cache line belongs to one of the two
+            half = slice(0, middle) if self.rank < partner else slice(middle, count)
+            areas = (self.own, self.outboxes[partner], self.result, self._results[partner])
+            if half.start < half.stop:
+                views = (area[part].view(dtype)[half].unsqueeze(0) for area in areas)
+                found.append(tuple(views))
+        return found
 
     def await_half(self, partner: int, t: int) -> None:
         """Wait until the partner has written its half, and so is done with the outbox."""
@@ -120,6 +129,7 @@ class SharedHost:
     def close(self) -> None:
         """Free window and communicator; collective. The memory must not be used any more."""
         self.outboxes, self._results, self.own, self.result = [], [], None, None
+        self._halves = {}
         self._tokens.close()
         self._window.Unlock_all()
         self._window.Free()

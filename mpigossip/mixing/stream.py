@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.ranks import Deadline
-from mpigossip.mixing.base import BLOCK, SMALLEST, Layout, Segments, combine, piece_size
+from mpigossip.mixing.base import BLOCK, SMALLEST, Layout, Segments, combine
 from mpigossip.mixing.messages import wait_all
 from mpigossip.mixing.push import PushWindow
 from mpigossip.mixing.wire import CHUNK, Stretch, decode
@@ -59,13 +59,13 @@ def cut(layout: Layout, size: int) -> list[Piece]:
     return [*pieces, Piece(slice(begin, end), tuple(stretches), len(pieces))]
 
 
-def measured_size(comm: MPI.Comm, nbytes: int, timeout_s: float) -> int:
-    """Bytes that a piece of a message of ``nbytes`` should have: collective, equal on all ranks.
+def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
+    """Bytes a second of the wire to the next rank: collective, equal on all ranks.
 
-    The wire's rate is tried once with the next rank.
+    Infinite, and not measured, where a message of ``nbytes`` bytes is a single piece anyway.
     """
     if comm.size == 1 or nbytes <= SMALLEST:
-        return max(nbytes, 1)
+        return float("inf")
     out, into = np.zeros(SMALLEST, np.uint8), np.empty(SMALLEST, np.uint8)
     for _ in range(2):  # the first opens connections
         comm.Barrier()
@@ -76,7 +76,7 @@ def measured_size(comm: MPI.Comm, nbytes: int, timeout_s: float) -> int:
         }
         wait_all(pending, timeout_s, lambda _: "measuring the wire: a neighbour doesn't answer")
         slowest = comm.allreduce(time.perf_counter() - began, MPI.MAX)
-    return piece_size(nbytes, SMALLEST / slowest)
+    return SMALLEST / slowest
 
 
 def add_up(
@@ -95,10 +95,15 @@ def add_up(
             arrays = [
                 decode(layout, source, slot, part, columns)
                 if isinstance(source, torch.Tensor)
-                else source[slot][part][:, columns]
+                else _columns(source[slot][part], columns)
                 for source in sources
             ]
-            combine(weights, arrays, out[slot][part][:, columns])
+            combine(weights, arrays, _columns(out[slot][part], columns))
+
+
+def _columns(array: torch.Tensor, columns: slice) -> torch.Tensor:
+    """Some columns; of an array that has no others itself, as a view takes its time."""
+    return array if columns.stop - columns.start == array.shape[1] else array[:, columns]
 
 
 class Stream:
@@ -126,12 +131,20 @@ class Stream:
         self._arrived = dict.fromkeys(sources, 0)
         self._prepared = self._sent = self._added = 0
         self._flying: list[MPI.Request] = []
+        self._begun = False
+
+    def begin(self) -> None:
+        """Wait for room, and do what of :meth:`run` can be done at once."""
+        self._push.await_room(self._readers, self._count)
+        self._begun = True
+        self._moved()
 
     def run(self) -> None:
         """Send and take in all pieces; LateError where nothing moves until the deadline."""
-        self._push.await_room(self._readers, self._count)
+        if not self._begun:
+            self.begin()
         while not self._over:
-            Deadline(self._push.timeout_s).wait(self._moved, self._late)
+            Deadline(self._push.timeout_s).wait(self._moved, self._late, self._rest)
 
     @property
     def _over(self) -> bool:
@@ -142,6 +155,10 @@ class Stream:
         """Do what can be done now without waiting; whether there was anything."""
         sent, came = self._send(), self._take_in()
         return self._add_one() or sent or came
+
+    def _rest(self) -> bool:
+        """Until there may be something to do."""
+        return self._push.courier.rest([*filter(None, self._flying), *self._push.awaited()])
 
     def _send(self) -> bool:
         if self._sent == len(self._pieces):

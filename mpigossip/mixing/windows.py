@@ -7,20 +7,21 @@ all others by pushes into their inboxes (:mod:`mpigossip.mixing.push`) with ``sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.base import Kind, Layout, Segments, is_average, traffic
+from mpigossip.mixing.base import Kind, Layout, Segments, is_average, piece_size, traffic
 from mpigossip.mixing.messages import Job, average, gather, mean, mean_scalars
 from mpigossip.mixing.push import PushWindow
 from mpigossip.mixing.round import Round, partner
 from mpigossip.mixing.shared import SharedHost
-from mpigossip.mixing.stream import Piece, Stream, add_up, cut, measured_size
+from mpigossip.mixing.stream import Piece, Stream, add_up, cut, measured_rate
 from mpigossip.mixing.wire import encode
 
+INLINE = 1 << 14
+"""Bytes of a message up to which no thread is woken for it: that would take longer than it."""
 PLANS = 128
 """Rounds of which it is kept who exchanges with whom; more are asked for anew."""
 
@@ -38,16 +39,16 @@ class Windows:
         if graph.n != world.size:
             raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
         self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
+        self._period = graph.period
         self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
         self.bytes_sent, self._waited = [0], 0.0
         self.synchronous, self.staleness = True, [0.0]
-        self._averages: dict[int, bool] = {}
         self._plans: dict[tuple[Kind, int], Round] = {}
         self._comm = world.comm.Dup()
         self._host = self._open_host(same_host)
         self._near = self._comm.allgather(frozenset(self._places_on_host))
         self._pieces: list[Piece] = []
-        self.blocks: tuple[slice, ...] = ()
+        self._inline, self.blocks = False, tuple[slice, ...]()
         self._push = self._open_push(several_hosts=len(set(world.hosts)) > 1)
         self._courier = self._push.courier if self._push else None
         self._lossy = not layout.wire.exact
@@ -87,8 +88,8 @@ class Windows:
             computing=torch.get_num_threads() * len(self.layout.widths),
             timeout_s=self._timeout_s,
         )
-        size = measured_size(self._comm, self.layout.sent_bytes, self._timeout_s)
-        self._cut(push, size)
+        rate = measured_rate(self._comm, push.nbytes, self._timeout_s)
+        self._cut(push, piece_size(push.nbytes, rate))
         return push
 
     def _own_memory(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -104,8 +105,9 @@ class Windows:
         """Push in pieces of about so many bytes, the same on all ranks."""
         self._pieces = cut(self.layout, size)
         push.count_in_pieces(len(self._pieces))
+        self._inline = self.layout.sent_bytes <= INLINE or not push.courier.threaded
         # as all ranks have to send in the same order, no two of them may share a host
-        if not any(self._near) and push.courier.threaded and len(self.layout.widths) == 1:
+        if not any(self._near) and not self._inline and len(self.layout.widths) == 1:
             each = self._pieces[: len(self._pieces) // self.layout.vectors]
             self.blocks = tuple(piece.stretches[0][2] for piece in each if len(each) > 1)
 
@@ -118,18 +120,14 @@ class Windows:
 
     def _inbox_places(self) -> int:
         """In-neighbours that push to this rank in one round, at most."""
-        if self.graph.period is None:
+        if self._period is None:
             return self.graph.degree
-        rounds = [t for t in range(self.graph.period) if not self._is_average(t)]
+        rounds = [t for t in range(self._period) if not self._is_average(t)]
         pushers = (self._far(self.rank, self.graph.neighbours(t, self.rank)[0]) for t in rounds)
         return max(map(len, pushers), default=0)
 
     def _is_average(self, t: int) -> bool:
-        if self.graph.period is None:
-            return is_average(self.graph, t)
-        return self._averages.setdefault(
-            t % self.graph.period, is_average(self.graph, t % self.graph.period)
-        )
+        return is_average(self.graph, t % self._period if self._period else t)
 
     def _far(self, rank: int, nodes) -> list[int]:
         """Those of ``nodes`` that ``rank`` doesn't share memory with."""
@@ -168,16 +166,15 @@ class Windows:
         if kind is Kind.GOSSIP:
             self._first = t if self._first is None else self._first
         exchange = t if exchange is None else exchange
-        self._round = replace(self._planned(kind, t), t=t, exchange=exchange)
+        self._round = self._planned(kind, t).at(t, exchange)
         self.bytes_sent[0] += self._round.nbytes
         self._begin(self._round)
 
     def start_by_blocks(self, t: int, exchange: int, order: Sequence[int]) -> None:
         """Begin the GOSSIP exchange of round t, of an outbox that is still to be filled."""
         self._first = t if self._first is None else self._first
-        planned = self._planned(Kind.GOSSIP, t)
-        self._round = replace(planned, t=t, exchange=exchange, order=tuple(order), empty=set(order))
-        self.bytes_sent[0] += planned.nbytes
+        self._round = self._planned(Kind.GOSSIP, t).at(t, exchange, tuple(order))
+        self.bytes_sent[0] += self._round.nbytes
 
     def filled(self, block: int) -> None:
         """These columns of every vector are filled: they may be sent."""
@@ -186,6 +183,8 @@ class Windows:
         # an idle thread costs less than one that waits for the first block; averages go whole
         if now.ticket is None and not (now.average and now.empty):
             self._begin(now)
+        elif now.ticket:
+            self._courier.wake()
 
     def _begin(self, now: Round) -> None:
         if now.average:
@@ -195,7 +194,7 @@ class Windows:
 
     def _planned(self, kind: Kind, t: int) -> Round:
         """A round like this one; asking the graph takes longer than a small message."""
-        key = kind, t % self.graph.period if self.graph.period else t
+        key = kind, t % self._period if self._period else t
         if key not in self._plans:
             if len(self._plans) >= PLANS:
                 self._plans.clear()
@@ -211,6 +210,7 @@ class Windows:
         now = Round(kind, t, t, average=False, nbytes=nbytes)
         now.sources, now.weights = tuple(map(int, nodes)), (float(own), *map(float, weights))
         now.readers = tuple(map(int, graph.receivers(t, self.rank)))
+        now.far = tuple(self._far(self.rank, now.sources))
         now.partner, now.targets = self._partner(now), tuple(self._targets(now))
         return now
 
@@ -224,12 +224,17 @@ class Windows:
         if self._host:
             self._encode(now)
             self._host.publish(self._on_host(now.readers), now.t)
-        if self._push and self._push.courier.threaded:
-            now.ticket = self._push.courier.submit(self._stream(now).run)
+        if self._push:
+            stream = self._stream(now)
+            if self._inline:
+                stream.begin()
+                now.rest = stream.run
+            else:
+                now.ticket = self._courier.submit(stream.run)
 
     def _stream(self, now: Round) -> Stream:
         """What the courier does in this round: push, take in, and sum where all comes by pushes."""
-        layout, count, far = self.layout, now.t - self._first, self._far(self.rank, now.sources)
+        layout, count, far = self.layout, now.t - self._first, now.far
         sources, result = self._sources(now), self._segments(self._result_of(now))
 
         def prepare(piece: Piece) -> None:
@@ -248,8 +253,7 @@ class Windows:
         def ready(piece: Piece) -> bool:
             return not now.empty or piece.number % blocks not in now.empty
 
-        push, targets = self._push, now.targets
-        return Stream(push, pieces, message, targets, far, count, prepare, add, ready)
+        return Stream(self._push, pieces, message, now.targets, far, count, prepare, add, ready)
 
     def _partner(self, now: Round) -> int | None:
         """The other of a pair on this host whose two averages are the same one."""
@@ -308,8 +312,8 @@ class Windows:
             self._host.await_ready(self._on_host(now.sources), now.t)
         if now.ticket:
             self._wait_for(now.ticket)
-        elif self._push:
-            self._push.courier.submit(self._stream(now).run)
+        elif now.rest:
+            now.rest()
         mixed = self._segments(self._result_of(now))
         if not now.sources or self._on_host(now.sources):
             sources = self._sources(now)
@@ -346,19 +350,21 @@ class Windows:
             self._average_by_messages()
 
     def _wait_for(self, ticket: Job) -> None:
-        self._waited += self._push.courier.wait(ticket, f"round {self._round.t}")
+        self._waited += self._courier.wait(ticket, f"round {self._round.t}")
 
     def _leave_round(self) -> None:
-        """Wait until the last round's readers are done; tell the writers what is free again."""
+        """Wait until the last round's readers are done; tell the writers what is free again.
+
+        Here, as the courier has nothing to do now: to wake it takes longer.
+        """
         now, self._round = self._round, None
         if now is None or now.kind is not Kind.GOSSIP:
             return
         if self._host and now.partner is None:
             self._host.await_done(self._on_host(now.readers), now.t)
-        if self._push and not self._is_average(now.t + 2):
-            writers = self._far(self.rank, self._planned(Kind.GOSSIP, now.t + 2).sources)
-            count = now.t + 2 - self._first
-            self._push.courier.submit(lambda: self._push.free(writers, count))
+        coming = self._planned(Kind.GOSSIP, now.t + 2)
+        if self._push and not coming.average:
+            self._push.free(coming.far, now.t + 2 - self._first)
         self._last = now.t
 
     # -- averages off the hot path --------------------------------------------------------
@@ -375,8 +381,7 @@ class Windows:
         """Finish an open round, take in outstanding tokens, free the memory; collective."""
         if self._out is None:
             return
-        last = self._round
-        if last is not None and not last.finished:
+        if self._round and not self._round.finished:
             self.finish()
         self._leave_round()
         self._out, self._message, self._views = None, None, {}
@@ -390,9 +395,7 @@ class Windows:
 
     def _take_in_free_tokens(self) -> None:
         """Receive the tokens that freed places for rounds that will not be run."""
-        if self._last is None:
-            return
-        for t in (self._last + 1, self._last + 2):
+        for t in () if self._last is None else (self._last + 1, self._last + 2):
             if t - 2 >= self._first and not self._is_average(t):
                 readers = self._far(self.rank, self.graph.receivers(t, self.rank))
                 self._push.take_in_free(readers, t - self._first)
