@@ -188,6 +188,10 @@ def without_waiting_for_the_other_half(mixer):
     mixer._host.await_half = lambda partner, t: None
 
 
+def without_waiting_for_the_other_reader(mixer):
+    mixer._host.leave_pair = lambda partner, t: None
+
+
 def caught(comm, mutate, same_host, graphs):
     """Whether a mutant is seen: wrong numbers, or an error that ends the waiting."""
     from mpigossip.cluster.ranks import LateError
@@ -223,6 +227,7 @@ def test_a_mutant_of_the_protocol_is_seen(ranks, mutate, same_host):
     "mutate, same_host, name",
     [
         (without_waiting_for_the_other_half, "read", "one-peer-hypercube"),
+        (without_waiting_for_the_other_reader, "read", "one-peer-hypercube"),
         (without_waiting_for_pieces, "put", "exponential"),
     ],
 )

@@ -21,7 +21,7 @@ class SharedHost:
     A round: the owner fills its outbox and says READY to its readers; a reader sums and says
     DONE; the owner waits for DONE before it writes again. ``Win.Sync`` stands between memory
     and tokens. READY also says that the owner's result area is free: two ranks that average
-    with each other write one half of the result each, to both areas.
+    with each other write one half each of one result, and both read it there.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout_s: float):
@@ -67,35 +67,43 @@ class SharedHost:
 
     def average_pair(
         self, parts: Sequence[tuple[torch.dtype, slice]], weight: float, partner: int, t: int
-    ) -> None:
-        """``weight · (own + partner's)`` into both result areas, each rank doing one half.
+    ) -> torch.Tensor:
+        """``weight · (own + partner's)`` in one result area, uint8, for both; each does one half.
 
-        The partner does the same at the same time; half of the arithmetic, and no more memory is
-        read and written than for an average in place.
+        The partner does the same at the same time: half of the arithmetic, and what is read and
+        written is less than for an average in place. :meth:`leave_pair` when it was read.
         """
         if partner not in self._halves:
             self._halves[partner] = self._half(parts, partner)
         self.await_ready([partner], t)
-        for own, theirs, out, copy in self._halves[partner]:
-            combine([weight] * 2, [own, theirs], out, copy)
+        for own, theirs, out in self._halves[partner]:
+            combine([weight] * 2, [own, theirs], out)
         self._window.Sync()
         self._tokens.send([partner], HALF, t)
         self.await_half(partner, t)
+        return self._results[min(self.rank, partner)]
 
     def _half(
         self, parts: Sequence[tuple[torch.dtype, slice]], partner: int
     ) -> list[tuple[torch.Tensor, ...]]:
-        """What this rank sums of a pair's: own outbox, the partner's, own result, the partner's."""
+        """What this rank sums of a pair's: own outbox, the partner's, the result of both."""
         found = []
         for dtype, part in parts:
             count = (part.stop - part.start) // dtype.itemsize
             middle = count // 2 // 16 * 16  # a cache line belongs to one of the two
             half = slice(0, middle) if self.rank < partner else slice(middle, count)
-            areas = (self.own, self.outboxes[partner], self.result, self._results[partner])
+            areas = (self.own, self.outboxes[partner], self._results[min(self.rank, partner)])
             if half.start < half.stop:
                 views = (area[part].view(dtype)[half].unsqueeze(0) for area in areas)
                 found.append(tuple(views))
         return found
+
+    def leave_pair(self, partner: int, t: int) -> None:
+        """The average was read here; its area's owner waits until it was by both."""
+        if self.rank > partner:
+            self._tokens.send([partner], DONE, t)
+        else:
+            self.await_done([partner], t)
 
     def await_half(self, partner: int, t: int) -> None:
         """Wait until the partner has written its half, and so is done with the outbox."""

@@ -305,9 +305,9 @@ class Windows:
             self._finish_global(now)
             return self._out, self._segments(self._result)
         if now.partner is not None:
-            other = self._places_on_host[now.partner]
-            self._host.average_pair(self.layout.parts, now.weights[0], other, now.t)
-            return self._out, self._segments(self._result)
+            other, parts = self._places_on_host[now.partner], self.layout.parts
+            shared = self._host.average_pair(parts, now.weights[0], other, now.t)
+            return self._out, self._segments(shared)
         if self._host:
             self._host.await_ready(self._on_host(now.sources), now.t)
         if now.ticket:
@@ -360,7 +360,9 @@ class Windows:
         now, self._round = self._round, None
         if now is None or now.kind is not Kind.GOSSIP:
             return
-        if self._host and now.partner is None:
+        if now.partner is not None:
+            self._host.leave_pair(self._places_on_host[now.partner], now.t)
+        elif self._host:
             self._host.await_done(self._on_host(now.readers), now.t)
         coming = self._planned(Kind.GOSSIP, now.t + 2)
         if self._push and not coming.average:

@@ -91,6 +91,8 @@ def _exchange(progress: Progress, trainer: Trainer, graph: Graph, world) -> str:
         return f"reduce-scatter and all-gather over all nodes{over}"
     if world.comm is None:
         return f"simulated{over}"
+    if world.survives:
+        return f"messages between ranks (run.survive: windows can't outlive one){over}"
     rounds = range(min(graph.period or ROUNDS, ROUNDS))
     peers = sorted({int(j) for t in rounds for j in graph.neighbours(t, mine)[0]})
     here = world.hosts[world.rank]

@@ -78,12 +78,17 @@ def _taken_over(
     rebuilt.progress.lost = [*run.progress.lost, *lines]
     if world.rank == 0:
         print(
-            f"mpigossip: {'; '.join(lines)}; {world.size} nodes go on from their exact average "
-            f"({'; '.join(told)})",
+            f"mpigossip: {'; '.join(lines)}; {_those_who_go_on(world.size)} ({'; '.join(told)})",
             file=sys.stderr,
             flush=True,
         )
     return rebuilt
+
+
+def _those_who_go_on(count: int) -> str:
+    if count == 1:
+        return "1 node goes on alone"
+    return f"{count} nodes go on from their exact average"
 
 
 def _lines(run: Run, world, numbers: dict, milliseconds: int) -> list[str]:
