@@ -148,11 +148,8 @@ def test_pieces_hold_every_column_once_and_every_byte_in_order(wire, size, monke
 
 
 def without_waiting_for_free_places(mixer):
-    push = mixer._push
-    push._tokens_wait = push._tokens.wait
-    push._tokens.wait = lambda ranks, tag, t, what: (
-        None if tag == 12 else push._tokens_wait(ranks, tag, t, what)
-    )
+    mixer._push.room = lambda rank, count: True
+    mixer._push.take_in_free = lambda targets, count: None
 
 
 def free_for_the_next_round(mixer):
@@ -186,10 +183,6 @@ def without_waiting_for_pieces(mixer):
 
 def without_waiting_for_the_other_half(mixer):
     mixer._host.await_half = lambda partner, t: None
-
-
-def without_waiting_for_the_other_reader(mixer):
-    mixer._host.leave_pair = lambda partner, t: None
 
 
 def caught(comm, mutate, same_host, graphs):
@@ -227,13 +220,39 @@ def test_a_mutant_of_the_protocol_is_seen(ranks, mutate, same_host):
     "mutate, same_host, name",
     [
         (without_waiting_for_the_other_half, "read", "one-peer-hypercube"),
-        (without_waiting_for_the_other_reader, "read", "one-peer-hypercube"),
         (without_waiting_for_pieces, "put", "exponential"),
     ],
 )
 def test_a_mutant_of_a_faster_way_is_seen(ranks, mutate, same_host, name):
     with pytest.raises(Exception, match="seen"):
         ranks(4)(caught, mutate, same_host, [name], timeout=60)
+
+
+def slow_reader(comm, waits):
+    """Whether the average of a pair stays what it was while one of the two reads it slowly."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.mixing.windows import Windows
+
+    world = World(comm)
+    mixer = Windows(graph("one-peer-hypercube", 4), LAYOUT, world, timeout_s=30)
+    if not waits:
+        mixer._host.leave_pair = lambda partner, t: None
+    same = []
+    for t in range(4):
+        fill(mixer.outbox(t), t, [comm.rank])
+        mixer.start(Kind.GOSSIP, t)
+        mixed = mixer.finish()[1][0][0]
+        before = mixed.clone()
+        time.sleep(0.3 * (comm.rank == 1))  # its partners' results are those of rank 0 and its own
+        same.append(torch.equal(mixed, before))
+    mixer.close()
+    world.close()
+    return all(same)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_shared_result_of_a_pair_outlasts_its_slower_reader(ranks, waits):
+    assert ranks(4)(slow_reader, waits) == [True, waits, True, True]
 
 
 # -- the sum ---------------------------------------------------------------------------------

@@ -97,8 +97,10 @@ def arrives(comm: MPI.Intracomm, device: torch.device, timeout_s: float) -> bool
         with current(device):
             found.append(_put_and_sent(comm, memory, device, timeout_s))
 
-    courier.wait(courier.submit(work), "the proof that this MPI moves GPU memory")
-    courier.close()
+    try:
+        courier.wait(courier.submit(work), "the proof that this MPI moves GPU memory")
+    finally:
+        courier.close()
     return found[0]
 
 

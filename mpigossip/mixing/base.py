@@ -269,11 +269,11 @@ def piece_size(nbytes: int, rate: float) -> int:
     """Bytes of a piece of a message of ``nbytes`` bytes on a wire of ``rate`` bytes a second.
 
     About what it moves in ``PIECE_S``, but at most an eighth of the message, so that there is
-    something to sum, or gradients still to come, while the rest travels; all of one size, as a
-    short last one would wait for as many ways there and back.
+    something to sum, or gradients still to come, while the rest travels. They divide the message
+    evenly: a short last one would wait for as many ways there and back.
     """
     wanted = max(SMALLEST, min(nbytes / 8, rate * PIECE_S))
-    return -(-nbytes // max(1, round(nbytes / wanted)))
+    return max(1, -(-nbytes // max(1, round(nbytes / wanted))))
 
 
 def flow(weight: float, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import queue
@@ -19,6 +20,8 @@ from mpigossip.mixing.base import combine
 from mpigossip.mixing.waiting import Bell, rest
 
 SCATTER, GATHER, IDLE = 21, 22, 23
+LEAVE_S = 1.0
+"""Seconds that the communication thread has at the end of a program that didn't close it."""
 PIECE = 1 << 18
 """Elements of a chunk in the exact average: n of them are in memory at once."""
 
@@ -190,7 +193,7 @@ class Courier:
     networks move only while their target is inside MPI.
     """
 
-    POLL_S = 0.0005
+    POLL_S = 0.001
 
     def __init__(
         self,
@@ -216,12 +219,14 @@ class Courier:
         self._thread = threading.Thread(target=self._work, name="mpigossip-courier", daemon=True)
         if threaded:
             self._thread.start()
+            # before MPI is finalized, should nobody close it
+            atexit.register(self._leave)
 
     def _to_come(self) -> MPI.Request:
         """A message from itself, sent when the courier closes: looking for it keeps MPI moving."""
         return self._comm.Irecv(np.empty(1, np.uint8), self._comm.rank, IDLE)
 
-    def submit(self, work: Callable[[], None]) -> Job:
+    def submit(self, work: Callable[[], object]) -> Job:
         """Queue a job; without a thread it runs now."""
         ticket = Job(work)
         if self.threaded:
@@ -271,12 +276,15 @@ class Courier:
                 return self._jobs.get(timeout=pause)
             if MPI.Is_finalized():  # the user's program ended without closing the world
                 return None
-            pause = 0.0 if self.rest(spin=0, shortest=self.POLL_S) else self.POLL_S
+            nap = self.POLL_S
+            pause = 0.0 if self.rest(spin=0, shortest=nap, longest=nap) else nap
             self._never[0].Test()
         return self._jobs.get()
 
-    def rest(self, requests: Iterable[MPI.Request] = (), **pauses: float) -> bool:
+    def rest(self, requests: Iterable[MPI.Request] = (), **pauses: Any) -> bool:
         """Until one of the requests is complete, or :meth:`wake`, or a while; whether it could."""
+        if self.threaded and threading.current_thread() is not self._thread:
+            return rest(requests, need=1, **pauses)
         rested = rest([*requests, *self._never], need=1, wake=self._bell.wake, **pauses)
         self._bell.heard()
         return rested
@@ -285,14 +293,18 @@ class Courier:
         """There is something to do for who rests."""
         self._bell.ring()
 
+    def _leave(self, limit: float = LEAVE_S) -> None:
+        self._jobs.put(None)
+        self.wake()
+        self._thread.join(limit)
+
     def close(self) -> None:
         """End the thread after the jobs in its queue."""
         if self.threaded and self._thread.is_alive():
-            self._jobs.put(None)
-            self.wake()
-            self._thread.join(self._timeout_s)
+            self._leave(self._timeout_s)
             if self._thread.is_alive():  # stuck in MPI: what it holds is left to it
                 return
+            atexit.unregister(self._leave)
             for request in self._never:
                 self._comm.Send(np.empty(1, np.uint8), self._comm.rank, IDLE)
                 request.Wait()
@@ -302,7 +314,7 @@ class Courier:
 class Job:
     """Something to do, whether it is done, and the exception that it raised."""
 
-    def __init__(self, work: Callable[[], None]):
+    def __init__(self, work: Callable[[], object]):
         """``work`` takes nothing and returns nothing."""
         self._work, self.done = work, threading.Event()
         self.error: BaseException | None = None

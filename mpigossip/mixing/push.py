@@ -11,7 +11,7 @@ from mpigossip.cluster.cores import own_core
 from mpigossip.mixing.messages import Courier, Tokens
 
 ARRIVED, FREE = 11, 12
-ARRIVING = "waiting for a neighbour's model"
+ARRIVING, ROOM = "waiting for a neighbour's model", "waiting for room in a neighbour's inbox"
 CUT = 1 << 30
 """Bytes of one Put: longer messages are cut, as many MPIs count elements in 32 bits."""
 FLIGHT = 1 << 18
@@ -68,11 +68,15 @@ class PushWindow:
         """From now on a round has so many numbers, one a piece."""
         self._tokens.pieces = pieces
 
+    def room(self, rank: int, count: int) -> bool:
+        """Whether the place of the ``count``-th round at this rank is free."""
+        number = count * self._tokens.pieces
+        return count < 2 or self._tokens.arrived(rank, FREE, number, ROOM)
+
     def await_room(self, ranks: Sequence[int], count: int) -> None:
         """Wait until the places of the ``count``-th round are free; runs in the courier."""
         if count >= 2:
-            number = count * self._tokens.pieces
-            self._tokens.wait(ranks, FREE, number, "waiting for room in a neighbour's inbox")
+            self._tokens.wait(ranks, FREE, count * self._tokens.pieces, ROOM)
 
     def put_at_once(
         self, message: torch.Tensor, span: slice, targets: Sequence[tuple[int, int]], count: int
@@ -113,9 +117,9 @@ class PushWindow:
         """The requests of what :meth:`arrived` was asked for and isn't there."""
         return self._tokens.awaited()
 
-    def late(self, rank: int, number: int) -> str:
-        """What to say when it doesn't arrive."""
-        return self._tokens.late(rank, number, ARRIVING)
+    def late(self, rank: int, number: int, what: str) -> str:
+        """What to say when it doesn't arrive, or there is no room."""
+        return self._tokens.late(rank, number, what)
 
     def sync(self) -> None:
         """Let what has arrived be seen by reads of the memory."""

@@ -55,4 +55,5 @@ def partner(graph, rank: int, now: Round, on_host: Container[int]) -> int | None
         return None
     sources, weights, theirs = graph.neighbours(now.t, other)
     same = len(sources) == 1 and sources[0] == rank and weights[0] == theirs == own
-    return other if same else None
+    alone = [int(j) for j in graph.receivers(now.t, other)] == [rank]
+    return other if same and alone else None

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpigossip.cluster.ranks import Deadline
 from mpigossip.mixing.base import BLOCK, SMALLEST, Layout, Segments, combine
 from mpigossip.mixing.messages import wait_all
-from mpigossip.mixing.push import PushWindow
+from mpigossip.mixing.push import ARRIVING, ROOM, PushWindow
 from mpigossip.mixing.wire import CHUNK, Stretch, decode
 
 
@@ -131,18 +131,14 @@ class Stream:
         self._arrived = dict.fromkeys(sources, 0)
         self._prepared = self._sent = self._added = 0
         self._flying: list[MPI.Request] = []
-        self._begun = False
+        self._full = list(self._readers)
 
     def begin(self) -> None:
-        """Wait for room, and do what of :meth:`run` can be done at once."""
-        self._push.await_room(self._readers, self._count)
-        self._begun = True
+        """What of :meth:`run` can be done at once."""
         self._moved()
 
     def run(self) -> None:
         """Send and take in all pieces; LateError where nothing moves until the deadline."""
-        if not self._begun:
-            self.begin()
         while not self._over:
             Deadline(self._push.timeout_s).wait(self._moved, self._late, self._rest)
 
@@ -161,7 +157,8 @@ class Stream:
         return self._push.courier.rest([*filter(None, self._flying), *self._push.awaited()])
 
     def _send(self) -> bool:
-        if self._sent == len(self._pieces):
+        self._full = [rank for rank in self._full if not self._push.room(rank, self._count)]
+        if self._full or self._sent == len(self._pieces):
             return False
         if self._prepared == self._sent:
             if not self._ready(self._pieces[self._sent]):
@@ -200,7 +197,10 @@ class Stream:
         return True
 
     def _late(self) -> str:
+        number = self._count * len(self._pieces)
+        if self._full:
+            return self._push.late(min(self._full), number, ROOM)
         missing = [rank for rank, there in self._arrived.items() if there < len(self._pieces)]
         if missing:
-            return self._push.late(min(missing), self._count * len(self._pieces))
+            return self._push.late(min(missing), number, ARRIVING)
         return f"a put to ranks {self._readers} doesn't complete (round {self._count})"

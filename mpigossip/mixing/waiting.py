@@ -24,13 +24,16 @@ SLICE_S = 0.05
 @cache
 def available() -> bool:
     """Whether waiting in C is to be had here."""
-    return hasattr(native.library(), "mpigossip_wait")
+    return hasattr(native.library(), "mpigossip_wait") and _test() is not None
 
 
 @cache
 def _test() -> int | None:
-    """Address of the MPI_Test that mpi4py calls."""
-    return ctypes.cast(ctypes.CDLL(MPI.__file__).MPI_Test, ctypes.c_void_p).value
+    """Address of the MPI_Test that mpi4py calls: a global one, as of a tool, else its library's."""
+    for name in (None, MPI.__file__):
+        with contextlib.suppress(AttributeError):
+            return ctypes.cast(ctypes.CDLL(name).MPI_Test, ctypes.c_void_p).value
+    return None
 
 
 def rest(
@@ -40,12 +43,13 @@ def rest(
     wake: int = -1,
     spin: float = SPIN_S,
     shortest: float = SHORTEST_S,
+    longest: float = LONGEST_S,
     limit: float = SLICE_S,
 ) -> bool:
     """Until ``need`` of the requests (unset: all) are complete, or something else is to be seen.
 
     That is: the file ``wake`` can be read, a signal came, or ``limit`` seconds are over. ``spin``
-    seconds without sleep, then sleeps from ``shortest`` to a millisecond. Raises MPI.Exception.
+    seconds without sleep, then sleeps from ``shortest`` to ``longest``. Raises MPI.Exception.
     False, at once, where there is no native library.
     """
     if not available():
@@ -54,7 +58,7 @@ def rest(
     count = len(addresses)
     error = native.library().mpigossip_wait(
         _test(), (ctypes.c_void_p * count)(*addresses), count, count if need is None else need,
-        wake, spin, shortest, LONGEST_S, limit,
+        wake, spin, shortest, longest, limit,
     )  # fmt: skip
     if error:
         raise MPI.Exception(error)
@@ -72,8 +76,9 @@ class Bell:
 
     def ring(self) -> None:
         """Wake whoever rests on it now, or the next who does."""
-        with contextlib.suppress(BlockingIOError):  # full of rings that nobody heard
-            os.write(self._ring, b"!")
+        if self.wake >= 0:
+            with contextlib.suppress(BlockingIOError):  # full of rings that nobody heard
+                os.write(self._ring, b"!")
 
     def heard(self) -> None:
         """Quiet again; called by who rests on it."""

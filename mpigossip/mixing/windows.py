@@ -6,6 +6,7 @@ all others by pushes into their inboxes (:mod:`mpigossip.mixing.push`) with ``sa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -41,8 +42,7 @@ class Windows:
         self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
         self._period = graph.period
         self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
-        self.bytes_sent, self._waited = [0], 0.0
-        self.synchronous, self.staleness = True, [0.0]
+        self.bytes_sent, self._waited, self.synchronous, self.staleness = [0], 0.0, True, [0.0]
         self._plans: dict[tuple[Kind, int], Round] = {}
         self._comm = world.comm.Dup()
         self._host = self._open_host(same_host)
@@ -97,9 +97,8 @@ class Windows:
         layout, own = self.layout, self._host.own if self._host else self._push.outbox
         if own is None:
             own = torch.empty(layout.nbytes, dtype=torch.uint8)
-        if self._lossy and self._push:
-            return own, torch.zeros(layout.sent_bytes, dtype=torch.uint8)
-        return own, None
+        coded = self._lossy and self._push
+        return own, torch.zeros(layout.sent_bytes, dtype=torch.uint8) if coded else None
 
     def _cut(self, push: PushWindow, size: int) -> None:
         """Push in pieces of about so many bytes, the same on all ranks."""
@@ -150,9 +149,8 @@ class Windows:
     @cached_property
     def _result(self) -> torch.Tensor:
         """Where a sum goes that isn't formed in the inbox: one message, uint8."""
-        if self._host:
-            return self._host.result
-        return torch.empty(self.layout.nbytes, dtype=torch.uint8)
+        own = self._host.result if self._host else None
+        return torch.empty(self.layout.nbytes, dtype=torch.uint8) if own is None else own
 
     # -- a round ------------------------------------------------------------------------
 
@@ -163,17 +161,17 @@ class Windows:
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
         """Publish the outbox, quantized if the wire does so, and begin the exchange of round t."""
-        if kind is Kind.GOSSIP:
-            self._first = t if self._first is None else self._first
-        exchange = t if exchange is None else exchange
-        self._round = self._planned(kind, t).at(t, exchange)
-        self.bytes_sent[0] += self._round.nbytes
+        self._open(kind, t, t if exchange is None else exchange)
         self._begin(self._round)
 
     def start_by_blocks(self, t: int, exchange: int, order: Sequence[int]) -> None:
         """Begin the GOSSIP exchange of round t, of an outbox that is still to be filled."""
-        self._first = t if self._first is None else self._first
-        self._round = self._planned(Kind.GOSSIP, t).at(t, exchange, tuple(order))
+        self._open(Kind.GOSSIP, t, exchange, tuple(order))
+
+    def _open(self, kind: Kind, t: int, exchange: int, order: tuple[int, ...] = ()) -> None:
+        if kind is Kind.GOSSIP and self._first is None:
+            self._first = t
+        self._round = self._planned(kind, t).at(t, exchange, order)
         self.bytes_sent[0] += self._round.nbytes
 
     def filled(self, block: int) -> None:
@@ -224,11 +222,12 @@ class Windows:
         if self._host:
             self._encode(now)
             self._host.publish(self._on_host(now.readers), now.t)
-        if self._push:
+        if self._push and (now.targets or now.far or not self._host):
             stream = self._stream(now)
             if self._inline:
-                stream.begin()
                 now.rest = stream.run
+                if self._courier.threaded:  # else MPI can't be entered while it computes
+                    stream.begin()
             else:
                 now.ticket = self._courier.submit(stream.run)
 
@@ -272,26 +271,22 @@ class Windows:
         self._encode(now)
         if self._push is None:
             self._host.publish(self._host.others, now.t)
-        elif self._push.courier.threaded:
-            now.ticket = self._push.courier.submit(self._average_by_messages)
+        elif self._courier.threaded:
+            now.ticket = self._courier.submit(self._average_by_messages)
 
-    def _average_by_messages(self) -> None:
-        # the same bits either way: decoded values summed in rank order
+    def _average_by_messages(self) -> float:
+        """Seconds waited. The same bits either way: decoded values summed in rank order."""
         if self._lossy and self.n * self.layout.sent_bytes < 2 * self.layout.nbytes:
             everyone, waited = gather(self._push.comm, self._codes, self._timeout_s)
-            self._note(waited)
             sources = [self._out if rank == self.rank else everyone[rank] for rank in range(self.n)]
             out, weights = self._segments(self._result), [1 / self.n] * self.n
             add_up(self.layout, weights, sources, out, self.layout.stretches)
-            return
+            return waited
+        waited = 0.0
         for dtype, part in self.layout.parts:
             own, out = self._message[part].view(dtype), self._result[part].view(dtype)
-            self._note(average(self._push.comm, own, out, self._timeout_s))
-
-    def _note(self, waited: float) -> None:
-        """Count waiting here, unless this is the courier: its waiting is that for its ticket."""
-        if not self._push.courier.threaded:
-            self._waited += waited
+            waited += average(self._push.comm, own, out, self._timeout_s)
+        return waited
 
     def finish(self) -> tuple[Segments, Segments]:
         """``sent`` and ``mixed`` of the open round."""
@@ -313,7 +308,9 @@ class Windows:
         if now.ticket:
             self._wait_for(now.ticket)
         elif now.rest:
+            began = time.perf_counter()
             now.rest()
+            self._waited += time.perf_counter() - began
         mixed = self._segments(self._result_of(now))
         if not now.sources or self._on_host(now.sources):
             sources = self._sources(now)
@@ -347,7 +344,7 @@ class Windows:
         elif now.ticket:
             self._wait_for(now.ticket)
         else:
-            self._average_by_messages()
+            self._waited += self._average_by_messages()
 
     def _wait_for(self, ticket: Job) -> None:
         self._waited += self._courier.wait(ticket, f"round {self._round.t}")
