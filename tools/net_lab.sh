@@ -7,7 +7,7 @@
 # Needs root, ip and tc. The launcher is MPIGOSSIP_MPIEXEC, else mpiexec on PATH (MPICH or Open MPI).
 # Each host has its own network, host name and IPC, so that MPI takes its network path; files are
 # shared, as on a cluster. Links have a rate but no added latency, and short queues, as switches
-# have; frames are large, and TCP is as clusters set it: cubic, no slow start after each pause.
+# have; TCP is as clusters set it: cubic, without a slow start after each pause.
 set -euo pipefail
 LAB=${MPIGOSSIP_NET_LAB_DIR:-/tmp/mpigossip-net-lab}
 BRIDGE=mpglab0
@@ -25,7 +25,7 @@ shape() { tc "${@:2}" qdisc add dev "$1" root tbf rate "$RATE" burst "${MPIGOSSI
 add_host() {
     local k=$1 name=mpglab-h$1
     ip netns add "$name"
-    ip link add "mpglab-v$k" mtu 9000 type veth peer name eth0 mtu 9000 netns "$name"
+    ip link add "mpglab-v$k" type veth peer name eth0 netns "$name"
     ip link set "mpglab-v$k" master "$BRIDGE" up
     ip -n "$name" addr add "$NET.$k/24" dev eth0
     ip -n "$name" link set eth0 up

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from mpigossip.analysis.costs import Subject
 from mpigossip.config import Data, GraphSection, JobError
+from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind, Layout, combine
 from mpigossip.mixing.wire import Wire
 
@@ -21,6 +21,8 @@ SMALL = 512
 """Elements of the message that shows the latency."""
 BURST = 8
 """Rounds that are timed together."""
+LONGEST_S = 0.05
+"""Seconds of work at most before each of them."""
 WARM_UP, LEAST, MOST = 3, 8, 60
 """Steps that are run before measuring, and at least and at most measured."""
 
@@ -29,7 +31,7 @@ WARM_UP, LEAST, MOST = 3, 8, 60
 class Machine:
     """Seconds and rates of one node.
 
-    A message of B bytes takes latency_s + B / bandwidth; a global average over n nodes
+    k messages of B bytes at once take latency_s + k · B / bandwidth; a global average over n nodes
     2 ⌈log2 n⌉ global_latency_s + 2 (n−1)/n · B / global_bandwidth, as the best all-reduces do;
     the weighted sum of k + 1 messages k · B / combine_rate.
     """
@@ -47,8 +49,6 @@ class Machine:
     global_bandwidth: float
     combine_rate: float
     """bytes/s of one term of the sum"""
-    uneven_s: float = 0.0
-    """what the slowest of the measured nodes takes longer for a step than their mean"""
     sources: dict[str, str] = field(default_factory=dict)
     """name -> "measured", "given" or "assumed" """
     where: str = "this process alone"
@@ -73,30 +73,28 @@ def examine(what: Subject, world, given: Given, budget_s: float) -> Machine:
     """
     sources: dict[str, str] = {}
     if given.compute_s is None:
-        compute_s, node_s, update_s, uneven_s = _steps(what, world, budget_s)
+        compute_s, node_s, update_s = _steps(what, world, budget_s)
         sources |= dict.fromkeys(("compute", "node-local"), "measured")
     else:
-        compute_s, node_s, update_s, uneven_s = given.compute_s, 0.0, 0.0, 0.0
+        compute_s, node_s, update_s = given.compute_s, 0.0, 0.0
         sources |= {"compute": "given", "node-local": "given"}
     if given.node_s is not None:
         node_s, sources["node-local"] = given.node_s, "given"
     combine_rate = _combine_rate(what)
-    wire, where = _network(what, world, given, combine_rate, budget_s)
+    work_s = compute_s if slots_of(what.job.node.devices)[0] == "cpu" else 0.0
+    wire, where = _network(what, world, given, combine_rate, budget_s, work_s)
     latency_s, bandwidth, global_latency_s, global_bandwidth = wire
     measured = "measured" if world.size > 1 else "assumed"
     sources["latency"] = measured if given.latency_s is None else "given"
     sources["bandwidth"] = measured if given.bandwidth is None else "given"
     return Machine(
         compute_s, node_s, update_s, latency_s, bandwidth, global_latency_s, global_bandwidth,
-        combine_rate, uneven_s, sources, where,
+        combine_rate, sources, where,
     )  # fmt: skip
 
 
-def _steps(what: Subject, world, budget_s: float) -> tuple[float, ...]:
-    """Median seconds of a step of one node: compute, node-local, update; means over the ranks.
-
-    The fourth: by how much the slowest rank of a step is behind the mean; all compute at once.
-    """
+def _steps(what: Subject, world, budget_s: float) -> tuple[float, float, float]:
+    """Median seconds of a step of one node: compute, node-local, update; means over the ranks."""
     from mpigossip.cluster.ranks import Alone
     from mpigossip.groups import devices
     from mpigossip.training import setup
@@ -124,10 +122,10 @@ def _steps(what: Subject, world, budget_s: float) -> tuple[float, ...]:
                 break
     finally:
         assembly.close()
-    every = np.array(world.broadcast(world.gather(list(found.values()))))  # rank, what, step
-    whole = every.sum(1)
-    uneven = np.median(whole.max(0)) - np.median(whole, 1).mean()
-    return (*np.median(every, 2).mean(0).tolist(), max(0.0, float(uneven)))
+    mine = [statistics.median(values) for values in found.values()]
+    every = world.broadcast(world.gather(mine))
+    means = [statistics.fmean(each) for each in zip(*every, strict=True)]
+    return means[0], means[1], means[2]
 
 
 def _here(job) -> bool:
@@ -179,7 +177,9 @@ def hops(n: int) -> int:
     return 2 * (n - 1).bit_length()
 
 
-def _network(what: Subject, world, given: Given, combine_rate: float, budget_s: float):
+def _network(
+    what: Subject, world, given: Given, combine_rate: float, budget_s: float, work_s: float
+):
     """((latency, bandwidth, the same of a global average), words on where)."""
     latency = LATENCY_S if given.latency_s is None else given.latency_s
     bandwidth = BANDWIDTH if given.bandwidth is None else given.bandwidth
@@ -187,7 +187,9 @@ def _network(what: Subject, world, given: Given, combine_rate: float, budget_s: 
         return (latency, bandwidth, latency, bandwidth), "this process alone"
     n, hosts = world.size, len(set(world.hosts))
     nbytes = 4 * what.flat.size
-    small, large = (_rounds(world, what, count, budget_s) for count in (SMALL, what.flat.size))
+    small, large = (
+        _rounds(world, what, count, budget_s, work_s) for count in (SMALL, what.flat.size)
+    )
     fitted = []
     # messages that a round sends, and how many latencies it has
     shapes = {"gossip": (1.0, 1), "global": (2 * (n - 1) / n, hops(n))}
@@ -204,10 +206,25 @@ def _network(what: Subject, world, given: Given, combine_rate: float, budget_s: 
     return tuple(fitted), where
 
 
-def _rounds(world, what: Subject, count: int, budget_s: float) -> dict[str, float]:
-    """Median seconds of a one-peer round and of a global average of one vector.
+def _work(world, seconds: float) -> Callable[[], None]:
+    """Arithmetic that takes a core about so long, at most `LONGEST_S`; the same on all ranks."""
+    a = torch.randn(128, 128)
+    each = statistics.fmean(world.broadcast(world.gather(_best(lambda: a @ a, 25))))
+    repeats = round(min(seconds, LONGEST_S) / each)
+
+    def work() -> None:
+        for _ in range(repeats):
+            a @ a
+
+    return work
+
+
+def _rounds(world, what: Subject, count: int, budget_s: float, work_s: float) -> dict[str, float]:
+    """Median seconds that a one-peer round and a global average of one vector add to work.
 
     Timed in bursts, as steps follow each other: after a barrier the first round would be late.
+    With work of ``work_s`` before each, as in a step: where cores are few the exchange waits for
+    them, and for the slowest of those who compute.
     """
     from mpigossip.graphs import graph
     from mpigossip.mixing.windows import Windows
@@ -219,16 +236,21 @@ def _rounds(world, what: Subject, count: int, budget_s: float) -> dict[str, floa
     )  # fmt: skip
     clock = iter(range(1 << 60))
 
+    work = _work(world, work_s)
+
     def burst(kind: Kind) -> float:
         began = time.perf_counter()
         for _ in range(BURST):
+            work()
+            if kind is Kind.LOCAL:
+                continue
             t = next(clock) if kind is Kind.GOSSIP else 0
             mixer.outbox(t)[0][0].fill_(1.0)
             mixer.start(kind, t)
             mixer.finish()
         return (time.perf_counter() - began) / BURST
 
-    times: dict[Kind, list[float]] = {Kind.GOSSIP: [], Kind.GLOBAL: []}
+    times: dict[Kind, list[float]] = {Kind.LOCAL: [], Kind.GOSSIP: [], Kind.GLOBAL: []}
     began, late = time.perf_counter(), 0
     while not late or len(times[Kind.GOSSIP]) < 6:
         for kind, kept in times.items():
@@ -238,5 +260,6 @@ def _rounds(world, what: Subject, count: int, budget_s: float) -> dict[str, floa
     mixer.close()
     # the first is a warm-up
     mine = [statistics.median(kept[1:]) for kept in times.values()]
-    means = [statistics.fmean(each) for each in zip(*world.comm.allgather(mine), strict=True)]
-    return {"gossip": means[0], "global": means[1]}
+    every = zip(*world.comm.allgather(mine), strict=True)
+    alone, gossip, everywhere = map(statistics.fmean, every)
+    return {"gossip": max(gossip - alone, 1e-6), "global": max(everywhere - alone, 1e-6)}

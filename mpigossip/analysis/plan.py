@@ -127,9 +127,6 @@ def predict(what: Subject, machine: Machine, choice: Choice, n: int, epochs: flo
         return None
     exchange, hidden = exchange_seconds(made, machine), _hidden(job, made, machine)
     step = machine.compute_s + machine.node_s + machine.update_s + exchange - hidden
-    # who exchanges waits for the slower one
-    local = sum(count for (kind, _), count in made.counted.items() if kind is Kind.LOCAL)
-    step += (1 - local / sum(made.counted.values())) * machine.uneven_s
     per_epoch = what.steps_per_epoch(n)
     return Row(
         choice.graph, choice.cadence, choice.wire, n, step, exchange, hidden,
@@ -178,7 +175,8 @@ def _round_seconds(made: Exchanges, machine: Machine, kind: Kind, t: int | None)
         summed += share * layout.nbytes / machine.global_bandwidth
         return encode + summed + layout.nbytes / machine.combine_rate
     sent, received = busiest(made.graph, t)
-    wire = max(sent, received) * (machine.latency_s + layout.sent_bytes / machine.bandwidth)
+    many = max(sent, received)
+    wire = machine.latency_s * (many > 0) + many * layout.sent_bytes / machine.bandwidth
     return encode + wire + received * (decode + layout.nbytes / machine.combine_rate)
 
 

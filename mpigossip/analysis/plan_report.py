@@ -108,9 +108,7 @@ def _head(what: Subject, machine: Machine, note: str) -> list[str]:
         f"{job.run.name}: {what.flat.count:,} parameters, {method}, {what.per_step} samples a "
         f"node and step" + (f"; {note}" if note else ""),
         f"compute {_time(machine.compute_s)} ({told['compute']}), inside the node "
-        f"{_time(machine.node_s)} ({told['node-local']}), update {_time(machine.update_s)}"
-        + f", the slowest node {_time(machine.uneven_s)} more"
-        * (machine.uneven_s > 0),
+        f"{_time(machine.node_s)} ({told['node-local']}), update {_time(machine.update_s)}",
         f"latency {_time(machine.latency_s)} ({told['latency']}), bandwidth "
         f"{machine.bandwidth / 1e9:.3g} GB/s ({told['bandwidth']}); {machine.where}",
     )

@@ -14,9 +14,11 @@ from functools import cache
 
 from mpi4py import MPI
 
-from mpigossip.cluster.deadline import LONGEST_S, SHORTEST_S, SPIN_S
+from mpigossip.cluster.deadline import SHORTEST_S, SPIN_S
 from mpigossip.mixing import native
 
+LONGEST_S = 0.003
+"""Seconds of the longest sleep, reached after six times as long; each look costs a core time."""
 SLICE_S = 0.05
 """Seconds after which Python looks at signals and deadlines."""
 
