@@ -47,7 +47,10 @@ def lab():
             )
         if os.getuid() != 0 or not (shutil.which("slurmd") or shutil.which("apt-get")):
             pytest.skip("the Slurm lab needs root, and slurm-wlm or apt-get to install it")
-        bash(LAB, "up", timeout=600)
+        started = bash(LAB, "up", timeout=600, check=False)
+        if "could not install" in started.stdout + started.stderr:
+            pytest.skip(started.stderr.strip())
+        assert started.returncode == 0, started.stdout + started.stderr
     yield lambda *words, **more: bash(LAB, "run", *words, **more).stdout
     if not up:
         bash(LAB, "down")
