@@ -8,6 +8,7 @@
 # Each host has its own network, host name and IPC, so that MPI takes its network path; files are
 # shared, as on a cluster. Links have a rate but no added latency, and short queues, as switches
 # have; TCP is as clusters set it: cubic, without a slow start after each pause.
+# MPIGOSSIP_NET_LAB_BURST (256kb) is a link's credit, MPIGOSSIP_NET_LAB_QUEUE (10ms) its queue.
 set -euo pipefail
 LAB=${MPIGOSSIP_NET_LAB_DIR:-/tmp/mpigossip-net-lab}
 BRIDGE=mpglab0
