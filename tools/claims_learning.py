@@ -52,7 +52,7 @@ def do(options, runs: Runs) -> None:
             for protocol in protocols.values()
             for case, method in protocol.each()
             if (protocol.name, method) != ("periodic", "cpsgd")  # its period is not known yet
-            for seed in protocol.seeds(case)
+            for seed in protocol.table["seeds"]
         )
 
 

@@ -225,10 +225,6 @@ class Protocol:
         exception = t.get("exceptions", {}).get(case, {}).get(method, {})
         return merged(t["job"], t["cases"][case], t["methods"][method], exception)
 
-    def seeds(self, case: str) -> list[int]:
-        """The seeds of a case's reported runs: the file's, or fewer."""
-        return self.table.get("fewer_seeds", {}).get(case, self.table["seeds"])
-
     def _run(self, kind: str, case: str, method: str, seed: int, lr: float) -> dict[str, Any]:
         epochs = self.table["search_epochs" if kind == "search" else "epochs"]
         named = {"claim": self.name, "case": case, "method": method, "kind": kind}
@@ -275,7 +271,7 @@ class Protocol:
 
     def reported(self, runs: Runs, case: str, method: str, **changes: Any) -> list[dict[str, Any]]:
         """The results of these runs, one for each seed."""
-        tasks = [self.report(runs, case, method, s, **changes) for s in self.seeds(case)]
+        tasks = [self.report(runs, case, method, s, **changes) for s in self.table["seeds"]]
         runs.fill(tasks)
         return [runs.known(run) for run, *_ in tasks]
 
