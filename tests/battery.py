@@ -122,3 +122,16 @@ class Driver:
     def optimum(self):
         """Mean of all b, the minimum of the sum; of a simulated driver."""
         return torch.cat(self.b, dim=1).mean(0)
+
+
+def on_ranks(settings, world, same_host, steps):
+    """A driver over windows for each of these settings, after its steps; collective."""
+    from mpigossip.mixing.windows import Windows
+
+    def windows(graph, layout):
+        return Windows(graph, layout, world, same_host=same_host, timeout_s=60)
+
+    for each in settings:
+        driver = Driver(each, world.size, windows, noise=0.1).run(steps)
+        yield driver
+        driver.mixer.close()

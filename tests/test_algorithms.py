@@ -6,7 +6,7 @@ import battery
 import numpy as np
 import pytest
 import torch
-from battery import Driver
+from battery import Driver, on_ranks
 
 from mpigossip import algorithms, graph
 from mpigossip.algorithms.spectrum import momentum_of_gossip
@@ -39,19 +39,11 @@ def name_of(case):
 
 def all_cases(comm, same_host, steps):
     from mpigossip.cluster.ranks import World
-    from mpigossip.mixing.windows import Windows
 
     torch.set_num_threads(1)
-    world, found = World(comm), []
-    for case in CASES:
-        driver = Driver(
-            case,
-            comm.size,
-            lambda g, layout: Windows(g, layout, world, same_host=same_host, timeout_s=60),
-            noise=0.1,
-        ).run(steps)
-        found.append((driver.whole().numpy(), driver.mixer.bytes_sent[0]))
-        driver.mixer.close()
+    world = World(comm)
+    drivers = on_ranks(CASES, world, same_host, steps)
+    found = [(driver.whole().numpy(), driver.mixer.bytes_sent[0]) for driver in drivers]
     world.close()
     return found
 

@@ -87,15 +87,24 @@ class Invented:
                 self.asked.append(run["lr"])
 
 
-@pytest.mark.parametrize(("best", "expected"), [(0.03, 0.03), (0.31, 0.3), (0.0, 0.003)])
-def test_a_search_goes_beyond_its_grid_where_the_best_is_at_an_end(best, expected):
+@pytest.mark.parametrize(
+    ("best", "further", "chosen"),
+    [
+        (0.03, [0.017, 0.055], 0.03),
+        (0.019, [0.003, 0.0055, 0.017], 0.017),
+        (0.31, [0.3, 0.17], 0.3),
+        (0.0, [0.003, 0.0055], 0.003),
+    ],
+)
+def test_a_search_goes_beyond_its_grid_and_between_its_rates(best, further, chosen):
+    """One rate beyond where the best is at an end, then the geometric means around the best."""
     protocol = claims_training.Protocol.read(PROTOCOLS / "momentum.toml")
     runs = Invented(best)
     with pytest.raises(claims_training.OutOfTime, match="--search"):
         protocol.rate(runs, "Dirichlet 0.1", "local")
     claims_training.search(runs, [protocol])
-    assert protocol.rate(runs, "Dirichlet 0.1", "local") == expected
-    assert runs.asked == [0.01, 0.03, 0.1] + [expected] * (expected != 0.03)
+    assert protocol.rate(runs, "Dirichlet 0.1", "local") == chosen
+    assert runs.asked == [0.01, 0.03, 0.1, *further]
 
 
 def test_training_claims_without_data_say_so(tmp_path):

@@ -85,15 +85,16 @@ def measure(options: argparse.Namespace, runs: Runs) -> Iterator[Row]:
         yield from function(options, runs) if learning else function(options)
 
 
-def head(given: list[str]) -> str:
-    """What was run, when and on what."""
+def head(given: list[str], minutes: float, done: int) -> str:
+    """What was run, when, on what, and how long it took with how many training runs done anew."""
     now = datetime.datetime.now(datetime.UTC)
     return (
         "# What the papers claim, measured\n\n"
         f"`python tools/claims.py {' '.join(given)}`, {now:%Y-%m-%d}, mpigossip "
         f"{mpigossip.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} {platform.machine()} cores, no GPU used. Protocols, seeds and what was "
-        "reduced: [PROTOCOL.md](PROTOCOL.md).\n\n"
+        f"{os.cpu_count()} {platform.machine()} cores, no GPU used: {minutes:.0f} minutes, {done} "
+        "training runs done in them. Protocols, seeds and what was reduced: "
+        "[PROTOCOL.md](PROTOCOL.md).\n\n"
     )
 
 
@@ -104,7 +105,8 @@ def main(given: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        until = time.monotonic() + 60 * options.minutes
+        began = time.monotonic()
+        until = began + 60 * options.minutes
         runs = Runs(options.runs, options.data, Path(folder), until, options.workers)
         if options.search:
             search(runs, map(Protocol.read, sorted(PROTOCOLS.glob("*.toml"))))
@@ -114,7 +116,8 @@ def main(given: list[str] | None = None) -> int:
             print(f"{row.verdict:<18} {row.claim}: {row.measured} (expected: {row.expected})")
             sys.stdout.flush()
             if options.out:
-                write(rows, options.out, head(given))
+                minutes = (time.monotonic() - began) / 60
+                write(rows, options.out, head(given, minutes, runs.done))
         if options.plot:
             claims_learning.draw(options, runs, options.plot)
     failed = sum(row.holds is False for row in rows)

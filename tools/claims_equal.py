@@ -29,16 +29,17 @@ STEPS = 5
 """Steps of each combination: the inboxes of both slots are used twice."""
 
 
-def combinations(n: int) -> Iterator[str]:
-    """The settings of all that goes together at n nodes."""
+def combinations(n: int, part: int = 0, parts: int = 1) -> Iterator[str]:
+    """The settings of all that goes together at n nodes; of so many parts, this one."""
     from battery import job
 
     from mpigossip import algorithms, config, graphs
     from mpigossip.training import setup
 
     wires = get_args(get_type_hints(config.NodeSection)["wire"])
-    for parts in itertools.product(algorithms.BUILDERS, graphs.BUILDERS, wires):
-        settings = "algorithm.name={} graph.name={} node.wire={}".format(*parts)
+    every = itertools.product(algorithms.BUILDERS, graphs.BUILDERS, wires)
+    for names in itertools.islice(every, part, None, parts):
+        settings = "algorithm.name={} graph.name={} node.wire={}".format(*names)
         try:
             fits = not setup.mistakes(job(settings), n)
         except config.JobError:
@@ -47,47 +48,30 @@ def combinations(n: int) -> Iterator[str]:
             yield settings
 
 
-def on_ranks(settings: list[str], world, same_host: str) -> np.ndarray:
-    """This rank's parameters after the steps, a row for each combination."""
-    from battery import Driver
-
-    from mpigossip.mixing.windows import Windows
-
-    rows = []
-    for case in settings:
-        driver = Driver(
-            case,
-            world.size,
-            lambda g, layout: Windows(g, layout, world, same_host=same_host, timeout_s=60),
-            noise=0.1,
-        ).run(STEPS)
-        rows.append(driver.whole().numpy()[0])
-        driver.mixer.close()
-    return np.stack(rows)
-
-
 def main() -> int:
     """One rank: run, compare a share of the combinations with the simulator, say what differs."""
-    from battery import Driver
+    from battery import Driver, on_ranks
     from mpi4py import MPI
 
     from mpigossip.cluster.ranks import World
 
     torch.set_num_threads(1)
     comm, begin = MPI.COMM_WORLD, time.monotonic()
-    settings = comm.bcast(list(combinations(comm.size)) if comm.rank == 0 else None)
-    world, different = World(comm), []
-    for same_host in ("read", "put"):
-        got = np.stack(comm.allgather(on_ranks(settings, world, same_host)), axis=1)
-        for at in range(comm.rank, len(settings), comm.size):
-            wanted = Driver(settings[at], comm.size, noise=0.1).run(STEPS).whole().numpy()
-            if not np.array_equal(got[at], wanted, equal_nan=True):
-                different.append(f"{settings[at]} ({same_host})")
+    found = comm.allgather(list(combinations(comm.size, comm.rank, comm.size)))
+    settings = [each for part in found for each in part]
+    world, got, different = World(comm), {}, []
+    for way in ("read", "put"):
+        mine = [d.whole().numpy()[0] for d in on_ranks(settings, world, way, STEPS)]
+        got[way] = np.stack(comm.allgather(np.stack(mine)), axis=1)
     world.close()
-    found = comm.gather(different)
+    for at in range(comm.rank, len(settings), comm.size):
+        wanted = Driver(settings[at], comm.size, noise=0.1).run(STEPS).whole().numpy()
+        ways = [w for w in got if not np.array_equal(got[w][at], wanted, equal_nan=True)]
+        different += [f"{settings[at]} ({way})" for way in ways]
+    different = comm.gather(different)
     if comm.rank == 0:
         seconds = round(time.monotonic() - begin)
-        flat = [each for part in found for each in part]
+        flat = [each for part in different for each in part]
         print(json.dumps({"combinations": len(settings), "different": flat, "seconds": seconds}))
     return 0
 

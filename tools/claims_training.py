@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,8 +36,6 @@ TRAIN, VALIDATION = 45_000, 5_000
 """Images that are trained on, and images for validation, of CIFAR-10's 50,000."""
 POINTS, CURVE = 8, 5
 """Evaluations of a reported run, on every CURVE-th test image."""
-EDGES = 1
-"""How often a grid is extended by one rate."""
 
 Task = tuple[dict[str, Any], Mapping[str, Any], int]
 """A run: what it is, its job, and the points of its curve."""
@@ -163,6 +162,7 @@ class Runs:
     until: float = np.inf
     workers: int = 2
     entries: list[dict[str, Any]] = field(default_factory=list)
+    done: int = 0
 
     def __post_init__(self) -> None:
         for file in (self._file("search"), self._file("test")):
@@ -200,6 +200,7 @@ class Runs:
                 raise
 
     def _keep(self, run: dict[str, Any], result: dict[str, Any]) -> None:
+        self.done += 1
         self.entries.append({"run": run, "result": result})
         with self._file(run["kind"]).open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.entries[-1]) + "\n")
@@ -239,21 +240,18 @@ class Protocol:
     def searched(self, runs: Runs, case: str, method: str) -> tuple[dict[float, float], list[Task]]:
         """Validation accuracy by learning rate, and what has to be run to know more.
 
-        The grid; then, as long as the best lies at an end, one rate beyond.
+        The grid; one rate beyond where the best lies at an end; then the best's surroundings.
         """
-        grid = [float(lr) for lr in self.table.get("grids", {}).get(method, self.table["grid"])]
+        grid = [float(lr) for lr in self.table["grid"]]
         found: dict[float, float] = {}
-        for _ in range(EDGES + 1):
+        for further in (_beyond, _between, None):
             tasks = [self._search(case, method, lr) for lr in grid]
             missing = [task for task in tasks if runs.known(task[0]) is None]
             if missing:
                 return found, missing
             found = {t[0]["lr"]: runs.known(t[0])["accuracy"] for t in tasks}
-            best = max(found, key=found.__getitem__)
-            if best not in (min(found), max(found)):
-                break
-            ratio = grid[0] / grid[1] if best == min(found) else grid[-1] / grid[-2]
-            grid.append(float(f"{best * ratio:.1g}"))
+            if further:
+                grid += further(sorted(found), max(found, key=found.__getitem__))
         return found, []
 
     def rate(self, runs: Runs, case: str, method: str) -> float:
@@ -280,6 +278,20 @@ class Protocol:
         for case in self.table["cases"]:
             for method in self.table["methods"]:
                 yield case, method
+
+
+def _beyond(rates: list[float], best: float) -> list[float]:
+    """One rate more where the best lies at an end, a factor away as the grid's rates are."""
+    low, high = rates[0] / rates[1], rates[-1] / rates[-2]
+    factor = {rates[0]: low, rates[-1]: high}.get(best)
+    return [float(f"{best * factor:.1g}")] if factor else []
+
+
+def _between(rates: list[float], best: float) -> list[float]:
+    """The geometric means of the best rate and those beside it."""
+    at = rates.index(best)
+    beside = rates[max(0, at - 1) : at] + rates[at + 1 : at + 2]
+    return [float(f"{math.sqrt(best * rate):.2g}") for rate in beside]
 
 
 def search(runs: Runs, protocols: Iterable[Protocol]) -> None:
