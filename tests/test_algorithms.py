@@ -17,6 +17,7 @@ from mpigossip.mixing.simulated import Simulated
 from mpigossip.store import checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.training import setup
+from mpigossip.training.fit import lacking
 from mpigossip.training.state import leaves
 
 CASES = list(battery.cases())
@@ -320,11 +321,26 @@ def test_an_ahead_send_changes_nothing(case):
         ("algorithm.name=parallel cadence.name=cpsgd", 6, ["every step"]),
         ("algorithm.name=defacto node.wire=bf16", 6, ["exact messages", '"fp32"']),
         ("algorithm.name=dmsgd node.wire=sign", 6, ['"choco"', '"parallel"']),
+        ("algorithm.name=sgp graph.name=star graph.weights=uniform", 6, ['"push"', "by their own"]),
+        ("algorithm.name=sgp graph.name=star graph.weights=laplacian", 16, ["negative", "ring"]),
+        ("algorithm.name=defacto cadence.length=2", 6, ["cadence.length = 2", "period, 4"]),
+        ("algorithm.name=defacto algorithm.length=3", 6, ["algorithm.length = 3", "leave both"]),
+        ("data.shuffled_percent=50", 6, ['data.partition = "mixed"']),
+        ("data.dirichlet_alpha=0.5 data.partition=mixed", 6, ['data.partition = "dirichlet"']),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_a_remedy(settings, n, words):
     (message,) = setup.mistakes(battery.job(settings), n)
     assert all(word in message for word in words), message
+
+
+def test_negative_weights_are_borne_as_long_as_nodes_agree():
+    averaging = frozenset({"row-stochastic"})
+    assert lacking(averaging, graph("star", 16, "laplacian")) == []
+    apart = from_matrices([3 * np.eye(3) - np.full((3, 3), 2 / 3)])
+    (missing,) = lacking(averaging, apart)
+    assert "differ more in each round" in missing
+    assert lacking(frozenset({"always-global"}), apart) == []
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,13 @@ def test_rank_0_alone_speaks():
         (["algorithm.name=parallel", "graph.name=complete"], ["reduce-scatter and all-gather"]),
         (["node.wire=bf16"], ["bf16 on the wire", "86 kB a node"]),
         (["graph.name=random-matching"], ["1 neighbour a round, drawn each round"]),
-        (["algorithm.name=cpsgd", "node.devices=cpu:2"], ["2 slots each (cpu)", "gossip step"]),
+        (
+            ["algorithm.name=cpsgd", "node.devices=cpu:2"],
+            ["2 slots each (cpu)", "129 kB a node and averaging step", "graph unused"],
+        ),
+        (["graph.name=star", "graph.weights=laplacian"], ["signed weights, spectral gap 0.4"]),
+        (["algorithm.name=dsgd", "graph.name=star", "graph.weights=uniform"], ["mean drifts"]),
+        (["graph.name=identity"], ["not connected: nodes never agree"]),
     ],
 )
 def test_the_first_screen_says_what_was_built(settings, says, tmp_path):

@@ -1,6 +1,7 @@
 """Topology search: within its budgets, repeatable, better than chance; graphs in files."""
 
 import json
+from functools import partial
 from itertools import combinations
 
 import h5py
@@ -12,6 +13,7 @@ from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs import search as searching
 from mpigossip.graphs.annealing import Budget, Plan, Screen, Task, fill, random_move
 from mpigossip.graphs.files import load, read, save
+from mpigossip.graphs.matchings import search_matchings
 from mpigossip.graphs.search import search, search_circulants
 from mpigossip.graphs.spectral import spectral_gap
 
@@ -245,7 +247,13 @@ def test_files_of_networkx(suffix, tmp_path):
         ("a.json", '{"n": 3, "edges": [[0, 3]]}', r"outside the nodes 0 … 2"),
         ("a.json", '{"n": 3, "edges": [[0, 1], [1, 0]]}', "named twice"),
         ("a.json", '{"n": 3, "edges": [[1, 1]]}', "leads to its own node"),
-        ("a.json", '{"n": 3, "edges": [["a", 1]]}', "pairs of numbers"),
+        ("a.json", '{"n": 3, "edges": [["a", 1]]}', "pairs of integers"),
+        ("a.json", '{"n": 3, "edges": [[0.5, 1.7], [1, 2]]}', "pairs of integers"),
+        ("a.json", '{"n": 3, "edges": [[0, 1, 2, 0]]}', "pairs of integers"),
+        ("a.json", '{"n": 3, "edges": [[0, 1], [2]]}', "pairs of integers"),
+        ("a.json", '{"n": 3, "edges": [[0, 1e30]]}', "pairs of integers"),
+        ("a.json", '{"n": true, "edges": []}', "true or false"),
+        ("a.json", '{"n": 3, "edges": [[0, 1]], "weights": ["a"]}', "names a rule"),
         ("a.json", '{"n": 3, "edges": [[0, 1]], "weights": "x"}', 'weights "x" are unknown'),
         ("a.h5", "no", "can't be read as HDF5"),
         ("a.gml", "no", "can't be read"),
@@ -268,6 +276,31 @@ def test_bad_places_to_save(found, tmp_path):
     with pytest.raises(GraphError, match="isn't the result of a search"):
         (tmp_path / "x.json").write_text('{"n": 3, "edges": []}')
         load(tmp_path / "x.json")
+
+
+def test_a_file_has_no_options_but_slack(tmp_path):
+    (tmp_path / "a.json").write_text('{"n": 3, "edges": [[0, 1], [1, 2]]}')
+    assert graph(f"file:{tmp_path}/a.json", slack=0.5).matrix()[0, 1] > 0
+    with pytest.raises(GraphError, match='no option "degree"; its only option is slack'):
+        graph(f"file:{tmp_path}/a.json", degree=3)
+
+
+@pytest.mark.parametrize("run", [partial(search, 8, degree=4), partial(search_matchings, 8, 3)])
+def test_a_search_needs_time_and_a_seed(run):
+    for limits in ({"seconds": 0}, {"seconds": -1.0}, {"evaluations": 0}):
+        with pytest.raises(GraphError, match="a search needs time"):
+            run(**limits)
+    for seed in (-1, 0.5, True):
+        with pytest.raises(GraphError, match="seed has to be an integer"):
+            run(evaluations=5, seed=seed)
+
+
+def test_circulant_search_keeps_to_its_edges():
+    assert len(search_circulants(12, 4, edges=24).edges) == 24
+    with pytest.raises(GraphError, match="at most 20 edges is connected; allow more"):
+        search_circulants(12, 4, edges=20)
+    with pytest.raises(GraphError, match="no circulant graph of 2 nodes"):
+        search_circulants(2, 1)
 
 
 def test_a_search_without_a_connected_graph_says_so(monkeypatch):

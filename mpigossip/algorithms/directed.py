@@ -41,7 +41,9 @@ def sgp(local: Local) -> Algorithm:
         torch.div(mixed[0], state.weight.to(x.dtype), out=x)
         return state
 
-    return Algorithm(init, send, receive, scalars=1, needs=frozenset({"column-stochastic"}))
+    return Algorithm(
+        init, send, receive, scalars=1, needs=frozenset({"column-stochastic", "unsigned"})
+    )
 
 
 class Carriers(NamedTuple):

@@ -16,6 +16,8 @@ NODES = 8
 
 def describe(job: Job, nodes: int | None) -> str:
     """The job with all defaults, then what a step of it moves and holds. Raises JobError."""
+    if nodes is not None and nodes < 1:
+        raise JobError([f"--nodes {nodes}: a job runs on one node at least"])
     n = nodes or launched() or NODES
     found = [m for m in setup.mistakes(job, n) if not m.startswith("node.devices")]
     if found:

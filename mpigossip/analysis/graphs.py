@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
@@ -56,7 +57,9 @@ def add(commands) -> None:
     search.add_argument(
         "--between", type=float, default=4.0, metavar="COST", help="of an edge between racks (4)"
     )
-    search.add_argument("--circulant", action="store_true", help="all circulant graphs instead")
+    search.add_argument(
+        "--circulant", action="store_true", help="all circulant graphs, however long it takes"
+    )
     search.add_argument("--out", type=Path, required=True, metavar="FILE", help=".json or .h5")
     search.add_argument("--json", action="store_true", help="for programs")
 
@@ -79,7 +82,7 @@ def _common(command: argparse.ArgumentParser) -> None:
 
 
 def _make(name: str, options) -> Graph:
-    from mpigossip._toml import parse_value
+    from mpigossip._toml import check_options, parse_value
 
     given: dict[str, Any] = {}
     for text in options.option:
@@ -87,6 +90,11 @@ def _make(name: str, options) -> Graph:
         if not equals:
             raise GraphError(f'--option "{text}": needs the form KEY=VALUE, as in order=permuted')
         given[key] = parse_value(value)
+    if name in BUILDERS:
+        checked = dict(given)
+        if found := check_options("option", checked, (), BUILDERS[name]):
+            raise GraphError(f'graph "{name}": {"; ".join(found)}')
+        given = {key: checked[key] for key in given}
     return graph(name, options.nodes, options.weights, options.seed, options.lazy, **given)
 
 
@@ -129,13 +137,16 @@ def _number(value: Any) -> str:
 
 
 def _compare(options) -> None:
-    rows = []
+    rows, refused = [], None
     for name in options.names or BUILDERS:
         try:
             rows.append(_facts(_make(name, options)))
-        except GraphError:
+        except GraphError as error:
             if options.names:
                 raise
+            refused = refused or error
+    if refused and not rows:
+        raise refused
     if options.json:
         print(json.dumps(rows))
         return
@@ -173,8 +184,11 @@ def picture(made: Graph, out: Path) -> None:
         xlabel="rounds", ylabel=r"$\|W(t-1)\cdots W(0) - J\|_2$", title="Distance from the average"
     )
     axis.grid(alpha=0.4)
-    figure.suptitle(str(made), fontsize=10)
-    figure.savefig(out, dpi=130)
+    figure.suptitle(fill(str(made), 26 * (shown + 1)), fontsize=10)
+    try:
+        figure.savefig(out, dpi=130)
+    except (OSError, ValueError) as error:
+        raise GraphError(f'can\'t write "{out}": {error}') from error
 
 
 def _draw_round(axis, made: Graph, t: int) -> None:
@@ -199,13 +213,16 @@ def _draw_round(axis, made: Graph, t: int) -> None:
             )
     axis.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))
     axis.set_axis_off()
-    axis.set_title(f"round {t}" + ("" if n <= 64 else " (arrows left out)"), fontsize=10)
+    first = f" (of a period of {made.period})" if t == 0 and (made.period or 0) > 4 else ""
+    left_out = "" if n <= 64 else " (arrows left out)"
+    axis.set_title(f"round {t}{first}{left_out}", fontsize=10)
 
 
 def _search(options) -> None:
-    from mpigossip.graphs.files import save
+    from mpigossip.graphs.files import check_target, save
     from mpigossip.graphs.search import search, search_circulants
 
+    check_target(options.out, sequence=options.rounds is not None)
     if options.rounds is not None:
         _search_matchings(options)
         return
@@ -213,7 +230,11 @@ def _search(options) -> None:
         if options.degree is None:
             raise GraphError("--circulant needs --degree")
         found = search_circulants(
-            options.nodes, options.degree, weights=options.weights, progress=_progress
+            options.nodes,
+            options.degree,
+            edges=options.edges,
+            weights=options.weights,
+            progress=_progress,
         )
     else:
         if options.degree is None and options.edges is None:
@@ -247,6 +268,8 @@ def _search_matchings(options) -> None:
 
     if options.degree is not None or options.edges is not None or options.circulant:
         raise GraphError("--rounds searches one-peer matchings: leave --degree and --edges out")
+    if options.weights != "laplacian":
+        raise GraphError("--rounds searches matchings, pairs that average: leave --weights out")
     found = search_matchings(
         options.nodes, options.rounds, racks=options.racks, between=options.between,
         seconds=options.seconds, seed=options.seed, progress=_progress,
@@ -281,12 +304,15 @@ def _report(found, options) -> None:
         "degree": max(_degrees(found.n, found.edges)),
         "evaluations": found.evaluations,
         "seconds": found.seconds,
+        "interrupted": found.interrupted,
         "out": str(options.out),
     }
     if options.json:
         print(json.dumps(facts))
         return
     measure = "r = λ_{n−1}/λ_1" if found.weights == "laplacian" else "1 − ρ(W − J)"
+    if found.interrupted:
+        print("interrupted: the best graph so far", file=sys.stderr)
     print(
         f"{measure} = {found.score:.5f}: {found.n} nodes, {facts['edges']} edges, degree "
         f"{facts['degree']}, {found.evaluations:,} graphs judged in {found.seconds:.1f} s\n"

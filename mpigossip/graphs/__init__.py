@@ -127,9 +127,16 @@ def graph(
 
 
 def _finished(
-    made: Graph, n: int | None, weights: str | None, lazy: bool, slack: float = 1.0
+    made: Graph,
+    n: int | None,
+    weights: str | None,
+    lazy: bool,
+    slack: float = 1.0,
+    **options: object,
 ) -> Graph:
     """Check the size, then weigh, slacken and make lazy, in this order."""
+    for option in options:
+        raise GraphError(f'graph "{made.name}" has no option "{option}"; its only option is slack')
     if n is not None and n != made.n:
         raise GraphError(
             f'graph "{made.name}" has {made.n} nodes, and {n} are asked for; run on {made.n}, or '

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mpigossip.graphs.base import GraphError
+
 Orbit = tuple[int, int, int]
 Move = tuple[list[Orbit], list[Orbit]]
 """Orbits to be removed, orbits to be added."""
@@ -39,6 +41,11 @@ class Budget:
     used: int = 0
     started: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        seconds, count = self.seconds, self.evaluations
+        if (seconds is not None and not seconds > 0) or (count is not None and count < 1):
+            raise GraphError(f"a search needs time: got seconds={seconds}, evaluations={count}")
+
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""
@@ -49,6 +56,13 @@ class Budget:
         by_time = self.elapsed / self.seconds if self.seconds else 0.0
         by_count = self.used / self.evaluations if self.evaluations else 0.0
         return max(by_time, by_count)
+
+
+def generator(seed: int) -> np.random.Generator:
+    """The random numbers of a search; GraphError where the seed is no integer ≥ 0."""
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
+        raise GraphError(f"a search's seed has to be an integer ≥ 0, got {seed!r}")
+    return np.random.default_rng(seed)
 
 
 @dataclass(frozen=True)

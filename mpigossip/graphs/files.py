@@ -31,10 +31,7 @@ def save(found: Found | FoundSequence, path: str | Path) -> Path:
     A sequence of matchings goes to JSON only.
     """
     path = Path(path)
-    if isinstance(found, FoundSequence) and path.suffix != ".json":
-        raise GraphError(f'"{path}": a sequence of matchings is saved as JSON; name it .json')
-    if path.suffix not in (".json", ".h5", ".hdf5"):
-        raise GraphError(f'"{path}" doesn\'t say its format; name it .json or .h5')
+    check_target(path, sequence=isinstance(found, FoundSequence))
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if isinstance(found, Found) and path.suffix != ".json":
@@ -49,6 +46,16 @@ def save(found: Found | FoundSequence, path: str | Path) -> Path:
     finally:
         beside.unlink(missing_ok=True)
     return path
+
+
+def check_target(path: Path, *, sequence: bool) -> None:
+    """Whether `save` can write a search's result there: before the search, not after it."""
+    if sequence and path.suffix != ".json":
+        raise GraphError(f'"{path}": a sequence of matchings is saved as JSON; name it .json')
+    if path.suffix not in (".json", ".h5", ".hdf5"):
+        raise GraphError(f'"{path}" doesn\'t say its format; name it .json or .h5')
+    if not path.parent.is_dir():
+        raise GraphError(f'can\'t write "{path}": there is no folder "{path.parent}"; make it')
 
 
 def _write_json(found: Found | FoundSequence, path: Path) -> None:
@@ -112,6 +119,8 @@ def read(path: str | Path) -> Graph:
         )
     content = _content(path)
     try:
+        if isinstance(content["n"], bool):
+            raise TypeError('"n" is true or false')
         n = operator.index(content["n"])
         rounds = content["rounds"] if "rounds" in content else [content["edges"]]
         directed = bool(content.get("directed", False))
@@ -121,6 +130,10 @@ def read(path: str | Path) -> Graph:
             f"wrong: {error}"
         ) from error
     weights = content.get("weights", "uniform" if directed else "metropolis-hastings")
+    if not isinstance(weights, str):
+        raise GraphError(
+            f'graph file "{path}": "weights" names a rule, as "metropolis-hastings"; got {weights}'
+        )
     made = [rule(weights)(_edges(edges, n, directed, path)) for edges in rounds]
     return Graph(Cycle(tuple(made)), name)
 
@@ -128,9 +141,12 @@ def read(path: str | Path) -> Graph:
 def _edges(edges: Any, n: int, directed: bool, path: Path) -> Sparse:
     """One round from pairs of nodes."""
     try:
-        pairs = np.array(edges, np.int64).reshape(-1, 2)
-    except (TypeError, ValueError) as error:
-        raise GraphError(f'graph file "{path}": edges have to be pairs of numbers') from error
+        pairs = np.array(edges)
+    except (TypeError, ValueError):
+        pairs = np.array(None)
+    if pairs.size and (pairs.dtype.kind not in "iu" or pairs.shape[1:] != (2,)):
+        raise GraphError(f'graph file "{path}": edges have to be pairs of integers, as [0, 1]')
+    pairs = pairs.astype(np.int64).reshape(-1, 2)
     ends = pairs if directed else np.sort(pairs, axis=1)
     if n < 1 or (len(pairs) and (pairs.min() < 0 or pairs.max() >= n)):
         raise GraphError(f'graph file "{path}": an edge leads outside the nodes 0 … {n - 1}')

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpigossip.graphs.annealing import Budget
+from mpigossip.graphs.annealing import Budget, generator
 from mpigossip.graphs.base import Cycle, Graph, GraphError
 from mpigossip.graphs.finite_time import base
 from mpigossip.graphs.rounds import paired
@@ -102,7 +102,7 @@ def search_matchings(
     if seconds is None and evaluations is None:
         seconds = 60.0
     budget, judge = Budget(seconds, evaluations), _Judge(n, label, between)
-    random = np.random.default_rng(seed)
+    random = generator(seed)
     best = now = _start(n, rounds, random)
     high = score = judge.score(now)
     told = 0.0

@@ -13,7 +13,7 @@ from itertools import combinations, islice
 
 import numpy as np
 
-from mpigossip.graphs.annealing import Budget, Plan, Task, anneal, fill
+from mpigossip.graphs.annealing import Budget, Plan, Task, anneal, fill, generator
 from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.weights import undirected
 
@@ -69,8 +69,9 @@ class _Best:
     def found(self, plan: Plan | list[tuple[int, int]], score: float) -> None:
         """Keep a plan (or edges) if it beats the best by more than rounding."""
         if score > self.score * (1 + 1e-9) + 1e-12:
-            self.score = float(score)
+            # edges first: an interrupt in between leaves a score that they have at least
             self.edges = plan.edges() if isinstance(plan, Plan) else plan
+            self.score = float(score)
             self.history.append((self.budget.elapsed, self.budget.used, float(score)))
         if self.progress and self.budget.elapsed > self.told + 0.5:
             self.told = self.budget.elapsed
@@ -131,13 +132,11 @@ def search(
     task = task_of(n, degree, edges, weights)
     if seconds is None and evaluations is None:
         seconds = 60.0
-    if (seconds is not None and not seconds > 0) or (evaluations is not None and evaluations < 1):
-        raise GraphError(f"a search needs time: got seconds={seconds}, evaluations={evaluations}")
     budget = Budget(seconds, evaluations)
-    best = _Best(task, budget, progress)
+    best, random = _Best(task, budget, progress), generator(seed)
     interrupted = False
     try:
-        _run(task, budget, best, np.random.default_rng(seed))
+        _run(task, budget, best, random)
     except KeyboardInterrupt:
         interrupted = True
     if not best.edges:
@@ -242,19 +241,21 @@ def search_circulants(
     n: int,
     degree: int,
     *,
+    edges: int | None = None,
     weights: str = "laplacian",
     limit: int = 2_000_000,
     progress: Progress | None = None,
 ) -> Found:
-    """The best of all circulant graphs of n nodes and a degree, by exhaustive search.
+    """The best of all circulant graphs of n nodes, a degree and at most so many edges.
 
-    Raises GraphError where there are more than about `limit` sets of jumps to try.
+    All are tried. Raises GraphError where there are more than about `limit` sets of jumps, and
+    where none is connected within the budget.
     """
-    task = task_of(n, degree, None, weights)
+    task = task_of(n, degree, edges, weights)
     if task.degree % 2 and n % 2:
         raise GraphError(f"no circulant graph of {n} nodes has the odd degree {degree}")
     divisors = sum(n % d == 0 for d in range(1, (n - 1) // 2 + 1))
-    count = divisors * math.comb((n - 1) // 2 - 1, max(0, task.degree // 2 - 1))
+    count = divisors * math.comb(max(0, (n - 1) // 2 - 1), max(0, task.degree // 2 - 1))
     if count > limit:
         raise GraphError(
             f"{count} circulant graphs of {n} nodes and degree {degree} are more than the limit "
@@ -266,9 +267,13 @@ def search_circulants(
     try:
         for jumps, score in _circulants(task, _jump_sets(n, task.degree)):
             budget.used += 1
-            best.found(_circulant_edges(n, jumps) if score > best.score else [], score)
+            if score > best.score and _size(n, jumps) <= task.edges:
+                best.found(_circulant_edges(n, jumps), score)
     except KeyboardInterrupt:
         interrupted = True
     if not best.edges:
-        raise GraphError(f"no circulant graph of {n} nodes and degree {degree} is connected")
+        raise GraphError(
+            f"no circulant graph of {n} nodes, degree {degree} and at most {task.edges} edges is "
+            "connected; allow more, or leave circulant graphs"
+        )
     return _result(task, best, 0, interrupted)

@@ -16,6 +16,9 @@ from mpigossip.graphs.exponential import rounds_needed
 from mpigossip.graphs.rounds import Circulant, Round
 from mpigossip.graphs.weights import as_sparse
 
+LARGE = 512
+"""Nodes above which a run doesn't compute its graph's gap: that takes a while."""
+
 DENSE = 1024
 """Largest n for which non-circulant products are formed as dense matrices."""
 

@@ -104,7 +104,13 @@ def _sample_term(
 
 
 def lower_bound(
-    delta: float, smoothness: float, noise: float, epsilon: float, n: int, batch: int, diameter: int
+    delta: float,
+    smoothness: float,
+    noise: float,
+    epsilon: float,
+    n: int,
+    batch: int,
+    diameter: int | None,
 ) -> float:
     """ΔLσ²/(nBε⁴) + ΔLD/ε²: iterations that any protocol needs on a graph of diameter D.
 
@@ -112,6 +118,8 @@ def lower_bound(
     gradient norm asked for; batch B: gradients per node and iteration. Up to a constant; DeFacto
     attains it. Lu and De Sa, JMLR 24 (2023), theorem 1.
     """
+    if diameter is None or diameter < 0:
+        raise GraphError(f"the bound needs a diameter ≥ 0, got {diameter}: is the graph connected?")
     sample = _sample_term(delta, smoothness, noise, epsilon, n, batch)
     return sample + delta * smoothness * diameter / epsilon**2
 

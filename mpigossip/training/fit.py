@@ -11,7 +11,7 @@ from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.spectrum import above_minus_third
 from mpigossip.config import Job
 from mpigossip.graphs import Graph, GraphError
-from mpigossip.graphs.spectral import rounds_to_exact
+from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact
 from mpigossip.mixing.base import Kind
 from mpigossip.mixing.wire import BIASED
 
@@ -23,6 +23,7 @@ def unfit(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[s
     return [
         *_unfit_graph(job, graph, method.needs),
         *_unfit_cadence(job, method.needs, cadence),
+        *_unfit_length(job, graph, method.needs),
         *_unfit_wire(job, method.needs),
         *_unfit_asynchrony(job, method),
     ]
@@ -34,12 +35,18 @@ def lacking(needs: frozenset, graph: Graph) -> list[str]:
     missing = sorted((doubly | needs & FACTS) - graph.facts)
     if {"row-stochastic", "column-stochastic"} & set(missing) and doubly:
         missing = ["doubly stochastic", *(m for m in missing if m not in doubly)]
+    elif "column-stochastic" in missing:
+        missing[missing.index("column-stochastic")] += ' (graph.weights = "push" makes it so)'
     if "exact" in needs and not _exact(graph):
         missing.append("exact in one period")
     if "above -1/3" in needs and not missing and not above_minus_third(graph):
         missing.append("of eigenvalues above -1/3 (graph.lazy = true makes them so)")
     if graph.name == "ceca" and graph.n > 1 and "graph:ceca" not in needs:
         missing.append('averaging (the rounds of "ceca" only permute)')
+    if "signed" in graph.facts and "unsigned" in needs:
+        missing.append("without negative weights")
+    elif "signed" in graph.facts and "always-global" not in needs and _grows(graph):
+        missing.append("averaging (its weights make nodes differ more in each round)")
     named = [need.removeprefix("graph:") for need in needs if need.startswith("graph:")]
     if named and graph.n > 1 and graph.name not in named:
         missing.append(f'"{named[0]}"')
@@ -54,14 +61,20 @@ def _exact(graph: Graph) -> bool:
     return graph.n == 1 or found is not None and found <= graph.period
 
 
+def _grows(graph: Graph) -> bool:
+    """Whether what nodes differ by grows: of negative weights alone."""
+    return graph.n <= LARGE and consensus_rate(graph) > 1 + 1e-9
+
+
 def _unfit_graph(job: Job, graph: Graph, needs: frozenset) -> list[str]:
     missing = lacking(needs, graph)
     if not missing:
         return []
     fitting = [name for name in graphs.BUILDERS if _fits(name, graph.n, needs)]
+    own = ", by their own weights" if job.graph.weights else ""
     return [
         f'graph.name = "{job.graph.name}": algorithm "{job.algorithm.name}" needs a graph that is '
-        f"{' and '.join(missing)}; with {graph.n} nodes these are: {', '.join(fitting)}"
+        f"{' and '.join(missing)}; with {graph.n} nodes these are{own}: {', '.join(fitting)}"
     ]
 
 
@@ -90,6 +103,21 @@ def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
     if reason is None:
         return []
     return [f'cadence.name = "{job.cadence.name}": algorithm "{job.algorithm.name}" {reason}']
+
+
+def _unfit_length(job: Job, graph: Graph, needs: frozenset) -> list[str]:
+    """A method of phases adds gradients up for as many steps as the graph's factors take."""
+    if "cadence:halves" not in needs or job.cadence.name != "halves" or graph.period is None:
+        return []
+    gathers = job.algorithm.options.get("length") or graph.period
+    mixes = job.cadence.options.get("length") or graph.period
+    if gathers == mixes and not mixes % graph.period:
+        return []
+    return [
+        f"algorithm.length = {gathers}, cadence.length = {mixes}: both have to be the same "
+        f'multiple of the graph\'s period, {graph.period}, for algorithm "{job.algorithm.name}"; '
+        "leave both out"
+    ]
 
 
 def _cadences(bearable) -> str:

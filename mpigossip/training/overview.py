@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 ROUNDS = 64
 """Rounds of a long or random graph that neighbours and bytes are taken from."""
-LARGE = 512
-"""Nodes above which a graph's gap isn't computed at the start of a run."""
 
 
 def overview(progress: Progress, assembly: Assembly, world) -> list[tuple[str, str]]:
@@ -41,7 +39,7 @@ def overview(progress: Progress, assembly: Assembly, world) -> list[tuple[str, s
         ("data", f"{job.data.source}: {len(data.train_labels):,} training and {data.test_size:,} "
                  f"test samples; {per_step // progress.nodes} a node and step, {per_step} in all"),
         ("method", f"{job.algorithm.name}{local} on {job.graph.name}{cadence}"),
-        ("graph", _graph(graph)),
+        ("graph", _graph(graph) if _gossips(trainer) else "unused: averages are over all nodes"),
         ("exchange", _exchange(progress, trainer, graph, world)),
         ("traffic", _traffic(progress, trainer, graph)),
         ("memory", f"{size(_memory(trainer, graph))} a node: replicas, gradients, state, messages; "
@@ -64,19 +62,33 @@ def _nodes(progress: Progress, trainer: Trainer, world) -> str:
     return f"{counted(world.size, 'rank')} on {where}, {slots}"
 
 
+def _gossips(trainer: Trainer) -> bool:
+    """Whether neighbours exchange at all: some methods average over all nodes only."""
+    return Kind.GOSSIP in trainer.cadence.kinds
+
+
 def _graph(graph: Graph) -> str:
-    """Degree, period and the gap, or in how many rounds a sequence is exact."""
+    """Degree, period and the gap, or in how many rounds a sequence is exact.
+
+    The mean of all nodes drifts where columns of W don't sum to one.
+    """
     if graph.n == 1:
         return "one node: nothing to average"
     period = "drawn each round" if graph.period is None else f"period {graph.period}"
     text = f"{counted(graph.degree, 'neighbour')} a round, {period}"
-    if graph.n > LARGE:
+    if "signed" in graph.facts:
+        text += ", signed weights"
+    if "column-stochastic" not in graph.facts:
+        text += ", mean drifts"
+    if graph.n > spectral.LARGE or graph.name == "ceca":  # whose rounds alone only permute
         return text
     exact, rate = spectral.rounds_to_exact(graph), spectral.consensus_rate(graph)
     if exact is not None and graph.period is not None:
         return f"{text}, exact average in {counted(exact, 'round')}"
     if graph.period is None and rate == 0:  # equal after some draws, by luck
         return text
+    if rate >= 1 - 1e-9:
+        return f"{text}, not connected: nodes never agree"
     gap = "spectral gap" if graph.period == 1 else "gap"
     return f"{text}, {gap} {1 - rate:.3g} (disagreement × {rate:.3g} a round)"
 
@@ -87,7 +99,7 @@ def _exchange(progress: Progress, trainer: Trainer, graph: Graph, world) -> str:
     over = "" if wire == "fp32" else f", {wire} on the wire"
     if graph.n == 1:
         return "none"
-    if "always-global" in trainer.method.needs:
+    if not _gossips(trainer):
         return f"reduce-scatter and all-gather over all nodes{over}"
     if world.comm is None:
         return f"simulated{over}"
@@ -114,7 +126,7 @@ def _traffic(progress: Progress, trainer: Trainer, graph: Graph) -> str:
     n, method, layout = graph.n, trainer.method, trainer.mixer.layout
     if n == 1:
         return "none"
-    kind = Kind.GLOBAL if "always-global" in method.needs else Kind.GOSSIP
+    kind = Kind.GOSSIP if _gossips(trainer) else Kind.GLOBAL
     rounds = range(min(graph.period or ROUNDS, ROUNDS))
     sent = [
         traffic(graph, kind, t, trainer.mixer.rows[0], layout.sent_bytes, layout.raw_bytes)
@@ -122,7 +134,8 @@ def _traffic(progress: Progress, trainer: Trainer, graph: Graph) -> str:
     ]
     messages = method.rounds * (1 if trainer.mixer.synchronous else 2)
     average, ring = messages * float(np.mean(sent)), 2 * (n - 1) * 4 * sum(layout.widths) / n
-    when = "step" if progress.job.cadence.name == "always" or kind is Kind.GLOBAL else "gossip step"
+    always = len(trainer.cadence.kinds) == 1
+    when = "step" if always else "gossip step" if kind is Kind.GOSSIP else "averaging step"
     ratio = f"; all-reduce would send {size(ring)}" if ring and kind is Kind.GOSSIP else ""
     vectors = counted(method.vectors, "model-sized vector")
     return f"{size(average)} a node and {when} ({vectors}){ratio}"

@@ -187,6 +187,13 @@ def mistakes(job: Job, n: int) -> list[str]:
     if not found and job.run.survive and n > 1:
         found += [f"run.survive, with one node fewer: {text}" for text in _unfit(job, n - 1)]
     found += devices.mistakes(job.node.devices)
+    data, plain = job.data, config.Data()
+    for key, reader in (("shuffled_percent", "mixed"), ("dirichlet_alpha", "dirichlet")):
+        if getattr(data, key) != getattr(plain, key) and data.partition != reader:
+            found.append(
+                f'data.{key} = {getattr(data, key):g}: only the partition "{reader}" reads it; add '
+                f'data.partition = "{reader}", or leave it out'
+            )
     node = job.node
     if job.run.survive and node.mixer == "asynchronous":
         found.append(
