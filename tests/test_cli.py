@@ -120,6 +120,7 @@ def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, sa
             ["graph", "show", "spanning-tree", "--nodes", "8", "--option", "children=0"],
             "at least 1",
         ),
+        (["graph", "show", "ring", "--nodes", "8", "--parameters", "0"], "at least 1"),
         (["graph", "compare", "--nodes", "0"], "at least one node"),
         (["graph", "compare", "--nodes", "8", "--weights", "foo"], '"foo" are unknown'),
         (["graph", "draw", "ring", "--nodes", "8", "--out", "no/x.png"], "can't write"),
@@ -132,6 +133,15 @@ def test_wrong_words_are_explained(tmp_path, words, says):
     done = alone(*words, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_graphs_are_compared_also_in_bytes(tmp_path):
+    words = ("graph", "compare", "ring", "one-peer-exponential", "--nodes", "8")
+    plain = alone(*words, cwd=tmp_path).stdout
+    sized = alone(*words, "--parameters", "1000", cwd=tmp_path).stdout
+    assert "bytes" not in plain and "vectors" in plain
+    heads, *rows = (line.split() for line in sized.splitlines())
+    assert [row[heads.index("bytes")] for row in rows] == ["8000", "4000"]
 
 
 def test_a_world_of_one_under_a_launcher_that_meant_more_is_refused(tmp_path):

@@ -202,7 +202,7 @@ def draw(options, runs: Runs, out: Path) -> None:
     columns = 4
     lines = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(
-        lines, columns, figsize=(3.2 * columns, 2.7 * lines), squeeze=False, layout="constrained"
+        lines, columns, figsize=(3.6 * columns, 3.3 * lines), squeeze=False, layout="constrained"
     )
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
@@ -216,6 +216,6 @@ def draw(options, runs: Runs, out: Path) -> None:
             axis.plot(steps, accuracies, linewidth=1.2, **style)
         axis.set(title=title, xlabel="steps", ylabel="test accuracy, %")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncol=2)
     figure.savefig(out, dpi=80)
     pyplot.close(figure)

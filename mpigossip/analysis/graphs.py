@@ -20,6 +20,7 @@ FIGURES = (
     ("residue_after_period", "residue", "||product of W over a period - J||"),
     ("effective_neighbours", "n_eff", "effective number of neighbours at gamma = 0.951"),
     ("vectors_per_round", "vectors", "model-sized vectors that a node sends in a round"),
+    ("bytes_per_round", "bytes", "float32, that a node sends in a round, for --parameters"),
     ("transient_iid", "transient", "iterations before the linear speed-up, up to a constant"),
     ("transient_non_iid", "non-iid", "the same where nodes have different data"),
 )
@@ -34,9 +35,11 @@ def add(commands) -> None:
     show = _add(group, "show", _show, "facts of a graph, and its matrices where they are small")
     show.add_argument("name", help=f"one of {', '.join(BUILDERS)}, or file:PATH")
     _common(show)
+    _sized(show)
     compare = _add(group, "compare", _compare, "a table of several graphs")
     compare.add_argument("names", nargs="*", help="graphs; none: all that n allows")
     _common(compare)
+    _sized(compare)
     draw = _add(group, "draw", _draw, "a picture of the graph and of ||product - J|| by rounds")
     draw.add_argument("name", help="as for show")
     _common(draw)
@@ -81,6 +84,18 @@ def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="for programs")
 
 
+def _sized(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--parameters", type=_count, metavar="P", help="of a model: adds the bytes of a round"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return int(text)
+
+
 def _make(name: str, options) -> Graph:
     from mpigossip._toml import check_options, parse_value
 
@@ -98,20 +113,23 @@ def _make(name: str, options) -> Graph:
     return graph(name, options.nodes, options.weights, options.seed, options.lazy, **given)
 
 
-def _facts(made: Graph) -> dict[str, Any]:
+def _facts(made: Graph, parameters: int | None) -> dict[str, Any]:
     from mpigossip.graphs.theory import describe
 
-    return describe(made)
+    facts: dict[str, Any] = dict(describe(made))
+    if parameters is not None:
+        facts["bytes_per_round"] = round(4 * parameters * facts["vectors_per_round"])
+    return facts
 
 
 def _show(options) -> None:
     made = _make(options.name, options)
-    facts = _facts(made)
+    facts = _facts(made, options.parameters)
     if options.json:
         print(json.dumps(facts))
         return
     print(made)
-    for key, _, meaning in FIGURES:
+    for key, _, meaning in _figures(facts):
         print(f"  {key.replace('_', ' '):22} {_number(facts[key]):>10}   {meaning}")
     if facts["least_weight"] < 0:
         print(f"  some weights are negative, down to {facts['least_weight']:.4g}")
@@ -119,6 +137,10 @@ def _show(options) -> None:
         for t in range(min(made.period, 4)):
             print(f"\nW({t}): row i is what node i gives to each sender")
             print(_matrix(made.matrix(t)))
+
+
+def _figures(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [figure for figure in FIGURES if figure[0] in facts]
 
 
 def _matrix(weights) -> str:
@@ -140,7 +162,7 @@ def _compare(options) -> None:
     rows, refused = [], None
     for name in options.names or BUILDERS:
         try:
-            rows.append(_facts(_make(name, options)))
+            rows.append(_facts(_make(name, options), options.parameters))
         except GraphError as error:
             if options.names:
                 raise
@@ -151,9 +173,10 @@ def _compare(options) -> None:
         print(json.dumps(rows))
         return
     width = max(len(row["name"]) for row in rows)
-    print(f"{'graph':{width}} " + " ".join(f"{heading:>9}" for _, heading, _ in FIGURES))
+    figures = _figures(rows[0])
+    print(f"{'graph':{width}} " + " ".join(f"{heading:>9}" for _, heading, _ in figures))
     for row in rows:
-        cells = " ".join(f"{_number(row[key]):>9}" for key, _, _ in FIGURES)
+        cells = " ".join(f"{_number(row[key]):>9}" for key, _, _ in figures)
         print(f"{row['name']:{width}} {cells}")
 
 
