@@ -370,8 +370,11 @@ def test_every_algorithm_is_documented_and_short():
             or "DmSGD" in (build.__doc__)
             or "SGD" in build.__doc__
         ), name
-        code = inspect.getsource(build).replace(build.__doc__, "")
-        assert len(code.splitlines()) <= 45, name
+        room = inspect.getmodule(inspect.unwrap(build))
+        for part in vars(room).values():
+            if inspect.isfunction(part) and part.__module__ == room.__name__:
+                code = inspect.getsource(part).replace(part.__doc__ or "", "")
+                assert len(code.splitlines()) <= 40, part
 
 
 def test_choco_takes_a_step_that_its_wire_bears():

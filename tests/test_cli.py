@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import h5py
@@ -133,6 +135,19 @@ def test_wrong_words_are_explained(tmp_path, words, says):
     done = alone(*words, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path, number):
+    words = ["graph", "search", "--nodes", "16", "--degree", "4", "--seconds", "60", "--json"]
+    process = subprocess.Popen(
+        [*MAIN, *words, "--out", "best.json"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    time.sleep(4)
+    process.send_signal(number)
+    facts = json.loads(process.communicate(timeout=30)[0])
+    assert process.returncode == 0 and facts["interrupted"] and facts["seconds"] < 30
+    assert json.loads((tmp_path / "best.json").read_text())["score"] == facts["score"]
 
 
 def test_graphs_are_compared_also_in_bytes(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -246,6 +247,8 @@ def _search(options) -> None:
     from mpigossip.graphs.search import search, search_circulants
 
     check_target(options.out, sequence=options.rounds is not None)
+    # a scheduler's end of time keeps the best so far, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.rounds is not None:
         _search_matchings(options)
         return
