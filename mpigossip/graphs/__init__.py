@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpigossip.graphs import classic, equitopo, exponential, factors, finite_time
-from mpigossip.graphs.base import Graph, GraphError, from_matrices
+from mpigossip.graphs.base import Graph, GraphError, checked_seed, from_matrices
 from mpigossip.graphs.networks import from_networkx, from_sequence, is_network
 from mpigossip.graphs.rounds import Circulant, Sparse
 from mpigossip.graphs.weights import WEIGHTS, reweighted
@@ -47,9 +47,7 @@ def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
             )
         if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
             raise GraphError(f'graph "{name}" needs at least one node, got {n!r}')
-        if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
-            raise GraphError(f'graph "{name}": the seed has to be an integer ≥ 0, got {seed!r}')
-        n, seed = operator.index(n), operator.index(seed)
+        n, seed = operator.index(n), checked_seed(seed, f'graph "{name}"')
         made = build(n, seed, **options) if n > 1 else classic.identity(n)
         return made.renamed(name, **options).slack(slack)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mpigossip.graphs.base import GraphError
+from mpigossip.graphs.base import GraphError, checked_seed
 
 Orbit = tuple[int, int, int]
 Move = tuple[list[Orbit], list[Orbit]]
@@ -60,9 +60,7 @@ class Budget:
 
 def generator(seed: int) -> np.random.Generator:
     """The random numbers of a search; GraphError where the seed is no integer ≥ 0."""
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
-        raise GraphError(f"a search's seed has to be an integer ≥ 0, got {seed!r}")
-    return np.random.default_rng(seed)
+    return np.random.default_rng(checked_seed(seed, "a search"))
 
 
 @dataclass(frozen=True)

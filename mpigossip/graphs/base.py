@@ -21,6 +21,13 @@ class GraphError(ValueError):
     """A graph that can't be: the message names the value, the limit and the remedy."""
 
 
+def checked_seed(seed: object, what: str) -> int:
+    """The seed as an integer ≥ 0; GraphError names whose it is."""
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or operator.index(seed) < 0:
+        raise GraphError(f"{what}: the seed has to be an integer ≥ 0, got {seed!r}")
+    return operator.index(seed)
+
+
 def random_words(seed: int, t: int, count: int) -> np.ndarray:
     """`count` uint64 from (seed, t) alone: equal on every node, for any t in any order.
 
