@@ -63,8 +63,10 @@ def test_search_keeps_its_budgets_and_repeats_itself(given):
 
 def test_search_beats_random_graphs_in_seconds():
     chance = max(ratio(nx.random_regular_graph(4, 16, seed=seed)) for seed in range(200))
-    assert checked(search(16, degree=4, evaluations=3000, seed=0)).score > 0.33 > chance + 0.04
-    assert checked(search(32, degree=4, evaluations=3000, seed=0)).score > 0.2
+    for n, bar in ((16, 0.37), (32, 0.23)):
+        found = [checked(search(n, degree=4, evaluations=3000, seed=seed)) for seed in range(3)]
+        assert max(f.score for f in found) > bar
+    assert chance + 0.07 < 0.37
 
 
 def ratio(network):

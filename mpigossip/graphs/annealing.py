@@ -11,11 +11,17 @@ orbits by others. For m = 1 moves are screened: to first order an edge ij adds (
 eigenvalue of v, so the Fiedler vector tells which edges lift λ_2, and the top one which spare
 λ_max. Neighbouring eigenvalues count with exponentially falling weights, because symmetric graphs
 have multiple ones.
+
+Processors' eigenvalues, logarithms and sums differ in their last bits. So whatever decides is first
+rounded to multiples of GRAIN, equals go by a stated order, a draw is made whether it is needed or
+not, and of eigenvectors only sums over whole eigenspaces count, which no basis of theirs changes.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +31,16 @@ Orbit = tuple[int, int, int]
 Move = tuple[list[Orbit], list[Orbit]]
 """Orbits to be removed, orbits to be added."""
 
+GRAIN = 2.0**-30
+"""What scores are rounded to multiples of, about 1e-9: far above a processor's rounding error, far
+below what matters; a power of two, so that neither decimal nor short binary fractions lie on the
+border of two multiples."""
+
 CONNECTED = 1e-9
 """Least λ_2 of a graph that counts as connected."""
+
+NARROW = 1e-6
+"""Least width of the weights of neighbouring eigenvalues, far above their rounding error."""
 
 SAMPLE = 48
 """Moves that are screened for each one that is judged."""
@@ -58,6 +72,11 @@ class Budget:
         return max(by_time, by_count)
 
 
+def grained(x: Any) -> Any:
+    """A number or array rounded to multiples of GRAIN, exactly."""
+    return np.rint(x / GRAIN) * GRAIN
+
+
 def generator(seed: int) -> np.random.Generator:
     """The random numbers of a search; GraphError where the seed is no integer ≥ 0."""
     return np.random.default_rng(checked_seed(seed, "a search"))
@@ -72,11 +91,15 @@ class Task:
     edges: int
     weights: str
 
-    def score(self, low: float, high: float) -> float:
+    def exact(self, low: float, high: float) -> float:
         """The number to be maximised: r = λ_2/λ_max, or 1 − ρ for weights that are given."""
         if low <= CONNECTED:
             return 0.0
         return low / high if self.weights == "laplacian" else 1.0 - max(1.0 - low, high - 1.0)
+
+    def score(self, low: float, high: float) -> float:
+        """The same, grained: what graphs are compared by."""
+        return float(grained(self.exact(low, high)))
 
 
 class Plan:
@@ -203,7 +226,7 @@ def fill(plan: Plan, rng: np.random.Generator, most: int = 2, tries: int = 2000)
             plan.add((min(order[k], parent), max(order[k], parent), 0))
     misses = 0
     while misses < tries and plan.size < plan.task.edges:
-        by_degree = np.argsort(plan.degrees + rng.random(plan.b))
+        by_degree = np.argsort(plan.degrees + rng.random(plan.b), kind="stable")
         a = int(by_degree[0])
         c = int(rng.choice(by_degree)) if misses % 2 else int(by_degree[1 % plan.b])
         orbit = plan.canonical(a, c, int(rng.integers(plan.m)))
@@ -236,8 +259,10 @@ class Screen:
     def __init__(self, plan: Plan) -> None:
         values, vectors = np.linalg.eigh(plan.laplacian()[0])
         low, high = values[1], values[-1]
-        rises = self._change(values - low, vectors, skip=1, width=0.1 * low)
-        tops = self._change(high - values, vectors, skip=0, width=0.1 * low)
+        # the floor keeps rounding errors out of a graph in parts, where λ_2 = 0
+        width = max(0.1 * low, NARROW)
+        rises = self._change(values - low, vectors, skip=1, width=width)
+        tops = self._change(high - values, vectors, skip=0, width=width)
         if plan.task.weights == "laplacian":
             self.gain = (rises - low / high * tops) / high
         else:
@@ -252,15 +277,18 @@ class Screen:
 
     @staticmethod
     def _change(gaps: np.ndarray, vectors: np.ndarray, skip: int, width: float) -> np.ndarray:
-        """Σ_k p_k (v_ki − v_kj)² with p_k ~ exp(−gap_k/width) over all but `skip` vectors."""
-        p = np.exp(-np.minimum(gaps[skip:] / max(width, 1e-12), 50.0))
-        v = vectors[:, skip:]
-        product = (v * (p / p.sum())) @ v.T
+        """Σ_k p_k (v_ki − v_kj)² with p_k ~ exp(−gap_k/width), the first `skip` in no sum of p.
+
+        The constant vector (skip = 1) adds nothing to differences, and where λ_2 = 0 it can't be
+        told from its equals: so no vector is left out.
+        """
+        p = np.exp(-np.clip(gaps / width, 0.0, 50.0))
+        product = (vectors * (p / p[skip:].sum())) @ vectors.T
         square = product.diagonal()
         return square[:, None] + square[None, :] - 2 * product
 
     def move(self, plan: Plan, rng: np.random.Generator, heat: float) -> Move | None:
-        """The most promising of a sample of moves, up to noise of the size `heat`."""
+        """The most promising of a sample of moves, up to noise of the size `heat`; the first."""
         degrees = np.array(plan.degrees)
         free = (degrees < plan.task.degree).sum() > 1 and rng.random() < 0.5
         i, others, new, legal = (self._puts if free else self._swaps)(plan, degrees, rng)
@@ -269,7 +297,7 @@ class Screen:
             gain = gain - self.gain[self.ends[gone, 0], self.ends[gone, 1]]
         for x, y in new:
             legal = legal & ~self.taken[x, y]
-        value = np.where(legal, gain + heat * rng.gumbel(size=SAMPLE), -np.inf)
+        value = np.where(legal, grained(gain + heat * rng.gumbel(size=SAMPLE)), -np.inf)
         best = int(value.argmax())
         if value[best] == -np.inf:
             return None
@@ -306,7 +334,7 @@ def anneal(
 ) -> None:
     """Anneal a plan until `until` of the budget is spent, cooling from heat[0] to heat[1].
 
-    `found(plan, score)` is called for each judged plan that is accepted.
+    `found(plan, score)` is called for each judged plan that is accepted; an equal one always is.
     """
     current = plan.task.score(*plan.extremes())
     found(plan, current)
@@ -324,7 +352,8 @@ def anneal(
         if move is None or not plan.apply(move):
             continue
         score = plan.task.score(*plan.extremes())
-        if score >= current or rng.random() < np.exp((score - current) / temperature):
+        # drawn in any case: else one comparison would shift all random numbers to come
+        if rng.random() < math.exp(min(0.0, (score - current) / temperature)):
             current, screen = score, None
             found(plan, score)
         else:

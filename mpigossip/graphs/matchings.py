@@ -5,6 +5,8 @@ A sequence of R matchings is judged by what it gains per cost: s = −ln(max(ρ,
 average, c the sum over its rounds of the mean cost of their edges, 1 inside a rack and `between`
 between racks (idle nodes cost nothing). Annealing, by two moves: two pairs of a round change
 partners; two nodes change all their places, which keeps ρ and moves edges between racks. Our own.
+Scores are grained before they are compared (see `annealing.py`), so that a seed gives the same
+sequence on every processor; of equals the first is kept.
 """
 
 import math
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpigossip.graphs.annealing import Budget, generator
+from mpigossip.graphs.annealing import GRAIN, Budget, generator, grained
 from mpigossip.graphs.base import Cycle, Graph, GraphError
 from mpigossip.graphs.finite_time import base
 from mpigossip.graphs.rounds import paired
@@ -95,8 +97,8 @@ def search_matchings(
 
     racks: one label a node, None for one rack; between: cost of an edge between racks, inside 1.
     It ends after `seconds` (60 if neither is given) or judged sequences (`evaluations`; with this
-    limit alone the result depends on the seed only); Ctrl-C ends it with the best so far. Raises
-    GraphError for what can't be.
+    limit alone the rounds depend on the seed only, not on the processor); Ctrl-C ends it with the
+    best so far. Raises GraphError for what can't be.
     """
     label = _checked(n, rounds, racks, between)
     if seconds is None and evaluations is None:
@@ -104,17 +106,18 @@ def search_matchings(
     budget, judge = Budget(seconds, evaluations), _Judge(n, label, between)
     random = generator(seed)
     best = now = _start(n, rounds, random)
-    high = score = judge.score(now)
+    high = score = grained(judge.score(now))
     told = 0.0
     try:
         while (spent := budget.spent()) < 1:
             budget.used += 1
             tried = _moved(now, random)
-            value = judge.score(tried)
+            value = grained(judge.score(tried))
             heat = max(high, 1e-3) * HOT * (COLD / HOT) ** spent
-            if value >= score or random.random() < math.exp((value - score) / heat):
+            # drawn in any case: else one comparison would shift all random numbers to come
+            if random.random() < math.exp(min(0.0, (value - score) / heat)):
                 now, score = tried, value
-                if value > high * (1 + 1e-9):
+                if value > high + 1.5 * GRAIN:
                     best, high = tried, value
             if progress and budget.elapsed > told + 0.5:
                 told = budget.elapsed
@@ -123,8 +126,8 @@ def search_matchings(
         pass
     found = tuple(tuple((i, int(j)) for i, j in enumerate(row) if i < j) for row in best)
     return FoundSequence(
-        n, found, high, judge.residue(best), judge.cost(best), tuple(label.tolist()), between,
-        seed, budget.elapsed, budget.used,
+        n, found, judge.score(best), judge.residue(best), judge.cost(best), tuple(label.tolist()),
+        between, seed, budget.elapsed, budget.used,
     )  # fmt: skip
 
 

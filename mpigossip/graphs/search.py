@@ -13,7 +13,7 @@ from itertools import combinations, islice
 
 import numpy as np
 
-from mpigossip.graphs.annealing import Budget, Plan, Task, anneal, fill, generator
+from mpigossip.graphs.annealing import GRAIN, Budget, Plan, Task, anneal, fill, generator
 from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.weights import undirected
 
@@ -67,8 +67,8 @@ class _Best:
     told: float = -1.0
 
     def found(self, plan: Plan | list[tuple[int, int]], score: float) -> None:
-        """Keep a plan (or edges) if it beats the best by more than rounding."""
-        if score > self.score * (1 + 1e-9) + 1e-12:
+        """Keep a plan (or edges) that beats the best by more than a grain; of equals, the first."""
+        if score > self.score + 1.5 * GRAIN:
             # edges first: an interrupt in between leaves a score that they have at least
             self.edges = plan.edges() if isinstance(plan, Plan) else plan
             self.score = float(score)
@@ -76,15 +76,6 @@ class _Best:
         if self.progress and self.budget.elapsed > self.told + 0.5:
             self.told = self.budget.elapsed
             self.progress(min(1.0, self.budget.spent()), self.score, self.budget.used)
-
-
-def spectrum_of(n: int, edges: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Eigenvalues of the Laplacian of undirected edges, ascending, (n,)."""
-    matrix = np.zeros((n, n))
-    for i, j in edges:
-        matrix[i, j] = matrix[j, i] = -1.0
-    np.fill_diagonal(matrix, -matrix.sum(axis=1))
-    return np.linalg.eigvalsh(matrix)
 
 
 def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task:
@@ -125,9 +116,9 @@ def search(
 
     degree: most neighbours of a node; edges: most edges (either or both). weights: "laplacian"
     maximises r, others minimise ρ(W − J) for their W. It ends after so many `seconds` (60 if
-    neither limit is given) or graphs judged (`evaluations`; with this limit alone the result
-    depends on the seed only). Ctrl-C ends it early with the best so far. Raises GraphError for
-    budgets that no connected graph fits.
+    neither limit is given) or graphs judged (`evaluations`; with this limit alone the edges
+    depend on the seed only, not on the processor). Ctrl-C ends it early with the best so far.
+    Raises GraphError for budgets that no connected graph fits.
     """
     task = task_of(n, degree, edges, weights)
     if seconds is None and evaluations is None:
@@ -148,17 +139,15 @@ def search(
 
 
 def _result(task: Task, best: _Best, seed: int, interrupted: bool) -> Found:
-    spectrum = spectrum_of(task.n, best.edges)
-    if task.weights == "laplacian":
-        best.score = float(spectrum[1] / spectrum[-1])
+    plan = _plan(task, best.edges)
     return Found(
         n=task.n,
         edges=tuple((int(i), int(j)) for i, j in best.edges),
         weights=task.weights,
-        score=float(best.score),
+        score=float(task.exact(*plan.extremes())),
         degree=task.degree,
         budget=task.edges,
-        spectrum=tuple(spectrum.tolist()),
+        spectrum=tuple(np.linalg.eigvalsh(plan.blocks[0]).tolist()),
         history=tuple(best.history),
         seed=seed,
         seconds=best.budget.elapsed,
@@ -173,16 +162,16 @@ def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> N
     path, tree = Plan(task, 1), Plan(task, 1)
     fill(path, rng, most=min(2, n - 1))
     fill(tree, rng, most=task.degree)
-    starts = {task.score(*plan.extremes()): plan for plan in (tree, path)}
-    for score, plan in starts.items():
-        best.found(plan, score)
+    for plan in (tree, path):
+        best.found(plan, task.score(*plan.extremes()))
+    start = tree if best.edges == tree.edges() else path
     if task.edges == n * (n - 1) // 2:
         return
     for jumps, score in _circulants(task, islice(_jump_sets(n, task.degree), 20_000)):
         budget.used += 1
         if score > best.score and _size(n, jumps) <= task.edges:
             best.found(_circulant_edges(n, jumps), score)
-    anneal(starts[max(starts)], rng, budget, 0.25, (HOT, COLD), best.found)
+    anneal(start, rng, budget, 0.25, (HOT, COLD), best.found)
     orders = [m for m in range(2, n // 2 + 1) if n % m == 0]
     windows = [(m, 0.25 + 0.4 * (k + 1) / len(orders)) for k, m in enumerate(orders)]
     for m, until in (*windows, (1, 0.9)):
@@ -192,10 +181,15 @@ def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> N
         fill(plan, rng)
         if plan.orbits:
             anneal(plan, rng, budget, until, (HOT, COLD), best.found)
-    polished = Plan(task, 1)
-    for i, j in best.edges:
-        polished.add((i, j, 0))
-    anneal(polished, rng, budget, 1.0, (HOT / 10, COLD / 2), best.found)
+    anneal(_plan(task, best.edges), rng, budget, 1.0, (HOT / 10, COLD / 2), best.found)
+
+
+def _plan(task: Task, edges: list[tuple[int, int]]) -> Plan:
+    """The plan without symmetry of these edges."""
+    plan = Plan(task, 1)
+    for i, j in edges:
+        plan.add((i, j, 0))
+    return plan
 
 
 def _size(n: int, jumps: tuple[int, ...]) -> int:

@@ -1,0 +1,100 @@
+"""A seeded search finds the same graph whatever the processor's last bits are."""
+
+import ast
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SEARCHES = """
+import os, sys
+import numpy as np
+from mpigossip.graphs.matchings import search_matchings
+from mpigossip.graphs.search import search
+
+TASKS = [  # regular, sparse (often in parts while it anneals), other weights
+    dict(n=16, degree=4, evaluations=3000),
+    dict(n=32, degree=4, evaluations=1500, seed=1),
+    dict(n=40, edges=42, evaluations=1500),
+    dict(n=12, degree=3, weights="metropolis-hastings", evaluations=1000),
+    dict(n=14, edges=17, weights="max-degree", evaluations=1000),
+]
+found = [search(**task) for task in TASKS]
+racks = [i % 3 for i in range(12)]
+matched = [search_matchings(12, 4, racks=racks, evaluations=1500, seed=seed) for seed in (1, 2)]
+graphs = [f.edges for f in found] + [f.rounds for f in matched]
+histories = [[row[1:] for row in f.history] for f in found]
+matrix = np.random.default_rng(0).random((40, 40))
+bits = np.linalg.eigvalsh(matrix + matrix.T).tobytes() + np.log(matrix).tobytes()
+print((graphs, histories, bits))
+"""
+
+NEEDS = {
+    "Prescott": "pni",
+    "Nehalem": "sse4_2",
+    "Sandybridge": "avx",
+    "Haswell": "avx2 fma",
+    "Zen": "avx2 fma",
+    "SkylakeX": "avx512f avx512cd avx512bw avx512dq avx512vl",
+}
+"""Core types that OpenBLAS can be told to be, and what /proc/cpuinfo has to have for them."""
+
+
+def flags():
+    """What this processor can do, in the words of /proc/cpuinfo; empty where that can't be read."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return set(next((line.split() for line in lines if line.startswith("flags")), []))
+
+
+@cache
+def searched(core=None, **more):
+    """Graphs, histories and a sample of bits, of a child process whose BLAS is of this type."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS")}
+    environment |= {"OPENBLAS_VERBOSE": "2", **more}
+    if core:
+        environment["OPENBLAS_CORETYPE"] = core
+    child = subprocess.run(
+        [sys.executable, "-c", SEARCHES],
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    if core and "Core:" not in child.stderr:
+        pytest.skip("numpy's BLAS is no OpenBLAS: it takes no core type")
+    return ast.literal_eval(child.stdout)
+
+
+@pytest.mark.parametrize("core", NEEDS)
+def test_search_finds_the_same_graph_on_every_processor(core):
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip(f"{core} is an x86 processor, and this one is {platform.machine()}")
+    if missing := sorted(set(NEEDS[core].split()) - flags()):
+        pytest.skip(f"this processor can't be {core}: it lacks {', '.join(missing)}")
+    assert searched(core)[:2] == searched()[:2]
+
+
+def test_search_finds_the_same_graph_without_vector_instructions():
+    """Logarithms, exponentials and cosines of numpy and of the C library have other bits then."""
+    from numpy._core._multiarray_umath import __cpu_dispatch__
+
+    plain = searched(
+        NPY_DISABLE_CPU_FEATURES=" ".join(__cpu_dispatch__),
+        GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX512F,-AVX2,-FMA,-FMA4",
+    )
+    assert plain[:2] == searched()[:2]
+
+
+def test_core_types_have_bits_of_their_own():
+    """Else the tests above would compare one arithmetic with itself."""
+    able = [core for core, needs in NEEDS.items() if set(needs.split()) <= flags()]
+    if len(able) < 2:
+        pytest.skip("no two core types that this processor can be")
+    assert len({searched(core)[2] for core in able}) > 1
