@@ -61,8 +61,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
     """End with a hint where the first word is no command: `plot` means `log plot`."""
-    from mpigossip._toml import near
     from mpigossip.analysis.examples import commands
+    from mpigossip.config.toml import near
 
     known = [words for words, _ in commands(top) if words]
     if given and not given[0].startswith("-") and given[0] not in known:
@@ -141,24 +141,25 @@ def _add_runs(commands) -> None:
 
 
 def _train(options) -> int:
-    from mpigossip.training import launch, setup
+    from mpigossip.runs import launch
+    from mpigossip.training import assemble
 
     if options.dry_run:
         from mpigossip.analysis.dryrun import describe
 
-        print(describe(setup.load(options.job, options.settings), options.nodes))
+        print(describe(assemble.load(options.job, options.settings), options.nodes))
         return OK
     from mpigossip.cluster.ranks import world
 
     with world() as ranks:
         with ranks.together(*launch.MISTAKES):
-            job = setup.load(options.job, options.settings)
+            job = assemble.load(options.job, options.settings)
         return _code(launch.train(job, ranks, ranks.size), ranks)
 
 
 def _resume(options) -> int:
     from mpigossip.cluster.ranks import Alone, world
-    from mpigossip.training import launch
+    from mpigossip.runs import launch
 
     if options.simulate:
         with Alone() as alone:
@@ -170,14 +171,15 @@ def _resume(options) -> int:
 def _simulate(options) -> int:
     from mpigossip.cluster.ranks import Alone
     from mpigossip.config import JobError
-    from mpigossip.training import launch, setup
+    from mpigossip.runs import launch
+    from mpigossip.training import assemble
 
     if options.nodes < 1:
         raise JobError([f"--nodes {options.nodes}: at least 1 node is needed"])
-    job = setup.load(options.job, options.settings)
+    job = assemble.load(options.job, options.settings)
     if not any(setting.strip().startswith("run.output") for setting in options.settings):
         # a real run of the same job has the folder's plain name
-        job = setup.with_output(job, f"{job.run.folder}-simulated")
+        job = assemble.with_output(job, f"{job.run.folder}-simulated")
     with Alone() as alone:
         return _code(launch.train(job, alone, options.nodes), alone)
 

@@ -9,7 +9,7 @@ import torch
 from mpigossip import algorithms
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
-from mpigossip.training import setup
+from mpigossip.training import assemble
 from mpigossip.training.evaluate import square_norms
 
 WIDTHS = (512, 512)
@@ -52,7 +52,7 @@ def cases():
 
 @cache
 def job(settings: str):
-    return setup.load({}, settings.split())
+    return assemble.load({}, settings.split())
 
 
 class Driver:
@@ -61,11 +61,11 @@ class Driver:
     def __init__(self, settings, n, mixer=None, *, lr=0.1, noise=0.0, scale=1.0, steps=40):
         made = job(settings) if isinstance(settings, str) else settings
         self.lr, self.noise, self.scale, self.job = lr, noise, scale, made
-        self.graph = setup.make_graph(made, n)
-        self.methods = setup.make_algorithms(made, FLAT, self.graph)
+        self.graph = assemble.make_graph(made, n)
+        self.methods = assemble.make_algorithms(made, FLAT, self.graph)
         self.method = self.methods[0]
-        self.cadence = setup.make_cadence(made, self.method, self.graph, steps)
-        wire = setup.make_wire(made)
+        self.cadence = assemble.make_cadence(made, self.method, self.graph, steps)
+        wire = assemble.make_wire(made)
         self.layout = Layout(WIDTHS, self.method.vectors, self.method.scalars, (), wire)
         self.mixer = (mixer or Simulated)(self.graph, self.layout)
         equal = bool(self.method.needs & {"always-global"})

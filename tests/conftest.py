@@ -4,9 +4,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-import launch
 import pytest
-import rankpool
+
+from tests import launch, rankpool
 
 
 def pytest_configure() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
-from launch import Launch
+from tests.launch import Launch
 
 KEPT = 24  # ranks that may sit idle at once: 1 + 2 + 3 + 4 + 6 + 8
 STARTUP = 60.0  # seconds for all ranks of a pool to report

@@ -14,8 +14,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 
-import launch
 from mpi4py import MPI
+
+from tests import launch
 
 KEPT = 200  # communicators of past calls; MPICH has about 2000
 used: deque[MPI.Comm] = deque()

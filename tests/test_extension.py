@@ -8,8 +8,9 @@ import torch
 import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
+from mpigossip.runs import launch
 from mpigossip.store.log import read
-from mpigossip.training import launch, setup
+from mpigossip.training import assemble
 
 OWN = '''
 import numpy as np
@@ -19,8 +20,8 @@ from torch import nn
 from typing import NamedTuple
 
 from mpigossip.algorithms import Algorithm
-from mpigossip.training.data import Source
-from mpigossip.training.hooks import Hook
+from mpigossip.data.sources import Source
+from mpigossip.runs.hooks import Hook
 
 
 class State(NamedTuple):
@@ -116,7 +117,7 @@ def job(folder, **sections):
         "schedule": {"lr": 0.4},
         "log": {"hooks": ["mine:Spy"]},
     }
-    return setup.load(settings | sections)
+    return assemble.load(settings | sections)
 
 
 def train(made, nodes):
@@ -179,7 +180,7 @@ def test_a_wrong_one_is_named_with_what_is_expected(own, sections, says):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_while_the_run_goes_on(own):
-    from test_export import scalars
+    from tests.runs.test_export import scalars
 
     pytest.importorskip("tensorboard", reason="tensorboard isn't installed")
     summary = train(job(own, log={"hooks": ["tensorboard"]}), 10)

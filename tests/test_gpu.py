@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from test_fused import VARIANTS, same_twice
-from test_gpu_windows import compare
 
 from mpigossip import algorithms
 from mpigossip.cluster.ranks import Alone
 from mpigossip.groups import nccl
-from mpigossip.mixing import fused, onepass
 from mpigossip.mixing.base import combine
-from mpigossip.training import setup
+from mpigossip.mixing.kernels import fused, onepass
+from mpigossip.training import assemble
 from mpigossip.training.capture import Captured
+from tests.mixing.device.test_windows import compare
+from tests.mixing.kernels.test_fused import VARIANTS, same_twice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,12 +36,12 @@ def settings_of(name):
 def job(model, devices, *settings):
     base = ["data.batch=4", "run.epochs=1", "schedule.scale=none", "schedule.lr=0.02"]
     base += [f"node.devices={devices}", "node.precision=fp32", "log.consensus_every=0"]
-    return setup.load({"model": {"name": model}}, [*base, *settings])
+    return assemble.load({"model": {"name": model}}, [*base, *settings])
 
 
 def trained(world, n, model, devices, settings, steps=STEPS):
     """Parameters of the nodes that live here after some steps: (rows, P) on the CPU."""
-    assembly = setup.assemble(job(model, devices, *settings), world, n)
+    assembly = assemble.assemble(job(model, devices, *settings), world, n)
     for _ in range(steps):
         assembly.trainer.step()
     full = assembly.trainer.replicas.full[-1].cpu().clone()
@@ -162,7 +162,7 @@ def test_a_pass_of_every_algorithm_is_torchs_within_rounding(
 def test_captured_replicas_train_as_eager_ones(model, precision):
     def run(graphs):
         settings = [f"node.cuda_graphs={graphs}", f"node.precision={precision}"]
-        assembly = setup.assemble(job(model, "cuda:0,0", *settings), Alone(), 2)
+        assembly = assemble.assemble(job(model, "cuda:0,0", *settings), Alone(), 2)
         losses = [float(assembly.trainer.step().loss.mean()) for _ in range(6)]
         captured = assembly.trainer.replicas._captured
         assembly.close()
@@ -188,7 +188,7 @@ class Waits(torch.nn.Module):
 
 def test_a_model_that_waits_for_the_gpu_trains_eagerly():
     settings = ["model.name=test_gpu:Waits"]
-    assembly = setup.assemble(job("mlp", "cuda:0", *settings), Alone(), 1)
+    assembly = assemble.assemble(job("mlp", "cuda:0", *settings), Alone(), 1)
     with pytest.warns(UserWarning, match="can't be captured"):
         assembly.trainer.step()
     assert np.isfinite(float(assembly.trainer.step().loss))

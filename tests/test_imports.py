@@ -22,7 +22,10 @@ ROOMS = [
     "groups",
     "algorithms",
     "store",
+    "data",
+    "models",
     "training",
+    "runs",
     "analysis",
     "cli",
 ]
@@ -35,9 +38,8 @@ SHOW = ["-m", "mpigossip", "graph", "show", "one-peer-exponential", "--nodes", "
 
 
 def room(module: str) -> str:
-    """`mpigossip.mixing.base` stands in the room `mixing`; private top modules are config's."""
-    name = module.split(".")[1] if "." in module else "__init__"
-    return "config" if name.startswith("_") and name not in ("__init__", "__main__") else name
+    """`mpigossip.mixing.base` stands in the room `mixing`."""
+    return module.split(".")[1] if "." in module else "__init__"
 
 
 def module_name(path: Path) -> str:
@@ -189,8 +191,31 @@ sys.exit(main({command!r}))
 def test_simulation_needs_neither_mpi_nor_cupy(tmp_path):
     """Rooms without MPI import with both blocked, and a simulated run trains to its end."""
     names = [module_name(path) for path in MODULES]
-    names = [name for name in names if room(name) not in MPI_ROOMS | {"__main__"}]
+    names = [name for name in names if room(name) not in MPI_ROOMS | {"__main__", "moved"}]
     command = ["simulate", str(PACKAGE.parent / "jobs/digits.toml"), "--nodes", "2"]
     command += ["run.steps=2", "node.devices=cpu:1", f"run.output={tmp_path}/run"]
     done = python("-c", BLOCKED.format(names=names, command=command), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
+
+
+MOVED = """
+import warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    from mpigossip.training.hooks import Hook
+    from mpigossip.training.data import Source
+from mpigossip.algorithms import Algorithm
+from mpigossip.runs import hooks
+from mpigossip.data import sources
+assert Hook is hooks.Hook and Source is sources.Source
+print(*(warning.message for warning in said), sep="\\n")
+"""
+
+
+def test_documented_imports_of_old_work_and_name_the_new_place():
+    done = python("-c", MOVED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "mpigossip.training.hooks is now mpigossip.runs.hooks: import from there",
+        "mpigossip.training.data is now mpigossip.data.sources: import from there",
+    ]

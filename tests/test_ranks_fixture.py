@@ -7,10 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-import launch
 import numpy as np
 import pytest
-from rankpool import KEPT, Pool, RankError, Ranks
+
+from tests import launch
+from tests.rankpool import KEPT, Pool, RankError, Ranks
 
 
 def sum_of_ranks(comm, start, scale=1):
@@ -134,7 +135,7 @@ def test_nothing_is_left_behind(mpirun, failure):
 
 
 PYTEST = """
-import sys, time, test_ranks_fixture as t
+import sys, time, tests.test_ranks_fixture as t
 pools = t.Ranks()
 pools(2)(t.sum_of_ranks, 0)
 print(pools.pools[2].launch.token, pools.pools[2].launch.folder, flush=True)
@@ -145,7 +146,7 @@ pools(2)(t.hangs)
 def test_ranks_end_with_a_pytest_that_is_killed(mpirun):
     before = launch.segments()
     with subprocess.Popen(
-        [sys.executable, "-c", PYTEST], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PYTEST], cwd=launch.REPO, stdout=subprocess.PIPE, text=True
     ) as killed:
         token, folder = killed.stdout.readline().split()
         time.sleep(0.5)
@@ -159,7 +160,7 @@ def test_ranks_end_with_a_pytest_that_is_killed(mpirun):
 
 
 def test_least_used_pool_makes_room(monkeypatch, mpirun):
-    monkeypatch.setattr("rankpool.KEPT", 3)
+    monkeypatch.setattr("tests.rankpool.KEPT", 3)
     pools = Ranks()
     for n in (1, 2, 1, 2, 3):
         pools(n)(sum_of_ranks, 0)

@@ -92,7 +92,7 @@ def test_three_lines_load_the_exported_model(tmp_path, monkeypatch):
     export = next(line for line in lines if line.startswith("mpigossip checkpoint export"))
     assert cli.main(shlex.split(export)[1:]) == 0
     (load,) = [block for block in blocks("README.md") if "load_file" in block]
-    from mpigossip.training.models import lenet
+    from mpigossip.models import lenet
 
     names = {"make_the_model": lambda: lenet((1, 8, 8), 10)}
     exec(load, names)
@@ -162,7 +162,7 @@ def test_links_and_scripts_lead_somewhere():
 
 
 def test_the_job_file_of_the_readme_is_a_job(tmp_path):
-    from mpigossip.training.setup import load
+    from mpigossip.training.assemble import load
 
     (found,) = blocks("README.md", "toml")
     job = load(found)

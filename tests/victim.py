@@ -7,8 +7,8 @@ is touched.
 import os
 import signal
 
+from mpigossip.runs.hooks import Hook
 from mpigossip.store.log import LogWriter
-from mpigossip.training.hooks import Hook
 
 
 def die(*_):

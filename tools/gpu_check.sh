@@ -8,5 +8,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 exec </dev/null
 # Settings of an outer job would make mpiexec start ranks elsewhere.
 for name in $(compgen -v | grep -E '^(SLURM_|PMI_|PMIX_|OMPI_COMM_WORLD_)'); do unset "$name"; done
-export OMP_NUM_THREADS=1 PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" tools/gpu_check.py "$@"
+export OMP_NUM_THREADS=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "${PYTHON:-python3}" tools/gpu/check.py "$@"

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from mpigossip.analysis import page, plot, report
-from mpigossip.analysis.runs import log_of, short_names
+from mpigossip.analysis.compared import log_of, short_names
 from mpigossip.store import StoreError, checkpoint, export
 from mpigossip.store.log import read
 

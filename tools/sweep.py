@@ -20,7 +20,7 @@ from mpigossip.analysis import page
 from mpigossip.config import JobError
 from mpigossip.store import StoreError
 from mpigossip.store.log import read
-from mpigossip.training import setup
+from mpigossip.training import assemble
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def grid(options) -> int:
         axes.append([f"{key}={value}" for value in values.split(",")])
     points = list(itertools.product(*axes))
     for point in points:
-        setup.load(options.job, point)
+        assemble.load(options.job, point)
     for point in points:
         print(" ".join(point))
     return 0

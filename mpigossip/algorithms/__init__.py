@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpigossip._named import imported, is_own
 from mpigossip.algorithms import compressed, directed, gossip, periodic, tracking
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.local import LOCALS, skipping
 from mpigossip.algorithms.spectrum import above_minus_third, momentum_of_gossip
 from mpigossip.config import JobError
+from mpigossip.config.named import imported, is_own
 from mpigossip.graphs import Graph
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
-from mpigossip.config import Limit
+from mpigossip.config.toml import Limit
 from mpigossip.mixing.base import Kind
 
 Share = Annotated[float, Limit(lambda v: 0 <= v <= 1, "must be between 0 and 1")]

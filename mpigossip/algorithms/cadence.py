@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpigossip.algorithms.base import Share
-from mpigossip.config import NotNegative, Positive
+from mpigossip.config.limits import NotNegative, Positive
 from mpigossip.mixing.base import Kind
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpigossip.algorithms.base import Decay, Empty, Step, held, no_state
-from mpigossip.config import NotNegative, Positive
+from mpigossip.config.limits import NotNegative, Positive
 
 BLOCK = 1 << 15
 """Columns that a step with a temporary array handles at once on a CPU."""

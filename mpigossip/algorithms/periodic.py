@@ -10,7 +10,7 @@ import torch
 from mpigossip.algorithms.base import Algorithm, Decay, Step
 from mpigossip.algorithms.gossip import dsgd
 from mpigossip.algorithms.local import Local
-from mpigossip.config import AboveZero
+from mpigossip.config.limits import AboveZero
 from mpigossip.mixing.base import Kind
 
 

@@ -8,7 +8,7 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Decay, Share, Step, held
 from mpigossip.algorithms.local import Local
-from mpigossip.config import Positive
+from mpigossip.config.limits import Positive
 from mpigossip.mixing.base import Kind
 
 

@@ -21,9 +21,9 @@ from mpi4py import MPI
 
 from mpigossip.config import JobError
 from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
-from mpigossip.mixing import native
 from mpigossip.mixing.base import BLOCK, Kind, Layout
-from mpigossip.mixing.messages import wait_all
+from mpigossip.mixing.kernels import native
+from mpigossip.mixing.tokens import wait_all
 from mpigossip.mixing.windows import Windows
 from mpigossip.store.hdf5 import create, replacing
 

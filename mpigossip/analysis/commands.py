@@ -54,15 +54,15 @@ def _job(options) -> None:
     from mpigossip.cluster import batch
     from mpigossip.config import JobError
     from mpigossip.groups.devices import slots_of
-    from mpigossip.training import setup
+    from mpigossip.training import assemble
 
     site = batch.read_site(options.site)
     found = []
-    job = setup.load(options.job, options.settings)
+    job = assemble.load(options.job, options.settings)
     if options.nodes > 0:
         found = [
             m
-            for m in setup.mistakes(job, options.nodes)
+            for m in assemble.mistakes(job, options.nodes)
             if not m.startswith(("node.devices", "node.cuda_graphs"))
         ]
     devices = [d for d in slots_of(job.node.devices) if d.startswith("cuda")]

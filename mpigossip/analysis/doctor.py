@@ -26,7 +26,7 @@ from typing import Any
 import mpigossip
 from mpigossip.cluster.launcher import LaunchError
 from mpigossip.cluster.ranks import Alone, World, world
-from mpigossip.training.words import counted
+from mpigossip.config.readable import counted
 
 LOW_DISK = 10**9
 """Free bytes below which the disk is worth a word."""
@@ -133,7 +133,7 @@ def _together(options, ranks) -> list[Finding]:
 
 def kernel() -> Finding:
     """Whether averages on the CPU go by the compiled sum."""
-    from mpigossip.mixing import native
+    from mpigossip.mixing.kernels import native
 
     text, there = native.status(), native.library() is not None
     return Finding("compiled sum", text, "good" if there else "note")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 
 from mpigossip import config
-from mpigossip.analysis import costs
 from mpigossip.config import Job, JobError
-from mpigossip.training import setup
-from mpigossip.training.words import size
+from mpigossip.config.readable import size
+from mpigossip.training import assemble, costs
 
 NODES = 8
 """Planned for, where neither `--nodes` nor a launcher says how many."""
@@ -19,7 +18,7 @@ def describe(job: Job, nodes: int | None) -> str:
     if nodes is not None and nodes < 1:
         raise JobError([f"--nodes {nodes}: a job runs on one node at least"])
     n = nodes or launched() or NODES
-    found = [m for m in setup.mistakes(job, n) if not m.startswith("node.devices")]
+    found = [m for m in assemble.mistakes(job, n) if not m.startswith("node.devices")]
     if found:
         raise JobError(found)
     what, note = costs.subject(job)

@@ -98,7 +98,7 @@ def _count(text: str) -> int:
 
 
 def _make(name: str, options) -> Graph:
-    from mpigossip._toml import check_options, parse_value
+    from mpigossip.config.toml import check_options, parse_value
 
     given: dict[str, Any] = {}
     for text in options.option:

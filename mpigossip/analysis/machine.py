@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mpigossip.analysis.costs import Subject
 from mpigossip.config import Data, GraphSection, JobError
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind, Layout, combine
 from mpigossip.mixing.wire import Wire
+from mpigossip.training.costs import Subject
 
 LATENCY_S, BANDWIDTH = 10e-6, 12.5e9
 """Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""
@@ -97,7 +97,7 @@ def _steps(what: Subject, world, budget_s: float) -> tuple[float, float, float]:
     """Median seconds of a step of one node: compute, node-local, update; means over the ranks."""
     from mpigossip.cluster.ranks import Alone
     from mpigossip.groups import devices
-    from mpigossip.training import setup
+    from mpigossip.training import assemble
 
     job = replace(what.job, graph=GraphSection(name="identity"))
     with world.together(JobError):
@@ -105,7 +105,7 @@ def _steps(what: Subject, world, budget_s: float) -> tuple[float, float, float]:
         if missing:
             raise JobError([*missing, "or say how long forward and backward take: --compute 80ms"])
     with world.together(JobError):
-        assembly = setup.assemble(job if _here(job) else _synthetic(what), Alone(), 1)
+        assembly = assemble.assemble(job if _here(job) else _synthetic(what), Alone(), 1)
     try:
         found: dict[str, list[float]] = {"compute_s": [], "node_s": [], "exchange_s": []}
         world.barrier()
@@ -129,7 +129,7 @@ def _steps(what: Subject, world, budget_s: float) -> tuple[float, float, float]:
 
 
 def _here(job) -> bool:
-    from mpigossip.analysis.costs import data_or_stand_in
+    from mpigossip.training.costs import data_or_stand_in
 
     found, note = data_or_stand_in(job)
     found.close()

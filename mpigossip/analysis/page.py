@@ -10,9 +10,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpigossip.analysis.compared import Run, description, load
 from mpigossip.analysis.plot import figure
 from mpigossip.analysis.report import table
-from mpigossip.analysis.runs import Run, description, load
 from mpigossip.store.hdf5 import reading, replacing
 
 STYLE = """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpigossip.analysis.runs import PARTS, Run, mean_ms, over_nodes, shares, smooth
+from mpigossip.analysis.compared import PARTS, Run, mean_ms, over_nodes, shares, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from mpigossip import algorithms
-from mpigossip.analysis.costs import STEPS, Exchanges, Subject, exchanges
 from mpigossip.analysis.machine import Machine, coding_seconds, hops
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind, piece_size
+from mpigossip.training.costs import STEPS, Exchanges, Subject, exchanges
 from mpigossip.training.fit import lacking, may_cut, unfit
 
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")

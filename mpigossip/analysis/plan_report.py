@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpigossip.analysis.costs import Subject, subject
 from mpigossip.analysis.dryrun import launched
 from mpigossip.analysis.machine import Given, Machine, examine
 from mpigossip.analysis.plan import (
@@ -26,7 +25,8 @@ from mpigossip.analysis.plan import (
 )
 from mpigossip.analysis.plan import name as named
 from mpigossip.config import JobError
-from mpigossip.training import setup
+from mpigossip.training import assemble
+from mpigossip.training.costs import Subject, subject
 
 WIDTH = 96
 """Columns of the longest lines of text, where the terminal has as many."""
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
 
     with world() if (launched() or 1) > 1 else Alone() as ranks:
         with ranks.together(JobError):
-            what, note = subject(setup.load(options.job, options.settings))
+            what, note = subject(assemble.load(options.job, options.settings))
         given = Given(options.compute, options.node, options.latency, options.bandwidth)
         machine = examine(what, ranks, given, options.seconds)
         if ranks.rank != 0:
@@ -171,7 +171,7 @@ def picture(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from mpigossip.analysis.runs import COLOURS, LINES, MARKERS
+    from mpigossip.analysis.compared import COLOURS, LINES, MARKERS
     from mpigossip.store.hdf5 import writing
 
     figure = Figure(figsize=(12.4, 5.6), dpi=130, layout="constrained")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpigossip.analysis import panels
-from mpigossip.analysis.runs import Run, description, load
+from mpigossip.analysis.compared import Run, description, load
 from mpigossip.store.hdf5 import replacing
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpigossip.analysis.runs import PARTS, description, mean_ms, over_nodes, shares
+from mpigossip.analysis.compared import PARTS, description, mean_ms, over_nodes, shares
 from mpigossip.store.log import Log
 
 

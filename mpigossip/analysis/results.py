@@ -24,7 +24,7 @@ def _command(commands, name: str, run, summary: str) -> argparse.ArgumentParser:
 
 def _there(path: Path) -> Path:
     """A run that the user named; StoreError with what there is instead where it isn't."""
-    from mpigossip._toml import near
+    from mpigossip.config.toml import near
     from mpigossip.store import StoreError
 
     if path.exists():
@@ -52,15 +52,15 @@ def _add_logs(commands) -> None:
 
 
 def _show_log(options) -> None:
+    from mpigossip.analysis.compared import log_of
     from mpigossip.analysis.report import table
-    from mpigossip.analysis.runs import log_of
     from mpigossip.store.log import read
 
     print(table(read(log_of(_there(options.run_folder)))))
 
 
 def _export_log(options) -> None:
-    from mpigossip.analysis.runs import log_of
+    from mpigossip.analysis.compared import log_of
     from mpigossip.store import export
     from mpigossip.store.log import read
 
@@ -146,6 +146,6 @@ def _verify(options) -> int:
 
 
 def _export_model(options) -> None:
-    from mpigossip.training.export import export
+    from mpigossip.runs.export import export
 
     print(export(_checkpoint_of(options.path), options.out, options.node))

@@ -20,11 +20,11 @@ from mpi4py import MPI
 
 from mpigossip.analysis.doctor import Finding, complain
 from mpigossip.cluster.ranks import World
+from mpigossip.config.readable import counted
 from mpigossip.graphs import Graph, graph
-from mpigossip.mixing.aware import asked, proven
 from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.device.aware import asked, proven
 from mpigossip.mixing.windows import Windows
-from mpigossip.training.words import counted
 
 REPEATS = 5
 ROUNDS = 16
@@ -273,7 +273,7 @@ def ways_of_devices(
     world: World, tried: Graph, slots: Sequence[str], size: int, now: list[str]
 ) -> Finding:
     """The mixer that training uses on these slots: its routes, its time, its results."""
-    from mpigossip.mixing.gpu import DeviceWindows
+    from mpigossip.mixing.device.windows import DeviceWindows
 
     now.append("opening windows on GPU memory")
     width = max(size // 4 // len(slots), 1)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import mpigossip
-from mpigossip._toml import Limit, converter, explain, near
 from mpigossip.config import JobError
+from mpigossip.config.toml import Limit, converter, explain, near
 
 WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:+@=/-]*"
 EARLY_S = 180

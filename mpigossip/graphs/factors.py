@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpigossip.config import Positive
+from mpigossip.config.limits import Positive
 from mpigossip.graphs.base import Cycle, Graph, GraphError
 from mpigossip.graphs.rounds import Circulant, Sparse
 

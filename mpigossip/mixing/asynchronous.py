@@ -20,9 +20,10 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.ranks import Deadline
+from mpigossip.mixing.averages import average, mean, mean_scalars
 from mpigossip.mixing.base import Kind, Layout, Segments, flow, traffic
+from mpigossip.mixing.courier import Courier, Job
 from mpigossip.mixing.delayed import readers
-from mpigossip.mixing.messages import Courier, Job, average, mean, mean_scalars
 from mpigossip.mixing.push import CUT
 
 BEGUN, DONE, ROUND, INCLUDED = 0, 1, 2, 3

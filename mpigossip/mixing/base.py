@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from mpigossip.mixing import fused, native
+from mpigossip.mixing.kernels import fused, native
 from mpigossip.mixing.wire import FP32, Stretch, Wire
 
 BLOCK = 1 << 15

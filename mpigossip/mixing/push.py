@@ -8,7 +8,8 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.cores import own_core
-from mpigossip.mixing.messages import Courier, Tokens
+from mpigossip.mixing.courier import Courier
+from mpigossip.mixing.tokens import Tokens
 
 ARRIVED, FREE = 11, 12
 ARRIVING, ROOM = "waiting for a neighbour's model", "waiting for room in a neighbour's inbox"

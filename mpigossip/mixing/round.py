@@ -6,7 +6,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from mpigossip.mixing.base import Kind
-from mpigossip.mixing.messages import Job
+from mpigossip.mixing.courier import Job
 
 
 @dataclass

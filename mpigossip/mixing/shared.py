@@ -8,7 +8,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.mixing.base import combine
-from mpigossip.mixing.messages import Tokens
+from mpigossip.mixing.tokens import Tokens
 
 READY, DONE, REDUCED, HALF = 1, 2, 3, 4
 ALIGN = 4096

@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from mpigossip.cluster.ranks import Deadline
 from mpigossip.mixing.base import BLOCK, SMALLEST, Layout, Segments, combine
-from mpigossip.mixing.messages import wait_all
 from mpigossip.mixing.push import ARRIVING, ROOM, PushWindow
+from mpigossip.mixing.tokens import wait_all
 from mpigossip.mixing.wire import CHUNK, Stretch, decode
 
 

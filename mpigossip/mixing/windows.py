@@ -1,7 +1,6 @@
 """MPI one-sided windows between nodes, synchronous: rank i is node i.
 
-Neighbours on the same host are read in place (:mod:`mpigossip.mixing.shared`), or reached like
-all others by pushes into their inboxes (:mod:`mpigossip.mixing.push`) with ``same_host="put"``.
+Neighbours on the same host are read in place (shared.py), all others get pushes (push.py).
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from functools import cached_property
 import torch
 from mpi4py import MPI
 
+from mpigossip.mixing.averages import average, gather, mean, mean_scalars
 from mpigossip.mixing.base import Kind, Layout, Segments, is_average, piece_size, traffic
-from mpigossip.mixing.messages import Job, average, gather, mean, mean_scalars
+from mpigossip.mixing.courier import Job
 from mpigossip.mixing.push import PushWindow
 from mpigossip.mixing.round import Round, partner
 from mpigossip.mixing.shared import SharedHost

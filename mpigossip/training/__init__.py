@@ -1,1 +1,1 @@
-"""The training loop and what it needs: data, models, learning rates, hooks."""
+"""The job's side of a step: replicas, precision, learning rates, evaluation, assembly."""

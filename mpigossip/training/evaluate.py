@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpigossip.data.loader import Loader
 from mpigossip.mixing.base import Mixer
-from mpigossip.training.loader import Loader
-from mpigossip.training.models import loss_and_correct
+from mpigossip.models import loss_and_correct
 from mpigossip.training.replicas import Replicas
 
 BATCH = 256

@@ -154,7 +154,7 @@ def _mixer(graph, layout: Layout, world, same_host: str, timeout_s: float):
     if world.comm is None:
         return Simulated(graph, layout)
     if layout.devices[0] != "cpu":
-        from mpigossip.mixing.gpu import DeviceWindows
+        from mpigossip.mixing.device.windows import DeviceWindows
 
         return DeviceWindows(graph, layout, world, same_host=same_host, timeout_s=timeout_s)
     from mpigossip.mixing.windows import Windows

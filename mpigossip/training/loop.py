@@ -11,12 +11,12 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
+from mpigossip.data.loader import Batch
 from mpigossip.groups.base import Group
-from mpigossip.mixing import onepass
 from mpigossip.mixing.base import ByBlocks, Kind, Mixer
+from mpigossip.mixing.kernels import onepass
 from mpigossip.training.blocks import Blocks
 from mpigossip.training.evaluate import consensus_distance, square_norms
-from mpigossip.training.loader import Batch
 from mpigossip.training.precision import Precision
 from mpigossip.training.replicas import Replicas
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from mpigossip.data.loader import Batch
 from mpigossip.groups.base import Group, shards
+from mpigossip.models import loss_and_correct
 from mpigossip.training.capture import CannotCapture, Captured, Pass
 from mpigossip.training.flat import Flat
-from mpigossip.training.loader import Batch
-from mpigossip.training.models import loss_and_correct
 from mpigossip.training.precision import Precision
 
 

@@ -1,0 +1,27 @@
+"""Types of settings with their limits, for the sections of `config`."""
+
+import re
+from typing import Annotated
+
+from mpigossip.config.toml import Limit
+
+Count = Annotated[int, Limit(lambda v: v >= 0, "must be at least 0")]
+Positive = Annotated[int, Limit(lambda v: v > 0, "must be at least 1")]
+NotNegative = Annotated[float, Limit(lambda v: v >= 0, "must be at least 0")]
+AboveZero = Annotated[float, Limit(lambda v: v > 0, "must be greater than 0")]
+OneOrMore = Annotated[float, Limit(lambda v: v >= 1, "must be at least 1")]
+Chance = Annotated[float, Limit(lambda v: 0 <= v < 1, "must be at least 0 and below 1")]
+Percent = Annotated[float, Limit(lambda v: 0 <= v <= 100, "must be between 0 and 100")]
+Text = Annotated[str, Limit(lambda v: v.strip() != "", "must not be empty")]
+Name = Annotated[str, Limit(lambda v: re.fullmatch(r"(?!\.\.?$)[^/\0]+", v) is not None,
+                            "must be usable as the name of a folder, without /")]  # fmt: skip
+Devices = Annotated[str, Limit(
+    lambda v: re.fullmatch(r"auto|cpu:[1-9]\d{0,3}|cuda:\d+(-\d+)?(,\d+(-\d+)?)*", v) is not None
+    and all(int(a) <= int(b) for a, b in re.findall(r"(\d+)-(\d+)", v)),
+    'must be "auto", "cpu:L" with L slots (L at least 1), or device numbers such as "cuda:0-7"',
+)]  # fmt: skip
+Shape = Annotated[tuple[Positive, ...], Limit(bool, "must name at least one size")]
+Placement = Annotated[str, Limit(
+    lambda v: re.fullmatch(r"given|hostnames|scheduler|file:.+", v) is not None,
+    'must be "given", "hostnames", "scheduler" or "file:PATH"',
+)]  # fmt: skip

@@ -1,0 +1,370 @@
+"""A job: frozen dataclasses read from TOML, with every mistake reported at once.
+
+`load` reads a file, a text or a dict and applies overrides; `dump` writes the complete job back as
+TOML, so that `load(dump(job)) == job`. Neither torch nor MPI is imported here.
+"""
+
+# No `from __future__ import annotations`: cattrs drops the limits of annotations that are texts.
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from mpigossip.config import toml
+from mpigossip.config.brings import bring, check_choice, drop_options, names
+from mpigossip.config.limits import (
+    AboveZero,
+    Chance,
+    Count,
+    Devices,
+    Name,
+    NotNegative,
+    OneOrMore,
+    Percent,
+    Placement,
+    Positive,
+    Shape,
+    Text,
+)
+from mpigossip.config.reading import JobError, read
+from mpigossip.config.toml import Limit, converter, explain, near, show
+
+__all__ = ["SECTIONS", "Job", "JobError", "as_dict", "dump", "load"]
+
+Builders = Mapping[str, Mapping[str, Callable]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Section `[run]`: how long, from which seed, and where to."""
+
+    name: Name = "run"
+    """Name of the run, used in `output`."""
+    seed: Count = 0
+    """Seed of initial parameters, sample order, random graphs and random rounding."""
+    epochs: Count = 10
+    """Passes over the training samples."""
+    steps: Count | None = None
+    """Stop after so many steps even if epochs are left (for trials)."""
+    output: Text = "runs/{name}"
+    """Folder of the run; `{name}` stands for `run.name`."""
+    evaluate_every: Count = 1
+    """Epochs between evaluations; 0 evaluates only at the end."""
+    survive: bool = False
+    """Go on without ranks that are lost, where MPI is fault-tolerant (Open MPI, started with
+    `mpirun --with-ft ulfm`). Costs a copy of the node's state at every step, in host memory."""
+
+    @property
+    def folder(self) -> Path:
+        """`output` with the name filled in."""
+        return Path(self.output.replace("{name}", self.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Section `[data]`: samples, how nodes share them, and how they are decoded."""
+
+    source: Text = "digits"
+    """`"digits"` (built in), `"synthetic"`, a packed `.h5` file, or "package.module:factory"."""
+    batch: Positive = 32
+    """Samples per slot per gradient."""
+    partition: Literal["shuffled", "sorted", "mixed", "dirichlet"] = "shuffled"
+    """How samples go to nodes: at random, by label (the hardest case), or between the two."""
+    shuffled_percent: Percent = 100.0
+    """Share of the samples that partition "mixed" shuffles; the rest is sorted by label."""
+    dirichlet_alpha: AboveZero = 0.1
+    """Partition "dirichlet": small gives a node few classes, large gives all alike."""
+    augment: Literal["none", "crop-flip", "resized-crop"] = "none"
+    """Random changes of training images."""
+    image_size: Positive | None = None
+    """Side in pixels that images are brought to; unset keeps their size."""
+    samples: Positive = 1024
+    """Training samples (synthetic only)."""
+    test_samples: Positive = 256
+    """Test samples (synthetic only)."""
+    shape: Shape = (3, 32, 32)
+    """Shape of one sample: channels, height, width (synthetic only)."""
+    classes: Positive = 10
+    """Number of classes (synthetic only)."""
+    context: Positive = 128
+    """Bytes of a sample (packed text only)."""
+    workers: Count = 2
+    """Decoding processes per node; 0 decodes in the training process."""
+    cache: Literal["auto", "always", "never"] = "auto"
+    """Keep decoded samples in memory: where they fit, always, or never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Section `[model]`: the network; further keys are its options."""
+
+    name: Text = "mlp"
+    """A built-in model, or `"package.module:factory"`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword-only parameters of the model's factory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """Section `[algorithm]`: what a step does; further keys are the algorithm's options."""
+
+    name: Text = "dmsgd"
+    """The decentralized method, or "package.module:factory"."""
+    local: Text | None = None
+    """The local optimizer inside the method; unset takes the method's own."""
+    weight_decay: NotNegative = 0.0
+    """Added to the gradient as weight_decay × parameter (AdamW: decoupled)."""
+    decay_all: bool = True
+    """false leaves biases and parameters of norm layers without weight decay."""
+    clip_norm: AboveZero | None = None
+    """Largest norm of a node's gradient; unset never clips."""
+    accumulate: Positive = 1
+    """Batches whose gradients are averaged into one step."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword-only parameters of the algorithm's builder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSection:
+    """Section `[graph]`: who averages with whom; further keys are the graph's options."""
+
+    name: Text = "one-peer-exponential"
+    """A built-in graph, or `"file:PATH"`."""
+    weights: Text | None = None
+    """Weighting rule in place of the graph's own."""
+    lazy: bool = False
+    """Use (I + W)/2 in place of W."""
+    seed: Count | None = None
+    """Seed of a random graph; unset takes `run.seed`."""
+    placement: Placement = "given"
+    """`"given"`: rank i has place i; `"hostnames"`, `"scheduler"` or `"file:PATH"` (lines HOST
+    RACK): ranks of a rack get places that exchange most."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword-only parameters of the graph's builder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CadenceSection:
+    """Section `[cadence]`: which steps average; further keys are the cadence's options."""
+
+    name: Text = "always"
+    """The rule that makes each step local, gossip or global."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword-only parameters of the cadence's builder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Section `[schedule]`: the learning rate."""
+
+    name: Literal["constant", "milestones", "cosine"] = "milestones"
+    """Shape of the learning rate after warm-up."""
+    lr: AboveZero = 0.1
+    """Learning rate at `reference_batch` samples per step."""
+    scale: Literal["linear", "none"] = "linear"
+    """linear: lr × (samples per step over all nodes) / reference_batch; none: lr as given."""
+    reference_batch: Positive = 256
+    """Samples per step for which `lr` is meant."""
+    warmup_epochs: NotNegative = 0.0
+    """Epochs of linear growth from `lr` (unscaled) to the full learning rate."""
+    milestones: tuple[NotNegative, ...] = ()
+    """Epochs at which the learning rate is multiplied by `factor`, in ascending order."""
+    factor: AboveZero = 0.1
+    """Multiplier at a milestone."""
+    final_lr: NotNegative = 0.0
+    """Learning rate at the end of a cosine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSection:
+    """Section `[node]`: devices of a node and the way to its neighbours."""
+
+    devices: Devices = "cpu:1"
+    """`"auto"`, `"cpu:L"` (L slots) or `"cuda:0-7"`."""
+    threads: Positive = 1
+    """Torch threads per slot; part of what makes runs equal to the last bit."""
+    same_host: Literal["read", "put"] = "read"
+    """Neighbours on the same host: read in place, or put as between hosts."""
+    shard: bool = True
+    """Each slot updates and exchanges its part of the model; false: slot 0 does it all."""
+    overlap: bool = True
+    """Adapt-then-combine, one CPU rank a host: layers are sent while backward still runs."""
+    timeout_s: AboveZero = 300.0
+    """Seconds after which a neighbour that doesn't answer is given up."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic of forward and backward; auto: bf16 where the device has it, else fp32."""
+    wire: Literal["fp32", "bf16", "qsgd", "sign", "top-k", "random-k"] = "fp32"
+    """Encoding of what travels between nodes; all but fp32 lose something."""
+    levels: Annotated[int, Limit(lambda v: 1 <= v <= 127, "must be between 1 and 127")] = 127
+    """Levels of wire "qsgd": up to 7 travel in 4 bits a value, up to 127 in 8."""
+    kept: Annotated[float, Limit(lambda v: 0 < v <= 1, "must be above 0 and at most 1")] = 0.01
+    """Share of the values that wires "top-k" and "random-k" send."""
+    vmap: bool = False
+    """Simulator: gradients of all nodes in one vectorized call. Faster for small models, without
+    the bits of a run on ranks; for models without norm statistics."""
+    compile: bool = False
+    """Pass the model through torch.compile."""
+    cuda_graphs: Literal["auto", "always", "never"] = "auto"
+    """Replay the step as a CUDA graph; auto: on GPUs, where capture works."""
+    gpu_window: Literal["auto", "device", "host"] = "auto"
+    """Window memory for GPUs; auto: the device's where MPI is proven GPU-aware, else host."""
+    mixer: Literal["synchronous", "asynchronous"] = "synchronous"
+    """Neighbours' models of the same round, or the newest whole copies, without waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultsSection:
+    """Section `[faults]`: slow nodes and lost links, for simulated asynchronous runs."""
+
+    slow_times: OneOrMore = 1.0
+    """How many times longer a slow node computes; 1: none is slow."""
+    slow_nodes: Positive = 1
+    """Nodes that are slow at a time, drawn anew every `slow_steps` steps."""
+    slow_steps: Positive = 10
+    """Steps that a node stays slow."""
+    lost: Chance = 0.0
+    """Probability that a node doesn't see another one in a round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """Section `[checkpoint]`: when to save, and how much to keep."""
+
+    every_steps: Count = 0
+    """Steps between checkpoints; 0 saves only at the end and when stopped."""
+    keep: Positive = 2
+    """Newest checkpoints kept."""
+    keep_every: Count = 0
+    """Checkpoints at multiples of so many steps are kept for good; 0 keeps none besides `keep`."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a checkpoint that can't be written does to the run."""
+    wall_clock_s: NotNegative = 0.0
+    """Seconds after its start at which a run must have ended, with a checkpoint; 0: no limit but
+    the allocation's end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSection:
+    """Section `[log]`: what is recorded, and how often."""
+
+    flush_steps: Positive = 50
+    """Steps between writes to the file; a crash loses at most so many."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a log that can't be written does to the run; "continue" keeps the steps and tries again
+    at the next write, and stops at the end if that fails, too."""
+    consensus_every: Count = 10
+    """Steps between measurements of the consensus distance; 0 never measures."""
+    straggler_times: NotNegative = 2.0
+    """A node that computes so many times longer than the median is a straggler; 0 never looks."""
+    straggler_s: NotNegative = 60.0
+    """Seconds that it must last until the straggler is named."""
+    diverging_times: NotNegative = 10.0
+    """Growth of the consensus distance that is warned of; 0 never looks."""
+    diverging_steps: Positive = 1000
+    """Steps within which it has grown so."""
+    hooks: tuple[Text, ...] = ()
+    """What else watches the run: `"tensorboard"`, or `"package.module:factory"`, called with the
+    world (its `rank` and `size`) and returning a mpigossip.runs.hooks.Hook."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that defines a run."""
+
+    run: Run = field(default_factory=Run)
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    graph: GraphSection = field(default_factory=GraphSection)
+    cadence: CadenceSection = field(default_factory=CadenceSection)
+    schedule: Schedule = field(default_factory=Schedule)
+    node: NodeSection = field(default_factory=NodeSection)
+    faults: FaultsSection = field(default_factory=FaultsSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    log: LogSection = field(default_factory=LogSection)
+
+
+SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Job)}  # type: ignore[misc]
+"""The dataclass of each section."""
+
+
+def load(
+    source: Path | str | Mapping,
+    overrides: Sequence[str] = (),
+    builders: Builders | None = None,
+) -> Job:
+    """Read a job from a TOML file, a TOML text (a string of several lines) or a dict.
+
+    `overrides` are texts `section.key=value`; a value is TOML, or else a bare word, and `none`
+    unsets what may be unset. One that changes a section's name drops the options of the old name.
+    `builders` names, for some of the sections model, algorithm, graph and cadence, the callables
+    to choose from: the section's name must be one of them, its further keys keyword-only
+    parameters of that callable, and defaults are filled in (but for None). JobError lists every
+    mistake.
+    """
+    raw, messages = read(source), list[str]()
+    before = names(raw)
+    for text in overrides:
+        messages += toml.override(raw, text)
+    for name in before.keys() & SECTIONS.keys():
+        if "options" in _keys(name) and names(raw)[name] != before[name]:
+            drop_options(raw[name], _keys(name), name, overrides)
+    sections = {name: value for name, value in raw.items() if name in SECTIONS}
+    unknown = [name for name in raw if name not in SECTIONS]
+    messages += [f"{name}: unknown section; {near(name, SECTIONS)}" for name in unknown]
+    for name, section in list(sections.items()):
+        sections[name], wrong = toml.plain_table(name, section)
+        messages += wrong
+    messages += bring(sections)
+    for name, choices in (builders or {}).items():
+        known = {f.name: f.default for f in fields(SECTIONS[name]) if f.name != "options"}
+        messages += check_choice(name, sections.setdefault(name, {}), known, choices)
+    try:
+        job = converter().structure({n: _fold_options(n, s) for n, s in sections.items()}, Job)
+    except Exception as error:  # cattrs raises groups; explain() sorts them out
+        raise JobError([*messages, *explain(error)]) from None
+    if list(job.schedule.milestones) != sorted(set(job.schedule.milestones)):
+        messages.append(
+            f"schedule.milestones = {show(job.schedule.milestones)}: must be in ascending order"
+        )
+    if messages:
+        raise JobError(messages)
+    return job
+
+
+def as_dict(job: Job) -> dict[str, dict[str, Any]]:
+    """The job as plain dicts, section by section, options beside the other keys."""
+    tables = {}
+    for name, cls in SECTIONS.items():
+        section = getattr(job, name)
+        table = {f.name: getattr(section, f.name) for f in fields(cls)}
+        tables[name] = table | table.pop("options", {})
+    return tables
+
+
+def dump(job: Job) -> str:
+    """The complete job as TOML, with `load(dump(job)) == job`; what isn't set is a comment."""
+    lines = []
+    for name, table in as_dict(job).items():
+        lines += [f"[{name}]"]
+        known = {f.name for f in fields(SECTIONS[name])}
+        for key, value in table.items():
+            unset = value is None and key in known
+            line = f"{toml.write_key(key)} = {toml.write(value)}"
+            lines += [f"# {key} is not set" if unset else line]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _keys(section: str) -> set[str]:
+    return {f.name for f in fields(SECTIONS[section])}
+
+
+def _fold_options(name: str, section: dict[str, Any]) -> dict[str, Any]:
+    """The section with keys that its dataclass lacks moved into `options`, where it has those."""
+    if "options" not in _keys(name):
+        return section
+    known = _keys(name) - {"options"}
+    folded = {key: value for key, value in section.items() if key in known}
+    return folded | {"options": {k: v for k, v in section.items() if k not in known}}

@@ -1,0 +1,1 @@
+"""Where samples come from, which node has which, and how they reach the slots."""

@@ -1,0 +1,132 @@
+"""Which samples a node has, and in which order it takes them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpigossip.config import JobError
+from mpigossip.data.philox import ORDER, SPLIT, permutation
+
+PARTITIONS = ("shuffled", "sorted", "mixed", "dirichlet")
+
+
+def partition(
+    labels: np.ndarray,
+    n: int,
+    kind: str,
+    seed: int = 0,
+    shuffled_percent: float = 100.0,
+    alpha: float = 0.1,
+) -> list[np.ndarray]:
+    """Split the samples over n nodes: n int64 arrays, disjoint, of equal length up to one.
+
+    * "shuffled": in random order, cut into n.
+    * "sorted": sorted by label (samples of a label in their given order), cut into n.
+    * "mixed": sorted by label, then the first shuffled_percent % of that order shuffled among
+      themselves, cut into n (De Sa and Lu, DeTAG): 100 is "shuffled", 0 is "sorted".
+    * "dirichlet": each class is shared out in proportions drawn from Dirichlet(alpha) over the
+      nodes (Hsu, Qi, Brown 2019). A node that is full takes no more, and what is left of a class
+      goes to the others in their proportions, so that all nodes have the same number of samples;
+      the classes come in random order. Small alpha: few classes per node; large: all alike.
+
+    Raises JobError where there are fewer samples than nodes.
+    """
+    labels = np.asarray(labels)
+    if n > len(labels):
+        raise JobError(
+            [
+                f"{n} nodes can't share {len(labels)} training samples: use at most "
+                f"{len(labels)} nodes or more data"
+            ]
+        )
+    if kind == "dirichlet":
+        return _dirichlet(labels, n, seed, alpha)
+    if kind == "shuffled":
+        order = permutation(len(labels), seed, SPLIT)
+    elif kind in ("sorted", "mixed"):
+        order = np.argsort(labels, kind="stable")
+        if kind == "mixed":
+            mixed = round(len(labels) * shuffled_percent / 100)
+            order[:mixed] = order[permutation(mixed, seed, SPLIT)]
+    else:
+        raise JobError([f'data.partition = "{kind}" is not one of {", ".join(PARTITIONS)}'])
+    return np.array_split(order, n)
+
+
+def _dirichlet(labels: np.ndarray, n: int, seed: int, alpha: float) -> list[np.ndarray]:
+    """Share each class out over the nodes; see `partition`."""
+    random = np.random.Generator(np.random.Philox(key=seed & (1 << 64) - 1))
+    room = np.array([len(part) for part in np.array_split(np.arange(len(labels)), n)])
+    taken: list[list[np.ndarray]] = [[] for _ in range(n)]
+    for label in random.permutation(np.unique(labels)):
+        members = random.permutation(np.flatnonzero(labels == label))
+        counts = _fill(len(members), random.dirichlet(np.full(n, alpha)), room)
+        room -= counts
+        for node, piece in enumerate(np.split(members, np.cumsum(counts)[:-1])):
+            taken[node].append(piece)
+    return [np.sort(np.concatenate(pieces)) for pieces in taken]
+
+
+def _fill(samples: int, proportions: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Return how many of the samples each node takes, within its room."""
+    counts = np.zeros_like(room)
+    while left := samples - int(counts.sum()):
+        free = room - counts
+        weights = np.where(free > 0, proportions, 0.0)
+        # Proportions underflow to 0 for small alpha: then room alone decides.
+        weights = weights if weights.sum() > 0 else free.astype(float)
+        wanted = left * weights / weights.sum()
+        share = np.minimum(np.floor(wanted).astype(room.dtype), free)
+        if not share.any():  # less than one sample for each: the largest fraction takes one
+            share[np.argmax(wanted)] = 1
+        counts += share
+    return counts
+
+
+class Order:
+    """The sample order of one node: a permutation per epoch from (seed, epoch, node) alone.
+
+    Nothing is stored: the samples of any step follow from its number, so a resumed run goes on
+    where it stopped. An epoch has the same number of steps on every node; what is left of a
+    node's samples at its end is dropped (each epoch drops others).
+    """
+
+    def __init__(
+        self, part: np.ndarray, node: int, seed: int, batch: int, steps_per_epoch: int
+    ) -> None:
+        self.part, self.node, self.seed = part, node, seed
+        self.batch, self.steps_per_epoch = batch, steps_per_epoch
+        self._latest = -1, part
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch, from 0, that a step belongs to."""
+        return step // self.steps_per_epoch
+
+    def batch_indices(self, step: int) -> np.ndarray:
+        """Return the samples of a step: (slots × accumulate × batch,) int64."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        permuted = self._permutation(epoch)
+        return permuted[place * self.batch : (place + 1) * self.batch]
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if self._latest[0] != epoch:
+            drawn = permutation(len(self.part), self.seed, ORDER, epoch, self.node)
+            self._latest = epoch, self.part[drawn]
+        return self._latest[1]
+
+
+def orders(parts: Sequence[np.ndarray], seed: int, batch: int) -> list[Order]:
+    """Return the order of every node; batch: samples of a node per step, over all its slots.
+
+    Raises JobError where a node has fewer samples than that.
+    """
+    smallest = min(len(part) for part in parts)
+    if smallest < batch:
+        raise JobError(
+            [
+                f"a node has {smallest} training samples but takes {batch} per step "
+                "(slots × data.batch × algorithm.accumulate): make data.batch smaller, or "
+                "use fewer nodes or more data"
+            ]
+        )
+    return [Order(part, node, seed, batch, smallest // batch) for node, part in enumerate(parts)]

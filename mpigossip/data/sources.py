@@ -1,0 +1,248 @@
+"""Where samples come from: the built-in digits, synthetic samples, packed images, packed text.
+
+A source gives batches in two parts: `raw` makes compact arrays (bytes of pixels or of text) on
+the CPU, in threads or in other processes; `finish` turns them, on whatever device they were moved
+to, into what a model takes. So a GPU gets a quarter of the bytes and does the normalization.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from torch import Tensor
+
+from mpigossip import config
+from mpigossip.config import JobError
+from mpigossip.config.named import imported, is_own
+from mpigossip.data.images import Images, Recipe
+from mpigossip.data.partition import Order, orders, partition
+from mpigossip.data.philox import NOISE, words
+from mpigossip.store.dataset import open_dataset
+
+__all__ = ["Order", "Source", "orders", "partition", "source"]
+
+DIGITS = Path(__file__).with_name("digits.h5")
+
+
+class Source(ABC):
+    """A data set as training sees it."""
+
+    classes: int
+    """Number of classes, or of tokens."""
+    shape: tuple[int, ...]
+    """Of one sample as a model takes it: (C, H, W), or (T,) tokens."""
+    dtype: torch.dtype = torch.float32
+    """Of the inputs: int64 for tokens."""
+    raw_shape: tuple[int, ...]
+    raw_dtype: np.dtype
+    """Of one sample in `raw`."""
+    train_labels: np.ndarray
+    """(N,) int64: the label of every training sample, for partitions and checks."""
+    test_labels: np.ndarray
+    in_memory: bool = True
+    """A batch is a matter of microseconds: nothing to gain from decoding ahead."""
+
+    @property
+    def test_size(self) -> int:
+        """Number of test samples."""
+        return len(self.test_labels)
+
+    @abstractmethod
+    def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
+        """Return (B, *raw_shape) of raw_dtype for "train" or "test"; key is (seed, epoch)."""
+
+    @abstractmethod
+    def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and int64 targets on the device of `raw`."""
+
+    def labels(self, split: str, indices: np.ndarray) -> np.ndarray:
+        """Return the labels of samples, int64."""
+        return (self.train_labels if split == "train" else self.test_labels)[indices]
+
+    def train_batch(self, indices: np.ndarray, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets; random changes follow from key = (seed, epoch) and index."""
+        return self._batch("train", indices, key)
+
+    def test_batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of test samples."""
+        return self._batch("test", indices, ())
+
+    def _batch(
+        self, split: str, indices: np.ndarray, key: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        raw = torch.from_numpy(self.raw(split, indices, key))
+        return self.finish(raw, torch.from_numpy(self.labels(split, indices)))
+
+    def close(self) -> None:  # noqa: B027 (a source without files has nothing to close)
+        """Close files. A second call does nothing."""
+
+
+class ImageSource(Source):
+    """A packed data set of images: float32 inputs, per channel (value − mean) / std."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.images = Images(recipe)
+        data = self.images.data
+        self.classes, self.in_memory = len(data.classes), self.images.cached
+        self.shape = self.raw_shape = self.images.shape
+        self.raw_dtype = np.dtype(np.uint8)
+        self.train_labels, self.test_labels = data.train.labels, data.test.labels
+        pair = np.stack([1 / (data.scale * data.std), -data.mean / data.std])
+        scaling = torch.tensor(pair, dtype=torch.float32)[:, :, None, None]
+        self._scaling = {torch.device("cpu"): scaling}
+
+    def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
+        """Return (B, C, H, W) uint8."""
+        return self.images.batch(split, indices, key)
+
+    def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalize."""
+        if raw.device not in self._scaling:  # a copy per batch would wait for the GPU
+            self._scaling[raw.device] = self._scaling[torch.device("cpu")].to(raw.device)
+        factor, shift = self._scaling[raw.device]
+        inputs = raw.to(torch.float32)
+        inputs *= factor
+        inputs += shift
+        return inputs, labels
+
+    def close(self) -> None:
+        """Close the file."""
+        self.images.close()
+
+
+class SyntheticSource(Source):
+    """Samples of any shape that can be learned: a pattern per class plus noise, from a seed.
+
+    Patterns and noise are windows of two fixed random vectors, so a sample of any size costs a
+    copy, not a draw: x_i = p[o(label_i) …] + z[o(i) …], p in runs of 8 equal values with standard
+    deviation 0.5, z with 1. Sample i has label i mod classes.
+    """
+
+    OFFSETS = 1 << 16
+
+    def __init__(
+        self, shape: tuple[int, ...], classes: int, samples: int, test_samples: int, seed: int
+    ) -> None:
+        self.classes, self.shape, self.raw_shape = classes, shape, shape
+        self.raw_dtype = np.dtype(np.float32)
+        self.train_labels = np.arange(samples, dtype=np.int64) % classes
+        self.test_labels = np.arange(test_samples, dtype=np.int64) % classes
+        size = math.prod(shape)
+        length = size + self.OFFSETS
+        random = np.random.Generator(np.random.Philox(key=seed & (1 << 64) - 1))
+        steps = random.standard_normal(-(-length // 8), np.float32) / np.float32(2)
+        pattern = np.repeat(steps, 8)[:length]
+        noise = random.standard_normal(length, np.float32)
+        places, kinds = (
+            (words(seed, NOISE, np.arange(count), block=block)[0] % self.OFFSETS).astype(np.int64)
+            for block, count in enumerate((samples + test_samples, classes))
+        )
+        self._noise = sliding_window_view(noise, size), places
+        self._pattern = sliding_window_view(pattern, size), kinds
+
+    def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
+        """Return (B, *shape) float32."""
+        numbers = indices if split == "train" else indices + len(self.train_labels)
+        vectors, places = self._pattern
+        x = vectors[places[self.labels(split, indices)]]
+        vectors, places = self._noise
+        x += vectors[places[numbers]]
+        return x.reshape(len(indices), *self.shape)
+
+    def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the samples as they are."""
+        return raw, labels
+
+
+class TextSource(Source):
+    """Bytes of a packed text in windows of `context`: inputs x[t], targets x[t + 1], both int64.
+
+    Windows don't overlap, but for one byte. The label of a window, for partitions, is the file
+    that it begins in.
+    """
+
+    dtype = torch.int64
+
+    def __init__(self, path: str, context: int) -> None:
+        self.classes, self.shape, self.raw_shape = 256, (context,), (context + 1,)
+        self.raw_dtype = np.dtype(np.uint8)
+        self._text, labels = {}, {}
+        with open_dataset(path) as data:
+            for name in ("train", "test"):
+                split = data.split(name)
+                text = self._text[name] = split.array()
+                windows = (len(text) - 1) // context
+                if windows < 1:
+                    raise JobError(
+                        [
+                            f"the {name} text of {path} has {len(text)} bytes, less than "
+                            f"one window of data.context + 1 = {context + 1}: make "
+                            "data.context smaller or pack more text"
+                        ]
+                    )
+                begins = np.arange(windows) * context
+                labels[name] = np.searchsorted(split.offsets, begins, side="right") - 1
+        self.train_labels, self.test_labels = labels["train"], labels["test"]
+
+    def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
+        """Return (B, T + 1) uint8."""
+        context = self.shape[0]
+        return self._text[split][indices[:, None] * context + np.arange(context + 1)]
+
+    def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens and the tokens after them, (B, T) int64 each."""
+        tokens = raw.to(torch.int64)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def source(data: config.Data, seed: int) -> Source:
+    """Return the source that section `[data]` names; seed makes the synthetic samples.
+
+    Raises JobError for settings that don't go together or a source that doesn't exist, StoreError
+    for a file that isn't a whole data set.
+    """
+    if data.source == "synthetic":
+        if data.augment != "none":
+            raise JobError(
+                [
+                    f'data.augment = "{data.augment}" is for images; synthetic samples '
+                    'need data.augment = "none"'
+                ]
+            )
+        return SyntheticSource(
+            tuple(data.shape), data.classes, data.samples, data.test_samples, seed
+        )
+    path = DIGITS if data.source == "digits" else Path(data.source).expanduser()
+    if not path.exists() and is_own(data.source):
+        make = imported("data.source", data.source, "(data, seed) that returns a Source")
+        made = make(data, seed)
+        if not isinstance(made, Source):
+            raise JobError(
+                [
+                    f'data.source = "{data.source}" returned {type(made).__name__}; it should '
+                    "return a mpigossip.data.sources.Source"
+                ]
+            )
+        return made
+    if not path.exists():
+        raise JobError(
+            [
+                f'data.source = "{data.source}" is neither "digits", "synthetic" nor a '
+                "file here; make one with: mpigossip data pack FOLDER OUT.h5"
+            ]
+        )
+    with open_dataset(path) as opened:
+        kind = opened.kind
+    if kind != "text":
+        return ImageSource(Recipe(str(path), data.augment, data.image_size, data.cache))
+    if data.augment != "none":
+        raise JobError(
+            [
+                f'data.augment = "{data.augment}" is for images; {path} holds text and '
+                'needs data.augment = "none"'
+            ]
+        )
+    return TextSource(str(path), data.context)

@@ -1,0 +1,165 @@
+"""The communication thread: it can be given up at a deadline, as a call of MPI may never return."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpigossip.cluster.ranks import Deadline
+from mpigossip.mixing.kernels.waiting import Bell, rest
+
+IDLE = 23
+LEAVE_S = 1.0
+"""Seconds that the communication thread has at the end of a program that didn't close it."""
+
+
+class Courier:
+    """The communication thread: runs jobs in order, keeps MPI moving, and can be given up.
+
+    Without ``threaded`` a job runs where it is submitted (an MPI below THREAD_MULTIPLE).
+    With ``poll`` the idle thread enters MPI now and then, as one-sided messages over plain
+    networks move only while their target is inside MPI.
+    """
+
+    POLL_S = 0.001
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        *,
+        threaded: bool,
+        poll: bool,
+        timeout_s: float,
+        cores: frozenset[int] = frozenset(),
+    ):
+        """Start the thread, if any; it is a daemon, so a stuck MPI call can't hold the exit.
+
+        ``cores``: where it runs; none: where the scheduler likes.
+        """
+        self._cores = cores
+        self.threaded, self._comm, self._timeout_s = threaded, comm, timeout_s
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self.busy = 0.0
+        """seconds that jobs took so far, their waiting for other nodes included"""
+        self._bell = Bell()
+        self._never = [self._to_come()] if threaded and poll else []
+        self._thread = threading.Thread(target=self._work, name="mpigossip-courier", daemon=True)
+        if threaded:
+            self._thread.start()
+            # before MPI is finalized, should nobody close it
+            atexit.register(self._leave)
+
+    def _to_come(self) -> MPI.Request:
+        """A message from itself, sent when the courier closes: looking for it keeps MPI moving."""
+        return self._comm.Irecv(np.empty(1, np.uint8), self._comm.rank, IDLE)
+
+    def submit(self, work: Callable[[], object]) -> Job:
+        """Queue a job; without a thread it runs now."""
+        ticket = Job(work)
+        if self.threaded:
+            self._jobs.put(ticket)
+            self.wake()
+        else:
+            self._run(ticket)
+            self.wait(ticket, "a message")
+        return ticket
+
+    def _run(self, ticket: Job) -> None:
+        """Do a job; after one that failed, none is done: whoever waits next learns why."""
+        if self._failure is None:
+            began = time.perf_counter()
+            ticket.run()
+            self.busy += time.perf_counter() - began
+            self._failure = ticket.error
+        else:
+            ticket.error = self._failure
+            ticket.done.set()
+
+    def wait(self, ticket: Job, what: str) -> float:
+        """Wait until the job is done, seconds returned; raise what it raised.
+
+        LateError where the thread itself doesn't come back from MPI.
+        """
+        began = time.perf_counter()
+        # the job's own waits are shorter: they name the late rank, this names only the round
+        if not ticket.done.wait(self._timeout_s * 2.5 + 5):
+            Deadline(0).wait(lambda: False, lambda: f"{what}: MPI does not return from a call")
+        if ticket.error is not None:
+            raise ticket.error
+        return time.perf_counter() - began
+
+    def _work(self) -> None:
+        if self._cores:
+            with contextlib.suppress(OSError):  # a core was taken away meanwhile
+                os.sched_setaffinity(0, self._cores)
+        while (ticket := self._next()) is not None:
+            self._run(ticket)
+
+    def _next(self) -> Job | None:
+        """The next job, None at the end; meanwhile MPI is entered every POLL_S, if it must be."""
+        pause = 0.0
+        while self._never:
+            with contextlib.suppress(queue.Empty):
+                return self._jobs.get(timeout=pause)
+            if MPI.Is_finalized():  # the user's program ended without closing the world
+                return None
+            nap = self.POLL_S
+            pause = 0.0 if self.rest(spin=0, shortest=nap, longest=nap) else nap
+            self._never[0].Test()
+        return self._jobs.get()
+
+    def rest(self, requests: Iterable[MPI.Request] = (), **pauses: Any) -> bool:
+        """Until one of the requests is complete, or :meth:`wake`, or a while; whether it could."""
+        if self.threaded and threading.current_thread() is not self._thread:
+            return rest(requests, need=1, **pauses)
+        rested = rest([*requests, *self._never], need=1, wake=self._bell.wake, **pauses)
+        self._bell.heard()
+        return rested
+
+    def wake(self) -> None:
+        """There is something to do for who rests."""
+        self._bell.ring()
+
+    def _leave(self, limit: float = LEAVE_S) -> None:
+        self._jobs.put(None)
+        self.wake()
+        self._thread.join(limit)
+
+    def close(self) -> None:
+        """End the thread after the jobs in its queue."""
+        if self.threaded and self._thread.is_alive():
+            self._leave(self._timeout_s)
+            if self._thread.is_alive():  # stuck in MPI: what it holds is left to it
+                return
+            atexit.unregister(self._leave)
+            for request in self._never:
+                self._comm.Send(np.empty(1, np.uint8), self._comm.rank, IDLE)
+                request.Wait()
+        self._bell.close()
+
+
+class Job:
+    """Something to do, whether it is done, and the exception that it raised."""
+
+    def __init__(self, work: Callable[[], object]):
+        """``work`` takes nothing and returns nothing."""
+        self._work, self.done = work, threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do it; an exception is kept for whoever waits."""
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - handed over to the waiting thread
+            self.error = error
+        self.done.set()

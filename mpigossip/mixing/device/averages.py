@@ -1,0 +1,176 @@
+"""Exact averages of GPU memory over all nodes, each sum in rank order; used by DeviceWindows.
+
+Rank r sums chunk r of all outboxes and hands it to everyone, so that all hold the same bits and
+each moves 2(n−1)/n of a message. Untested on a GPU; the CPU runs the same code in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mpi4py import MPI
+
+from mpigossip.mixing.averages import GATHER, SCATTER
+from mpigossip.mixing.base import combine
+from mpigossip.mixing.device.aware import raw
+from mpigossip.mixing.device.memory import Kept, current
+from mpigossip.mixing.device.push import BySlot, Lane, on
+from mpigossip.mixing.shared import SharedHost
+from mpigossip.mixing.tokens import wait_all
+
+CHUNK = 1 << 22
+"""Elements that a rank sums at once where chunks travel by messages: n of them are in memory."""
+Memory = Sequence[torch.Tensor]
+
+
+def by_peers(
+    host: SharedHost, areas: Sequence[Memory], layout: BySlot, lanes: Sequence[Lane], t: int
+) -> None:
+    """Through mapped memory of one host; ``areas``: each rank's outboxes, then its results.
+
+    All ranks' outboxes are whole when they say so, and their old results read; a result is
+    complete when all have said that they are done.
+    """
+    host.publish(host.others, t)
+    host.await_ready(host.others, t)
+    for slot, lane in enumerate(lanes):
+        sources = [area[slot] for area in areas]
+        targets = [area[slot + len(lanes)] for area in areas]
+        with current(lane.device), on(lane.into):
+            for dtype, part in layout.of(slot).parts:
+                terms = [area[part].view(dtype) for area in sources]
+                _hand_round(host.rank, terms, [area[part].view(dtype) for area in targets])
+    for lane in lanes:
+        lane.drain()
+    host.release(host.others, t)
+    host.await_done(host.others, t)
+
+
+def _hand_round(rank: int, terms: Memory, results: Memory) -> None:
+    """Chunk ``rank`` of the average of all ranks' terms (p,), into all ranks' results."""
+    n = len(terms)
+    chunks = [term.chunk(n) for term in terms]
+    if rank >= len(chunks[0]):  # fewer elements than ranks
+        return
+    mine, *others = [results[(rank + k) % n].chunk(n)[rank] for k in range(n)]
+    rows = [chunk[rank].unsqueeze(0) for chunk in chunks]
+    combine([1 / n] * n, rows, mine.unsqueeze(0))
+    for other in others:
+        other.copy_(mine, non_blocking=True)
+
+
+def mean_by_peers(
+    host: SharedHost,
+    stages: Sequence[Memory],
+    lane: Lane,
+    own: torch.Tensor,
+    out: torch.Tensor,
+    number: int,
+) -> int:
+    """``out`` = the average of all ranks' ``own`` (p,), through mapped memory of one host.
+
+    ``stages``: each rank's memory for a piece and for its average. Meetings count on from
+    ``number``; how many there were is returned.
+    """
+    step, what = stages[0][0].numel() // own.element_size(), "the average of a vector"
+    meetings = 0
+    with current(lane.device), on(lane.into):
+        for at in range(0, own.numel(), step):
+            piece, averaged = own[at : at + step], out[at : at + step]
+            views = [
+                [memory.view(own.dtype)[: piece.numel()] for memory in stage[:2]]
+                for stage in stages
+            ]
+            views[host.rank][0].copy_(piece)
+            lane.drain()
+            host.meet(number + meetings, what)
+            _hand_round(host.rank, [term for term, _ in views], [result for _, result in views])
+            lane.drain()
+            host.meet(number + meetings + 1, what)
+            averaged.copy_(views[host.rank][1])
+            meetings += 2
+        lane.drain()
+    return meetings
+
+
+def mean_by_messages(
+    comm: MPI.Comm, lane: Lane, own: torch.Tensor, out: torch.Tensor, kept: Kept, timeout_s: float
+) -> None:
+    """``out`` = the average of all ranks' ``own`` (p,), by messages from GPU to GPU."""
+    for at in range(0, own.numel(), CHUNK):
+        piece, averaged = own[at : at + CHUNK], out[at : at + CHUNK]
+        uses = ("piece", "average")
+        sent, mixed = (kept.room(lane.device, u, len(piece), own.dtype) for u in uses)
+        with current(lane.device), on(lane.into):
+            sent.copy_(piece)
+        _average(comm, sent, mixed, lane, kept, timeout_s)
+        with current(lane.device), on(lane.into):
+            averaged.copy_(mixed)
+    lane.drain()
+
+
+def by_messages(
+    comm: MPI.Comm, own: Memory, mixed: Memory, layout: BySlot, lanes, kept: Kept, timeout_s: float
+) -> None:
+    """Through messages from GPU to GPU, where MPI is proven to move them."""
+    for slot, lane in enumerate(lanes):
+        for dtype, part in layout.of(slot).parts:
+            terms, result = own[slot][part].view(dtype), mixed[slot][part].view(dtype)
+            _average(comm, terms, result, lane, kept, timeout_s)
+
+
+def _average(
+    comm: MPI.Comm, own: torch.Tensor, out: torch.Tensor, lane: Lane, kept: Kept, timeout_s: float
+) -> None:
+    rank, n = comm.rank, comm.size
+    peers = [j for j in range(n) if j != rank]
+    width = max(1, min(CHUNK, -(-own.numel() // n)))
+    with current(lane.device), on(lane.into):
+        scratch = kept.room(own.device, "chunks", n * width, own.dtype).view(n, width)
+        for begin in range(0, own.numel(), n * width):
+            piece = slice(begin, begin + n * width)
+            # chunk() may give fewer than n parts: the ranks behind them have nothing to sum
+            mine, whole = own[piece].chunk(n), out[piece].chunk(n)
+            count = mine[rank].numel() if rank < len(mine) else 0
+            lane.drain()  # MPI knows of no stream
+            _exchange(
+                {j: comm.Irecv(raw(scratch[j, :count]), j, SCATTER) for j in peers if count},
+                {j: comm.Isend(raw(mine[j]), j, SCATTER) for j in peers if j < len(mine)},
+                timeout_s,
+            )
+            if count:
+                terms = [mine[rank] if j == rank else scratch[j, :count] for j in range(n)]
+                rows = [term.unsqueeze(0) for term in terms]
+                combine([1 / n] * n, rows, whole[rank].unsqueeze(0))
+                lane.drain()
+            _exchange(
+                {j: comm.Irecv(raw(whole[j]), j, GATHER) for j in peers if j < len(whole)},
+                {j: comm.Isend(raw(whole[rank]), j, GATHER) for j in peers if count},
+                timeout_s,
+            )
+
+
+def gather(
+    comm: MPI.Comm, codes: Memory, lanes, kept: Kept, timeout_s: float
+) -> list[torch.Tensor]:
+    """All ranks' encoded messages: per slot (n, bytes) by rank, on the slot's device."""
+    peers, everyone = [j for j in range(comm.size) if j != comm.rank], []
+    for slot, (own, lane) in enumerate(zip(codes, lanes, strict=True)):
+        with current(lane.device), on(lane.into):
+            room = kept.room(own.device, f"codes {slot}", comm.size * own.numel(), torch.uint8)
+            all_codes = room.view(comm.size, own.numel())
+            lane.drain()
+            _exchange(
+                {j: comm.Irecv(raw(all_codes[j]), j, GATHER) for j in peers},
+                {j: comm.Isend(raw(own), j, GATHER) for j in peers},
+                timeout_s,
+            )
+        everyone.append(all_codes)
+    return everyone
+
+
+def _exchange(received: dict, sent: dict, timeout_s: float) -> None:
+    say = "global average on GPUs: rank {} doesn't answer".format
+    wait_all(received, timeout_s, say)
+    wait_all(sent, timeout_s, say)

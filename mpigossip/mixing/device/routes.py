@@ -1,0 +1,174 @@
+"""The memory of a rank's slots and the ways to its neighbours, chosen at start and explained.
+
+Part of :class:`mpigossip.mixing.device.windows.DeviceWindows`; its docstring says what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from mpi4py import MPI
+
+from mpigossip.mixing.base import Layout
+from mpigossip.mixing.device.aware import proven
+from mpigossip.mixing.device.memory import Mapped, MemoryRefused, can_map, handles, pin, private
+from mpigossip.mixing.device.push import BySlot, DevicePush, Lane, PiecePush
+from mpigossip.mixing.push import PushWindow
+from mpigossip.mixing.shared import SharedHost
+from mpigossip.mixing.windows import Windows
+
+STAGE = 1 << 24
+"""Bytes of a vector that are averaged at once where other ranks map the memory."""
+
+
+class DeviceMemory(Windows):
+    """Outbox, result and codes of each slot, windows and mapped memory; ``routes``: the ways."""
+
+    layout: BySlot
+    _push: PiecePush | None
+
+    def __init__(self, graph, layout: Layout, world, same_host: str, timeout_s: float, memory: str):
+        """Collective; see :class:`mpigossip.mixing.device.windows.DeviceWindows`."""
+        names = layout.devices or ("cpu",) * len(layout.widths)
+        self._devices = [torch.device(name) for name in names]
+        self._lanes = [Lane(device) for device in self._devices]
+        self._asked = memory
+        self._why: dict[str, list[str]] = {"near": [], "far": [], "all": []}
+        self._unpin: Callable[[], None] = lambda: None
+        self._mapped: dict[int, Mapped] = {}
+        given = {f: getattr(layout, f) for f in Layout.__dataclass_fields__}
+        by_slot = BySlot(**given | {"devices": tuple(names)})
+        self._memory_of_own(by_slot)
+        super().__init__(graph, by_slot, world, same_host=same_host, timeout_s=timeout_s)
+
+    def _memory_of_own(self, layout: BySlot) -> None:
+        """Outbox, result and codes of each slot: allocations of their own where they are shared."""
+        parts = [layout.of(slot) for slot in range(len(self._devices))]
+        coded = 0 if layout.wire.exact else 1
+        sizes = [(part.nbytes, part.nbytes, coded * part.sent_bytes) for part in parts]
+        # a vector's piece and its average, for the mean of vectors that lie elsewhere
+        self._stage: list[torch.Tensor] = []
+        if self._asked != "host":
+            try:
+                self._take(sizes, private)
+                room = min(STAGE, parts[0].nbytes)
+                self._stage = [private(room, self._devices[0]) for _ in range(2)]
+                return
+            except MemoryRefused as error:
+                self._why["all"].append(str(error))
+        self._take(sizes, lambda size, on: torch.zeros(size, dtype=torch.uint8, device=on))
+
+    def _take(self, sizes: Sequence[tuple[int, ...]], allocate: Callable) -> None:
+        taken = [
+            [allocate(size, device) for size in three]
+            for three, device in zip(sizes, self._devices, strict=True)
+        ]
+        self._own, self._mixed_memory, self._code = map(list, zip(*taken, strict=True))
+
+    def _open_host(self, same_host: str) -> SharedHost | None:
+        """Shared memory with the ranks of this host, and their GPUs' memory where it maps."""
+        host = super()._open_host(same_host)
+        if host is None or self._asked == "host":
+            self._why["near"].append('node.gpu_window = "host"')
+            return host
+        on_host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        try:
+            self._map(on_host)
+        finally:
+            on_host.Free()
+        return host
+
+    def _map(self, on_host: MPI.Comm) -> None:
+        mine: list[bytes] | None = None
+        shared = [*self._own, *self._mixed_memory, *self._stage]
+        where = [*self._devices * 2, *self._devices[:1] * len(self._stage)]
+        if can_map(self._devices) and not self._why["all"]:
+            try:
+                mine = handles(shared)
+            except RuntimeError as error:
+                self._why["near"].append(f"cudaIpcGetMemHandle failed: {error}")
+        everyone = on_host.allgather(mine)
+        failed = "" if all(everyone) else "not all ranks of this host offer their memory"
+        for place, given in enumerate(everyone):
+            if place == on_host.rank or failed:
+                continue
+            try:
+                sizes = [memory.numel() for memory in shared]
+                self._mapped[place] = Mapped(given, sizes, where)
+            except MemoryRefused as error:
+                failed = str(error)
+        # all or none on a host: a reader that maps and one that doesn't need other outboxes
+        reasons = [text for text in on_host.allgather(failed) if text]
+        if reasons:
+            for mapped in self._mapped.values():
+                mapped.close()
+            self._mapped = {}
+            self._why["near"].append(failed or f"another rank of this host: {reasons[0]}")
+        else:
+            self._why["near"].append("mapped from a process of the same host")
+
+    def _open_push(self, several_hosts: bool) -> PushWindow | None:
+        """The inbox window: on the devices where MPI is proven able, else in host memory."""
+        if len(self._near[self.rank]) == self.n:
+            return None
+        options = {
+            "threaded": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+            "poll": several_hosts,
+            "timeout_s": self._timeout_s,
+            "computing": torch.get_num_threads() * len(self._devices),
+        }
+        able, why, places = False, 'node.gpu_window = "host"', self._inbox_places()
+        if self._asked != "host":
+            able, why = proven(self._comm, self._devices[0])
+        if able:
+            try:
+                push = DevicePush(self._comm, self.layout, self._devices, places, **options)
+                self._why["far"].append(why)
+                return push
+            except MemoryRefused as error:
+                why = str(error)
+        if self._asked == "device":
+            raise MemoryRefused(
+                f'node.gpu_window = "device": {why}; use a GPU-aware MPI (`mpigossip doctor` says '
+                'what was asked), or "auto"'
+            )
+        self._why["far"].append(why)
+        outbox = self._host is None and self.layout.wire.exact
+        return PiecePush(self._comm, self.layout, places, outbox=outbox, **options)
+
+    @property
+    def _on_devices(self) -> bool:
+        """Whether MPI puts from device to device."""
+        return isinstance(self._push, DevicePush)
+
+    @property
+    def _stages_out(self) -> bool:
+        """Whether gossip needs the message, not encoded, in host memory."""
+        by_host = self._host is not None and self._host.size > 1 and not self._mapped
+        by_push = self._push is not None and not self._on_devices
+        return by_host or (by_push and not self._lossy)
+
+    @property
+    def routes(self) -> dict[int, str]:
+        """The way to each other rank, and why: "ipc", "device" or "host", then a reason."""
+        found, far = {}, "device" if self._on_devices else "host"
+        for rank in range(self.n):
+            near = rank in self._places_on_host
+            way = ("ipc" if self._mapped else "host") if near else far
+            reasons = [*self._why["near" if near else "far"], *self._why["all"]]
+            found[rank] = way + (f" ({'; '.join(reasons)})" if reasons else "")
+        del found[self.rank]
+        return found
+
+    def _pin_all(self) -> None:
+        """Lock the host memory that copies use; what can't be locked is noted and slower."""
+        if not self._stages_out and (self._push is None or self._on_devices):
+            return
+        stretches = [*self._host.outboxes, self._host.result] if self._host else [self._message]
+        stretches += [self._codes] if self._codes is not None else []
+        stretches += [self._push.memory] if self._push is not None else []
+        try:
+            self._unpin = pin(stretches, self._devices[0])
+        except MemoryRefused as error:
+            self._why["all"].append(str(error))

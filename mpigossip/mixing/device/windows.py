@@ -1,0 +1,299 @@
+"""Windows between nodes whose vectors lie on GPUs; the CPU runs the same code in the tests.
+
+Three ways to a neighbour, chosen at start (`node.gpu_window`):
+
+* "ipc": on the same host, its GPU memory is mapped and read in place, as shared memory is on the
+  CPU (CUDA IPC);
+* "device": MPI puts from GPU memory into GPU memory, where it is proven to be able to;
+* "host": through pinned memory in pieces; copy out, wire and copy in run at the same time.
+
+A round is one job of the communication thread: for each piece it waits until the piece is there
+to be sent, sends it, takes in the neighbours' same piece and sums on the receiver's stream. MPI
+never touches memory that a stream still writes: an event is waited for first. Over a lossy wire
+what travels is encoded on the device and decoded there (bfloat16 within the sum), in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from mpi4py import MPI
+
+from mpigossip.mixing.base import Kind, Layout, Segments
+from mpigossip.mixing.courier import Courier, Job
+from mpigossip.mixing.device import averages
+from mpigossip.mixing.device.memory import Kept, current
+from mpigossip.mixing.device.push import DevicePush, on
+from mpigossip.mixing.device.routes import DeviceMemory
+from mpigossip.mixing.device.sums import Source, Sums
+from mpigossip.mixing.kernels import fused
+from mpigossip.mixing.kernels.onepass import Coded
+from mpigossip.mixing.stream import Piece
+from mpigossip.mixing.tokens import wait_all
+from mpigossip.mixing.windows import Round
+
+PIECE = 1 << 24
+"""Bytes of a slot that are copied and sent at once; a multiple of 4096 (whole buckets)."""
+
+
+class DeviceWindows(DeviceMemory):
+    """The mixer of one rank whose slots are on ``layout.devices``; ``routes`` says the ways."""
+
+    def __init__(
+        self, graph, layout: Layout, world, *, same_host="read", timeout_s=300.0, memory="auto"
+    ):
+        """Collective. ``memory``: "auto", "device" or "host" (`node.gpu_window`).
+
+        Raises MemoryRefused where "device" is asked for and MPI can't.
+        """
+        super().__init__(graph, layout, world, same_host, timeout_s, memory)
+        by_slot, slots = self.layout, range(len(self._devices))
+        self._coded = [Coded(by_slot.of(s).views(self._own[s])[0]) for s in slots]
+        self._out = list(self._coded)
+        self._mixed = [by_slot.of(s).views(self._mixed_memory[s])[0] for s in slots]
+        for s in slots if layout.wire.name == "bf16" else ():
+            self._coded[s].codes = tuple(self._room(s, k)[None] for k in range(layout.vectors))
+        self._sums = Sums(by_slot, self._lanes, self._mixed_memory)
+        self._kept, self._averaged = Kept(), 0
+        size = self._own[0].numel()
+        # the same number of pieces on all ranks: tokens count them
+        staged = any(self._comm.allgather(self._stages_out)) and not self._lossy
+        step = PIECE if staged else size
+        self._spans = [slice(at, min(at + step, size)) for at in range(0, size, step)]
+        if self._push:
+            self._push.count_in_pieces(len(self._spans))
+        threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._courier = self._push.courier if self._push else Courier(
+            self._comm, threaded=threaded, poll=False, timeout_s=timeout_s
+        )  # fmt: skip
+        self._pin_all()
+
+    # -- a round ------------------------------------------------------------------------
+
+    def _partner(self, now: Round) -> None:
+        """No averaging by halves: what is summed lies on the devices."""
+
+    def _encode(self, now: Round, piece: Piece | None = None) -> None:
+        """Quantize the outbox of every slot in place, its codes beside it on the device."""
+        first = 0
+        if not self._lossy:
+            return
+        for slot, width in enumerate(self.layout.widths):
+            layout, codes, parts = self.layout.of(slot), self._code[slot], self._coded[slot]
+            with current(self._devices[slot]):
+                for vector in () if parts.written else range(layout.vectors):
+                    values, at = parts[vector][0], layout.place(0, vector)
+                    if layout.wire.name == "bf16" and fused.encode(
+                        values, self._room(slot, vector)
+                    ):
+                        continue
+                    key = (now.exchange, self.rank, vector)
+                    layout.wire.write(values, key, first, codes[at:])
+                for k, value in enumerate(parts[layout.vectors :]):
+                    at = layout.place(0, layout.vectors + k)
+                    codes[at : at + 8].view(torch.float64).copy_(value[0])
+            parts.written = False
+            first += width
+
+    def _room(self, slot: int, vector: int) -> torch.Tensor:
+        """Where a vector's bfloat16 codes go."""
+        at, nbytes = self.layout.of(slot).place(0, vector), 2 * self.layout.widths[slot]
+        return self._code[slot][at : at + nbytes].view(torch.bfloat16)
+
+    def _start_gossip(self, now: Round) -> None:
+        self._encode(now)
+        now.ticket = self._submit(lambda ready: self._exchange(now, ready))
+
+    def _start_global(self, now: Round) -> None:
+        self._encode(now)
+        now.ticket = self._submit(lambda ready: self._average(now, ready))
+
+    def _submit(self, work: Callable[[list], None]) -> Job:
+        """Let the courier do ``work(ready)`` behind what the devices have been given so far."""
+        ready = [lane.ready() for lane in self._lanes]
+
+        def job() -> None:
+            # a thread begins on device 0, and would open a context there
+            with current(self._devices[0]):
+                for lane, event in zip(self._lanes, ready, strict=True):
+                    lane.follow(event)
+                work(ready)
+
+        return self._courier.submit(job)
+
+    def finish(self) -> tuple[Segments, Segments]:
+        """``sent`` and ``mixed`` of the open round."""
+        now = self._round
+        now.finished = True
+        if now.kind is Kind.LOCAL:
+            return self._out, self._out
+        self._waited += self._courier.wait(now.ticket, f"round {now.t}")
+        return self._out, self._mixed
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the training thread spent waiting for the exchange so far."""
+        return self._waited
+
+    def _exchange(self, now: Round, ready: list) -> None:
+        """Send and receive piece by piece, sum as pieces come; runs in the courier."""
+        push, host, many = self._push, self._host, len(self._spans)
+        count, targets, far = now.t - self._first, now.targets, now.far
+        readers, sources = self._on_host(now.readers), self._on_host(now.sources)
+        copied = [self._copy_out(piece) for piece in self._spans]
+        if push:
+            push.await_room([rank for rank, _ in targets], count)
+        for k, piece in enumerate(self._spans):
+            for event in copied[k] or ready:
+                _ = event and event.synchronize()
+            if host:
+                host.publish(readers, now.t * many + k)
+            if push:
+                self._put(piece, targets, count)
+                push.sent([rank for rank, _ in targets], count * many + k)
+                push.await_arrived(far, count * many + k)
+            if host:
+                host.await_ready(sources, now.t * many + k)
+            for slot in range(len(self._lanes)):
+                terms = [(self._own[slot][piece], False), *self._sources_in(now, slot, piece)]
+                self._sums.add(now.weights, slot, piece, terms)
+        for lane in self._lanes:
+            lane.drain()
+        if host:
+            host.release(sources, now.t)
+
+    def _copy_out(self, piece: slice, *, whole: bool = False) -> list:
+        """Begin to bring what is needed in host memory of every slot's piece; events behind it.
+
+        ``whole``: also what only a global average needs there.
+        """
+        values = whole or self._stages_out
+        codes = self._codes is not None and not self._on_devices
+        for slot, lane in enumerate(self._lanes if values or codes else []):
+            with current(lane.device), on(lane.out):
+                if values:
+                    self._in_message(slot, piece).copy_(self._own[slot][piece], non_blocking=True)
+                if codes:
+                    there = self._codes[self.layout.span(slot, sent=True)]
+                    there.copy_(self._code[slot], non_blocking=True)
+        return [lane.copied_out() for lane in self._lanes] if values or codes else []
+
+    def _in_message(self, slot: int, piece: slice) -> torch.Tensor:
+        return self._message[self.layout.span(slot)][piece]
+
+    def _put(self, piece: slice, targets: Sequence[tuple[int, int]], count: int) -> None:
+        if isinstance(self._push, DevicePush):
+            memory = self._code if self._lossy else [own[piece] for own in self._own]
+            self._push.put_slots(memory, 0 if self._lossy else piece.start, targets, count)
+        elif self._lossy:
+            self._push.put(self._codes, [slice(0, self._codes.numel())], targets, count)
+        else:
+            starts = [self.layout.span(slot).start for slot in range(len(self._lanes))]
+            spans = [slice(at + piece.start, at + piece.stop) for at in starts]
+            self._push.put(self._message, spans, targets, count)
+
+    def _sources_in(self, now: Round, slot: int, piece: slice) -> list[Source]:
+        """The in-neighbours' same piece, wherever it lies, in the graph's order."""
+        found: list[Source] = []
+        place, count = 0, now.t - self._first
+        for j in now.sources:
+            near = self._places_on_host.get(j)
+            if near is not None and self._mapped:
+                found.append((self._mapped[near].arrays[slot][piece], False))
+            elif near is not None:
+                found.append((self._host.outboxes[near][self.layout.span(slot)][piece], False))
+            else:
+                array = self._push.slot_inbox(count, place, slot)
+                found.append((array if self._lossy else array[piece], self._lossy))
+                place += 1
+        return found
+
+    def _average(self, now: Round, ready: list) -> None:
+        """A global average, on the devices where they reach each other; runs in the courier."""
+        for event in ready:
+            _ = event and event.synchronize()
+        timeout_s, comm = self._timeout_s, self._push.comm if self._push else self._comm
+        if self.n == 1:
+            for lane, own, mixed in zip(self._lanes, self._own, self._mixed_memory, strict=True):
+                with on(lane.into):
+                    mixed.copy_(own)
+        elif self._push is None and self._mapped:
+            averages.by_peers(self._host, self._areas, self.layout, self._lanes, now.t)
+        elif not self._on_devices:
+            self._average_on_host(now)
+        elif self._lossy and self.n * self.layout.sent_bytes < 2 * self.layout.nbytes:
+            everyone = averages.gather(comm, self._code, self._lanes, self._kept, timeout_s)
+            for slot, (own, codes) in enumerate(zip(self._own, everyone, strict=True)):
+                terms = [(row, True) for row in codes]
+                terms[self.rank] = (own, False)
+                self._sums.add([1 / self.n] * self.n, slot, self._spans[0], terms)
+        else:
+            memory = self._own, self._mixed_memory
+            averages.by_messages(comm, *memory, self.layout, self._lanes, self._kept, timeout_s)
+        for lane in self._lanes:
+            lane.drain()
+
+    @property
+    def _areas(self) -> list[Sequence[torch.Tensor]]:
+        """What each rank of this host lets the others map, in their order: own, mixed, stage."""
+        mine = [*self._own, *self._mixed_memory, *self._stage]
+        return [self._mapped[p].arrays if p in self._mapped else mine for p in range(self.n)]
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits.
+
+        A vector on the first slot's device stays there where devices reach each other.
+        """
+        by_peers = self._push is None and bool(self._mapped)
+        if x.device != self._devices[0] or not (by_peers or self._on_devices):
+            return super().mean(x)
+        own, out = x[0].contiguous(), torch.empty_like(x[0])
+
+        def work(ready: list) -> None:
+            lane = self._lanes[0]
+            if by_peers:
+                stages = [area[-2:] for area in self._areas]
+                args = self._host, stages, lane, own, out, self._averaged
+                self._averaged += averages.mean_by_peers(*args)
+            else:
+                averages.mean_by_messages(
+                    self._push.comm, lane, own, out, self._kept, self._timeout_s
+                )
+
+        self._waited += self._courier.wait(self._submit(work), "the average of a vector")
+        return out
+
+    def _average_on_host(self, now: Round) -> None:
+        for events in [self._copy_out(piece, whole=True) for piece in self._spans]:
+            for event in events:
+                _ = event and event.synchronize()
+        if self._push is None:
+            self._host.publish(self._host.others, now.t)
+            self._host.average(self.layout.parts, now.t)
+        else:
+            self._average_by_messages()
+        for slot, lane in enumerate(self._lanes):
+            with current(lane.device), on(lane.into):
+                result = self._result[self.layout.span(slot)]
+                self._mixed_memory[slot].copy_(result, non_blocking=True)
+
+    def close(self) -> None:
+        """Finish an open round, take in outstanding tokens, free the memory; collective."""
+        if self._out is None:
+            return
+        if self._round is not None and not self._round.finished:
+            self.finish()
+        self._leave_round()
+        for mapped in self._mapped.values():
+            mapped.close()
+        self._unpin()
+        self._mapped, self._mixed = {}, []
+        if self._push is None:
+            self._courier.close()
+        # a neighbour may still have this rank's memory mapped: it is freed after all have let go
+        late = "closing the exchange: not all ranks of this job come".format
+        wait_all({0: self._comm.Ibarrier()}, self._timeout_s, late)
+        super().close()
+        self._own, self._mixed_memory, self._code, self._stage = [], [], [], []
+        self._sums, self._kept = None, None

@@ -1,0 +1,111 @@
+"""Tokens between ranks, and waiting for requests: every wait has a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpigossip.cluster.ranks import Deadline
+from mpigossip.mixing.kernels.waiting import rest
+
+
+class ProtocolError(RuntimeError):
+    """A token of another round arrived than the one awaited: a fault of this program."""
+
+
+class Tokens:
+    """One-integer messages that say "this round is ready" or "free again", by tag.
+
+    Between two ranks the tokens of one tag arrive in the order sent; each carries its round,
+    which is compared, so that a fault of the protocol is an error and never wrong numbers.
+    """
+
+    def __init__(self, comm: MPI.Comm, timeout_s: float):
+        """``comm`` is duplicated (collective)."""
+        self.comm, self.timeout_s = comm.Dup(), timeout_s
+        self.waited = 0.0
+        self.pieces = 1
+        """By how many a round's number is multiplied in a token: messages name the round."""
+        self._reached: dict[int, int] = {}
+        self._asked: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
+        self._sent: list[tuple[MPI.Request, np.ndarray]] = []
+
+    def send(self, ranks: Iterable[int], tag: int, t: int) -> None:
+        """Tell each rank that round t is done in the sense of ``tag``; returns at once."""
+        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        for rank in ranks:
+            value = np.array([t], np.int64)
+            self._sent.append((self.comm.Isend(value, rank, tag), value))
+
+    def wait(self, ranks: Sequence[int], tag: int, t: int, what: str) -> None:
+        """Wait for the token of round t from each rank; LateError names who is missing."""
+        missing = [rank for rank in ranks if not self.arrived(rank, tag, t, what)]
+        if missing:
+            pending = {rank: self._asked[rank, tag][0] for rank in missing}
+            self.waited += wait_all(pending, self.timeout_s, lambda rank: self.late(rank, t, what))
+            for rank in missing:
+                self.arrived(rank, tag, t, what)
+
+    def arrived(self, rank: int, tag: int, t: int, what: str) -> bool:
+        """Whether the token of round t has come from the rank; doesn't wait."""
+        if (rank, tag) not in self._asked:
+            value = np.empty(1, np.int64)
+            self._asked[rank, tag] = self.comm.Irecv(value, rank, tag), value
+        request, value = self._asked[rank, tag]
+        if not request.Test():
+            return False
+        del self._asked[rank, tag]
+        self._check(rank, t, value[0], what)
+        return True
+
+    def awaited(self) -> list[MPI.Request]:
+        """The requests of what :meth:`arrived` was asked for and hasn't come."""
+        return [request for request, _ in self._asked.values()]
+
+    def _check(self, rank: int, t: int, value: int, what: str) -> None:
+        if value != t:
+            raise ProtocolError(f"{what}: rank {rank} answered for token {value}, not {t}")
+        self._reached[rank] = t
+
+    def late(self, rank: int, t: int, what: str) -> str:
+        """What to say when the token of round t doesn't come."""
+        last = self._reached.get(rank)
+        seen = (
+            "has not been heard of yet"
+            if last is None
+            else f"last reached round {last // self.pieces}"
+        )
+        return f"{what} (round {t // self.pieces}): rank {rank} {seen}"
+
+    def close(self) -> None:
+        """Wait until what was sent has left; collective."""
+        wait_all(dict(enumerate(r for r, _ in self._sent)), self.timeout_s, lambda _: "tokens")
+        self._sent = []
+        self.comm.Free()
+
+
+_abandoned: list[dict] = []
+"""Requests given up at a deadline: MPI may still write into their buffers, which they hold."""
+
+
+def wait_all(
+    pending: dict[Any, MPI.Request], timeout_s: float, late: Callable[[Any], str]
+) -> float:
+    """Wait for requests by rank, seconds waited returned; at the deadline LateError names one."""
+    began = time.perf_counter()
+
+    def done() -> bool:
+        for rank in [rank for rank, request in pending.items() if request.Test()]:
+            del pending[rank]
+        return not pending
+
+    try:
+        Deadline(timeout_s).wait(done, lambda: late(min(pending)), lambda: rest(pending.values()))
+    except BaseException:
+        _abandoned.append(pending)
+        raise
+    return time.perf_counter() - began

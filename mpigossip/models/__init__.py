@@ -1,0 +1,146 @@
+"""Networks by name: mlp, lenet, resnet20, resnet56, resnet50, gpt, or "package.module:factory"."""
+
+import difflib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mpigossip.config import JobError
+from mpigossip.config.named import imported, is_own
+from mpigossip.models.gpt import gpt
+from mpigossip.models.resnet import image_shape, resnet20, resnet50, resnet56
+
+Shape = tuple[int, ...]
+
+
+def mlp(shape: Shape, classes: int, *, hidden: tuple[int, ...] = (128,)) -> nn.Module:
+    """Fully connected layers of the widths `hidden`, ReLU between them; any (…) input shape."""
+    widths = [math.prod(shape), *hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for wide, next_wide in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(wide, next_wide), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
+
+
+def lenet(shape: Shape, classes: int) -> nn.Module:
+    """LeNet-5 with ReLU and max pooling: two 5x5 convolutions (6, 16), then 120, 84, classes.
+
+    Input (C, H, W). Images smaller than 32 pixels (28 of MNIST, 8 of the digits) are padded by 2
+    before each convolution, so that H, W >= 4 will do. LeCun et al., Proc. IEEE 86 (1998).
+    """
+    channels, height, width = image_shape(shape, "lenet", 4)
+    padding = 0 if min(height, width) >= 32 else 2
+    sides = [((side + 2 * padding - 4) // 2 + 2 * padding - 4) // 2 for side in (height, width)]
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5, padding=padding), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5, padding=padding), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * sides[0] * sides[1], 120), nn.ReLU(),
+        nn.Linear(120, 84), nn.ReLU(),
+        nn.Linear(84, classes),
+    )  # fmt: skip
+
+
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp, "lenet": lenet, "resnet20": resnet20, "resnet56": resnet56,
+    "resnet50": resnet50, "gpt": gpt,
+}  # fmt: skip
+"""What `model.name` can be; keyword-only parameters are the options of section `[model]`."""
+
+
+def model(
+    name: str,
+    shape: Shape,
+    classes: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> nn.Module:
+    """Return a network for samples of this shape, its parameters drawn from seed.
+
+    name: one of BUILDERS, or "package.module:factory", called as factory(shape, classes,
+    **options); dtype: of the samples, torch.int64 for tokens. The global random generator is
+    left as it was. The result has been tried on one sample of zeros. Raises JobError for what
+    can't be imported, built or applied to the shape.
+    """
+    builder = _factory(name)
+    with torch.random.fork_rng(devices=()):
+        # Not torch.manual_seed: that would reseed the generators of all GPUs too.
+        torch.default_generator.manual_seed(seed)
+        try:
+            network = builder(tuple(shape), classes, **options)
+        except TypeError as error:
+            raise JobError(
+                [f'model "{name}" can\'t be built with the options {options}: {error}']
+            ) from error
+        if not isinstance(network, nn.Module):
+            raise JobError(
+                [
+                    f'model "{name}" returned {type(network).__name__}; it should return '
+                    "a torch.nn.Module"
+                ]
+            )
+        _try(network, name, torch.zeros((1, *shape), dtype=dtype), classes)
+    return network
+
+
+def decayed(module: nn.Module) -> set[str]:
+    """Return the parameters that take weight decay when biases and norm parameters are left alone.
+
+    These are the parameters of two or more dimensions: matrices, convolutions, embeddings.
+    """
+    return {name for name, parameter in module.named_parameters() if parameter.ndim > 1}
+
+
+def loss_and_correct(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean cross-entropy in nats and the number of right predictions.
+
+    outputs: (..., classes), targets: (...) int64; for tokens both have a time axis.
+    """
+    flat, wanted = outputs.flatten(0, -2).float(), targets.flatten()
+    return functional.cross_entropy(flat, wanted), (flat.detach().argmax(-1) == wanted).sum()
+
+
+def _factory(name: str) -> Callable[..., nn.Module]:
+    """Return the builder of this name or the object that it imports."""
+    if name in BUILDERS:
+        return BUILDERS[name]
+    if is_own(name):
+        return imported("model.name", name, "(shape, classes, **options) that returns a module")
+    near = difflib.get_close_matches(name, BUILDERS, 1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    raise JobError(
+        [
+            f'model.name = "{name}" is none of {", ".join(BUILDERS)} and not of the '
+            f'form "package.module:factory"{hint}'
+        ]
+    )
+
+
+def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
+    """Apply the network to one sample (1, ...) and compare the shape of what comes out."""
+    what = (
+        f"{'tokens' if sample.dtype == torch.int64 else 'samples'} of shape "
+        f"{tuple(sample.shape[1:])}"
+    )
+    expected = (*sample.shape, classes) if sample.dtype == torch.int64 else (1, classes)
+    training = network.training
+    network.eval()
+    try:
+        with torch.no_grad():
+            found = tuple(network(sample).shape)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise JobError([f'model "{name}" can\'t be applied to {what}: {error}']) from error
+    finally:
+        network.train(training)
+    if found != expected:
+        raise JobError(
+            [
+                f'model "{name}" gives outputs of shape {found} for one of {what}; '
+                f"{classes} classes need {expected}"
+            ]
+        )

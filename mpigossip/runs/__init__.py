@@ -1,0 +1,1 @@
+"""A run from beginning to end: start, steps, files, stops, losses, what a person sees."""

@@ -1,0 +1,132 @@
+"""A trained model out of a checkpoint: the nodes' exact average, or one node's own, for any torch.
+
+The names are those of the model's own ``state_dict()``; parameters and norm statistics are
+averaged in node order in float32, as an evaluation does, so that the numbers are the same bits.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mpigossip.config import JobError
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.checkpoint import Manifest, NodeState
+from mpigossip.store.hdf5 import replacing
+from mpigossip.training import assemble
+from mpigossip.data.sources import source
+
+SUFFIXES = (".safetensors", ".pt", ".pth")
+
+
+def export(path: Path, out: Path, node: int | None = None) -> str:
+    """Write the averaged model of the checkpoint ``path``, or that of ``node``, and say what it is.
+
+    ``out`` names the format: .safetensors (with step, nodes and job as metadata), or .pt for what
+    ``torch.load`` reads. Raises StoreError for another suffix, a node that isn't there, a damaged
+    checkpoint.
+    """
+    if out.suffix not in SUFFIXES:
+        raise StoreError(f'--out "{out}" doesn\'t say its format: end it on .safetensors or .pt')
+    manifest = checkpoint.read_manifest(path)
+    if node is not None and not 0 <= node < manifest.n:
+        raise StoreError(
+            f"--node {node}: {path} has nodes 0 to {manifest.n - 1}; leave --node out for their "
+            "average"
+        )
+    values = averaged(path, manifest.n) if node is None else model_of(path, node)
+    state, note = _named(manifest, values)
+    who = f"the average of {manifest.n} nodes" if node is None else f"node {node} of {manifest.n}"
+    with replacing(out) as beside:
+        _write(state, beside, manifest, "average" if node is None else str(node))
+    count = sum(value.numel() for value in state.values())
+    told = f"{out}: {who} at step {manifest.step}; {len(state)} arrays, {count:,} numbers"
+    return "\n".join([told, *([f"note: {note}"] if note else []), "", *_three_lines(out)])
+
+
+def averaged(path: Path, n: int) -> dict[str, np.ndarray]:
+    """Parameters and buffers of a checkpoint of n nodes by name, floats averaged over the nodes."""
+    total = model_of(path, 0)
+    for node in range(1, n):
+        for name, value in model_of(path, node).items():
+            if value.dtype.kind == "f":
+                total[name] += value
+    for value in total.values():
+        if value.dtype.kind == "f":
+            value *= value.dtype.type(1 / n)
+    return total
+
+
+def model_of(path: Path, node: int) -> dict[str, np.ndarray]:
+    """One node's parameters and buffers by name, buffers of floats averaged over its slots."""
+    saved = checkpoint.read_node(path, node)
+    values, at = {}, 0
+    for name, shape in zip(saved.names, saved.shapes, strict=True):
+        values[name] = saved.parameters[at : at + prod(shape)].reshape(shape).copy()
+        at += prod(shape)
+    return values | _buffers(saved)
+
+
+def _buffers(saved: NodeState) -> dict[str, np.ndarray]:
+    slots: dict[str, list[np.ndarray]] = {}
+    for key in sorted(saved.arrays, key=lambda key: key.split("/")[1:2]):
+        kind, _, rest = key.partition("/")
+        if kind == "buffers":
+            slots.setdefault(rest.partition("/")[2], []).append(saved.arrays[key])
+    found = {}
+    for name, (first, *others) in slots.items():
+        found[name] = total = np.array(first)
+        if total.dtype.kind == "f":
+            for other in others:
+                total += other
+            total /= total.dtype.type(1 + len(others))
+    return found
+
+
+def _named(
+    manifest: Manifest, values: dict[str, np.ndarray]
+) -> tuple[dict[str, torch.Tensor], str]:
+    """The state_dict of the job's model with these values, and what there is to say about it.
+
+    The checkpoint itself has no frozen parameters and one name of a tied one: the job's model is
+    made anew for them. Where its data or its factory aren't here, its own names have to do.
+    """
+    tensors = {name: torch.from_numpy(np.array(value)) for name, value in values.items()}
+    try:
+        job = assemble.load(manifest.job)
+        data = source(job.data, job.run.seed)
+        module = assemble.make_model(job, data)
+        data.close()
+    except (JobError, StoreError) as error:
+        return tensors, (
+            f"the model couldn't be made here ({error}); frozen parameters, if it has any, and "
+            "second names of tied ones are left out"
+        )
+    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for name, value in tensors.items():
+            own[name].copy_(value.view(own[name].shape))
+    # tied arrays become equal ones: safetensors holds no array twice under two names
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}, ""
+
+
+def _write(state: dict[str, torch.Tensor], path: Path, manifest: Manifest, node: str) -> None:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save
+
+        about = {"step": str(manifest.step), "nodes": str(manifest.n), "node": node}
+        # not save_file: that makes files which nobody else may read
+        path.write_bytes(save(state, {"format": "pt", "job": manifest.job, **about}))
+    else:
+        torch.save(state, path)
+
+
+def _three_lines(out: Path) -> list[str]:
+    if out.suffix == ".safetensors":
+        first, call = "from safetensors.torch import load_file", f'load_file("{out}")'
+    else:
+        first, call = "import torch", f'torch.load("{out}")'
+    return [first, "model = …  # made as for the training", f"model.load_state_dict({call})"]

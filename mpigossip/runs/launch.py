@@ -1,0 +1,149 @@
+"""Starting, resuming and simulating a run: from a job file to the summary at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mpigossip import config
+from mpigossip.cluster.ranks import AgreedError
+from mpigossip.config import Job, JobError
+from mpigossip.graphs import GraphError
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.log import read
+from mpigossip.runs.hooks import Log, Stopper
+from mpigossip.runs.lock import locked
+from mpigossip.runs.tensorboard import own_hooks
+from mpigossip.runs.printer import Printer, describe
+from mpigossip.runs.run import Run
+from mpigossip.training.assemble import Assembly, assemble, load
+from mpigossip.runs.survive import prepare, without_the_lost
+from mpigossip.runs.watch import end_of_allocation
+
+STOPPED = 75
+"""Exit code of a run that was stopped before its end with a checkpoint (EX_TEMPFAIL)."""
+MISTAKES = (JobError, GraphError, StoreError)
+
+
+def run(job: Job, world, n: int, resume: Path | None) -> dict[str, Any]:
+    """Train the job on n nodes, from a checkpoint if one is given; the summary on rank 0.
+
+    Collective under MPI. Raises JobError for mistakes of the user, on every rank.
+    """
+    world.timeout_s = job.node.timeout_s
+    prepare(job, world)
+    assembly = assemble(job, world, n)
+    try:
+        summary, assembly = _run(assembly, world, resume)
+    except BaseException as error:
+        # closing is collective: after a failure of this rank alone it would hang
+        if world.comm is None or isinstance(error, AgreedError):
+            assembly.close()
+        raise
+    if world.diminished:  # nothing collective that can be spared
+        assembly.abandon()
+    else:
+        assembly.close()
+    return summary
+
+
+def _run(assembly: Assembly, world, resume: Path | None) -> tuple[dict[str, Any], Assembly]:
+    """The summary, and what is to be closed: another assembly where ranks were lost."""
+    folder = assembly.job.run.folder
+    hooks = [Log(world, len(assembly.trainer.mixer.rows)), Printer(world)]
+    hooks += own_hooks(assembly.job.log.hooks, world)
+    end = end_of_allocation(assembly.job.checkpoint.wall_clock_s)
+    synchronous = assembly.trainer.mixer.synchronous
+    lag = Stopper.LAG if synchronous else assembly.job.log.flush_steps
+    with Stopper(world, folder, end, lag) as stopper:
+        whole = Run(assembly, world, [*hooks, stopper])
+        if resume is not None:
+            with world.together(*MISTAKES):
+                told = whole.resume(resume)
+            if told and world.rank == 0:
+                print(f"{resume}: {'; '.join(told)}")
+            summary = _summary_of(folder, world) if whole.finished else None
+            if summary is not None:
+                return summary if world.rank == 0 else {}, assembly
+        while True:
+            try:
+                return whole.train(), whole.assembly
+            except Exception as error:
+                if not world.lost_by(error):
+                    raise
+            whole = without_the_lost(whole, world)
+
+
+def _summary_of(folder: Path, world) -> dict[str, Any] | None:
+    """What the log says of a finished run, printed again; None where it was killed before that."""
+    summary = None
+    with world.together(StoreError):
+        if world.rank == 0:
+            found = read(folder / "log.h5").summary
+            if "finished" in found:
+                summary = found
+                print(f"{folder}: nothing is left to train\n{describe(summary)}")
+    return world.broadcast(summary)
+
+
+def train(job: Job, world, n: int) -> dict[str, Any]:
+    """Train a job from the start, or go on where its run directory stopped."""
+    with locked(job.run.folder, world):
+        newest = _newest(job.run.folder, world)
+        with world.together(*MISTAKES):
+            if newest is not None:
+                _same_job(job, newest)
+        return run(job, world, n, newest)
+
+
+def _newest(folder: Path, world) -> Path | None:
+    """The checkpoint to go on from, as rank 0 sees it: ranks may see a shared disk differently."""
+    found = None
+    with world.together(*MISTAKES):
+        if world.rank == 0:
+            found = checkpoint.latest(folder)
+    return world.broadcast(found)
+
+
+def resume(folder: Path, overrides: Sequence[str], world, n: int | None) -> dict[str, Any]:
+    """Go on with the run in a folder, from its newest whole checkpoint.
+
+    ``n``: nodes, None for as many as the checkpoint has.
+    """
+    with world.together(*MISTAKES):
+        if not folder.is_dir():
+            raise JobError([f'"{folder}" is no run directory: there is no such folder'])
+    with locked(folder, world):
+        newest = _newest(folder, world)
+        with world.together(*MISTAKES):
+            if newest is None:
+                raise JobError(
+                    [f'"{folder}" has no whole checkpoint to resume from; start it with '
+                     "`mpigossip train JOB.toml`"]
+                )  # fmt: skip
+            manifest = checkpoint.read_manifest(newest)
+            job = load(manifest.job, overrides)
+            # the folder may have been moved since
+            job = replace(job, run=replace(job.run, output=str(folder)))
+        return run(job, world, n or manifest.n, newest)
+
+
+def _same_job(job: Job, newest: Path) -> None:
+    """Refuse to go on in a run directory that another job has begun."""
+    before = config.as_dict(config.load(checkpoint.read_manifest(newest).job))
+    now = config.as_dict(job)
+    differing = [
+        f"{section}.{key} = {now[section].get(key)!r}, there {before[section].get(key)!r}"
+        for section in now
+        for key in {**now[section], **before[section]}
+        if now[section].get(key) != before[section].get(key)
+    ]
+    if differing:
+        folder = job.run.folder
+        raise JobError(
+            [f'run.output: "{folder}" holds a run of another job ({"; ".join(differing[:4])}); '
+             f"name another folder with run.output=…, or go on with it by `mpigossip resume "
+             f"{folder} section.key=value`"]
+        )  # fmt: skip

@@ -1,0 +1,155 @@
+"""The screen at the start of a run: who takes part, what travels how, what is held, where it goes.
+
+Everything is read from what was built for the run, not from the job that asked for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mpigossip.graphs import Graph, spectral
+from mpigossip.mixing.base import Kind, traffic
+from mpigossip.training.state import leaves
+from mpigossip.config.readable import counted, size
+
+if TYPE_CHECKING:
+    from mpigossip.training.loop import Trainer
+    from mpigossip.runs.run import Progress
+    from mpigossip.training.assemble import Assembly
+
+ROUNDS = 64
+"""Rounds of a long or random graph that neighbours and bytes are taken from."""
+
+
+def overview(progress: Progress, assembly: Assembly, world) -> list[tuple[str, str]]:
+    """What stands on the screen, as (word, text); local, nothing is asked of other ranks."""
+    job, trainer, graph = progress.job, assembly.trainer, assembly.graph
+    flat, section = trainer.replicas.flat, job.checkpoint
+    local = f" ({job.algorithm.local})" if job.algorithm.local else ""
+    cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
+    saves = f"every {section.every_steps} steps" if section.every_steps else "at the end"
+    data, per_step = assembly.source, progress.samples_per_step
+    return [
+        ("nodes", _nodes(progress, trainer, world)),
+        ("model", f"{job.model.name}, {flat.count:,} parameters, {size(4 * flat.count)}"),
+        ("data", f"{job.data.source}: {len(data.train_labels):,} training and {data.test_size:,} "
+                 f"test samples; {per_step // progress.nodes} a node and step, {per_step} in all"),
+        ("method", f"{job.algorithm.name}{local} on {job.graph.name}{cadence}"),
+        ("graph", _graph(graph) if _gossips(trainer) else "unused: averages are over all nodes"),
+        ("exchange", _exchange(progress, trainer, graph, world)),
+        ("traffic", _traffic(progress, trainer, graph)),
+        ("memory", f"{size(_memory(trainer, graph))} a node: replicas, gradients, state, messages; "
+                   "activations come on top"),
+        ("steps", f"{progress.total_steps:,}, {progress.steps_per_epoch:,} an epoch"),
+        ("files", f"{progress.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ "
+                  f"{saves}"),
+    ]  # fmt: skip
+
+
+def _nodes(progress: Progress, trainer: Trainer, world) -> str:
+    devices = trainer.group.devices
+    slots = f"{counted(len(devices), 'slot')} each ({', '.join(dict.fromkeys(devices))})"
+    if world.comm is None:
+        return f"{progress.nodes} simulated in this process on {world.hosts[0]}, {slots}"
+    hosts = Counter(world.hosts)
+    several = "" if len(hosts) == 1 else f", {max(hosts.values())} a host at most"
+    names = f"{next(iter(hosts))}" + (" …" if len(hosts) > 1 else "")
+    where = f"{counted(len(hosts), 'host')} ({names}{several})"
+    return f"{counted(world.size, 'rank')} on {where}, {slots}"
+
+
+def _gossips(trainer: Trainer) -> bool:
+    """Whether neighbours exchange at all: some methods average over all nodes only."""
+    return Kind.GOSSIP in trainer.cadence.kinds
+
+
+def _graph(graph: Graph) -> str:
+    """Degree, period and the gap, or in how many rounds a sequence is exact.
+
+    The mean of all nodes drifts where columns of W don't sum to one.
+    """
+    if graph.n == 1:
+        return "one node: nothing to average"
+    period = "drawn each round" if graph.period is None else f"period {graph.period}"
+    text = f"{counted(graph.degree, 'neighbour')} a round, {period}"
+    if "signed" in graph.facts:
+        text += ", signed weights"
+    if "column-stochastic" not in graph.facts:
+        text += ", mean drifts"
+    if graph.n > spectral.LARGE or graph.name == "ceca":  # whose rounds alone only permute
+        return text
+    exact, rate = spectral.rounds_to_exact(graph), spectral.consensus_rate(graph)
+    if exact is not None and graph.period is not None:
+        return f"{text}, exact average in {counted(exact, 'round')}"
+    if graph.period is None and rate == 0:  # equal after some draws, by luck
+        return text
+    if rate >= 1 - 1e-9:
+        return f"{text}, not connected: nodes never agree"
+    gap = "spectral gap" if graph.period == 1 else "gap"
+    return f"{text}, {gap} {1 - rate:.3g} (disagreement × {rate:.3g} a round)"
+
+
+def _exchange(progress: Progress, trainer: Trainer, graph: Graph, world) -> str:
+    """The way to each neighbour of node 0."""
+    mine, wire = trainer.mixer.rows[0], progress.job.node.wire
+    over = "" if wire == "fp32" else f", {wire} on the wire"
+    if graph.n == 1:
+        return "none"
+    if not _gossips(trainer):
+        return f"reduce-scatter and all-gather over all nodes{over}"
+    if world.comm is None:
+        return f"simulated{over}"
+    if world.survives:
+        return f"messages between ranks (run.survive: windows can't outlive one){over}"
+    rounds = range(min(graph.period or ROUNDS, ROUNDS))
+    peers = sorted({int(j) for t in rounds for j in graph.neighbours(t, mine)[0]})
+    here = world.hosts[world.rank]
+    near = [j for j in peers if world.hosts[j] == here and progress.job.node.same_host == "read"]
+    far = [j for j in peers if j not in near]
+    words = "put into MPI windows" + ("" if trainer.mixer.synchronous else ", not waited for")
+    ways = [(near, "read in place (same host)"), (far, words)]
+    told = [f"from {_listed(some)}: {how}" for some, how in ways if some]
+    return f"node {mine} takes " + "; ".join(told) + over
+
+
+def _listed(nodes: list[int]) -> str:
+    shown = ", ".join(map(str, nodes[:6]))
+    return shown if len(nodes) <= 6 else f"{shown}, … ({len(nodes)})"
+
+
+def _traffic(progress: Progress, trainer: Trainer, graph: Graph) -> str:
+    """Bytes of a round, the mean over a period, beside what an all-reduce would send."""
+    n, method, layout = graph.n, trainer.method, trainer.mixer.layout
+    if n == 1:
+        return "none"
+    kind = Kind.GOSSIP if _gossips(trainer) else Kind.GLOBAL
+    rounds = range(min(graph.period or ROUNDS, ROUNDS))
+    sent = [
+        traffic(graph, kind, t, trainer.mixer.rows[0], layout.sent_bytes, layout.raw_bytes)
+        for t in rounds
+    ]
+    messages = method.rounds * (1 if trainer.mixer.synchronous else 2)
+    average, ring = messages * float(np.mean(sent)), 2 * (n - 1) * 4 * sum(layout.widths) / n
+    always = len(trainer.cadence.kinds) == 1
+    when = "step" if always else "gossip step" if kind is Kind.GOSSIP else "averaging step"
+    ratio = f"; all-reduce would send {size(ring)}" if ring and kind is Kind.GOSSIP else ""
+    vectors = counted(method.vectors, "model-sized vector")
+    return f"{size(average)} a node and {when} ({vectors}){ratio}"
+
+
+def _memory(trainer: Trainer, graph: Graph) -> float:
+    """Bytes of one node: what is allocated here, and messages as the windows hold them."""
+    replicas, layout = trainer.replicas, trainer.mixer.layout
+    held = [*replicas.full, *replicas.grads, *replicas.x]
+    held += [array for state in trainer.states for _, array in leaves(state)]
+    storages: dict[int, torch.UntypedStorage] = {}
+    for array in held:
+        storage = array.untyped_storage()
+        storages[storage.data_ptr()] = storage
+    inbox = 1 if "always-global" in trainer.method.needs else 2 * graph.degree
+    rows = len(trainer.mixer.rows)
+    return sum(s.nbytes() for s in storages.values()) / rows + layout.nbytes * (1 + inbox)

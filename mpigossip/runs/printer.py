@@ -1,0 +1,189 @@
+"""What a run says while it goes: a live line on a terminal, plain lines in a batch log."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from mpigossip.cluster.launcher import terminal_of_launcher
+from mpigossip.training.evaluate import Evaluation
+from mpigossip.runs.hooks import Hook
+from mpigossip.training.loop import Record
+from mpigossip.runs.overview import overview
+from mpigossip.config.readable import clock, counted, size
+
+LIVE_S, PLAIN_S = 0.2, 30.0
+"""Seconds between refreshes of the live line, and between the lines of a batch log."""
+WINDOW = 50
+"""Steps over which speed and the share of the exchange are averaged."""
+HEADING_EVERY = 25
+"""Rows of the table after which its heading is said again."""
+TABLE = (("epoch", 9), ("step", 9), ("train loss", 12), ("test loss", 11), ("accuracy", 10),
+         ("local", 9), ("consensus", 11), ("time", 9))  # fmt: skip
+"""Columns of the table of evaluations, and their widths."""
+
+
+class Printer(Hook):
+    """Speaks for the whole run on rank 0; silent elsewhere.
+
+    The training loss is that of the nodes in this process: of node 0 under a launcher.
+    """
+
+    def __init__(self, world, stream: TextIO | None = None, plain_s: float = PLAIN_S):
+        """Lines go to ``stream``, standard output if None.
+
+        It counts as a terminal if it is one; among ranks if the launcher passes it on to one
+        (Open MPI gives rank 0 a terminal of its own, wherever its output goes).
+        """
+        self._world, self._speaks = world, world.rank == 0
+        self._stream = stream or sys.stdout
+        self._plain_s = plain_s
+        terminal = terminal_of_launcher() if stream is None and world.comm else None
+        launched = stream is None and world.size > 1
+        self._live = terminal is not None or (self._stream.isatty() and not launched)
+        self._console = Console(
+            file=self._stream, force_terminal=self._live, highlight=False, soft_wrap=True,
+            width=_width(terminal), legacy_windows=False,
+        )  # fmt: skip
+        self._shown = time.monotonic()
+        self._dirty, self._rows = False, 0
+        self._losses: list[float] = []
+        self._consensus = float("nan")
+        self._recent: deque[tuple[float, dict[str, float]]] = deque(maxlen=WINDOW)
+        self._mixer: Any = None
+        self._before = (0.0, 0.0)
+
+    def start(self, progress, assembly) -> None:
+        """Say what begins."""
+        self._mixer = assembly.trainer.mixer
+        if not self._speaks:
+            return
+        self._print(Text(progress.job.run.name, style="bold"))
+        for word, text in overview(progress, assembly, self._world):
+            self._print(Text.assemble((f"  {word:<9}", "cyan"), text))
+        if progress.first_step:
+            self._print(Text(f"  going on at step {progress.first_step}"))
+        self._print(Text())
+        self._rows = 0
+
+    def step(self, progress, record: Record) -> None:
+        """Remember the step; now and then refresh the live line, or write a plain one."""
+        if not self._speaks:
+            return
+        now = time.monotonic()
+        self._losses.append(float(record.loss.mean()))
+        self._recent.append((now, record.seconds))
+        if record.consensus_distance == record.consensus_distance:
+            self._consensus = record.consensus_distance
+        if now - self._shown < (LIVE_S if self._live else self._plain_s):
+            return
+        self._shown = now
+        text = self._line(progress, record.index + 1)
+        if self._live:
+            self._stream.write(f"\r\x1b[2K{text[: self._console.width - 1]}")
+            self._stream.flush()
+            self._dirty = True
+        else:
+            self._print(Text(text))
+
+    def _line(self, progress, done: int) -> str:
+        """Where the run stands, what of a step isn't hidden behind computing, and the time left."""
+        first, last = self._recent[0][0], self._recent[-1][0]
+        speed = (len(self._recent) - 1) / max(last - first, 1e-9)
+        spent = {name: sum(s[name] for _, s in self._recent) for name in self._recent[-1][1]}
+        share = (spent.get("exchange_s", 0.0) + spent.get("idle_s", 0.0)) / sum(spent.values())
+        rate = (done - progress.first_step) / max(time.perf_counter() - progress.began, 1e-9)
+        mean = sum(self._losses[-WINDOW:]) / len(self._losses[-WINDOW:])
+        return (
+            f"step {done}/{progress.total_steps}  loss {mean:.4f}  "
+            f"{speed * progress.samples_per_step:,.0f} samples/s  "
+            f"ETA {clock((progress.total_steps - done) / rate)}  "
+            f"consensus {self._consensus:.1e}  exchange+idle {share:.0%}{self._hidden()}"
+        )
+
+    def _hidden(self) -> str:
+        """What of the exchanges since the last line wasn't waited for, where a thread does them."""
+        now = (self._mixer.flown, self._mixer.waited)
+        flown, waited = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
+        return f"  hidden {max(0.0, 1 - waited / flown):.0%}" if flown > 0 else ""
+
+    def evaluation(self, progress, step: int, found: Evaluation) -> None:
+        """A row of the table."""
+        if not self._speaks:
+            return
+        if self._rows % HEADING_EVERY == 0:
+            heading = "".join(name.rjust(width) for name, width in TABLE)
+            self._print(Text(heading, style="bold"))
+        self._rows += 1
+        seen, self._losses = self._losses, []
+        cells = [
+            f"{progress.epoch(step):.2f}", f"{step}",
+            f"{sum(seen) / len(seen):.4f}" if seen else "–",
+            f"{found.loss:.4f}", f"{found.accuracy:.4f}", f"{found.mean_local_accuracy:.4f}",
+            f"{found.consensus_distance:.2e}", clock(progress.seconds),
+        ]  # fmt: skip
+        row = "".join(cell.rjust(width) for cell, (_, width) in zip(cells, TABLE, strict=True))
+        self._print(Text(row))
+
+    def stop(self, progress, summary: dict[str, Any]) -> None:
+        """The summary block, the digest last."""
+        if self._speaks:
+            self._print(Text(f"\n{describe(summary)}"))
+
+    def _print(self, text: Text) -> None:
+        if self._dirty:
+            self._stream.write("\r\x1b[2K")
+            self._dirty = False
+        self._console.print(text)
+        self._stream.flush()
+
+
+def _width(terminal: str | None) -> int | None:
+    """Columns of the launcher's terminal; None where it has no say or can't be asked."""
+    if terminal is None:
+        return None
+    try:
+        descriptor = os.open(terminal, os.O_RDONLY | os.O_NOCTTY)
+        try:
+            return os.get_terminal_size(descriptor).columns
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+
+
+SPLIT = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "idle_s": "idle"}
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The summary block as text."""
+    state = "finished" if summary["finished"] else "stopped, to be resumed"
+    lines = [
+        f"run        {state} at step {summary['steps']} ({summary['epochs']:.2f} epochs), "
+        f"{counted(summary['nodes'], 'node')} x {counted(summary['slots'], 'slot')}"
+    ]
+    if "accuracy" in summary:
+        lines.append(
+            f"accuracy   {summary['accuracy']:.4f} (averaged model), "
+            f"test loss {summary['loss']:.4f}"
+        )
+    spent = {name: summary[key] for key, name in SPLIT.items() if key in summary}
+    total = sum(spent.values())
+    if total:
+        shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in spent.items())
+        lines.append(f"time       {summary['seconds']:.1f} s; steps {total:.1f} s: {shares}")
+        lines.append(f"speed      {summary['samples_per_second']:,.0f} samples/s over all nodes")
+    if "lost" in summary:
+        lines.append(f"lost       {summary['lost']}")
+    lines.append(f"sent       {size(summary['bytes_sent'])} a node")
+    if "checkpoint" in summary:
+        lines.append(f"checkpoint {summary['checkpoint']}")
+        lines.append(f"digest     {summary['digest']}")
+    return "\n".join(lines)

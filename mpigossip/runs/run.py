@@ -1,0 +1,257 @@
+"""A whole run: epochs of steps, evaluations, log, checkpoints, and the summary at the end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpigossip import config
+from mpigossip.config import Job
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.checkpoint import NodeState
+from mpigossip.runs.elastic import go_on
+from mpigossip.training.evaluate import Evaluation, evaluate
+from mpigossip.runs.hooks import Hook
+from mpigossip.training.loop import Trainer
+from mpigossip.runs.saver import Saver
+from mpigossip.training.assemble import Assembly
+from mpigossip.training.state import snapshot
+
+IDLE_S = 1e-3
+"""Between the exchanges of a node that only waits: they take the core from one that computes."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands; what hooks are shown."""
+
+    job: Job
+    folder: Path
+    nodes: int
+    steps_per_epoch: int
+    total_steps: int
+    samples_per_step: int
+    """over all nodes"""
+    first_step: int = 0
+    shift: int = 0
+    """steps that epochs are counted from, see Trainer"""
+    seconds_before: float = 0.0
+    """of the runs that this one continues"""
+    began: float = field(default_factory=time.perf_counter)
+    evaluation: Evaluation | None = None
+    lost: list[str] = field(default_factory=list)
+    """what was lost on the way, a line each"""
+
+    def epoch(self, step: int) -> float:
+        """Epochs done at a step."""
+        return (step - self.shift) / self.steps_per_epoch
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began, the time of the runs before included."""
+        return self.seconds_before + time.perf_counter() - self.began
+
+
+def meet(trainer: Trainer, world) -> None:
+    """Wait for all nodes; asynchronous ones that are ahead go on averaging meanwhile."""
+    if trainer.mixer.synchronous:
+        return  # they meet in what follows
+    all_here = world.start_agree(0)
+    until = time.monotonic() + world.timeout_s
+    while not all_here.ready() and time.monotonic() < until:
+        trainer.average()
+        time.sleep(IDLE_S)
+    all_here.read()
+
+
+class Run:
+    """Drives a trainer from its present step to the last, and keeps what is worth keeping."""
+
+    def __init__(self, assembly: Assembly, world, hooks: Sequence[Hook]):
+        """``world``: of :mod:`mpigossip.cluster.ranks`; hooks watch and never steer."""
+        self.assembly, self.trainer, self.world = assembly, assembly.trainer, world
+        self.hooks = hooks
+        self.spent: dict[str, float] = {}
+        """seconds so far by what they went to, as in a step's record"""
+        job, trainer = assembly.job, assembly.trainer
+        kept = job.checkpoint
+        self.saver = Saver(world, job.run.folder, config.dump(job), kept)
+        self.names, self.hosts = world.names, world.hosts
+        self.kept: deque[NodeState] = deque(maxlen=2)
+        """this rank after each of the last whole steps, where the run is to outlive losses"""
+        self.saved: list[NodeState] = []
+        """the last snapshot for a checkpoint"""
+        self.whole_at = time.perf_counter()
+        self.rejoined = False
+        slots = trainer.group.slots
+        self.progress = Progress(
+            job=job,
+            folder=job.run.folder,
+            nodes=trainer.mixer.n,
+            steps_per_epoch=assembly.steps_per_epoch,
+            total_steps=assembly.total_steps,
+            samples_per_step=trainer.mixer.n * slots * job.data.batch * job.algorithm.accumulate,
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left."""
+        return self.trainer.index >= self.progress.total_steps
+
+    def train(self) -> dict[str, Any]:
+        """Run to the last step, or until a hook asks to stop; the summary, on rank 0."""
+        progress, trainer = self.progress, self.trainer
+        progress.first_step, progress.began = trainer.index, time.perf_counter()
+        self._keep()
+        if progress.job.checkpoint.every_steps:  # a lack of memory for it shows at once
+            self.saved = self._states([])
+        for hook in self.hooks:
+            hook.start(progress, self.assembly)
+        stopped = False
+        if self.rejoined:  # the loss may have come before what belongs behind this step
+            self._between_steps(False)
+        elif self.finished:  # only its summary is missing
+            self._evaluate()
+            self.saver.last = checkpoint.folder(progress.folder, trainer.index)
+        while not self.finished and not stopped:
+            record = trainer.step()
+            self._keep()
+            for name, seconds in record.seconds.items():
+                self.spent[name] = self.spent.get(name, 0.0) + seconds
+            for hook in self.hooks:
+                hook.step(progress, record)
+            stopped = any([hook.wants_stop(trainer.index) for hook in self.hooks])
+            self._between_steps(stopped)
+        self.saver.close()
+        summary = self._summary()
+        with self.world.together(StoreError):
+            if "checkpoint" in summary:
+                summary["digest"] = checkpoint.digest(Path(summary["checkpoint"]))
+        for hook in self.hooks:
+            hook.stop(progress, summary)
+        return summary
+
+    def _keep(self) -> None:
+        if self.world.survives:
+            full = len(self.kept) == self.kept.maxlen
+            self.kept.append(self._states([self.kept.popleft()] if full else [])[0])
+            self.whole_at = time.perf_counter()
+
+    def _between_steps(self, stopped: bool) -> None:
+        done, job = self.trainer.index, self.progress.job
+        self.saver.poll(done)
+        last = done == self.progress.total_steps
+        epoch, over = divmod(done - self.progress.shift, self.progress.steps_per_epoch)
+        every = job.run.evaluate_every
+        if last or (over == 0 and every and epoch % every == 0):
+            self._evaluate()
+        if (
+            last
+            or stopped
+            or (job.checkpoint.every_steps and done % job.checkpoint.every_steps == 0)
+        ):
+            self.save()
+
+    def _evaluate(self) -> None:
+        meet(self.trainer, self.world)
+        trainer = self.trainer
+        self.progress.evaluation = evaluate(trainer.replicas, trainer.mixer, self.assembly.loader)
+        for hook in self.hooks:
+            hook.evaluation(self.progress, trainer.index, self.progress.evaluation)
+
+    def _summary(self) -> dict[str, Any]:
+        """What a person wants to know at the end; complete on rank 0 only. Collective."""
+        progress, trainer = self.progress, self.trainer
+        mine = (self.spent, trainer.mixer.bytes_sent)
+        gathered = self.world.gather(mine)
+        if gathered is None:
+            return {}
+        steps = max(trainer.index - progress.first_step, 1)
+        summary: dict[str, Any] = {
+            "finished": self.finished,
+            "steps": trainer.index,
+            "epochs": progress.epoch(trainer.index),
+            "nodes": progress.nodes,
+            "slots": trainer.group.slots,
+            "seconds": progress.seconds,
+            "bytes_sent": float(np.mean([b for _, sent in gathered for b in sent])),
+        }
+        for name in self.spent:
+            summary[name] = float(np.mean([spent[name] for spent, _ in gathered]))
+        busy = sum(summary[name] for name in self.spent)
+        summary["samples_per_second"] = steps * progress.samples_per_step / busy if busy else 0.0
+        if progress.evaluation:
+            summary["accuracy"] = progress.evaluation.accuracy
+            summary["loss"] = progress.evaluation.loss
+        if progress.lost:
+            summary["lost"] = "; ".join(progress.lost)
+        if self.saver.last == checkpoint.folder(progress.folder, trainer.index):
+            summary["checkpoint"] = str(self.saver.last)
+        return summary
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def numbers(self) -> dict[str, Any]:
+        """The counters of a checkpoint."""
+        trainer = self.trainer
+        counters = {
+            "index": trainer.index,
+            "born": trainer.born,
+            "round": trainer.round,
+            "shift": trainer.shift,
+            "seconds": self.progress.seconds,
+        }
+        return counters | {f"cadence/{k}": v for k, v in trainer.rhythm._asdict().items()}
+
+    def save(self) -> None:
+        """Take a snapshot of the present step; it is written while training goes on."""
+        meet(self.trainer, self.world)
+        for hook in self.hooks:
+            hook.flush()
+        trainer = self.trainer
+        meta = {
+            "nodes": self.progress.nodes,
+            "slots": trainer.group.slots,
+            "steps_per_epoch": self.progress.steps_per_epoch,
+        }
+        self.saver.finish()  # and so the last snapshot can be overwritten
+        self.saved = self._states(self.saved)
+        states = dict(zip(trainer.mixer.rows, self.saved, strict=True))
+        self.saver.begin(trainer.index, states, meta)
+
+    def _states(self, spare: Sequence[NodeState]) -> list[NodeState]:
+        """A copy of every node that lives here, in the memory of an earlier one."""
+        trainer, numbers = self.trainer, self.numbers()
+        return [
+            snapshot(trainer.replicas, trainer.states, row, numbers | self._own(row), one)
+            for row, one in zip_longest(range(len(trainer.mixer.rows)), spare)
+        ]
+
+    def _own(self, row: int) -> dict[str, float]:
+        """What one node has counted."""
+        precision = self.trainer.settings.precision
+        return {"bytes_sent": self.trainer.mixer.bytes_sent[row]} | precision.numbers(row)
+
+    def resume(self, path: Path) -> list[str]:
+        """Put every node to where the checkpoint stands; what to tell the user.
+
+        To the bit with equal nodes and slots, else from the exact average.
+        """
+        seconds, told = go_on(self.trainer, path, self.progress.steps_per_epoch)
+        self.count_from(seconds)
+        return told
+
+    def count_from(self, seconds: float) -> None:
+        """Take the steps that are left from where the trainer stands, after so many seconds."""
+        self.progress.seconds_before = seconds
+        self.progress.shift = self.trainer.shift
+        whole = self.assembly.steps_per_epoch * self.progress.job.run.epochs + self.trainer.shift
+        asked = self.progress.job.run.steps
+        self.progress.total_steps = whole if asked is None else min(whole, asked)

@@ -1,0 +1,360 @@
+"""From a job to a trainer: everything is built and checked here, and mistakes are collected."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from mpigossip import algorithms, config, graphs, models
+from mpigossip.algorithms import cadence as cadences
+from mpigossip.cluster import topology
+from mpigossip.config import Job, JobError
+from mpigossip.data.loader import Loader
+from mpigossip.data.partition import Order
+from mpigossip.data.sources import Source, orders, partition, source
+from mpigossip.graphs import Graph, GraphError
+from mpigossip.graphs.placement import place
+from mpigossip.groups import devices
+from mpigossip.groups.base import Group
+from mpigossip.groups.devices import slots_of
+from mpigossip.mixing.base import Kind, Layout, Mixer
+from mpigossip.mixing.delayed import Delayed
+from mpigossip.mixing.faults import Faults
+from mpigossip.mixing.simulated import Simulated
+from mpigossip.mixing.wire import BIASED, Wire, wire
+from mpigossip.store import StoreError
+from mpigossip.training.fit import may_cut, unfit
+from mpigossip.training.flat import Flat, flatten
+from mpigossip.training.loop import Settings, Trainer
+from mpigossip.training.precision import Precision, resolved
+from mpigossip.training.replicas import Replicas
+from mpigossip.training.schedule import schedule
+
+
+@dataclass
+class Assembly:
+    """A job made ready to run on n nodes, of which some live in this process."""
+
+    job: Job
+    graph: Graph
+    trainer: Trainer
+    source: Source
+    loader: Loader
+    steps_per_epoch: int
+    total_steps: int
+
+    def close(self) -> None:
+        """Release threads, files and windows; collective under MPI."""
+        self.trainer.mixer.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Release what needs no other rank: all but what lies between nodes."""
+        self.loader.close()
+        self.trainer.group.close()
+        self.source.close()
+
+
+def load(where: Path | str | dict, overrides: Sequence[str] = ()) -> Job:
+    """Read a job with the names and options of everything that the package has.
+
+    Raises JobError with all mistakes.
+    """
+    try:
+        chosen = config.load(where, overrides).algorithm.local
+    except JobError:
+        chosen = None
+    if chosen is not None and chosen not in algorithms.LOCALS:
+        chosen = None
+    builders = {
+        "model": models.BUILDERS,
+        "graph": graphs.BUILDERS,
+        "cadence": cadences.BUILDERS,
+        "algorithm": {name: _with_local(name, chosen) for name in algorithms.BUILDERS},
+    }
+    return config.load(where, overrides, builders)
+
+
+@cache
+def _with_local(name: str, local: str | None) -> Callable:
+    """A stand-in for an algorithm's builder whose options include those of its local step."""
+    options = {}
+    for part in algorithms.parts({"name": name, "local": local}):
+        for parameter in inspect.signature(part, eval_str=True).parameters.values():
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                options[parameter.name] = parameter
+
+    def builder(**options):  # only its signature is read
+        raise TypeError("made for its signature")
+
+    builder.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]
+    builder.__annotations__ = {name: p.annotation for name, p in options.items()}
+    return builder
+
+
+def make_graph(job: Job, n: int) -> Graph:
+    """The graph that the job names, over n nodes."""
+    section = job.graph
+    seed = job.run.seed if section.seed is None else section.seed
+    return graphs.graph(
+        section.name, n, weights=section.weights, seed=seed, lazy=section.lazy, **section.options
+    )
+
+
+def placed(job: Job, graph: Graph, world) -> Graph:
+    """The graph renumbered for the racks that the ranks stand in; collective."""
+    if job.graph.placement == "given" or world.comm is None:
+        return graph
+    told = topology.addresses(world) if job.graph.placement == "scheduler" else ()
+    with world.together(JobError):
+        found = topology.racks(job.graph.placement, world.hosts, told)
+    order = sorted(range(graph.n), key=lambda r: (topology.natural(world.hosts[r]), r))
+    return place(graph, found, order)
+
+
+def make_cadence(
+    job: Job,
+    method: algorithms.Algorithm,
+    graph: Graph | None = None,
+    total: int | None = None,
+) -> cadences.Cadence:
+    """The cadence that the job names, or the only one that the method allows.
+
+    Options that the job leaves unset come from the graph's period and the run's steps.
+    """
+    if "always-global" in method.needs:
+        return cadences.globally()
+    known: dict[str, dict] = {
+        "halves": {"length": graph and graph.period},
+        "adpsgd": {"total": total},
+    }
+    computed = known.get(job.cadence.name, {})
+    return cadences.BUILDERS[job.cadence.name](**(computed | job.cadence.options))
+
+
+def make_algorithms(
+    job: Job, flat: Flat, graph: Graph | None = None, blocks: Sequence[slice] = ()
+) -> list[algorithms.Algorithm]:
+    """The algorithm, once for each slot or block of columns, made to bear the job's wire."""
+    section, options = job.algorithm, dict(job.algorithm.options)
+    if section.name == "choco" and job.node.wire == "random-k":
+        options.setdefault("consensus_step", min(0.5, job.node.kept))
+    decayed = [flat.decayed_among(block) for block in blocks]
+    methods = [
+        algorithms.build(section.name, section.local, options, columns, graph)
+        for columns in decayed or map(flat.decayed_in, range(flat.slots))
+    ]
+    if job.node.wire == "fp32":
+        return methods
+    biased = job.node.wire in BIASED
+    meets = Kind.GLOBAL in make_cadence(job, methods[0], graph).kinds
+    return [algorithms.over_wire(method, biased=biased, meets=meets) for method in methods]
+
+
+def make_wire(job: Job) -> Wire:
+    """How messages between nodes are encoded."""
+    return wire(job.node.wire, job.node.levels, job.node.kept, job.run.seed)
+
+
+def make_model(job: Job, data: Source) -> torch.nn.Module:
+    """The model with its initial parameters, the same on all nodes."""
+    return models.model(
+        job.model.name, data.shape, data.classes, job.run.seed, data.dtype, **job.model.options
+    )
+
+
+def mistakes(job: Job, n: int) -> list[str]:
+    """What doesn't go together in a job whose parts are right by themselves."""
+    found = []
+    section = job.algorithm
+    takes_local = section.name in algorithms.DEFAULT_LOCAL
+    if section.local is not None and section.local not in algorithms.LOCALS:
+        known = ", ".join(algorithms.LOCALS)
+        found.append(f'algorithm.local = "{section.local}" is unknown; choose one of {known}')
+    elif section.local is not None and not takes_local:
+        found.append(
+            f'algorithm.local = "{section.local}": "{section.name}" has its own local step; leave '
+            f"it out, or choose one of {', '.join(algorithms.DEFAULT_LOCAL)}"
+        )
+    if not found:
+        found += _unfit(job, n)
+    if not found and job.run.survive and n > 1:
+        found += [f"run.survive, with one node fewer: {text}" for text in _unfit(job, n - 1)]
+    found += devices.mistakes(job.node.devices)
+    data, plain = job.data, config.Data()
+    for key, reader in (("shuffled_percent", "mixed"), ("dirichlet_alpha", "dirichlet")):
+        if getattr(data, key) != getattr(plain, key) and data.partition != reader:
+            found.append(
+                f'data.{key} = {getattr(data, key):g}: only the partition "{reader}" reads it; add '
+                f'data.partition = "{reader}", or leave it out'
+            )
+    node = job.node
+    if job.run.survive and node.mixer == "asynchronous":
+        found.append(
+            "run.survive = true: windows can't outlive a lost rank, and an asynchronous run needs "
+            'them; use node.mixer = "synchronous", or restart from checkpoints'
+        )
+    if node.cuda_graphs == "always" and slots_of(node.devices)[0] == "cpu":
+        found.append(
+            f'node.cuda_graphs = "always": the slots of node.devices = "{node.devices}" are on '
+            'the CPU; leave it at "auto"'
+        )
+    if node.vmap and node.precision == "fp16":
+        found.append(
+            'node.precision = "fp16": each node scales its loss by itself, which node.vmap '
+            'can\'t; use "bf16", or leave node.vmap out'
+        )
+    return found
+
+
+def _unfit(job: Job, n: int) -> list[str]:
+    """The graph can't be made for n nodes, or the parts don't go together."""
+    try:
+        graph = make_graph(job, n)
+    except GraphError as error:
+        return [f"graph.name: {error}"]
+    section = job.algorithm
+    method = algorithms.build(section.name, section.local, section.options, 0, graph)
+    return unfit(job, graph, method, make_cadence(job, method, graph))
+
+
+def make_group(job: Job) -> Group:
+    """The slots of this node."""
+    torch.set_num_threads(job.node.threads)
+    node = job.node
+    return devices.make_group(slots_of(node.devices), node.threads, node.shard, node.timeout_s)
+
+
+def make_precision(job: Job, on: Sequence[str], rows: int) -> Precision:
+    """The arithmetic of forward and backward passes on these devices."""
+    return Precision(resolved(job.node.precision, on[0]), on, rows)
+
+
+def make_replicas(
+    job: Job, module: torch.nn.Module, flat: Flat, rows: int, group: Group
+) -> Replicas:
+    """The copies of the model, compiled and captured where the job asks for it."""
+    node = job.node
+    eager = node.vmap or group.devices[0] == "cpu"
+    graphs = "never" if eager else node.cuda_graphs
+    replicas = Replicas(module, flat, rows, group, together=node.vmap, graphs=graphs)
+    if node.compile:
+        for replica in (each for row in replicas.modules for each in row):
+            replica.compile()
+    return replicas
+
+
+def make_mixer(job: Job, graph: Graph, layout: Layout, world) -> Mixer:
+    """Between the ranks of ``world``, or all nodes in this process where it has no MPI."""
+    node = job.node
+    if node.mixer == "asynchronous":
+        return _asynchronous(job, graph, layout, world)
+    if world.comm is None:
+        return Simulated(graph, layout)
+    if world.survives:
+        from mpigossip.mixing.messages import Messages
+
+        return Messages(graph, layout, world, timeout_s=node.timeout_s)
+    if layout.devices[0] != "cpu":
+        from mpigossip.mixing.device.windows import DeviceWindows
+
+        return DeviceWindows(
+            graph, layout, world, same_host=node.same_host, timeout_s=node.timeout_s,
+            memory=node.gpu_window,
+        )  # fmt: skip
+    from mpigossip.mixing.windows import Windows
+
+    return Windows(graph, layout, world, same_host=node.same_host, timeout_s=node.timeout_s)
+
+
+def _asynchronous(job: Job, graph: Graph, layout: Layout, world) -> Mixer:
+    """The mixer that doesn't wait, or its simulation with the job's slow nodes and lost links."""
+    if world.comm is not None:
+        from mpigossip.mixing.asynchronous import Asynchronous
+
+        return Asynchronous(graph, layout, world, timeout_s=job.node.timeout_s)
+    ill = job.faults
+    faults = Faults(
+        graph.n, job.run.seed, ill.slow_times, ill.slow_nodes, ill.slow_steps, ill.lost,
+        job.log.flush_steps,
+    )  # fmt: skip
+    return Delayed(graph, layout, faults.ages)
+
+
+def make_orders(job: Job, data: Source, n: int, per_step: int) -> list[Order]:
+    """The sample order of each of n nodes, ``per_step`` samples a step."""
+    section, seed = job.data, job.run.seed
+    share, alpha = section.shuffled_percent, section.dirichlet_alpha
+    parts = partition(data.train_labels, n, section.partition, seed, share, alpha)
+    return orders(parts, seed, per_step)
+
+
+def assemble(job: Job, world, n: int) -> Assembly:
+    """Build all that a run on n nodes needs; collective under MPI.
+
+    Raises JobError on every rank where any rank found mistakes.
+    """
+    with world.together(JobError, GraphError, StoreError):
+        found = mistakes(job, n)
+        if world.comm is not None and (job.faults.slow_times > 1 or job.faults.lost):
+            found.append("faults: ranks have their own; only `mpigossip simulate` invents some")
+        if found:
+            raise JobError(found)
+        data = source(job.data, job.run.seed)
+        section = job.algorithm
+        slots = len(slots_of(job.node.devices))
+        per_step = slots * job.data.batch * section.accumulate
+        each = make_orders(job, data, n, per_step)
+        module = make_model(job, data)
+        if job.node.vmap and any(b.is_floating_point() for b in module.buffers()):
+            raise JobError(
+                [
+                    f'node.vmap = true: model "{job.model.name}" keeps norm statistics, which '
+                    "can't be vectorized over nodes; leave node.vmap out"
+                ]
+            )
+        decayed = None if section.decay_all else models.decayed(module)
+        flat = flatten(module, slots if job.node.shard else 1, decayed)
+        graph = make_graph(job, n)
+        methods = make_algorithms(job, flat, graph)
+    graph = placed(job, graph, world)
+    group = make_group(job)
+    method = methods[0]
+    where = group.devices[: group.segments]
+    layout = Layout(flat.widths, method.vectors, method.scalars, where, make_wire(job))
+    mixer = make_mixer(job, graph, layout, world)
+    replicas = make_replicas(job, module, flat, len(mixer.rows), group)
+    loader = Loader(
+        data,
+        [each[node] for node in mixer.rows],
+        seed=job.run.seed,
+        devices=group.devices,
+        workers=job.data.workers,
+        timeout_s=job.node.timeout_s,
+    )
+    per_epoch = each[0].steps_per_epoch
+    total = job.run.epochs * per_epoch
+    settings = Settings(
+        rate=schedule(job.schedule, per_epoch, total, n * per_step),
+        batches=loader.step,
+        precision=make_precision(job, group.devices, len(mixer.rows)),
+        accumulate=section.accumulate,
+        weight_decay=section.weight_decay,
+        clip_norm=section.clip_norm,
+        measure_every=job.log.consensus_every,
+        by_blocks=partial(make_algorithms, job, flat, graph) if may_cut(job, group.slots) else None,
+    )
+    cadence = make_cadence(job, method, graph, total)
+    trainer = Trainer(mixer, group, replicas, methods, cadence, settings)
+    total = total if job.run.steps is None else min(total, job.run.steps)
+    return Assembly(job, graph, trainer, data, loader, per_epoch, total)
+
+
+def with_output(job: Job, folder: str) -> Job:
+    """The same job with another folder for its run."""
+    return replace(job, run=replace(job.run, output=folder))

@@ -1,0 +1,68 @@
+"""Methods that say they act by columns give the same bits block by block."""
+
+import pytest
+import torch
+
+from mpigossip import algorithms
+from mpigossip.training import assemble
+from mpigossip.training.blocks import _columns
+from tests import battery
+
+
+class Cut(battery.Driver):
+    """The driver with every segment cut into blocks, which are taken last first."""
+
+    def __init__(self, settings, n, **options):
+        super().__init__(settings, n, **options)
+        self.cuts = [slice(0, 96), slice(96, 480), slice(480, 512)]
+        columns = [slice(s * 512 + c.start, s * 512 + c.stop) for s in range(2) for c in self.cuts]
+        self.by_block = assemble.make_algorithms(self.job, Columns, self.graph, columns)
+
+    def step(self):
+        self.methods = [
+            method._replace(
+                send=self._each("send", s, (2,)), receive=self._each("receive", s, (2, 3))
+            )
+            for s, method in enumerate(self.methods)
+        ]
+        super().step()
+
+    def _each(self, name, s, several):
+        def work(x, g, state, *rest):
+            *arrays, step = rest
+            for b in (2, 0, 1):
+                c = self.cuts[b]
+                cut = [tuple(part[:, c] for part in parts) for parts in arrays]
+                function = getattr(self.by_block[3 * s + b], name)
+                function(x[:, c], g[:, c], _columns(state, c), *cut, step)
+            return state
+
+        return work
+
+
+class Columns:
+    slots = 2
+
+    @staticmethod
+    def decayed_among(columns):
+        return min(max(512 - columns.start, 0), columns.stop - columns.start)
+
+
+CASES = [
+    settings
+    for settings in battery.cases()
+    if battery.Driver(settings, 4, steps=4).method.by_columns
+]
+
+
+def test_it_is_said_of_the_methods_that_adapt_then_combine():
+    names = {settings.split()[0].split("=")[1] for settings in CASES}
+    left = {"parallel", "qsgd", "sgp", "ceca", "choco", "detag", "defacto"}
+    assert names == set(algorithms.BUILDERS) - left - {"momentum-tracking"}
+
+
+@pytest.mark.parametrize("settings", CASES)
+def test_blocks_of_columns_have_the_bits_of_the_whole(settings):
+    whole = battery.Driver(settings, 4, noise=0.1, steps=9).run(9).whole()
+    cut = Cut(settings, 4, noise=0.1, steps=9).run(9).whole()
+    assert torch.equal(whole, cut)

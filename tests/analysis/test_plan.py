@@ -1,0 +1,200 @@
+"""`mpigossip plan`: its formulas, its advice, its command line."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mpigossip.analysis import plan
+from mpigossip.analysis.commands import BYTES_A_SECOND, SECONDS, _nodes, _quantity
+from mpigossip.analysis.machine import Machine
+from mpigossip.analysis.plan import ALL_REDUCE, Choice, choices, predict, recommend, table
+from mpigossip.analysis.plan_report import text
+from mpigossip.graphs import graph
+from mpigossip.graphs.theory import averaging_gap, transient_iterations, transient_of
+from mpigossip.training import assemble
+from mpigossip.training.costs import exchanges, subject
+
+JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
+SLOW = Machine(10e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)
+"""A step of 13 ms beside a network of 20 Mbit/s."""
+FAST = replace(SLOW, latency_s=1e-6, bandwidth=1e11, global_latency_s=1e-6, global_bandwidth=1e11)
+
+
+def made(**algorithm):
+    return subject(assemble.load({"algorithm": {"name": "dsgd", **algorithm}}))[0]
+
+
+def test_a_step_is_compute_and_messages():
+    what, n = made(), 8
+    vector = 4 * what.flat.size
+    base, summed = 13e-3, vector / 1e9
+    message = 50e-6 + vector / 2.5e6
+    expected = {
+        Choice("one-peer-exponential"): base + message + summed,
+        Choice("exponential"): base + 50e-6 + 3 * (vector / 2.5e6 + summed),
+        Choice("one-peer-exponential", "every"): base + (message + summed) / 4,
+        Choice(ALL_REDUCE): base + 6 * 50e-6 + 1.75 * vector / 2.5e6 + summed,
+        Choice("one-peer-exponential", "gossip-pga"): base
+        + (5 * (message + summed) + 6 * 50e-6 + 1.75 * vector / 2.5e6 + summed) / 6,
+    }
+    for choice, seconds in expected.items():
+        assert predict(what, SLOW, choice, n, 10).step_s == pytest.approx(seconds, rel=1e-9)
+    row = predict(what, SLOW, Choice("exponential"), n, 10)
+    assert row.bytes_per_step == 3 * vector
+    assert row.epoch_s == pytest.approx(what.steps_per_epoch(n) * row.step_s)
+    assert row.total_s == pytest.approx(10 * row.epoch_s)
+
+
+def test_a_directed_round_is_as_long_as_its_busiest_node():
+    star = graph("star", 6)
+    assert plan.busiest(star, 0) == (5, 5)
+    assert plan.busiest(graph("one-peer-hypercube", 8), 1) == (1, 1)
+    assert plan.busiest(graph("exponential", 8), 0) == (3, 3)
+
+
+def test_what_is_ahead_hides_behind_compute():
+    after = predict(made(), SLOW, Choice("one-peer-exponential"), 4, 1)
+    ahead = predict(made(style="awc"), SLOW, Choice("one-peer-exponential"), 4, 1)
+    assert after.hidden_s == 0 and ahead.hidden_s == pytest.approx(10e-3)  # all of compute
+    assert ahead.step_s == pytest.approx(after.step_s - 10e-3)
+    quick = predict(made(style="awc"), FAST, Choice("one-peer-exponential"), 4, 1)
+    summed = 4 * made().flat.size / 1e9  # the sum comes after the message
+    assert quick.step_s == pytest.approx(13e-3 + summed)
+
+
+def test_what_does_not_go_together_is_left_out():
+    what = subject(assemble.load({"algorithm": {"name": "decentlam"}, "graph": {"name": "ring"}}))[
+        0
+    ]
+    rows = table(what, SLOW, [6], 1)
+    assert {row.graph for row in rows} == {ALL_REDUCE, "ring"}  # symmetric and static
+    assert {row.cadence for row in rows} <= {"always", "every"}
+    assert not any(row.nodes == 6 and row.graph == "one-peer-hypercube" for row in rows)
+
+
+def test_the_network_decides_what_is_recommended():
+    what = made()
+    slow, fast = (recommend(table(what, machine, [16], 1), 16) for machine in (SLOW, FAST))
+    assert slow.row.graph != ALL_REDUCE and "x as fast as all-reduce" in slow.reason
+    assert fast.row.graph == ALL_REDUCE and "no extra iterations" in fast.reason
+    static = predict(what, SLOW, Choice("exponential"), 16, 1)
+    assert slow.row.wire == "fp32" and slow.row.transient <= static.transient * (1 + 1e-9)
+
+
+def test_a_job_of_parallel_sgd_is_set_beside_gossip():
+    what = subject(assemble.load({"algorithm": {"name": "parallel"}}))[0]
+    rows = table(what, SLOW, [8], 1)
+    assert {"one-peer-exponential", "ring", ALL_REDUCE} <= {row.graph for row in rows}
+
+
+def test_transient_iterations_have_gossip_and_local_sgd_as_limits():
+    ring = graph("ring", 12)
+    gap = averaging_gap(ring)
+    assert transient_of(12, gap) == pytest.approx(transient_iterations(ring))
+    assert transient_of(12, 0.0, 0.0, 8) == (12**3 * 8**2, 12**3 * 8**4)
+    assert transient_of(12, gap, 1.0, 1) == (0.0, 0.0)
+    often, seldom = (transient_of(12, gap, 1.0, every)[0] for every in (4, 16))
+    assert often < seldom < transient_of(12, gap)[0]
+    assert transient_of(12, 0.0)[0] == float("inf")
+
+
+def test_an_adaptive_cadence_keeps_its_period_when_counted():
+    what = subject(assemble.load({"algorithm": {"name": "adpsgd"}, "cadence": {"period": 5}}))[0]
+    found = exchanges(what, 8)
+    assert found.bytes_per_step == pytest.approx(2 * 7 / 8 * 4 * what.flat.size / 5, rel=1e-6)
+
+
+def test_the_tables_fit_a_screen():
+    what, nodes = made(), [2**k for k in range(2, 11)]
+    rows = [predict(what, SLOW, choice, n, 9) for n in nodes for choice in choices(what.job)]
+    sources = dict.fromkeys(("compute", "node-local", "latency", "bandwidth"), "given")
+    rows = [row for row in rows if row]
+    shown = text(what, replace(SLOW, sources=sources), rows, nodes, 9).splitlines()
+    assert len(shown) <= 45 and max(map(len, shown)) <= 100
+    marked = [line for line in shown if "*" in line and line[0] != "*"]
+    assert marked and any(line.startswith("* ") for line in shown)
+
+
+def test_layers_sent_early_hide_all_but_the_last_piece_behind_backward():
+    job = {"algorithm": {"name": "dsgd"}, "model": {"name": "resnet56"}}
+    seldom, often = SLOW, replace(SLOW, compute_s=100.0)
+    for machine, also in ((seldom, {}), (often, {}), (often, {"node": {"overlap": False}})):
+        what = subject(assemble.load(job | also))[0]
+        row = predict(what, machine, Choice("one-peer-exponential"), 8, 1)
+        message = 4 * what.flat.size
+        early = (1 - 1 / round(message / 2**20)) * row.exchange_s
+        wanted = 0.0 if also else min(early, machine.compute_s * 2 / 3)
+        assert row.hidden_s == pytest.approx(wanted) and message > 3 << 20
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_columns_never_run_together(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    what, nodes = made(), [4, 64, 1024]
+    slow = replace(
+        SLOW, compute_s=1.87, bandwidth=1e3,
+        sources=dict.fromkeys(("compute", "node-local", "latency", "bandwidth"), "given"),
+    )  # fmt: skip
+    found = [predict(what, slow, choice, n, 9) for n in nodes for choice in choices(what.job)]
+    shown = text(what, slow, [row for row in found if row], nodes, 9).splitlines()
+    assert max(map(len, shown)) <= int(columns)
+    steps, details = shown.index(""), shown.index("", shown.index("") + 1)
+    end = next(k for k, line in enumerate(shown) if line.startswith("(transient"))
+    for first, last, cells in ((steps, details, len(nodes)), (details, end, 6)):
+        for line in shown[first + 1 : last]:
+            assert len(re.split(r"  +", line.strip())) == 1 + cells, line
+    assert "compute 1,870 ms" in shown[1] and "e+" not in " ".join(shown[:details])
+
+
+def test_units_and_ellipses_are_read():
+    assert _quantity(SECONDS)("80ms") == pytest.approx(0.08)
+    assert _quantity(BYTES_A_SECOND)("200Gbit") == pytest.approx(25e9)
+    assert _quantity(BYTES_A_SECOND)("25GB/s") == pytest.approx(25e9)
+    assert _nodes("4,8,…,64") == [4, 8, 16, 32, 64] == _nodes("4,...,64")
+    assert _nodes("6,24") == [6, 24]
+
+
+def run(*words, **kwargs):
+    command = [sys.executable, "-m", "mpigossip", "plan", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
+
+
+def test_the_command_plans_alone(tmp_path):
+    given = ["--compute", "20ms", "--bandwidth", "1Gbit", "--latency", "30us"]
+    done = run(JOB, "--nodes", "4,8,…,32", *given, "--json", "--out", tmp_path / "p.png")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["machine"]["sources"] == {
+        "compute": "given", "node-local": "given", "latency": "given", "bandwidth": "given",
+    }  # fmt: skip
+    assert set(found["recommended"]) == {"4", "8", "16", "32"}
+    assert {row["nodes"] for row in found["rows"]} == {4, 8, 16, 32}
+    assert (tmp_path / "p.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([JOB, "--nodes", "4,x"], "whole numbers"),
+        ([JOB, "--nodes", "4", "--bandwidth", "25"], "GB/s"),
+        ([JOB, "--nodes", "4", "node.devices=cuda:0"], "--compute"),
+    ],
+)
+def test_wrong_words_are_explained(words, says):
+    done = run(*words)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_under_a_launcher_the_network_is_measured(mpirun):
+    words = [sys.executable, "-m", "mpigossip", "plan", JOB, "--nodes", "4", "--json"]
+    done = mpirun(2, [*map(str, words), "--seconds", "0.2"], timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["machine"]
+    assert set(found["sources"].values()) == {"measured"}
+    assert found["where"] == "2 ranks on 1 host"
+    assert found["compute_s"] > 0 and found["bandwidth"] > 1e6 and found["latency_s"] > 0

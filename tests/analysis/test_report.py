@@ -1,0 +1,174 @@
+import csv
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpigossip import config
+from mpigossip.analysis.compared import short_names
+from mpigossip.analysis.plot import plot
+from mpigossip.analysis.report import table
+from mpigossip.store import StoreError
+from mpigossip.store.export import to_csv
+from mpigossip.store.log import Column, LogWriter, read
+
+NAMES = ("loss", "consensus_distance", "compute_s", "node_s", "exchange_s", "idle_s")
+
+
+def run(folder, steps=200, nodes=3, evaluations=(50, 100, 200), consensus=1e-4, epoch=50):
+    """A run folder with a made-up log."""
+    folder.mkdir(parents=True)
+    job = config.load({"graph": {"name": "ring"}})
+    draw = np.random.default_rng(0)
+    with LogWriter(
+        folder / "log.h5",
+        nodes=nodes,
+        job=config.dump(job),
+        columns={name: Column("s", name) for name in NAMES},
+        environment={},
+    ) as out:
+        values = {name: draw.uniform(0.001, 0.002, (steps, nodes)) for name in NAMES}
+        values["loss"] *= np.geomspace(1000, 10, max(steps, 1))[:steps, None]
+        values["compute_s"][:1] = 5.0
+        values["consensus_distance"][:] = np.nan
+        values["consensus_distance"][::10] = consensus
+        out.append(values)
+        for step in evaluations:
+            accuracy = 1 - 1 / step
+            out.evaluation(
+                {
+                    "step": step,
+                    "epoch": step / epoch,
+                    "loss": 10 / step,
+                    "accuracy": accuracy,
+                    "local_accuracy": accuracy - 0.01 * np.arange(nodes),
+                    "consensus_distance": consensus,
+                    "seconds": step / 100,
+                }
+            )
+        if evaluations:
+            out.summary({"accuracy": accuracy, "digest": "ab" * 32})
+    return folder
+
+
+def drawn(path):
+    from PIL import Image
+
+    with Image.open(path) as image:
+        assert image.format == "PNG" and image.size[0] > 1200
+        return np.asarray(image.convert("L")).astype(float)
+
+
+def test_one_run_from_folder_or_log(tmp_path):
+    folder = run(tmp_path / "a")
+    plot([folder], tmp_path / "one.png")
+    plot([folder / "log.h5"], tmp_path / "two.png")
+    one = drawn(tmp_path / "one.png")
+    assert (one == drawn(tmp_path / "two.png")).all()
+    for half in np.array_split(one, 4):  # something is drawn in all eight panels
+        for quarter in np.array_split(half, 2, axis=1):
+            assert (quarter < 200).mean() > 0.01
+
+
+@pytest.mark.parametrize("epochs", [(50, 50), (50, 25)])
+def test_several_runs(tmp_path, epochs):
+    folders = [run(tmp_path / f"r{k}", epoch=e, nodes=k + 1) for k, e in enumerate(epochs)]
+    deep = tmp_path / "a-folder-with-a-long-name" / "and-another-below-it-that-is-longer-still"
+    folders += [run(deep / "same/a"), run(deep / "other/a", consensus=0.0)]
+    plot(folders, tmp_path / "all.png")
+    drawn(tmp_path / "all.png")
+
+
+def test_names_of_runs_tell_them_apart_and_are_short():
+    folders = [Path(f) for f in ("/x/y/a", "/x/y/b", "/x/y/b")]
+    assert short_names(folders) == ["a", "b", "b"]
+    assert short_names([Path("/x/one/a"), Path("/x/two/a")]) == ["one/a", "two/a"]
+    (name,) = short_names([Path("/x") / ("long" * 20)])
+    assert len(name) == 32 and name.startswith("…") and name.endswith("long")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps": 0, "evaluations": ()},
+        {"steps": 1, "evaluations": ()},
+        {"steps": 3, "nodes": 1, "evaluations": (3,)},
+        {"consensus": np.nan},
+        {"consensus": 0.0},
+        {"steps": 3000, "evaluations": (3000,)},
+    ],
+)
+def test_short_long_and_empty_runs(tmp_path, options):
+    folder = run(tmp_path / "a", **options)
+    plot([folder], tmp_path / "one.png")
+    plot([folder, folder], tmp_path / "two.png")
+    assert drawn(tmp_path / "one.png").std() > 5 and drawn(tmp_path / "two.png").std() > 5
+    text = table(read(folder / "log.h5"))
+    assert ("no evaluation yet" in text) == (options.get("evaluations") == ())
+    assert ("no steps yet" in text) == (options.get("steps") == 0)
+
+
+def test_pictures_leave_matplotlib_as_it_was(tmp_path):
+    run(tmp_path / "a")
+    code = (
+        "import sys, matplotlib; from pathlib import Path\n"
+        "keep = lambda: [matplotlib.rcParams[k] for k in matplotlib.rcParams if k != 'backend']\n"
+        "before = keep()\n"
+        "from mpigossip.analysis.plot import plot\n"
+        "plot([Path(sys.argv[1])], Path(sys.argv[1]) / 'a.png')\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "assert keep() == before"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "a")]
+    here = Path(__file__).parents[2]
+    got = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=here)
+    assert got.returncode == 0, got.stderr
+
+
+def test_nothing_to_draw_or_nowhere_to_draw_it(tmp_path):
+    with pytest.raises(StoreError, match="doesn't exist"):
+        plot([tmp_path / "none"], tmp_path / "a.png")
+    with pytest.raises(StoreError, match="can't be written"):
+        plot([run(tmp_path / "a")], tmp_path / "no/a.png")
+
+
+def test_table(tmp_path):
+    lines = table(read(run(tmp_path / "a") / "log.h5")).splitlines()
+    assert lines[0] == "dmsgd, ring, 3 nodes"
+    assert lines[2].split()[:4] == ["step", "epoch", "loss", "accuracy"]
+    cells = ["200", "4.00", "0.0500", "0.9950", "0.9750", "–", "0.9950", "1.000e-04", "2.0"]
+    assert lines[5].split() == cells
+    assert len({len(line) for line in lines[2:6]}) == 1
+    assert lines[7].startswith("a step takes ") and "compute" in lines[7] and "idle" in lines[7]
+    assert lines[-1] == "digest    " + "ab" * 32
+
+
+def test_a_job_that_is_none_is_left_out(tmp_path):
+    log = read(run(tmp_path / "a") / "log.h5")
+    for job in ("", "not TOML", "graph = 3\nalgorithm = 1", "[graph]\n[algorithm]"):
+        assert table(replace(log, job=job)).startswith("3 nodes\n")
+
+
+def test_csv_holds_every_number(tmp_path):
+    log = read(run(tmp_path / "a", steps=5, evaluations=(2, 5)) / "log.h5")
+    steps, evaluations = to_csv(log, tmp_path / "out.csv")
+    assert steps == tmp_path / "out.csv" and evaluations.name == "out-evaluations.csv"
+    with steps.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(r["step"]), int(r["node"])) for r in rows] == [
+        (step, node) for step in range(5) for node in range(3)
+    ]
+    for name in NAMES:
+        got = np.array([float(r[name]) for r in rows]).reshape(5, 3)
+        np.testing.assert_array_equal(got, log.steps[name])
+    with evaluations.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(r["local_accuracy"]) for r in rows] == log.evaluations[
+        "local_accuracy"
+    ].ravel().tolist()
+    assert [float(r["accuracy"]) for r in rows] == np.repeat(
+        log.evaluations["accuracy"], 3
+    ).tolist()

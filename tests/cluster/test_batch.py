@@ -1,0 +1,390 @@
+"""Batch scripts: what they say for each site, and that no name or path becomes a command."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpigossip.cluster import batch
+from mpigossip.cluster.batch import Wish, folders, read_site, script, seconds_of, sites
+from mpigossip.config import JobError
+
+REPO = Path(__file__).parents[2]
+JOB = str(REPO / "jobs" / "digits.toml")
+NAMED = {"account": "m1_g", "partition": "gpu", "qos": "regular"}
+SITES = ["frontier", "generic-flux", "generic-pbs", "generic-slurm", "juwels-booster", "leonardo",
+         "lumi", "perlmutter"]  # fmt: skip
+
+
+def made(site="generic-slurm", job="jobs/digits.toml", settings=(), run="runs/digits", **wish):
+    wish = {"nodes": 4, "seconds": 3600, **NAMED} | wish
+    return script(read_site(site), job, settings, Path(run), Wish(**wish))
+
+
+def test_all_sites_are_there_say_that_they_are_untried_and_name_their_source():
+    assert sorted(sites()) == SITES
+    for name in SITES:
+        site = read_site(name)
+        assert site.tried is False
+        assert site.link.startswith("https://")
+        for workaround in site.workarounds:
+            assert re.match(r"\d{4}-\d\d", workaround.since)
+            assert workaround.link.startswith("https://")
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_every_site_gives_a_script_that_bash_can_read(name):
+    text = made(name)
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    assert "@" not in re.sub(r"USR2@180", "", text)
+    assert "never tried on the machine itself" in text
+    assert "mpigossip train jobs/digits.toml || code=$?" in text
+    directives = [
+        line for line in text.splitlines() if line.startswith(("#SBATCH", "#PBS", "#flux:"))
+    ]
+    assert any("m1_g" in line for line in directives)
+    assert not re.search(r"OMPI_MCA|MPIR_CVAR", text)  # a cluster's fast path stays open
+
+
+def test_the_slurm_script_line_by_line():
+    text = made("perlmutter", settings=["run.epochs=3"], name="a run", venv="/home/u/my env")
+    lines = text.splitlines()
+    for line in (
+        "#!/bin/bash",
+        "#SBATCH --job-name=a_run",
+        "#SBATCH --nodes=4",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --time=01:00:00",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --signal=USR2@180",
+        "#SBATCH --constraint=gpu",
+        "#SBATCH --account=m1_g",
+        "module load PrgEnv-gnu cray-mpich cudatoolkit craype-accel-nvidia80",
+        "source '/home/u/my env/bin/activate'",
+        "export MPICH_GPU_SUPPORT_ENABLED=1",
+        'again() { scontrol requeue "$SLURM_JOB_ID"; }',
+    ):
+        assert line in lines
+    launch = next(line for line in lines if line.startswith("srun"))
+    assert "--gpus-per-node=4 --gpu-bind=none" in launch and "--cpus-per-task=128" in launch
+    assert launch.endswith("mpigossip train jobs/digits.toml run.epochs=3 || code=$?")
+
+
+def test_short_jobs_are_stopped_by_the_clock_alone():
+    assert "--signal" not in made(seconds=600)
+    assert "${SLURM_JOB_END_TIME:-$(($(date +%s) + 600))}" in made(seconds=600)
+
+
+def test_pbs_and_flux_ask_for_the_same():
+    pbs = made("generic-pbs", seconds=36 * 3600)
+    for text in ("-l select=4:mpiprocs=1", "walltime=36:00:00", "-A m1_g", "-q gpu", 'qsub "$0"',
+                 'mpiexec -n "$NODES" --ppn 1'):  # fmt: skip
+        assert text in pbs
+    flux = made("generic-flux")
+    for text in ("--nodes=4", "--time-limit=3600s", "--bank=m1_g", "--queue=gpu",
+                 'flux run --nodes="$NODES"', 'flux --parent batch "$0"'):  # fmt: skip
+        assert text in flux
+
+
+@pytest.mark.parametrize(
+    "text, seconds",
+    [("1", 60), ("90", 5400), ("90s", 90), ("30m", 1800), ("2h", 7200), ("1d", 86400),
+     ("4:00:00", 14400), ("100:00:01", 360001), ("1-12:00:00", 129600)],
+)  # fmt: skip
+def test_time_limits(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "59s", "-1", "1:00", "2w", "1h\n", "1h;id", "٣", "9999d"]
+)
+def test_wrong_time_limits(text):
+    with pytest.raises(JobError, match="--time"):
+        seconds_of(text)
+
+
+# -- nothing becomes a command ----------------------------------------------------------------
+
+EVIL = [
+    "$(touch HACKED)",
+    "`touch HACKED`",
+    "; touch HACKED;",
+    "'; touch HACKED; '",
+    '"; touch HACKED; "',
+    "x || touch HACKED",
+    "x & touch HACKED &",
+    "> HACKED",
+    "${IFS}$(touch${IFS}HACKED)",
+    "!touch HACKED",
+    "\\'; touch HACKED #",
+    "-x --help",
+    "a*b?[c] ~ {x,y}",
+    "@launcher@ @run@",
+    "$HOME",
+]
+STUBS = ("mpigossip", "srun", "mpiexec", "flux", "scontrol", "qsub", "module")
+
+
+@pytest.fixture
+def execute(tmp_path):
+    """Runs a script with stand-ins for all programs; what they were called with."""
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    for name in STUBS:
+        program = stubs / name
+        program.write_text(
+            f'#!/bin/bash\nprintf "%s\\0" {name} "$@" END >>"$CALLS"\nexit ${{CODE:-0}}\n'
+        )
+        program.chmod(0o755)
+    work = tmp_path / "work"
+    work.mkdir()
+
+    def run(text, **env):
+        calls = tmp_path / "calls"
+        calls.write_bytes(b"")
+        given = {"PATH": f"{stubs}:{os.environ['PATH']}", "CALLS": str(calls), "HOME": "/home/me",
+                 "SLURM_CPUS_ON_NODE": "7", "SLURM_JOB_ID": "9",
+                 "PBS_O_WORKDIR": str(work)}  # fmt: skip
+        done = subprocess.run(
+            ["bash", "-c", text],
+            capture_output=True,
+            text=True,
+            cwd=work,
+            env=given | env,
+            timeout=30,
+        )
+        assert not list(tmp_path.rglob("*HACKED*"))
+        words = calls.read_bytes().decode().split("\0")
+        return done, words
+
+    run.work = work
+    return run
+
+
+@pytest.mark.parametrize("evil", EVIL)
+@pytest.mark.parametrize("site", ["generic-slurm", "generic-pbs", "generic-flux"])
+def test_names_and_paths_stay_what_they_are(execute, site, evil):
+    job, settings = f"{evil}.toml", [f"run.name={evil}", f"data.source={evil}"]
+    done, words = execute(made(site, job, settings, run=f"runs/{evil}", name=evil))
+    assert done.returncode == 0, done.stderr
+    at = words.index("train")
+    job = f"./{job}" if job.startswith("-") else job
+    assert words[at + 1 : at + 4] == [job, *settings]
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_directives_take_no_foreign_text(evil):
+    text = made(name=evil)
+    (line,) = [line for line in text.splitlines() if line.startswith("#SBATCH --job-name")]
+    assert re.fullmatch(r"#SBATCH --job-name=[A-Za-z0-9_.+-]+", line)
+    for what in NAMED:
+        with pytest.raises(JobError, match=f"--{what}"):
+            made(**{what: evil})
+
+
+@pytest.mark.parametrize(
+    "evil", ["a\nb", "a\n#SBATCH --uid=0", "a\rb", "a\0b", "a\x1b[2Jb", "a\u2028b"]
+)
+def test_line_breaks_and_control_characters_are_refused(evil):
+    for wrong in (
+        {"job": evil},
+        {"settings": [f"run.name={evil}"]},
+        {"run": evil},
+        {"venv": evil},
+        {"launcher": evil},
+    ):
+        with pytest.raises(JobError, match="control characters"):
+            made(**wrong)
+    assert "\n#SBATCH --uid" not in made(name=evil)
+
+
+def test_a_launcher_is_words_with_variables_and_no_more(execute):
+    text = made(launcher="srun -n $SLURM_JOB_ID 'a b' $(id) ;touch HACKED")
+    done, words = execute(text)
+    assert done.returncode == 0
+    assert words[:7] == ["srun", "-n", "9", "a b", "$(id)", ";touch", "HACKED"]
+    with pytest.raises(JobError, match="launcher"):
+        made(launcher="srun 'open")
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ('directives = ["--x=$(id)"]', "directives"),
+        ('directives = ["--x\\n#SBATCH --y"]', "directives"),
+        ('modules = ["gcc; id"]', "modules"),
+        ('notes = ["a\\nid"]', "notes"),
+        ("tried = true", "tried"),
+        ('scheduler = "lsf"', "scheduler"),
+        ("gpus = -1", "gpus"),
+        ('colour = "red"', "colour"),
+        ('[environment]\n"A;id" = "1"', "A;id"),
+        ('[environment]\nA = "x\\nid"', "environment"),
+        ("[environment]\nA = 1", "environment"),
+        ("environment = 3", "form"),
+        ("workarounds = [3]", "form"),
+        ('[[workarounds]]\nwhat = "no date"', "since"),
+        ("= broken", "not TOML"),
+    ],
+)
+def test_a_site_file_is_checked(tmp_path, line, says):
+    own = tmp_path / "own.toml"
+    lines = {
+        "title": '"t"',
+        "link": '"l"',
+        "scheduler": '"slurm"',
+        "tried": "false",
+        "launcher": '"srun"',
+    }
+    lines.pop(line.split(" ")[0], None)
+    own.write_text("\n".join(f"{key} = {value}" for key, value in lines.items()) + "\n" + line)
+    with pytest.raises(JobError, match=re.escape(says)):
+        read_site(str(own))
+
+
+def test_an_own_site_file_is_quoted_too(tmp_path, execute):
+    own = tmp_path / "own.toml"
+    own.write_text(
+        'title = "t"\nlink = "l"\nscheduler = "slurm"\ntried = "2026-11-20"\n'
+        "launcher = \"srun '$(touch HACKED)' $HOME/x\"\n"
+        '[environment]\nA = "$HOME/`touch HACKED`"\nB = ""\n'
+    )
+    text = made(str(own))
+    assert "tried on 2026-11-20" in text and "export B=''" in text
+    done, words = execute(text)
+    assert done.returncode == 0, done.stderr
+    assert words[1:3] == ["$(touch HACKED)", "/home/me/x"]
+
+
+def test_unknown_sites_and_missing_wishes_are_explained(tmp_path):
+    with pytest.raises(JobError, match='did you mean "perlmutter"'):
+        read_site("perlmuter")
+    with pytest.raises(JobError, match="No such file"):
+        read_site(str(tmp_path / "none.toml"))
+    with pytest.raises(JobError) as error:
+        script(read_site("lumi"), "j.toml", [], Path("runs/j"), Wish(nodes=0, seconds=600))
+    assert [m.split(":")[0] for m in error.value.messages] == [
+        "--nodes 0",
+        "--account",
+        "--partition",
+    ]
+
+
+# -- the life of a script ---------------------------------------------------------------------
+
+LIVES = [
+    # exit code, a new checkpoint -> exit code of the script, queued again
+    (0, True, 0, False),
+    (75, True, 0, True),
+    (75, False, 1, False),
+    (2, True, 2, False),
+    (1, True, 0, True),
+    (1, False, 1, False),
+    (137, False, 137, False),
+]
+
+
+@pytest.mark.parametrize("code, progress, ends, again", LIVES)
+@pytest.mark.parametrize(
+    "site, queue",
+    [("generic-slurm", "scontrol"), ("generic-pbs", "qsub"), ("generic-flux", "flux")],
+)
+def test_what_happens_after_training(execute, site, queue, code, progress, ends, again):
+    run = execute.work / "runs" / "a b"
+    (run / "checkpoints" / "step-00000009").mkdir(parents=True)
+    text = made(site, run="runs/a b", launcher="mystub")
+    stub = execute.work.parent / "stubs" / "mystub"
+    new = 'mkdir "runs/a b/checkpoints/step-00000010"' if progress else ":"
+    stub.write_text(f"#!/bin/bash\n{new}\nexit {code}\n")
+    stub.chmod(0o755)
+    done, words = execute(text)
+    assert (done.returncode, queue in words) == (ends, again), done.stderr
+
+
+def test_a_queue_that_refuses_is_not_hidden(execute):
+    (execute.work / "runs").mkdir()
+    stub = execute.work.parent / "stubs" / "mystub"
+    stub.write_text("#!/bin/bash\nmkdir -p runs/digits/checkpoints/step-00000010\nexit 75\n")
+    stub.chmod(0o755)
+    done, _ = execute(made(launcher="mystub"), CODE="1")
+    assert done.returncode == 75
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def job_command(*words, cwd):
+    command = [sys.executable, "-m", "mpigossip", "job", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def test_the_command_prints_a_script_and_checks_the_job_first(tmp_path):
+    done = job_command(
+        "generic-slurm", JOB, "--nodes", "4", "--time", "1m", "run.name=$(id)", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'run.name=$(id)'" in done.stdout and "run='runs/$(id)'" in done.stdout
+    if sys.prefix != sys.base_prefix:
+        assert f"source {sys.prefix}/bin/activate" in done.stdout
+    wrong = job_command("perlmutter", JOB, "--nodes", "6", "--time", "2h", "node.devices=cuda:0-7",
+                        "graph.name=one-peer-hypercube", "--account", "a", "--qos", "b",
+                        cwd=tmp_path)  # fmt: skip
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+    for text in ("power of two", "4 GPUs a node", "node.devices=cuda:0-3"):
+        assert text in wrong.stderr
+
+
+def test_the_command_warns_of_idle_gpus(tmp_path):
+    done = job_command("perlmutter", JOB, "--nodes", "2", "--time", "2h", "--account", "a", "--qos",
+                       "b", "--venv", str(tmp_path), cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 2 and "no virtual environment" in done.stderr
+    assert "leaves the 4 GPUs" in done.stderr
+
+
+def test_sites_and_templates_are_found_where_pip_puts_them(monkeypatch, tmp_path):
+    share = tmp_path / "share" / "mpigossip"
+    for part in ("sites", "templates"):
+        (share / part).mkdir(parents=True)
+        for path in (REPO / "jobs" / part).iterdir():
+            (share / part / path.name).write_text(path.read_text())
+    monkeypatch.setattr(
+        batch.mpigossip, "__file__", str(tmp_path / "lib" / "mpigossip" / "__init__.py")
+    )
+    monkeypatch.setattr(batch.sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert all(tmp_path in folder.parents for folder in folders())
+    assert sorted(sites()) == SITES and "#SBATCH" in made()
+    monkeypatch.setattr(batch.sysconfig, "get_path", lambda *_: str(tmp_path / "none"))
+    with pytest.raises(JobError, match="install again"):
+        sites()
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "sweep.sbatch", "report.sbatch", "run.sh"])
+def test_ready_made_scripts_can_be_read(name):
+    assert subprocess.run(["bash", "-n", str(REPO / "jobs" / name)]).returncode == 0
+
+
+def test_a_sweep_takes_its_line_as_words(execute):
+    (execute.work / "s.txt").write_text("graph.name=ring\nrun.seed=$(id) a.b=*\n")
+    squeue = execute.work.parent / "stubs" / "squeue"
+    squeue.write_text("#!/bin/bash\necho N/A\n")
+    squeue.chmod(0o755)
+    path = REPO / "jobs" / "sweep.sbatch"
+    text = f"set -- jobs/digits.toml s.txt\n{path.read_text()}"
+    done, words = execute(text, SLURM_ARRAY_TASK_ID="2")
+    assert done.returncode == 0, done.stderr
+    at = words.index("train")
+    assert words[at + 1 : at + 5] == ["jobs/digits.toml", "run.output=runs/digits-2",
+                                      "run.seed=$(id)", "a.b=*"]  # fmt: skip
+    assert execute(text, SLURM_ARRAY_TASK_ID="3")[0].returncode == 2
+
+
+@pytest.mark.parametrize("code, tries", [(0, 1), (2, 1), (75, 1), (1, 3), (137, 3)])
+def test_plain_mpirun_is_tried_again_after_a_crash_only(execute, code, tries):
+    text = f"set -- 4 j.toml run.seed=1\n{(REPO / 'jobs' / 'run.sh').read_text()}"
+    done, words = execute(text, MPIRUN="mpiexec -x", CODE=str(code))
+    assert done.returncode == code and words.count("mpiexec") == tries
+    assert words[:8] == ["mpiexec", "-x", "-n", "4", "mpigossip", "train", "j.toml", "run.seed=1"]

@@ -1,0 +1,103 @@
+"""Which core the communication thread gets, on machines made of files."""
+
+import os
+
+import pytest
+
+from mpigossip.cluster.cores import allowed, fingerprint, for_messages, near_network
+
+
+def machine(folder, nodes, cards):
+    """``nodes``: lists of cores; ``cards``: (class, name, memory node, state)."""
+    for k, cores in enumerate(nodes):
+        place = folder / f"devices/system/node/node{k}"
+        place.mkdir(parents=True)
+        (place / "cpulist").write_text(cores + "\n")
+    for kind, name, node, state in cards:
+        place = folder / "class" / kind / name
+        (place / "device").mkdir(parents=True)
+        (place / "device/numa_node").write_text(f"{node}\n")
+        (place / "operstate").write_text(f"{state}\n")
+    (folder / "class/net/lo").mkdir(parents=True)  # it has no device
+    return folder
+
+
+TWO = ["0-3,8-11", "4-7,12-15"]
+
+
+@pytest.mark.parametrize(
+    ("cards", "near"),
+    [
+        ([("net", "eth0", 1, "up")], {4, 5, 6, 7}),
+        ([("net", "eth0", 1, "down"), ("net", "eth1", 0, "up")], {0, 1, 2, 3}),
+        ([("net", "eth0", 0, "up"), ("infiniband", "mlx5_0", 1, "")], {4, 5, 6, 7}),
+        ([("infiniband", "mlx5_0", 0, ""), ("infiniband", "mlx5_1", 1, "")], set(range(8))),
+        ([("net", "eth0", -1, "up")], set(range(8))),  # the system doesn't tell
+        ([], set(range(8))),
+    ],
+)
+def test_cores_near_the_network_card(tmp_path, cards, near):
+    assert near_network(set(range(8)), machine(tmp_path, TWO, cards)) == near
+
+
+def test_none_of_the_cores_may_be_near(tmp_path):
+    far = machine(tmp_path, TWO, [("net", "eth0", 1, "up")])
+    assert near_network({0, 1}, far) == {0, 1}
+    assert near_network({0, 1}, tmp_path / "nothing here") == {0, 1}
+
+
+def test_a_core_that_is_left_over(tmp_path):
+    far = machine(tmp_path, TWO, [("net", "eth0", 1, "up")])
+    eight = set(range(8))
+    assert for_messages(eight, 1, 1, 0, far) == {7}
+    assert for_messages(eight, 7, 1, 0, far) == {7}
+    assert for_messages(eight, 8, 1, 0, far) == set()  # all compute
+    # two processes on the same cores get one each, if there is one for each
+    assert [for_messages(eight, 3, 2, k, far) for k in range(2)] == [{7}, {6}]
+    assert for_messages(eight, 4, 2, 0, far) == set()
+    assert for_messages({0}, 1, 1, 0, far) == for_messages(set(), 1, 1, 0, far) == set()
+
+
+def test_processes_that_share_cores_are_known_by_machine_and_cores(tmp_path):
+    boot = tmp_path / "boot_id"
+    boot.write_text("one")
+    first = fingerprint({0, 1}, boot)
+    assert fingerprint({1, 0}, boot) == first != fingerprint({0}, boot)
+    boot.write_text("another")
+    assert fingerprint({0, 1}, boot) != first
+    assert fingerprint({0, 1}, tmp_path / "none") == fingerprint({0, 1}, tmp_path / "none")
+    assert allowed() == os.sched_getaffinity(0)
+
+
+def courier_on(comm, cores):
+    """The cores of the courier and of the thread that made it."""
+    import threading
+
+    from mpigossip.mixing.courier import Courier
+
+    found = []
+    courier = Courier(comm, threaded=True, poll=False, timeout_s=10, cores=cores)
+    ticket = courier.submit(lambda: found.append(os.sched_getaffinity(threading.get_native_id())))
+    courier.wait(ticket, "a look")
+    courier.close()
+    return found[0], os.sched_getaffinity(0)
+
+
+def shared_by_all(comm):
+    from mpigossip.cluster.cores import own_core
+
+    return own_core(comm, 1), own_core(comm, 10_000)
+
+
+def test_ranks_on_the_same_cores_get_different_ones_or_none(ranks):
+    found = ranks(2)(shared_by_all)
+    assert [many for _, many in found] == [frozenset()] * 2
+    few = [few for few, _ in found]
+    assert few == [frozenset()] * 2 if len(allowed()) < 4 else few[0] != few[1]
+
+
+def test_the_communication_thread_alone_is_bound(ranks):
+    everywhere = os.sched_getaffinity(0)
+    one = {max(everywhere)}
+    assert ranks(1)(courier_on, frozenset(one)) == [(one, everywhere)]
+    assert ranks(1)(courier_on, frozenset()) == [(everywhere, everywhere)]

@@ -1,0 +1,86 @@
+"""What is written for people inside the program: help texts, their examples, docstrings."""
+
+import argparse
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import mpigossip
+from mpigossip import cli
+from mpigossip.analysis.examples import EXAMPLES, commands
+
+PACKAGE = Path(mpigossip.__file__).parent
+PARSERS = dict(commands(cli.parser()))
+
+
+@pytest.mark.parametrize("words", PARSERS, ids=lambda words: words or "mpigossip")
+def test_help_fits_a_screen_and_has_an_example(words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = PARSERS[words].format_help()
+    lines = text.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    assert re.search(r"^examples?:\n  .*mpigossip", text, re.MULTILINE)
+    for line in re.findall(
+        r"^  (?:srun (?:-N \d+ )?|mpirun -n \d+ )?(mpigossip .+)$", text, re.MULTILINE
+    ):
+        if not line.endswith("\\"):
+            line = line.replace(",…", "").partition(" >")[0]
+            cli._parse(shlex.split(line)[1:])  # exits where the program wouldn't understand it
+
+
+def test_no_example_is_of_a_command_that_is_gone():
+    assert EXAMPLES.keys() <= PARSERS.keys()
+
+
+def test_every_argument_says_what_it_is():
+    silent = [
+        f"{words} {action.dest}"
+        for words, parser in PARSERS.items()
+        for action in parser._actions
+        if not action.help
+        and not isinstance(action, argparse._SubParsersAction)
+        and not action.metavar
+    ]
+    assert silent == []
+
+
+def public(tree, prefix=""):
+    """Names and nodes of what a module shows: itself, classes, functions, methods."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node, f"{prefix}{node.name}.")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+def test_no_docstring_is_missing(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree)
+    assert [name for name, node in public(tree) if not ast.get_docstring(node)] == []
+
+
+def test_a_missing_docstring_is_found():
+    text = '"""m"""\nclass A:\n    """a"""\n    def b(self): pass\n    def _c(self): pass\n'
+    found = [name for name, node in public(ast.parse(text)) if not ast.get_docstring(node)]
+    assert found == ["A.b"]
+
+
+def test_settings_have_a_docstring_each():
+    """The doc under each field of config.py is what a person reads about a setting."""
+    tree = ast.parse((PACKAGE / "config/sections.py").read_text())
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef) or node.name == "Job":
+            continue
+        body = node.body[1:]
+        for one, following in zip(body, [*body[1:], None], strict=True):
+            if isinstance(one, ast.AnnAssign):
+                told = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                assert told, f"{node.name}.{one.target.id} has no docstring"
+
+
+def test_the_types_travel_with_the_package():
+    assert (PACKAGE / "py.typed").exists()

@@ -1,0 +1,343 @@
+import dataclasses
+import pickle
+import random
+import subprocess
+import sys
+from typing import Literal
+
+import pytest
+
+from mpigossip import config
+from mpigossip.config import JobError, as_dict, dump, load, sections
+
+JOB = """\
+# A trial.
+[run]
+name = "trial"
+seed = 3
+epochs = 20
+
+[data]
+source = "digits"
+batch = 16
+shape = [1, 8, 8]
+
+[algorithm]
+name = "dmsgd"
+momentum = 0.9
+
+[graph]
+name = "one-peer-exponential"
+order = "permuted"
+
+[schedule]
+milestones = [10, 15.5]
+"""
+
+
+def one_peer(
+    n, seed=0, *, order: Literal["cyclic", "permuted"] = "cyclic", hops: int | None = None
+):
+    pass
+
+
+def dmsgd(
+    layout,
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    betas: tuple[float, float] = (0.9, 0.99),
+):
+    pass
+
+
+def loose(layout, *, width=(64, 64), **options):
+    pass
+
+
+BUILDERS = {
+    "graph": {"one-peer-exponential": one_peer, "ring": one_peer, "complete": one_peer},
+    "algorithm": {"dmsgd": dmsgd, "parallel": dmsgd},
+    "model": {"mlp": loose},
+}
+
+
+def mistakes(source, overrides=(), builders=None):
+    with pytest.raises(JobError) as caught:
+        load(source, overrides, builders)
+    return list(caught.value.messages)
+
+
+def test_reads_file_text_and_dict_alike(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    job = load(path)
+    assert job == load(str(path)) == load(JOB) == load(as_dict(job))
+    assert job.run.name == "trial" and job.run.steps is None
+    assert job.schedule.milestones == (10.0, 15.5)
+    assert job.graph.options == {"order": "permuted"}
+    assert job.data.shape == (1, 8, 8)
+    assert str(job.run.folder) == "runs/trial"
+
+
+def test_defaults_and_every_field_is_documented():
+    job = load({})
+    assert job == config.Job()
+    import ast
+    import inspect
+
+    tree = ast.parse(inspect.getsource(sections))
+    known = {c.__name__ for c in config.SECTIONS.values()}
+    seen = 0
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in known:
+            for field, doc in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(field, ast.AnnAssign):
+                    assert isinstance(doc, ast.Expr), f"{node.name}.{field.target.id}"
+                    seen += 1
+    assert seen == sum(len(dataclasses.fields(c)) for c in config.SECTIONS.values())
+
+
+def test_dump_is_complete_and_loads_back():
+    for builders in (None, BUILDERS):
+        job = load(JOB, ['run.name=a"b\\c\x7f\U0001f600\n', "run.steps=7"], builders)
+        assert load(dump(job)) == job
+        assert load(dump(job), builders=builders) == job
+        assert load(as_dict(job)) == job
+    text = dump(load({}))
+    for name, cls in config.SECTIONS.items():
+        assert f"[{name}]" in text
+        for field in dataclasses.fields(cls):
+            assert field.name == "options" or field.name in text
+
+
+def test_options_of_any_plain_kind_round_trip():
+    options = {"a": [1, 2.5, ["x"]], "b": {"c d": True, "e": []}, "f": 1e-12, "g.h": "none"}
+    job = load({"model": options})
+    assert job.model.options["a"] == (1, 2.5, ("x",))
+    assert load(dump(job)) == job
+
+
+def test_builders_fill_in_defaults_and_check_options():
+    job = load(JOB, builders=BUILDERS)
+    assert job.algorithm.options == {"momentum": 0.9, "nesterov": False, "betas": (0.9, 0.99)}
+    assert job.graph.options == {"order": "permuted"}  # None can't be written in TOML
+    assert job.model.options == {"width": (64, 64)}
+    assert load(JOB, ["graph.hops=2"], BUILDERS).graph.options["hops"] == 2
+    assert load(JOB, ["algorithm.momentum=1"], BUILDERS).algorithm.options["momentum"] == 1.0
+    assert load(JOB, ["model.depth=3"], BUILDERS).model.options["depth"] == 3
+    got = mistakes(
+        JOB,
+        ["graph.order=permutted", "graph.hop=1", "algorithm.momentum=high", "algorithm.betas=[1]"],
+        BUILDERS,
+    )
+    assert len(got) == 4
+    assert any("graph.order" in m and 'did you mean "permuted"' in m for m in got)
+    assert any("graph.hop:" in m and 'did you mean "hops"' in m for m in got)
+    assert any('algorithm.momentum = "high": needs a number' in m for m in got)
+    assert any("algorithm.betas = [1]: needs a list of 2" in m for m in got)
+
+
+def test_names_are_checked_where_builders_are_given():
+    assert load({"graph": {"name": "rign"}}).graph.name == "rign"
+    (message,) = mistakes({"graph": {"name": "rign"}}, builders=BUILDERS)
+    assert 'graph.name = "rign"' in message and 'did you mean "ring"?' in message
+    own = {"model": {"name": "my.models:net", "any": 1}, "graph": {"name": "file:found.h5"}}
+    job = load(own, builders=BUILDERS)
+    assert job.model.options == {"any": 1}
+    (message,) = mistakes({"algorithm": {"name": "a/b"}}, builders=BUILDERS)
+    assert "dmsgd, parallel" in message
+    assert load({"algorithm": {"name": "a:b"}}, builders=BUILDERS).algorithm.name == "a:b"
+
+
+def test_a_required_option_is_asked_for():
+    def needs(n, *, degree: int):
+        pass
+
+    (message,) = mistakes({"graph": {"name": "k"}}, builders={"graph": {"k": needs}})
+    assert "graph.degree is not set" in message
+
+
+def test_parallel_goes_with_the_complete_graph():
+    assert load({"algorithm": {"name": "parallel"}}, builders=BUILDERS).graph.name == "complete"
+    job = load({"algorithm": {"name": "parallel"}, "graph": {"name": "complete"}})
+    assert load(dump(job)) == job
+    (message,) = mistakes(JOB, ["algorithm.name=parallel"], BUILDERS)
+    assert message.startswith('graph.name = "one-peer-exponential"') and '"complete"' in message
+
+
+def test_all_mistakes_at_once():
+    got = mistakes(
+        {
+            "run": {"sed": 1, "seed": True, "epochs": -1, "name": "a/b"},
+            "data": {"batch": "32", "partition": "shufled", "shape": [3, 0]},
+            "nodes": {},
+            "node": 4,
+            "checkpoint": {"keep": 0},
+            "schedule": {"lr": 0, "milestones": 5},
+            "model": {"x": float("nan")},
+        },
+        ["log.flush_steps=2.5"],
+    )
+    for part in (
+        'run.sed: unknown key; did you mean "seed"?',
+        "run.seed = true: needs a whole number; the default is 0",
+        "run.epochs = -1: must be at least 0",
+        'run.name = "a/b": must be usable as the name of a folder',
+        'data.batch = "32": needs a whole number; the default is 32',
+        'data.partition = "shufled": must be "shuffled", "sorted", "mixed" or "dirichlet"; did you '
+        'mean "shuffled"?',
+        "data.shape = 0: must be at least 1",
+        'nodes: unknown section; did you mean "node"?',
+        "node = 4: needs keys, in a section [node]",
+        "checkpoint.keep = 0: must be at least 1; the default is 2",
+        "schedule.lr = 0.0: must be greater than 0; the default is 0.1",
+        "schedule.milestones = 5: needs a list",
+        "model.x = nan: must be a finite number",
+        "log.flush_steps = 2.5: needs a whole number; the default is 50",
+    ):
+        assert sum(message.startswith(part) for message in got) == 1, (part, got)
+    assert len(got) == 14
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("run.seed=-1", "at least 0"),
+        ("run.seed=9223372036854775808", "64 bits"),
+        ("run.output=", "must not be empty"),
+        ("run.name=..", "name of a folder"),
+        ("data.batch=0", "at least 1"),
+        ("data.shape=[]", "at least one size"),
+        ("data.workers=-1", "at least 0"),
+        ("algorithm.clip_norm=0", "greater than 0"),
+        ("algorithm.accumulate=0", "at least 1"),
+        ("schedule.lr=nan", "finite"),
+        ("schedule.lr=1_0e400", "finite"),
+        ("schedule.milestones=[30, 20]", "ascending"),
+        ("node.timeout_s=0", "greater than 0"),
+        ("node.threads=0", "at least 1"),
+        ("node.devices=cpu:0", "cpu:L"),
+        ("node.devices=gpu", "cpu:L"),
+        ("node.devices=cuda:3-1", "cpu:L"),
+        ("data.shuffled_percent=101", "between 0 and 100"),
+        ("data.dirichlet_alpha=0", "greater than 0"),
+        ("node.shard=1", "true or false"),
+        ("node.same_host=shared", '"read" or "put"'),
+        ("run.epochs", "section.key=value"),
+        ("epochs=3", "section.key=value"),
+        ("=3", "section.key=value"),
+        ("run.=3", "section.key=value"),
+        ("run.a.b=3", "section.key=value"),
+        ("", "section.key=value"),
+        ("rnu.epochs=3", 'did you mean "run"?'),
+        ("run.name=\udc80", "UTF-8"),
+    ],
+)
+def test_limits_and_malformed_overrides(override, part):
+    (message,) = mistakes({}, [override])
+    assert part in message
+
+
+def test_overrides():
+    job = load(
+        JOB,
+        [
+            "run.epochs=5",
+            "run.epochs = 6",
+            "run.name=2024-01-01",
+            "run.output=runs/x = y",
+            "data.image_size=none",
+            "algorithm.clip_norm=1",
+            "schedule.scale=none",
+            "schedule.milestones=[1,2]",
+            "node.devices=cuda:0-7",
+            'graph.order="cyclic"',
+            "node.shard=false",
+        ],
+    )
+    assert job.run.epochs == 6 and job.run.name == "2024-01-01" and job.run.output == "runs/x = y"
+    assert job.data.image_size is None and job.algorithm.clip_norm == 1.0
+    assert job.schedule.scale == "none" and job.schedule.milestones == (1.0, 2.0)
+    assert job.graph.options == {"order": "cyclic"} and job.node.shard is False
+    assert load(dump(job), ["algorithm.clip_norm=none"]).algorithm.clip_norm is None
+    # A value can't bring keys of its own.
+    assert load({}, ["run.name=1\nepochs = 3"]).run.name == "1\nepochs = 3"
+
+
+def test_the_source_stays_as_it_was():
+    source = {"run": {"epochs": 3}, "graph": {"name": "ring"}}
+    load(source, ["run.epochs=4", "data.batch=8"], BUILDERS)
+    assert source == {"run": {"epochs": 3}, "graph": {"name": "ring"}}
+
+
+def test_files_that_are_no_jobs(tmp_path):
+    (tmp_path / "digits.toml").write_text(JOB)
+    (message,) = mistakes(tmp_path / "digit.toml")
+    assert "no such file" in message and 'did you mean "digits.toml"?' in message
+    (message,) = mistakes("no/such/folder/job.toml")
+    assert "no such file" in message
+    assert "can't be read" in mistakes(tmp_path)[0]
+    assert "can't be read" in mistakes("nul\0byte")[0]
+    (tmp_path / "binary.toml").write_bytes(b"\x89HDF\r\n\xff")
+    assert "can't be read as text" in mistakes(tmp_path / "binary.toml")[0]
+    (message,) = mistakes("[run]\nname = trial\n")
+    assert "is not TOML" in message and "line 2" in message and "quotes" in message
+
+
+def test_job_error_prints_and_travels():
+    error = JobError(["first", "second"])
+    assert str(error) == "- first\n- second" and str(JobError(["one"])) == "one"
+    assert JobError("text").messages == ("text",)
+    assert pickle.loads(pickle.dumps(error)).messages == error.messages
+    assert isinstance(error, ValueError)
+
+
+def test_mutated_jobs_are_jobs_or_job_errors():
+    draw = random.Random(1)
+    parts = ["[", "]", "=", '"', "\n", "{", ".", "'''", "1e999", "-", "0x" + "F" * 5000, "nan"]
+    parts += ["true", "none", "1979-05-27", "[[run]]", "[run.name]\n", "\0", "\ud800", "é", "a.b="]
+    parts += ["[" * 3000, "9" * 5000, "options", "{a=1}", "[graph]\n", "\r", "#"]
+    good = 0
+    for _ in range(3000):
+        text = dump(load(JOB)) if draw.random() < 0.2 else JOB
+        for _ in range(draw.choice([1, 1, 1, 2, 4])):
+            at = draw.randrange(len(text))
+            cut = at + draw.choice([0, 0, 1, 5, 40])
+            text = text[:at] + draw.choice([*parts, text[at : at + 30]]) + text[cut:]
+        at = draw.randrange(len(text))
+        try:
+            job = load(text + "\n", [text[at : at + 25]] if draw.random() < 0.3 else [], BUILDERS)
+        except JobError as error:
+            assert error.messages and all(isinstance(m, str) for m in error.messages)
+            str(error).encode()
+        else:
+            assert load(dump(job)) == job == load(dump(job), builders=BUILDERS)
+            good += 1
+    assert good > 50
+
+
+def test_odd_dicts_are_job_errors():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (None, object(), b"x", {"a": object()}, [float("inf")], 1 << 80, deep):
+        for section in ("run", "graph", 3):
+            mistakes({section: value})
+            mistakes({section: {"name": value}})
+
+
+def test_import_needs_neither_torch_nor_mpi():
+    code = (
+        "import sys; from mpigossip.config import load; load({}); "
+        "print(sorted({'torch', 'mpi4py', 'scipy', 'matplotlib'} & set(sys.modules)))"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert got.stdout.strip() == "[]", got.stderr
+
+
+def test_another_name_drops_the_options_of_the_old_one():
+    text = '[algorithm]\nname = "dmsgd"\nbeta = 0.8\nweight_decay = 0.1\n'
+    section = load(text, ["algorithm.name=dsgd", "algorithm.style=awc"]).algorithm
+    assert section.options == {"style": "awc"} and section.weight_decay == 0.1
+    assert load(text, ["algorithm.name=dmsgd"]).algorithm.options == {"beta": 0.8}

@@ -1,0 +1,495 @@
+"""Sources, random changes, partitions, the sample order and the loader."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import wait
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mpigossip.config import Data, JobError
+from mpigossip.data import worker
+from mpigossip.data.augment import PAD, centre_box, crop_flip, moves, random_box, resample
+from mpigossip.data.images import CACHE_LIMIT, Images, Recipe
+from mpigossip.data.loader import Carrier, Loader
+from mpigossip.data.philox import CROP, ORDER, permutation, philox, words
+from mpigossip.data.sources import Source, orders, partition, source
+from mpigossip.store import StoreError
+from mpigossip.store.dataset import pack
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory) -> Path:
+    """Packed images of different sizes, 2 classes, 24 + 10."""
+    root, rng = tmp_path_factory.mktemp("varied"), np.random.default_rng(0)
+    for split, count in (("train", 12), ("test", 5)):
+        for name in "ab":
+            place = root / split / name
+            place.mkdir(parents=True)
+            for number in range(count):
+                height, width = rng.integers(40, 80, 2)
+                coarse = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8))
+                coarse.resize((int(width), int(height)), 2).save(place / f"{number}.jpg")
+    return pack(root, root / "out.h5")
+
+
+@pytest.fixture(scope="module")
+def square(tmp_path_factory) -> Path:
+    """Packed PNG images of 16x16 pixels, 3 classes, 30 + 9."""
+    root, rng = tmp_path_factory.mktemp("square"), np.random.default_rng(1)
+    for split, count in (("train", 10), ("test", 3)):
+        for name in "abc":
+            place = root / split / name
+            place.mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{number}.png")
+    return pack(root, root / "out.h5")
+
+
+@pytest.fixture
+def opened():
+    """`opened(seed=0, **fields of Data)`: a source that the test needn't close."""
+    sources: list[Source] = []
+
+    def make(seed: int = 0, **fields) -> Source:
+        sources.append(source(Data(**fields), seed))
+        return sources[-1]
+
+    yield make
+    for one in sources:
+        one.close()
+
+
+# random numbers
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # known answers of the paper's library, Random123, tests/kat_vectors
+        ((0, 0, 0, 0), 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ((0xFFFFFFFF,) * 4, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            0x299F31D0A4093822,
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_philox_known_answers(counter, key, expected):
+    assert " ".join(f"{int(word):08x}" for word in philox(counter, key)[:, 0]) == expected
+
+
+def test_words_depend_on_every_argument():
+    indices = np.arange(1000)
+    base = words(7, CROP, indices, 3, 1)
+    assert base.shape == (4, 1000) and abs(base.mean() / 2**32 - 0.5) < 0.02
+    for other in (
+        words(8, CROP, indices, 3, 1),
+        words(7, ORDER, indices, 3, 1),
+        words(7, CROP, indices + 1000, 3, 1),
+        words(7, CROP, indices, 4, 1),
+        words(7, CROP, indices, 3, 2),
+        words(7 + 2**32, CROP, indices, 3, 1),
+    ):
+        assert (other != base).mean() > 0.99
+    assert (words(7, CROP, indices[5:6], 3, 1) == base[:, 5:6]).all()
+    assert sorted(permutation(100, 1, ORDER).tolist()) == list(range(100))
+
+
+# random changes of images
+
+
+def test_crop_flip_shows_every_place_and_both_sides():
+    image = np.arange(1, 65, dtype=np.uint8).reshape(1, 1, 8, 8)
+    padded = np.pad(image[0, 0], PAD)
+    wanted = {
+        padded[top : top + 8, left : left + 8][:, ::step].tobytes()
+        for top in range(2 * PAD + 1)
+        for left in range(2 * PAD + 1)
+        for step in (1, -1)
+    }
+    got = crop_flip(np.repeat(image, 2000, 0), moves(2000, seed=0, epoch=0))
+    assert {one.tobytes() for one in got} == wanted
+
+
+def test_random_boxes_keep_the_protocol():
+    boxes = [random_box(60, 40, index, seed=0, epoch=2) for index in range(500)]
+    for (left, top, right, bottom), _ in boxes:
+        assert 0 <= left < right <= 60 and 0 <= top < bottom <= 40
+        wide, high = right - left, bottom - top
+        assert wide * high >= 0.07 * 2400 and 0.7 < wide / high < 1.43
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) / 2400 for box, _ in boxes]
+    assert 0.3 < np.mean(areas) < 0.6
+    assert 200 < sum(mirror for _, mirror in boxes) < 300
+    box, _ = random_box(1000, 10, 0, seed=0, epoch=0)  # no attempt fits: the middle at 4/3
+    assert box[1] == 0 and box[3] == 10 and 7 <= box[2] - box[0] <= 13
+
+
+def test_resample_keeps_whole_images_and_mirrors():
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    same = resample(image, (0, 0, 12, 12), (12, 12), False)
+    assert (same == pixels.transpose(2, 0, 1)).all()
+    mirrored = resample(image, (0, 0, 12, 12), (12, 12), True)
+    assert (mirrored == same[:, :, ::-1]).all()
+    assert centre_box(20, 10, 0.5) == (7.5, 2.5, 12.5, 7.5)
+
+
+# sources
+
+
+def test_digits(opened):
+    digits = opened()
+    assert (digits.classes, digits.shape, digits.test_size) == (10, (1, 8, 8), 360)
+    inputs, targets = digits.train_batch(np.arange(1437), (0, 0))
+    assert inputs.dtype == torch.float32 and targets.dtype == torch.int64
+    assert abs(inputs.mean()) < 1e-5 and abs(inputs.std() - 1) < 1e-3
+    assert (targets.numpy() == digits.train_labels).all()
+    bigger = opened(image_size=16)
+    assert bigger.test_batch(np.arange(3))[0].shape == (3, 1, 16, 16)
+
+
+def test_synthetic_is_learnable_and_reproducible(opened):
+    fields = {"source": "synthetic", "shape": (3, 8, 8), "classes": 4, "samples": 400}
+    data, again, other = opened(**fields), opened(**fields), opened(1, **fields)
+    x, y = data.train_batch(np.arange(400), (0, 0))
+    assert torch.equal(x, again.train_batch(np.arange(400), (5, 9))[0])
+    assert not torch.equal(x, other.train_batch(np.arange(400), (0, 0))[0])
+    assert len({row.numpy().tobytes() for row in x}) == 400
+    means = torch.stack([x[y == label].mean(0) for label in range(4)]).flatten(1)
+    test, labels = data.test_batch(np.arange(data.test_size))
+    near = torch.cdist(test.flatten(1), means).argmin(1)
+    assert (near == labels).float().mean() > 0.95
+    assert not torch.equal(test[:4], x[:4])
+    with pytest.raises(JobError, match='synthetic samples need data.augment = "none"'):
+        source(Data(**fields, augment="crop-flip"), 0)
+
+
+def test_packed_images_are_what_was_stored(square, opened):
+    data = opened(source=str(square))
+    assert data.shape == (3, 16, 16) and data.classes == 3
+    stored = sorted((square.parent / "train").glob("*/*"))
+    pixels = np.stack([np.asarray(Image.open(path)).transpose(2, 0, 1) for path in stored])
+    indices = np.array([29, 3, 3, 12])
+    inputs, targets = data.train_batch(indices, (0, 0))
+    assert targets.tolist() == [2, 0, 0, 1]
+    with np.errstate(all="raise"):
+        facts = data.images.data
+        wanted = pixels[indices] / 255 - facts.mean[:, None, None]
+        wanted /= facts.std[:, None, None]
+    np.testing.assert_allclose(inputs.numpy(), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("augment", ["none", "crop-flip", "resized-crop"])
+def test_cache_and_order_of_calls_change_no_bit(varied, opened, augment):
+    sources = [
+        opened(source=str(varied), augment=augment, image_size=32, cache=cache)
+        for cache in ("always", "never", "auto")
+    ]
+    assert [one.in_memory for one in sources] == [True, False, True]
+    indices = np.array([5, 1, 20, 1])
+    first = [one.train_batch(indices, (3, 1))[0] for one in sources]
+    assert torch.equal(first[0], first[1]) and torch.equal(first[0], first[2])
+    alone = sources[0].train_batch(indices[2:3], (3, 1))[0]
+    assert torch.equal(alone, first[0][2:3])  # not what else is in the batch
+    assert torch.equal(sources[0].train_batch(indices, (3, 1))[0], first[0])
+    changed = sources[0].train_batch(indices, (3, 2))[0]
+    assert torch.equal(changed, first[0]) == (augment == "none")
+    tests = [one.test_batch(np.arange(10))[0] for one in sources]
+    assert torch.equal(tests[0], tests[1]) and tests[0].shape == (10, 3, 32, 32)
+
+
+def test_cache_limit(square):
+    assert CACHE_LIMIT == 2**30
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpigossip.data.images.CACHE_LIMIT", 39 * 768 - 1)
+        images = Images(Recipe(str(square), "none", None, "auto"))
+        assert not images.cached
+        images.close()
+        patch.setattr("mpigossip.data.images.CACHE_LIMIT", 39 * 768)
+        images = Images(Recipe(str(square), "none", None, "auto"))
+        assert images.cached
+        images.close()
+        images.close()
+
+
+def test_text(tmp_path, opened):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a").write_bytes(bytes(range(200)) * 10)
+    (folder / "b").write_bytes(b"y" * 1000)
+    data = opened(source=str(pack(folder, tmp_path / "out.h5", text=True)))
+    assert (data.classes, data.shape, data.dtype) == (256, (128,), torch.int64)
+    assert len(data.train_labels) == (1800 + 900 - 1) // 128 and data.test_size == 2
+    inputs, targets = data.train_batch(np.array([1, 20]), (0, 0))
+    assert inputs.shape == targets.shape == (2, 128)
+    assert inputs[0].tolist() == [(128 + k) % 200 for k in range(128)]
+    assert (inputs[:, 1:] == targets[:, :-1]).all()
+    assert data.train_labels[14] == 0 and data.train_labels[15] == 1
+    with pytest.raises(JobError, match="holds text"):
+        source(Data(source=str(tmp_path / "out.h5"), augment="crop-flip"), 0)
+    (folder / "b").unlink()
+    (folder / "a").write_bytes(b"short")
+    short = pack(folder, tmp_path / "short.h5", text=True)
+    with pytest.raises(JobError, match="less than one window"):
+        source(Data(source=str(short)), 0)
+
+
+def test_mistakes_in_the_data_section(tmp_path, varied):
+    with pytest.raises(JobError, match=r'"cifar.h5" is neither "digits", "synthetic" nor a file'):
+        source(Data(source="cifar.h5"), 0)
+    (tmp_path / "x.h5").write_text("no")
+    with pytest.raises(StoreError, match="can't be opened as an HDF5 file"):
+        source(Data(source=str(tmp_path / "x.h5")), 0)
+    with pytest.raises(JobError, match=r"are of \d+x\d+ to \d+x\d+ pixels: set data.image_size"):
+        source(Data(source=str(varied)), 0)
+    with pytest.raises(JobError, match="set data.image_size, for example to 224"):
+        source(Data(source=str(varied), augment="resized-crop"), 0)
+
+
+# partitions and order
+
+LABELS = np.random.default_rng(0).integers(0, 10, 1003)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "sorted", "mixed", "dirichlet"])
+@pytest.mark.parametrize("n", [1, 2, 7, 64, 1003])
+def test_partition_is_a_partition(kind, n):
+    parts = partition(LABELS, n, kind, 3, shuffled_percent=50, alpha=0.1)
+    sizes = [len(part) for part in parts]
+    assert len(parts) == n and max(sizes) - min(sizes) <= 1
+    assert sorted(np.concatenate(parts).tolist()) == list(range(1003))
+    again = partition(LABELS, n, kind, 3, shuffled_percent=50, alpha=0.1)
+    assert all((a == b).all() for a, b in zip(parts, again, strict=True))
+
+
+def spread(parts) -> float:
+    """Mean number of classes that make up nine tenths of a node's samples."""
+    counts = [np.sort(np.bincount(LABELS[part], minlength=10))[::-1] for part in parts]
+    return float(np.mean([(np.cumsum(c) < 0.9 * c.sum()).sum() + 1 for c in counts]))
+
+
+def test_partitions_differ_as_they_should():
+    by = {kind: partition(LABELS, 8, kind, 0) for kind in ("shuffled", "sorted")}
+    assert spread(by["shuffled"]) > 7.5 and spread(by["sorted"]) <= 3
+    assert (np.diff(LABELS[np.concatenate(by["sorted"])]) >= 0).all()
+    half = partition(LABELS, 8, "mixed", 0, shuffled_percent=50)
+    assert spread(half[:4]) > 3.5 and spread(half[5:]) <= 3
+    none = partition(LABELS, 8, "mixed", 0, shuffled_percent=0)
+    assert all((a == b).all() for a, b in zip(none, by["sorted"], strict=True))
+    assert spread(partition(LABELS, 8, "mixed", 0, shuffled_percent=100)) > 7.5
+    spreads = [spread(partition(LABELS, 8, "dirichlet", 0, alpha=a)) for a in (0.001, 0.3, 100.0)]
+    assert spreads[0] < 3.5 < spreads[1] < spreads[2] and spreads[2] > 7.5
+    assert not (partition(LABELS, 8, "shuffled", 1)[0] == by["shuffled"][0]).all()
+
+
+def test_more_nodes_than_samples():
+    with pytest.raises(JobError, match="1004 nodes can't share 1003 training samples: use at most"):
+        partition(LABELS, 1004, "shuffled")
+    with pytest.raises(JobError, match='"striped" is not one of shuffled'):
+        partition(LABELS, 4, "striped")
+
+
+def test_order_is_a_function_of_seed_epoch_node():
+    parts = partition(LABELS, 4, "shuffled", 0)
+    nodes = orders(parts, 5, batch=32)
+    assert [node.steps_per_epoch for node in nodes] == [7] * 4
+    for node, part in zip(nodes, parts, strict=True):
+        first = np.concatenate([node.batch_indices(step) for step in range(7)])
+        assert len(set(first.tolist())) == 224 and set(first.tolist()) <= set(part.tolist())
+        second = np.concatenate([node.batch_indices(step) for step in range(7, 14)])
+        assert not (first == second).all() and node.epoch(6) == 0 and node.epoch(7) == 1
+    resumed = orders(parts, 5, batch=32)[2]
+    for step in (12, 3, 12, 100):  # any step, in any order
+        assert (resumed.batch_indices(step) == nodes[2].batch_indices(step)).all()
+    other = orders(parts, 6, batch=32)[2]
+    assert not (other.batch_indices(3) == nodes[2].batch_indices(3)).all()
+    same_part = [parts[0], parts[0]]
+    two = orders(same_part, 5, batch=32)
+    assert not (two[0].batch_indices(0) == two[1].batch_indices(0)).all()
+    with pytest.raises(JobError, match="has 250 training samples but takes 256 per step"):
+        orders(parts, 0, batch=256)
+
+
+# loader
+
+
+def fetched(loader: Loader, steps) -> list[torch.Tensor]:
+    return [batch.inputs for step in steps for batch in loader.step(step)]
+
+
+def loader_of(data: Source, workers: int, devices=("cpu", "cpu")) -> Loader:
+    nodes = orders(partition(data.train_labels, 2, "shuffled"), 1, batch=8)
+    return Loader(data, nodes, seed=4, devices=devices, workers=workers, timeout_s=30)
+
+
+@pytest.mark.parametrize("augment", ["none", "resized-crop"])
+def test_workers_change_no_bit(varied, opened, augment):
+    fields = {"source": str(varied), "augment": augment, "image_size": 32}
+    with loader_of(opened(**fields), 0) as loader:
+        wanted = fetched(loader, range(4))
+        tests = [batch.inputs for batch in loader.test(np.arange(10), 4)]
+    assert [len(batch) for batch in tests] == [4, 4, 2]
+    for workers in (1, 3):
+        with loader_of(opened(**fields, cache="never"), workers) as loader:
+            assert loader.ahead == 2 and len(loader.pool.workers) == workers
+            got = fetched(loader, range(4))
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+            again = [batch.inputs for batch in loader.test(np.arange(10), 4)]
+            assert all(torch.equal(a, b) for a, b in zip(again, tests, strict=True))
+            back = fetched(loader, [2, 0])  # a step again, and an earlier one
+            assert torch.equal(back[0], wanted[8]) and torch.equal(back[4], wanted[0])
+        loader.close()
+    with loader_of(opened(**fields), 2) as loader:
+        assert loader.ahead == 0 and [len(batch) for batch in fetched(loader, [0])] == [4] * 4
+
+
+def test_dead_worker_is_named(varied, opened):
+    data = opened(source=str(varied), image_size=32, cache="never")
+    loader = loader_of(data, 2)
+    fetched(loader, [0])
+    victim = loader.pool.workers[1].process
+    os.kill(victim.pid, signal.SIGKILL)
+    message = rf"decoding worker 1 \(process {victim.pid}\) ended by signal SIGKILL"
+    with pytest.raises(worker.WorkerError, match=message):
+        fetched(loader, range(1, 20))
+    processes = [one.process for one in loader.pool.workers]
+    loader.close()
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_silent_worker_is_named(varied, opened):
+    data = opened(source=str(varied), image_size=32, cache="never")
+    loader = loader_of(data, 1)
+    fetched(loader, [0])
+    for step in loader._steps.values():
+        for pending in step:
+            pending.pieces[0].result(30)
+    loader.pool.workers[0].timeout_s = 0.5
+    os.kill(loader.pool.workers[0].process.pid, signal.SIGSTOP)
+    for _ in range(2):  # and it stays broken
+        with pytest.raises(worker.WorkerError, match="gave nothing for .* s while decoding"):
+            fetched(loader, range(1, 20))
+    loader.close()
+
+
+def test_damage_is_reported_by_whoever_decodes(varied, tmp_path, opened):
+    bad = tmp_path / "bad.h5"
+    bad.write_bytes(varied.read_bytes())
+    data = opened(source=str(bad), image_size=32, cache="never")
+    with bad.open("rb+") as file:
+        file.seek(data.images.data.train.start)
+        file.write(b"\0" * 200)
+    with pytest.raises(StoreError, match="sample 0 is damaged"):
+        data.train_batch(np.array([0]), (0, 0))
+    with loader_of(data, 1) as loader, pytest.raises(worker.WorkerError, match="is damaged"):
+        fetched(loader, range(3))
+
+
+def test_worker_has_neither_torch_nor_mpi_nor_launcher():
+    code = (
+        "import sys; import mpigossip.data.worker; "
+        "print([name for name in ('torch', 'mpi4py', 'cupy') if name in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert out.stdout.strip() == "[]", out.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS", "HOMER"):
+            patch.setenv(name, "1")
+        kept = worker._environment()
+    assert "HOMER" in kept and kept["CUDA_VISIBLE_DEVICES"] == ""
+    assert not {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"} & set(kept)
+
+
+def test_threads_fill_the_same_batches(square, opened):
+    from mpigossip.data.loader import Threads
+
+    data = opened(source=str(square), augment="crop-flip")
+    pool, out = Threads(data, 2), np.empty((4, 3, 16, 16), np.uint8)
+    pool.submit("train", np.arange(4), (0, 0), out).result(10)
+    assert (out == data.raw("train", np.arange(4), (0, 0))).all()
+    pool.close()
+
+
+def test_the_next_step_is_brought_early_if_it_is_decoded(varied, opened):
+    """As on a GPU: same batches in any order, and what isn't decoded isn't waited for."""
+    data = opened(source=str(varied), image_size=32, cache="never")
+    with loader_of(data, 0) as loader:
+        wanted = [fetched(loader, [step]) for step in range(6)]
+    with loader_of(data, 2) as loader:
+        loader.early = True
+        for step in (0, 1, 2, 4, 3, 3):
+            for a, b in zip(fetched(loader, [step]), wanted[step], strict=True):
+                assert torch.equal(a, b)
+            for pending in loader._steps.get(step + 1, []):
+                wait([*pending.pieces], 30)
+        for pending in loader._steps.get(4, []):
+            wait([*pending.pieces], 30)
+        loader.step(3)
+        assert list(loader._there) == [4] and 4 not in loader._steps
+        for a, b in zip(fetched(loader, [4]), wanted[4], strict=True):
+            assert torch.equal(a, b)
+
+
+class Streams:
+    """What is asked of streams, in order."""
+
+    def __init__(self, monkeypatch):
+        self.log = []
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: self)
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        self.log.append("on the copy stream")
+        yield
+        self.log.append("off it")
+
+    def record_event(self):
+        self.log.append("event recorded")
+        return "event"
+
+    def wait_event(self, event):
+        self.log.append(f"compute waits for the {event}")
+
+
+def test_a_copy_runs_on_its_own_stream_and_is_waited_for(monkeypatch):
+    """A CPU stands in for the device; what streams are asked for is noted."""
+    streams = Streams(monkeypatch)
+    carrier = Carrier(torch.device("cpu"))
+    carrier.stream = streams
+    kept = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(self))
+    pending = SimpleNamespace(raw=torch.ones(2, 3), labels=torch.zeros(2))
+
+    def finish(raw, labels):
+        streams.log.append("normalized")
+        return raw * 2, labels
+
+    there = carrier.bring(pending, finish)
+    assert streams.log == ["on the copy stream", "normalized", "off it", "event recorded"]
+    batch = carrier.hand_over(there)
+    assert streams.log[4:] == ["compute waits for the event"]
+    assert len(kept) == 2 and kept[0] is batch.inputs and kept[1] is batch.targets
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+def test_batches_on_a_gpu(square, opened):
+    data = opened(source=str(square), augment="crop-flip")
+    with loader_of(data, 0) as loader:
+        wanted = fetched(loader, range(3))
+    with loader_of(data, 2, ("cuda:0", "cuda:0")) as loader:
+        got = fetched(loader, range(3))
+    assert all(batch.is_cuda for batch in got)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a.cpu(), b)

@@ -1,0 +1,173 @@
+"""Racks: sequences of matchings that spare the edges between them, and places for ranks."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpigossip.cluster import topology
+from mpigossip.config import JobError
+from mpigossip.graphs import GraphError, graph
+from mpigossip.graphs.files import read, save
+from mpigossip.graphs.matchings import search_matchings
+from mpigossip.graphs.placement import between, place, renumbered, usage
+from mpigossip.graphs.spectral import residue
+from mpigossip.training import assemble
+
+# -- sequences of matchings ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "rounds", "racks", "least"),
+    [
+        (8, 3, "aaaabbbb", 1 + 1 + 4),
+        (8, 3, "abbabaab", 1 + 1 + 4),  # racks that no numbering of nodes shows
+        (16, 4, "aabbccdd" * 2, 1 + 1 + 4 + 4),
+        (6, 3, None, 3),
+    ],
+)
+def test_exact_sequences_cross_the_racks_as_seldom_as_can_be(n, rounds, racks, least):
+    found = search_matchings(n, rounds, racks=racks, evaluations=4000, seed=1)
+    assert found.cost <= least + 1e-9
+    assert (found.residue < 1e-12) == (n != 6)
+    again = search_matchings(n, rounds, racks=racks, evaluations=4000, seed=1)
+    assert found.rounds == again.rounds
+    made = found.graph()
+    assert made.degree == 1 and {"symmetric", "row-stochastic"} <= made.facts
+    product = np.eye(n)
+    for t in range(rounds):
+        product = made.matrix(t) @ product
+    assert np.linalg.norm(product - 1 / n) / np.sqrt(n - 1) == pytest.approx(
+        found.residue, abs=1e-9
+    )
+
+
+def test_a_search_improves_on_its_start_and_any_size_is_matched():
+    short, long = (search_matchings(9, 5, evaluations=k, seed=2) for k in (1, 1500))
+    assert long.score > short.score > 0
+    for pairs in long.rounds:
+        ends = [end for pair in pairs for end in pair]
+        assert len(set(ends)) == len(ends)
+
+
+def test_a_sequence_is_saved_and_read_as_a_graph(tmp_path):
+    found = search_matchings(6, 4, racks="aaabbb", evaluations=300)
+    path = save(found, tmp_path / "six.json")
+    made = read(path)
+    assert all((made.matrix(t) == found.graph().matrix(t)).all() for t in range(4))
+    with pytest.raises(GraphError, match=r"saved as JSON; name it \.json"):
+        save(found, tmp_path / "six.h5")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(n=1, rounds=2), "needs 2 nodes and 1 round"),
+        (dict(n=4, rounds=2, racks="aab"), "3 racks are named for 4 nodes"),
+        (dict(n=4, rounds=2, between=0.5), "cost at least as much as inside"),
+    ],
+)
+def test_impossible_sequences_are_refused(given, message):
+    with pytest.raises(GraphError, match=message):
+        search_matchings(**given)
+
+
+def test_the_command_searches_sequences(tmp_path):
+    out = tmp_path / "eight.json"
+    command = ["graph", "search", "--nodes", "8", "--rounds", "3", "--racks", "4,4"]
+    more = ["--seconds", "0.5", "--out", str(out), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mpigossip", *command, *more], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["cost"] == 6 and facts["residue"] < 1e-12
+    assert residue(read(out), 3) < 1e-12
+
+
+# -- places ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["one-peer-exponential", "ring", "exponential", "base-2", "grid"])
+def test_places_take_messages_off_the_edges_between_racks(name):
+    racks, made = [f"rack{k}" for k in "01101001"], graph(name, 8)
+    placed = place(made, racks)
+    assert between(placed, racks) < between(made, racks)
+    assert placed.facts == made.facts and placed.degree == made.degree
+    # the same graph under other numbers
+    assert sorted(usage(placed).sum(1)) == sorted(usage(made).sum(1))
+    t = (made.period or 1) - 1
+    values = np.sort_complex(np.linalg.eigvals(placed.matrix(t)))
+    assert np.allclose(values, np.sort_complex(np.linalg.eigvals(made.matrix(t))), atol=1e-7)
+
+
+def test_swaps_find_what_an_order_of_racks_does_not():
+    # a ring whose numbers jump about: neighbours are far apart in number
+    jumping = renumbered(graph("ring", 12), [5 * i % 12 for i in range(12)])
+    racks = ["a"] * 6 + ["b"] * 6
+    assert between(jumping, racks) > 0.5
+    assert between(place(jumping, racks), racks) == pytest.approx(4 / 24)
+
+
+def test_what_has_no_better_place_stays_as_it_is():
+    drawn = graph("random-matching", 8)
+    assert place(drawn, [i % 2 for i in range(8)]) is drawn
+    one = graph("ring", 6)
+    assert place(one, ["same"] * 6) == one
+    with pytest.raises(GraphError, match="2 racks are named for 6 nodes"):
+        place(one, ["a", "b"])
+
+
+def test_racks_from_host_names_scheduler_and_file(tmp_path):
+    hosts = ["r12n03.site.org", "r2n1", "login"]
+    assert topology.racks("hostnames", hosts) == ["r12n", "r2n", "login"]
+    assert sorted(["n10", "n2", "n1"], key=topology.natural) == ["n1", "n2", "n10"]
+    told = ["s0.s1.n1", "s0.s2.n7", "n9"]
+    assert topology.racks("scheduler", hosts, told) == ["s0.s1", "s0.s2", "n9"]
+    path = tmp_path / "racks"
+    path.write_text("r12n03 a\nr2n1 b\n\nlogin a\n")
+    assert topology.racks(f"file:{path}", hosts) == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "it can't be read"),
+        ("n1 a b\n", 'the line "n1 a b" isn\'t a host and its rack'),
+        ("n1 a\n", r"names no rack of host n2 \(1 missing\); add a line: n2 RACK"),
+    ],
+)
+def test_bad_rack_files_are_named(tmp_path, text, message):
+    path = tmp_path / "racks"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(JobError, match=message):
+        topology.racks(f"file:{path}", ["n1", "n2"])
+
+
+def test_a_scheduler_without_a_topology_is_named():
+    with pytest.raises(JobError, match="SLURM_TOPOLOGY_ADDR is not set on rank 1"):
+        topology.racks("scheduler", ["n1", "n2"], ["s0.n1", ""])
+
+
+def test_a_job_places_its_ranks(tmp_path):
+    hosts = tuple(f"r{rack}n{i}" for i, rack in enumerate("01101001"))
+    told = [f"s{rack}.n{i}" for i, rack in enumerate("01101001")]
+    path = tmp_path / "racks"
+    path.write_text("".join(f"{host} {host[:2]}\n" for host in hosts))
+    world = SimpleNamespace(
+        comm=object(), hosts=hosts, size=8, together=lambda *_: contextlib.nullcontext(),
+        gather=lambda value: told, broadcast=lambda value: value,
+    )  # fmt: skip
+    racks = [host[:2] for host in hosts]
+    made = graph("one-peer-exponential", 8)
+    for placement in ("hostnames", "scheduler", f"file:{path}"):
+        job = assemble.load({"graph": {"placement": placement}})
+        assert between(assemble.placed(job, made, world), racks) < between(made, racks)
+    assert assemble.placed(assemble.load({}), made, world) is made
+    with pytest.raises(JobError, match=r'must be "given", "hostnames", "scheduler" or "file:PATH"'):
+        assemble.load({"graph": {"placement": "near"}})

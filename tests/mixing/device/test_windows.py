@@ -1,0 +1,337 @@
+"""Windows for GPU memory, run on the CPU: the same protocol and pieces, streams left out.
+
+What needs a GPU is in tests/test_gpu.py, the kernels' arithmetic in tests/mixing/kernels.
+"""
+
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.device import memory
+from mpigossip.mixing.device.push import BySlot, Lane
+from mpigossip.mixing.simulated import Simulated
+from mpigossip.mixing.wire import wire
+from tests.mixing.test_windows import GRAPHS, SIZES, fill, graphs_for, kinds_of
+
+WIDTHS = (2048, 2048)
+
+
+PATCHED = ("STAGE", "proven", "private", "can_map", "handles", "Mapped")
+
+
+PROVEN = ("device", "mapped", "half mapped")
+
+
+def cannot(memory):
+    raise RuntimeError("no handle here")
+
+
+def compare(*args, **kwargs):
+    """`compared`, after which the kept pool's process has the package as it was."""
+    from mpigossip.mixing.device import averages, routes, windows
+
+    kept, sizes = {name: getattr(routes, name) for name in PATCHED}, (windows.PIECE, averages.CHUNK)
+    try:
+        return compared(*args, **kwargs)
+    finally:
+        windows.PIECE, averages.CHUNK = sizes
+        for name, value in kept.items():
+            setattr(routes, name, value)
+
+
+class SharedFiles:
+    """Files in shared memory in the place of GPU memory that a neighbour maps by CUDA IPC."""
+
+    def __init__(self):
+        self.paths = {}
+
+    def private(self, nbytes, device):
+        handle, path = tempfile.mkstemp(dir="/dev/shm", prefix="mpigossip-test-")
+        os.close(handle)
+        memory = torch.from_file(path, shared=True, size=max(nbytes, 1), dtype=torch.uint8)
+        self.paths[memory.data_ptr()] = path
+        return memory[:nbytes]
+
+    def handles(self, memory):
+        return [self.paths[array.data_ptr()].encode() for array in memory]
+
+    def mapped(self, given, sizes, devices):
+        pairs = zip(given, sizes, devices, strict=True)
+        arrays = [
+            torch.from_file(path.decode(), shared=True, size=size, dtype=torch.uint8)
+            for path, size, _ in pairs
+        ]
+        return SimpleNamespace(arrays=arrays, close=lambda: None)
+
+    def remove(self):
+        for path in self.paths.values():
+            Path(path).unlink()
+        self.paths.clear()
+
+
+def same_means(mixer, reference, step, comm, device):
+    """Whether vectors of odd lengths have the simulator's average; some lie on the CPU."""
+    size, place = ((1, "cpu"), (2501, device), (7, device))[step // 2 % 3]
+    rows = torch.randn(comm.size, size, generator=torch.Generator().manual_seed(step))
+    got = mixer.mean(rows[comm.rank].unsqueeze(0).to(place))
+    return got.device == torch.device(place) and torch.equal(got.cpu(), reference.mean(rows))
+
+
+def compared(
+    comm,
+    names,
+    same_host,
+    memory,
+    steps,
+    wire_name="fp32",
+    piece=4096,
+    first=0,
+    device="cpu",
+    mutate=None,
+):
+    """Rank-rounds, by graph, that differ from the simulator; the ways to the neighbours."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.mixing.device import averages, routes, windows
+
+    torch.set_num_threads(1)
+    windows.PIECE, routes.STAGE, averages.CHUNK = piece, 1000, 1500
+    files, world_comm = SharedFiles(), comm
+    if memory.startswith("hosts "):  # two ranks on each
+        from mpi4py import MPI
+
+        memory = memory.removeprefix("hosts ")
+
+        class Pairs(MPI.Intracomm):
+            def Split_type(self, *_):
+                return self.Split(self.rank // 2, self.rank)
+
+        world_comm = Pairs(comm)
+        if memory == "half mapped" and comm.rank >= 2:
+            files.handles = cannot
+    able = memory in PROVEN
+    if device == "cpu":  # it stands in for a device: MPI reads and writes its memory
+        routes.proven = lambda comm, device: (able, "the CPU stands in")
+    if memory in ("ipc", "mapped", "half mapped"):
+        routes.private, routes.handles, routes.Mapped = files.private, files.handles, files.mapped
+        routes.can_map, memory = lambda devices: True, "auto"
+    options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
+    layout, there = Layout(WIDTHS, **options), Layout(WIDTHS, **options, devices=(device,) * 2)
+    world, delays, found, routes = World(world_comm), random.Random(comm.rank), {}, {}
+    for name, made in graphs_for(comm.size, names):
+        ways = {"same_host": same_host, "timeout_s": 30, "memory": memory}
+        mixer = windows.DeviceWindows(made, there, world, **ways)
+        if mutate is not None:
+            mutate(mixer)
+        routes |= mixer.routes
+        reference, t, wrong = Simulated(made, layout), first, 0
+        for step, kind in enumerate(kinds_of(steps, seed=2)):
+            mine, every = mixer.outbox(t), reference.outbox(t)
+            fill(mine, step, [comm.rank])
+            fill(every, step, range(comm.size))
+            for one in (mixer, reference):
+                one.start(kind, t, step)
+                time.sleep(delays.random() * 0.004 * (delays.random() < 0.2))
+            if step % 6 == 1:  # with a round on its way or without one
+                wrong += not same_means(mixer, reference, step, comm, device)
+            pairs = [*zip(mixer.finish(), reference.finish(), strict=True)]
+            for got, wanted in pairs:
+                for segment, rows in zip(got, wanted, strict=True):
+                    for array, row in zip(segment, rows, strict=True):
+                        wrong += not torch.equal(array[0].cpu(), row[comm.rank])
+            t += kind is Kind.GOSSIP
+            if step % 6 == 4:
+                wrong += not same_means(mixer, reference, step, comm, device)
+        wrong += mixer.bytes_sent[0] != reference.bytes_sent[comm.rank]
+        mixer.close()
+        mixer.close()
+        files.remove()
+        found[name] = wrong
+    world.close()
+    return found, routes
+
+
+@pytest.mark.parametrize(
+    "same_host, memory",
+    [("read", "host"), ("put", "host"), ("put", "device")],
+)
+@pytest.mark.parametrize("n", SIZES)
+def test_device_windows_equal_the_simulator_under_random_delays(ranks, n, same_host, memory):
+    for found, routes in ranks(n)(compare, GRAPHS, same_host, memory, 12, timeout=150):
+        assert found and not any(found.values()), found
+        way = memory
+        assert all(route.startswith(way) for route in routes.values()) and len(routes) == n - 1
+
+
+@pytest.mark.parametrize("n", [3, 6])
+def test_mapped_memory_of_a_host_equals_the_simulator(ranks, n):
+    graphs = ["one-peer-exponential", "exponential", "star"]
+    for found, routes in ranks(n)(compare, graphs, "read", "ipc", 12, timeout=150):
+        assert found and not any(found.values()), found
+        assert all(route.startswith("ipc (mapped") for route in routes.values())
+
+
+@pytest.mark.parametrize("wire_name", ["fp32", "bf16"])
+@pytest.mark.parametrize("memory", ["host", "device", "mapped", "half mapped"])
+def test_ways_differ_between_neighbours_on_this_host_and_on_others(ranks, memory, wire_name):
+    """Ranks 0 and 1 on one host, 2 and 3 on another, where mapping may fail."""
+    graphs = ["ring", "exponential", "complete"]
+    near = {"mapped": ["ipc"] * 4, "half mapped": ["ipc", "ipc", "host", "host"]}
+    for rank, (found, routes) in enumerate(
+        ranks(4)(compare, graphs, "read", f"hosts {memory}", 12, wire_name, timeout=90)
+    ):
+        assert found and not any(found.values()), found
+        assert routes[rank ^ 1].startswith(near.get(memory, ["host"] * 4)[rank])
+        far = "host" if memory == "host" else "device"
+        assert routes[rank ^ 2].startswith(far), routes
+
+
+@pytest.mark.parametrize("piece", [512, 1 << 24])
+def test_pieces_of_any_size_and_rounds_that_begin_anywhere(ranks, piece):
+    for same_host in ("read", "put"):
+        args = (["exponential", "base-3"], same_host, "auto", 8, "fp32", piece, 7)
+        for found, _ in ranks(3)(compare, *args):
+            assert found and not any(found.values()), found
+
+
+@pytest.mark.parametrize(
+    "same_host, memory", [("read", "auto"), ("put", "auto"), ("put", "device"), ("read", "ipc")]
+)
+@pytest.mark.parametrize("name", ["bf16", "qsgd", "top-k"])
+def test_lossy_wires_are_decoded_to_the_same_bits(ranks, name, same_host, memory):
+    graphs = ["one-peer-exponential", "ring", "complete"]
+    for found, routes in ranks(3)(compare, graphs, same_host, memory, 10, name):
+        assert found and not any(found.values()), found
+        assert all(route.startswith(memory.replace("auto", "host")) for route in routes.values())
+
+
+def test_large_encoded_messages_are_averaged_decoded(ranks):
+    """With 4 nodes a sum of decoded bf16 values is less traffic than everyone's codes."""
+    for found, _ in ranks(4)(compare, ["complete"], "put", "device", 8, "bf16"):
+        assert found and not any(found.values()), found
+
+
+def refused(comm):
+    from mpigossip.cluster.ranks import World
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.device import windows
+    from mpigossip.mixing.device.memory import MemoryRefused
+
+    world = World(comm)
+    try:
+        windows.DeviceWindows(
+            graph("ring", comm.size), Layout(WIDTHS), world, same_host="put", memory="device"
+        )
+    except MemoryRefused as error:
+        return str(error)
+    finally:
+        world.close()
+
+
+def test_device_windows_are_refused_where_mpi_is_not_proven(ranks):
+    for message in ranks(2)(refused):
+        assert 'node.gpu_window = "device"' in message and "GPU-aware" in message
+
+
+def put_into_neighbour(comm):
+    from mpigossip.mixing.device import aware
+
+    cpu = torch.device("cpu")
+    return aware.arrives(comm, cpu, 30), aware.proven(comm, cpu)
+
+
+def test_the_proof_is_a_put_and_a_library_that_says_no_is_believed(ranks):
+    for arrived, (able, why) in ranks(3)(put_into_neighbour):
+        assert arrived and not able
+        assert "MPIX_Query_cuda_support" in why and "mpi_memory_alloc_kinds" in why
+
+
+def without_waiting_for_pieces(mixer):
+    """The first piece's token is taken for all of them."""
+    wait, many = mixer._host.await_ready, len(mixer._spans)
+    mixer._host.await_ready = lambda sources, t: None if t % many else wait(sources, t)
+
+
+def without_waiting_for_readers(mixer):
+    mixer._host.await_done = lambda readers, t: None
+
+
+def caught(comm, mutate):
+    from mpigossip.cluster.ranks import LateError
+    from mpigossip.mixing.tokens import ProtocolError
+
+    graphs = ["one-peer-exponential", "exponential"]
+    try:
+        found, _ = compare(comm, graphs, "read", "host", 40, mutate=mutate)
+    except (LateError, ProtocolError) as error:
+        raise AssertionError(f"seen: {error}") from None
+    assert not any(found.values()), f"seen: {found}"
+
+
+@pytest.mark.parametrize("mutate", [without_waiting_for_pieces, without_waiting_for_readers])
+def test_a_mutant_of_the_piecewise_protocol_is_seen(ranks, mutate):
+    with pytest.raises(Exception, match="seen"):
+        ranks(6)(caught, mutate, timeout=90)
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_an_exchange_waits_for_the_callers_stream_and_the_slots(monkeypatch, own_stream):
+    """A user's own loop may fill the outbox on another stream than the default one."""
+    log = []
+    default = SimpleNamespace(name="default")
+    wait = lambda other: log.append(f"wait for {other.name}")  # noqa: E731
+    stream = SimpleNamespace(name="own", wait_stream=wait) if own_stream else default
+    record = lambda s: log.append(f"event on {s.name}")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: SimpleNamespace(record=record))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
+    lane = Lane(torch.device("cpu"))
+    assert lane.ready() is None
+    lane.out = stream
+    lane.ready()
+    assert log == (["wait for default", "event on own"] if own_stream else ["event on default"])
+
+
+@pytest.mark.parametrize(
+    "stretches, runs",
+    [
+        ([(4096, 10)], [(4096, 4096)]),
+        ([(4000, 100), (8191, 2)], [(0, 12288)]),
+        ([(20480, 4096), (4096, 4096), (8192, 1)], [(4096, 8192), (20480, 4096)]),
+        ([(4096, 8192), (4096, 100)], [(4096, 8192)]),
+    ],
+)
+def test_what_touches_is_locked_as_one(monkeypatch, stretches, runs):
+    monkeypatch.setattr(memory.mmap, "PAGESIZE", 4096)
+    assert memory.pages(stretches) == runs
+
+
+# -- layout and sum ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp32", "qsgd"])
+def test_a_slots_bytes_stand_together(name):
+    options = {"vectors": 2, "scalars": 2, "wire": wire(name)}
+    by_slot, plain = (
+        BySlot((512, 1024), **options, devices=("cpu",) * 2),
+        Layout((512, 1024), **options),
+    )
+    assert (by_slot.nbytes, by_slot.sent_bytes) == (plain.nbytes, plain.sent_bytes)
+    assert by_slot.span(0) == slice(0, 2 * 4 * 512 + 16)
+    assert by_slot.span(1) == slice(by_slot.span(0).stop, plain.nbytes)
+    memory = torch.zeros(by_slot.nbytes, dtype=torch.uint8)
+    for number, segment in enumerate(by_slot.views(memory), 1):
+        for array in segment:
+            array.fill_(number)
+    seen = [memory[part].view(dtype) for dtype, part in by_slot.parts]
+    assert [array.unique().tolist() for array in seen] == [[1.0], [1.0], [2.0], [2.0]]
+    assert sum(part.stop - part.start for _, part in by_slot.parts) == by_slot.nbytes
+    places = [by_slot.place(slot, part) for slot in range(2) for part in range(4)]
+    if name != "fp32":
+        assert places == sorted(places) and places[4] == by_slot.span(1, sent=True).start

@@ -1,0 +1,102 @@
+"""Waiting in C: what ends it; exchanges without it, and without a thread, give the same numbers."""
+
+import threading
+import time
+
+import pytest
+
+from mpigossip.mixing.kernels import waiting
+from tests.mixing.test_windows import LAYOUT, Layout, compare
+
+GRAPHS = ["one-peer-exponential", "exponential", "base-3"]
+
+
+def rested(comm):
+    """Seconds that rests took: answered, at its limit, woken, told before."""
+    import numpy as np
+
+    value, found = np.zeros(1, np.int64), []
+    bell, never = waiting.Bell(), comm.Irecv(np.zeros(1, np.int64), 1 - comm.rank, 77)
+
+    def timed(*requests, **how):
+        began = time.monotonic()
+        assert waiting.rest([*requests, never], need=1, **how)
+        found.append(time.monotonic() - began)
+
+    coming = comm.Irecv(value, 1 - comm.rank, 78)
+    comm.Send(np.array([comm.rank]), 1 - comm.rank, 78)
+    timed(coming, limit=20)
+    assert coming.Test() and value[0] == 1 - comm.rank
+    timed(limit=0.2)
+    alarm = threading.Timer(0.2, bell.ring)
+    alarm.start()
+    timed(wake=bell.wake, limit=20)
+    alarm.join()
+    timed(wake=bell.wake, limit=20)  # the bell still rings
+    bell.heard()
+    timed(wake=bell.wake, limit=0.2)
+    comm.Send(np.zeros(1, np.int64), 1 - comm.rank, 77)
+    waiting.rest([never], limit=20)
+    never.Wait()
+    for _ in range(1 << 17):  # more rings than a pipe holds
+        bell.ring()
+    bell.close()
+    bell.close()
+    return found
+
+
+def test_a_rest_ends_by_an_answer_a_bell_or_its_limit(ranks):
+    if not waiting.available():
+        pytest.skip("no compiler, or not Linux")
+    for answered, limited, woken, told, quiet in ranks(2)(rested):
+        assert max(answered, woken, told) < 10  # not their limit
+        assert min(limited, woken, quiet) >= 0.1  # a signal may end them sooner than 0.2
+
+
+def lost(comm):
+    """What a wait for a message that never comes says."""
+    import numpy as np
+
+    from mpigossip.cluster.deadline import LateError
+    from mpigossip.mixing.tokens import wait_all
+
+    request = comm.Irecv(np.zeros(1), comm.rank, 79)
+    try:
+        wait_all({5: request}, 0.2, "nothing from {}".format)
+    except LateError as error:
+        request.Cancel()
+        request.Wait()
+        return str(error)
+
+
+def test_a_rest_does_not_outlast_the_deadline(ranks):
+    assert ranks(1)(lost) == ["nothing from 5 (waited 0.2 s)"]
+
+
+def without_c(comm, size):
+    layout = Layout(widths=(size, size), vectors=2, scalars=1)
+    before, waiting.available = waiting.available, lambda: False
+    try:
+        return compare(comm, GRAPHS, "put", 20, layout=layout)
+    finally:
+        waiting.available = before
+
+
+@pytest.mark.parametrize("size", [64, 1024])
+def test_exchanges_without_the_native_library_are_equal(ranks, size):
+    for found in ranks(3)(without_c, size):
+        assert found == dict.fromkeys(GRAPHS, 0)
+
+
+def short(comm):
+    from mpigossip.mixing.windows import INLINE
+
+    layout = Layout(widths=(64, 64), vectors=2, scalars=1)
+    assert layout.nbytes <= INLINE < LAYOUT.nbytes  # those of test_mixing wake the thread
+    return compare(comm, GRAPHS, "put", 40, layout=layout)
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_short_messages_are_exchanged_without_the_thread(ranks, n):
+    for found in ranks(n)(short):
+        assert found == dict.fromkeys(GRAPHS, 0)

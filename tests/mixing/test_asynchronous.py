@@ -1,0 +1,322 @@
+"""Asynchronous gossip: the mean stays, no torn copy is used, delays from a table repeat."""
+
+import contextlib
+import json
+import random
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip import config
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.graphs import graph
+from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.delayed import Delayed
+from mpigossip.mixing.faults import OLDEST, Faults, table
+from mpigossip.runs import launch
+from mpigossip.store.log import read
+from mpigossip.training import assemble
+from tests.battery import Driver
+
+GRAPHS = ("one-peer-exponential", "exponential", "ring", "base-2", "random-matching", "complete")
+LAYOUT = Layout(widths=(64, 64), vectors=2, scalars=1, dtype=torch.float64)
+
+
+def start(mixer, seed=0):
+    draw = np.random.default_rng(seed)
+    return [
+        tuple(torch.from_numpy(draw.standard_normal(tuple(part.shape))) for part in segment)
+        for segment in mixer.outbox(0)
+    ]
+
+
+def exchange(mixer, x, kind, t):
+    for out, values in zip(mixer.outbox(t), x, strict=True):
+        for into, value in zip(out, values, strict=True):
+            into.copy_(value)
+    mixer.start(kind, t)
+    _, mixed = mixer.finish()
+    return [tuple(part.clone() for part in segment) for segment in mixed]
+
+
+def total(mixer, x):
+    """Sum over nodes of what they hold, and of what is under way."""
+    pairs = zip(x, mixer.pending(), strict=True)
+    return torch.cat([a.sum(0) + b[0] for s, p in pairs for a, b in zip(s, p, strict=True)])
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("n", [1, 2, 3, 6, 8])
+def test_without_delays_models_are_multiplied_by_the_symmetric_part(name, n):
+    made = graph(name, n)
+    mixer = Delayed(made, LAYOUT, Faults(n).ages)
+    x = start(mixer)
+    for t in range(5):
+        matrix = torch.from_numpy(made.matrix(t) + made.matrix(t).T) / 2
+        wanted = [tuple(matrix @ part for part in segment) for segment in x]
+        x = exchange(mixer, x, Kind.GOSSIP, t)
+        assert not np.nan_to_num(mixer.staleness).any()
+        for segment, expected in zip(x, wanted, strict=True):
+            for part, product in zip(segment, expected, strict=True):
+                assert torch.allclose(part, product, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("n", [2, 3, 6, 8])
+def test_any_delay_table_keeps_the_mean_and_reaches_it(name, n):
+    draw = np.random.default_rng(n)
+    ages = table(draw.integers(-1, 6, size=(7, n, n)))
+    mixer = Delayed(graph(name, n), LAYOUT, ages)
+    x = start(mixer)
+    before, mean = total(mixer, x), [s[0].mean(0) for s in x]
+    kinds = random.Random(1)
+    for t in range(400):
+        x = exchange(mixer, x, kinds.choice([Kind.GOSSIP] * 9 + [Kind.LOCAL]), t)
+        assert torch.allclose(total(mixer, x), before, atol=1e-12)
+    for segment, target in zip(x, mean, strict=True):
+        assert torch.allclose(segment[0], target.expand_as(segment[0]), atol=1e-4)
+
+
+def test_a_global_round_averages_what_is_under_way_too():
+    ages = np.random.default_rng(0).integers(0, 4, size=(4, 5, 5))
+    mixer = Delayed(graph("ring", 5), LAYOUT, table(ages))
+    x = start(mixer)
+    before = total(mixer, x)
+    for t in range(4):
+        x = exchange(mixer, x, Kind.GOSSIP, t)
+    assert not torch.allclose(torch.cat([p.sum(0) for s in x for p in s]), before)
+    x = exchange(mixer, x, Kind.GLOBAL, 4)
+    assert torch.allclose(torch.cat([5 * p[2] for s in x for p in s]), before, atol=1e-12)
+    x = exchange(mixer, x, Kind.GOSSIP, 4)
+    assert torch.allclose(total(mixer, x), before, atol=1e-12)
+
+
+def test_slow_nodes_and_lost_links_come_from_the_seed():
+    ill = Faults(8, seed=3, times=4.0, slow=1, steps=5, lost=0.1, meet=20)
+    again = Faults(8, seed=3, times=4.0, slow=1, steps=5, lost=0.1, meet=20)
+    other = Faults(8, seed=4, times=4.0, slow=1, steps=5, lost=0.1, meet=20)
+    ages = np.stack([ill.ages(t) for t in range(60)])
+    assert (ages == np.stack([again.ages(t) for t in range(60)])).all()
+    assert (ages != np.stack([other.ages(t) for t in range(60)])).any()
+    assert all(sorted(ill.costs(t)) == [1.0] * 7 + [4.0] for t in range(60))
+    assert 0.07 < (ages == -1).mean() < 0.13 and ages.max() <= OLDEST
+    slow = Faults(4, times=4.0, steps=10, meet=10)
+    late = int(np.argmax(slow.costs(0)))
+    fast = (late + 1) % 4
+    # at its round 9 a fast node has seen two rounds of one that is four times slower
+    assert slow.ages(9)[fast, late] == 8 and slow.ages(9)[late, fast] == 0
+    assert slow.ages(10)[fast].max() <= 4  # all met, then somebody is slow again
+    assert not Faults(4).ages(7).any()
+
+
+@pytest.mark.parametrize("name", ["dsgt", "momentum-tracking", "dsgd", "dmsgd", "qg-dmsgd"])
+@pytest.mark.parametrize("n", [3, 6])
+def test_methods_go_on_well_with_old_copies(name, n):
+    """Quadratics of unlike nodes: tracking, which rests on sums, still ends at the optimum."""
+    torch.set_num_threads(1)
+    ill = Faults(n, times=4.0, steps=5, lost=0.05)
+    driver = Driver(
+        f"algorithm.name={name}", n, lambda g, layout: Delayed(g, layout, ill.ages), lr=0.05
+    )
+    x, best = driver.run(300).whole().double(), driver.optimum().double()
+    off = float((x - best).norm() / (n**0.5 * best.norm()))
+    assert off < (1e-2 if "tracking" in name or name == "dsgt" else 2.5)
+    begin = Driver(f"algorithm.name={name}", n).whole().double()
+    assert (x.mean(0) - best).norm() < 0.5 * (begin.mean(0) - best).norm()
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def rounds_under_delays(comm, count, width, checked=True):
+    """Random rounds, each published in two halves: (torn copies used, torn, skipped, …)."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.mixing.asynchronous import Asynchronous
+
+    torch.set_num_threads(1)
+    world, draw = World(comm), random.Random(comm.rank)
+    mixer = Asynchronous(graph("one-peer-exponential", comm.size), Layout((width,)), world)
+    if not checked:
+        mixer._is_whole = lambda done, begun: done > 0
+    used, x = 0, torch.full((1, width), float(comm.rank))
+    stale = []
+    for t in range(count):
+        ((out,),) = mixer.outbox(t)
+        out[:, : width // 2] = x[:, : width // 2]
+        if draw.random() < 0.1:
+            time.sleep(draw.random() * 2e-4)
+        # the other half a little later: who reads in between has a torn copy
+        out[:, width // 2 :] = x[:, width // 2 :]
+        mixer.start(Kind.GOSSIP, t)
+        _, ((mixed,),) = mixer.finish()
+        used += int(mixed.min() != mixed.max())
+        x.fill_(float(mixed[0, 0]) + draw.choice((-1, 1)))
+        stale.append(mixer.staleness[0])
+    found = used, mixer.torn, mixer.skipped, float(np.nanmax(np.abs(stale)))
+    mixer.close()
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_no_torn_copy_is_used(ranks, n):
+    found = ranks(n)(rounds_under_delays, 4000 // n, 4096, timeout=120)
+    assert not sum(used for used, *_ in found), found
+    assert sum(torn for _, torn, *_ in found) > 0, "nothing was read while it was written"
+
+
+def test_without_the_second_counter_torn_copies_are_used(ranks):
+    found = ranks(2)(rounds_under_delays, 1500, 4096, False, timeout=120)
+    assert sum(used for used, *_ in found) > 0, found
+
+
+def mean_under_delays(comm, name, count):
+    from mpigossip.cluster.ranks import World
+    from mpigossip.mixing.asynchronous import Asynchronous
+
+    torch.set_num_threads(1)
+    world, draw = World(comm), random.Random(comm.rank)
+    layout = Layout((512, 512), vectors=1, scalars=1)
+    mixer = Asynchronous(graph(name, comm.size), layout, world, timeout_s=60)
+    x = [
+        tuple(part.float() if part.shape[1] > 1 else part for part in s)
+        for s in start(mixer, comm.rank)
+    ]
+    begin = [tuple(part.clone() for part in s) for s in x]
+    for t in range(count):
+        kind = Kind.GLOBAL if t % 40 == 39 else Kind.LOCAL if t % 7 == 6 else Kind.GOSSIP
+        x = exchange(mixer, x, kind, t)
+        time.sleep(draw.random() * 2e-4 * (draw.random() < 0.3))
+    under_way = mixer.pending()
+    sums = [
+        torch.cat([part[0].double() for segment in what for part in segment]).numpy()
+        for what in (begin, x, under_way)
+    ]
+    sent = mixer.bytes_sent[0]
+    mixer.close()
+    world.close()
+    return (*sums, sent)
+
+
+@pytest.mark.parametrize("name", ["one-peer-exponential", "ring", "random-matching"])
+@pytest.mark.parametrize("n", [1, 3, 6])
+def test_the_mean_stays_on_ranks_under_random_delays(ranks, n, name):
+    begin, end, under_way, sent = zip(*ranks(n)(mean_under_delays, name, 110), strict=True)
+    assert np.allclose(sum(begin), sum(end) + sum(under_way), atol=2e-5)
+    mean = sum(begin) / n
+    apart = [np.abs(each - mean).max() for each in end]
+    assert max(apart) < 0.5 * max(np.abs(each - mean).max() for each in begin) or n == 1
+    assert all(count > 0 for count in sent) or n == 1
+
+
+def one_waits(comm, algorithm):
+    """Rank 0 makes 60 exchanges, the others only wait: models before and behind."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.runs.run import meet
+
+    torch.set_num_threads(1)
+    world = World(comm)
+    job = assemble.load(JOB, [f"algorithm.name={algorithm}"])
+    assembly = assemble.assemble(job, world, comm.size)
+    trainer = assembly.trainer
+    x = trainer.replicas.x[0]
+    x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(comm.rank)))
+    before = x[0].numpy().copy()
+    for _ in range(60 if comm.rank == 0 else 0):
+        trainer.average()
+        time.sleep(1e-3)
+    meet(trainer, world)
+    pending = trainer.mixer.pending()[0][0][0].numpy()
+    behind, index = x[0].numpy().copy(), trainer.index
+    assembly.close()
+    world.close()
+    return before, behind, pending, index
+
+
+@pytest.mark.parametrize("algorithm", ["dsgd", "dsgt"])
+def test_who_waits_goes_on_averaging(ranks, algorithm):
+    before, behind, pending, index = zip(*ranks(2)(one_waits, algorithm), strict=True)
+    assert np.allclose(sum(before), sum(behind) + sum(pending), atol=1e-4)
+    apart = np.linalg.norm(behind[0] - behind[1]) / np.linalg.norm(before[0] - before[1])
+    assert apart < 0.05, "one answered exchange would leave a half"
+    assert index == (0, 0)
+
+
+# -- jobs ------------------------------------------------------------------------------------------
+
+JOB = {
+    "run": {"steps": 40, "evaluate_every": 0},
+    "data": {"source": "digits", "batch": 8, "workers": 0},
+    "model": {"name": "mlp"},
+    "schedule": {"lr": 0.2, "name": "constant"},
+    "node": {"mixer": "asynchronous"},
+    "log": {"flush_steps": 20},
+}
+
+
+def train(job, tmp_path, name, n=4):
+    made = assemble.load(job, [f"run.output={tmp_path / name}"])
+    with Alone() as world:
+        return launch.train(made, world, n)
+
+
+def test_a_simulated_run_repeats_itself_and_logs_staleness(tmp_path):
+    ill = JOB | {"faults": {"slow_times": 4.0, "lost": 0.05}}
+    one, two = (train(ill, tmp_path, name) for name in ("one", "two"))
+    assert one["digest"] == two["digest"] != train(JOB, tmp_path, "well")["digest"]
+    staleness = read(tmp_path / "one" / "log.h5").steps["staleness"]
+    assert staleness.shape == (40, 4) and np.nanmax(staleness) > 1
+    assert one["accuracy"] > 0.7
+
+
+def test_a_run_on_ranks_logs_staleness(mpirun, tmp_path):
+    made = assemble.load(JOB, [f"run.output={tmp_path / 'run'}"])
+    (tmp_path / "job.toml").write_text(config.dump(made))
+    done = mpirun(3, [sys.executable, "-m", "mpigossip", "train", "job.toml"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = read(tmp_path / "run" / "log.h5")
+    assert found.steps["staleness"].shape == (40, 3)
+    # how often a whole copy is seen is up to the machine: each node has seen some
+    assert np.isfinite(found.steps["staleness"]).any(axis=0).all()
+    assert found.summary["accuracy"] > 0.5, json.dumps(found.summary)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("algorithm.name=d2", "needs the models of its own round; choose one of dsgd, dmsgd"),
+        ("algorithm.name=parallel", "choose one of dsgd, dmsgd"),
+        ("node.wire=bf16", 'reads models as they are; use "fp32"'),
+        ("node.devices=cuda:0", "memory of the CPU"),
+        ("node.mixer=synchronous faults.lost=0.1", "only an asynchronous run"),
+    ],
+)
+def test_what_asynchrony_does_not_bear_is_refused(settings, message):
+    job = assemble.load(JOB, settings.split())
+    assert any(message in found for found in assemble.mistakes(job, 4)), assemble.mistakes(job, 4)
+
+
+def test_wrong_faults_are_refused():
+    with pytest.raises(JobError, match="faults.lost"):
+        assemble.load({"faults": {"lost": 1.0}})
+
+
+def test_the_dry_run_counts_copies_and_deposits():
+    from mpigossip.training.costs import exchanges, subject
+
+    waiting, free = (
+        exchanges(subject(assemble.load(JOB, [f"node.mixer={mixer}"]))[0], 4)
+        for mixer in ("synchronous", "asynchronous")
+    )
+    assert free.bytes_per_step == 2 * waiting.bytes_per_step > 0
+
+
+def test_ranks_refuse_faults_of_the_simulator():
+    world = SimpleNamespace(comm=object(), together=lambda *_: contextlib.nullcontext())
+    with pytest.raises(JobError, match="only `mpigossip simulate` invents some"):
+        assemble.assemble(assemble.load(JOB, ["faults.lost=0.1"]), world, 2)

@@ -1,0 +1,339 @@
+"""Transports equal the simulator to the last bit, under random delays; mutants of them don't."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.graphs import GraphError, graph
+from mpigossip.mixing import stream
+from mpigossip.mixing import wire as wires
+from mpigossip.mixing.base import Kind, Layout, combine
+from mpigossip.mixing.kernels import native
+from mpigossip.mixing.simulated import Simulated
+
+GRAPHS = (
+    "exponential",
+    "one-peer-exponential",
+    "one-peer-hypercube",
+    "ring",
+    "complete",
+    "identity",
+    "star",
+    "random-matching",
+    "base-3",
+)
+LAYOUT = Layout(widths=(1024, 1024), vectors=2, scalars=1)
+SIZES = (1, 2, 3, 4, 6, 8)
+
+
+def fill(out, step, nodes):
+    """The same numbers for a node wherever it lives."""
+    for slot, segment in enumerate(out):
+        for part, array in enumerate(segment):
+            for row, node in enumerate(nodes):
+                draw = np.random.default_rng([step, slot, part, node])
+                array[row] = torch.from_numpy(draw.standard_normal(array.shape[1]))
+
+
+def kinds_of(steps, seed):
+    draw = random.Random(seed)
+    return [draw.choice([Kind.GOSSIP] * 4 + [Kind.GLOBAL, Kind.LOCAL]) for _ in range(steps)]
+
+
+def graphs_for(n, names=GRAPHS):
+    for name in names:
+        try:
+            yield name, graph(name, n)
+        except GraphError:
+            assert name == "one-peer-hypercube" and n & (n - 1)
+
+
+def compare(comm, names, same_host, steps, first=0, delay=0.004, mutate=None, layout=LAYOUT):
+    """Run windows beside the simulator on every rank; {graph: rank-rounds that differ}."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.mixing.windows import Windows
+
+    torch.set_num_threads(1)
+    world = World(comm)
+    delays, found = random.Random(comm.rank), {}
+    for name, made in graphs_for(comm.size, names):
+        mixer = Windows(
+            made, layout, world, same_host=same_host, timeout_s=30 if mutate is None else 3
+        )
+        if same_host == "put" and len(name) % 2:  # else the message is a single piece
+            mixer._cut(mixer._push, 4096)
+        if mutate is not None:
+            mutate(mixer)
+        reference, t, wrong = Simulated(made, layout), first, 0
+        for step, kind in enumerate(kinds_of(steps, seed=1)):
+            mine, all_nodes = mixer.outbox(t), reference.outbox(t)
+            fill(mine, step, [comm.rank])
+            fill(all_nodes, step, range(comm.size))
+            for one in (mixer, reference):
+                one.start(kind, t)
+                time.sleep(delays.random() * delay * (delays.random() < 0.2))
+            (_, mixed), (_, expected) = mixer.finish(), reference.finish()
+            for segment, wanted in zip(mixed, expected, strict=True):
+                for array, rows in zip(segment, wanted, strict=True):
+                    wrong += not torch.equal(array[0], rows[comm.rank])
+            time.sleep(delays.random() * delay * (delays.random() < 0.2))
+            t += kind is Kind.GOSSIP
+        wrong += mixer.bytes_sent[0] != reference.bytes_sent[comm.rank]
+        mixer.close()
+        found[name] = wrong
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("same_host", ["read", "put"])
+@pytest.mark.parametrize("n", SIZES)
+def test_windows_equal_the_simulator_under_random_delays(ranks, n, same_host):
+    for found in ranks(n)(compare, GRAPHS, same_host, 20, timeout=120):
+        assert found and not any(found.values()), found
+
+
+def test_rounds_may_begin_anywhere(ranks):
+    """A resumed run starts in the middle of the graph's period."""
+    for same_host in ("read", "put"):
+        for found in ranks(3)(compare, GRAPHS, same_host, 12, 7):
+            assert not any(found.values()), found
+
+
+def lossy_by_pieces(comm, name):
+    """Chunks as short as can be, so that a small message has several."""
+    kept = stream.CHUNK
+    stream.CHUNK = wires.CHUNK = 4096
+    try:
+        layout = Layout((9216, 9216), vectors=2, scalars=1, wire=wires.wire(name, kept=0.1))
+        return compare(comm, ["exponential", "random-matching"], "put", 12, layout=layout)
+    finally:
+        stream.CHUNK = wires.CHUNK = kept
+
+
+@pytest.mark.parametrize("name", ["bf16", "qsgd", "top-k"])
+def test_encoded_messages_are_converted_sent_and_summed_by_pieces(ranks, name):
+    for found in ranks(3)(lossy_by_pieces, name):
+        assert found and not any(found.values()), found
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "sign"])
+@pytest.mark.parametrize("size", [1, 5000, 1 << 16, 1 << 30])
+def test_pieces_hold_every_column_once_and_every_byte_in_order(wire, size, monkeypatch):
+    for module in (stream, wires):
+        monkeypatch.setattr(module, "CHUNK", 4096)
+    layout = Layout((9216, 1024), vectors=2, scalars=1, wire=wires.wire(wire))
+    pieces = stream.cut(layout, size)
+    ends = [piece.sent.stop for piece in pieces]
+    assert [piece.sent.start for piece in pieces] == [0, *ends[:-1]]
+    assert ends[-1] == layout.sent_bytes
+    found = [
+        (slot, part, column)
+        for piece in pieces
+        for slot, part, columns in piece.stretches
+        for column in range(columns.start, columns.stop)
+    ]
+    wanted = [(s, p, c) for s, p, columns in layout.stretches for c in range(columns.stop)]
+    assert found == wanted
+    for piece in pieces:
+        slot, part, columns = piece.stretches[0]
+        before = sum(layout.vectors * layout.vector_bytes(w) for w in layout.widths[:slot])
+        before += part * layout.vector_bytes(layout.widths[slot])
+        assert part >= 2 or piece.sent.start == before + layout.vector_bytes(columns.start)
+    assert len(pieces) == {1: 8, 1 << 30: 1}.get(size, len(pieces))
+
+
+# -- mutants: each breaks one rule of the protocol, and the battery must see it --------------------
+
+
+def without_waiting_for_free_places(mixer):
+    mixer._push.room = lambda rank, count: True
+    mixer._push.take_in_free = lambda targets, count: None
+
+
+def free_for_the_next_round(mixer):
+    """The places of round t are freed for t + 1 in place of t + 2."""
+    push, free = mixer._push, mixer._push.free
+    push.free = lambda writers, count: free(writers, count - 1)
+
+
+def counting_global_rounds(mixer):
+    """The graph's clock runs on in GLOBAL rounds."""
+    start, extra = mixer.start, [0]
+
+    def counting(kind, t):
+        start(kind, t + extra[0])
+        extra[0] += kind is Kind.GLOBAL
+
+    mixer.start = counting
+
+
+def without_waiting_for_readers(mixer):
+    mixer._host.await_done = lambda readers, t: None
+
+
+def without_waiting_for_models(mixer):
+    mixer._host.await_ready = lambda sources, t: None
+
+
+def without_waiting_for_pieces(mixer):
+    mixer._push.arrived = lambda rank, number: True
+
+
+def without_waiting_for_the_other_half(mixer):
+    mixer._host.await_half = lambda partner, t: None
+
+
+def caught(comm, mutate, same_host, graphs):
+    """Whether a mutant is seen: wrong numbers, or an error that ends the waiting."""
+    from mpigossip.cluster.ranks import LateError
+    from mpigossip.mixing.tokens import ProtocolError
+
+    try:
+        for delay in (0.02, 0.05, 0.1):  # on a loaded machine the short delays may not be enough
+            found = compare(comm, graphs, same_host, 40, 0, delay, mutate)
+            if comm.allreduce(sum(found.values())):
+                raise AssertionError(f"seen: {found}")
+    except (LateError, ProtocolError) as error:
+        raise AssertionError(f"seen: {error}") from None
+
+
+@pytest.mark.parametrize(
+    "mutate, same_host",
+    [
+        (without_waiting_for_free_places, "put"),
+        (free_for_the_next_round, "put"),
+        (counting_global_rounds, "put"),
+        (counting_global_rounds, "read"),
+        (without_waiting_for_readers, "read"),
+        (without_waiting_for_models, "read"),
+    ],
+)
+def test_a_mutant_of_the_protocol_is_seen(ranks, mutate, same_host):
+    graphs = ["one-peer-exponential", "exponential"]
+    with pytest.raises(Exception, match="seen"):
+        ranks(6)(caught, mutate, same_host, graphs, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "mutate, same_host, name",
+    [
+        (without_waiting_for_the_other_half, "read", "one-peer-hypercube"),
+        (without_waiting_for_pieces, "put", "exponential"),
+    ],
+)
+def test_a_mutant_of_a_faster_way_is_seen(ranks, mutate, same_host, name):
+    with pytest.raises(Exception, match="seen"):
+        ranks(4)(caught, mutate, same_host, [name], timeout=60)
+
+
+def slow_reader(comm, waits):
+    """Whether the average of a pair stays what it was while one of the two reads it slowly."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.mixing.windows import Windows
+
+    world = World(comm)
+    mixer = Windows(graph("one-peer-hypercube", 4), LAYOUT, world, timeout_s=30)
+    if not waits:
+        mixer._host.leave_pair = lambda partner, t: None
+    same = []
+    for t in range(4):
+        fill(mixer.outbox(t), t, [comm.rank])
+        mixer.start(Kind.GOSSIP, t)
+        mixed = mixer.finish()[1][0][0]
+        before = mixed.clone()
+        time.sleep(0.3 * (comm.rank == 1))  # its partners' results are those of rank 0 and its own
+        same.append(torch.equal(mixed, before))
+    mixer.close()
+    world.close()
+    return all(same)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_shared_result_of_a_pair_outlasts_its_slower_reader(ranks, waits):
+    assert ranks(4)(slow_reader, waits) == [True, waits, True, True]
+
+
+# -- the sum ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 7, 512, 40_000, 70_001])
+@pytest.mark.parametrize(
+    "weights", [[0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.1, 0.2, 0.3, 0.4]]
+)
+def test_the_sum_is_the_formula_in_the_order_given(weights, width):
+    arrays = [torch.randn(2, width) for _ in weights]
+    wide = sum(w * a.double() for w, a in zip(weights, arrays, strict=True))
+    assert torch.allclose(combine(weights, arrays, torch.empty(2, width)).double(), wide, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.2, 0.5, 0.3]])
+def test_the_sum_has_the_same_bits_in_place_and_row_by_row(weights):
+    arrays = [torch.randn(3, 40_000) for _ in weights]
+    whole = combine(weights, arrays, torch.empty(3, 40_000))
+    for row in range(3):
+        alone = combine(weights, [a[row : row + 1] for a in arrays], torch.empty(1, 40_000))
+        assert torch.equal(alone[0], whole[row])
+    in_place = [a.clone() for a in arrays]
+    assert torch.equal(combine(weights, in_place, in_place[1]), whole)
+
+
+@pytest.mark.parametrize("width", [1, 3, 2047, 2048, 40_001, native.STREAMED + 5])
+@pytest.mark.parametrize(
+    "weights", [[0.7], [0.5, 0.5], [1 / 3] * 3, [0.2] * 5, [0.3, 0.7], [0.2, 0.5, 0.3], [0.1] * 6]
+)
+def test_the_native_sum_has_the_bits_of_the_pure_one(weights, width, monkeypatch):
+    if native.library() is None:
+        pytest.skip(native.status())
+    memory = torch.randn(len(weights) + 2, width + 1)
+    memory[:, ::7] *= 1e-40  # subnormal numbers too
+    arrays = [row[1:].unsqueeze(0) for row in memory[: len(weights)]]  # at odd addresses
+    out, copy = (row[:width].unsqueeze(0) for row in memory[len(weights) :])
+    combine(weights, arrays, out, copy)
+    monkeypatch.setattr(native, "library", lambda: None)
+    pure, other = torch.empty(1, width), torch.empty(1, width)
+    combine(weights, arrays, pure, other)
+    for one in (out, copy, other):
+        assert torch.equal(one.view(torch.int32), pure.view(torch.int32))
+
+
+def test_without_a_compiler_the_sum_is_pure_and_the_reason_is_told(monkeypatch, tmp_path):
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho no licence today >&2; exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value, reason in (
+        ("CC", str(tmp_path / "nothing"), "no compiler"),
+        ("CC", str(broken), "no licence today"),
+        ("CC", "true", "could not build"),
+        ("MPIGOSSIP_NATIVE", "0", "MPIGOSSIP_NATIVE=0"),
+    ):
+        monkeypatch.setenv(name, value)
+        assert reason in native.status()
+        assert native.library.__wrapped__() is None
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 8])
+def test_the_simulator_multiplies_by_the_mixing_matrix(name, n):
+    for _, made in graphs_for(n, [name]):
+        mixer = Simulated(made, LAYOUT)
+        for t in range(5):
+            fill(mixer.outbox(t), t, range(n))
+            mixer.start(Kind.GOSSIP, t)
+            sent, mixed = mixer.finish()
+            matrix = torch.from_numpy(made.matrix(t))
+            for segment, result in zip(sent, mixed, strict=True):
+                for array, product in zip(segment, result, strict=True):
+                    assert torch.allclose(matrix @ array.double(), product.double(), atol=1e-5)
+
+
+def test_a_message_has_the_stated_bytes():
+    assert LAYOUT.nbytes == 4 * 2 * 2048 + 8 * 2
+    views = LAYOUT.views(torch.zeros(LAYOUT.nbytes, dtype=torch.uint8))
+    assert [[tuple(a.shape) for a in segment] for segment in views] == 2 * [
+        [(1, 1024), (1, 1024), (1, 1)]
+    ]

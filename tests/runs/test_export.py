@@ -1,0 +1,232 @@
+"""What others take out of a run: the model for plain torch, netCDF, TensorBoard, a page in HTML."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.analysis.page import write
+from mpigossip.cluster.ranks import Alone
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.export import to_netcdf, to_tensorboard
+from mpigossip.store.log import read
+from mpigossip.runs import launch
+from mpigossip.training import assemble
+from mpigossip.runs.export import averaged, export
+
+MODULE = '''
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """Norm statistics, a frozen parameter, a tied one, a buffer that isn't saved."""
+
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.first = nn.Conv2d(shape[0], 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 1, bias=False)
+        self.third = nn.Conv2d(8, 8, 1, bias=False)
+        self.third.weight = self.second.weight
+        self.scale = nn.Parameter(torch.full((1,), 0.5), requires_grad=False)
+        self.register_buffer("shift", torch.zeros(1), persistent=False)
+        self.last = nn.Linear(8 * shape[1] * shape[2], classes)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.first(x))) * self.scale + self.shift
+        return self.last(self.third(torch.relu(self.second(x))).flatten(1))
+'''
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a run of three nodes of two slots, on a model of the user's own."""
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "own_net.py").write_text(MODULE)
+    settings = {
+        "run": {"output": str(folder / "run"), "epochs": 3},
+        "data": {"batch": 8, "workers": 0},
+        "model": {"name": "own_net:Net"},
+        "node": {"devices": "cpu:2"},
+        "graph": {"name": "ring"},
+        "schedule": {"lr": 0.3},
+    }
+    sys.path.insert(0, str(folder))
+    with Alone() as alone:
+        summary = launch.train(assemble.load(settings), alone, 3)
+    sys.path.remove(str(folder))
+    yield folder, summary
+    sys.modules.pop("own_net", None)
+
+
+LOAD = {
+    ".safetensors": "from safetensors.torch import load_file\nmodel = Net((1, 8, 8), 10)\n"
+    "model.load_state_dict(load_file({out!r}))",
+    ".pt": "import torch\nmodel = Net((1, 8, 8), 10)\nmodel.load_state_dict(torch.load({out!r}))",
+}
+ACCURACY = """
+import sys; sys.path.insert(0, {folder!r})
+from own_net import Net
+{three}
+assert not any(name.startswith("mpigossip") for name in sys.modules)
+from mpigossip.data.sources import source
+from mpigossip.config import Data
+data = source(Data(), 0)
+inputs, labels = data.test_batch(__import__("numpy").arange(data.test_size))
+print(float((model.eval()(inputs).argmax(1) == labels).double().mean()))
+"""
+
+
+@pytest.mark.parametrize("suffix", LOAD)
+def test_three_lines_of_plain_torch_give_the_model_that_was_evaluated(trained, suffix, monkeypatch):
+    folder, summary = trained
+    monkeypatch.syspath_prepend(folder)
+    out = folder / f"model{suffix}"
+    told = export(Path(summary["checkpoint"]), out)
+    assert told.startswith(f"{out}: the average of 3 nodes at step ") and "note" not in told
+    assert told.splitlines()[-1] == LOAD[suffix].format(out=str(out)).splitlines()[-1].replace(
+        "'", '"'
+    )
+    code = ACCURACY.format(folder=str(folder), three=LOAD[suffix].format(out=str(out)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(summary["accuracy"], abs=1e-9)
+    assert summary["accuracy"] > 0.5
+    assert out.stat().st_mode == (folder / "own_net.py").stat().st_mode
+
+
+def test_a_nodes_own_model_and_the_average(trained, monkeypatch):
+    folder, summary = trained
+    path = Path(summary["checkpoint"])
+    mean = averaged(path, 3)
+    every = [checkpoint.read_node(path, node) for node in range(3)]
+    stacked = np.stack([state.parameters for state in every]).astype(np.float64).mean(0)
+    joined = np.concatenate([mean[name].ravel() for name in every[0].names])
+    np.testing.assert_allclose(joined, stacked, rtol=1e-6, atol=1e-8)
+    slots = [s.arrays[f"buffers/{slot}/norm.running_mean"] for s in every for slot in range(2)]
+    np.testing.assert_allclose(mean["norm.running_mean"], np.mean(slots, axis=0), rtol=1e-5)
+    assert mean["norm.num_batches_tracked"] == every[0].arrays["buffers/0/norm.num_batches_tracked"]
+    monkeypatch.syspath_prepend(folder)
+    export(path, folder / "two.pt", node=2)
+    own = torch.load(folder / "two.pt")
+    packed = np.concatenate([own[name].numpy().ravel() for name in every[2].names])
+    assert (packed == every[2].parameters).all()
+
+
+def test_a_model_that_is_not_here_is_exported_by_the_names_of_the_checkpoint(trained):
+    folder, summary = trained
+    sys.modules.pop("own_net", None)
+    told = export(Path(summary["checkpoint"]), folder / "bare.pt")
+    assert "note: the model couldn't be made here" in told and "own_net" in told
+    state = torch.load(folder / "bare.pt")
+    assert "second.weight" in state and "scale" not in state
+
+
+def test_what_cant_be_exported_is_said(trained):
+    folder, summary = trained
+    path = Path(summary["checkpoint"])
+    with pytest.raises(StoreError, match=r"\.safetensors or \.pt"):
+        export(path, folder / "model.onnx")
+    with pytest.raises(StoreError, match="nodes 0 to 2"):
+        export(path, folder / "model.pt", node=3)
+    with pytest.raises(StoreError, match="make its folder first"):
+        export(path, folder / "no" / "bare.pt")
+    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
+
+
+def test_netcdf_holds_the_log_with_units(trained):
+    xarray = pytest.importorskip("xarray", reason="xarray isn't installed")
+    folder, _ = trained
+    log = read(folder / "run" / "log.h5")
+    to_netcdf(folder / "run" / "log.h5", folder / "log.nc")
+    with xarray.open_dataset(folder / "log.nc", engine="h5netcdf") as steps:
+        np.testing.assert_array_equal(steps.loss, log.steps["loss"])
+        assert steps.loss.dims == ("step", "node") and steps.compute_s.attrs["units"] == "s"
+        assert "training loss" in steps.loss.attrs["long_name"] and "own_net" in steps.attrs["job"]
+        assert steps.attrs["summary_digest"] == log.summary["digest"]
+    with xarray.open_dataset(folder / "log.nc", engine="h5netcdf", group="evaluations") as found:
+        np.testing.assert_array_equal(found.accuracy, log.evaluations["accuracy"])
+
+
+def test_xarray_opens_the_log_itself_without_a_group(trained):
+    xarray = pytest.importorskip("xarray", reason="xarray isn't installed")
+    folder, _ = trained
+    with xarray.open_dataset(folder / "run" / "log.h5", engine="h5netcdf") as steps:
+        np.testing.assert_array_equal(steps.loss, read(folder / "run" / "log.h5").steps["loss"])
+        assert steps.loss.attrs["units"] == "nat" and steps.loss.attrs["long_name"]
+    with h5py.File(folder / "run" / "log.h5") as file:
+        assert file["loss"] == file["steps/loss"]
+
+
+def scalars(folder):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    loaded = reader.EventAccumulator(str(folder))
+    loaded.Reload()
+    return {
+        tag: [(event.step, event.value) for event in loaded.Scalars(tag)]
+        for tag in loaded.Tags()["scalars"]
+    }
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_what_the_log_holds(trained):
+    pytest.importorskip("tensorboard", reason="tensorboard isn't installed")
+    folder, _ = trained
+    log = read(folder / "run" / "log.h5")
+    to_tensorboard(log, folder / "events")
+    shown = scalars(folder / "events")
+    assert [step for step, _ in shown["loss/training"]] == log.steps["step"].tolist()
+    np.testing.assert_allclose(
+        [value for _, value in shown["loss/training"]], log.steps["loss"].mean(1), rtol=1e-6
+    )
+    assert (
+        len(shown["nodes/consensus_distance"])
+        == np.isfinite(log.steps["consensus_distance"][:, 0]).sum()
+    )
+    assert shown["accuracy/test"][-1][1] == pytest.approx(log.evaluations["accuracy"][-1])
+
+
+class Page(HTMLParser):
+    """Tags that were opened and closed, and what would be loaded from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.outside = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+        self.outside += [v for k, v in attrs if k in ("src", "href") and not v.startswith("data:")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_one_page_has_everything_and_loads_nothing(trained):
+    folder, summary = trained
+    finding = {"name": "cores", "text": "1 of <64>", "level": "wrong", "remedy": "--cpu-bind=none"}
+    (folder / "run" / "doctor.json").write_text(json.dumps({"findings": [finding], "wrong": []}))
+    write([folder / "run", folder / "run" / "log.h5"], folder / "page.html")
+    text = (folder / "page.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert page.open == [] and page.outside == []
+    for part in (
+        f"{summary['accuracy']:.4f}", summary["digest"][:16], "1 of &lt;64&gt;", "--cpu-bind=none",
+        "own_net:Net", torch.__version__, "the same job", "data:image/png;base64,",
+    ):  # fmt: skip
+        assert part in text
+    assert len(re.findall("<h2>", text)) == 6
+    with pytest.raises(StoreError, match="doesn't exist"):
+        write([folder / "none"], folder / "no.html")
+    (folder / "run" / "doctor.json").write_text("{")
+    with pytest.raises(StoreError, match=r"doctor\.json"):
+        write([folder / "run"], folder / "no.html")

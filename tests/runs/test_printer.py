@@ -1,0 +1,138 @@
+"""printer.py and overview.py: what a person is shown while a run goes on."""
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.mixing.base import Kind
+from mpigossip.training import assemble
+from mpigossip.training.loop import Record
+from mpigossip.runs.overview import overview
+from mpigossip.runs.printer import Printer
+from mpigossip.runs.run import Run
+
+JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False):
+    """What a printer writes to `stream` in a short run, made up but for its overview."""
+    job = assemble.load(JOB, ["run.steps=20", "run.output=nowhere/else"])
+    with Alone() as alone:
+        assembly = assemble.assemble(job, alone, 4)
+        alone.rank = rank
+        run = Run(assembly, alone, [])
+        mixer = assembly.trainer.mixer
+        printer = Printer(alone, stream, plain_s)
+        printer.start(run.progress, assembly)
+        seconds = {"compute_s": 0.03, "node_s": 0.0, "exchange_s": 0.005, "idle_s": 0.005}
+        for k in range(steps):
+            loss = torch.full((4,), 2.0 - k, dtype=torch.float64)
+            record = Record(k, Kind.GOSSIP, 0.1, loss, loss, loss, float("nan"), seconds)
+            mixer.flown, mixer.waited = mixer.flown + 0.04 * thread, mixer.waited + 0.01
+            printer._shown -= 1.0  # as if a second had gone by
+            printer.step(run.progress, record)
+        assembly.close()
+    return stream.getvalue()
+
+
+def test_a_live_line_on_a_terminal_is_rewritten_and_fits():
+    text = shown(Terminal())
+    lines = text.split("\r\x1b[2K")[1:]
+    assert len(lines) == 5 and "\n" not in "".join(lines)
+    assert re.match(r"step 5/20  loss 0\.0000  [\d,]+ samples/s  ETA \d:\d\d  consen", lines[-1])
+    assert max(map(len, lines)) < 80
+
+
+def test_a_batch_log_gets_one_plain_line_an_interval():
+    assert "step 5/20" not in shown(io.StringIO(), plain_s=30.0)
+    text = shown(io.StringIO(), plain_s=1.5)
+    assert "\r" not in text and "\x1b" not in text
+    assert len(re.findall(r"^step \d/20 .* exchange\+idle 25%$", text, re.MULTILINE)) == 2
+
+
+def test_what_is_hidden_is_said_where_a_thread_exchanges():
+    assert "hidden" not in shown(io.StringIO(), plain_s=1.5)
+    text = shown(io.StringIO(), plain_s=1.5, thread=True)
+    assert len(re.findall(r"exchange\+idle 25%  hidden 75%$", text, re.MULTILINE)) == 2
+
+
+def test_rank_0_alone_speaks():
+    assert shown(io.StringIO(), rank=1, plain_s=0) == ""
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ([], ["4 simulated", "exact average in 2 rounds", "172 kB a node and step (2 model"]),
+        (["graph.name=ring"], ["2 neighbours a round, period 1, spectral gap 0.667"]),
+        (["algorithm.name=parallel", "graph.name=complete"], ["reduce-scatter and all-gather"]),
+        (["node.wire=bf16"], ["bf16 on the wire", "86 kB a node"]),
+        (["graph.name=random-matching"], ["1 neighbour a round, drawn each round"]),
+        (
+            ["algorithm.name=cpsgd", "node.devices=cpu:2"],
+            ["2 slots each (cpu)", "129 kB a node and averaging step", "graph unused"],
+        ),
+        (["graph.name=star", "graph.weights=laplacian"], ["signed weights, spectral gap 0.4"]),
+        (["algorithm.name=dsgd", "graph.name=star", "graph.weights=uniform"], ["mean drifts"]),
+        (["graph.name=identity"], ["not connected: nodes never agree"]),
+    ],
+)
+def test_the_first_screen_says_what_was_built(settings, says, tmp_path):
+    job = assemble.load(JOB, [*settings, f"run.output={tmp_path}"])
+    with Alone() as alone:
+        assembly = assemble.assemble(job, alone, 4)
+        screen = dict(overview(Run(assembly, alone, []).progress, assembly, alone))
+        assembly.close()
+    text = "\n".join(f"{word} {said}" for word, said in screen.items())
+    for part in [*says, "21,386 parameters", "1,437 training and 360 test", str(tmp_path)]:
+        assert part in text
+    lines = text.replace(str(tmp_path), "").splitlines()
+    assert len(screen) <= 12 and max(map(len, lines)) < 100
+
+
+def test_the_memory_said_is_the_memory_held(tmp_path):
+    job = assemble.load(JOB, ["algorithm.name=dsgd", f"run.output={tmp_path}"])
+    with Alone() as alone:
+        assembly = assemble.assemble(job, alone, 2)
+        trainer = assembly.trainer
+        screen = dict(overview(Run(assembly, alone, []).progress, assembly, alone))
+        size = 4 * trainer.replicas.flat.size
+        assembly.close()
+    # one replica whose memory is x itself, one gradient, an outbox, two inbox places
+    said = float(re.match(r"([\d.]+) kB", screen["memory"])[1])
+    np.testing.assert_allclose(said, 5 * size / 1000, rtol=0.01)
+
+
+TALK = """
+import sys
+from mpi4py import MPI
+from mpigossip.cluster.launcher import terminal_of_launcher
+if MPI.COMM_WORLD.rank == 0:
+    print("terminal", terminal_of_launcher())
+"""
+
+
+def test_a_launchers_terminal_is_found_through_its_pipe(mpirun, tmp_path):
+    assert mpirun(1, [sys.executable, "-c", TALK]).stdout.strip() == "terminal None"
+
+
+def test_ranks_say_who_they_are_and_one_speaks(mpirun, tmp_path):
+    words = ["train", str(JOB), "run.steps=2", "node.same_host=put", "node.devices=cpu:2"]
+    done = mpirun(3, [sys.executable, "-m", "mpigossip", *words], timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("3 ranks on 1 host") == 1
+    assert "node 0 takes from 1, 2: put into MPI windows" in done.stdout
+    assert done.stdout.count("\n  files ") == 1 and done.stdout.count("accuracy") == 2
+    assert subprocess.run(["test", "-f", tmp_path / "runs/digits/log.h5"]).returncode == 0

@@ -1,0 +1,180 @@
+"""Full disks, damaged files, and names that would be commands: what a user's bad day brings."""
+
+import ast
+import contextlib
+import io
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpigossip
+from mpigossip.cluster import batch
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.store import checkpoint
+from mpigossip.store.log import read
+from mpigossip.runs import hooks, launch
+from mpigossip.training import assemble
+
+PACKAGE = Path(mpigossip.__file__).parent
+TOOLS = PACKAGE.parent / "tools"
+TINY = ["model.name=mlp", "data.batch=8", "data.workers=0"]
+LARGE = ["model.hidden=[4096]", "checkpoint.keep=1"]  # 2.4 MB a node
+
+
+def train(folder, *settings, nodes=2):
+    job = assemble.load({}, [*TINY, f"run.output={folder}", *settings])
+    with contextlib.redirect_stdout(io.StringIO()):
+        return launch.train(job, Alone(), nodes)
+
+
+def resume(folder, *settings):
+    with contextlib.redirect_stdout(io.StringIO()):
+        return launch.resume(folder, settings, Alone(), None)
+
+
+# -- a full disk ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 16 MiB: room for the log and three checkpoints of `LARGE`."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(disk, leave):
+    """Take all room but so many bytes."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    (disk / "ballast").write_bytes(bytes(max(free - leave, 0)))
+
+
+@pytest.mark.parametrize("leave, where", [(3_000_000, "the checkpoint"), (0, "log.h5")])
+def test_a_full_disk_stops_a_run_that_can_go_on_later(small_disk, leave, where):
+    """Room for the log and for no other checkpoint, then for neither."""
+    run = small_disk / "run"
+    train(run, "run.steps=4", *LARGE)
+    before = checkpoint.digest(checkpoint.latest(run))
+    fill(small_disk, leave)
+    with pytest.raises(ValueError, match="No space left on device") as error:
+        resume(run, "run.steps=8")
+    assert where in str(error.value) and re.search("make room|free space", str(error.value))
+    newest = checkpoint.latest(run)
+    assert newest == checkpoint.folder(run, 4) and not checkpoint.verify(newest)
+    assert checkpoint.digest(newest) == before
+    assert len(read(run / "log.h5").steps["loss"]) >= 4
+    (small_disk / "ballast").unlink()
+    assert resume(run, "run.steps=8")["finished"]
+    assert len(read(run / "log.h5").steps["loss"]) == 8
+
+
+def test_a_run_goes_on_without_checkpoints_where_it_is_to(small_disk, capsys):
+    run = small_disk / "run"
+    settings = ["checkpoint.on_error=continue", "checkpoint.every_steps=4", "run.steps=12"]
+    fill(small_disk, 4_500_000)
+    # a checkpoint that fails can take the room of the log for a moment
+    summary = train(run, *settings, *LARGE, "log.on_error=continue", "log.flush_steps=1")
+    assert summary["finished"] and "digest" not in summary
+    told = capsys.readouterr().err
+    assert told.count("No space left on device") >= 3 and "training goes on" in told
+    assert len(read(run / "log.h5").steps["loss"]) == 12
+
+
+def test_a_log_without_room_is_caught_up_with(small_disk, capsys):
+    """Full from the first step to the last but one, where a user makes room."""
+    run = small_disk / "run"
+    filled = []
+
+    class Filler(hooks.Hook):
+        def step(self, progress, record):
+            if record.index == 0:
+                fill(small_disk, 0)
+                filled.append(True)
+            if record.index == 10:
+                (small_disk / "ballast").unlink()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "own_hooks", lambda *_: [Filler()])
+        train(run, "run.steps=12", "log.flush_steps=2", "log.on_error=continue")
+    assert filled and capsys.readouterr().err.count("what was to be logged is kept") >= 4
+    assert read(run / "log.h5").steps["step"].tolist() == list(range(12))
+
+
+# -- damaged files --------------------------------------------------------------------------------
+
+
+def test_damaged_files_are_refused_in_words():
+    done = subprocess.run(
+        [sys.executable, TOOLS / "labs" / "fuzz.py", "--count", "12"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("12 x") == 3
+
+
+# -- names that would be commands -----------------------------------------------------------------
+
+
+def calls(tree):
+    """Every name that is called or imported, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((f"import {alias.name}", node) for alias in node.names)
+
+
+def test_nothing_evaluates_or_unpickles_what_it_reads():
+    """Pickle is for the socket between a process and its own workers; os.system for nobody."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for name, node in calls(ast.parse(path.read_text())):
+            shell = any(k.arg == "shell" for k in getattr(node, "keywords", ()))
+            bad = name in ("eval", "exec", "os.system", "os.popen", "torch.load", "marshal.loads")
+            if bad or shell or "pickle" in name or "shelve" in name or name == "numpy.load":
+                found.add((path.relative_to(PACKAGE).as_posix(), name))
+    assert {name for name, _ in found} <= {"data/worker.py"}, found
+
+
+HOSTILE = ["; touch HERE", "$(touch HERE)", "`touch HERE`", "'; touch HERE; '", "&& touch HERE #"]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("site", ["generic-slurm", "generic-pbs", "generic-flux"])
+def test_a_batch_script_never_runs_what_a_name_says(site, text, tmp_path):
+    """The script is run, with the launcher and the schedulers' commands replaced by `true`."""
+    wish = batch.Wish(nodes=1, seconds=600, name=text, venv=None, launcher="true")
+    made = batch.script(
+        batch.read_site(site), f"job{text}.toml", [f"run.name={text}"], Path(f"runs/{text}"), wish
+    )
+    script = tmp_path / "script"
+    script.write_text(made)
+    env = {"PATH": os.environ["PATH"], "PBS_O_WORKDIR": str(tmp_path), "SLURM_JOB_ID": "1"}
+    subprocess.run(["bash", script], cwd=tmp_path, env=env, capture_output=True, timeout=30)
+    assert [path.name for path in tmp_path.iterdir()] == ["script"]
+    for asked in ("account", "partition", "qos"):
+        with pytest.raises(JobError, match=asked):
+            one = batch.Wish(nodes=1, seconds=600, **{asked: text})
+            batch.script(batch.read_site(site), "job.toml", [], Path("run"), one)
+
+
+def test_files_get_the_rights_that_the_user_wants(tmp_path):
+    before = os.umask(0o027)
+    try:
+        train(tmp_path / "run", "run.steps=2")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "run").rglob("*"):
+        wanted = 0o750 if path.is_dir() else 0o640
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path

@@ -1,0 +1,383 @@
+"""Whole runs: simulated equals ranks, a resumed run equals one that never stopped, and more."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.mixing.base import Kind
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.log import read
+from mpigossip.runs import launch
+from mpigossip.training import assemble
+from mpigossip.training.loop import NotFinite
+
+ALGORITHMS = [
+    "algorithm.name=dmsgd",
+    "algorithm.name=dmsgd algorithm.momentum=delayed",
+    "algorithm.name=dmsgd-vanilla algorithm.local=nesterov algorithm.weight_decay=1e-3 "
+    "algorithm.decay_all=false algorithm.clip_norm=1.0",
+    "algorithm.name=dsgd algorithm.style=awc algorithm.local=adamw schedule.lr=0.01 "
+    "algorithm.decoupled_decay=0.01",
+    "algorithm.name=dsgd algorithm.accumulate=2",
+]
+GRAPHS = [
+    "exponential",
+    "one-peer-exponential",
+    "ring",
+    "complete",
+    "identity",
+    "one-peer-hypercube",
+]
+ORDERS = ["graph.order=permuted", "graph.order=uniform"]
+
+
+def job(*settings, folder=None):
+    base = ["data.batch=2", "run.epochs=1", "log.consensus_every=3", "schedule.scale=none"]
+    base += [f"run.output={folder}"] if folder else []
+    flat = [part for setting in settings for part in setting.split()]
+    return assemble.load({"model": {"name": "lenet"}}, [*base, *flat])
+
+
+def trained(world, n, settings, steps):
+    """Parameters of the nodes that live here after some steps, (rows, P), and the losses."""
+    assembly = assemble.assemble(job(*settings), world, n)
+    losses = [assembly.trainer.step().loss.numpy() for _ in range(steps)]
+    full = assembly.trainer.replicas.full[-1].clone().numpy()
+    assembly.close()
+    return full, np.array(losses)
+
+
+def cases(n):
+    """Every algorithm with a graph, every graph with an algorithm, for n nodes."""
+    for algorithm in ALGORITHMS:
+        yield [algorithm]
+    yield ["algorithm.name=parallel"]
+    for graph in GRAPHS:
+        if graph != "one-peer-hypercube" or not n & (n - 1):
+            yield ["algorithm.name=dmsgd", f"graph.name={graph}"]
+    for order in ORDERS:
+        yield ["algorithm.name=dsgd", order]
+
+
+def all_cases_on_ranks(comm, slots, same_host):
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    world = World(comm)
+    node = f"node.devices=cpu:{slots}", f"node.same_host={same_host}", "node.timeout_s=30"
+    found = [trained(world, comm.size, [*settings, *node], 5) for settings in cases(comm.size)]
+    world.close()
+    return found
+
+
+_SIMULATED: dict = {}
+
+
+def simulated(n, slots):
+    if (n, slots) not in _SIMULATED:
+        torch.set_num_threads(1)
+        node = f"node.devices=cpu:{slots}"
+        _SIMULATED[n, slots] = [trained(Alone(), n, [*settings, node], 5) for settings in cases(n)]
+    return _SIMULATED[n, slots]
+
+
+@pytest.mark.parametrize("same_host", ["read", "put"])
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8])
+def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, slots, same_host):
+    got = ranks(n)(all_cases_on_ranks, slots, same_host, timeout=150)
+    for index, settings in enumerate(cases(n)):
+        full, losses = simulated(n, slots)[index]
+        assert (np.concatenate([rank[index][0] for rank in got]) == full).all(), settings
+        assert (np.concatenate([rank[index][1] for rank in got], axis=1) == losses).all(), settings
+
+
+@pytest.mark.parametrize("local", ["momentum", "adamw"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_parallel_sgd_is_a_plain_loop_on_the_joined_batch(local, slots):
+    n = 4
+    made = job(
+        "algorithm.name=parallel",
+        f"algorithm.local={local}",
+        "schedule.lr=0.01",
+        "algorithm.weight_decay=1e-3",
+        f"node.devices=cpu:{slots}",
+        "model.name=mlp",
+    )
+    assembly = assemble.assemble(made, Alone(), n)
+    module = assemble.make_model(made, assembly.source)
+    rate = assembly.trainer.settings.rate
+    if local == "momentum":
+        plain = torch.optim.SGD(module.parameters(), 1.0, momentum=0.9, weight_decay=1e-3)
+    else:  # weight_decay is part of the gradient, as in torch's Adam
+        plain = torch.optim.Adam(module.parameters(), 1.0, weight_decay=1e-3)
+    for step in range(50):
+        batches = assembly.loader.step(step)
+        inputs = torch.cat([b.inputs for b in batches])
+        targets = torch.cat([b.targets for b in batches])
+        plain.param_groups[0]["lr"] = rate(step)
+        plain.zero_grad()
+        torch.nn.functional.cross_entropy(module(inputs), targets).backward()
+        plain.step()
+        assembly.trainer.step()
+    flat = assembly.trainer.replicas.flat
+    ours = flat.views(assembly.trainer.replicas.full[0][n - 1])
+    theirs = dict(module.named_parameters())
+    for name, value in zip(flat.names, ours, strict=True):
+        assert torch.allclose(value, theirs[name], atol=2e-5, rtol=1e-4), name
+    full = assembly.trainer.replicas.full[0]
+    assert (full == full[0]).all(), "all nodes hold the same bits"
+    assembly.close()
+
+
+def quietly(function, *args):
+    with contextlib.redirect_stdout(io.StringIO()):
+        return function(*args)
+
+
+DETERMINISTIC = [
+    "loss",
+    "lr",
+    "kind",
+    "gradient_norm",
+    "mixed_distance",
+    "consensus_distance",
+    "bytes_sent",
+]
+
+
+NORMS = "algorithm.name=dmsgd model.name=resnet20 data.batch=1 run.steps=12"
+AHEAD = "algorithm.name=dsgd algorithm.local=adamw algorithm.style=awc schedule.lr=0.01"
+DRAWN = "algorithm.name=dmsgd graph.order=permuted"
+
+
+@pytest.mark.parametrize(
+    "settings, stop",
+    [(NORMS, 1), (NORMS, 7), *((s, stop) for s in (AHEAD, DRAWN) for stop in (1, 7, 30, 44))],
+)
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, settings, stop):
+    settings = ["data.batch=16", "run.epochs=2", "checkpoint.keep=9", *settings.split()]
+    whole = job(*settings, folder=tmp_path / "whole")
+    summary = quietly(launch.train, whole, Alone(), 2)
+    quietly(launch.train, job(*settings, f"run.steps={stop}", folder=tmp_path / "cut"), Alone(), 2)
+    end = f"run.steps={summary['steps']}"
+    again = quietly(launch.resume, tmp_path / "cut", [end], Alone(), None)
+    assert again["digest"] == summary["digest"]
+    one, other = (read(tmp_path / name / "log.h5") for name in ("whole", "cut"))
+    for name in DETERMINISTIC:
+        assert np.array_equal(one.steps[name], other.steps[name], equal_nan=True), name
+    for first, second in zip(
+        *(
+            [checkpoint.read_node(checkpoint.latest(tmp_path / name), node) for node in range(2)]
+            for name in ("whole", "cut")
+        ),
+        strict=True,
+    ):
+        assert first.arrays.keys() == second.arrays.keys()
+        for name, array in first.arrays.items():
+            assert np.array_equal(array, second.arrays[name]), name
+
+
+def test_a_run_stops_at_the_file_stop_and_goes_on(tmp_path):
+    made = job("run.epochs=2", folder=tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    summary = quietly(launch.train, made, Alone(), 2)
+    assert not summary["finished"] and summary["steps"] < 20
+    assert not (tmp_path / "run" / "STOP").exists()
+    assert quietly(launch.train, made, Alone(), 2)["finished"]
+
+
+@pytest.mark.parametrize("local, lr", [("momentum", 0.1), ("adamw", 0.01)])
+def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
+    """8 -> 3 -> 5 nodes, then 2 slots: from the exact average, the epoch going on where it was."""
+    settings = [
+        "algorithm.name=dsgd",
+        f"algorithm.local={local}",
+        "run.epochs=8",
+        f"schedule.lr={lr}",
+        "data.batch=8",
+        "model.name=mlp",
+    ]
+    folder, summary = tmp_path / "run", {}
+    quietly(launch.train, job(*settings, "run.steps=45", folder=folder), Alone(), 8)
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        launch.resume(folder, ["run.steps=46"], Alone(), 3)
+    assert "exact average of 8 nodes" in told.getvalue() and "averaged: " in told.getvalue()
+    for n, extra, until in ((5, [], 150), (5, ["node.devices=cpu:2"], "none")):
+        summary = quietly(launch.resume, folder, [f"run.steps={until}", *extra], Alone(), n)
+    assert summary["finished"] and abs(summary["epochs"] - 8) < 1e-9
+    assert summary["accuracy"] > 0.9
+    assert len(read(folder / "log.h5").steps["loss"]) == summary["steps"]
+
+
+def test_another_batch_goes_on_at_the_same_part_of_the_epoch(tmp_path):
+    settings = ["model.name=mlp", "data.batch=8", "run.epochs=3"]
+    quietly(launch.train, job(*settings, "run.steps=45", folder=tmp_path), Alone(), 2)
+    change = ["data.batch=16", "run.steps=none"]
+    summary = quietly(launch.resume, tmp_path, change, Alone(), None)
+    # 1437 samples: 89 steps an epoch before, 44 now; 45 steps are half an epoch
+    assert summary["epochs"] == 3 and summary["steps"] == 45 + 3 * 44 - round(44 * 45 / 89)
+
+
+def test_run_steps_counts_all_steps_also_with_other_nodes(tmp_path):
+    settings = ["model.name=mlp", "data.batch=8"]
+    quietly(launch.train, job(*settings, "run.steps=12", folder=tmp_path), Alone(), 2)
+    assert quietly(launch.resume, tmp_path, ["run.steps=24"], Alone(), 4)["steps"] == 24
+
+
+def test_a_run_killed_before_its_summary_gets_one(tmp_path, monkeypatch):
+    from mpigossip.store.log import LogWriter
+
+    made = job("model.name=mlp", "run.steps=4", folder=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(LogWriter, "summary", lambda self, values: None)
+        first = quietly(launch.train, made, Alone(), 2)
+    again = quietly(launch.train, made, Alone(), 2)
+    assert again["digest"] == first["digest"] and again["accuracy"] == first["accuracy"]
+    assert read(tmp_path / "log.h5").summary["digest"] == first["digest"]
+
+
+def failing_digest(comm, folder):
+    """A file that only rank 0 can't read: all ranks end with its message, none waits."""
+    from mpigossip.cluster.ranks import World
+
+    def unreadable(path):
+        raise StoreError("node-0000.h5: stale file handle")
+
+    torch.set_num_threads(1)
+    with World(comm) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "digest", unreadable)
+        with pytest.raises(ValueError) as raised:
+            quietly(launch.train, job("run.steps=2", folder=folder), world, comm.size)
+        return str(raised.value)
+
+
+def test_a_mistake_of_one_rank_ends_all(ranks, tmp_path):
+    found = ranks(2)(failing_digest, str(tmp_path), timeout=60)
+    assert found[0] == found[1] and "stale file handle" in found[0]
+
+
+def test_a_method_with_other_state_begins_anew_and_says_so(tmp_path):
+    quietly(launch.train, job("run.steps=3", folder=tmp_path), Alone(), 2)
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        change = ["algorithm.name=dsgd", "algorithm.local=adamw", "run.steps=5"]
+        launch.resume(tmp_path, change, Alone(), None)
+    assert "dropped: momentum, begun anew: first, second" in told.getvalue()
+    with pytest.raises(ValueError, match="holds another model"):
+        launch.resume(tmp_path, ["model.name=mlp", "run.steps=6"], Alone(), None)
+
+
+def test_another_job_is_kept_out_of_a_run_directory(tmp_path):
+    quietly(launch.train, job("run.steps=2", folder=tmp_path), Alone(), 1)
+    with pytest.raises(ValueError, match=r"another job.*data\.batch = 3.*run\.output"):
+        launch.train(job("run.steps=2", "data.batch=3", folder=tmp_path), Alone(), 1)
+    with launch.locked(tmp_path, Alone()), pytest.raises(ValueError, match="in use by process"):
+        launch.train(job("run.steps=2", folder=tmp_path), Alone(), 1)
+
+
+def test_a_loss_that_is_no_number_names_step_and_node(tmp_path):
+    made = job("schedule.lr=1e30", "algorithm.name=dsgd", folder=tmp_path)
+    with pytest.raises(NotFinite, match=r"loss of node \d is .* at step \d+"):
+        quietly(launch.train, made, Alone(), 2)
+
+
+def test_evaluation_is_of_the_average_and_training_goes_on_unchanged():
+    from mpigossip.training.evaluate import evaluate
+
+    def steps(evaluating):
+        assembly = assemble.assemble(job("graph.name=ring"), Alone(), 3)
+        for _ in range(4):
+            assembly.trainer.step()
+            if evaluating:
+                found = evaluate(assembly.trainer.replicas, assembly.trainer.mixer, assembly.loader)
+                assert 0 <= found.accuracy <= 1 and len(found.local_accuracy) == 3
+        return assembly.trainer.replicas.full[0]
+
+    assert (steps(False) == steps(True)).all()
+
+
+def test_local_steps_send_nothing_and_global_ones_agree():
+    for name, kind in (("never", Kind.LOCAL), ("global", Kind.GLOBAL)):
+        assembly = assemble.assemble(job(f"cadence.name={name}"), Alone(), 3)
+        record = assembly.trainer.step()
+        full = assembly.trainer.replicas.full[0]
+        assert record.kind is kind and assembly.trainer.round == 0
+        assert (sum(record.bytes_sent) > 0) == (kind is Kind.GLOBAL)
+        assert (full == full[0]).all().item() == (kind is Kind.GLOBAL)
+
+
+@pytest.mark.parametrize(
+    "settings, n, message",
+    [
+        ("graph.name=one-peer-hypercube", 6, r"power of two nodes, got 6; .*base-2"),
+        ("algorithm.local=momentum", 2, r'"dmsgd" has its own local step'),
+        ("algorithm.name=dsgd algorithm.local=moment", 2, r"choose one of sgd, momentum"),
+        ("data.batch=64", 40, r"training samples but takes 64"),
+        ("data.source=nowhere.h5", 2, r"nowhere\.h5"),
+        ("node.devices=cuda:0", 2, r"sees no GPU"),
+        ("algorithm.name=parallel cadence.name=never", 2, r"every step"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings, n, message):
+    if "cuda" in settings and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(ValueError, match=message):
+        assemble.assemble(job(settings), Alone(), n)
+
+
+def memory_growth(comm, same_host, graph):
+    """Growth of the rank's PSS in a run of steps after start-up, in bytes, and what is allowed."""
+    from mpigossip.algorithms import build
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    world = World(comm)
+    count = 25_000_000
+    made = job(
+        "model.name=mlp",
+        f"model.hidden=[{count // 80}]",
+        "data.batch=1",
+        "algorithm.name=dmsgd",
+        f"graph.name={graph}",
+        f"node.same_host={same_host}",
+        "log.consensus_every=0",
+    )
+    before = pss()
+    world.barrier()
+    assembly = assemble.assemble(made, world, comm.size)
+    for _ in range(3):
+        assembly.trainer.step()
+    world.barrier()
+    grown = pss() - before
+    flat = assembly.trainer.replicas.flat
+    method = build("dmsgd", None, {}, 0)
+    degree = assembly.graph.degree
+    allowed = 4 * flat.size * (1 + 1 + 1 + method.vectors * (1 + 2 * degree))
+    world.barrier()
+    assembly.close()
+    world.close()
+    return grown, allowed, flat.count
+
+
+def pss():
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(
+        next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1]
+    )
+
+
+@pytest.mark.parametrize("same_host", ["read", "put"])
+@pytest.mark.parametrize("graph", ["one-peer-exponential", "exponential"])
+def test_memory_grows_by_what_is_stated(ranks, same_host, graph):
+    n = 2 if graph.startswith("one") else 4
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("needs Linux's /proc/self/smaps_rollup")
+    for grown, allowed, count in ranks(n)(memory_growth, same_host, graph, timeout=120):
+        assert count > 20_000_000
+        assert grown <= 1.15 * allowed, f"{grown / allowed:.3f} of what is stated"

@@ -1,0 +1,111 @@
+"""Checkpoints in the background: they don't hold up training, and a failing disk is handled."""
+
+import contextlib
+import io
+import threading
+
+import pytest
+import torch
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.log import read
+from mpigossip.runs import launch
+from mpigossip.training import assemble
+
+
+def job(folder, *settings):
+    base = ["data.batch=8", "run.steps=24", "checkpoint.every_steps=6", f"run.output={folder}"]
+    return assemble.load({"model": {"name": "mlp"}}, [*base, *settings])
+
+
+def quietly(function, *args):
+    with contextlib.redirect_stdout(io.StringIO()):
+        return function(*args)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """The writer is held until later steps have run; what it writes is the step that it saw."""
+    later, seen, write = threading.Event(), [], checkpoint.write_node
+    from mpigossip.training.loop import Trainer
+
+    step = Trainer.step
+
+    def stepping(self):
+        if self.index >= 9:
+            later.set()
+        return step(self)
+
+    def held(folder, node, state):
+        assert later.wait(30), "training waited for the disk"
+        seen.append(int(state.numbers["index"]))
+        return write(folder, node, state)
+
+    monkeypatch.setattr(Trainer, "step", stepping)
+    monkeypatch.setattr(checkpoint, "write_node", held)
+    quietly(launch.train, job(tmp_path / "a", "checkpoint.keep=9"), Alone(), 2)
+    assert seen[:2] == [6, 6] and checkpoint.steps(tmp_path / "a") == [6, 12, 18, 24]
+    monkeypatch.undo()
+    quietly(launch.train, job(tmp_path / "b", "run.steps=6"), Alone(), 2)
+    early, late = (checkpoint.folder(tmp_path / name, 6) for name in "ab")
+    assert checkpoint.digest(early) == checkpoint.digest(late)
+
+
+def test_snapshots_use_one_memory_over_and_over(tmp_path, monkeypatch):
+    places, write = set(), checkpoint.write_node
+
+    def noting(folder, node, state):
+        places.add((node, state.parameters.ctypes.data, state.parameters.ctypes.data % 4096))
+        return write(folder, node, state)
+
+    monkeypatch.setattr(checkpoint, "write_node", noting)
+    quietly(launch.train, job(tmp_path, "checkpoint.keep=9"), Alone(), 2)
+    assert len(places) == 2 and {rest for *_, rest in places} == {0}
+    assert len({checkpoint.digest(checkpoint.folder(tmp_path, at)) for at in (6, 12, 18)}) == 3
+
+
+def failing(at):
+    write = checkpoint.write_node
+
+    def fail(folder, node, state):
+        if state.numbers["index"] >= at and node == 1:
+            raise StoreError("node-0001.h5: No space left on device")
+        return write(folder, node, state)
+
+    return fail
+
+
+def test_a_full_disk_stops_the_run_and_earlier_checkpoints_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "write_node", failing(12))
+    with pytest.raises(ValueError, match=r"step 12.*No space left.*on_error"):
+        quietly(launch.train, job(tmp_path), Alone(), 2)
+    newest = checkpoint.latest(tmp_path)
+    assert newest == checkpoint.folder(tmp_path, 6) and not checkpoint.verify(newest)
+    monkeypatch.undo()
+    assert quietly(launch.train, job(tmp_path), Alone(), 2)["finished"]
+
+
+def test_a_full_disk_is_said_and_survived_where_the_job_wants_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "write_node", failing(12))
+    summary = launch.train(job(tmp_path, "checkpoint.on_error=continue"), Alone(), 2)
+    assert summary["finished"] and "digest" not in summary
+    assert capsys.readouterr().err.count("training goes on") == 3
+    assert checkpoint.steps(tmp_path) == [6]
+    assert len(read(tmp_path / "log.h5").steps["loss"]) == 24
+
+
+def under_mpi(comm, folder):
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    with World(comm) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write_node", failing(12))
+        with pytest.raises(ValueError) as raised:
+            quietly(launch.train, job(folder), world, comm.size)
+        return str(raised.value)
+
+
+def test_all_ranks_stop_where_one_disk_is_full(ranks, tmp_path):
+    first, *others = ranks(3)(under_mpi, str(tmp_path))
+    assert "No space left" in first and all(other == first for other in others)
+    assert checkpoint.steps(tmp_path) == [6]

@@ -1,0 +1,137 @@
+"""watch.py and the stop requests of hooks.py: the clock, stragglers, divergence."""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import load
+from mpigossip.runs.hooks import Stopper
+from mpigossip.runs.watch import Divergence, Straggler, WallClock, end_of_allocation, watchers
+
+JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
+MAIN = [sys.executable, "-m", "mpigossip"]
+SHORT = ["data.batch=4", "data.workers=0", "run.evaluate_every=0"]
+
+
+def test_the_end_is_the_earliest_that_is_known():
+    now = time.time()
+    assert end_of_allocation(0, {}) is None
+    assert end_of_allocation(0, {"SLURM_JOB_END_TIME": "nonsense"}) is None
+    later, soon = str(int(now) + 500), str(int(now) + 100)
+    assert end_of_allocation(0, {"SLURM_JOB_END_TIME": later}) == float(later)
+    both = {"SLURM_JOB_END_TIME": later, "MPIGOSSIP_END_TIME": soon}
+    assert end_of_allocation(0, both) == float(soon)
+    assert now + 9 < end_of_allocation(10, both) < now + 20
+    assert end_of_allocation(0, {"MPIGOSSIP_END_TIME": str(int(now) - 5)}) is None
+
+
+def clock(end, gaps, lag=0):
+    """The time at which a clock asks to stop, for steps that take `gaps` seconds."""
+    at = [0.0]
+    watch = WallClock(end, lag, now=lambda: at[0])
+    for gap in gaps:
+        if watch.over():
+            return at[0]
+        at[0] += gap
+    return None
+
+
+def test_the_reserve_grows_with_steps_saves_and_agreement():
+    assert clock(None, [1.0] * 1000) is None
+    assert clock(1000.0, [1.0] * 2000) == pytest.approx(948, abs=1)  # 5 % and two steps
+    assert clock(1000.0, [1.0] * 2000, lag=8) == pytest.approx(940, abs=1)
+    assert clock(60.0, [1.0] * 200) == pytest.approx(53, abs=1)  # 5 s at least
+    assert clock(100_000.0, [10.0] * 20_000) == pytest.approx(99_860, abs=10)  # 2 min at most
+    slow_save = [1.0] * 100 + [40.0] + [1.0] * 2000
+    assert clock(1000.0, slow_save) == pytest.approx(870, abs=2)
+
+
+def rows(compute, idle=None):
+    compute = np.asarray(compute, float)
+    longest = compute.max(axis=1, keepdims=True)
+    return {"compute_s": compute, "idle_s": longest - compute, "loss": np.ones_like(compute)}
+
+
+def test_a_straggler_is_named_once_it_has_lasted_and_again_after_a_recovery():
+    watch = Straggler(times=2.0, seconds=25.0, hosts=("a", "b", "c", "d"))
+    even, slow = rows([[1, 1, 1, 1]] * 10), rows([[1, 1, 3, 1]] * 5)
+    assert watch.see(0, even) == []
+    assert watch.see(10, slow) == []  # 15 s
+    (line,) = watch.see(15, slow)
+    for text in ("node 2 on c", "3 s of compute", "3.0 x the median of 4 nodes", "30 s", "step 20"):
+        assert text in line
+    assert watch.see(20, slow) == []  # said already
+    assert watch.see(25, even) == []
+    assert watch.see(35, slow) == []
+    assert len(watch.see(40, slow)) == 1
+
+
+def test_stragglers_of_two_nodes_of_one_and_none_wanted():
+    slow = rows([[1, 3]] * 20)
+    (line,) = Straggler(2.0, 10.0, ("same", "same")).see(0, slow)
+    assert line.startswith("node 1 is a straggler")
+    assert Straggler(2.0, 0.0).see(0, rows([[5]] * 20)) == []
+    assert Straggler(0.0, 0.0).see(0, slow) == []
+    assert len(Straggler(2.0, 1.0).see(0, rows([[1, 1, 1, 9, 9]] * 5))) == 2
+
+
+def distances(values):
+    return {"consensus_distance": np.repeat(np.asarray(values, float)[:, None], 3, axis=1)}
+
+
+def test_divergence_is_growth_within_the_window_from_a_distance_that_matters():
+    nan = float("nan")
+    watch = Divergence(times=10.0, steps=100)
+    assert watch.see(0, distances([1e-9, nan, 5e-3, 9e-3])) == []  # from nothing to little
+    (line,) = watch.see(4, distances([nan, 0.02, 0.03]))
+    assert "2.00e-02 at step 5" in line and "20 x that of step 0" in line
+    assert watch.see(7, distances([0.04])) == []  # said already
+    assert watch.see(300, distances([0.05])) == []  # the start has left the window
+    assert len(watch.see(310, distances([0.6]))) == 1
+    assert len(Divergence(10.0, 100).see(0, distances([1.0, float("inf")]))) == 1
+    assert Divergence(0.0, 100).see(0, distances([1e-3, 1e9])) == []
+
+
+def test_a_job_sets_what_is_watched():
+    straggler, divergence = watchers(
+        load({"log": {"straggler_times": 3, "diverging_times": 0}}).log
+    )
+    assert straggler.see(0, rows([[1, 2.9]] * 100)) == []
+    assert len(straggler.see(100, rows([[1, 3.1]] * 100))) == 1
+    assert divergence.see(0, distances([1e-3, 1e9])) == []
+
+
+@pytest.mark.parametrize("how", ["signal", "file", "clock", "nothing"])
+def test_every_wish_to_stop_is_heard_at_a_step_boundary(tmp_path, how):
+    end = time.time() + 1 if how == "clock" else None
+    with Stopper(Alone(), tmp_path, end) as stopper:
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGUSR2)
+        if how == "file":
+            (tmp_path / "STOP").touch()
+        stopped = [done for done in range(1, 20) if stopper.wants_stop(done)]
+    assert stopped[:1] == ([] if how == "nothing" else [8])
+    assert not (tmp_path / "STOP").exists()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_ranks_stop_short_of_the_end_and_go_on_to_the_same_bits(mpirun, tmp_path):
+    command = [*MAIN, "train", JOB, *SHORT, "run.steps=60"]
+    whole = mpirun(2, [*command, "run.output=whole"], timeout=120, cwd=tmp_path)
+    # less time than is kept for stopping
+    wall_clock = [*command, "run.output=cut", "checkpoint.wall_clock_s=1"]
+    cut = mpirun(2, wall_clock, timeout=120, cwd=tmp_path)
+    assert cut.returncode == 75, cut.stderr
+    assert "stopped, to be resumed at step 8" in cut.stdout
+    resume = [*MAIN, "resume", "cut", "checkpoint.wall_clock_s=0"]
+    again = mpirun(2, resume, timeout=120, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    digest = [re.search(r"digest +(\w{64})", done.stdout)[1] for done in (whole, again)]
+    assert digest[0] == digest[1]

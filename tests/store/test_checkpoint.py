@@ -1,0 +1,404 @@
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from mpigossip.store import StoreError, checkpoint, direct
+from mpigossip.store.checkpoint import NodeState
+
+JOB = '[run]\nname = "größe"\n'
+
+
+def state(node, step=0, size=1000):
+    draw = np.random.default_rng([node, step])
+    return NodeState(
+        parameters=draw.standard_normal(size + 6, dtype=np.float32),
+        names=("conv.weight", "größe", "scale"),
+        shapes=((2, size // 2), (5,), ()),
+        arrays={
+            "state/momentum": draw.standard_normal(size + 6, dtype=np.float32),
+            "state/weight": np.array([[0.5]]),
+            "buffers/0/bn.running_mean": draw.standard_normal(4),
+            "buffers/0/bn.count": np.array(7),
+            "rng/philox": np.arange(4, dtype=np.uint64) + 2**63,
+            "flags": np.array([True, False]),
+            "half": np.ones(3, np.float16),
+            "none": np.zeros((0, 3), np.int8),
+        },
+        numbers={"index": step, "seed": 2**127 + 1, "lr": 0.1, "nan": float("inf"), "kind": "é\n"},
+    )
+
+
+def write(run, step, n=3, size=1000, job=JOB):
+    temporary = checkpoint.begin(run, step)
+    entries = [checkpoint.write_node(temporary, i, state(i, step, size)) for i in range(n)]
+    return checkpoint.commit(
+        temporary, run, step, entries[::-1], job, {"graph": "ring", "loss": 0.5}
+    )
+
+
+def same(a, b):
+    assert (a.names, a.shapes, a.numbers) == (b.names, b.shapes, b.numbers)
+    assert a.arrays.keys() == b.arrays.keys()
+    for one, two in [(a.parameters, b.parameters), *((a.arrays[k], b.arrays[k]) for k in a.arrays)]:
+        assert one.dtype == two.dtype and one.shape == two.shape and (one == two).all()
+
+
+def expected_digest(step, n=3, size=1000):
+    return hashlib.sha256(
+        b"".join(state(i, step, size).parameters.tobytes() for i in range(n))
+    ).hexdigest()
+
+
+def test_round_trip(tmp_path):
+    path = write(tmp_path, 1200)
+    assert path == tmp_path / "checkpoints/step-00001200" == checkpoint.folder(tmp_path, 1200)
+    assert {p.name for p in path.iterdir()} == {
+        "checkpoint.h5",
+        *(f"node-000{i}.h5" for i in range(3)),
+    }
+    for node in range(3):
+        same(checkpoint.read_node(path, node), state(node, 1200))
+    manifest = checkpoint.read_manifest(path)
+    assert (manifest.step, manifest.n, manifest.job) == (1200, 3, JOB)
+    assert manifest.meta == {"graph": "ring", "loss": 0.5}
+    assert [e.file for e in manifest.entries] == [f"node-000{i}.h5" for i in range(3)]
+    assert checkpoint.verify(path) == []
+    assert checkpoint.latest(tmp_path) == path and checkpoint.steps(tmp_path) == [1200]
+
+
+def test_anyone_can_read_it_and_recompute_the_digest(tmp_path):
+    path = write(tmp_path, 5)
+    sha = hashlib.sha256()
+    for node in range(3):
+        with h5py.File(path / f"node-000{node}.h5") as file:
+            assert file["parameters"].chunks is None and file["parameters"].dtype == "<f4"
+            sha.update(file["parameters"][()].tobytes())
+            row = file["layout"][1]
+            assert (row["name"].decode(), row["offset"], row["size"]) == ("größe", 1000, 5)
+            assert json.loads(file["numbers"][()])["seed"] == 2**127 + 1
+    assert sha.hexdigest() == checkpoint.digest(path) == expected_digest(5)
+    with h5py.File(path / "checkpoint.h5") as file:
+        joined = file["parameters"]
+        assert joined.is_virtual and joined.shape == (3, 1006)
+        assert (joined[()] == np.stack([state(i, 5).parameters for i in range(3)])).all()
+        assert file["job"][()].decode() == JOB
+
+
+@pytest.mark.parametrize("way", ["as here", "no O_DIRECT", "refused", "in bits"])
+def test_large_arrays_go_past_the_page_cache_where_that_is_possible(tmp_path, monkeypatch, way):
+    """The file is the same to the byte however the disk takes it, and its checksum that of it."""
+    monkeypatch.setattr(direct, "BLOCK", 1 << 18)
+    size = direct.LARGE // 4 + 100_003
+    aligned = direct.pages(4 * size).view(np.float32)
+    aligned[:] = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
+    arrays = {"off a page": np.arange(size // 2)[1:], "flags": np.arange(direct.LARGE) % 3 == 0}
+    node = NodeState(aligned, ("x",), ((size,),), arrays, {"index": 1})
+    expected = checkpoint.write_node(checkpoint.begin(tmp_path / "a", 1), 0, node)
+    taken, write = [], os.pwrite
+
+    def pwrite(descriptor, data, offset):
+        is_direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        taken.append((is_direct, len(data)))
+        if is_direct and way == "refused":
+            raise OSError(errno.EINVAL, "not this way")
+        return write(
+            descriptor, data[:99_999] if way == "in bits" and not is_direct else data, offset
+        )
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    if way in ("no O_DIRECT", "in bits"):
+        monkeypatch.setattr(direct, "_open_direct", lambda path: None)
+    beside = checkpoint.begin(tmp_path / "b", 1)
+    found = checkpoint.write_node(beside, 0, node)
+    files = [next(tmp_path.glob(f"{name}/checkpoints/*/node-0000.h5")) for name in "ab"]
+    content = files[1].read_bytes()
+    assert found == expected and content == files[0].read_bytes()
+    assert int(found.checksum, 16) == zlib.crc32(content) and len(taken) >= 4
+    path = checkpoint.commit(beside, tmp_path / "b", 1, [found], JOB, {})
+    assert checkpoint.verify(path) == []
+    same(checkpoint.read_node(path, 0), node)
+
+
+def test_empty_model_and_large_text(tmp_path):
+    temporary = checkpoint.begin(tmp_path, 0)
+    bare = NodeState(np.zeros(0, np.float32), (), (), {}, {})
+    entry = checkpoint.write_node(temporary, 0, bare)
+    path = checkpoint.commit(temporary, tmp_path, 0, [entry], "#" * 200_000, {})
+    same(checkpoint.read_node(path, 0), bare)
+    assert len(checkpoint.read_manifest(path).job) == 200_000
+    assert checkpoint.verify(path) == []
+    assert checkpoint.digest(path) == hashlib.sha256(b"").hexdigest()
+
+
+def test_wrong_calls_are_refused(tmp_path):
+    temporary = checkpoint.begin(tmp_path, 1)
+    good = state(0)
+    with pytest.raises(ValueError, match="don't fit"):
+        checkpoint.write_node(
+            temporary, 0, NodeState(good.parameters[1:], good.names, good.shapes, {}, {})
+        )
+    for name, array in (
+        ("a", np.array([{}], object)),
+        ("a//b", np.zeros(1)),
+        ("../x", np.zeros(1)),
+    ):
+        with pytest.raises(ValueError, match="no place in HDF5"):
+            checkpoint.write_node(
+                temporary, 0, NodeState(good.parameters, good.names, good.shapes, {name: array}, {})
+            )
+    entries = [checkpoint.write_node(temporary, i, good) for i in (0, 2)]
+    for wrong in ([], entries, entries[:1] * 2):
+        with pytest.raises(ValueError, match="one entry per node"):
+            checkpoint.commit(temporary, tmp_path, 1, wrong, "", {})
+    (temporary / "node-0000.h5").unlink()
+    with pytest.raises(StoreError, match="file system that all nodes share"):
+        checkpoint.commit(temporary, tmp_path, 1, entries[:1], "", {})
+    assert checkpoint.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("where", ["node-0001.h5", "checkpoint.h5"])
+def test_any_flipped_byte_is_found(tmp_path, where):
+    path = write(tmp_path, 3, size=100)
+    file = path / where
+    data = file.read_bytes()
+    draw = random.Random(4)
+    for at in [0, 511, 512, len(data) - 1, *(draw.randrange(len(data)) for _ in range(40))]:
+        bad = bytearray(data)
+        bad[at] ^= 1 << draw.randrange(8)
+        file.write_bytes(bad)
+        (problem, *rest) = checkpoint.verify(path)
+        assert where in problem and "damaged" in problem and not rest
+        with pytest.raises(StoreError, match="damaged"):
+            checkpoint.read_node(path, 1)
+    file.write_bytes(data)
+    assert checkpoint.verify(path) == []
+
+
+@pytest.mark.parametrize("where", ["node-0001.h5", "checkpoint.h5"])
+def test_truncated_foreign_and_missing_files(tmp_path, where):
+    path = write(tmp_path, 3)
+    older = write(tmp_path, 2)
+    file = path / where
+    data = file.read_bytes()
+    for content in (
+        data[:-1],
+        data[:700],
+        b"",
+        b"\x89HDF\r\n\x1a\n" + bytes(2000),
+        b"no HDF5 " * 99,
+    ):
+        file.write_bytes(content)
+        (problem,) = checkpoint.verify(path)
+        assert str(file) in problem and "\n" not in problem and ";" in problem + ";"
+        with pytest.raises(StoreError):
+            checkpoint.read_node(path, 1)
+        assert checkpoint.latest(tmp_path) == older and checkpoint.steps(tmp_path) == [2]
+    file.unlink()
+    assert str(file) in checkpoint.verify(path)[0]
+    with pytest.raises(StoreError):
+        checkpoint.read_node(path, 1)
+    assert checkpoint.latest(tmp_path) == older
+    for nothing in (tmp_path, tmp_path / "no"):
+        with pytest.raises(StoreError, match="a checkpoint is a directory"):
+            checkpoint.read_manifest(nothing)
+    assert checkpoint.latest(tmp_path / "no") is None
+
+
+def test_wrong_manifest_swapped_and_extra_files(tmp_path):
+    one, two = write(tmp_path, 1), write(tmp_path, 2, n=4)
+    shutil.copy(two / "checkpoint.h5", one / "checkpoint.h5")
+    problems = checkpoint.verify(one)
+    assert "another one's manifest" in problems[0]
+    assert sum("damaged" in p for p in problems) == 3 and "is missing" in problems[-1]
+    three = write(tmp_path, 3)
+    (three / "node-0000.h5").rename(three / "x")
+    (three / "node-0001.h5").rename(three / "node-0000.h5")
+    (three / "x").rename(three / "node-0001.h5")
+    assert len(checkpoint.verify(three)) == 2
+    four = write(tmp_path, 4)
+    shutil.copy(four / "node-0000.h5", four / "node-0003.h5")
+    assert checkpoint.verify(four) == [f"{four / 'node-0003.h5'} isn't in the manifest"]
+
+
+def test_node_out_of_range(tmp_path):
+    path = write(tmp_path, 3)
+    for node in (3, -1):
+        with pytest.raises(StoreError, match=f"nodes 0 to 2, node {node} was asked for"):
+            checkpoint.read_node(path, node)
+
+
+def rewrite(path, change):
+    """Change node 0's content, with a manifest that agrees."""
+    manifest = checkpoint.read_manifest(path)
+    file = path / "node-0000.h5"
+    with h5py.File(file, "r+") as opened:
+        change(opened)
+    entry = manifest.entries[0]._replace(bytes=file.stat().st_size, checksum=checkpoint.crc(file))
+    changed = checkpoint.Manifest(3, 3, JOB, {}, (entry, *manifest.entries[1:]))
+    checkpoint._write_manifest(path / "checkpoint.h5", changed)
+
+
+def test_wrong_content_under_a_right_checksum(tmp_path):
+    def missing(file):
+        del file["parameters"]
+
+    def shape(file):
+        missing(file)
+        file["parameters"] = np.zeros((3, 4), np.float32)
+
+    def kind(file):
+        missing(file)
+        file["parameters"] = np.zeros(1006)
+
+    def objects(file):
+        file.create_dataset("arrays/o", data=["a"], dtype=h5py.string_dtype())
+
+    def huge(file):
+        file.create_dataset("arrays/huge", (1 << 50,), "u1", chunks=(1 << 20,))
+
+    def outside(file):
+        file.create_dataset("arrays/out", (5,), "u1", external=[("/etc/passwd", 0, 5)])
+
+    def text(file):
+        del file["numbers"]
+        file["numbers"] = np.zeros(3)
+
+    def layout(file):
+        del file["layout"]
+        file["layout"] = np.zeros(3)
+
+    def group(file):
+        del file["arrays"]
+
+    path = write(tmp_path, 3)
+    for change in (missing, shape, kind, objects, huge, outside, text, layout, group):
+        shutil.rmtree(path)
+        write(tmp_path, 3)
+        rewrite(path, change)
+        with pytest.raises(
+            StoreError, match=r"node-0000\.h5 doesn't hold what this program writes"
+        ):
+            checkpoint.read_node(path, 0)
+        assert len(checkpoint.verify(path)) == 1
+        same(checkpoint.read_node(path, 1), state(1, 3))
+
+
+def test_the_same_step_again_and_leftovers(tmp_path):
+    path = write(tmp_path, 1, n=2)
+    assert write(tmp_path, 1, n=3) == path
+    assert checkpoint.read_manifest(path).n == 3
+    # Killed between the two renames: the old one counts, and is put back.
+    path.rename(path.with_suffix(".old"))
+    assert checkpoint.latest(tmp_path) == path.with_suffix(".old")
+    assert checkpoint.verify(path.with_suffix(".old")) == []
+    left = checkpoint.begin(tmp_path, 2)
+    (left / "node-0000.h5").write_bytes(b"x")
+    assert checkpoint.latest(tmp_path) == path
+    (tmp_path / "checkpoints/step-00000000.removing").mkdir()
+    checkpoint.begin(tmp_path, 7)
+    assert {p.name for p in path.parent.iterdir()} == {path.name, "step-00000007.writing"}
+    (path.parent / "notes").write_text("mine")
+    (path.parent / "step-00000009").mkdir()
+    assert checkpoint.steps(tmp_path) == [1]
+    assert "a checkpoint is a directory" in checkpoint.verify(path.parent / "step-00000009")[0]
+
+
+def test_prune_keeps_the_newest_whole_ones(tmp_path):
+    paths = [write(tmp_path, step, n=1) for step in (1, 2, 3, 4, 100_000_000)]
+    (paths[3] / "node-0000.h5").unlink()
+    assert checkpoint.prune(tmp_path, 2) == paths[:2]
+    assert checkpoint.steps(tmp_path) == [3, 100_000_000] and paths[3].exists()
+    assert checkpoint.prune(tmp_path, 2) == []
+    with pytest.raises(ValueError, match="keep = 0"):
+        checkpoint.prune(tmp_path, 0)
+
+
+WRITER = """
+import sys, pathlib
+sys.path[:0] = sys.argv[2:]
+from mpigossip.store import checkpoint
+from tests.store.test_checkpoint import write
+run = pathlib.Path(sys.argv[1])
+print("go", flush=True)
+while True:
+    for step in (1, 2, 2, 3):
+        write(run, step, size=100_000)
+        checkpoint.prune(run, 2)
+"""
+
+
+def run_writer(run, code=WRITER):
+    here = Path(__file__).parents[2]
+    command = [sys.executable, "-c", code, str(run), str(here), str(here.parent)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_at_random_moments(tmp_path):
+    draw = random.Random(2)
+    expected = {step: expected_digest(step, size=100_000) for step in (1, 2, 3)}
+    write(tmp_path, 1, size=100_000)
+    for _ in range(15):
+        with run_writer(tmp_path) as writer:
+            assert writer.stdout.readline() == "go\n", writer.stderr.read()
+            time.sleep(draw.uniform(0, 0.25))
+            writer.send_signal(signal.SIGKILL)
+        for path in (tmp_path / "checkpoints").glob("step-????????"):
+            assert checkpoint.verify(path) == []
+        newest = checkpoint.latest(tmp_path)
+        assert newest is not None and checkpoint.verify(newest) == []
+        assert checkpoint.digest(newest) == expected[checkpoint.read_manifest(newest).step]
+
+
+LIMITED = """
+import resource, sys, pathlib
+sys.path[:0] = sys.argv[2:]
+from mpigossip.store import StoreError, checkpoint, direct
+from tests.store.test_checkpoint import write
+run = pathlib.Path(sys.argv[1])
+write(run, 1, size=1000)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    write(run, 2, size=100_000)
+except StoreError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (7_000, 7_000))
+try:
+    write(run, 3, size=1000)
+except StoreError as error:
+    print(error)
+print(checkpoint.verify(checkpoint.latest(run)))
+"""
+
+
+def test_a_full_disk_is_a_clear_error_and_harms_nothing(tmp_path):
+    with run_writer(tmp_path, LIMITED) as writer:
+        out, err = writer.communicate(timeout=60)
+    lines = out.splitlines()
+    assert len(lines) == 3 and lines[2] == "[]", (out, err)
+    assert all("can't be written" in line and "free space" in line for line in lines[:2]), (
+        out,
+        err,
+    )
+    assert checkpoint.steps(tmp_path) == [1]
+    write(tmp_path, 2)
+    assert checkpoint.steps(tmp_path) == [1, 2]
+
+
+def test_an_unwritable_place_is_a_clear_error(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(StoreError, match=r"can't be written.*run\.output"):
+        checkpoint.begin(tmp_path, 1)

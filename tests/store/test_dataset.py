@@ -1,0 +1,240 @@
+"""Packed data sets: packing, opening, and every way in which a file can be wrong."""
+
+import re
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+from mpigossip.data.sources import DIGITS
+from mpigossip.store import StoreError
+from mpigossip.store.dataset import open_dataset, pack, show
+from mpigossip.store.packing import SPLITS, checksum_of
+
+CIFAR = Path(__file__).parents[3] / "shared" / "data" / "cifar10-jpeg.tar.xz"
+
+
+def folder_of_images(root: Path, test: str = "test", mode: str = "RGB", sides=(20, 30)) -> Path:
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 6), (test, 3)):
+        for name in ("ape", "bee", "cat"):
+            place = root / split / name
+            place.mkdir(parents=True)
+            for number in range(count):
+                height, width = rng.integers(*sides, 2, endpoint=True)
+                shape = (height, width, 3) if mode == "RGB" else (height, width)
+                pixels = rng.integers(0, 256, shape, dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{number}.png")
+    return root
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    return pack(folder_of_images(tmp_path / "images"), tmp_path / "out.h5")
+
+
+def test_pack_keeps_files_labels_and_classes(tmp_path):
+    root = folder_of_images(tmp_path / "images")
+    seen = []
+    out = pack(root, tmp_path / "out.h5", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (27, 27)
+    with open_dataset(out) as data:
+        assert data.kind == "images" and data.classes == ("ape", "bee", "cat")
+        assert data.channels == 3 and data.scale == 255
+        assert data.attributes["source"] == str(root.resolve())
+        assert data.train.labels.tolist() == [0] * 6 + [1] * 6 + [2] * 6
+        assert len(data.split("test")) == 9
+        assert data.train.encoded(7) == (root / "train/bee/1.png").read_bytes()
+        with Image.open(root / "train/cat/5.png") as image:
+            assert data.train.sizes[17].tolist() == [image.height, image.width]
+        pixels = [np.asarray(Image.open(path)).reshape(-1, 3) for path in root.glob("train/*/*")]
+        pixels = np.concatenate(pixels) / 255
+        np.testing.assert_allclose(data.mean, pixels.mean(0), atol=1e-6)
+        np.testing.assert_allclose(data.std, pixels.std(0), atol=1e-6)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_pack_val_and_gray_and_smaller(tmp_path):
+    root = folder_of_images(tmp_path / "images", test="val", mode="L")
+    with open_dataset(pack(root, tmp_path / "out.h5", image_size=10)) as data:
+        assert data.channels == 1 and data.mean.shape == (1,)
+        assert data.train.sizes.min() == 10 and data.train.sizes.max() <= 15
+        assert data.train.encoded(0)[:2] == b"\xff\xd8"  # JPEG
+
+
+def test_large_files_take_the_threads(tmp_path):
+    root = folder_of_images(tmp_path / "images", sides=(90, 100))
+    with open_dataset(pack(root, tmp_path / "out.h5")) as data:
+        names = sorted(root.glob("train/*/*"))
+        assert all(data.train.encoded(i) == path.read_bytes() for i, path in enumerate(names))
+
+
+def test_pack_names_bad_files(tmp_path):
+    root = folder_of_images(tmp_path / "images")
+    (root / "train/ape/notes.txt").write_text("not an image")
+    whole = (root / "test/bee/0.png").read_bytes()
+    (root / "test/bee/0.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(StoreError, match="2 of 28 files") as error:
+        pack(root, tmp_path / "out.h5")
+    assert "notes.txt" in str(error.value) and "test/bee/0.png" in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
+
+
+@pytest.mark.parametrize(
+    ("remove", "message"),
+    [
+        ("train", "no folder train/"),
+        ("test", "no folder val/"),
+        ("train/cat", "classes that .* lacks: cat"),
+    ],
+)
+def test_pack_names_missing_folders(tmp_path, remove, message):
+    root = folder_of_images(tmp_path / "images")
+    (root / remove).rename(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match=message):
+        pack(root, tmp_path / "out.h5")
+
+
+def test_pack_refuses_places(tmp_path):
+    root = folder_of_images(tmp_path / "images")
+    with pytest.raises(StoreError, match="is not a folder"):
+        pack(tmp_path / "nothing", tmp_path / "out.h5")
+    with pytest.raises(StoreError, match="can't be written"):
+        pack(root, tmp_path / "nowhere" / "out.h5")
+    with pytest.raises(StoreError, match="image size 0"):
+        pack(root, tmp_path / "out.h5", image_size=0)
+
+
+def test_pack_text(tmp_path):
+    root = tmp_path / "texts"
+    (root / "deep").mkdir(parents=True)
+    (root / "b.txt").write_bytes(b"0123456789" * 10)
+    (root / "deep" / "c.txt").write_bytes(b"x" * 50)
+    (root / "a.txt").write_bytes(b"")
+    (root / ".hidden").write_bytes(b"secret")
+    with open_dataset(pack(root, tmp_path / "out.h5", text=True)) as data:
+        assert data.kind == "text" and data.classes == ("b.txt", "deep/c.txt")
+        assert data.train.array().tobytes() == b"0123456789" * 9 + b"x" * 45
+        assert data.test.encoded(0) == b"0123456789" and data.test.encoded(1) == b"xxxxx"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(StoreError, match="no files with text"):
+        pack(empty, tmp_path / "none.h5", text=True)
+
+
+def test_show(packed):
+    text = show(packed)
+    assert "images, 3 classes" in text and "18 samples" in text and "ape, bee, cat" in text
+    assert "CC BY 4.0" in show(DIGITS) and "1437 samples" in show(DIGITS)
+
+
+def test_missing_folder_and_strange_files(tmp_path):
+    with pytest.raises(StoreError, match="does not exist; make one with: mpigossip data pack"):
+        open_dataset(tmp_path / "none.h5")
+    with pytest.raises(StoreError, match="is a folder"):
+        open_dataset(tmp_path)
+    (tmp_path / "text.h5").write_text("hello")
+    with pytest.raises(StoreError, match="can't be opened as an HDF5 file"):
+        open_dataset(tmp_path / "text.h5")
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"] = 1
+    with pytest.raises(StoreError, match="has no attribute format"):
+        open_dataset(tmp_path / "other.h5")
+
+
+def test_cut_short(packed):
+    packed.write_bytes(packed.read_bytes()[:-2000])
+    with pytest.raises(StoreError, match="cut short"):
+        open_dataset(packed)
+
+
+def edit(name, value):
+    def change(file):
+        del file[name]
+        file[name] = value
+
+    return change
+
+
+def nudge(name, place, value):
+    def change(file):
+        file[name][place] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (nudge("train/labels", 4, 3), "1 labels of train are not in 0 … 2; the first is 3, of s"),
+        (nudge("test/labels", 0, -1), "1 labels of test .* the first is -1"),
+        (nudge("train/offsets", 3, 10**9), "offsets of /train don't climb"),
+        (nudge("train/offsets", 18, 5), "offsets of /train don't climb"),
+        (nudge("train/sizes", 0, 0), "lacks a height and width"),
+        (edit("train/offsets", np.zeros(4, np.int64)), "4 offsets for 18 labels"),
+        (edit("train/bytes", np.zeros(9, np.float32)), "holds float32, not uint8"),
+        (edit("train/labels", np.zeros(0, np.int64)), "offsets for 0 labels"),
+        (lambda file: file.__delitem__("test"), "lacks a piece"),
+        (lambda file: file.__delitem__("classes"), "lacks a piece"),
+        (lambda file: file.attrs.__delitem__("mean"), "lacks a piece"),
+        (lambda file: file.attrs.update(std=np.zeros(3)), "std above 0"),
+        (lambda file: file.attrs.update(version=7), "version is 7, this program reads 2"),
+        (lambda file: file.attrs.update(version="old"), "lacks a piece or has a damaged one"),
+        (lambda file: file.attrs.update(kind="video"), "kind is 'video'"),
+    ],
+)
+def test_contradictions(packed, change, message):
+    with h5py.File(packed, "r+") as file:
+        change(file)
+        for split in set(SPLITS) & set(file):  # contradictions, not damage
+            file[split].attrs["checksum"] = checksum_of(file[split])
+    with pytest.raises(StoreError, match=message) as error:
+        open_dataset(packed)
+    assert str(packed) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_chunked_payload_is_refused(packed):
+    with h5py.File(packed, "r+") as file:
+        payload = file["train/bytes"][:]
+        del file["train/bytes"]
+        file.create_dataset("train/bytes", data=payload, chunks=(100,))
+    with pytest.raises(StoreError, match="not stored contiguously"):
+        open_dataset(packed)
+
+
+def test_shrinks_while_open(packed):
+    with open_dataset(packed) as data:
+        with packed.open("rb+") as file:
+            file.truncate(data.train.start + 10)
+        with pytest.raises(StoreError, match="became shorter"):
+            data.train.encoded(17)
+    data.close()
+    with pytest.raises(ValueError, match="closed file"):
+        data.train.encoded(0)
+
+
+def test_digits_are_whole():
+    with open_dataset(DIGITS) as data:
+        assert (len(data.train), len(data.test)) == (1437, 360)
+        assert data.train.array().shape == (1437, 1, 8, 8) and data.train.array().max() == 16
+        assert re.search("Alpaydin", data.attributes["source"])
+        pixels = data.train.array() / data.scale
+        np.testing.assert_allclose([data.mean[0], data.std[0]], [pixels.mean(), pixels.std()])
+
+
+@pytest.mark.skipif(not CIFAR.exists(), reason=f"CIFAR-10 is not at {CIFAR}")
+def test_cifar_folder(tmp_path):
+    import tarfile
+
+    wanted = re.compile(r"(train|test)/(airplane|dog)/00[0-4]\d\.jpg")
+    with tarfile.open(CIFAR) as archive:
+        members = []
+        for member in archive:  # in order: reading further means decompressing further
+            if wanted.fullmatch(member.name):
+                archive.extract(member, tmp_path / "cifar", filter="data")
+                members.append(member.name)
+    with open_dataset(pack(tmp_path / "cifar", tmp_path / "cifar.h5")) as data:
+        assert len(data.train) + len(data.test) == len(members) == 200
+        assert (data.train.sizes == 32).all() and (data.mean > 0.2).all()

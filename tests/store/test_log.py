@@ -1,0 +1,426 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from mpigossip.store import StoreError, journal, log
+from mpigossip.store.log import Column, LogWriter, read
+
+COLUMNS = {
+    "loss": Column("nat", "mean training loss"),
+    "bytes_sent": Column("B", "bytes sent so far", "int64"),
+    "kind": Column("1", "local, gossip or global", "int8"),
+}
+
+
+def values(steps, nodes):
+    """Columns whose every entry tells where it belongs."""
+    steps = np.asarray(steps)
+    base = steps[:, None] * 1000.0 + np.arange(nodes)
+    return {"loss": base + 0.5, "bytes_sent": base.astype(int), "kind": (base % 3).astype(np.int8)}
+
+
+def writer(path, nodes=3, first_step=0, job="[run]\n", columns=COLUMNS):
+    return LogWriter(
+        path, nodes=nodes, job=job, columns=columns, environment={"a": "é"}, first_step=first_step
+    )
+
+
+def fill(path, steps=20, nodes=3, evaluate=10, first_step=0):
+    with writer(path, nodes, first_step) as out:
+        for start in range(first_step, steps, 5):
+            out.append(values(range(start, min(start + 5, steps)), nodes))
+            if (start + 5) % evaluate == 0:
+                out.evaluation(evaluation(start + 5, nodes))
+    return read(path)
+
+
+def evaluation(step, nodes):
+    return {"step": step, "accuracy": step / 1000, "local_accuracy": np.full(nodes, step / 2000)}
+
+
+def same(a, b):
+    for one, two in ((a.steps, b.steps), (a.evaluations, b.evaluations)):
+        assert one.keys() == two.keys()
+        for name in one:
+            assert one[name].dtype == two[name].dtype
+            np.testing.assert_array_equal(one[name], two[name])
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "log.h5"
+    with writer(path, job="# é\n" * 40_000) as out:
+        for start in (0, 5, 10):
+            out.append(values(range(start, start + 5), 3))
+        out.append({"step": np.array([20, 30])} | values([20, 30], 3))
+        out.evaluation({"step": 10, "accuracy": 0.5, "local_accuracy": [0.1, 0.2, 0.3], "own": 3})
+        out.evaluation({"step": 31, "accuracy": 0.75, "seconds": 2})
+        out.summary({"digest": "ab", "accuracy": 0.75, "steps": 31, "gaps": [1, 2]})
+    got = read(path)
+    steps = [*range(15), 20, 30]
+    assert got.steps["step"].tolist() == steps and got.nodes == 3
+    for name, want in values(steps, 3).items():
+        np.testing.assert_array_equal(got.steps[name], want)
+        assert got.steps[name].dtype == want.dtype
+    assert got.evaluations["step"].tolist() == [10, 31]
+    assert got.evaluations["accuracy"].tolist() == [0.5, 0.75]
+    np.testing.assert_array_equal(got.evaluations["own"], [3, np.nan])
+    np.testing.assert_array_equal(
+        got.evaluations["local_accuracy"], [[0.1, 0.2, 0.3], [np.nan] * 3]
+    )
+    assert got.job == "# é\n" * 40_000 and got.environment == {"a": "é"}
+    assert got.summary == {"digest": "ab", "accuracy": 0.75, "steps": 31, "gaps": "[1, 2]"}
+    assert got.units == {"step": "step", "loss": "nat", "bytes_sent": "B", "kind": "1"}
+    assert {p.name for p in tmp_path.iterdir()} == {"log.h5"}
+
+
+def test_plain_readers_understand_it_between_appends(tmp_path):
+    path = tmp_path / "log.h5"
+    out = writer(path)
+    out.append(values(range(5), 3))
+    out.evaluation(evaluation(5, 3))
+    with h5py.File(path) as file:
+        loss = file["steps/loss"]
+        assert loss.shape == (5, 3) and loss.attrs["units"] == "nat"
+        assert loss.attrs["description"] == "mean training loss"
+        assert loss.dims[0][0] == file["steps/step"] and loss.dims[1][0] == file["steps/node"]
+        assert file["evaluations/accuracy"].dims[0][0].name == "/evaluations/at_step"
+        # A reader that keeps the file open doesn't stop the run.
+        out.append(values(range(5, 10), 3))
+    assert len(read(path).steps["loss"]) == 10
+
+
+def test_xarray_opens_it(tmp_path):
+    xarray = pytest.importorskip("xarray", reason="xarray isn't installed")
+    pytest.importorskip("h5netcdf", reason="h5netcdf isn't installed")
+    fill(tmp_path / "log.h5")
+    with xarray.open_dataset(tmp_path / "log.h5", group="steps", engine="h5netcdf") as steps:
+        assert steps.loss.dims == ("step", "node") and steps.loss.shape == (20, 3)
+        assert steps.loss.attrs["units"] == "nat"
+        assert float(steps.loss.sel(step=7, node=2)) == 7002.5
+    with xarray.open_dataset(tmp_path / "log.h5", group="evaluations", engine="h5netcdf") as found:
+        assert found.accuracy.dims == ("at_step",) and found.local_accuracy.dims[1] == "node"
+        assert float(found.accuracy.sel(at_step=20)) == 0.02
+
+
+@pytest.mark.parametrize("stop", [0, 3, 10, 17, 20])
+def test_a_resumed_log_equals_one_never_stopped(tmp_path, stop):
+    whole = fill(tmp_path / "whole.h5")
+    path = tmp_path / "log.h5"
+    fill(path)
+    with writer(path, first_step=stop) as out:
+        out.append(values(range(stop, 20), 3))
+        for step in (10, 20):
+            if step > stop:
+                out.evaluation(evaluation(step, 3))
+    same(read(path), whole)
+
+
+def test_resuming_forgets_the_summary_and_takes_the_new_job(tmp_path):
+    path = tmp_path / "log.h5"
+    fill(path)
+    with writer(path, first_step=20) as out:
+        out.summary({"accuracy": 1.0})
+    writer(path, first_step=20, job="new").close()
+    got = read(path)
+    assert got.summary == {} and got.job == "new" and len(got.steps["loss"]) == 20
+
+
+def test_the_same_evaluation_again_replaces_it(tmp_path):
+    with writer(tmp_path / "log.h5") as out:
+        out.evaluation(evaluation(10, 3))
+        out.evaluation(evaluation(10, 3) | {"accuracy": 0.9})
+        with pytest.raises(ValueError, match="ascend from step 10, got 9"):
+            out.evaluation(evaluation(9, 3))
+    got = read(tmp_path / "log.h5").evaluations
+    assert got["step"].tolist() == [10] and got["accuracy"].tolist() == [0.9]
+
+
+def test_going_on_with_other_nodes_and_columns(tmp_path):
+    path = tmp_path / "log.h5"
+    fill(path, steps=10)
+    more = COLUMNS | {"extra": Column("s", "")}
+    with writer(path, nodes=5, first_step=10, columns=more) as out:
+        out.append(values(range(10, 12), 5) | {"extra": np.ones((2, 5))})
+        out.evaluation(evaluation(12, 5))
+    with writer(path, nodes=2, first_step=12) as out:
+        out.append(values(range(12, 13), 2))
+    got = read(path)
+    assert got.nodes == 5
+    np.testing.assert_array_equal(got.steps["loss"][9], [9000.5, 9001.5, 9002.5, np.nan, np.nan])
+    np.testing.assert_array_equal(got.steps["loss"][11], 11000.5 + np.arange(5))
+    np.testing.assert_array_equal(got.steps["bytes_sent"][12], [12000, 12001, -1, -1, -1])
+    assert np.isnan(got.steps["extra"][[0, 12]]).all() and (got.steps["extra"][10:12] == 1).all()
+    assert np.isnan(got.evaluations["local_accuracy"][0, 3:]).all()
+
+
+def test_wrong_calls_are_refused_and_change_nothing(tmp_path):
+    path = tmp_path / "log.h5"
+    out = writer(path)
+    out.append(values(range(5), 3))
+    before = path.read_bytes()
+    good = values(range(5, 7), 3)
+    for wrong, match in (
+        ({"loss": good["loss"]}, "append needs"),
+        (good | {"more": good["loss"]}, "append needs"),
+        (values(range(5, 7), 4), r"\(2, 4\), not \(2, 3\)"),
+        (good | {"step": np.array([4, 5])}, "ascend from 5"),
+        (good | {"step": np.array([6, 6])}, "ascend from 5"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            out.append(wrong)
+    assert path.read_bytes() == before
+    out.append(values([], 3))
+    out.close()
+    out.close()
+    with pytest.raises(ValueError, match="is closed"):
+        out.append(good)
+    assert path.read_bytes() == before
+
+
+def test_earlier_and_damaged_logs_are_moved_aside(tmp_path, caplog):
+    path = tmp_path / "log.h5"
+    fill(path)
+    fill(path, steps=5)
+    assert len(read(path).steps["loss"]) == 5
+    assert len(read(tmp_path / "log.h5.1").steps["loss"]) == 20
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(StoreError, match=r"log\.h5 doesn't hold"):
+        read(path)
+    caplog.clear()
+    got = fill(path, steps=15, first_step=10)
+    assert got.steps["step"].tolist() == list(range(10, 15))
+    assert "can't be opened" in caplog.text and "log.h5.2" in caplog.text
+    path.unlink()
+    with h5py.File(path, "w") as other:
+        other["x"] = 1
+    with pytest.raises(StoreError, match="isn't a log"):
+        read(path)
+    fill(path, steps=15, first_step=10)
+    assert (tmp_path / "log.h5.3").exists()
+
+
+def test_files_that_are_no_logs(tmp_path):
+    with pytest.raises(StoreError, match="log.h5 in the folder of a run"):
+        read(tmp_path / "no.h5")
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(StoreError, match="doesn't hold what this program writes"):
+        read(tmp_path / "text")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="can't be written"):
+        writer(tmp_path / "file/log.h5")
+
+
+def test_columns_and_points(tmp_path):
+    path = tmp_path / "log.h5"
+    with writer(path) as out:
+        loss = values(range(95), 3)
+        loss["loss"][:, 1] = np.nan
+        loss["loss"][np.arange(95) % 10 != 0, 2] = np.nan
+        out.append(loss)
+    got = read(path, columns=["loss"], points=10)
+    assert set(got.steps) == {"step", "loss"}
+    assert got.steps["step"].tolist() == list(range(0, 95, 10))
+    np.testing.assert_allclose(got.steps["loss"][:9, 0], np.arange(0, 90, 10) * 1000 + 4500.5)
+    assert got.steps["loss"][9, 0] == 92000.5
+    assert np.isnan(got.steps["loss"][:, 1]).all()
+    np.testing.assert_array_equal(got.steps["loss"][:, 2], np.arange(0, 95, 10) * 1000 + 2.5)
+    same(read(path, points=1000), read(path))
+
+
+class Dead(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("function", ["pwrite", "fsync"])
+def test_death_at_each_single_write(tmp_path, monkeypatch, function):
+    path = tmp_path / "log.h5"
+    fill(path, steps=20)
+    whole = path.read_bytes()
+    old = read(path)
+    real = getattr(os, function)
+    seen = set()
+    for survive in range(1000):
+        path.write_bytes(whole)
+        out = writer(path, first_step=20)
+        left = survive
+
+        def dying(*args):
+            nonlocal left
+            if left == 0:
+                raise Dead
+            left -= 1
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, dying)
+            try:
+                out.append(values(range(20, 25), 3))
+                finished = True
+            except Dead:
+                finished = False
+        rows = len(read(path).steps["step"])
+        seen.add(rows)
+        journal.recover(path)
+        with h5py.File(path) as file:  # a plain reader sees the same
+            assert len(file["steps/step"]) == rows
+        got = read(path)
+        same(got, old) if rows == 20 else np.testing.assert_array_equal(
+            got.steps["loss"], values(range(25), 3)["loss"]
+        )
+        assert not journal.pending(path).exists()
+        with writer(path, first_step=rows) as out:
+            out.append(values(range(rows, rows + 5), 3))
+        if finished:
+            break
+    assert finished and survive >= 3 and seen == {25}  # the journal was whole
+
+
+def test_an_incomplete_journal_changes_nothing(tmp_path):
+    path = tmp_path / "log.h5"
+    fill(path)
+    whole = path.read_bytes()
+    journal._write_journal(journal.pending(path), 10, {0: bytes(journal.PAGE)})
+    data = journal.pending(path).read_bytes()
+    for part in (b"", data[:5], data[:40], data[:-1], data[:-1] + b"x"):
+        journal.pending(path).write_bytes(part)
+        assert len(read(path).steps["loss"]) == 20
+        assert journal.recover(path) is False and not journal.pending(path).exists()
+        assert path.read_bytes() == whole
+
+
+def test_overlay_behaves_like_a_file(tmp_path):
+    draw = random.Random(3)
+    path, model = tmp_path / "a", tmp_path / "b"
+    content = draw.randbytes(20_000)
+    path.write_bytes(content)
+    model.write_bytes(content)
+    with model.open("r+b", buffering=0) as twin:
+        overlay = journal.Overlay(path)
+        for _ in range(3000):
+            action = draw.random()
+            at, length = draw.randrange(40_000), draw.choice([1, 100, 4096, 10_000])
+            assert overlay.seek(at) == twin.seek(at)
+            if action < 0.45:
+                data = draw.randbytes(length)
+                assert overlay.write(memoryview(data)) == twin.write(data)
+            elif action < 0.95:
+                one, two = bytearray(length), bytearray(length)
+                assert overlay.readinto(memoryview(one)) == twin.readinto(two) and one == two
+            else:
+                overlay.truncate(at)
+                twin.truncate(at)
+            assert overlay.seek(0, os.SEEK_END) == twin.seek(0, os.SEEK_END)
+        overlay.file.close()
+    journal._write_journal(journal.pending(path), overlay.size, overlay.pages)
+    assert path.read_bytes() == content and journal.recover(path)
+    assert path.read_bytes() == model.read_bytes()
+
+
+WRITER = """
+import sys, pathlib
+sys.path[:0] = sys.argv[2:]
+from mpigossip.store.log import read
+from tests.store.test_log import evaluation, values, writer
+path = pathlib.Path(sys.argv[1])
+step = 0
+if path.exists():
+    step = int(read(path, ["loss"]).steps["step"][-1:].sum()) // 2
+with writer(path, nodes=64, first_step=step) as out:
+    print("go", flush=True)
+    while True:
+        out.append(values(range(step, step + 10), 64))
+        step += 10
+        out.evaluation(evaluation(step, 64))
+        print(step, flush=True)
+"""
+
+
+def start(path):
+    here = Path(__file__).parents[2]
+    command = [sys.executable, "-c", WRITER, str(path), str(here), str(here.parent)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_at_random_moments(tmp_path):
+    path, draw = tmp_path / "log.h5", random.Random(5)
+    for _ in range(8):
+        with start(path) as process:
+            assert process.stdout.readline() == "go\n", process.stderr.read()
+            time.sleep(draw.uniform(0, 0.3))
+            process.send_signal(signal.SIGKILL)
+            said = process.stdout.read().split()
+        got = read(path)
+        steps = len(got.steps["step"])
+        assert steps >= int(said[-1] if said else 0)
+        assert got.steps["step"].tolist() == list(range(steps))
+        for name, want in values(range(steps), 64).items():
+            np.testing.assert_array_equal(got.steps[name], want)
+        evaluated = got.evaluations["step"]
+        assert (np.diff(evaluated) > 0).all() and (evaluated <= steps).all()
+        assert (got.evaluations.get("accuracy", evaluated / 1000) == evaluated / 1000).all()
+    assert {p.name for p in tmp_path.iterdir()} <= {"log.h5", "log.h5.pending"}
+
+
+def test_read_while_a_run_writes(tmp_path):
+    path = tmp_path / "log.h5"
+    with start(path) as process:
+        try:
+            assert process.stdout.readline() == "go\n", process.stderr.read()
+            until, lengths = time.monotonic() + 1.5, set()
+            while time.monotonic() < until:
+                got = read(path)
+                lengths.add(len(got.steps["step"]))
+                want = values(range(len(got.steps["step"])), 64)["loss"]
+                np.testing.assert_array_equal(got.steps["loss"], want)
+        finally:
+            process.kill()
+    assert len(lengths) > 3
+
+
+def test_a_full_disk_loses_nothing_written(tmp_path):
+    path = tmp_path / "log.h5"
+    out = writer(path)
+    out.append(values(range(5), 3))
+    code = (
+        "import resource, sys, pathlib; sys.path[:0] = sys.argv[2:]\n"
+        "from tests.store.test_log import *\n"
+        "out = writer(pathlib.Path(sys.argv[1]), first_step=5)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "try: out.append(values(range(5, 6000), 3))\n"
+        "except StoreError as error: print(error)\n"
+    )
+    here = Path(__file__).parents[2]
+    got = subprocess.run(
+        [sys.executable, "-c", code, str(path), str(here), str(here.parent)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "can't be written" in got.stdout and "free space" in got.stdout, got.stderr
+    assert len(read(path).steps["loss"]) == 5
+    assert len(fill(path, steps=10, first_step=5).steps["loss"]) == 10
+
+
+def test_a_flush_costs_the_same_however_long_the_log(tmp_path):
+    path = tmp_path / "log.h5"
+    out = writer(path)
+    sizes = []
+    for start_ in range(0, 200_000, 50_000):
+        out.append(values(range(start_, start_ + 49_950), 3))
+        overlay = {}
+        real = journal._apply
+        try:
+            journal._apply = lambda *a, real=real, kept=overlay: (kept.update(a[2]), real(*a))
+            out.append({"step": np.arange(start_ + 49_950, start_ + 50_000)}
+                       | values(range(start_ + 49_950, start_ + 50_000), 3))  # fmt: skip
+        finally:
+            journal._apply = real
+        sizes.append(len(overlay) * journal.PAGE)
+    assert max(sizes) < 300_000 and max(sizes) < 2 * min(sizes)
+    assert log.read(path, points=10).steps["loss"].shape == (10, 3)

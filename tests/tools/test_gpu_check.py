@@ -1,0 +1,156 @@
+"""tools/gpu_check.sh on a machine without a GPU: says so and ends with code 3; its table."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+def check(*args, **env):
+    return subprocess.run(
+        ["bash", str(TOOLS / "gpu_check.sh"), *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHON": sys.executable} | env,
+    )
+
+
+def test_without_a_gpu_it_says_so_and_ends_with_3():
+    done = check(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "no GPU was found" in done.stdout and "nothing was tested or measured" in done.stdout
+    assert "|" not in done.stdout, "no table without figures"
+
+
+def test_without_torch_it_says_so_too(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    (tmp_path / "bare").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bare").chmod(0o755)
+    done = check(PYTHON=str(tmp_path / "bare"), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 3 and "has no torch" in done.stdout, done.stderr
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS / "gpu"))
+    import check
+
+    return check
+
+
+def good(place, seconds, limit):
+    return "93%", limit, True
+
+
+def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, monkeypatch):
+    def out_of_time(place, seconds, limit):
+        raise tool.NotRun("2 s were not enough")
+
+    def broken(place, seconds, limit):
+        raise ValueError("a wrong | shape\nand a long story")
+
+    checks = [
+        ("one", ">= 85 %", 9, good),
+        ("two", "no bar", 9, out_of_time),
+        ("three", "x", 9, broken),
+    ]
+    monkeypatch.setattr(tool, "CHECKS", checks)
+    rows = []
+    tool.all_rows(tool.Place("cpu", True), rows, time.monotonic() + 100)
+    assert [row.good for row in rows] == [True, None, False]
+    text = tool.table(rows, "a device")
+    assert text.splitlines()[0].endswith(", a device")
+    assert "| one | 93% | >= 85 % | yes |" in text
+    assert "| two | not run: 2 s were not enough | no bar | - |" in text
+    assert "| three | failed: ValueError: a wrong / shape | x | NO |" in text
+    late = []
+    tool.all_rows(tool.Place("cpu", True), late, time.monotonic() + 5)
+    assert all("s were over" in row.measured for row in late)
+
+
+def test_the_table_is_printed_and_written_when_it_is_ended_from_outside(
+    tool, monkeypatch, tmp_path, capsys
+):
+    def ended(place, seconds, limit):
+        raise KeyboardInterrupt
+
+    checks = [("one", "a", 9, good), ("two", "b", 9, ended), ("three", "c", 9, good)]
+    monkeypatch.setattr(tool, "CHECKS", checks)
+    monkeypatch.setattr(tool, "NEEDED", ("numpy", "no_such_module"))
+    monkeypatch.setattr(tool, "machine", lambda place: ("a device", True))
+    monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(tool, "at_ease_in_a_container", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "out.md")])
+    assert tool.main() == 0
+    written = (tmp_path / "out.md").read_text()
+    printed = capsys.readouterr().out
+    for row in ("| one | 93% | a | yes |", "| two | not run: ended", "| three | not run: ended"):
+        assert row in written and row in printed
+    assert "lacks no_such_module" in written
+
+
+def test_a_process_that_fails_is_quoted_and_one_that_ends_badly_still_counts(tool, capfd):
+    place = tool.Place("cpu", False)
+    fails = "import no_such_module_here"
+    with pytest.raises(RuntimeError, match="code 1: ModuleNotFoundError: No module named 'no_such"):
+        tool.result_of([sys.executable, "-c", fails], place, 20)
+    assert "Traceback" in capfd.readouterr().out
+    late = "import os; print('RESULT [1, true]', flush=True); os.abort()"
+    assert tool.result_of([sys.executable, "-c", late], place, 20) == [1, True]
+
+
+def test_the_table_goes_on_top_of_the_older_ones(tool, tmp_path):
+    path = tmp_path / "GPU_RESULTS.md"
+    for text in ("## first\n\n| a |", "## second\n\n| b |"):
+        tool.put_on_top(text, path)
+    heading = "# Results of gpu_check.sh"
+    assert path.read_text() == f"{heading}\n\n## second\n\n| b |\n\n## first\n\n| a |\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_launcher_is_found_beside_packages_and_by_name(tool, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpiexec").touch()
+    monkeypatch.delenv("MPIGOSSIP_MPIEXEC", raising=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert tool.launched_by() == [str(tmp_path / "bin" / "mpiexec")]
+    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", "srun --mpi=pmix")
+    assert tool.launched_by() == ["srun", "--mpi=pmix"]
+
+
+def test_measurements_of_one_process_run_on_a_cpu(tool):
+    place = tool.Place("cpu", True)
+    said, limit, good = tool.alone("combining")(place, 60, "a limit")
+    assert "GB/s" in said and limit == "a limit" and isinstance(good, bool)
+
+
+LEAVES = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_measurement_that_hangs_is_ended_with_its_children(tool, capsys):
+    with pytest.raises(tool.NotRun, match="2 s were not enough"):
+        tool.ended([sys.executable, "-c", LEAVES], 2)
+    child = int(capsys.readouterr().out.split()[0])  # what it said so far is shown
+    ends = time.monotonic() + 20
+    while _lives(child):
+        assert time.monotonic() < ends, "a child was left running"
+        time.sleep(0.02)
+
+
+def _lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,71 @@
+"""Ranks on hosts of their own (tools/labs/net.sh): windows over TCP, the simulator's bits.
+
+Skipped unless MPIGOSSIP_NET_LAB=1 allows to start it (root, iproute2).
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+
+REPO = Path(__file__).parents[2]
+LAB = str(REPO / "tools" / "labs" / "net.sh")
+TRAIN = ["jobs/digits.toml", "run.steps=8", "run.evaluate_every=0", "data.workers=0"]
+
+
+def run(*words, check=True):
+    """A command's output."""
+    done = subprocess.run(
+        [str(word) for word in words], cwd=REPO, timeout=120, text=True,
+        env=launch.environment("net-lab"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0 or not check, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def lab():
+    """Starts a command on three hosts with fast links."""
+    launch.launcher()
+    if os.environ.get("MPIGOSSIP_NET_LAB") != "1":
+        pytest.skip("MPIGOSSIP_NET_LAB=1 lets the lab of network namespaces start")
+    if os.getuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("the lab of network namespaces needs root, ip and tc (Debian: iproute2)")
+    told = run(LAB, "up", 3, "1gbit", check=False)
+    if "up: 3 hosts" not in told:
+        if "is up already" not in told:
+            run(LAB, "down")  # what was made of it
+        pytest.skip(f"the lab of network namespaces can't start: {told.strip()}")
+    yield lambda *words: run(LAB, "run", 3, sys.executable, "-m", "mpigossip", *words)
+    run(LAB, "down")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.name=lenet"],  # a message that the communication thread sends
+        ["model.name=mlp", "model.hidden=[8]", "graph.name=exponential"],  # a short one
+        ["model.name=mlp", "model.hidden=[2000,2000]", "algorithm.name=dsgd"],  # in blocks
+    ],
+)
+def test_training_between_hosts_has_the_bits_of_the_simulator(lab, settings, tmp_path):
+    digests = []
+    for start, place in ((lab, "real"), (run, "simulated")):
+        words = [*TRAIN, *settings, f"run.output={tmp_path / place}"]
+        if start is run:
+            words = [sys.executable, "-m", "mpigossip", "simulate", *words, "--nodes", 3]
+        else:
+            words = ["train", *words]
+        digests += re.findall(r"digest +([0-9a-f]{64})", start(*words))
+    assert len(digests) == 2 and digests[0] == digests[1]
+
+
+def test_the_bench_measures_a_network(lab):
+    shown = lab("bench", "exchange", "--sizes", "1MB", "--seconds", "0.2")
+    assert "3 ranks on 3 hosts" in shown

@@ -1,0 +1,137 @@
+"""A real Slurm of virtual nodes (tools/labs/slurm.sh): the printed scripts, stopping, requeueing.
+
+Skipped unless the lab is up, or MPIGOSSIP_SLURM_LAB=1 allows to start it (root, apt).
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpigossip.store.log import read
+
+REPO = Path(__file__).parents[2]
+LAB = str(REPO / "tools" / "labs" / "slurm.sh")
+MAIN = [sys.executable, "-m", "mpigossip"]
+SMALL = ["data.batch=4", "data.workers=0", "node.devices=cpu:1", "log.flush_steps=20"]
+
+
+def bash(*words, cwd=None, timeout=120, check=True):
+    done = subprocess.run(
+        [str(word) for word in words], capture_output=True, text=True, cwd=cwd, timeout=timeout
+    )
+    if check:
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def lab():
+    """Runs a command with the lab's Slurm; its standard output."""
+    try:
+        metadata.version("mpich")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the lab starts ranks of the mpich wheel, which isn't installed")
+    up = bash(LAB, "run", "true", check=False).returncode == 0
+    if not up:
+        if os.environ.get("MPIGOSSIP_SLURM_LAB") != "1":
+            pytest.skip(
+                "no Slurm lab: tools/labs/slurm.sh up, or MPIGOSSIP_SLURM_LAB=1 to let it start"
+            )
+        if os.getuid() != 0 or not (shutil.which("slurmd") or shutil.which("apt-get")):
+            pytest.skip("the Slurm lab needs root, and slurm-wlm or apt-get to install it")
+        started = bash(LAB, "up", timeout=600, check=False)
+        if "could not install" in started.stdout + started.stderr:
+            pytest.skip(started.stderr.strip())
+        assert started.returncode == 0, started.stdout + started.stderr
+    yield lambda *words, **more: bash(LAB, "run", *words, **more).stdout
+    if not up:
+        bash(LAB, "down")
+
+
+def wait_for(condition, seconds, what):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"no {what()} within {seconds} s"
+        time.sleep(0.5)
+    return found
+
+
+def state(lab, job):
+    """State and number of restarts of a job."""
+    text = lab("scontrol", "show", "job", job)
+    return re.search(r"JobState=(\w+)", text)[1], int(re.search(r"Restarts=(\d+)", text)[1])
+
+
+def submit(lab, folder, *settings, options=(), time_limit="5m"):
+    """The id of a job made by `mpigossip job`."""
+    made = bash(*MAIN, "job", "generic-slurm", REPO / "jobs" / "digits.toml", *settings,
+                "--nodes", 4, "--time", time_limit, cwd=folder)  # fmt: skip
+    (folder / "job.sbatch").write_text(made.stdout)
+    return lab("sbatch", "--parsable", *options, "job.sbatch", cwd=folder).strip()
+
+
+def test_a_job_that_is_signalled_queues_itself_and_ends_with_the_same_bits(lab, tmp_path):
+    settings = [*SMALL, "run.steps=400", "run.evaluate_every=0"]
+    job = submit(lab, tmp_path, *settings)
+    report = lab("sbatch", "--parsable", f"--dependency=afterok:{job}",
+                 REPO / "jobs" / "report.sbatch", "runs/digits", cwd=tmp_path).strip()  # fmt: skip
+    output = tmp_path / f"digits-{job}.out"
+
+    def said():
+        return output.read_text() if output.exists() else ""
+
+    wait_for(lambda: "lenet, " in said(), 90, lambda: f"start of training: {said()}")
+    lab("scancel", "--signal=USR2", job)
+    wait_for(lambda: "going on there in the next life" in said(), 60, said)
+    wait_for(lambda: state(lab, job) == ("PENDING", 1), 60, lambda: f"requeue: {state(lab, job)}")
+    assert state(lab, report)[0] == "PENDING"  # a requeue isn't an end
+    # Slurm lets a requeued job wait for two minutes; at once it would find its credential revoked
+    time.sleep(5)
+    lab("scontrol", "update", f"JobId={job}", "StartTime=now+5")
+    wait_for(lambda: state(lab, job)[0] == "COMPLETED", 120, said)
+    assert said().count("going on at step") == 1 and "batch: training is done" in said()
+    whole = [*settings, "run.output=whole"]
+    bash(*MAIN, "simulate", REPO / "jobs" / "digits.toml", "--nodes", 4, *whole, cwd=tmp_path)
+    cut, whole = (read(tmp_path / name / "log.h5") for name in ("runs/digits", "whole"))
+    assert cut.summary["digest"] == whole.summary["digest"]
+    assert cut.steps["loss"].shape == (400, 4)
+    assert np.array_equal(cut.steps["loss"], whole.steps["loss"])
+
+
+def test_the_time_limit_is_seen_coming(lab, tmp_path):
+    job = submit(lab, tmp_path, *SMALL, "run.epochs=100000", time_limit="1m")
+    output = tmp_path / f"digits-{job}.out"
+    wait_for(lambda: state(lab, job)[1] == 1, 150, lambda: f"requeue: {state(lab, job)}")
+    lab("scancel", job)
+    assert "stopped, to be resumed at step" in output.read_text()
+    assert list((tmp_path / "runs/digits/checkpoints").glob("step-*/checkpoint.h5"))
+
+
+def test_a_job_that_is_cancelled_stays_so(lab, tmp_path):
+    job = submit(lab, tmp_path, *SMALL, "run.epochs=100000")
+    output = tmp_path / f"digits-{job}.out"
+    wait_for(lambda: output.exists() and "lenet, " in output.read_text(), 90, lambda: "start")
+    lab("scancel", job)
+    wait_for(lambda: state(lab, job)[0] == "CANCELLED", 60, lambda: f"end: {state(lab, job)}")
+    time.sleep(3)
+    assert state(lab, job) == ("CANCELLED", 0)
+
+
+def test_a_mistake_is_not_repeated(lab, tmp_path):
+    job = submit(lab, tmp_path, *SMALL)
+    output = tmp_path / f"digits-{job}.out"
+    lab("scancel", job)
+    script = (tmp_path / "job.sbatch").read_text()
+    (tmp_path / "wrong.sbatch").write_text(script.replace("data.batch=4", "data.batch=none"))
+    job = lab("sbatch", "--parsable", "wrong.sbatch", cwd=tmp_path).strip()
+    output = tmp_path / f"digits-{job}.out"
+    wait_for(lambda: state(lab, job)[0] == "FAILED", 90, lambda: f"end: {state(lab, job)}")
+    assert "data.batch" in output.read_text() and "not tried again" in output.read_text()

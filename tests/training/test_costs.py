@@ -1,0 +1,99 @@
+"""What a node counts, sends and holds as the number of nodes grows: nothing in proportion to n²."""
+
+import tracemalloc
+
+import pytest
+
+from mpigossip.graphs import graph
+from mpigossip.mixing.base import Kind, is_average, traffic
+from mpigossip.training import assemble
+from mpigossip.training.costs import exchanges, memory, subject
+
+NODES = [2**k for k in range(2, 13)]
+ONE_PEER = ["one-peer-exponential", "one-peer-hypercube"]
+SMALL = {"model": {"name": "mlp", "hidden": [8]}, "algorithm": {"name": "dsgd"}}
+FEW = 8_000
+"""Bytes of the few objects of a graph of formulas."""
+BYTES_PER_NODE = 8 * 6
+"""Start-up may hold some integers of every node for a moment."""
+
+
+def counted(name, n, wire="fp32"):
+    job = assemble.load({**SMALL, "graph": {"name": name}, "node": {"wire": wire}})
+    what, _ = subject(job)
+    made = exchanges(what, n)
+    return made.bytes_per_step, sum(memory(what, made).values()), what
+
+
+@pytest.mark.parametrize("name", ONE_PEER)
+def test_a_one_peer_graph_costs_a_node_the_same_at_any_size(name):
+    found = [counted(name, n)[:2] for n in NODES]
+    assert len(set(found)) == 1
+    vector = 4 * counted(name, 4)[2].flat.size
+    assert found[0][0] == vector  # one message of one vector a round
+    for n in NODES:
+        g = graph(name, n)
+        rounds = [g.round(t) for t in range(g.period)]
+        assert {r.degree for r in rounds} == {1} and g.period == n.bit_length() - 1
+        assert all(len(g.receivers(t, n - 1)) == 1 for t in range(g.period))
+
+
+def test_the_static_exponential_graph_costs_log2_n():
+    first, held, what = counted("exponential", 4)
+    vector = 4 * what.flat.size
+    for n in NODES:
+        sent, kept, _ = counted("exponential", n)
+        steps = n.bit_length() - 1
+        assert sent == steps * vector
+        assert kept - held == 2 * (steps - 2) * vector  # the inbox, twice, beyond that of n = 4
+        assert len(graph("exponential", n).neighbours(0, 0)[0]) == steps
+    assert first == 2 * vector
+
+
+@pytest.mark.parametrize("wire", ["bf16", "qsgd"])
+def test_a_wire_changes_the_factor_and_not_the_growth(wire):
+    assert len({counted("one-peer-exponential", n, wire)[0] for n in NODES}) == 1
+
+
+def started(name, n):
+    """All that a rank asks of its graph before and in the steps of one period."""
+    g = graph(name, n)
+    assert g.degree and g.facts
+    for t in range(g.period):
+        step(g, t, n - 1)
+    return g
+
+
+def step(g, t, i):
+    g.neighbours(t, i)
+    g.receivers(t, i)
+    traffic(g, Kind.GOSSIP, t, i, 1000)
+    return is_average(g, t)
+
+
+@pytest.mark.parametrize("name", [*ONE_PEER, "exponential", "ring"])
+def test_neither_start_up_nor_a_step_holds_more_than_integers_of_each_node(name):
+    started(name, 4)  # imports and caches
+    for n in (256, 4096):
+        tracemalloc.start()
+        g = started(name, n)
+        kept, peak = tracemalloc.get_traced_memory()
+        assert kept < FEW and peak < FEW + BYTES_PER_NODE * n, f"{name}, n = {n}: {kept}, {peak}"
+        tracemalloc.reset_peak()
+        for t in range(3 * g.period):
+            step(g, t, 5)
+        after, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert after - kept < 2_000 and peak - kept < 4_000  # whatever n is
+
+
+def test_graphs_of_edges_hold_each_edge_once():
+    """Those that no formula gives: a row of each round and its transpose, O(edges)."""
+    for name in ("base-2", "torus"):
+        for n in (256, 4096):
+            tracemalloc.start()
+            g = started(name, n)
+            kept, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            numbers = sum(r.edge_count + n for r in g.schedule.rounds)
+            assert kept < 8 * 8 * numbers + FEW

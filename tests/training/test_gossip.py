@@ -1,0 +1,128 @@
+"""The three-line interface: a user's own loop around a torch optimizer."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mpigossip
+from mpigossip.cluster.ranks import Alone
+from mpigossip.graphs import graph
+
+STEPS = 7
+
+
+def make(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    return model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def batch(node, step, slot=0):
+    draw = np.random.default_rng([node, step, slot])
+    return torch.from_numpy(draw.standard_normal((8, 6), np.float32))
+
+
+def vector(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def own_loop(comm, name):
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, optimizer = make(world.rank)
+        gossip = mpigossip.Gossip(world, model, optimizer, graph=name)
+        for step in range(STEPS):
+            model(batch(world.rank, step)).square().mean().backward()
+            gossip.step()
+        before = vector(model)
+        with gossip.averaged() as averaged:
+            mean = vector(averaged)
+        assert torch.equal(vector(model), before)
+        return before.numpy(), mean.numpy(), gossip.consensus_distance()
+
+
+@pytest.mark.parametrize("name", ["one-peer-exponential", "ring"])
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_own_loop_is_the_optimizer_followed_by_the_mixing_matrix(ranks, n, name):
+    got = ranks(n)(own_loop, name)
+    torch.set_num_threads(1)
+    made = [make(node) for node in range(n)]
+    mean = torch.stack([vector(model) for model, _ in made]).mean(0)
+    for model, _ in made:
+        torch.nn.utils.vector_to_parameters(mean.clone(), model.parameters())
+    weights = graph(name, n)
+    for step in range(STEPS):
+        for node, (model, optimizer) in enumerate(made):
+            optimizer.zero_grad()
+            model(batch(node, step)).square().mean().backward()
+            optimizer.step()
+        stacked = torch.stack([vector(model) for model, _ in made]).double()
+        mixed = (torch.from_numpy(weights.matrix(step)) @ stacked).float()
+        for row, (model, _) in zip(mixed, made, strict=True):
+            torch.nn.utils.vector_to_parameters(row, model.parameters())
+    for (mine, average, apart), (model, _) in zip(got, made, strict=True):
+        assert np.allclose(mine, vector(model).numpy(), atol=1e-5)
+        assert np.allclose(average, mixed.mean(0).numpy(), atol=1e-5)
+        mean = mixed.double().mean(0)
+        expected = float((mixed - mean).square().sum() / n / mean.square().sum())
+        assert apart == got[0][2] and abs(apart - expected) < 1e-6 + 1e-3 * expected
+
+
+def test_slots_average_their_gradients():
+    def train(devices, run):
+        model, optimizer = make(0)
+        with Alone() as world:
+            gossip = mpigossip.Gossip(world, model, optimizer, devices=devices)
+            for step in range(STEPS):
+                run(gossip, step)
+                gossip.step()
+            return vector(model)
+
+    def two_slots(gossip, step):
+        gossip.run(lambda slot, model: model(batch(0, step, slot)).square().mean().backward())
+
+    def joined(gossip, step):
+        inputs = torch.cat([batch(0, step, 0), batch(0, step, 1)])
+        gossip.models[0](inputs).square().mean().backward()
+
+    assert torch.allclose(train(("cpu", "cpu"), two_slots), train(None, joined), atol=1e-5)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model, _ = make(0)
+    _, optimizer = make(1)
+    with pytest.raises(ValueError, match=r"none of the model's parameters.*model\.parameters\(\)"):
+        mpigossip.Gossip(Alone(), model, optimizer)
+
+
+def test_a_model_that_is_not_float32_is_refused():
+    model, _ = make(0)
+    model.double()
+    with pytest.raises(ValueError, match=r"torch\.float64; float32 is kept"):
+        mpigossip.Gossip(Alone(), model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_networkx_graph_is_taken():
+    networkx = pytest.importorskip("networkx")
+    model, optimizer = make(0)
+    gossip = mpigossip.Gossip(Alone(), model, optimizer, graph=networkx.complete_graph(1))
+    gossip.step()
+    gossip.close()
+
+
+def test_the_loop_in_the_readme_runs_as_pasted(mpirun, tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    codes = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (code,) = [code for code in codes if "Gossip(" in code]
+    (tmp_path / "own_loop.py").write_text(code)
+    for n in (0, 4):
+        done = mpirun(n, [sys.executable, "own_loop.py"], timeout=60, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        error, apart = re.search(r"error (\S+), consensus distance (\S+)", done.stdout).groups()
+        assert float(error) < 1 and (float(apart) > 0) == (n == 4)

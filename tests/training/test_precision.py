@@ -1,0 +1,364 @@
+"""bfloat16 and float16 arithmetic, the loss scale of a node, captured replicas' housekeeping."""
+
+import contextlib
+import io
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from mpigossip import algorithms
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.groups.base import Single, Whole
+from mpigossip.groups.threads import Threads
+from mpigossip.mixing.base import Kind
+from mpigossip.runs import launch
+from mpigossip.store import checkpoint
+from mpigossip.training import assemble, capture, precision, replicas
+
+
+def job(*settings, model="lenet"):
+    base = ["data.batch=2", "run.epochs=1", "schedule.scale=none"]
+    return assemble.load({"model": {"name": model}}, [*base, *settings])
+
+
+def losses(*settings, steps=30):
+    assembly = assemble.assemble(job(*settings), Alone(), 2)
+    found = [float(assembly.trainer.step().loss.mean()) for _ in range(steps)]
+    assembly.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_16_bit_arithmetic_trains_as_float32_does(name):
+    plain = losses("node.precision=fp32", "schedule.lr=0.02")
+    rounded = losses(f"node.precision={name}", "schedule.lr=0.02")
+    assert rounded != plain
+    assert rounded[0] == pytest.approx(plain[0], abs=0.02)
+    assert sum(rounded[-10:]) == pytest.approx(sum(plain[-10:]), rel=0.1)
+
+
+def test_tf32_is_switched_off_without_torchs_warning():
+    places = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before = [place.fp32_precision for place in places]
+    try:
+        precision.without_tf32()
+        assert [place.fp32_precision for place in places] == ["ieee"] * 3
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
+
+
+def test_auto_is_float32_on_a_cpu():
+    assert precision.resolved("auto", "cpu") == "fp32"
+    assert precision.resolved("bf16", "cpu") == "bf16"
+    assert losses(steps=3) == losses("node.precision=fp32", steps=3)
+
+
+@pytest.mark.parametrize("group", [lambda: Single(), lambda: Threads(3), lambda: Whole(Threads(3))])
+def test_an_overflow_anywhere_makes_the_whole_node_skip_its_step(group):
+    group = group()
+    scaler = precision.Scaler(group.devices, rows=2)
+    g = [torch.full((2, 6), 2.0**17) for _ in range(group.segments)]
+    g[-1][1, 5] = float("inf")
+    assert scaler.unscale(g, group) == (1,)
+    for shard in g:
+        assert (shard[0] == 2.0).all(), "node 0 goes on as if nothing had happened"
+        assert (shard[1] == 0.0).all(), "node 1 leaves its update out, in all shards"
+    assert scaler.numbers(0) == {"loss_scale": 2.0**16, "clean_steps": 1}
+    assert scaler.numbers(1) == {"loss_scale": 2.0**15, "clean_steps": 0}
+    for scales in scaler.scales:
+        assert scales[:, 0].tolist() == [2.0**16, 2.0**15]
+    group.close()
+
+
+def test_gradients_that_all_average_are_skipped_by_all_or_none():
+    scaler = precision.Scaler(["cpu"], rows=1)
+    elsewhere = torch.ones(1, dtype=torch.float64)
+    g = torch.full((1, 4), 2.0**16)
+    assert scaler.unscale([g.clone()], Single()) == ()
+    assert scaler.unscale([g], Single(), lambda wrong: elsewhere) == (0,)
+    assert not g.any() and scaler.numbers(0) == {"loss_scale": 2.0**15, "clean_steps": 0}
+
+
+METHODS = [
+    *(f"dsgd {style} {local}" for style in ("atc", "awc") for local in algorithms.LOCALS),
+    *("dmsgd - -", "parallel - adamw", "decentlam - -", "dsgt atc momentum", "dsgt awc sgd"),
+    *("momentum-tracking atc sgd", "sgp - nesterov", "slowmo - momentum", "d2 - momentum"),
+]
+
+
+def leaves(state):
+    return [state] if isinstance(state, torch.Tensor) else sum(map(leaves, state), [])
+
+
+@pytest.mark.parametrize("words", METHODS)
+def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
+    """Both rows exchange nothing: what moves is the local step."""
+    name, style, local = words.split()
+    options = {} if style == "-" else {"style": style}
+    method = algorithms.build(name, None if local == "-" else local, options, 8)
+
+    def two_steps(skipped):
+        draw = torch.Generator().manual_seed(1)
+        x = torch.randn(2, 16, generator=draw)
+        state, seen = method.init(x), []
+        for index, rows in enumerate([(), skipped]):
+            g = torch.randn(2, 16, generator=draw)
+            g[list(rows)] = 0
+            now = algorithms.Step(index, 0, 0, Kind.LOCAL, 0.1, rows)
+            out = tuple(torch.empty(2, 16) for _ in range(method.vectors))
+            out += tuple(torch.empty(2, 1, dtype=torch.float64) for _ in range(method.scalars))
+            state = method.send(x, None if method.ahead else g, state, out, now)
+            state = method.receive(x, g, state, out, out, now)
+            seen.append([part.clone() for part in (x, *leaves(state))])
+        return seen
+
+    plain, (before, after) = two_steps(()), two_steps((0,))
+    for old, new, usual in zip(before, after, plain[1], strict=True):
+        assert torch.equal(new[1], usual[1])
+        if name != "d2":  # it repeats the last change of x
+            assert torch.equal(new[0], old[0])
+    assert not torch.equal(plain[1][0][0], before[0][0])
+
+
+def test_the_scale_grows_after_clean_steps_and_has_ends(monkeypatch):
+    monkeypatch.setattr(precision, "PATIENCE", 3)
+    scaler = precision.Scaler(["cpu"], rows=1)
+    place = scaler.scales[0].data_ptr()
+    clean, broken = torch.ones(1, 4), torch.full((1, 4), float("nan"))
+    for _ in range(3):
+        scaler.unscale([clean.clone()], Single())
+    assert scaler.numbers(0) == {"loss_scale": 2.0**17, "clean_steps": 0}
+    for _ in range(60):
+        scaler.unscale([broken.clone()], Single())
+    assert scaler.numbers(0)["loss_scale"] == 2.0**-14
+    for _ in range(200):
+        scaler.unscale([clean.clone()], Single())
+    assert scaler.numbers(0)["loss_scale"] == 2.0**24
+    assert scaler.scales[0].data_ptr() == place, "captured graphs read it there"
+
+
+def test_a_node_that_overflows_still_joins_the_round():
+    assembly = assemble.assemble(job("node.precision=fp16", "algorithm.name=dsgd"), Alone(), 2)
+    trainer = assembly.trainer
+    scaler = trainer.settings.precision.scaler
+    scaler.set(1, 2.0**24, 0)
+    trainer.replicas.full[0][1] += 1e-3
+    before = trainer.replicas.full[0].clone()
+    sent = list(trainer.mixer.bytes_sent)
+    while scaler.numbers(1)["loss_scale"] == 2.0**24 and trainer.index < 5:
+        record = trainer.step()
+        assert torch.isfinite(record.loss).all()
+    assert scaler.numbers(1)["loss_scale"] == 2.0**23, "the loss times 2^24 overflows"
+    assert scaler.numbers(0)["loss_scale"] == 2.0**16
+    after = trainer.replicas.full[0]
+    assert torch.isfinite(after).all() and not torch.equal(after[1], before[1])
+    assert trainer.mixer.bytes_sent[1] > sent[1]
+    assembly.close()
+
+
+def test_a_resumed_fp16_run_goes_on_with_its_loss_scales(tmp_path):
+    def run(name, *more):
+        with contextlib.redirect_stdout(io.StringIO()):
+            made = job("node.precision=fp16", f"run.output={tmp_path}/{name}", *more)
+            return launch.train(made, Alone(), 2)
+
+    run("whole", "run.steps=6")
+    run("halves", "run.steps=3")
+    with contextlib.redirect_stdout(io.StringIO()):
+        launch.resume(tmp_path / "halves", ["run.steps=6"], Alone(), None)
+    ends = [checkpoint.latest(tmp_path / name) for name in ("whole", "halves")]
+    one, other = (checkpoint.read_node(end, 1) for end in ends)
+    assert one.numbers["clean_steps"] == other.numbers["clean_steps"] == 6
+    assert (one.parameters == other.parameters).all()
+
+
+def test_fp16_and_vmap_are_refused_together():
+    (message,) = assemble.mistakes(job("node.precision=fp16", "node.vmap=true"), 2)
+    assert "fp16" in message and "bf16" in message
+
+
+def test_graphs_on_a_cpu_are_refused_and_left_out():
+    (message,) = assemble.mistakes(job("node.cuda_graphs=always"), 2)
+    assert "on the CPU" in message
+    assembly = assemble.assemble(job("node.cuda_graphs=auto"), Alone(), 1)
+    assert assembly.trainer.replicas.graphs == "never"
+    assembly.close()
+
+
+def test_warm_up_passes_leave_no_trace():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with capture.kept(module, "cpu"):
+        module(torch.randn(8, 4))
+        assert not torch.equal(module[1].running_mean, before["1.running_mean"])
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert torch.equal(torch.rand(3), expected)
+
+
+def cannot(*args):
+    raise capture.CannotCapture("Net can't be captured as a CUDA graph: it waits for the GPU")
+
+
+def test_a_model_that_cannot_be_captured_falls_back_to_threads(monkeypatch):
+    monkeypatch.setattr(replicas, "Captured", cannot)
+    assembly = assemble.assemble(job("node.devices=cpu:2"), Alone(), 2)
+    assembly.trainer.replicas.graphs = "auto"
+    with pytest.warns(UserWarning, match="can't be captured.*goes on with a thread a slot"):
+        first = assembly.trainer.step().loss
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assembly.trainer.step()
+    assembly.close()
+    assembly = assemble.assemble(job("node.devices=cpu:2"), Alone(), 2)
+    assert torch.equal(assembly.trainer.step().loss, first)
+    assembly.trainer.replicas.graphs = "always"
+    with pytest.raises(capture.CannotCapture):
+        assembly.trainer.step()
+    assembly.close()
+
+
+class FakeGraphs:
+    """CUDA's graphs, noted down: what is captured runs at once, and a replay is only noted."""
+
+    def __init__(self, monkeypatch, fails=""):
+        self.log, self.fails = [], fails
+        quiet = contextlib.nullcontext
+        stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=self.synchronize)
+        fakes = {
+            "Stream": lambda: stream, "current_stream": lambda: stream, "graph": self.graph,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.log.append("replay")),
+            "current_device": lambda: 0, "graph_pool_handle": iter(range(9)).__next__,
+            "stream": lambda s: quiet(), "device": lambda d: quiet(),
+        }  # fmt: skip
+        states = {name: getattr(self, name) for name in ("clone_state", "graphsafe_set_state")}
+        fakes["default_generators"] = (SimpleNamespace(**states),)
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+
+    def clone_state(self):
+        self.log.append("a new state")
+        return "new"
+
+    def graphsafe_set_state(self, state):
+        self.log.append(f"the {state} state is used")
+
+    def end(self, device, pool):
+        self.log.append(f"no more into pool {pool} of {device}")
+        raise RuntimeError("not recording to this pool")  # as newer versions say
+
+    def synchronize(self):
+        self.log.append("synchronize")
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        self.log.append(f"capture into pool {pool}")
+        if self.fails:
+            raise RuntimeError(self.fails)
+        yield
+
+
+class Lost:
+    """A loss on a GPU that is gone."""
+
+    device = "cuda:1"
+
+    def __float__(self):
+        raise RuntimeError("the GPU has fallen off the bus")
+
+
+def captured(module, slots=2):
+    def run(row, slot, inputs, targets):
+        return (module(inputs) - targets).square().mean().double().detach()
+
+    batch = (torch.ones(3, 2), torch.zeros(3, 2))
+    return capture.Captured(run, [[module] * slots], [batch] * slots), batch
+
+
+def test_graphs_of_a_device_share_a_pool_and_replay_in_their_order(monkeypatch):
+    fake = FakeGraphs(monkeypatch)
+    graphs, (inputs, targets) = captured(nn.Linear(2, 2))
+    assert fake.log == ["synchronize", "capture into pool 0"] * 2
+    assert graphs.replay([(inputs + 1, targets)] * 2).shape == (1, 2)
+    assert fake.log[-2:] == ["replay"] * 2
+    graphs._losses[1] = Lost()
+    with pytest.raises(RuntimeError, match="off the bus") as caught:
+        graphs.replay([(inputs, targets)] * 2)
+    assert caught.value.__notes__ == ["in slot 1 of this node, on cuda:1"]
+    graphs.launch([(inputs + 1, targets)] * 2)
+    for fixed, _ in graphs._inputs:
+        assert torch.equal(fixed, inputs + 1), "new values lie where the graph reads them"
+    with pytest.raises(ValueError, match=r'\(1, 2\).*\(3, 2\).*cuda_graphs = "never"'):
+        graphs.launch([(inputs[:1], targets[:1])] * 2)
+
+
+def test_a_capture_that_fails_is_waited_for_before_buffers_are_put_back(monkeypatch):
+    fake = FakeGraphs(monkeypatch, "operation not permitted when stream is capturing\nlong story")
+    module = nn.BatchNorm1d(2)
+    with pytest.raises(capture.CannotCapture, match="BatchNorm1d can't be captured.*permitted"):
+        captured(module)
+    assert fake.log[:3] == ["synchronize", "capture into pool 0", "synchronize"]
+    # what torch leaves behind would stop eager work later
+    assert fake.log[3:] == [
+        "no more into pool 0 of 0", "a new state", "the new state is used",
+    ]  # fmt: skip
+    assert not module.running_mean.any(), "warm-up passes leave no trace"
+
+
+class FakeCaptured:
+    """Runs the passes where a graph would be replayed."""
+
+    def __init__(self, run, modules, batches):
+        self.run, self.rows, self.slots = run, len(modules), len(modules[0])
+
+    def replay(self, batches):
+        found = [
+            self.run(row, slot, *batches[row * self.slots + slot])
+            for row in range(self.rows)
+            for slot in range(self.slots)
+        ]
+        return torch.stack(found).view(self.rows, self.slots)
+
+
+@pytest.mark.parametrize("settings", [["algorithm.accumulate=2"], ["node.precision=fp16"]])
+def test_replayed_replicas_give_what_threads_give(monkeypatch, settings):
+    """What surrounds the graphs: order of batches, losses, means, with two rows and two slots."""
+
+    def steps(graphs):
+        assembly = assemble.assemble(job("node.devices=cpu:2", *settings), Alone(), 2)
+        assembly.trainer.replicas.graphs = graphs
+        found = [assembly.trainer.step().loss for _ in range(3)]
+        full = assembly.trainer.replicas.full[1].clone()
+        assembly.close()
+        return torch.stack(found), full
+
+    monkeypatch.setattr(replicas, "Captured", FakeCaptured)
+    for one, other in zip(steps("always"), steps("never"), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_compile_passes_the_replicas_through_torch_compile(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    assembly = assemble.assemble(job("node.compile=true", "node.devices=cpu:2"), Alone(), 2)
+    expected = [id(module) for row in assembly.trainer.replicas.modules for module in row]
+    assert [id(module) for module in compiled] == expected
+    assembly.close()
+
+
+def test_mistakes_come_together():
+    with pytest.raises(JobError) as caught:
+        assemble.assemble(
+            job("node.devices=cuda:0-63", "node.vmap=true", "node.precision=fp16"), Alone(), 2
+        )
+    assert len(caught.value.messages) == 2

@@ -1,0 +1,114 @@
+"""How much checkpoints slow training: steps with them and without, in turn, in one launch.
+
+mpiexec -n 4 python tools/bench/checkpoint_stall.py [--megabytes 100] [--every 20] [--batch 32] …
+
+Each rank trains a network of so many megabytes; what is timed is the way from the end of the
+first step to the end of the last, snapshots and writing in the background included. The last line
+compares a node's file with plain write, fsync and rename of as many bytes, in the same launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+import torch  # noqa: E402
+
+from mpigossip.analysis import bench  # noqa: E402
+from mpigossip.cluster.ranks import world  # noqa: E402
+from mpigossip.runs.hooks import Hook  # noqa: E402
+from mpigossip.runs.run import Run  # noqa: E402
+from mpigossip.training import assemble  # noqa: E402
+
+
+class Stamps(Hook):
+    """When each step ended."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def step(self, progress, record) -> None:
+        """Note the time."""
+        self.at.append(time.perf_counter())
+
+
+def seconds(ranks, folder: Path, options: argparse.Namespace, every: int) -> float:
+    """From the first step's end to the last one's, of the slowest rank."""
+    job = assemble.load(
+        {},
+        [
+            "model.name=mlp",
+            f"model.hidden=[{options.megabytes * 1_000_000 // 4 // 3_082}]",
+            "data.source=synthetic",
+            f"data.batch={options.batch}",
+            f"data.samples={4 * options.batch * ranks.size}",
+            "data.workers=0",
+            "algorithm.name=dsgd",
+            "algorithm.local=sgd",
+            "run.epochs=1000",
+            f"run.steps={options.steps}",
+            "run.evaluate_every=0",
+            "log.consensus_every=0",
+            "checkpoint.keep=1",
+            f"checkpoint.every_steps={every}",
+            f"run.output={folder}",
+        ],
+    )
+    assembly, stamps = assemble.assemble(job, ranks, ranks.size), Stamps()
+    # the last step is the same in both arms: evaluation and checkpoint lie behind it
+    Run(assembly, ranks, [stamps]).train()
+    assembly.close()
+    return ranks.agree(int(1e6 * (stamps.at[-1] - stamps.at[0]))) / 1e6
+
+
+def main() -> None:
+    """Both arms in turn, then the disk."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=41)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    arms: dict[int, list[float]] = {0: [], options.every: []}
+    with world() as ranks:
+        top = ranks.broadcast(
+            tempfile.mkdtemp(dir=options.folder, prefix="stall-") if ranks.rank == 0 else None
+        )
+        for repeat in range(options.repeats):
+            for every, times in arms.items():
+                times.append(seconds(ranks, Path(top) / f"{repeat}-{every}", options, every))
+                if ranks.rank == 0:
+                    step = times[-1] / (options.steps - 1)
+                    print(
+                        f"checkpoint every {every or 'no'} steps: {step:.3f} s a step", flush=True
+                    )
+        asked = SimpleNamespace(sizes=[options.megabytes * 1_000_000], folder=top, seconds=15)
+        rows = list(bench.checkpoint(ranks, asked))
+        ranks.barrier()  # the others' folders are empty
+        if ranks.rank == 0:
+            without, with_them = (statistics.median(times) for times in arms.values())
+            fastest = min(arms[options.every]) / min(arms[0]) - 1
+            print(
+                f"slowed by {with_them / without - 1:+.1%} in the median of {options.repeats} runs"
+            )
+            print(
+                f"slowed by {fastest:+.1%} in the fastest of each, which other work disturbs least"
+            )
+            shutil.rmtree(top, ignore_errors=True)
+            print(f"write rate {1 / rows[0]['times_limit']:.2f} of plain write, fsync, rename")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+r"""The same averaging and the same training by mpigossip and by what a user would pick instead.
+
+    mpirun -n 4 python tools/bench/compare_peers.py average --megabytes 100
+    tools/labs/net.sh run 4 python tools/bench/compare_peers.py train --interface eth0 \
+        --data cifar10.h5 --epochs 6
+    mpirun -n 4 python tools/bench/compare_peers.py straggle --seconds 8
+
+All in one run, in turn, medians, ratios and exactness. decent-dp is compared with where it can be
+imported (pip install --no-deps --target FOLDER decent-dp loguru; PYTHONPATH=FOLDER).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import compare_training as training
+import peers
+import torch
+from peers import WAIT_S, say, timed
+
+from mpigossip.cluster.ranks import World, world
+from mpigossip.graphs import graph
+from mpigossip.mixing.base import BLOCK, Kind, Layout
+from mpigossip.mixing.windows import Windows
+
+# -- averaging --------------------------------------------------------------------------------
+
+
+class Ours:
+    """mpigossip's exchange: what an algorithm has written into the outbox, averaged."""
+
+    def __init__(self, ranks: World, count: int, name: str, kind=Kind.GOSSIP, copies=False):
+        """``copies``: also from a model into the outbox and back, as plain averaging needs."""
+        self.name = f"mpigossip {name if kind is Kind.GOSSIP else 'global average'}"
+        self.name += ", with copies in and out" if copies else ""
+        self.mixer = Windows(graph(name, ranks.size), Layout((count,)), ranks, timeout_s=WAIT_S)
+        self.kind, self.copies, self.t = kind, copies, 0
+        self.x = torch.zeros(1, count)
+
+    def fill(self, value: float) -> None:
+        """Every element becomes the value."""
+        self.x.fill_(value)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Outside the time: the outbox holds the model, as after an algorithm's `send`."""
+        if not self.copies:
+            self.mixer.outbox(self.t)[0][0].copy_(self.x)
+
+    def round(self) -> None:
+        """One exchange."""
+        if self.copies:
+            self.mixer.outbox(self.t)[0][0].copy_(self.x)
+        self.mixer.start(self.kind, self.t)
+        _, mixed = self.mixer.finish()
+        if self.copies:
+            self.x.copy_(mixed[0][0])
+        self.mixed = mixed[0][0]
+        self.t += self.kind is Kind.GOSSIP
+
+    def after(self) -> None:
+        """Outside the time: take the result as the next model."""
+        if not self.copies:
+            self.x.copy_(self.mixed)
+
+    def ends(self) -> tuple[float, float]:
+        """Least and largest element."""
+        return float(self.x.min()), float(self.x.max())
+
+
+class Limit:
+    """The memory bus at work: blocked in-place average of two private arrays, none sent."""
+
+    name = "limit: average of private arrays"
+
+    def __init__(self, count: int):
+        """Two arrays."""
+        self.a, self.b = torch.ones(count), torch.ones(count)
+
+    def round(self) -> None:
+        """Average the two in place, a ← ½ (a + b)."""
+        for a, b in zip(self.a.split(BLOCK), self.b.split(BLOCK), strict=True):
+            torch.add(a, b, out=a).mul_(0.5)
+
+
+def contenders(ranks: World, count: int) -> list[Any]:
+    """Ours and theirs; of bucket sizes the best of three, tried beforehand."""
+    found: list[Any] = [Limit(count)]
+    for name in ("one-peer-hypercube", "one-peer-exponential"):
+        found += [Ours(ranks, count, name), Ours(ranks, count, name, copies=True)]
+    found.append(Ours(ranks, count, "complete", Kind.GLOBAL))
+    theirs = (peers.Pairs, peers.Neighbour, peers.Periodic, peers.Hierarchical, peers.Allreduce)
+    found += [make(ranks.comm, count) for make in theirs]
+    caps = sorted({max(1, count * 4 // 10**6 // part) for part in (1, 4, 16)})
+    found.append(best(ranks, [lambda c=c: peers.Gradients(ranks.comm, count, c) for c in caps]))
+    if peers.decent_dp():
+        makes = [lambda c=c: peers.DecentMix(ranks.comm, count, c) for c in caps]
+        found.append(best(ranks, makes))
+    return found
+
+
+def best(ranks: World, makes: Sequence[Callable[[], Any]]) -> Any:
+    """The quickest of some settings of one opponent; the others are dropped."""
+    tried = []
+    for make in makes:
+        one = make()
+        one.fill(1.0)
+        one.round()
+        times = [timed(ranks, one.round) for _ in range(3)]
+        tried.append((statistics.median(times), len(tried), one))
+        say(ranks, f"  tried {one.name}: {1e3 * tried[-1][0]:.0f} ms")
+    return min(tried)[2]
+
+
+def exact(ranks: World, one: Any) -> bool:
+    """Whether ⌈log2 n⌉ rounds from x = rank + 1 give exactly (n + 1)/2 on every node."""
+    one.fill(float(ranks.rank + 1))
+    for _ in range((ranks.size - 1).bit_length()):
+        one.round()
+        getattr(one, "after", lambda: None)()
+        getattr(one, "prepare", lambda: None)()
+    wanted = (ranks.size + 1) / 2
+    return all(ranks.comm.allgather(one.ends() == (wanted, wanted)))
+
+
+def average(ranks: World, options) -> None:
+    """Rounds of one vector, all contenders in turn."""
+    count = options.megabytes * 10**6 // 4 // 4096 * 4096
+    found = contenders(ranks, count)
+    if options.only:  # ours stay, as all others are multiples of them
+        words = [*options.only, "mpigossip one-peer"]
+        left = [one for one in found[1:] if not any(word in one.name for word in words)]
+        found = [one for one in found if one not in left]
+        for one in left:
+            if isinstance(one, Ours):
+                one.mixer.close()
+    right = {one.name: exact(ranks, one) for one in found[1:]}
+    times: dict[str, list[float]] = {one.name: [] for one in found}
+    began = time.perf_counter()
+    for repeat in range(100):
+        for one in found:
+            getattr(one, "prepare", lambda: None)()
+            times[one.name].append(timed(ranks, one.round))
+        late = time.perf_counter() - began > options.seconds and repeat >= 4
+        if ranks.comm.bcast(late):
+            break
+    middle = {name: statistics.median(each) for name, each in times.items()}
+    ours = [name for name in middle if name.startswith("mpigossip one-peer")]
+    say(ranks, f"{ranks.size} ranks, {4 * count / 1e6:.0f} MB, {repeat + 1} repeats; medians")
+    say(ranks, f"{'':46}{'ms':>8} {'spread':>7} {'x limit':>8} {'exact':>6} {'/ pairs':>8} "
+        f"{'/ directed':>10}")  # fmt: skip
+    for name, each in times.items():
+        quarters = statistics.quantiles(each, n=4)
+        spread = (quarters[2] - quarters[0]) / middle[name]
+        ratios = [middle[name] / middle[other] for other in (ours[0], ours[2])]
+        say(ranks, f"{name:46}{1e3 * middle[name]:8.1f} {spread:7.0%} "
+            f"{middle[name] / middle[found[0].name]:8.2f} {right.get(name, '-')!s:>6} "
+            f"{ratios[0]:8.2f} {ratios[1]:10.2f}")  # fmt: skip
+    for one in found:
+        if isinstance(one, Ours):
+            one.mixer.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse and run on every rank."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["average", "train", "straggle", "plan"])
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--interface", default="lo", help="for gloo")
+    parser.add_argument("--same-host", choices=["read", "put"], default="read")
+    parser.add_argument("--data", default="digits")
+    parser.add_argument("--model", default="lenet")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of an epoch; default: all")
+    parser.add_argument("--warm-up", type=int, default=0, help="steps before anything is timed")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with a word in name")
+    parser.add_argument("--target", type=float, default=0.6)
+    parser.add_argument("--step-ms", type=float, default=15.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    with world() as ranks:
+        if ranks.size < 2 or ranks.size & (ranks.size - 1):
+            sys.exit(f"{ranks.size} ranks: a power of two from 2 on is needed for exact pairs")
+        peers.join(ranks.comm, options.interface)
+        works = {"average": average, "train": training.train,
+                 "straggle": training.straggle, "plan": training.planned}  # fmt: skip
+        works[options.what](ranks, options)
+        peers.dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

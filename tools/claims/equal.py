@@ -1,0 +1,123 @@
+"""Every algorithm on every graph over every wire format: ranks give the simulator's bits.
+
+    mpiexec -n 4 python tools/claims/equal.py       # prints how many combinations, which differ
+
+`measure.py` runs it for n = 1, 2, 3, 4 and 6. What a job file refuses is not a combination.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import numpy as np
+import torch
+from table import Row
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+SIZES = (1, 2, 3, 4, 6)
+STEPS = 5
+"""Steps of each combination: the inboxes of both slots are used twice."""
+
+
+def combinations(n: int, part: int = 0, parts: int = 1) -> Iterator[str]:
+    """The settings of all that goes together at n nodes; of so many parts, this one."""
+    from mpigossip import algorithms, config, graphs
+    from mpigossip.training import assemble
+    from tests.battery import job
+
+    wires = get_args(get_type_hints(config.NodeSection)["wire"])
+    every = itertools.product(algorithms.BUILDERS, graphs.BUILDERS, wires)
+    for names in itertools.islice(every, part, None, parts):
+        settings = "algorithm.name={} graph.name={} node.wire={}".format(*names)
+        try:
+            fits = not assemble.mistakes(job(settings), n)
+        except config.JobError:
+            continue
+        if fits:
+            yield settings
+
+
+def main() -> int:
+    """One rank: run, compare a share of the combinations with the simulator, say what differs."""
+    from mpi4py import MPI
+
+    from mpigossip.cluster.ranks import World
+    from tests.battery import Driver, on_ranks
+
+    torch.set_num_threads(1)
+    comm, begin = MPI.COMM_WORLD, time.monotonic()
+    found = comm.allgather(list(combinations(comm.size, comm.rank, comm.size)))
+    settings = [each for part in found for each in part]
+    world, got, different = World(comm), {}, []
+    for way in ("read", "put"):
+        mine = [d.whole().numpy()[0] for d in on_ranks(settings, world, way, STEPS)]
+        got[way] = np.stack(comm.allgather(np.stack(mine)), axis=1)
+    world.close()
+    for at in range(comm.rank, len(settings), comm.size):
+        wanted = Driver(settings[at], comm.size, noise=0.1).run(STEPS).whole().numpy()
+        ways = [w for w in got if not np.array_equal(got[w][at], wanted, equal_nan=True)]
+        different += [f"{settings[at]} ({way})" for way in ways]
+    different = comm.gather(different)
+    if comm.rank == 0:
+        seconds = round(time.monotonic() - begin)
+        flat = [each for part in different for each in part]
+        print(json.dumps({"combinations": len(settings), "different": flat, "seconds": seconds}))
+    return 0
+
+
+def equal(options) -> Iterator[Row]:
+    """All combinations at each size, neighbours of the same host read in place and by put."""
+    from tests.launch import environment, launcher
+
+    found, different = {}, []
+    for n in SIZES:
+        command = [*launcher(), "-n", str(n), sys.executable, __file__]
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=1500, env=environment("claims")
+        )
+        if ran.returncode:
+            raise RuntimeError(f"{shlex.join(command)} failed: {ran.stderr[-2000:]}")
+        told = json.loads(ran.stdout.strip().splitlines()[-1])
+        found[n] = told["combinations"]
+        different += [f"n = {n}: {case}" for case in told["different"]]
+    counts = ", ".join(f"n = {n}: {count}" for n, count in found.items())
+    yield Row(
+        "equal",
+        "every algorithm x graph x wire format that a job may name: simulated = ranks",
+        "own bar",
+        "equal to the last bit, neighbours read in place and by put",
+        f"combinations {counts}; different: {'; '.join(different) or 'none'}",
+        not different,
+    )
+
+
+def battery(options) -> Iterator[Row]:
+    """The tests that every algorithm has to pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "tests/algorithms/test_algorithms.py"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=REPO)
+    last = ran.stdout.strip().splitlines()[-1]
+    yield Row(
+        "battery",
+        "one battery over all algorithms: mean or mass kept, consensus, quadratic solved, state "
+        "through HDF5, resume, refusals (`pytest tests/algorithms/test_algorithms.py`)",
+        "own bar",
+        "all pass",
+        last.strip("= "),
+        ran.returncode == 0,
+    )
+
+
+CLAIMS = (equal, battery)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Claims on graphs: spectral gaps, exact averages, weights, the topology search, speed."""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import networkx
+import numpy as np
+import torch
+from table import Row
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.graphs import graph
+from mpigossip.graphs.exponential import rounds_needed
+from mpigossip.graphs.search import search
+from mpigossip.graphs.spectral import consensus_rate, eigenvalues, residue, spectral_gap
+from mpigossip.models import loss_and_correct
+from mpigossip.training import assemble
+
+RESIDUES = {3: 0.25, 5: 0.2023, 6: 0.2165, 7: 0.125, 12: 0.2091, 24: 0.2073, 25: 0.1921}
+"""What one period of the one-peer exponential graph leaves."""
+
+BASE2_LENGTHS = {
+    2: 1, 3: 3, 4: 2, 5: 5, 6: 4, 7: 5, 8: 3, 9: 7, 10: 6, 12: 5, 15: 7, 16: 4, 17: 9, 20: 7, 24: 6,
+    25: 9, 31: 9, 32: 5, 33: 11, 40: 8, 48: 7, 63: 11, 64: 6,
+}  # fmt: skip
+"""Rounds of the Base-2 graph."""
+
+MIXING = {
+    "ring 16": (0.9267, 0.9493),
+    "lattice 16": (0.7866, 0.8524),
+    "4-regular 16": (0.6745, 0.7222),
+    "hypercube 16": (0.6, 0.6),
+    "G(16, 32)": (0.8046, 0.8623),
+    "star 16": (0.8824, 0.9375),
+    "path 16": (0.9808, 0.9872),
+    "lattice 32": (0.9407, 0.9619),
+    "4-regular 32": (0.8053, 0.8441),
+}
+"""Spectral radius ρ with the best Laplacian constant, and with Metropolis–Hastings weights."""
+
+
+def exponential_gap(options) -> Iterator[Row]:
+    """The gap of the static exponential graph."""
+    even, odd = 0.0, np.inf
+    for n in range(2, 257):
+        difference = spectral_gap(graph("exponential", n)) - 2 / (1 + rounds_needed(n))
+        if n % 2:
+            odd = min(odd, difference)
+        else:
+            even = max(even, abs(difference))
+    yield Row(
+        "exponential-gap",
+        "static exponential gap = 2/(1+⌈log2 n⌉) for even n, larger for odd n; n = 2 … 256",
+        "Ying et al., NeurIPS 2021",
+        "≤ 1e-12; > 0",
+        f"even: differs by ≤ {even:.1e}; odd: larger by ≥ {odd:.3f}",
+        even <= 1e-12 and odd > 0,
+    )
+
+
+def one_peer_exact(options) -> Iterator[Row]:
+    """One-peer exponential graphs of 2^τ nodes average exactly; others leave the known residue."""
+    worst = 0.0
+    for tau in range(1, 9):
+        n = 2**tau
+        cyclic = graph("one-peer-exponential", n)
+        drawn = [graph("one-peer-exponential", n, seed=s, order="permuted") for s in range(3)]
+        worst = max(worst, *(residue(cyclic, tau, start) for start in range(2 * tau)))
+        worst = max(worst, *(residue(g, tau, k * tau) for g in drawn for k in range(4)))
+    yield Row(
+        "one-peer-exact",
+        "one-peer exponential exact in log2 n rounds, n = 2 … 256: cyclic from any round, permuted "
+        "in each period",
+        "Ying et al., NeurIPS 2021",
+        "≤ 1e-12",
+        f"‖ΠW − J‖ ≤ {worst:.1e}",
+        worst <= 1e-12,
+    )
+    found = {n: residue(graph("one-peer-exponential", n)) for n in RESIDUES}
+    yield Row(
+        "one-peer-residue",
+        "what one period leaves for other n",
+        "own arithmetic",
+        ", ".join(f"{n}: {value:g}" for n, value in RESIDUES.items()),
+        ", ".join(f"{n}: {value:.4f}" for n, value in found.items()),
+        all(abs(found[n] - value) < 6e-5 for n, value in RESIDUES.items()),
+    )
+
+
+def finite_time(options) -> Iterator[Row]:
+    """Base-(k+1) and hyper-hypercube graphs are exact, short and of degree ≤ k."""
+    for k in range(1, 5):
+        made = {f"base-{k + 1}": [graph(f"base-{k + 1}", n) for n in range(2, 130)]}
+        smooth = [n for n in range(2, 130) if _smooth(n, k + 1)]
+        made["hyper-hypercube"] = [graph("hyper-hypercube", n, p=k) for n in smooth]
+        for name, graphs in made.items():
+            worst = max(residue(g) for g in graphs)
+            degree = max(g.degree for g in graphs)
+            used = max(g.period / (2 * math.log(g.n, k + 1) + 2) for g in graphs)
+            lengths = {g.n: g.period for g in graphs}
+            right = k > 1 or name != "base-2" or BASE2_LENGTHS.items() <= lengths.items()
+            which = "n = 2 … 129" if name != "hyper-hypercube" else f"{len(smooth)} n ≤ 129"
+            yield Row(
+                f"{name}-{k}",
+                f"{name} with k = {k} exact for {which}",
+                "Takezawa et al., NeurIPS 2023",
+                f"≤ 1e-9, length ≤ 2 log n + 2 (base {k + 1}), degree ≤ {k}",
+                f"residue {worst:.0e}, longest {used:.2f} of the bound, degree {degree}"
+                + ("" if k > 1 or name != "base-2" else ", lengths of 6.2 reproduced" * right),
+                worst <= 1e-9 and used <= 1 and degree <= k and right,
+            )
+
+
+def _smooth(n: int, largest: int) -> bool:
+    """Whether all prime factors of n are ≤ largest."""
+    for f in range(2, largest + 1):
+        while n % f == 0:
+            n //= f
+    return n == 1
+
+
+def laplacian_weights(options) -> Iterator[Row]:
+    """Best-constant Laplacian weights against Metropolis–Hastings."""
+    random = {
+        "4-regular 16": lambda s, w: graph("random-regular", 16, weights=w, seed=s),
+        "4-regular 32": lambda s, w: graph("random-regular", 32, weights=w, seed=s),
+        "G(16, 32)": lambda s, w: graph(_connected(16, 32, s), weights=w),
+    }
+    fixed = {"ring 16": "ring", "lattice 16": "ring-lattice", "hypercube 16": "hypercube"}
+    fixed |= {"star 16": "star", "path 16": "path", "lattice 32": "ring-lattice"}
+    for name, expected in MIXING.items():
+        n, seeds = (32 if "32" in name.split() else 16), range(20 if name in random else 1)
+        pairs = []
+        for seed in seeds:
+            make = random.get(name) or (lambda s, w, k=name, n=n: graph(fixed[k], n, weights=w))
+            rules = ("laplacian", "metropolis-hastings")
+            pairs.append([consensus_rate(make(seed, rule)) for rule in rules])
+        found = [statistics.median(column) for column in zip(*pairs, strict=True)]
+        ahead = all(pair[0] < pair[1] + 1e-12 * ("hyper" in name) for pair in pairs)
+        near = 0.05 if name in random else 6e-5
+        yield Row(
+            f"laplacian-{name}",
+            f"ρ by Laplacian and Metropolis weights, {name}"
+            + (f" (median of {len(pairs)} draws)" if name in random else ""),
+            "own arithmetic" + (", one draw" if name in random else ""),
+            "{:.4f}, {:.4f}".format(*expected),
+            "{:.4f}, {:.4f}".format(*found) + ("" if not ahead else "; never slower"),
+            ahead and all(abs(f - e) <= near for f, e in zip(found, expected, strict=True)),
+        )
+
+
+def _connected(n: int, edges: int, seed: int):
+    """A connected random graph with so many edges, the first from the seed on."""
+    while True:
+        drawn = networkx.gnm_random_graph(n, edges, seed=seed)
+        if networkx.is_connected(drawn):
+            return drawn
+        seed += 1000
+
+
+def topology_search(options) -> Iterator[Row]:
+    """The search reaches its bars and stays connected and within its budget."""
+    plans = {16: (20.0, 0.37), 32: (60.0, 0.23), 64: (60.0, 0.17)}
+    quick = {16: (10_000, 0.31)}
+    for n, (limit, bar) in (plans if options.full else quick).items():
+        kind = {"seconds": limit} if options.full else {"evaluations": int(limit)}
+        found = search(n, degree=4, seed=0, **kind)
+        degrees = np.bincount(np.array(found.edges).ravel(), minlength=n)
+        sound = found.spectrum[1] > 1e-9 and degrees.max() <= 4 and len(found.edges) <= 2 * n
+        rho = float(np.abs(eigenvalues(found.graph())[1:]).max())
+        agrees = abs(rho - (1 - found.score) / (1 + found.score)) < 1e-9
+        yield Row(
+            f"search-{n}",
+            f"topology search, degree 4, n = {n}, "
+            + (f"{limit:g} s on one core" if options.full else f"{limit} graphs judged"),
+            "own bar, after Jameel et al. 2020",
+            f"r ≥ {bar}, connected, within the budget",
+            f"r = {found.score:.4f} after {found.seconds:.1f} s, {found.evaluations} graphs",
+            sound and agrees and found.score >= bar,
+        )
+
+
+def speed(options) -> Iterator[Row]:
+    """`graph show` for 4,096 nodes, and a simulated step against its gradients alone."""
+    names = ("exponential", "ring", "ring-lattice", "one-peer-exponential", "one-peer-hypercube",
+             "base-2")  # fmt: skip
+    took = {}
+    for name in names:
+        begin = _children()
+        command = [sys.executable, "-m", "mpigossip", "graph", "show", name, "--nodes", "4096"]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        took[name] = _children() - begin
+    yield Row(
+        "graph-show",
+        "`graph show`, n = 4,096: circulant and one-peer graphs, processor time of the command",
+        "own bar",
+        "< 2 s",
+        ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items()),
+        max(took.values()) < 2,
+    )
+    alone, whole = _step_seconds(64, 6 if options.full else 3)
+    yield Row(
+        "simulator",
+        "64 LeNet nodes (batch 32, CIFAR's shape) simulated: a step against 64 single gradients",
+        "own bar",
+        "≤ 1.3 times",
+        f"{whole * 1e3:.0f} ms against {alone * 1e3:.0f} ms: {whole / alone:.2f} times",
+        whole <= 1.3 * alone,
+    )
+
+
+def _children() -> float:
+    """Processor seconds of all child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _step_seconds(n: int, repeats: int) -> tuple[float, float]:
+    """Processor seconds of n single gradients and of one step of n nodes: the least of some."""
+    table = {
+        "data": {"source": "synthetic", "samples": 32 * n, "workers": 0},
+        "model": {"name": "lenet"},
+        "log": {"consensus_every": 0},
+    }
+    assembly = assemble.assemble(assemble.load(table), Alone(), n)
+    module = assemble.make_model(assembly.job, assembly.source)
+    alone, whole = [], []
+    for repeat in range(repeats + 1):
+        begin = time.process_time()
+        assembly.trainer.step()
+        whole.append(time.process_time() - begin)
+        batches = assembly.loader.step(repeat)
+        begin = time.process_time()
+        for inputs, targets in batches:
+            module.zero_grad()
+            loss_and_correct(module(inputs), targets)[0].backward()
+        alone.append(time.process_time() - begin)
+    assembly.close()
+    return min(alone[1:]), min(whole[1:])
+
+
+def vectorized(options) -> Iterator[Row]:
+    """`node.vmap` against the loop: small models gain, convolutions on a processor lose."""
+    for name, n in (("mlp", 256), ("lenet", 64)):
+        seconds, parameters = [], []
+        for vmap in (False, True):
+            table = {
+                "data": {"source": "digits", "batch": 4, "workers": 0},
+                "model": {"name": name},
+                "node": {"vmap": vmap},
+                "log": {"consensus_every": 0},
+            }
+            assembly = assemble.assemble(assemble.load(table), Alone(), n)
+            laps = []
+            for _ in range(3):
+                begin = time.process_time()
+                assembly.trainer.step()
+                laps.append(time.process_time() - begin)
+            seconds.append(min(laps[1:]))
+            parameters.append(assembly.trainer.replicas.full[0].clone())
+            assembly.close()
+        apart = float(torch.dist(*parameters) / torch.linalg.norm(parameters[0]))
+        yield Row(
+            f"vmap-{name}",
+            f"node.vmap, {n} {name} nodes on digits, a step",
+            "own bar",
+            "same numbers to rounding",
+            f"loop {seconds[0] * 1e3:.0f} ms, vmap {seconds[1] * 1e3:.0f} ms; apart {apart:.0e}",
+            apart < 1e-5,
+        )
+
+
+CLAIMS = (
+    exponential_gap, one_peer_exact, finite_time, laplacian_weights, topology_search, speed,
+    vectorized,
+)  # fmt: skip

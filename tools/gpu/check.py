@@ -1,0 +1,249 @@
+"""The measurements of gpu_check.sh: each figure beside its limit, both measured in this run.
+
+Every check runs in processes of its own under a time limit of its own, so that one that fails or
+hangs says so in its row and leaves the others alone. The table is printed last, whatever happens,
+and put on top of tools/GPU_RESULTS.md (`--out`). `--rehearse` runs what it can on the CPU at small
+sizes, to see that it runs; its figures say nothing about GPUs.
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import json
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from launch import NotRun, at_ease_in_a_container, ended, launched_by
+from ranks import Place
+
+TOTAL_S = 570
+"""Seconds after which nothing new is begun and what runs is ended: ten minutes with the rest."""
+FIRST_S = 120
+"""Seconds that torch may take to find the GPU."""
+NO_GPU = 3
+RANKS = Path(__file__).resolve().with_name("ranks.py")
+ONE = RANKS.with_name("single.py")
+RESULTS = RANKS.with_name("GPU_RESULTS.md")
+NEEDED = (
+    "numpy",
+    "cattrs",
+    "h5py",
+    "matplotlib",
+    "networkx",
+    "PIL",
+    "rich",
+    "safetensors",
+    "scipy",
+)
+"""Modules of the package itself; pytest, mpi4py and cupy are asked for where they are needed."""
+
+
+class Row(NamedTuple):
+    """A line of the table; ``good`` is None where there is no bar."""
+
+    check: str
+    measured: str
+    limit: str
+    good: bool | None
+
+
+def main() -> int:
+    """Run all, print the table last; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, at small sizes")
+    parser.add_argument("--out", type=Path, help="file that the table is put on top of")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    at_ease_in_a_container()
+    place = Place("cpu" if options.rehearse else "cuda:0", options.rehearse)
+    ends, rows = time.monotonic() + TOTAL_S, []
+    try:
+        device, there = machine(place)
+    except (NotRun, RuntimeError) as error:
+        device, there = str(error), False
+    if not there:
+        print(f"no GPU was found: {device}; nothing was tested or measured")
+        return NO_GPU
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        device += f"; {sys.executable} lacks {', '.join(lacking)}"
+        print(f"{sys.executable} lacks {', '.join(lacking)}: what needs them fails")
+    try:
+        all_rows(place, rows, ends)
+    except KeyboardInterrupt:
+        print("ended from outside")
+    rows += [Row(c, "not run: ended before", limit, None) for c, limit, *_ in CHECKS[len(rows) :]]
+    text = table(rows, device)
+    out = options.out or (None if options.rehearse else RESULTS)
+    if out is not None:
+        with contextlib.suppress(OSError):
+            put_on_top(text, out)
+    print("\n" + text, flush=True)
+    return 1 if any(row.good is False for row in rows) else 0
+
+
+def machine(place: Place) -> tuple[str, bool]:
+    """Device and versions in a line, or the reason why there is no GPU to use."""
+    if importlib.util.find_spec("torch") is None:
+        return f"{sys.executable} has no torch", False
+    return tuple(result_of([sys.executable, str(ONE), "device", "0"], place, FIRST_S))
+
+
+def all_rows(place: Place, rows: list[Row], ends: float) -> None:
+    """Run every check in turn, as long as there is time."""
+    for check, limit, seconds, measure in CHECKS:
+        left = ends - time.monotonic()
+        print(f"== {check}", flush=True)
+        began = time.monotonic()
+        try:
+            if left < 15:
+                raise NotRun(f"the {TOTAL_S} s were over")
+            rows.append(Row(check, *measure(place, min(left, seconds), limit)))
+        except NotRun as reason:
+            rows.append(Row(check, f"not run: {reason}", limit, None))
+        except Exception as error:
+            said = str(error).strip().splitlines() or [""]
+            what = f"failed: {type(error).__name__}: {said[0]}".replace("|", "/")
+            rows.append(Row(check, what, limit, False))
+        print(f"   {rows[-1].measured}   ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+def table(rows: list[Row], device: str) -> str:
+    """Markdown, with date and device."""
+    words = {True: "yes", False: "NO", None: "-"}
+    lines = [f"## {datetime.date.today()}, {device}", ""]
+    lines += ["| check | measured | limit | good |", "|---|---|---|---|"]
+    lines += [f"| {r.check} | {r.measured} | {r.limit} | {words[r.good]} |" for r in rows]
+    return "\n".join(lines)
+
+
+def put_on_top(text: str, path: Path) -> None:
+    """Write the table below the file's heading, above the older ones."""
+    heading = "# Results of gpu_check.sh\n"
+    old = path.read_text().removeprefix(heading).strip("\n") if path.exists() else ""
+    beside = path.with_suffix(".new")
+    beside.write_text(f"{heading}\n{text}\n" + (f"\n{old}\n" if old else ""))
+    beside.replace(path)
+
+
+def result_of(command: list[str], place: Place, seconds: float):
+    """What a process says in its line RESULT; RuntimeError with its own words where it fails."""
+    done = ended(command + (["--rehearse"] if place.rehearsed else []), seconds)
+    found = re.findall(r"^RESULT (.*)", done.stdout, re.MULTILINE)
+    if found:  # also where the end that came after it went wrong
+        return json.loads(found[-1])
+    print(done.stdout[-3000:], done.stderr[-5000:])
+    last = re.findall(r"^(?:\w+\.)*\w*(?:Error|Refused|Exception|exit)\b.*", done.stderr, re.M)
+    why = last[-1][:300] if last else "it said nothing of why"
+    raise RuntimeError(f"ended with code {done.returncode}: {why}")
+
+
+# -- tests ---------------------------------------------------------------------------------------
+
+
+def tests(place: Place, seconds: float, limit: str):
+    """The tests marked gpu, in a process of their own."""
+    if importlib.util.find_spec("pytest") is None:
+        raise NotRun("pytest isn't installed")
+    files = ["tests/test_gpu.py", "tests/groups/test_groups.py", "tests/data/test_sources.py"]
+    # the settings name plug-ins that may be lacking here
+    command = [sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=", "-W", "ignore::pytest.PytestConfigWarning", "--maxfail=20"]
+    command += ["--collect-only"] if place.rehearsed else []
+    done = ended(command, seconds)
+    tail = done.stdout.strip().splitlines()[-1:] or ["no output"]
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-2000:])
+    return tail[0].strip("= "), limit, done.returncode == 0
+
+
+# -- what ranks measure together -----------------------------------------------------------------
+
+
+def on_ranks(name: str, n: int, place: Place, seconds: float):
+    """Rank 0's result of a function in RANKED on n ranks that share the GPU."""
+    launcher = launched_by()
+    if not launcher or importlib.util.find_spec("mpi4py") is None:
+        raise NotRun("needs mpi4py and an mpiexec (MPIGOSSIP_MPIEXEC names one)")
+    command = [*launcher, "-n", str(n), sys.executable, str(RANKS), name, str(seconds)]
+    return result_of(command, place, seconds)
+
+
+def alone(name: str):
+    """A measurement of single.py."""
+
+    def measure(place: Place, seconds: float, limit: str):
+        said, good = result_of([sys.executable, str(ONE), name, str(seconds)], place, seconds)
+        return said, limit, good
+
+    return measure
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def accuracy(n: int):
+    """The measurement of n ranks' difference from the CPU."""
+
+    def measure(place: Place, seconds: float, limit: str):
+        name, value, compared, cases = on_ranks("accuracy", n, place, seconds)
+        said = f"{value:.1e} at worst ({name}), {compared} of {cases} compared in time"
+        good = value <= 1e-5 if compared == cases or value > 1e-5 else None
+        return said, limit, good
+
+    return measure
+
+
+def exchange(memory: str, bar: float, limited_by: str):
+    """The measurement of a round by one way against the copy that bounds it."""
+
+    def measure(place: Place, seconds: float, limit: str):
+        found = on_ranks(f"exchange-{memory}", 2, place, seconds)
+        route, _, why = found["route"].partition(" ")
+        if memory == "auto" and route == "host":
+            raise NotRun(f"neither CUDA IPC nor a GPU-aware MPI {why}")
+        # the sum reads two vectors and writes one where the copy reads and writes one
+        work = 1.5 if limited_by == "copy" else 1.0
+        share = work * found[limited_by] / found["round"]
+        said = (
+            f"{share:.0%} ({route}, {found['bytes'] / 1e6:.0f} MB in {found['round'] * 1e3:.1f} ms)"
+        )
+        return said, limit, share >= bar
+
+    return measure
+
+
+def overlap(place: Place, seconds: float, limit: str):
+    """What an exchange ahead adds to a step."""
+    found = on_ranks("overlap", 2, place, seconds)
+    without, with_it = found["identity"], found["one-peer-exponential"]
+    more = with_it / without - 1
+    return f"{more:+.1%} ({without * 1e3:.0f} ms without)", limit, more <= 0.05
+
+
+CHECKS = [
+    ("combine of two 400 MB shards", ">= 85 % of device copy bandwidth", 40, alone("combining")),
+    ("send and receive of DmSGD, 400 MB", "no bar", 40, alone("one_pass")),
+    ("exchange of 400 MB between two ranks on the GPU", ">= 70 % of device copy bandwidth",
+     60, exchange("auto", 0.70, "copy")),
+    ("the same through host memory in pieces", ">= 80 % of the pinned copy rate", 60,
+     exchange("host", 0.80, "pinned")),
+    ("ResNet-50, bf16, batch 256, two ranks on the GPU: step with an exchange ahead",
+     "<= 5 % slower than without", 100, overlap),
+    ("host time to launch a step of 8 slots' graphs", "<= 2 ms", 40, alone("launching")),
+    ("CUDA graph against eager, ResNet-20, batch 128", "no bar", 40, alone("graphs")),
+    ("ResNet-50 at 224 x 224 from an HDF5 pack of JPEGs", "no bar", 60, alone("from_jpegs")),
+    ("tests marked gpu", "all pass", 200, tests),
+    ("every algorithm, mlp and LeNet, L = 1 and 2, 2 ranks on the GPU against the CPU, 20 steps",
+     "1e-5 relative", 80, accuracy(2)),
+    ("the same with 4 ranks", "1e-5 relative", 90, accuracy(4)),
+]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
