@@ -111,6 +111,11 @@ def _add_checkpoints(commands) -> None:
     export.add_argument(
         "--node", type=int, metavar="K", help="node K's model; default: the average of all nodes"
     )
+    export.add_argument(
+        "--trust-model",
+        action="store_true",
+        help="import the module:factory that the checkpoint names, for frozen and tied parameters",
+    )
 
 
 def _checkpoint_of(path: Path) -> Path:
@@ -148,4 +153,5 @@ def _verify(options) -> int:
 def _export_model(options) -> None:
     from mpigossip.runs.export import export
 
-    print(export(_checkpoint_of(options.path), options.out, options.node))
+    path = _checkpoint_of(options.path)
+    print(export(path, options.out, options.node, options.trust_model))

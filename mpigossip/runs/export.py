@@ -6,12 +6,14 @@ averaged in node order in float32, as an evaluation does, so that the numbers ar
 
 from __future__ import annotations
 
+import tomllib
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from mpigossip import models
 from mpigossip.config import JobError
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import Manifest, NodeState
@@ -22,12 +24,13 @@ from mpigossip.data.sources import source
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
-def export(path: Path, out: Path, node: int | None = None) -> str:
+def export(path: Path, out: Path, node: int | None = None, trust_model: bool = False) -> str:
     """Write the averaged model of the checkpoint ``path``, or that of ``node``, and say what it is.
 
     ``out`` names the format: .safetensors (with step, nodes and job as metadata), or .pt for what
-    ``torch.load`` reads. Raises StoreError for another suffix, a node that isn't there, a damaged
-    checkpoint.
+    ``torch.load`` reads. A checkpoint may be of somebody else: only with ``trust_model`` are the
+    data and the model that its job names opened and imported. Raises StoreError for another suffix,
+    a node that isn't there, a damaged checkpoint.
     """
     if out.suffix not in SUFFIXES:
         raise StoreError(f'--out "{out}" doesn\'t say its format: end it on .safetensors or .pt')
@@ -38,7 +41,7 @@ def export(path: Path, out: Path, node: int | None = None) -> str:
             "average"
         )
     values = averaged(path, manifest.n) if node is None else model_of(path, node)
-    state, note = _named(manifest, values)
+    state, note = _completed(manifest, values) if trust_model else _as_saved(manifest, values)
     who = f"the average of {manifest.n} nodes" if node is None else f"node {node} of {manifest.n}"
     with replacing(out) as beside:
         _write(state, beside, manifest, "average" if node is None else str(node))
@@ -86,7 +89,27 @@ def _buffers(saved: NodeState) -> dict[str, np.ndarray]:
     return found
 
 
-def _named(
+def _as_saved(
+    manifest: Manifest, values: dict[str, np.ndarray]
+) -> tuple[dict[str, torch.Tensor], str]:
+    """The values by the checkpoint's own names; nothing that its job names is looked at."""
+    try:
+        name = tomllib.loads(manifest.job).get("model", {}).get("name", "")
+    except (tomllib.TOMLDecodeError, AttributeError):
+        name = "?"
+    note = (
+        f'frozen parameters and second names of tied ones are left out: model.name = "{name}" is '
+        "code that the checkpoint names, which isn't imported by itself; give --trust-model where "
+        "you trust it"
+    )
+    return _tensors(values), "" if name in models.BUILDERS else note
+
+
+def _tensors(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.array(value)) for name, value in values.items()}
+
+
+def _completed(
     manifest: Manifest, values: dict[str, np.ndarray]
 ) -> tuple[dict[str, torch.Tensor], str]:
     """The state_dict of the job's model with these values, and what there is to say about it.
@@ -94,7 +117,7 @@ def _named(
     The checkpoint itself has no frozen parameters and one name of a tied one: the job's model is
     made anew for them. Where its data or its factory aren't here, its own names have to do.
     """
-    tensors = {name: torch.from_numpy(np.array(value)) for name, value in values.items()}
+    tensors = _tensors(values)
     try:
         job = assemble.load(manifest.job)
         data = source(job.data, job.run.seed)

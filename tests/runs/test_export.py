@@ -1,6 +1,7 @@
 """What others take out of a run: the model for plain torch, netCDF, TensorBoard, a page in HTML."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from mpigossip.runs import launch
 from mpigossip.training import assemble
 from mpigossip.runs.export import averaged, export
 
+REPO = Path(__file__).resolve().parents[2]
+MAIN = [sys.executable, "-m", "mpigossip"]
 MODULE = '''
 import torch
 from torch import nn
@@ -90,7 +93,7 @@ def test_three_lines_of_plain_torch_give_the_model_that_was_evaluated(trained, s
     folder, summary = trained
     monkeypatch.syspath_prepend(folder)
     out = folder / f"model{suffix}"
-    told = export(Path(summary["checkpoint"]), out)
+    told = export(Path(summary["checkpoint"]), out, trust_model=True)
     assert told.startswith(f"{out}: the average of 3 nodes at step ") and "note" not in told
     assert told.splitlines()[-1] == LOAD[suffix].format(out=str(out)).splitlines()[-1].replace(
         "'", '"'
@@ -115,7 +118,7 @@ def test_a_nodes_own_model_and_the_average(trained, monkeypatch):
     np.testing.assert_allclose(mean["norm.running_mean"], np.mean(slots, axis=0), rtol=1e-5)
     assert mean["norm.num_batches_tracked"] == every[0].arrays["buffers/0/norm.num_batches_tracked"]
     monkeypatch.syspath_prepend(folder)
-    export(path, folder / "two.pt", node=2)
+    export(path, folder / "two.pt", node=2, trust_model=True)
     own = torch.load(folder / "two.pt")
     packed = np.concatenate([own[name].numpy().ravel() for name in every[2].names])
     assert (packed == every[2].parameters).all()
@@ -124,10 +127,28 @@ def test_a_nodes_own_model_and_the_average(trained, monkeypatch):
 def test_a_model_that_is_not_here_is_exported_by_the_names_of_the_checkpoint(trained):
     folder, summary = trained
     sys.modules.pop("own_net", None)
-    told = export(Path(summary["checkpoint"]), folder / "bare.pt")
+    told = export(Path(summary["checkpoint"]), folder / "bare.pt", trust_model=True)
     assert "note: the model couldn't be made here" in told and "own_net" in told
     state = torch.load(folder / "bare.pt")
     assert "second.weight" in state and "scale" not in state
+
+
+@pytest.mark.parametrize("suffix", LOAD)
+def test_a_model_that_the_checkpoint_names_is_not_imported_by_itself(trained, suffix, tmp_path):
+    """The command, beside a module of that name which would tell that it was imported."""
+    folder, summary = trained
+    (tmp_path / "own_net.py").write_text("open('imported', 'w')\n" + MODULE)
+    out = tmp_path / f"model{suffix}"
+    command = [*MAIN, "checkpoint", "export", summary["checkpoint"], "--out", out.name]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}"}
+    facts = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=100, **facts)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "imported").exists() and out.exists()
+    assert "own_net:Net" in done.stdout and "--trust-model" in done.stdout
+    done = subprocess.run([*command, "--trust-model"], timeout=100, **facts)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "imported").exists() and "note" not in done.stdout
 
 
 def test_what_cant_be_exported_is_said(trained):
