@@ -84,8 +84,9 @@ def _speaks(error: ValueError) -> bool:
     """Whether this process prints the message that all ranks have."""
     if hasattr(error, "rank"):
         return error.rank == 0
-    ranks = sys.modules.get("mpigossip.cluster.ranks")
-    return ranks is None or ranks.speaks()
+    from mpigossip.cluster import ranks
+
+    return ranks.speaks()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -141,6 +142,14 @@ def _add_runs(commands) -> None:
 
 
 def _train(options) -> int:
+    from mpigossip.config import JobError
+
+    if options.nodes is not None and not options.dry_run:
+        raise JobError(
+            [f"--nodes {options.nodes} goes with --dry-run: how many nodes train is said to the "
+             f"launcher (mpirun -n {options.nodes} mpigossip train …), or to "
+             f"`mpigossip simulate {options.job} --nodes {options.nodes}`"]
+        )  # fmt: skip
     from mpigossip.runs import launch
     from mpigossip.training import assemble
 

@@ -27,6 +27,12 @@ def alone(*words, cwd):
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=120)
 
 
+def test_a_number_of_nodes_is_said_to_the_launcher(mpirun, tmp_path):
+    done = mpirun(2, [*MAIN, "train", JOB, "--nodes", "4"], timeout=60, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("mpigossip: --nodes 4 goes with") == 1
+    assert "mpirun -n 4" in done.stderr and "simulate" in done.stderr
+
+
 def digest(done):
     assert done.returncode == 0, done.stdout + done.stderr
     return re.search(r"^digest +([0-9a-f]{64})$", done.stdout, re.MULTILINE)[1]

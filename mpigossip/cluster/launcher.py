@@ -29,6 +29,15 @@ class LaunchError(ValueError):
         self.rank = rank
 
 
+def places(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
+    """What launchers say: the rank of this process, the number of ranks, the variable's name."""
+    return [
+        (int(env[rank]), int(env[count]), count)
+        for rank, count in LAUNCHERS
+        if env.get(rank, "").isdigit() and env.get(count, "").isdigit()
+    ]
+
+
 def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
     """Raises LaunchError where a launcher meant several ranks and MPI sees a world of one.
 
@@ -36,14 +45,10 @@ def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
     inside one another (mpirun starts its daemons by srun, one per host), so one variable that
     agrees with MPI is enough.
     """
-    meant = [
-        (int(env[count]), count, int(env[rank]))
-        for rank, count in LAUNCHERS
-        if env.get(rank, "").isdigit() and env.get(count, "").isdigit()
-    ]
-    if size > 1 or not meant or any(number == size for number, _, _ in meant):
+    meant = places(env)
+    if size > 1 or not meant or any(number == size for _, number, _ in meant):
         return
-    number, variable, rank = meant[0]
+    rank, number, variable = meant[0]
     name = library.replace("\n", " ").split(",")[0].replace("\t", " ").strip("\0 ")[:60]
     raise LaunchError(
         f"{number} ranks were started ({variable}={number}), but MPI ({name}) sees a world of 1: "

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpigossip.cluster import survival
 from mpigossip.cluster.deadline import Deadline, LateError, sharp_timers
-from mpigossip.cluster.launcher import LaunchError, check_launcher
+from mpigossip.cluster.launcher import LaunchError, check_launcher, places
 from mpigossip.config import JobError
 
 if TYPE_CHECKING:
@@ -353,7 +353,9 @@ def speaks() -> bool:
     if _ending.survivors is not None:
         return _ending.survivors.rank == 0
     mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.rank == 0
+    if mpi is None or not mpi.Is_initialized():
+        return all(rank == 0 for rank, _, _ in places(os.environ)[:1])
+    return mpi.COMM_WORLD.rank == 0
 
 
 def world(timeout_s: float = TIMEOUT_S) -> World:
