@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from mpigossip import algorithms
+from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.training import assemble
@@ -126,10 +127,9 @@ class Driver:
 
 def on_ranks(settings, world, same_host, steps):
     """A driver over windows for each of these settings, after its steps; collective."""
-    from mpigossip.mixing.windows import Windows
 
     def windows(graph, layout):
-        return Windows(graph, layout, world, same_host=same_host, timeout_s=60)
+        return open_mixer(graph, layout, world, same_host=same_host, timeout_s=60)
 
     for each in settings:
         driver = Driver(each, world.size, windows, noise=0.1).run(steps)

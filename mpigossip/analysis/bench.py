@@ -21,10 +21,10 @@ from mpi4py import MPI
 
 from mpigossip.config import JobError
 from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
-from mpigossip.mixing.base import BLOCK, Kind, Layout
+from mpigossip.mixing import open_mixer
+from mpigossip.mixing.base import BLOCK, Kind, Layout, Mixer
 from mpigossip.mixing.kernels import native
 from mpigossip.mixing.tokens import wait_all
-from mpigossip.mixing.windows import Windows
 from mpigossip.store.hdf5 import create, replacing
 
 GRAPHS = ("one-peer-hypercube", "one-peer-exponential", "exponential", "ring", "complete")
@@ -110,10 +110,10 @@ def sizes_that_fit(world, options) -> list[int]:
     return fits
 
 
-def _opened(made: Graph, size: int, world, options) -> tuple[Windows, int]:
+def _opened(made: Graph, size: int, world, options) -> tuple[Mixer, int]:
     """Windows for one vector of at least ``size`` bytes, filled, and its number of elements."""
     count = max(512, -(-size // 4 // 512) * 512)
-    mixer = Windows(made, Layout((count,)), world, same_host=options.same_host)
+    mixer = open_mixer(made, Layout((count,)), world, same_host=options.same_host)
     mixer.outbox(0)[0][0].fill_(1.0)
     return mixer, count
 

@@ -11,6 +11,7 @@ import torch
 
 from mpigossip.config import Data, GraphSection, JobError
 from mpigossip.groups.devices import slots_of
+from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout, combine
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.costs import Subject
@@ -227,10 +228,9 @@ def _rounds(world, what: Subject, count: int, budget_s: float, work_s: float) ->
     them, and for the slowest of those who compute.
     """
     from mpigossip.graphs import graph
-    from mpigossip.mixing.windows import Windows
 
     node = what.job.node
-    mixer = Windows(
+    mixer = open_mixer(
         graph("one-peer-exponential", world.size), Layout((count,)), world,
         same_host=node.same_host, timeout_s=node.timeout_s,
     )  # fmt: skip

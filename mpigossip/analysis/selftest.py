@@ -22,9 +22,9 @@ from mpigossip.analysis.doctor import Finding, complain
 from mpigossip.cluster.ranks import World
 from mpigossip.config.readable import counted
 from mpigossip.graphs import Graph, graph
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing import open_mixer
+from mpigossip.mixing.base import Kind, Layout, Mixer
 from mpigossip.mixing.device.aware import asked, proven
-from mpigossip.mixing.windows import Windows
 
 REPEATS = 5
 ROUNDS = 16
@@ -209,7 +209,7 @@ def _judge(world: World, links: list, wrong: list[str], size: int) -> Finding:
 
 def windows(world: World, tried: Graph, size: int, way: str, now: list[str]) -> Finding:
     """Whole exchanges by the mixer that training uses, compared with the mixing matrix."""
-    mixer = Windows(tried, Layout((size // 4,)), world, same_host=way)
+    mixer = open_mixer(tried, Layout((size // 4,)), world, same_host=way)
     gathered = world.gather(_try_out(world, tried, mixer, now, f"same_host={way}"))
     if gathered is None:
         return Finding("windows", "")
@@ -225,7 +225,7 @@ OFF = "averages are off by {:.1e}: this MPI's windows can't be trusted here"
 
 
 def _try_out(
-    world: World, tried: Graph, mixer: Windows, now: list[str], what: str
+    world: World, tried: Graph, mixer: Mixer, now: list[str], what: str
 ) -> tuple[float, float]:
     """Median seconds of some rounds and their largest relative error; closes the mixer."""
     seconds, worst = [], 0.0

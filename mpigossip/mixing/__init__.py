@@ -1,1 +1,64 @@
-"""Mixing: what happens between nodes."""
+"""Averaging between nodes: every mixer there is, and the one place that chooses among them."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpigossip.mixing.base import Layout, Mixer
+    from mpigossip.mixing.faults import Ages
+
+MIXERS = {
+    ("synchronous", "process"): "simulated.Simulated",
+    ("asynchronous", "process"): "delayed.Delayed",
+    ("synchronous", "ranks"): "windows.Windows",
+    ("asynchronous", "ranks"): "asynchronous.Asynchronous",
+    ("synchronous", "survivors"): "messages.Messages",
+    ("synchronous", "devices"): "device.windows.DeviceWindows",
+}
+"""Mixers by what is asked for (`node.mixer`) and by where the nodes are: all in this process, one
+a rank, ranks of which some may be lost, ranks whose slots are GPUs."""
+
+
+def mixer_class(asked: str, where: str) -> Any:
+    """The class of a mixer, a row of `MIXERS`; its module is loaded only now."""
+    if (asked, where) not in MIXERS:
+        fitting = ", ".join(f'"{name}"' for name, place in MIXERS if place == where)
+        raise ValueError(f'no mixer "{asked}" for {where}; node.mixer may be {fitting}')
+    module, _, name = MIXERS[asked, where].rpartition(".")
+    return getattr(import_module(f"mpigossip.mixing.{module}"), name)
+
+
+def open_mixer(
+    graph,
+    layout: Layout,
+    world,
+    mixer: str = "synchronous",
+    *,
+    same_host: str = "read",
+    gpu_window: str = "auto",
+    timeout_s: float = 300.0,
+    ages: Ages | None = None,
+) -> Mixer:
+    """The mixer between the ranks of ``world``, or of all nodes here where it has no MPI.
+
+    Collective. ``ages``: the delay table of a simulated asynchronous run. A mixer is given those
+    of the options that its constructor names.
+    """
+    given = {
+        "world": world, "same_host": same_host, "gpu_window": gpu_window, "timeout_s": timeout_s,
+        "ages": ages,
+    }  # fmt: skip
+    made = mixer_class(mixer, _where(layout, world))
+    takes = inspect.signature(made).parameters
+    return made(graph, layout, **{name: given[name] for name in takes if name in given})
+
+
+def _where(layout: Layout, world) -> str:
+    if world.comm is None:
+        return "process"
+    if world.survives:
+        return "survivors"
+    return "devices" if set(layout.devices) - {"cpu"} else "ranks"

@@ -56,6 +56,8 @@ class Asynchronous:
     that were left out (torn, not seen yet, or the last deposit not taken in).
     """
 
+    synchronous = False
+
     def __init__(self, graph, layout: Layout, world, *, timeout_s=300.0):
         """Collective over ``world``; ``graph.n`` must be its size. The wire is exact."""
         if graph.n != world.size:
@@ -63,7 +65,7 @@ class Asynchronous:
         self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
         self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
         self.flown = 0.0
-        self.bytes_sent, self.waited, self.synchronous = [0], 0.0, False
+        self.bytes_sent, self.waited = [0], 0.0
         self.staleness, self.torn, self.skipped = [0.0], 0, 0
         self._comm = world.comm.Dup()
         self._head = 8 * (INCLUDED + self.n)

@@ -39,10 +39,12 @@ class Delayed(Simulated):
     The sum of ``mixed`` plus what is under way (:meth:`pending`) is the sum of ``sent``.
     """
 
+    synchronous = False
+
     def __init__(self, graph, layout: Layout, ages: Ages):
         """``ages(t)``: int array (n, n), see :mod:`mpigossip.mixing.faults`."""
         super().__init__(graph, layout)
-        self.synchronous, self._ages = False, ages
+        self._ages = ages
         self._past: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=OLDEST + 1)
         self._under_way: list[Deposit] = []
         # the round in which a node took in the last deposit of another one, by (source, target)

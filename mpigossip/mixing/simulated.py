@@ -16,13 +16,15 @@ class Simulated:
     :func:`~mpigossip.mixing.base.combine` that a rank uses for its single row.
     """
 
+    synchronous = True
+
     def __init__(self, graph, layout: Layout):
         """Arrays of n rows on the layout's devices; ``graph`` says who averages with whom."""
         self.graph, self.layout = graph, layout
         self.n, self.rows = graph.n, range(graph.n)
         self.bytes_sent = [0] * graph.n
         self.flown = 0.0
-        self.waited, self.synchronous, self.staleness = 0.0, True, [0.0] * graph.n
+        self.waited, self.staleness = 0.0, [0.0] * graph.n
         self._out, self._mixed = layout.empty(graph.n), layout.empty(graph.n)
         self._open: tuple[Kind, int] | None = None
 

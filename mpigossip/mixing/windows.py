@@ -35,6 +35,8 @@ class Windows:
     and an inbox place, is an encoded message; neighbours on the same host read decoded ones.
     """
 
+    synchronous = True
+
     def __init__(self, graph, layout: Layout, world, *, same_host="read", timeout_s=300.0):
         """Collective over ``world``; ``graph.n`` must be its size."""
         if graph.n != world.size:
@@ -42,7 +44,7 @@ class Windows:
         self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
         self._period = graph.period
         self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
-        self.bytes_sent, self._waited, self.synchronous, self.staleness = [0], 0.0, True, [0.0]
+        self.bytes_sent, self._waited, self.staleness = [0], 0.0, [0.0]
         self._plans: dict[tuple[Kind, int], Round] = {}
         self._comm = world.comm.Dup()
         self._host = self._open_host(same_host)
@@ -151,8 +153,6 @@ class Windows:
         """Where a sum goes that isn't formed in the inbox: one message, uint8."""
         own = self._host.result if self._host else None
         return torch.empty(self.layout.nbytes, dtype=torch.uint8) if own is None else own
-
-    # -- a round ------------------------------------------------------------------------
 
     def outbox(self, t: int) -> Segments:
         """Arrays (1, p) to fill whole; waits until the last round's readers are done."""

@@ -22,10 +22,9 @@ from mpigossip.graphs.placement import place
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group
 from mpigossip.groups.devices import slots_of
+from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout, Mixer
-from mpigossip.mixing.delayed import Delayed
 from mpigossip.mixing.faults import Faults
-from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import BIASED, Wire, wire
 from mpigossip.store import StoreError
 from mpigossip.training.fit import may_cut, unfit
@@ -251,39 +250,15 @@ def make_replicas(
 
 def make_mixer(job: Job, graph: Graph, layout: Layout, world) -> Mixer:
     """Between the ranks of ``world``, or all nodes in this process where it has no MPI."""
-    node = job.node
-    if node.mixer == "asynchronous":
-        return _asynchronous(job, graph, layout, world)
-    if world.comm is None:
-        return Simulated(graph, layout)
-    if world.survives:
-        from mpigossip.mixing.messages import Messages
-
-        return Messages(graph, layout, world, timeout_s=node.timeout_s)
-    if layout.devices[0] != "cpu":
-        from mpigossip.mixing.device.windows import DeviceWindows
-
-        return DeviceWindows(
-            graph, layout, world, same_host=node.same_host, timeout_s=node.timeout_s,
-            memory=node.gpu_window,
-        )  # fmt: skip
-    from mpigossip.mixing.windows import Windows
-
-    return Windows(graph, layout, world, same_host=node.same_host, timeout_s=node.timeout_s)
-
-
-def _asynchronous(job: Job, graph: Graph, layout: Layout, world) -> Mixer:
-    """The mixer that doesn't wait, or its simulation with the job's slow nodes and lost links."""
-    if world.comm is not None:
-        from mpigossip.mixing.asynchronous import Asynchronous
-
-        return Asynchronous(graph, layout, world, timeout_s=job.node.timeout_s)
-    ill = job.faults
+    node, ill = job.node, job.faults
     faults = Faults(
         graph.n, job.run.seed, ill.slow_times, ill.slow_nodes, ill.slow_steps, ill.lost,
         job.log.flush_steps,
     )  # fmt: skip
-    return Delayed(graph, layout, faults.ages)
+    return open_mixer(
+        graph, layout, world, node.mixer, same_host=node.same_host, gpu_window=node.gpu_window,
+        timeout_s=node.timeout_s, ages=faults.ages,
+    )  # fmt: skip
 
 
 def make_orders(job: Job, data: Source, n: int, per_step: int) -> list[Order]:

@@ -13,8 +13,8 @@ from torch import nn
 from mpigossip.config import JobError
 from mpigossip.graphs import graph as make_graph
 from mpigossip.groups.devices import make_group
+from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.simulated import Simulated
 from mpigossip.training.flat import flatten
 
 T = TypeVar("T")
@@ -62,7 +62,9 @@ class Gossip:
         self._group = make_group(self.devices, torch.get_num_threads(), True, timeout_s)
         self._x = torch.zeros(1, self._flat.size, device=where)
         layout = Layout((self._flat.size,), devices=(where,))
-        self._mixer = _mixer(self._graph, layout, world, same_host, timeout_s)
+        self._mixer = open_mixer(
+            self._graph, layout, world, same_host=same_host, timeout_s=timeout_s
+        )
         self._begin_together(model)
         self.models = [model, *(copy.deepcopy(model).to(d) for d in self.devices[1:])]
         world.resources.callback(self.close)
@@ -148,15 +150,3 @@ class Gossip:
         """Free windows and threads; collective, and done by the world where it ends."""
         self._mixer.close()
         self._group.close()
-
-
-def _mixer(graph, layout: Layout, world, same_host: str, timeout_s: float):
-    if world.comm is None:
-        return Simulated(graph, layout)
-    if layout.devices[0] != "cpu":
-        from mpigossip.mixing.device.windows import DeviceWindows
-
-        return DeviceWindows(graph, layout, world, same_host=same_host, timeout_s=timeout_s)
-    from mpigossip.mixing.windows import Windows
-
-    return Windows(graph, layout, world, same_host=same_host, timeout_s=timeout_s)

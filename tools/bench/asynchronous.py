@@ -23,7 +23,7 @@ import torch
 
 import mpigossip
 from mpigossip.graphs import graph
-from mpigossip.mixing.asynchronous import Asynchronous
+from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.faults import Faults
 from mpigossip.runs.run import meet
@@ -84,7 +84,8 @@ def train(world, mixer: str, pattern: str, options) -> dict:
 
 def torn_copies(world, rounds: int, width: int = 4096) -> tuple[int, int]:
     """Torn copies used and torn copies seen in so many rounds a rank, over all ranks."""
-    mixer = Asynchronous(graph("one-peer-exponential", world.size), Layout((width,)), world)
+    made = graph("one-peer-exponential", world.size)
+    mixer = open_mixer(made, Layout((width,)), world, "asynchronous")
     draw, used, x = random.Random(world.rank), 0, float(world.rank)
     for t in range(rounds):
         ((out,),) = mixer.outbox(t)

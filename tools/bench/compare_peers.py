@@ -26,8 +26,8 @@ from peers import WAIT_S, say, timed
 
 from mpigossip.cluster.ranks import World, world
 from mpigossip.graphs import graph
+from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import BLOCK, Kind, Layout
-from mpigossip.mixing.windows import Windows
 
 # -- averaging --------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ class Ours:
         """``copies``: also from a model into the outbox and back, as plain averaging needs."""
         self.name = f"mpigossip {name if kind is Kind.GOSSIP else 'global average'}"
         self.name += ", with copies in and out" if copies else ""
-        self.mixer = Windows(graph(name, ranks.size), Layout((count,)), ranks, timeout_s=WAIT_S)
+        self.mixer = open_mixer(graph(name, ranks.size), Layout((count,)), ranks, timeout_s=WAIT_S)
         self.kind, self.copies, self.t = kind, copies, 0
         self.x = torch.zeros(1, count)
 

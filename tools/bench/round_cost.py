@@ -13,15 +13,15 @@ from mpi4py import MPI
 
 from mpigossip.cluster.ranks import world
 from mpigossip.graphs import graph
-from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.windows import Windows
+from mpigossip.mixing import open_mixer
+from mpigossip.mixing.base import Kind, Layout, Mixer
 
 COUNT = 256
 """Elements of the vector: 1 KB."""
 ROUNDS, REPEATS = 200, 15
 
 
-def ours(mixer: Windows) -> Callable[[], None]:
+def ours(mixer: Mixer) -> Callable[[], None]:
     """A whole round, the average included."""
     clock = iter(range(1 << 60))
 
@@ -73,7 +73,7 @@ def main() -> None:
             ("one-peer-exponential", "read"),
             ("one-peer-exponential", "put"),
         ):
-            mixer = Windows(graph(name, 2), Layout((COUNT,)), ranks, same_host=same_host)
+            mixer = open_mixer(graph(name, 2), Layout((COUNT,)), ranks, same_host=same_host)
             works = ours(mixer), bare(comm, window, same_host == "put")
             times: list[list[float]] = [[], []]
             for _ in range(REPEATS + 1):

@@ -102,7 +102,7 @@ def rank_exchange(place: Place, memory: str):
 
         found = {"bytes": 4 * width, "copy": timed(lambda: two.copy_(one))}
         found["pinned"] = timed(lambda: host.copy_(one, non_blocking=True))
-        mixer = DeviceWindows(pair, Layout((width,), devices=(place.device,)), w, memory=memory)
+        mixer = DeviceWindows(pair, Layout((width,), devices=(place.device,)), w, gpu_window=memory)
         clock = iter(range(1000))
 
         def round_of():

@@ -28,12 +28,14 @@ class DeviceMemory(Windows):
     layout: BySlot
     _push: PiecePush | None
 
-    def __init__(self, graph, layout: Layout, world, same_host: str, timeout_s: float, memory: str):
+    def __init__(
+        self, graph, layout: Layout, world, same_host: str, timeout_s: float, gpu_window: str
+    ):
         """Collective; see :class:`mpigossip.mixing.device.windows.DeviceWindows`."""
         names = layout.devices or ("cpu",) * len(layout.widths)
         self._devices = [torch.device(name) for name in names]
         self._lanes = [Lane(device) for device in self._devices]
-        self._asked = memory
+        self._asked = gpu_window
         self._why: dict[str, list[str]] = {"near": [], "far": [], "all": []}
         self._unpin: Callable[[], None] = lambda: None
         self._mapped: dict[int, Mapped] = {}

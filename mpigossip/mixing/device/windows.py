@@ -41,13 +41,13 @@ class DeviceWindows(DeviceMemory):
     """The mixer of one rank whose slots are on ``layout.devices``; ``routes`` says the ways."""
 
     def __init__(
-        self, graph, layout: Layout, world, *, same_host="read", timeout_s=300.0, memory="auto"
+        self, graph, layout: Layout, world, *, same_host="read", timeout_s=300.0, gpu_window="auto"
     ):
-        """Collective. ``memory``: "auto", "device" or "host" (`node.gpu_window`).
+        """Collective. ``gpu_window``: "auto", "device" or "host".
 
         Raises MemoryRefused where "device" is asked for and MPI can't.
         """
-        super().__init__(graph, layout, world, same_host, timeout_s, memory)
+        super().__init__(graph, layout, world, same_host, timeout_s, gpu_window)
         by_slot, slots = self.layout, range(len(self._devices))
         self._coded = [Coded(by_slot.of(s).views(self._own[s])[0]) for s in slots]
         self._out = list(self._coded)

@@ -125,7 +125,7 @@ def compared(
     layout, there = Layout(WIDTHS, **options), Layout(WIDTHS, **options, devices=(device,) * 2)
     world, delays, found, routes = World(world_comm), random.Random(comm.rank), {}, {}
     for name, made in graphs_for(comm.size, names):
-        ways = {"same_host": same_host, "timeout_s": 30, "memory": memory}
+        ways = {"same_host": same_host, "timeout_s": 30, "gpu_window": memory}
         mixer = windows.DeviceWindows(made, there, world, **ways)
         if mutate is not None:
             mutate(mixer)
@@ -226,7 +226,7 @@ def refused(comm):
     world = World(comm)
     try:
         windows.DeviceWindows(
-            graph("ring", comm.size), Layout(WIDTHS), world, same_host="put", memory="device"
+            graph("ring", comm.size), Layout(WIDTHS), world, same_host="put", gpu_window="device"
         )
     except MemoryRefused as error:
         return str(error)
