@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mpigossip
-
-OK, FAILED, WRONG, STOPPED = 0, 1, 2, 75
-"""Exit codes: done; a run that can't go on (a loss that is no number, a neighbour that doesn't
-answer); a mistake of the user; stopped before the end with a checkpoint."""
+from mpigossip.config.errors import FAILED, OK, STOPPED, WRONG, Failure, Mistake
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,15 +26,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return OK
-    except ValueError as error:
-        if not _is_mistake(error):
-            raise
+    except Mistake as error:
         if _speaks(error):
             print(f"mpigossip: {error}", file=sys.stderr)
         return WRONG
-    except (ArithmeticError, TimeoutError) as error:
-        if not type(error).__module__.startswith("mpigossip."):
-            raise
+    except Failure as error:
         print(f"mpigossip: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
@@ -74,15 +67,9 @@ def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
         top.error(f'"{given[0]}" is no command; {hint}')
 
 
-def _is_mistake(error: ValueError) -> bool:
-    """Whether an error is meant for the user: those of config, graphs, store and launcher."""
-    own = {"JobError", "AgreedError", "GraphError", "StoreError", "LaunchError"}
-    return type(error).__name__ in own and type(error).__module__.startswith("mpigossip.")
-
-
-def _speaks(error: ValueError) -> bool:
+def _speaks(error: Mistake) -> bool:
     """Whether this process prints the message that all ranks have."""
-    if hasattr(error, "rank"):
+    if error.rank is not None:
         return error.rank == 0
     from mpigossip.cluster import ranks
 
@@ -161,7 +148,7 @@ def _train(options) -> int:
     from mpigossip.cluster.ranks import world
 
     with world() as ranks:
-        with ranks.together(*launch.MISTAKES):
+        with ranks.together(Mistake):
             job = assemble.load(options.job, options.settings)
         return _code(launch.train(job, ranks, ranks.size), ranks)
 

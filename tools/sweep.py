@@ -18,6 +18,7 @@ from pathlib import Path
 from mpigossip import cli
 from mpigossip.analysis import page
 from mpigossip.config import JobError
+from mpigossip.config.errors import WRONG, Mistake
 from mpigossip.store import StoreError
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -42,9 +43,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         return options.work(options)
-    except (JobError, StoreError, OSError) as error:
+    except (Mistake, OSError) as error:
         print(f"sweep: {error}", file=sys.stderr)
-        return 2
+        return WRONG
 
 
 def grid(options) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-WRONG = 2
-"""Exit code of a check that found something: as of a mistake, see `cli`."""
+from mpigossip.config.errors import WRONG
 
 
 def add(commands) -> None:

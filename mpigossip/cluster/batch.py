@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import mpigossip
 from mpigossip.config import JobError
+from mpigossip.config.errors import STOPPED, WRONG
 from mpigossip.config.toml import Limit, converter, explain, near
 
 WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:+@=/-]*"
@@ -197,6 +198,8 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, wish: Wish)
         "launcher": _words(wish.launcher or site.launcher),
         "arguments": shlex.join([job, *settings]),
         "run": shlex.quote(str(run)),
+        "wrong": str(WRONG),
+        "stopped": str(STOPPED),
     }
     template = _find("templates") / f"{site.scheduler}.sh"
     common = (_find("templates") / "common.sh").read_text("utf-8")

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mpigossip.config.errors import Failure
+
 SPIN_S = 50e-6
 """Seconds of asking again at once: to be put to sleep and woken takes about as long."""
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
@@ -14,7 +16,7 @@ SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 PR_SET_TIMERSLACK = 29
 
 
-class LateError(TimeoutError):
+class LateError(Failure, TimeoutError):
     """Something awaited didn't come before its deadline; the message names what."""
 
 

@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpigossip.config.errors import Mistake
+
 # Launchers tell each process its rank and the number of processes. The pair counts, not one of
 # them: SLURM_PROCID (0) and SLURM_NTASKS are also in the batch script's own environment, where a
 # plain command is rightly alone; only srun sets SLURM_STEP_NUM_TASKS.
@@ -17,7 +19,7 @@ LAUNCHERS = (
 )
 
 
-class LaunchError(ValueError):
+class LaunchError(Mistake):
     """MPI is missing, or its world isn't what the launcher meant.
 
     Each process finds this by itself; `rank` is the launcher's number for it, so that a program

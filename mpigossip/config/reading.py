@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mpigossip.config.errors import Mistake
 from mpigossip.config.toml import near
 
 
-class JobError(ValueError):
+class JobError(Mistake):
     """Mistakes of the user, all of them: `messages` holds one sentence or paragraph for each."""
 
     messages: tuple[str, ...]

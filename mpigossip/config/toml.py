@@ -32,7 +32,7 @@ class Limit(NamedTuple):
     words: str
 
 
-class Mistake(ValueError):
+class BadValue(ValueError):
     """A value and what is wrong with it; `at` adds where it stands."""
 
     def __init__(self, value: object, need: str) -> None:
@@ -49,7 +49,7 @@ def show(value: object) -> str:
     """`value` as it would stand in a job file, cut to a readable length."""
     try:
         text = write(value)
-    except (Mistake, ValueError, RecursionError):
+    except (BadValue, ValueError, RecursionError):
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 80 else text[:60] + " … " + text[-10:]
 
@@ -64,24 +64,24 @@ def near(word: object, words: Iterable[str]) -> str:
 
 
 def plain(value: Any, depth: int = 16) -> Any:
-    """`value` with lists as tuples; Mistake where TOML, HDF5 or a comparison couldn't keep it."""
+    """`value` with lists as tuples; BadValue where TOML, HDF5 or a comparison couldn't keep it."""
     if depth == 0:
-        raise Mistake(value, "is nested too deeply; 15 levels are allowed")
+        raise BadValue(value, "is nested too deeply; 15 levels are allowed")
     if isinstance(value, Mapping):
         return {plain(str(key)): plain(item, depth - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return tuple(plain(item, depth - 1) for item in value)
     if not isinstance(value, bool | int | float | str | None):
-        raise Mistake(value, f"is a {type(value).__name__}; write numbers, text or lists")
+        raise BadValue(value, f"is a {type(value).__name__}; write numbers, text or lists")
     if isinstance(value, float) and not math.isfinite(value):
-        raise Mistake(value, "must be a finite number")
+        raise BadValue(value, "must be a finite number")
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise Mistake(value, "must lie within 64 bits (at most 9223372036854775807)")
+        raise BadValue(value, "must lie within 64 bits (at most 9223372036854775807)")
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise Mistake(ascii(value), "must be text in UTF-8") from None
+            raise BadValue(ascii(value), "must be text in UTF-8") from None
     return value
 
 
@@ -94,7 +94,7 @@ def plain_table(name: str, table: Any) -> tuple[dict[str, Any], list[str]]:
     for key, value in table.items():
         try:
             values[plain(str(key))] = plain(value)
-        except Mistake as mistake:
+        except BadValue as mistake:
             messages.append(mistake.at(f"{name}.{ascii(str(key))[1:-1]}"))
     return values, messages
 
@@ -141,7 +141,7 @@ def _scalar(words: str, value: Any, kind: type) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise Mistake(value, f"needs {words}")
+        raise BadValue(value, f"needs {words}")
     return value
 
 
@@ -152,7 +152,7 @@ def _choice(value: Any, kind: Any) -> Any:
             return choice
     close = difflib.get_close_matches(str(value), map(str, choices), 1)
     hint = f'; did you mean "{close[0]}"?' if close else ""
-    raise Mistake(value, f"must be {_or(choices)}{hint}")
+    raise BadValue(value, f"must be {_or(choices)}{hint}")
 
 
 def _or(choices: Sequence) -> str:
@@ -162,14 +162,14 @@ def _or(choices: Sequence) -> str:
 
 def _tuple(value: Any, kind: Any) -> tuple:
     if not isinstance(value, list | tuple):
-        raise Mistake(value, "needs a list")
+        raise BadValue(value, "needs a list")
     items = typing.get_args(kind)
     if not items:
         return tuple(value)
     if items[-1] is Ellipsis:
         items = items[:1] * len(value)
     if len(items) != len(value):
-        raise Mistake(value, f"needs a list of {len(items)}, got {len(value)}")
+        raise BadValue(value, f"needs a list of {len(items)}, got {len(value)}")
     return tuple(converter().structure(v, k) for v, k in zip(value, items, strict=True))
 
 
@@ -182,21 +182,21 @@ def _union(value: Any, kind: Any) -> Any:
     for member in members:
         try:
             return converter().structure(value, member)
-        except Mistake as mistake:
+        except BadValue as mistake:
             wrong.append(mistake)
     # "none" is how TOML and an override say that nothing is set.
     if value == "none" and len(members) < len(kinds):
         return None
     if len(wrong) == 1:
         raise wrong[0]
-    raise Mistake(value, " or ".join(mistake.need for mistake in wrong))
+    raise BadValue(value, " or ".join(mistake.need for mistake in wrong))
 
 
 def _limited(value: Any, kind: Any) -> Any:
     value = converter().structure(value, kind.__origin__)
     limit = kind.__metadata__[0]
     if not limit.holds(value):
-        raise Mistake(value, limit.words)
+        raise BadValue(value, limit.words)
     return value
 
 
@@ -204,7 +204,7 @@ def explain(error: Exception, path: str = "", default: object = None) -> Iterato
     """Each mistake inside what the converter raised, with its dotted path."""
     import cattrs
 
-    if isinstance(error, Mistake):
+    if isinstance(error, BadValue):
         yield error.at(path, default)
     elif isinstance(error, cattrs.ForbiddenExtraKeysError):
         known = [f.name for f in fields(error.cl)]
@@ -289,7 +289,7 @@ def write(value: Any) -> str:
     if isinstance(value, Mapping):
         items = (f"{write_key(key)} = {write(item)}" for key, item in value.items())
         return "{ " + ", ".join(items) + " }" if value else "{}"
-    raise Mistake(value, f"a {type(value).__name__} has no place in TOML")
+    raise BadValue(value, f"a {type(value).__name__} has no place in TOML")
 
 
 def write_key(key: str) -> str:

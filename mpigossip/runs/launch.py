@@ -10,7 +10,7 @@ from typing import Any
 from mpigossip import config
 from mpigossip.cluster.ranks import AgreedError
 from mpigossip.config import Job, JobError
-from mpigossip.graphs import GraphError
+from mpigossip.config.errors import Mistake
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.runs.hooks import Log, Stopper
@@ -21,10 +21,6 @@ from mpigossip.runs.run import Run
 from mpigossip.training.assemble import Assembly, assemble, load
 from mpigossip.runs.survive import prepare, without_the_lost
 from mpigossip.runs.watch import end_of_allocation
-
-STOPPED = 75
-"""Exit code of a run that was stopped before its end with a checkpoint (EX_TEMPFAIL)."""
-MISTAKES = (JobError, GraphError, StoreError)
 
 
 def run(job: Job, world, n: int, resume: Path | None) -> dict[str, Any]:
@@ -60,7 +56,7 @@ def _run(assembly: Assembly, world, resume: Path | None) -> tuple[dict[str, Any]
     with Stopper(world, folder, end, lag) as stopper:
         whole = Run(assembly, world, [*hooks, stopper])
         if resume is not None:
-            with world.together(*MISTAKES):
+            with world.together(Mistake):
                 told = whole.resume(resume)
             if told and world.rank == 0:
                 print(f"{resume}: {'; '.join(told)}")
@@ -92,7 +88,7 @@ def train(job: Job, world, n: int) -> dict[str, Any]:
     """Train a job from the start, or go on where its run directory stopped."""
     with locked(job.run.folder, world):
         newest = _newest(job.run.folder, world)
-        with world.together(*MISTAKES):
+        with world.together(Mistake):
             if newest is not None:
                 _same_job(job, newest)
         return run(job, world, n, newest)
@@ -101,7 +97,7 @@ def train(job: Job, world, n: int) -> dict[str, Any]:
 def _newest(folder: Path, world) -> Path | None:
     """The checkpoint to go on from, as rank 0 sees it: ranks may see a shared disk differently."""
     found = None
-    with world.together(*MISTAKES):
+    with world.together(Mistake):
         if world.rank == 0:
             found = checkpoint.latest(folder)
     return world.broadcast(found)
@@ -112,12 +108,12 @@ def resume(folder: Path, overrides: Sequence[str], world, n: int | None) -> dict
 
     ``n``: nodes, None for as many as the checkpoint has.
     """
-    with world.together(*MISTAKES):
+    with world.together(Mistake):
         if not folder.is_dir():
             raise JobError([f'"{folder}" is no run directory: there is no such folder'])
     with locked(folder, world):
         newest = _newest(folder, world)
-        with world.together(*MISTAKES):
+        with world.together(Mistake):
             if newest is None:
                 raise JobError(
                     [f'"{folder}" has no whole checkpoint to resume from; start it with '

@@ -1,5 +1,7 @@
 """HDF5 on disk: checkpoints and logs. Nothing here knows MPI or torch."""
 
+from mpigossip.config.errors import Mistake
 
-class StoreError(ValueError):
+
+class StoreError(Mistake):
     """A file that can't be written or isn't what it should be; one paragraph with the remedy."""

@@ -14,6 +14,7 @@ from mpigossip import algorithms, config, graphs, models
 from mpigossip.algorithms import cadence as cadences
 from mpigossip.cluster import topology
 from mpigossip.config import Job, JobError
+from mpigossip.config.errors import Mistake
 from mpigossip.data.loader import Loader
 from mpigossip.data.partition import Order
 from mpigossip.data.sources import Source, orders, partition, source
@@ -26,7 +27,6 @@ from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout, Mixer
 from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.wire import BIASED, Wire, wire
-from mpigossip.store import StoreError
 from mpigossip.training.fit import may_cut, unfit
 from mpigossip.training.flat import Flat, flatten
 from mpigossip.training.loop import Settings, Trainer
@@ -274,7 +274,7 @@ def assemble(job: Job, world, n: int) -> Assembly:
 
     Raises JobError on every rank where any rank found mistakes.
     """
-    with world.together(JobError, GraphError, StoreError):
+    with world.together(Mistake):
         found = mistakes(job, n)
         if world.comm is not None and (job.faults.slow_times > 1 or job.faults.lost):
             found.append("faults: ranks have their own; only `mpigossip simulate` invents some")

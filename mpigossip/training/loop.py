@@ -11,6 +11,7 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
+from mpigossip.config.errors import Failure
 from mpigossip.data.loader import Batch
 from mpigossip.groups.base import Group
 from mpigossip.mixing.base import ByBlocks, Kind, Mixer
@@ -21,7 +22,7 @@ from mpigossip.training.precision import Precision
 from mpigossip.training.replicas import Replicas
 
 
-class NotFinite(ArithmeticError):
+class NotFinite(Failure, ArithmeticError):
     """A loss that is no number any more: step and node are named."""
 
 

@@ -11,6 +11,7 @@ import pytest
 from mpigossip.cluster import batch
 from mpigossip.cluster.batch import Wish, folders, read_site, script, seconds_of, sites
 from mpigossip.config import JobError
+from mpigossip.config.errors import OK, STOPPED, WRONG
 
 REPO = Path(__file__).parents[2]
 JOB = str(REPO / "jobs" / "digits.toml")
@@ -279,9 +280,9 @@ def test_unknown_sites_and_missing_wishes_are_explained(tmp_path):
 LIVES = [
     # exit code, a new checkpoint -> exit code of the script, queued again
     (0, True, 0, False),
-    (75, True, 0, True),
-    (75, False, 1, False),
-    (2, True, 2, False),
+    (STOPPED, True, 0, True),
+    (STOPPED, False, 1, False),
+    (WRONG, True, WRONG, False),
     (1, True, 0, True),
     (1, False, 1, False),
     (137, False, 137, False),
@@ -308,10 +309,11 @@ def test_what_happens_after_training(execute, site, queue, code, progress, ends,
 def test_a_queue_that_refuses_is_not_hidden(execute):
     (execute.work / "runs").mkdir()
     stub = execute.work.parent / "stubs" / "mystub"
-    stub.write_text("#!/bin/bash\nmkdir -p runs/digits/checkpoints/step-00000010\nexit 75\n")
+    new = "runs/digits/checkpoints/step-00000010"
+    stub.write_text(f"#!/bin/bash\nmkdir -p {new}\nexit {STOPPED}\n")
     stub.chmod(0o755)
     done, _ = execute(made(launcher="mystub"), CODE="1")
-    assert done.returncode == 75
+    assert done.returncode == STOPPED
 
 
 # -- the command ------------------------------------------------------------------------------
@@ -382,7 +384,7 @@ def test_a_sweep_takes_its_line_as_words(execute):
     assert execute(text, SLURM_ARRAY_TASK_ID="3")[0].returncode == 2
 
 
-@pytest.mark.parametrize("code, tries", [(0, 1), (2, 1), (75, 1), (1, 3), (137, 3)])
+@pytest.mark.parametrize("code, tries", [(OK, 1), (WRONG, 1), (STOPPED, 1), (1, 3), (137, 3)])
 def test_plain_mpirun_is_tried_again_after_a_crash_only(execute, code, tries):
     text = f"set -- 4 j.toml run.seed=1\n{(REPO / 'jobs' / 'run.sh').read_text()}"
     done, words = execute(text, MPIRUN="mpiexec -x", CODE=str(code))
