@@ -102,7 +102,7 @@ class Driver:
         self.index, self.round = self.index + 1, self.round + (kind is Kind.GOSSIP)
 
     def _now(self, kind, lr):
-        return algorithms.Step(self.index, self.round, 0, kind, lr)
+        return algorithms.Step(self.index, self.round, kind, lr)
 
     def _send(self, now, g):
         out = self.mixer.outbox(now.round)

@@ -21,8 +21,6 @@ class Step(NamedTuple):
     """steps since init; restarts where state was dropped"""
     round: int
     """the graph's clock: counts GOSSIP rounds only"""
-    part: int
-    """0 … rounds − 1, for methods with dependent exchanges"""
     kind: Kind
     lr: float | None
     """learning rate, > 0; None in an ahead send"""
@@ -37,8 +35,7 @@ class Algorithm(NamedTuple):
 
     x is the point where the gradient is taken; everything else is state, a NamedTuple
     (nestable) of arrays shaped like x or (rows, 1). Functions work in place and return the
-    state. ``g`` holds the gradient with weight decay added; receive (or, where there is one
-    round, send) may use its memory up.
+    state. ``g`` holds the gradient with weight decay added; its memory may be used up.
     """
 
     init: Callable[..., Any]
@@ -51,13 +48,13 @@ class Algorithm(NamedTuple):
     """arrays of model size that travel in a round"""
     scalars: int = 0
     """float64 per row that travel too, never compressed"""
-    rounds: int = 1
-    """dependent exchanges per step with one gradient"""
     ahead: bool = False
     """send gets g = None, lr = None and changes nothing: it travels during forward/backward"""
     by_columns: bool = False
     """send and receive may be called block by block of columns, in any order: elementwise, the
     state changed in place only, x not before receive; no scalars, one exchange a step"""
+    raw: bool = False
+    """the gradient goes to the local step alone, which takes the parameters' own: g is None"""
     needs: frozenset = frozenset()
     """What the job must have; each is checked, and named in the refusal (training/fit.py).
 

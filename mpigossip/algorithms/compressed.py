@@ -134,8 +134,7 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
         return Choco(torch.zeros_like(x), torch.zeros_like(x), local.init(x))
 
     def send(x, g, state: Choco, out, step: Step):
-        d, inner = local.direction(x, g, state.inner, step)
-        x.add_(d, alpha=-step.lr)
+        inner = local.adapt(x, g, state.inner, step, x)
         torch.sub(x, state.public, out=out[0])
         return state._replace(inner=inner)
 
@@ -147,4 +146,4 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
         return state
 
     needs = frozenset({"static", "doubly", "never-global", "own-wire"})
-    return Algorithm(init, send, receive, needs=needs)
+    return Algorithm(init, send, receive, raw=local.raw, needs=needs)

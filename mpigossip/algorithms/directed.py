@@ -23,7 +23,8 @@ def sgp(local: Local) -> Algorithm:
 
     u½ = w x − lr · d;  u ← Σ_j P_ij u½_j;  w ← Σ_j P_ij w_j;  x = u/w is where the gradient is
     taken and what is evaluated. P needs columns that sum to one; w starts as 1 and stays it where
-    the rows do too. Σ u and Σ w are preserved. One vector and one scalar travel.
+    the rows do too. Σ u and Σ w are preserved. One vector and one scalar travel. u½ is formed as
+    x½ + (w − 1) x, which is x½ to the bit where w = 1.
     """
 
     def init(x) -> PushSum:
@@ -31,8 +32,8 @@ def sgp(local: Local) -> Algorithm:
         return PushSum(ones, local.init(x))
 
     def send(x, g, state: PushSum, out, step: Step):
-        d, inner = local.direction(x, g, state.inner, step)
-        torch.mul(x, state.weight.to(x.dtype), out=out[0]).add_(d, alpha=-step.lr)
+        inner = local.adapt(x, g, state.inner, step, out[0])
+        out[0].addcmul_(x, state.weight.to(x.dtype) - 1)
         out[1].copy_(state.weight)
         return state._replace(inner=inner)
 
@@ -41,9 +42,8 @@ def sgp(local: Local) -> Algorithm:
         torch.div(mixed[0], state.weight.to(x.dtype), out=x)
         return state
 
-    return Algorithm(
-        init, send, receive, scalars=1, needs=frozenset({"column-stochastic", "unsigned"})
-    )
+    needs = frozenset({"column-stochastic", "unsigned"})
+    return Algorithm(init, send, receive, scalars=1, raw=local.raw, needs=needs)
 
 
 class Carriers(NamedTuple):
@@ -70,11 +70,11 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
         return digits[at], int(digits[:at] or "0", 2)
 
     def send(x, g, state: Carriers, out, step: Step):
-        d, inner = local.direction(x, g, state.inner, step)
-        x.add_(d, alpha=-step.lr)
-        state.others.add_(d, alpha=-step.lr)
-        second = step.kind is Kind.GOSSIP and digit(step)[0] == "0"
-        out[0].copy_(state.others if second else x)
+        inner = local.adapt(x, g, state.inner, step, out[0])
+        state.others.sub_(x.sub_(out[0]))  # the same step for both carriers: x½ − x
+        x.copy_(out[0])
+        if step.kind is Kind.GOSSIP and digit(step)[0] == "0":
+            out[0].copy_(state.others)
         return state._replace(inner=inner)
 
     def receive(x, g, state: Carriers, sent, mixed, step: Step):
@@ -92,4 +92,5 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
     def init(x) -> Carriers:
         return Carriers(x.clone(), local.init(x))
 
-    return Algorithm(init, send, receive, needs=frozenset({"graph:ceca", "exact-wire"}))
+    needs = frozenset({"graph:ceca", "exact-wire"})
+    return Algorithm(init, send, receive, raw=local.raw, needs=needs)

@@ -25,10 +25,7 @@ def parallel(local: Local) -> Algorithm:
         return state
 
     def receive(x, g, state, sent, mixed, step: Step):
-        g.copy_(mixed[0])
-        d, state = local.direction(x, g, state, step)
-        x.add_(d, alpha=-step.lr)
-        return state
+        return local.adapt(x, g.copy_(mixed[0]), state, step, x)
 
     needs = frozenset({"always-global", "sends-gradients"})
     return Algorithm(local.init, send, receive, needs=needs)
@@ -39,13 +36,11 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
 
     ``style = "atc"``, adapt-then-combine: x ← Σ_j W_ij (x_j − lr · d_j).
     ``style = "awc"``, adapt-while-combine: x ← Σ_j W_ij x_j − lr · d_i; the exchange travels
-    during forward and backward (``ahead``).
+    during forward and backward (``ahead``). Decoupled weight decay acts on what was mixed.
     """
 
     def send_adapted(x, g, state, out, step: Step):
-        d, state = local.direction(x, g, state, step)
-        torch.add(x, d, alpha=-step.lr, out=out[0])
-        return state
+        return local.adapt(x, g, state, step, out[0])
 
     def receive_combined(x, g, state, sent, mixed, step: Step):
         x.copy_(mixed[0])
@@ -56,16 +51,21 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
         return state
 
     def receive_then_adapt(x, g, state, sent, mixed, step: Step):
-        d, state = local.direction(x, g, state, step)
-        torch.add(mixed[0], d, alpha=-step.lr, out=x)
-        return state
+        return local.adapt(x.copy_(mixed[0]), g, state, step, x)
 
     if style == "atc":
         return Algorithm(
-            local.init, send_adapted, receive_combined, by_columns=True, needs=AVERAGING
+            local.init,
+            send_adapted,
+            receive_combined,
+            by_columns=True,
+            raw=local.raw,
+            needs=AVERAGING,
         )
     needs = AVERAGING | {"never-global"}
-    return Algorithm(local.init, send_as_is, receive_then_adapt, ahead=True, needs=needs)
+    return Algorithm(
+        local.init, send_as_is, receive_then_adapt, ahead=True, raw=local.raw, needs=needs
+    )
 
 
 def dmsgd_vanilla(local: Local) -> Algorithm:

@@ -1,4 +1,4 @@
-"""Local steps: from a gradient to a direction d, the step being x½ = x − lr · d."""
+"""Local steps: from a gradient to the adapted model x½ = x − lr · d."""
 
 from __future__ import annotations
 
@@ -15,31 +15,36 @@ BLOCK = 1 << 15
 
 
 class Local(NamedTuple):
-    """A local optimizer: ``direction(x, g, state, step) -> (d, state)``.
+    """A local optimizer: ``adapt(x, g, state, step, out) -> state`` fills out with x½.
 
-    d may be the memory of g (used up) or of the state: read it before the next call.
+    ``out`` may be x, which else stays as it is; rows in ``step.skipped`` get out = x. The memory
+    of g may be used up. Why x½ and no direction: any `torch.optim` optimizer gives it to its own
+    last bit, and (x − x½)/lr would neither be exact nor defined at lr = 0, where warm-ups begin.
     """
 
     init: Callable[..., Any]
-    direction: Callable[..., Any]
+    adapt: Callable[..., Any]
+    raw: bool = False
+    """takes each parameter's own gradient, None where there is none: g is then None"""
 
 
 def skipping(local: Local) -> Local:
-    """The local step with d = 0 and an unchanged state in the rows that ``step.skipped`` names.
+    """The local step with x½ = x and an unchanged state in the rows that ``step.skipped`` names.
 
     Adam's count of steps goes on in them.
     """
 
-    def direction(x, g, state, step: Step):
+    def adapt(x, g, state, step: Step, out):
         if not step.skipped:
-            return local.direction(x, g, state, step)
+            return local.adapt(x, g, state, step, out)
+        rows = list(step.skipped)
+        before = x[rows]
         with held(step, *state):
-            d, after = local.direction(x, g, state, step)
-            d = d.clone()  # it may be the state's memory
-        d[list(step.skipped)] = 0
-        return d, after
+            after = local.adapt(x, g, state, step, out)
+        out[rows] = before
+        return after
 
-    return Local(local.init, direction)
+    return local._replace(adapt=adapt)
 
 
 class Momentum(NamedTuple):
@@ -58,30 +63,33 @@ class Moments(NamedTuple):
 def sgd(decayed: int) -> Local:
     """Plain gradient descent: d = g."""
 
-    def direction(x, g, state: Empty, step: Step):
-        return g, state
+    def adapt(x, g, state: Empty, step: Step, out):
+        torch.add(x, g, alpha=-step.lr, out=out)
+        return state
 
-    return Local(no_state, direction)
+    return Local(no_state, adapt)
 
 
 def momentum(decayed: int, *, beta: Decay = 0.9) -> Local:
     """Heavy ball (Polyak 1964): m ← β m + g, d = m."""
 
-    def direction(x, g, state: Momentum, step: Step):
+    def adapt(x, g, state: Momentum, step: Step, out):
         state.momentum.mul_(beta).add_(g)
-        return state.momentum, state
+        torch.add(x, state.momentum, alpha=-step.lr, out=out)
+        return state
 
-    return Local(lambda x: Momentum(torch.zeros_like(x)), direction)
+    return Local(lambda x: Momentum(torch.zeros_like(x)), adapt)
 
 
 def nesterov(decayed: int, *, beta: Decay = 0.9) -> Local:
     """Nesterov's momentum in the form of torch.optim.SGD: m ← β m + g, d = g + β m."""
 
-    def direction(x, g, state: Momentum, step: Step):
+    def adapt(x, g, state: Momentum, step: Step, out):
         state.momentum.mul_(beta).add_(g)
-        return g.add_(state.momentum, alpha=beta), state
+        torch.add(x, g.add_(state.momentum, alpha=beta), alpha=-step.lr, out=out)
+        return state
 
-    return Local(lambda x: Momentum(torch.zeros_like(x)), direction)
+    return Local(lambda x: Momentum(torch.zeros_like(x)), adapt)
 
 
 def adamw(
@@ -99,7 +107,7 @@ def adamw(
     to be left alone.
     """
 
-    def direction(x, g, state: Moments, step: Step):
+    def adapt(x, g, state: Moments, step: Step, out):
         t = step.index + 1
         state.first.lerp_(g, 1 - beta1)
         state.second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
@@ -107,9 +115,10 @@ def adamw(
         torch.div(state.first, d, out=d).div_(1 - beta1**t)
         if decoupled_decay:
             d[:, :decayed].add_(x[:, :decayed], alpha=decoupled_decay)
-        return d, state
+        torch.add(x, d, alpha=-step.lr, out=out)
+        return state
 
-    return Local(lambda x: Moments(torch.zeros_like(x), torch.zeros_like(x)), direction)
+    return Local(lambda x: Moments(torch.zeros_like(x), torch.zeros_like(x)), adapt)
 
 
 class Accumulated(NamedTuple):
@@ -136,7 +145,7 @@ def accumadam(
     s ← 0. A node's moments then look like those of A nodes together.
     """
 
-    def direction(x, g, state: Accumulated, step: Step):
+    def adapt(x, g, state: Accumulated, step: Step, out):
         m, v, s = state
         corrected = -(-(step.index + 1) // period)
         s.add_(g, alpha=1 / period)
@@ -149,13 +158,14 @@ def accumadam(
             above.add_(m[:, part], alpha=1 / (1 - beta1**corrected)).div_(below)
         if decoupled_decay:
             g[:, :decayed].add_(x[:, :decayed], alpha=decoupled_decay)
+        torch.add(x, g, alpha=-step.lr, out=out)
         if (step.index + 1) % period == 0:
             m.add_(s, alpha=1 - beta1).mul_(beta1)
             v.addcmul_(s, s, value=1 - beta2).mul_(beta2)
             s.zero_()
-        return g, state
+        return state
 
-    return Local(lambda x: Accumulated(*(torch.zeros_like(x) for _ in range(3))), direction)
+    return Local(lambda x: Accumulated(*(torch.zeros_like(x) for _ in range(3))), adapt)
 
 
 LOCALS = {

@@ -34,9 +34,8 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
         return Adapted(x.clone(), local.init(x))
 
     def send(x, g, state: Adapted, out, step: Step):
-        d, inner = local.direction(x, g, state.inner, step)
         torch.sub(x, state.adapted, out=out[0])
-        torch.add(x, d, alpha=-step.lr, out=state.adapted)
+        inner = local.adapt(x, g, state.inner, step, state.adapted)
         out[0].add_(state.adapted)
         return state._replace(inner=inner)
 
@@ -49,7 +48,7 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
 
     proven = set() if damped else {"static", "symmetric", "above -1/3"}
     needs = frozenset({"doubly", "unmixed"} | proven)
-    return Algorithm(init, send, receive, by_columns=True, needs=needs)
+    return Algorithm(init, send, receive, by_columns=True, raw=local.raw, needs=needs)
 
 
 class Tracking(NamedTuple):
@@ -96,8 +95,7 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
         with held(step, state.tracker, state.tracked):
             _track(state.tracker, state.tracked, g, beta)
         out[1].copy_(state.tracker)
-        d, inner = local.direction(x, g.copy_(state.tracker), state.inner, step)
-        torch.add(x, d, alpha=-step.lr, out=out[0])
+        inner = local.adapt(x, g.copy_(state.tracker), state.inner, step, out[0])
         return state._replace(inner=inner)
 
     def receive_combined(x, g, state: Tracking, sent, mixed, step: Step):
@@ -114,8 +112,8 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
         state.tracker.copy_(mixed[1])
         with held(step, state.tracker, state.tracked):
             _track(state.tracker, state.tracked, g, beta)
-        d, inner = local.direction(x, g.copy_(state.tracker), state.inner, step)
-        torch.add(mixed[0], d, alpha=-step.lr, out=x)
+        x.copy_(mixed[0])
+        inner = local.adapt(x, g.copy_(state.tracker), state.inner, step, x)
         return state._replace(inner=inner)
 
     needs = frozenset({"doubly"})

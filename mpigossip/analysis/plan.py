@@ -220,10 +220,9 @@ def _transient(made: Exchanges, alike: bool) -> float:
     counted = made.counted
     gossip = sum(count for (kind, _), count in counted.items() if kind is Kind.GOSSIP)
     everywhere = sum(count for (kind, _), count in counted.items() if kind is Kind.GLOBAL)
-    rounds = made.method.rounds
-    every = STEPS * rounds / everywhere if everywhere else float("inf")
+    every = STEPS / everywhere if everywhere else float("inf")
     gap = _gap(made.graph) if gossip else 0.0
-    found = transient_of(made.graph.n, gap, gossip / (STEPS * rounds), every)
+    found = transient_of(made.graph.n, gap, gossip / STEPS, every)
     return found[0] if alike else found[1]
 
 

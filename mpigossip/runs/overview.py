@@ -132,7 +132,7 @@ def _traffic(progress: Progress, trainer: Trainer, graph: Graph) -> str:
         traffic(graph, kind, t, trainer.mixer.rows[0], layout.sent_bytes, layout.raw_bytes)
         for t in rounds
     ]
-    messages = method.rounds * (1 if trainer.mixer.synchronous else 2)
+    messages = 1 if trainer.mixer.synchronous else 2
     average, ring = messages * float(np.mean(sent)), 2 * (n - 1) * 4 * sum(layout.widths) / n
     always = len(trainer.cadence.kinds) == 1
     when = "step" if always else "gossip step" if kind is Kind.GOSSIP else "averaging step"

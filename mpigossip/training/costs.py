@@ -91,10 +91,9 @@ class Exchanges:
         state, clock = self.cadence.init(), 0
         for index in range(STEPS):
             kind = self.cadence.kind(state, index)
-            for part in range(self.method.rounds):
-                yield kind, clock
-                now = Step(index, clock, part, kind, 1.0)
-                clock += kind is Kind.GOSSIP
+            yield kind, clock
+            now = Step(index, clock, kind, 1.0)
+            clock += kind is Kind.GOSSIP
             state = self.cadence.observe(state, now, STEADY)
 
     @cached_property

@@ -95,7 +95,7 @@ class Trainer:
         lr = self.settings.rate(self.index - self.shift)
         clock = Clock(self.mixer)
         if self.method.ahead:
-            self._send(None, self._now(kind, 0, None))
+            self._send(None, self._now(kind, None))
         clock.lap("exchange_s")
         blocks = self._by_blocks()
         early = bool(blocks) and kind is Kind.GOSSIP and not self._whole_norm()
@@ -105,14 +105,13 @@ class Trainer:
         skipped = self._unscale(g)
         norm = self._unmeasured() if early else self._clip_and_decay(g)
         clock.lap("node_s")
-        for part in range(self.method.rounds):
-            now = self._now(kind, part, lr)._replace(skipped=skipped)
-            if not self.method.ahead and not early:
-                self._send(g, now)
-            sent, mixed = self.mixer.finish()
-            apart = self._distance(sent, mixed, kind)
-            self._receive(g, sent, mixed, now)
-            self.round += kind is Kind.GOSSIP
+        now = self._now(kind, lr)._replace(skipped=skipped)
+        if not self.method.ahead and not early:
+            self._send(g, now)
+        sent, mixed = self.mixer.finish()
+        apart = self._distance(sent, mixed, kind)
+        self._receive(g, sent, mixed, now)
+        self.round += kind is Kind.GOSSIP
         clock.lap("exchange_s")
         self.group.all_gather(self.replicas.x, self.replicas.full)
         clock.lap("node_s")
@@ -131,13 +130,12 @@ class Trainer:
         every = tuple(range(len(self.mixer.rows)))
         for g in self.replicas.grads:
             g.zero_()
-        for part in range(self.method.rounds):
-            lr = self.settings.rate(self.index - self.shift)
-            now = self._now(Kind.GOSSIP, part, lr)._replace(skipped=every)
-            g = self.group.reduce_scatter_mean(self.replicas.grads)
-            self._send(None if self.method.ahead else g, now)
-            self._receive(g, *self.mixer.finish(), now)
-            self.round += 1
+        lr = self.settings.rate(self.index - self.shift)
+        now = self._now(Kind.GOSSIP, lr)._replace(skipped=every)
+        g = self.group.reduce_scatter_mean(self.replicas.grads)
+        self._send(None if self.method.ahead else g, now)
+        self._receive(g, *self.mixer.finish(), now)
+        self.round += 1
         self.group.all_gather(self.replicas.x, self.replicas.full)
 
     def _unscale(self, g: list[torch.Tensor]) -> tuple[int, ...]:
@@ -146,8 +144,8 @@ class Trainer:
         together = self.mixer.mean_scalars if "always-global" in self.method.needs else None
         return self.settings.precision.unscale(g, self.group, together)
 
-    def _now(self, kind: Kind, part: int, lr: float | None) -> Step:
-        return Step(self.index - self.born, self.round, part, kind, lr)
+    def _now(self, kind: Kind, lr: float | None) -> Step:
+        return Step(self.index - self.born, self.round, kind, lr)
 
     def _send(self, g: list | None, now: Step) -> None:
         """Let the algorithm fill the outbox, shard by shard, and begin the exchange."""
@@ -164,7 +162,7 @@ class Trainer:
             return onepass.send(self.algorithms[slot].send, *arguments, local=local)
 
         self.states = self.group.on_shards(send)
-        self.mixer.start(now.kind, now.round, self.index * self.method.rounds + now.part)
+        self.mixer.start(now.kind, now.round, self.index)
 
     def _receive(self, g: list, sent: list, mixed: list, now: Step) -> None:
         x = self.replicas.x
@@ -176,8 +174,7 @@ class Trainer:
                 )
                 return self.states[slot]
             arguments = x[slot], g[slot], self.states[slot], sent[slot], mixed[slot], now
-            last = now.part == self.method.rounds - 1
-            return onepass.receive(self.algorithms[slot].receive, *arguments, last=last)
+            return onepass.receive(self.algorithms[slot].receive, *arguments)
 
         self.states = self.group.on_shards(receive)
 
@@ -214,7 +211,7 @@ class Trainer:
 
     def _gradients_sent_early(self, blocks: Blocks, lr: float) -> torch.Tensor:
         """Forward and backward; each block is sent when backward is through with it."""
-        now, mixer = self._now(Kind.GOSSIP, 0, lr), blocks.mixer
+        now, mixer = self._now(Kind.GOSSIP, lr), blocks.mixer
         (out,), (x,), (g,) = mixer.outbox(now.round), self.replicas.x, self.replicas.grads
         mixer.start_by_blocks(now.round, self.index, blocks.order)
 

@@ -96,7 +96,7 @@ def test_mass_of_push_sum_is_preserved_and_its_mean_reached():
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((n, 4), np.float32))
     mean, state = x.mean(0), method.init(x)
     for t in range(80):
-        now = algorithms.Step(t, t, 0, Kind.GOSSIP, 0.1)
+        now = algorithms.Step(t, t, Kind.GOSSIP, 0.1)
         (out,) = mixer.outbox(t)
         state = method.send(x, torch.zeros_like(x), state, out, now)
         mixer.start(Kind.GOSSIP, t)
@@ -151,7 +151,7 @@ def test_ceca_is_exact_in_log2_n_rounds(n):
     x = torch.from_numpy(np.random.default_rng(n).standard_normal((n, 8)))
     mean, state, zero = x.mean(0), method.init(x), torch.zeros_like(x)
     for t in range((n - 1).bit_length()):
-        now = algorithms.Step(t, t, 0, Kind.GOSSIP, 0.1)
+        now = algorithms.Step(t, t, Kind.GOSSIP, 0.1)
         (out,) = mixer.outbox(t)
         state = method.send(x, zero, state, out, now)
         mixer.start(Kind.GOSSIP, t)
@@ -186,7 +186,7 @@ def limit(name, toy, steps=4000, lr=0.05, **options):
     x = torch.zeros_like(b)
     state = method.init(x)
     for k in range(steps):
-        now, g = algorithms.Step(k, k, 0, Kind.GOSSIP, lr), x - b
+        now, g = algorithms.Step(k, k, Kind.GOSSIP, lr), x - b
         (out,) = mixer.outbox(k)
         state = method.send(x, None if method.ahead else g, state, out, now)
         mixer.start(Kind.GOSSIP, k)
@@ -292,7 +292,7 @@ def test_an_ahead_send_changes_nothing(case):
         return [array.clone() for _, array in leaves(driver.states[0])] + [driver.whole()]
 
     before = kept()
-    now = algorithms.Step(3, driver.round, 0, Kind.GOSSIP, None)
+    now = algorithms.Step(3, driver.round, Kind.GOSSIP, None)
     out = driver.mixer.outbox(driver.round)
     driver.method.send(driver.x[0], None, driver.states[0], out[0], now)
     assert all((a == b).all() for a, b in zip(before, kept(), strict=True))

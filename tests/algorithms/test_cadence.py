@@ -14,7 +14,7 @@ def run(made, steps, lr=lambda k: 0.1, measured=lambda k, kind: {}):
     for k in range(steps):
         kind = made.kind(state, k)
         letters += LETTER[kind]
-        state = made.observe(state, Step(k, 0, 0, kind, lr(k)), measured(k, kind))
+        state = made.observe(state, Step(k, 0, kind, lr(k)), measured(k, kind))
     return letters, state
 
 
@@ -84,7 +84,7 @@ def test_adpsgd_does_not_shorten_the_period_when_the_rate_drops():
     measured, periods, state = spread(rate), [], made.init()
     for k in range(80):
         kind = made.kind(state, k)
-        state = made.observe(state, Step(k, 0, 0, kind, rate(k)), measured(k, kind))
+        state = made.observe(state, Step(k, 0, kind, rate(k)), measured(k, kind))
         periods.append(state.period)
     assert min(periods) == 4 and periods[-1] > 4
 

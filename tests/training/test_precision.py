@@ -109,7 +109,7 @@ def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
         for index, rows in enumerate([(), skipped]):
             g = torch.randn(2, 16, generator=draw)
             g[list(rows)] = 0
-            now = algorithms.Step(index, 0, 0, Kind.LOCAL, 0.1, rows)
+            now = algorithms.Step(index, 0, Kind.LOCAL, 0.1, rows)
             out = tuple(torch.empty(2, 16) for _ in range(method.vectors))
             out += tuple(torch.empty(2, 1, dtype=torch.float64) for _ in range(method.scalars))
             state = method.send(x, None if method.ahead else g, state, out, now)

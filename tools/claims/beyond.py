@@ -68,7 +68,7 @@ def mixed_by(method, made: Graph, x: torch.Tensor, rounds: int) -> list[torch.Te
     x, state, seen = x.clone(), method.init(x), []
     for t in range(rounds):
         (out,) = mixer.outbox(t)
-        step, zero = Step(t, t, 0, Kind.GOSSIP, 0.1), torch.zeros_like(x)
+        step, zero = Step(t, t, Kind.GOSSIP, 0.1), torch.zeros_like(x)
         state = method.send(x, zero, state, out, step)
         mixer.start(Kind.GOSSIP, t)
         (sent,), (mixed,) = mixer.finish()

@@ -90,7 +90,7 @@ def steps(method, made) -> Iterator[torch.Tensor]:
     for t in itertools.count():
         rate = None if method.ahead else LR
         outbox = mixer.outbox(t)
-        step = Step(t, t, 0, Kind.GOSSIP, rate)
+        step = Step(t, t, Kind.GOSSIP, rate)
         if method.ahead:
             state = method.send(x, None, state, outbox[0], step)
         g = x - b
@@ -187,7 +187,7 @@ def _left(method, phase: int) -> float:
     x = torch.eye(N, dtype=torch.float64)
     state, zero = method.init(x), torch.zeros_like(x)
     for t in range(phase):
-        step = Step(t, t, 0, Kind.GOSSIP, 1e-300)
+        step = Step(t, t, Kind.GOSSIP, 1e-300)
         state = method.send(x, None, state, mixer.outbox(t)[0], step)
         mixer.start(Kind.GOSSIP, t)
         sent, mixed = mixer.finish()

@@ -45,14 +45,14 @@ def one_pass(place: Place):
     from mpigossip.mixing.kernels import onepass
 
     width = place.size(100 << 20, 1 << 18)
-    method, step = algorithms.build("dmsgd", None, {}, 0), Step(0, 0, 0, Kind.GOSSIP, 0.1)
+    method, step = algorithms.build("dmsgd", None, {}, 0), Step(0, 0, Kind.GOSSIP, 0.1)
     x, g, *out = (torch.ones(1, width, device=place.device) for _ in range(4))
     state = method.init(x)
     parts = tuple(out)
 
     def both():
         onepass.send(method.send, x, g, state, parts, step, local=False)
-        onepass.receive(method.receive, x, g, state, parts, parts, step, last=True)
+        onepass.receive(method.receive, x, g, state, parts, parts, step)
 
     def timed(work):
         return median_seconds(lambda: (work(), place.synchronize()), 9)

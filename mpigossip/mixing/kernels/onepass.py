@@ -69,13 +69,12 @@ def send(method: Callable, x, g, state, out, step, *, local: bool) -> Any:
     return done[0]
 
 
-def receive(method: Callable, x, g, state, sent, mixed, step, *, last: bool) -> Any:
+def receive(method: Callable, x, g, state, sent, mixed, step) -> Any:
     """``method(x, g, state, sent, mixed, step)``, in one pass where that can be; the state.
 
-    ``last``: the gradient isn't needed afterwards, and its memory not written.
+    The gradient isn't needed afterwards, and its memory not written.
     """
-    spent = (g,) if last else ()
-    done = _once(method, x, (x, g, state, sent, mixed, step), None, (), spent)
+    done = _once(method, x, (x, g, state, sent, mixed, step), None, (), (g,))
     return method(x, g, state, sent, mixed, step) if done is None else done[0]
 
 

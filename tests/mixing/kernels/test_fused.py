@@ -134,7 +134,7 @@ def steps(method, in_passes, count=6, skipped=(), coded=False, device="cpu"):
     state = method.init(x)
     for k in range(count):
         kind = (Kind.GOSSIP, Kind.LOCAL, Kind.GLOBAL)[k % 3]
-        now, g = Step(k, k, 0, kind, 0.1, skipped), random()
+        now, g = Step(k, k, kind, 0.1, skipped), random()
         vectors = [torch.full_like(x, 7.0) for _ in range(method.vectors)]
         scalars = [torch.zeros(ROWS, 1, dtype=torch.float64, device=device)] * method.scalars
         out = onepass.Coded([*vectors, *scalars])
@@ -151,7 +151,7 @@ def steps(method, in_passes, count=6, skipped=(), coded=False, device="cpu"):
                 vector.copy_(vector.to(torch.bfloat16))
                 assert not in_passes or torch.equal(vector, code.float())
         mixed = tuple(part * 0.5 + part.flip(0) * 0.5 for part in out)
-        state = receive(method.receive, x, g, state, out, mixed, now, last=True)
+        state = receive(method.receive, x, g, state, out, mixed, now)
     return x, state
 
 
@@ -224,7 +224,7 @@ def test_what_is_no_pass_is_left_to_torch_whole(passes):
     assert steps(method, False, count=0)[0].shape == (ROWS, P)
     draw = torch.Generator().manual_seed(1)
     x, g = (torch.randn(ROWS, P, generator=draw) for _ in range(2))
-    now, found = Step(0, 0, 0, Kind.GOSSIP, 0.1), []
+    now, found = Step(0, 0, Kind.GOSSIP, 0.1), []
     for send in (onepass.send, lambda function, *arguments, **_: function(*arguments)):
         y, state = x.clone(), method.init(x)
         out = [torch.zeros(ROWS, P), torch.zeros(ROWS, 1, dtype=torch.float64)]
@@ -340,7 +340,7 @@ def exchanged(comm, in_passes):
     try:
         t = 0
         for index, kind in enumerate([Kind.GOSSIP, Kind.GLOBAL, Kind.GOSSIP, Kind.LOCAL]):
-            now = Step(index, t, 0, kind, 0.1)
+            now = Step(index, t, kind, 0.1)
             for s, out in enumerate(mixer.outbox(t)):
                 g = torch.randn(1, 1024, generator=draw)
                 out[2].fill_(index)
