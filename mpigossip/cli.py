@@ -1,14 +1,36 @@
-"""The command line: parsing here, work in the rooms, nothing heavy imported before its use."""
+"""The command line: which commands there are, mistakes as one paragraph, exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib import import_module
 
 import mpigossip
-from mpigossip.config.errors import FAILED, OK, STOPPED, WRONG, Failure, Mistake
+from mpigossip.commands.parts import every, told
+from mpigossip.config.errors import FAILED, OK, WRONG, Failure, Mistake
+
+COMMANDS = (
+    "train",
+    "resume",
+    "simulate",
+    "data",
+    "log",
+    "report",
+    "checkpoint",
+    "graph",
+    "plan",
+    "bench",
+    "job",
+    "doctor",
+)
+"""The modules of `mpigossip.commands`, in the order of the help."""
+EXAMPLES = """
+mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2
+mpigossip simulate jobs/digits.toml --nodes 16 graph.name=exponential
+mpigossip log plot runs/digits
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,10 +76,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
     """End with a hint where the first word is no command: `plot` means `log plot`."""
-    from mpigossip.analysis.examples import commands
     from mpigossip.config.toml import near
 
-    known = [words for words, _ in commands(top) if words]
+    known = [words for words, _ in every(top) if words]
     if given and not given[0].startswith("-") and given[0] not in known:
         meant = [words for words in known if words.endswith(f" {given[0]}")]
         hint = " or ".join(f"`mpigossip {words}`" for words in meant)
@@ -80,137 +101,10 @@ def parser() -> argparse.ArgumentParser:
     """All commands with their arguments."""
     top = argparse.ArgumentParser(
         prog="mpigossip",
-        description="Train PyTorch models across nodes by averaging with neighbours.",
+        **told("Train PyTorch models across nodes by averaging with neighbours.", EXAMPLES),
     )
     top.add_argument("--version", action="version", version=mpigossip.__version__)
     commands = top.add_subparsers(metavar="COMMAND", required=True)
-    _add_runs(commands)
-    _add_data(commands)
-    from mpigossip.analysis import commands as more
-    from mpigossip.analysis import examples, results
-
-    results.add(commands)
-    more.add(commands)
-    examples.attach(top)
+    for name in COMMANDS:
+        import_module(f"mpigossip.commands.{name}").add(commands)
     return top
-
-
-def _command(commands, name: str, run, summary: str) -> argparse.ArgumentParser:
-    made = commands.add_parser(name, help=summary, description=summary)
-    made.set_defaults(run=run)
-    return made
-
-
-def _settings(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "settings", nargs="*", metavar="section.key=value", help="settings that replace the job's"
-    )
-
-
-# -- train, resume, simulate ------------------------------------------------------------------
-
-
-def _add_runs(commands) -> None:
-    train = _command(commands, "train", _train, "train a job on all ranks of the launcher")
-    train.add_argument("job", type=Path, metavar="JOB.toml")
-    train.add_argument("--dry-run", action="store_true", help="print the whole job and stop")
-    train.add_argument("--nodes", type=int, help="with --dry-run: nodes to plan for")
-    _settings(train)
-    resume = _command(commands, "resume", _resume, "go on with a run from its last checkpoint")
-    resume.add_argument("folder", type=Path, metavar="RUN_DIR")
-    resume.add_argument("--simulate", action="store_true", help="nodes in this process, no MPI")
-    _settings(resume)
-    simulate = _command(
-        commands, "simulate", _simulate, "the same job with n nodes in this process, without MPI"
-    )
-    simulate.add_argument("job", type=Path, metavar="JOB.toml")
-    simulate.add_argument("--nodes", type=int, required=True, metavar="N")
-    _settings(simulate)
-
-
-def _train(options) -> int:
-    from mpigossip.config import JobError
-
-    if options.nodes is not None and not options.dry_run:
-        raise JobError(
-            [f"--nodes {options.nodes} goes with --dry-run: how many nodes train is said to the "
-             f"launcher (mpirun -n {options.nodes} mpigossip train …), or to "
-             f"`mpigossip simulate {options.job} --nodes {options.nodes}`"]
-        )  # fmt: skip
-    from mpigossip.runs import launch
-    from mpigossip.training import assemble
-
-    if options.dry_run:
-        from mpigossip.analysis.dryrun import describe
-
-        print(describe(assemble.load(options.job, options.settings), options.nodes))
-        return OK
-    from mpigossip.cluster.ranks import world
-
-    with world() as ranks:
-        with ranks.together(Mistake):
-            job = assemble.load(options.job, options.settings)
-        return _code(launch.train(job, ranks, ranks.size), ranks)
-
-
-def _resume(options) -> int:
-    from mpigossip.cluster.ranks import Alone, world
-    from mpigossip.runs import launch
-
-    if options.simulate:
-        with Alone() as alone:
-            return _code(launch.resume(options.folder, options.settings, alone, None), alone)
-    with world() as ranks:
-        return _code(launch.resume(options.folder, options.settings, ranks, ranks.size), ranks)
-
-
-def _simulate(options) -> int:
-    from mpigossip.cluster.ranks import Alone
-    from mpigossip.config import JobError
-    from mpigossip.runs import launch
-    from mpigossip.training import assemble
-
-    if options.nodes < 1:
-        raise JobError([f"--nodes {options.nodes}: at least 1 node is needed"])
-    job = assemble.load(options.job, options.settings)
-    if not any(setting.strip().startswith("run.output") for setting in options.settings):
-        # a real run of the same job has the folder's plain name
-        job = assemble.with_output(job, f"{job.run.folder}-simulated")
-    with Alone() as alone:
-        return _code(launch.train(job, alone, options.nodes), alone)
-
-
-def _code(summary: dict, world) -> int:
-    """The exit code that a summary means, the same on every rank."""
-    return STOPPED if world.agree(int(bool(summary) and not summary["finished"])) else OK
-
-
-# -- data -------------------------------------------------------------------------------------
-
-
-def _add_data(commands) -> None:
-    data = commands.add_parser("data", help="image folders and text to HDF5").add_subparsers(
-        metavar="pack|show", required=True
-    )
-    pack = _command(data, "pack", _pack, "pack train/CLASS/*.jpg and test/CLASS/*.jpg into HDF5")
-    pack.add_argument("folder", type=Path, metavar="FOLDER")
-    pack.add_argument("out", type=Path, metavar="OUT.h5")
-    pack.add_argument("--image-size", type=int, help="shorter side in pixels to resize to")
-    pack.add_argument("--text", action="store_true", help="pack text files for a language model")
-    show = _command(data, "show", _show_data, "say what a packed file holds")
-    show.add_argument("file", type=Path, metavar="FILE.h5")
-
-
-def _pack(options) -> int:
-    from mpigossip.store.dataset import pack, show
-
-    pack(options.folder, options.out, image_size=options.image_size, text=options.text)
-    print(show(options.out))
-    return OK
-
-
-def _show_data(options) -> int:
-    from mpigossip.store.dataset import show
-
-    print(show(options.file))
-    return OK

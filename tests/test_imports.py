@@ -27,6 +27,7 @@ ROOMS = [
     "training",
     "runs",
     "analysis",
+    "commands",
     "cli",
 ]
 SIDEWAYS = {"mixing", "groups", "algorithms"}
@@ -91,6 +92,51 @@ def test_imports_go_one_way(path):
         assert outside == []
     else:
         assert back_edges(module, tree) == []
+
+
+def needed(path: Path) -> set[str]:
+    """Modules of the package that a file imports, at whatever time."""
+    known = {module_name(one) for one in MODULES}
+    tree, found = ast.parse(path.read_text()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                below = f"{node.module}.{alias.name}"
+                found |= {below if below in known else node.module} & known
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & known
+    return found - {module_name(path), "mpigossip"}
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, [] where there are none."""
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(module: str) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        path.append(module)
+        found = next((c for below in sorted(edges.get(module, ())) if (c := visit(below))), [])
+        path.pop()
+        done.add(module)
+        return found
+
+    return next((found for module in sorted(edges) if (found := visit(module))), [])
+
+
+def test_no_modules_import_each_other():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert circle({module_name(path): needed(path) for path in MODULES}) == []
+
+
+def test_rooms_are_not_crowded():
+    """At most 17 modules in a folder: more are not found by their names any longer."""
+    folders = {path.parent for path in MODULES}
+    modules = {one: [p for p in one.glob("*.py") if p.stem != "__init__"] for one in folders}
+    assert {one.name: len(found) for one, found in modules.items() if len(found) > 17} == {}
 
 
 def test_back_edges_are_found():

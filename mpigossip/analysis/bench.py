@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -19,8 +18,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.config import JobError
-from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
+from mpigossip.graphs import Graph, GraphError, graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import BLOCK, Kind, Layout, Mixer
 from mpigossip.mixing.kernels import native
@@ -246,41 +244,6 @@ def checkpoint(world, options) -> Iterator[dict[str, Any]]:
 
 MEASURES = {"exchange": exchange, "allreduce": allreduce, "overlap": overlap,
             "checkpoint": checkpoint}  # fmt: skip
-
-
-def run(options: argparse.Namespace) -> None:
-    """Measure and print, on rank 0; ``--json`` prints one list of rows at the end.
-
-    ``--out`` writes them into a file too.
-    """
-    from mpigossip.cluster.ranks import world
-
-    torch.set_num_threads(1)
-    for name in options.graphs or ():
-        if name not in BUILDERS and not name.startswith("file:"):
-            graph(name, 2)
-    if min(options.sizes) < 1:
-        raise JobError([f"--sizes {min(options.sizes)}: at least 1 byte is needed"])
-    with world() as ranks:
-        speaks, rows = ranks.rank == 0, []
-        if speaks and not options.json:
-            hosts = len(set(ranks.hosts))
-            print(f"{ranks.size} ranks on {hosts} host{'s' * (hosts > 1)}; medians")
-            print(f"{'':24} {'bytes':>13} {'ms':>9} {'spread':>7} {'GB/s':>7} {'x limit':>8}")
-        for line in MEASURES[options.what](ranks, options):
-            rows.append(line)
-            if speaks and not options.json:
-                hidden = f"  {line['hidden']:.0%} hidden" if "hidden" in line else ""
-                print(
-                    f"{line['graph']:24} {line['bytes']:13,} {1e3 * line['seconds']:9.3f} "
-                    f"{line['spread']:7.0%} {line['gigabytes_per_second']:7.2f} "
-                    f"{line['times_limit']:8.2f}{hidden}",
-                    flush=True,
-                )
-        if speaks and options.json:
-            print(json.dumps(rows))
-        if speaks and options.out:
-            save(rows, options.out, ranks, options.what)
 
 
 def save(rows: Sequence[dict[str, Any]], path: Path, world, what: str) -> None:

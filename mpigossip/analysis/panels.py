@@ -12,7 +12,7 @@ from mpigossip.analysis.compared import PARTS, Run, mean_ms, over_nodes, shares,
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from mpigossip.analysis.plot import Axis
+    from mpigossip.analysis.axis import Axis
 
 ROUNDING = 1e-12
 """Relative squared distances below this are float32's rounding, not disagreement."""

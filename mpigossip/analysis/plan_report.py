@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpigossip.analysis.dryrun import launched
-from mpigossip.analysis.machine import Given, Machine, examine
+from mpigossip.analysis.machine import Machine
 from mpigossip.analysis.plan import (
     ALL_REDUCE,
     GOSSIP,
     Choice,
     Row,
     always_global,
-    as_json,
     choices,
     recommend,
-    table,
 )
 from mpigossip.analysis.plan import name as named
-from mpigossip.config import JobError
-from mpigossip.training import assemble
-from mpigossip.training.costs import Subject, subject
+from mpigossip.training.costs import Subject
 
 WIDTH = 96
 """Columns of the longest lines of text, where the terminal has as many."""
@@ -37,29 +30,6 @@ EXPLAINED = (
     "compare, not to add)"
 )
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-
-
-def run(options: argparse.Namespace) -> None:
-    """Measure on all ranks; print and draw on rank 0."""
-    from mpigossip.cluster.ranks import Alone, world
-
-    with world() if (launched() or 1) > 1 else Alone() as ranks:
-        with ranks.together(JobError):
-            what, note = subject(assemble.load(options.job, options.settings))
-        given = Given(options.compute, options.node, options.latency, options.bandwidth)
-        machine = examine(what, ranks, given, options.seconds)
-        if ranks.rank != 0:
-            return
-        epochs = what.job.run.epochs if options.epochs is None else options.epochs
-        rows = table(what, machine, options.nodes, epochs)
-        if options.out:
-            picture(what, rows, options.nodes, epochs, options.out)
-        if options.json:
-            print(json.dumps(as_json(what, machine, rows, options.nodes, epochs)))
-            return
-        print(text(what, machine, rows, options.nodes, epochs, note))
-        if options.out:
-            print(options.out)
 
 
 def text(

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpigossip.analysis import panels
+from mpigossip.analysis.axis import clock, steps
 from mpigossip.analysis.compared import Run, description, load
 from mpigossip.store.hdf5 import replacing
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-CLOCKS = ((2 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
-"""From so many seconds on: what a unit is, and its name."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """What a panel is drawn against: a label, and for a run the place of each of some steps."""
-
-    label: str
-    at: Callable[[Run, np.ndarray], np.ndarray]
-
-    def dress(self, axes: Axes, runs: Sequence[Run]) -> None:
-        """Label and limits; the axis begins at 0."""
-        axes.set_xlabel(self.label)
-        end = max(float(self.at(run, np.array([run.last]))[0]) for run in runs)
-        axes.set_xlim(0, 1.02 * end or 1)
 
 
 def plot(runs: Sequence[Path], out: Path) -> None:
@@ -58,9 +40,9 @@ def figure(runs: Sequence[Run]) -> Figure:
     made = Figure(figsize=(12.4, 3.9 * rows), dpi=110, layout=layout)
     FigureCanvasAgg(made)  # needs no display, and leaves pyplot's global state alone
     grid = made.subplots(rows, 2, squeeze=False)
-    steps, clock = _steps(runs), _clock(runs)
+    by_step, by_time = steps(runs), clock(runs)
     for draw, row in ((panels.loss, 0), (panels.accuracy, 1)):
-        for axis, axes in zip((steps, clock), grid[row], strict=True):
+        for axis, axes in zip((by_step, by_time), grid[row], strict=True):
             draw(axes, runs, axis)
             axis.dress(axes, runs)
     below = [(panels.consensus, grid[2, 0]), (panels.spread, grid[2, 1])]
@@ -70,32 +52,12 @@ def figure(runs: Sequence[Run]) -> Figure:
     else:
         panels.times(grid[3, 0], runs)
     for draw, axes in below:
-        draw(axes, runs, steps)
-        steps.dress(axes, runs)
+        draw(axes, runs, by_step)
+        by_step.dress(axes, runs)
     if stale:
         grid[-1, 1].set_axis_off()
     _name_runs(made, runs)
     return made
-
-
-def _steps(runs: Sequence[Run]) -> Axis:
-    """The step, or the epoch if a step isn't the same part of it in all runs."""
-    lengths = {run.epoch_steps for run in runs}
-    if len(lengths) > 1 and all(lengths):
-        return Axis("epoch", lambda run, steps: steps / run.epoch_steps)
-    (length,) = lengths if len(lengths) == 1 else (0.0,)
-    label = f"step  (epoch = {length:.6g} steps)" if length else "step"
-    return Axis(label, lambda run, steps: np.asarray(steps, float))
-
-
-def _clock(runs: Sequence[Run]) -> Axis:
-    """The time of training, in a unit that fits the longest run."""
-    longest = max(float(run.seconds(np.array([run.last]))[0]) for run in runs)
-    unit, word = next((unit, word) for least, unit, word in CLOCKS if longest >= least)
-    return Axis(
-        f"time of training ({word}; evaluations and checkpoints left out)",
-        lambda run, steps: run.seconds(steps) / unit,
-    )
 
 
 def _name_runs(made: Figure, runs: Sequence[Run]) -> None:

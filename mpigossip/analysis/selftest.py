@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.analysis.doctor import Finding, complain
+from mpigossip.analysis.findings import Finding, complain
 from mpigossip.cluster.ranks import World
 from mpigossip.config.readable import counted
 from mpigossip.graphs import Graph, graph

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from mpigossip.config.limits import Positive
 from mpigossip.graphs import classic, equitopo, exponential, factors, finite_time
 from mpigossip.graphs.base import Graph, GraphError, checked_seed, from_matrices
 from mpigossip.graphs.networks import from_networkx, from_sequence, is_network
@@ -57,6 +58,20 @@ def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
     return named
 
 
+def spanning_tree(
+    n: int, seed: int = 0, *, children: Positive = 2, over: str | None = None
+) -> Graph:
+    """Factors of 11ᵀ/n on a rooted tree, gathered to the root and spread again (Ko 2010).
+
+    The tree has `children` children a node; with `over`, the name of a graph, it is that graph's
+    breadth-first tree from a node in its middle, so that 2 · depth rounds are between its
+    diameter and twice that.
+    """
+    if over is None:
+        return factors.factors([(i - 1) // children for i in range(n)])
+    return factors.factors(factors.breadth_first(graph(over, n, seed=seed)))
+
+
 BUILDERS: dict[str, Callable[..., Graph]] = {
     name: _builder(name, build)
     for name, build in {
@@ -87,7 +102,7 @@ BUILDERS: dict[str, Callable[..., Graph]] = {
         "u-equistatic": equitopo.u_equistatic,
         "od-equidyn": equitopo.od_equidyn,
         "ou-equidyn": equitopo.ou_equidyn,
-        "spanning-tree": factors.spanning_tree,
+        "spanning-tree": spanning_tree,
         "ceca": factors.ceca,
     }.items()
 }

@@ -7,25 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpigossip.config.limits import Positive
 from mpigossip.graphs.base import Cycle, Graph, GraphError
 from mpigossip.graphs.rounds import Circulant, Sparse
-
-
-def spanning_tree(
-    n: int, seed: int = 0, *, children: Positive = 2, over: str | None = None
-) -> Graph:
-    """Factors of 11ᵀ/n on a rooted tree, gathered to the root and spread again (Ko 2010).
-
-    The tree has `children` children a node; with `over`, the name of a graph, it is that graph's
-    breadth-first tree from a node in its middle, so that 2 · depth rounds are between its
-    diameter and twice that.
-    """
-    if over is None:
-        return factors([(i - 1) // children for i in range(n)])
-    from mpigossip.graphs import graph
-
-    return factors(breadth_first(graph(over, n, seed=seed)))
 
 
 def factors(parents: Sequence[int]) -> Graph:

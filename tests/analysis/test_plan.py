@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mpigossip.analysis import plan
-from mpigossip.analysis.commands import BYTES_A_SECOND, SECONDS, _nodes, _quantity
 from mpigossip.analysis.machine import Machine
 from mpigossip.analysis.plan import ALL_REDUCE, Choice, choices, predict, recommend, table
 from mpigossip.analysis.plan_report import text
+from mpigossip.commands.parts import BYTES_A_SECOND, SECONDS, numbers_of_nodes, quantity
 from mpigossip.graphs import graph
 from mpigossip.graphs.theory import averaging_gap, transient_iterations, transient_of
 from mpigossip.training import assemble
@@ -152,11 +152,11 @@ def test_columns_never_run_together(columns, monkeypatch):
 
 
 def test_units_and_ellipses_are_read():
-    assert _quantity(SECONDS)("80ms") == pytest.approx(0.08)
-    assert _quantity(BYTES_A_SECOND)("200Gbit") == pytest.approx(25e9)
-    assert _quantity(BYTES_A_SECOND)("25GB/s") == pytest.approx(25e9)
-    assert _nodes("4,8,…,64") == [4, 8, 16, 32, 64] == _nodes("4,...,64")
-    assert _nodes("6,24") == [6, 24]
+    assert quantity(SECONDS)("80ms") == pytest.approx(0.08)
+    assert quantity(BYTES_A_SECOND)("200Gbit") == pytest.approx(25e9)
+    assert quantity(BYTES_A_SECOND)("25GB/s") == pytest.approx(25e9)
+    assert numbers_of_nodes("4,8,…,64") == [4, 8, 16, 32, 64] == numbers_of_nodes("4,...,64")
+    assert numbers_of_nodes("6,24") == [6, 24]
 
 
 def run(*words, **kwargs):

@@ -1,0 +1,63 @@
+"""A picture of a graph: who sends to whom in the first rounds, and how fast all are reached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import fill
+
+from mpigossip.graphs import Graph, GraphError
+
+
+def picture(made: Graph, out: Path) -> None:
+    """Draw who sends to whom in the first rounds, and ‖Π W − J‖ against rounds, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from mpigossip.graphs.spectral import residues
+
+    shown = min(made.period or 4, 4)
+    figure = Figure(figsize=(3.1 * shown + 4.6, 3.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, shown + 1, width_ratios=[1] * shown + [1.35])
+    for t in range(shown):
+        _draw_round(axes[t], made, t)
+    count = min(max(2 * (made.period or 1), 12), 60)
+    left = residues(made, count)
+    axis = axes[-1]
+    axis.semilogy(range(len(left)), [max(value, 1e-17) for value in left], marker="o", ms=4)
+    axis.set(
+        xlabel="rounds", ylabel=r"$\|W(t-1)\cdots W(0) - J\|_2$", title="Distance from the average"
+    )
+    axis.grid(alpha=0.4)
+    figure.suptitle(fill(str(made), 26 * (shown + 1)), fontsize=10)
+    try:
+        figure.savefig(out, dpi=130)
+    except (OSError, ValueError) as error:
+        raise GraphError(f'can\'t write "{out}": {error}') from error
+
+
+def _draw_round(axis, made: Graph, t: int) -> None:
+    """Nodes on a circle, an arrow from each sender to who receives."""
+    from math import cos, pi, sin
+
+    n = made.n
+    places = [(sin(2 * pi * i / n), cos(2 * pi * i / n)) for i in range(n)]
+    for i in range(n):
+        for j in made.neighbours(t, i)[0] if n <= 64 else ():
+            axis.annotate(
+                "", places[i], places[int(j)],
+                arrowprops={"arrowstyle": "-|>", "color": "#0072b2", "alpha": 0.75, "lw": 1.1,
+                            "shrinkA": 9, "shrinkB": 9},
+            )  # fmt: skip
+    size = 190 if n <= 16 else max(12, 2600 / n)
+    axis.scatter(*zip(*places, strict=True), s=size, color="#e8eef4", edgecolor="#333333", zorder=3)
+    if n <= 32:
+        for i, (x, y) in enumerate(places):
+            axis.text(
+                x, y, str(i), ha="center", va="center", fontsize=8 if n <= 16 else 6, zorder=4
+            )
+    axis.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))
+    axis.set_axis_off()
+    first = f" (of a period of {made.period})" if t == 0 and (made.period or 0) > 4 else ""
+    left_out = "" if n <= 64 else " (arrows left out)"
+    axis.set_title(f"round {t}{first}{left_out}", fontsize=10)

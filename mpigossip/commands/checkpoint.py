@@ -1,0 +1,92 @@
+"""`mpigossip checkpoint`: what checkpoints hold, whether they are whole, and models out of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpigossip.commands.parts import command, family, run_named
+from mpigossip.config.errors import OK, WRONG
+
+EXAMPLES = """
+mpigossip checkpoint verify runs/digits
+mpigossip checkpoint export runs/digits --out model.safetensors
+"""
+EXPORT = """
+mpigossip checkpoint export runs/digits --out model.safetensors
+mpigossip checkpoint export runs/digits --out node2.pt --node 2
+"""
+
+
+def add(commands) -> None:
+    """Add them to the parser."""
+    checkpoint = family(
+        commands, "checkpoint", "show|verify|export", "look into checkpoints, export models",
+        EXAMPLES,
+    )  # fmt: skip
+    show = command(
+        checkpoint,
+        "show",
+        _show,
+        "what a checkpoint holds",
+        "mpigossip checkpoint show runs/digits",
+    )
+    verify = command(
+        checkpoint,
+        "verify",
+        _verify,
+        "read all of it and compare checksums",
+        "mpigossip checkpoint verify runs/digits",
+    )
+    export = command(checkpoint, "export", _export, "the averaged model for plain torch", EXPORT)
+    for each in (show, verify, export):
+        each.add_argument("path", type=Path, metavar="RUN", help="run folder or checkpoint")
+    export.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="model.safetensors or model.pt"
+    )
+    export.add_argument(
+        "--node", type=int, metavar="K", help="node K's model; default: the average of all nodes"
+    )
+    export.add_argument(
+        "--trust-model",
+        action="store_true",
+        help="import the module:factory that the checkpoint names, for frozen and tied parameters",
+    )
+
+
+def _checkpoint_of(path: Path) -> Path:
+    """The checkpoint meant: itself, or a run's newest."""
+    from mpigossip.store import StoreError, checkpoint
+
+    if (run_named(path) / "checkpoint.h5").exists():
+        return path
+    newest = checkpoint.latest(path)
+    if newest is None:
+        raise StoreError(f'"{path}" is no checkpoint, and no run directory that has a whole one')
+    return newest
+
+
+def _show(options) -> None:
+    from mpigossip.store import checkpoint
+
+    path = _checkpoint_of(options.path)
+    manifest = checkpoint.read_manifest(path)
+    print(f"{path}: step {manifest.step}, {manifest.n} nodes")
+    for entry in manifest.entries:
+        print(f"  {entry.file}  {entry.bytes:,} bytes")
+    print(f"digest {checkpoint.digest(path)}\n\n{manifest.job}")
+
+
+def _verify(options) -> int:
+    from mpigossip.store import checkpoint
+
+    path = _checkpoint_of(options.path)
+    problems = checkpoint.verify(path)
+    print("\n".join(problems) or f"{path}: whole")
+    return WRONG if problems else OK
+
+
+def _export(options) -> None:
+    from mpigossip.runs.export import export
+
+    path = _checkpoint_of(options.path)
+    print(export(path, options.out, options.node, options.trust_model))

@@ -1,0 +1,38 @@
+"""`mpigossip doctor`: what of a machine would keep a run from working or from being fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpigossip.commands.parts import command
+
+EXAMPLES = """
+mpigossip doctor
+srun mpigossip doctor --json >runs/digits/doctor.json
+"""
+
+
+def add(commands) -> None:
+    """Add it to the parser."""
+    summary = "look at MPI, GPUs, network and disk, alone or under the launcher"
+    doctor = command(commands, "doctor", run, summary, EXAMPLES)
+    doctor.add_argument("--graph", default="one-peer-exponential", help="whose neighbours to try")
+    doctor.add_argument(
+        "--devices", default="auto", help="slots of a node, as node.devices; default: %(default)s"
+    )
+    doctor.add_argument("--workers", type=int, default=2, help="as data.workers")
+    doctor.add_argument(
+        "--megabytes", type=int, default=16, help="size of a message and of the file written"
+    )
+    doctor.add_argument(
+        "--folder", type=Path, default=Path(), metavar="DIR", help="where runs are to be written"
+    )
+    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds that a test may take")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(options) -> int:
+    """Print what was found; 1 where something is wrong."""
+    from mpigossip.analysis.doctor import examine
+
+    return examine(options)

@@ -1,0 +1,171 @@
+"""`mpigossip graph show|compare|draw`: facts of graphs as text, as tables and as pictures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from mpigossip.commands import graph_search
+from mpigossip.commands.parts import command, count, family
+from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
+
+FIGURES = (
+    ("degree", "degree", "in-neighbours in a round, at most"),
+    ("period", "period", "rounds after which it repeats; - when drawn anew"),
+    ("spectral_gap", "gap", "1 - rho(W), for static graphs"),
+    ("rounds_to_exact", "exact", "rounds to the exact average; - when never"),
+    ("residue_after_period", "residue", "||product of W over a period - J||"),
+    ("effective_neighbours", "n_eff", "effective number of neighbours at gamma = 0.951"),
+    ("vectors_per_round", "vectors", "model-sized vectors that a node sends in a round"),
+    ("bytes_per_round", "bytes", "float32, that a node sends in a round, for --parameters"),
+    ("transient_iid", "transient", "iterations before the linear speed-up, up to a constant"),
+    ("transient_non_iid", "non-iid", "the same where nodes have different data"),
+)
+"""(key, heading, meaning) of the figures of `show` and `compare`."""
+
+
+EXAMPLES = """
+mpigossip graph show one-peer-exponential --nodes 8
+mpigossip graph compare ring exponential base-2 --nodes 12
+"""
+SHOW = """
+mpigossip graph show one-peer-exponential --nodes 8
+mpigossip graph show file:searched.json --nodes 16 --json
+"""
+COMPARE = """
+mpigossip graph compare ring exponential base-2 --nodes 12
+mpigossip graph compare --nodes 64
+"""
+DRAW = "mpigossip graph draw base-3 --nodes 9 --out base-3.png"
+
+
+def add(commands) -> None:
+    """Add show, compare, draw and search to the parser."""
+    members = "show|compare|draw|search"
+    group = family(commands, "graph", members, "show, compare, draw and search graphs", EXAMPLES)
+    summary = "facts of a graph, and its matrices where they are small"
+    show = command(group, "show", _show, summary, SHOW)
+    show.add_argument("name", help=f"one of {', '.join(BUILDERS)}, or file:PATH")
+    _common(show)
+    _sized(show)
+    compare = command(group, "compare", _compare, "a table of several graphs", COMPARE)
+    compare.add_argument("names", nargs="*", help="graphs; none: all that n allows")
+    _common(compare)
+    _sized(compare)
+    summary = "a picture of the graph and of ||product - J|| by rounds"
+    draw = command(group, "draw", _draw, summary, DRAW)
+    draw.add_argument("name", help="as for show")
+    _common(draw)
+    draw.add_argument("--out", type=Path, default=Path("graph.png"), metavar="OUT.png")
+    graph_search.add(group)
+
+
+def _common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--nodes", type=int, required=True, metavar="N", help="of the graph")
+    command.add_argument("--seed", type=int, default=0, help="of a random graph")
+    command.add_argument("--weights", help="a weighting rule in place of the graph's own")
+    command.add_argument("--lazy", action="store_true", help="(I + W)/2")
+    command.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="as in a job's [graph]"
+    )
+    command.add_argument("--json", action="store_true", help="for programs")
+
+
+def _sized(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--parameters", type=count, metavar="P", help="of a model: adds the bytes of a round"
+    )
+
+
+def _make(name: str, options) -> Graph:
+    from mpigossip.config.toml import check_options, parse_value
+
+    given: dict[str, Any] = {}
+    for text in options.option:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise GraphError(f'--option "{text}": needs the form KEY=VALUE, as in order=permuted')
+        given[key] = parse_value(value)
+    if name in BUILDERS:
+        checked = dict(given)
+        if found := check_options("option", checked, (), BUILDERS[name]):
+            raise GraphError(f'graph "{name}": {"; ".join(found)}')
+        given = {key: checked[key] for key in given}
+    return graph(name, options.nodes, options.weights, options.seed, options.lazy, **given)
+
+
+def _facts(made: Graph, parameters: int | None) -> dict[str, Any]:
+    from mpigossip.graphs.theory import describe
+
+    facts: dict[str, Any] = dict(describe(made))
+    if parameters is not None:
+        facts["bytes_per_round"] = round(4 * parameters * facts["vectors_per_round"])
+    return facts
+
+
+def _show(options) -> None:
+    made = _make(options.name, options)
+    facts = _facts(made, options.parameters)
+    if options.json:
+        print(json.dumps(facts))
+        return
+    print(made)
+    for key, _, meaning in _figures(facts):
+        print(f"  {key.replace('_', ' '):22} {_number(facts[key]):>10}   {meaning}")
+    if facts["least_weight"] < 0:
+        print(f"  some weights are negative, down to {facts['least_weight']:.4g}")
+    if made.n <= 12 and made.period is not None:
+        for t in range(min(made.period, 4)):
+            print(f"\nW({t}): row i is what node i gives to each sender")
+            print(_matrix(made.matrix(t)))
+
+
+def _figures(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [figure for figure in FIGURES if figure[0] in facts]
+
+
+def _matrix(weights) -> str:
+    def cell(value: float) -> str:
+        return "." if value == 0 else f"{value:.3f}".rstrip("0").rstrip(".")
+
+    return "\n".join("  " + " ".join(f"{cell(v):>6}" for v in row) for row in weights)
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4g}"
+
+
+def _compare(options) -> None:
+    rows, refused = [], None
+    for name in options.names or BUILDERS:
+        try:
+            rows.append(_facts(_make(name, options), options.parameters))
+        except GraphError as error:
+            if options.names:
+                raise
+            refused = refused or error
+    if refused and not rows:
+        raise refused
+    if options.json:
+        print(json.dumps(rows))
+        return
+    width = max(len(row["name"]) for row in rows)
+    figures = _figures(rows[0])
+    print(f"{'graph':{width}} " + " ".join(f"{heading:>9}" for _, heading, _ in figures))
+    for row in rows:
+        cells = " ".join(f"{_number(row[key]):>9}" for key, _, _ in figures)
+        print(f"{row['name']:{width}} {cells}")
+
+
+def _draw(options) -> None:
+    from mpigossip.analysis.graph_picture import picture
+
+    made = _make(options.name, options)
+    picture(made, options.out)
+    print(json.dumps({"out": str(options.out)}) if options.json else options.out)

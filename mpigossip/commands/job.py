@@ -1,0 +1,83 @@
+"""`mpigossip job`: the batch script that trains a job on a site."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mpigossip.commands.parts import command, settings
+
+EXAMPLES = """
+mpigossip job generic-slurm jobs/digits.toml --nodes 4 --time 10m
+mpigossip job perlmutter JOB.toml --nodes 32 --time 6h --account A >job.sh
+"""
+
+
+def add(commands) -> None:
+    """Add it to the parser."""
+    summary = "print the batch script that trains a job on a site"
+    job = command(commands, "job", run, summary, EXAMPLES)
+    job.add_argument("site", metavar="SITE", help="a name in jobs/sites, or the path of a .toml")
+    job.add_argument("job", type=Path, metavar="JOB.toml")
+    settings(job)
+    job.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes to ask for")
+    job.add_argument("--time", required=True, metavar="T", help="30m, 2h, 4:00:00, 1-12:00:00")
+    job.add_argument("--account", help="project that pays; some sites need it")
+    job.add_argument("--partition", help="partition or queue")
+    job.add_argument("--qos", help="quality of service")
+    job.add_argument("--venv", type=Path, metavar="DIR", help="default: the one in use now, if any")
+    job.add_argument("--launcher", metavar="'WORDS'", help="replaces the site's")
+
+
+def run(options) -> None:
+    """Print the script; JobError with all that is wrong."""
+    from mpigossip.cluster import batch
+    from mpigossip.config import JobError
+    from mpigossip.groups.devices import slots_of
+    from mpigossip.training import assemble
+
+    site = batch.read_site(options.site)
+    found = []
+    job = assemble.load(options.job, options.settings)
+    if options.nodes > 0:
+        found = [
+            m
+            for m in assemble.mistakes(job, options.nodes)
+            if not m.startswith(("node.devices", "node.cuda_graphs"))
+        ]
+    devices = [d for d in slots_of(job.node.devices) if d.startswith("cuda")]
+    if site.gpus and len(devices) > site.gpus:
+        found.append(
+            f'node.devices = "{job.node.devices}": {site.title} has {site.gpus} GPUs a node; '
+            f"add node.devices=cuda:0-{site.gpus - 1}"
+        )
+    if found:
+        raise JobError(found)
+    if site.gpus and job.node.devices.startswith("cpu"):
+        print(
+            f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a node '
+            f"idle; node.devices=cuda:0-{site.gpus - 1} uses them",
+            file=sys.stderr,
+        )
+    wish = batch.Wish(
+        nodes=options.nodes,
+        seconds=batch.seconds_of(options.time),
+        name=job.run.name,
+        account=options.account,
+        partition=options.partition,
+        qos=options.qos,
+        venv=_venv(options.venv),
+        launcher=options.launcher,
+    )
+    print(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
+
+
+def _venv(given: Path | None) -> str | None:
+    """The virtual environment that the job is to use: as given, or this process's own."""
+    from mpigossip.config import JobError
+
+    if given is None:
+        return sys.prefix if sys.prefix != sys.base_prefix else None
+    if not (given / "bin" / "activate").exists():
+        raise JobError([f'--venv "{given}" is no virtual environment: it has no bin/activate'])
+    return str(given.absolute())

@@ -1,0 +1,74 @@
+"""`mpigossip log`: a run's log as a table, for other programs, and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpigossip.commands.parts import command, family, run_named
+
+PLOT = """
+mpigossip log plot runs/digits
+mpigossip log plot runs/ring runs/digits --out compare.png
+"""
+EXAMPLES = """
+mpigossip log show runs/digits
+mpigossip log plot runs/ring runs/digits --out compare.png
+"""
+EXPORT = """
+mpigossip log export runs/digits --csv digits.csv
+mpigossip log export runs/digits --tensorboard events
+"""
+
+
+def add(commands) -> None:
+    """Add them to the parser."""
+    log = family(commands, "log", "show|export|plot", "show, export and plot logs", EXAMPLES)
+    show = command(
+        log,
+        "show",
+        _show,
+        "a run's evaluations and summary as a table",
+        "mpigossip log show runs/digits",
+    )
+    show.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run, or a log")
+    export = command(log, "export", _export, "a run's log for other programs", EXPORT)
+    export.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run, or a log")
+    to = export.add_mutually_exclusive_group(required=True)
+    to.add_argument("--csv", type=Path, metavar="FILE", help="run.csv, and run-evaluations.csv")
+    to.add_argument("--netcdf", type=Path, metavar="FILE", help="netCDF-4, with units")
+    to.add_argument("--tensorboard", type=Path, metavar="DIR", help="event files")
+    plot = command(log, "plot", _plot, "one picture (PNG) of one or several runs", PLOT)
+    plot.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, or logs")
+    plot.add_argument("--out", type=Path, metavar="OUT.png", help="default: RUN/log.png")
+
+
+def _show(options) -> None:
+    from mpigossip.analysis.compared import log_of
+    from mpigossip.analysis.report import table
+    from mpigossip.store.log import read
+
+    print(table(read(log_of(run_named(options.run_folder)))))
+
+
+def _export(options) -> None:
+    from mpigossip.analysis.compared import log_of
+    from mpigossip.store import export
+    from mpigossip.store.log import read
+
+    file = log_of(run_named(options.run_folder))
+    if options.netcdf:
+        export.to_netcdf(file, options.netcdf)
+    elif options.csv:
+        export.to_csv(read(file), options.csv)
+    else:
+        export.to_tensorboard(read(file), options.tensorboard)
+    print(options.netcdf or options.csv or options.tensorboard)
+
+
+def _plot(options) -> None:
+    from mpigossip.analysis.plot import plot
+
+    first = options.runs[0]
+    out = options.out or (first if first.is_dir() else first.parent) / "log.png"
+    plot([run_named(run) for run in options.runs], out)
+    print(out)

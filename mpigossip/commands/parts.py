@@ -1,0 +1,126 @@
+"""What several commands share: how one is added, settings behind a job, and kinds of arguments."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+BYTES_A_SECOND = {
+    prefix + unit: factor * size
+    for prefix, factor in {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
+    for unit, size in {"B/s": 1.0, "bit": 0.125, "bit/s": 0.125}.items()
+}
+
+
+def command(
+    commands, name: str, run: Callable, summary: str, examples: str
+) -> argparse.ArgumentParser:
+    """Add a command: `run(options)` gives its exit code, or None; examples are lines of a shell."""
+    made = _parser(commands, name, summary, examples)
+    made.set_defaults(run=run)
+    return made
+
+
+def family(commands, name: str, members: str, summary: str, examples: str):
+    """Add a command that has commands of its own, `members` by name; what to add those to."""
+    made = _parser(commands, name, summary, examples)
+    return made.add_subparsers(metavar=members, required=True)
+
+
+def _parser(commands, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=summary, **told(summary, examples))
+
+
+def told(summary: str, examples: str) -> dict:
+    """What a parser's help says above and below its arguments, 80 columns wide."""
+    lines = textwrap.dedent(examples).strip().splitlines()
+    plural = "s" * (sum(not line.startswith(" ") for line in lines) > 1)
+    return {
+        "description": textwrap.fill(summary, 78),
+        "epilog": "\n".join([f"example{plural}:", *(f"  {line}" for line in lines)]),
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
+
+
+def every(
+    parser: argparse.ArgumentParser, words: str = ""
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Every command of a parser with its words, itself first."""
+    yield words, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from every(below, f"{words} {name}".strip())
+
+
+def settings(parser: argparse.ArgumentParser) -> None:
+    """Let `section.key=value` follow the other arguments."""
+    parser.add_argument(
+        "settings", nargs="*", metavar="section.key=value", help="settings that replace the job's"
+    )
+
+
+def run_named(path: Path) -> Path:
+    """A run that the user named; StoreError with what there is instead where it isn't."""
+    from mpigossip.config.toml import near
+    from mpigossip.store import StoreError
+
+    if path.exists():
+        return path
+    runs = {log.parent.name for log in path.parent.glob("*/log.h5")}
+    hint = near(path.name, runs) if runs else "`mpigossip train JOB.toml` makes one"
+    raise StoreError(f'there is no run "{path}"; {hint}')
+
+
+# -- kinds of arguments -----------------------------------------------------------------------
+
+
+def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
+    """A reader of numbers with a unit, such as 80ms."""
+
+    def read(text: str) -> float:
+        found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
+        if not found or found[2] not in units or not float(found[1]) > 0:
+            known = ", ".join(units)
+            raise argparse.ArgumentTypeError(f'"{text}": needs a number > 0 and one of {known}')
+        return float(found[1]) * units[found[2]]
+
+    return read
+
+
+def numbers_of_nodes(text: str) -> list[int]:
+    """4,8,…,64 as [4, 8, 16, 32, 64]: an ellipsis doubles from the number before it."""
+    found: list[int] = []
+    doubling = False
+    for word in text.replace("...", "…").split(","):
+        if word.strip() == "…" and found:
+            doubling = True
+            continue
+        if not word.strip().isdigit() or not 1 <= int(word) <= 4096:
+            raise argparse.ArgumentTypeError(f'"{word}": needs whole numbers from 1 to 4096')
+        while doubling and 2 * found[-1] < int(word):
+            found.append(2 * found[-1])
+        doubling = False
+        found.append(int(word))
+    return sorted(set(found))
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return int(text)
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes, such as 1KB or 100MB."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+    number, factor = text.upper(), 1
+    for unit, value in units.items():
+        if number.endswith(unit):
+            number, factor = number.removesuffix(unit), value
+    return int(float(number) * factor)

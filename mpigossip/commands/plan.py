@@ -1,0 +1,78 @@
+"""`mpigossip plan`: what a step and an epoch would take on n nodes, per graph, cadence and wire."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mpigossip.commands.parts import (
+    BYTES_A_SECOND,
+    SECONDS,
+    command,
+    numbers_of_nodes,
+    quantity,
+    settings,
+)
+
+EXAMPLES = """
+mpigossip plan jobs/cifar10-resnet20.toml --nodes 4,8,…,1024 \\
+    --bandwidth 25GB/s --latency 5us
+srun -N 4 mpigossip plan jobs/imagenet-resnet50.toml --nodes 4,16 --out p.png
+
+The second measures compute on its nodes and the network between them. Latency
+is that of a whole small round, bandwidth what a node sends and receives at
+once; alone, 10 µs and 100 Gbit/s are assumed. An ellipsis doubles on.
+"""
+
+
+def add(commands) -> None:
+    """Add it to the parser."""
+    summary = "predict step time, traffic and training time on n nodes per graph, cadence and wire"
+    plan = command(commands, "plan", run, summary, EXAMPLES)
+    plan.add_argument("job", type=Path, metavar="JOB.toml")
+    settings(plan)
+    plan.add_argument(
+        "--nodes", required=True, type=numbers_of_nodes, metavar="N,N,…", help="numbers of nodes"
+    )
+    plan.add_argument("--epochs", type=float, help="default: the job's run.epochs")
+    time, rate = quantity(SECONDS), quantity(BYTES_A_SECOND)
+    plan.add_argument(
+        "--compute", type=time, metavar="T",
+        help="forward and backward of a step, such as 80ms; not given: measured here",
+    )  # fmt: skip
+    plan.add_argument("--node", type=time, metavar="T", help="averaging inside the node")
+    plan.add_argument("--latency", type=time, metavar="T", help="of a small round, such as 5us")
+    plan.add_argument("--bandwidth", type=rate, metavar="B", help="such as 25GB/s or 200Gbit")
+    plan.add_argument("--seconds", type=float, default=8.0, help="spent on measuring, about")
+    plan.add_argument("--out", type=Path, metavar="OUT.png", help="a picture")
+    plan.add_argument("--json", action="store_true", help="every combination, as one object")
+
+
+def run(options) -> None:
+    """Measure on all ranks; print and draw on rank 0."""
+    from mpigossip.analysis.dryrun import launched
+    from mpigossip.analysis.machine import Given, examine
+    from mpigossip.analysis.plan import as_json, table
+    from mpigossip.analysis.plan_report import picture, text
+    from mpigossip.cluster.ranks import Alone, world
+    from mpigossip.config import JobError
+    from mpigossip.training import assemble
+    from mpigossip.training.costs import subject
+
+    with world() if (launched() or 1) > 1 else Alone() as ranks:
+        with ranks.together(JobError):
+            what, note = subject(assemble.load(options.job, options.settings))
+        given = Given(options.compute, options.node, options.latency, options.bandwidth)
+        machine = examine(what, ranks, given, options.seconds)
+        if ranks.rank != 0:
+            return
+        epochs = what.job.run.epochs if options.epochs is None else options.epochs
+        rows = table(what, machine, options.nodes, epochs)
+        if options.out:
+            picture(what, rows, options.nodes, epochs, options.out)
+        if options.json:
+            print(json.dumps(as_json(what, machine, rows, options.nodes, epochs)))
+            return
+        print(text(what, machine, rows, options.nodes, epochs, note))
+        if options.out:
+            print(options.out)

@@ -1,0 +1,38 @@
+"""`mpigossip simulate`: the same job with n nodes in this process, without MPI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpigossip.commands.parts import command, settings
+from mpigossip.commands.train import exit_code
+
+EXAMPLES = "mpigossip simulate jobs/digits.toml --nodes 16 graph.name=exponential"
+
+
+def add(commands) -> None:
+    """Add it to the parser."""
+    simulate = command(
+        commands, "simulate", run,
+        "the same job with n nodes in this process, without MPI", EXAMPLES,
+    )  # fmt: skip
+    simulate.add_argument("job", type=Path, metavar="JOB.toml")
+    simulate.add_argument("--nodes", type=int, required=True, metavar="N")
+    settings(simulate)
+
+
+def run(options) -> int:
+    """Train to the end, or to a stop."""
+    from mpigossip.cluster.ranks import Alone
+    from mpigossip.config import JobError
+    from mpigossip.runs import launch
+    from mpigossip.training import assemble
+
+    if options.nodes < 1:
+        raise JobError([f"--nodes {options.nodes}: at least 1 node is needed"])
+    job = assemble.load(options.job, options.settings)
+    if not any(setting.strip().startswith("run.output") for setting in options.settings):
+        # a real run of the same job has the folder's plain name
+        job = assemble.with_output(job, f"{job.run.folder}-simulated")
+    with Alone() as alone:
+        return exit_code(launch.train(job, alone, options.nodes), alone)

@@ -1,0 +1,53 @@
+"""`mpigossip train`: a job on all ranks of the launcher; alone, on one node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpigossip.commands.parts import command, settings
+from mpigossip.config.errors import OK, STOPPED, Mistake
+
+EXAMPLES = """
+mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2
+mpigossip train jobs/imagenet-resnet50.toml --dry-run --nodes 32
+"""
+
+
+def add(commands) -> None:
+    """Add it to the parser."""
+    train = command(commands, "train", run, "train a job on all ranks of the launcher", EXAMPLES)
+    train.add_argument("job", type=Path, metavar="JOB.toml")
+    train.add_argument("--dry-run", action="store_true", help="print the whole job and stop")
+    train.add_argument("--nodes", type=int, help="with --dry-run: nodes to plan for")
+    settings(train)
+
+
+def run(options) -> int:
+    """Train to the end, or to a stop."""
+    from mpigossip.config import JobError
+
+    if options.nodes is not None and not options.dry_run:
+        raise JobError(
+            [f"--nodes {options.nodes} goes with --dry-run: how many nodes train is said to the "
+             f"launcher (mpirun -n {options.nodes} mpigossip train …), or to "
+             f"`mpigossip simulate {options.job} --nodes {options.nodes}`"]
+        )  # fmt: skip
+    from mpigossip.runs import launch
+    from mpigossip.training import assemble
+
+    if options.dry_run:
+        from mpigossip.analysis.dryrun import describe
+
+        print(describe(assemble.load(options.job, options.settings), options.nodes))
+        return OK
+    from mpigossip.cluster.ranks import world
+
+    with world() as ranks:
+        with ranks.together(Mistake):
+            job = assemble.load(options.job, options.settings)
+        return exit_code(launch.train(job, ranks, ranks.size), ranks)
+
+
+def exit_code(summary: dict, world) -> int:
+    """The exit code that a summary means, the same on every rank."""
+    return STOPPED if world.agree(int(bool(summary) and not summary["finished"])) else OK
