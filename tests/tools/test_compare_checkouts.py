@@ -1,0 +1,115 @@
+"""tools/labs/compare_checkouts.py: a changed constant is found, and what counts as different."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "labs" / "compare_checkouts.py"
+
+
+@pytest.fixture
+def labs(monkeypatch):
+    """The two modules of the program."""
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    import checkouts
+    import compare_checkouts
+
+    return compare_checkouts, checkouts
+
+
+def compare(*words):
+    return subprocess.run(
+        [sys.executable, TOOL, *words], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_changed_constant_of_one_algorithm_is_found(tmp_path):
+    for folder in ("mpigossip", "jobs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    changed = 0
+    for path in (tmp_path / "mpigossip" / "algorithms").rglob("*.py"):
+        # m <- beta m + g becomes m <- beta m + g/2
+        before = re.compile(r"(\ndef dmsgd\(.*?\.add_\(g)\)", re.DOTALL)
+        text, count = before.subn(r"\1, alpha=0.5)", path.read_text())
+        path.write_text(text)
+        changed += count
+    assert changed == 1, "the formula of dmsgd isn't where this test changes it"
+    words = ["--only", "dmsgd-base-2", "dsgd-asynchronous", "--at-once", "2", "--json"]
+    ran = compare(ROOT, tmp_path, *words)
+    assert ran.returncode == 1, ran.stderr
+    rows = {row["job"]: row for row in json.loads(ran.stdout)}
+    same, other = rows["dsgd-asynchronous"], rows["dmsgd-base-2"]
+    assert same["verdict"] == "equal" and len(same["new"]["digest"]) == 64
+    assert other["old"]["onward"] == other["old"]["digest"]
+    for words in ("parameters differ", "log differs: steps/", "resumed (onward)"):
+        assert words in other["verdict"]
+
+
+@pytest.mark.parametrize(
+    "old, new, well, words",
+    [
+        ({}, {}, True, "equal"),
+        ({}, {"digest": "b"}, False, "parameters differ"),
+        ({}, {"onward": "b"}, False, "resumed (onward): b, in OLD a"),
+        ({}, {"onward": ""}, False, "resumed (onward)"),
+        ({}, {"stopped": "b"}, False, "resumed (stopped): b, in OLD a"),
+        ({}, {"figures": {"loss": "2", "lr": "1"}}, False, "log differs: loss"),
+        ({}, {"figures": {"lr": "1", "more": "1"}}, True, "equal"),
+        ({"onward": "c"}, {"onward": "c"}, True, "equal; OLD resumes inexactly"),
+        ({"onward": "c"}, {"onward": "a"}, True, "equal; OLD resumes inexactly"),
+        ({"onward": "c"}, {"onward": "d"}, False, "resumed (onward): d, in OLD c"),
+        ({"code": 2}, {}, True, "new"),
+        ({"code": 1}, {}, False, "OLD failed"),
+        ({"code": 2}, {"code": 2}, False, "NEW failed"),
+        ({}, {"code": 2}, False, "NEW failed"),
+    ],
+)
+def test_what_counts_as_different(labs, old, new, well, words):
+    program, engine = labs
+    both = engine.Result("", digest="a", onward="a", stopped="a", figures={"loss": "1", "lr": "1"})
+    found = program.verdict(replace(both, **old), replace(both, **new))
+    assert found[0] is well and words in found[1]
+
+
+def test_the_table_has_every_algorithm_wire_and_local_step(labs):
+    from mpigossip import algorithms
+
+    named = {word for job in labs[0].table().values() for word in job.settings}
+    for name in algorithms.BUILDERS:
+        assert name == "dmsgd" or f"algorithm.name={name}" in named
+    for wire in ("bf16", "qsgd", "sign", "top-k", "random-k"):
+        assert f"node.wire={wire}" in named
+    for local in ("momentum", "nesterov", "adamw", "accumadam"):
+        assert f"algorithm.local={local}" in named
+
+
+def test_results_are_kept_for_the_same_command_only(labs, tmp_path, monkeypatch):
+    program, engine = labs
+    job, made = program.table()["parallel"], []
+
+    def measured(checkout, job, folder, old_run):
+        made.append(old_run(job.name))
+        return engine.Result(engine.command(job), digest="a", code=len(made) % 2)
+
+    monkeypatch.setattr(engine, "measured", measured)
+    store = engine.Store(None, tmp_path)
+    assert store.get(job).code == 1 and not list(tmp_path.iterdir())  # a failure isn't kept
+    assert store.get(job).digest == "a" and store.get(job).digest == "a" and len(made) == 2
+    assert store.known == {"parallel"}
+    store.get(job._replace(settings=("run.seed=1",)))
+    assert len(made) == 3
+
+
+def test_a_wrong_call_is_explained(tmp_path):
+    ran = compare(ROOT, tmp_path)
+    assert ran.returncode == 2 and "no checkout of mpigossip" in ran.stderr
+    ran = compare(ROOT, ROOT, "--only", "dgst")
+    assert ran.returncode == 2 and "did you mean dsgt?" in ran.stderr

