@@ -180,7 +180,7 @@ def test_a_wrong_one_is_named_with_what_is_expected(own, sections, says):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_while_the_run_goes_on(own):
-    from tests.runs.test_export import scalars
+    from tests.runs.test_model_export import scalars
 
     pytest.importorskip("tensorboard", reason="tensorboard isn't installed")
     summary = train(job(own, log={"hooks": ["tensorboard"]}), 10)

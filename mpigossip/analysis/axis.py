@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpigossip.analysis.compared import Run
+from mpigossip.analysis.compared import LoggedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,16 +22,16 @@ class Axis:
     """What a panel is drawn against: a label, and for a run the place of each of some steps."""
 
     label: str
-    at: Callable[[Run, np.ndarray], np.ndarray]
+    at: Callable[[LoggedRun, np.ndarray], np.ndarray]
 
-    def dress(self, axes: Axes, runs: Sequence[Run]) -> None:
+    def dress(self, axes: Axes, runs: Sequence[LoggedRun]) -> None:
         """Label and limits; the axis begins at 0."""
         axes.set_xlabel(self.label)
         end = max(float(self.at(run, np.array([run.last]))[0]) for run in runs)
         axes.set_xlim(0, 1.02 * end or 1)
 
 
-def steps(runs: Sequence[Run]) -> Axis:
+def steps(runs: Sequence[LoggedRun]) -> Axis:
     """The step, or the epoch if a step isn't the same part of it in all runs."""
     lengths = {run.epoch_steps for run in runs}
     if len(lengths) > 1 and all(lengths):
@@ -41,7 +41,7 @@ def steps(runs: Sequence[Run]) -> Axis:
     return Axis(label, lambda run, at: np.asarray(at, float))
 
 
-def clock(runs: Sequence[Run]) -> Axis:
+def clock(runs: Sequence[LoggedRun]) -> Axis:
     """The time of training, in a unit that fits the longest run."""
     longest = max(float(run.seconds(np.array([run.last]))[0]) for run in runs)
     unit, word = next((unit, word) for least, unit, word in CLOCKS if longest >= least)

@@ -27,7 +27,7 @@ MARKERS = "os^Dv"
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """One run in a picture: its name, its log, colour and line."""
 
     name: str
@@ -72,7 +72,7 @@ class Run:
         return np.interp(steps, *self._clock)
 
 
-def load(paths: Sequence[Path]) -> list[Run]:
+def load(paths: Sequence[Path]) -> list[LoggedRun]:
     """The runs, each a folder or a log, with their styles; StoreError where there is no log."""
     names = short_names([(path if path.is_dir() else path.parent).resolve() for path in paths])
     logs = [read(log_of(path), points=POINTS) for path in paths]
@@ -80,7 +80,7 @@ def load(paths: Sequence[Path]) -> list[Run]:
         {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
         for k in range(len(paths))
     ]
-    return [Run(*each) for each in zip(names, logs, styles, strict=True)]
+    return [LoggedRun(*each) for each in zip(names, logs, styles, strict=True)]
 
 
 def log_of(run: Path) -> Path:

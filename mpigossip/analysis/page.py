@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpigossip.analysis.compared import Run, description, load
+from mpigossip.analysis.compared import LoggedRun, description, load
 from mpigossip.analysis.plot import figure
 from mpigossip.analysis.report import table
 from mpigossip.store.hdf5 import reading, replacing
@@ -41,7 +41,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
         beside.write_text(text, "utf-8")
 
 
-def page(runs: Sequence[Run], findings: Sequence[list[dict]]) -> str:
+def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
     """The page as text; `findings` are those of the doctor for each run."""
     title = ", ".join(run.name for run in runs)
     parts = [
@@ -71,7 +71,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def _result(runs: Sequence[Run]) -> str:
+def _result(runs: Sequence[LoggedRun]) -> str:
     """One row a run: what its summary says."""
     head = "".join(
         f"<th>{name}</th>" for name in ["run", "what", *(c for c, _ in COLUMNS.values())]
@@ -90,7 +90,7 @@ def _result(runs: Sequence[Run]) -> str:
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
-def _picture(runs: Sequence[Run]) -> str:
+def _picture(runs: Sequence[LoggedRun]) -> str:
     image = io.BytesIO()
     figure(runs).savefig(image, format="png")
     data = base64.b64encode(image.getvalue()).decode()
@@ -98,7 +98,7 @@ def _picture(runs: Sequence[Run]) -> str:
     return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
 
 
-def _jobs(runs: Sequence[Run]) -> list[str]:
+def _jobs(runs: Sequence[LoggedRun]) -> list[str]:
     """The first run's whole job; of the others, what differs from it."""
     first, *others = runs
     parts = [_folded(first.name, first.log.job, opened=not others)]
@@ -132,7 +132,7 @@ def _findings(run: Path) -> list[dict]:
         ]
 
 
-def _doctor(run: Run, found: Sequence[dict]) -> str:
+def _doctor(run: LoggedRun, found: Sequence[dict]) -> str:
     rows = []
     for one in found:
         name, text, level, remedy = (_text(one[k]) for k in ("name", "text", "level", "remedy"))

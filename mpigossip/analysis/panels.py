@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpigossip.analysis.compared import PARTS, Run, mean_ms, over_nodes, shares, smooth
+from mpigossip.analysis.compared import PARTS, LoggedRun, mean_ms, over_nodes, shares, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ SHADES = (("#1B4F72", ""), ("#7FB3D5", "////"), ("#F5B041", "...."), ("#E5E7E9",
 PREFIXES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
-def loss(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Training loss, mean over nodes and smoothed, and test loss of the averaged model."""
     _dress(axes, "Loss", "cross entropy (nat)")
     shown = [np.ones(1)]
@@ -46,7 +46,7 @@ def loss(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
     _key(axes, [_sample("training, mean", lw=1.8), *bands, test])
 
 
-def accuracy(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+def accuracy(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Test accuracy of the averaged model, and the range of the nodes' own."""
     _dress(axes, "Test accuracy", "share of test samples")
     shown = [run for run in runs if "accuracy" in run.log.evaluations]
@@ -65,7 +65,7 @@ def accuracy(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
     _key(axes, [_sample("averaged model", lw=1.8, marker="o", ms=3.5), *bands])
 
 
-def consensus(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """How far the models are apart, where they are more than rounding.
 
     Asynchronous runs measure it with evaluations only: those are points.
@@ -94,7 +94,7 @@ def consensus(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
         axes.text(0.99, 0.02, text, transform=axes.transAxes, ha="right", fontsize=8.5)
 
 
-def spread(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Accuracy of the nodes' own models against that of their average: range and mean."""
     _dress(axes, "Spread over nodes", "local − averaged model (% points)")
     for run in runs:
@@ -113,7 +113,7 @@ def spread(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
     _key(axes, [_sample("mean", lw=1.5, marker="o", ms=3.5), _band("range of local models")])
 
 
-def staleness(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Age of what asynchronous nodes averaged with."""
     _dress(axes, "Staleness", "age of the neighbours' models (rounds)")
     for run in runs:
@@ -127,7 +127,7 @@ def staleness(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
     _key(axes, [_sample("mean", lw=1.8), _band("range of nodes")])
 
 
-def traffic(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+def traffic(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Bytes that a node has sent so far, mean over nodes."""
     shown = [run for run in runs if known(run, "bytes_sent")]
     sent = [over_nodes(np.nanmean, run.log.steps["bytes_sent"]) for run in shown]
@@ -142,7 +142,7 @@ def traffic(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
     axes.set_ylim(bottom=0)
 
 
-def time(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
+def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Stacked parts of the time of a step of one run, smoothed."""
     (run,) = runs
     log, label = run.log, "milliseconds, mean over nodes"
@@ -169,7 +169,7 @@ def time(axes: Axes, runs: Sequence[Run], axis: Axis) -> None:
     _key(axes, layers)
 
 
-def times(axes: Axes, runs: Sequence[Run]) -> None:
+def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
     """Stacked bars, one a run: the mean time of a step."""
     _dress(axes, "Step time", "")
     axes.grid(False, axis="y")
@@ -195,12 +195,12 @@ def times(axes: Axes, runs: Sequence[Run]) -> None:
     _key(axes, bars)
 
 
-def stale(run: Run) -> bool:
+def stale(run: LoggedRun) -> bool:
     """Whether nodes averaged with models of other rounds than their own."""
     return bool((run.log.steps.get("staleness", np.empty(0)) > 0).any())
 
 
-def known(run: Run, column: str) -> bool:
+def known(run: LoggedRun, column: str) -> bool:
     """Whether the log has a figure in this column of the steps."""
     return bool(np.isfinite(run.log.steps.get(column, np.empty(0))).any())
 

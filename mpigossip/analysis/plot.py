@@ -10,7 +10,7 @@ import numpy as np
 
 from mpigossip.analysis import panels
 from mpigossip.analysis.axis import clock, steps
-from mpigossip.analysis.compared import Run, description, load
+from mpigossip.analysis.compared import LoggedRun, description, load
 from mpigossip.store.hdf5 import replacing
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def plot(runs: Sequence[Path], out: Path) -> None:
         figure(load([Path(run) for run in runs])).savefig(beside, format="png")
 
 
-def figure(runs: Sequence[Run]) -> Figure:
+def figure(runs: Sequence[LoggedRun]) -> Figure:
     """The picture, not yet written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -60,7 +60,7 @@ def figure(runs: Sequence[Run]) -> Figure:
     return made
 
 
-def _name_runs(made: Figure, runs: Sequence[Run]) -> None:
+def _name_runs(made: Figure, runs: Sequence[LoggedRun]) -> None:
     """The title of one run, or the legend of several, each with its last accuracy."""
     labels = []
     for run in runs:

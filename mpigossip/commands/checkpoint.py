@@ -86,7 +86,7 @@ def _verify(options) -> int:
 
 
 def _export(options) -> None:
-    from mpigossip.runs.export import export
+    from mpigossip.runs.model_export import export
 
     path = _checkpoint_of(options.path)
     print(export(path, options.out, options.node, options.trust_model))

@@ -52,16 +52,16 @@ def _show(options) -> None:
 
 def _export(options) -> None:
     from mpigossip.analysis.compared import log_of
-    from mpigossip.store import export
+    from mpigossip.store import log_export
     from mpigossip.store.log import read
 
     file = log_of(run_named(options.run_folder))
     if options.netcdf:
-        export.to_netcdf(file, options.netcdf)
+        log_export.to_netcdf(file, options.netcdf)
     elif options.csv:
-        export.to_csv(read(file), options.csv)
+        log_export.to_csv(read(file), options.csv)
     else:
-        export.to_tensorboard(read(file), options.tensorboard)
+        log_export.to_tensorboard(read(file), options.tensorboard)
     print(options.netcdf or options.csv or options.tensorboard)
 
 

@@ -36,7 +36,7 @@ Builders = Mapping[str, Mapping[str, Callable]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunSection:
     """Section `[run]`: how long, from which seed, and where to."""
 
     name: Name = "run"
@@ -106,7 +106,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm:
+class AlgorithmSection:
     """Section `[algorithm]`: what a step does; further keys are the algorithm's options."""
 
     name: Text = "dmsgd"
@@ -272,10 +272,10 @@ class LogSection:
 class Job:
     """Everything that defines a run."""
 
-    run: Run = field(default_factory=Run)
+    run: RunSection = field(default_factory=RunSection)
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
-    algorithm: Algorithm = field(default_factory=Algorithm)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     graph: GraphSection = field(default_factory=GraphSection)
     cadence: CadenceSection = field(default_factory=CadenceSection)
     schedule: Schedule = field(default_factory=Schedule)

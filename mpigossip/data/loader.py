@@ -36,7 +36,7 @@ class Pool(Protocol):
         """Stop. A second call does nothing."""
 
 
-class Threads:
+class DecodingThreads:
     """A pool of threads in this process."""
 
     def __init__(self, source: Source, count: int) -> None:
@@ -131,7 +131,7 @@ class Loader:
         if not direct and isinstance(source, ImageSource) and not source.in_memory:
             self.pool = Processes(source.images.recipe, workers, timeout_s)
         elif not direct:
-            self.pool = Threads(source, workers)
+            self.pool = DecodingThreads(source, workers)
         self.carriers = [Carrier(device) for device in self.devices]
         self.early = self._pinned
         """Whether the next step's batches are brought to the devices before they are asked for."""

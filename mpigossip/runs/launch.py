@@ -11,16 +11,16 @@ from mpigossip import config
 from mpigossip.cluster.ranks import AgreedError
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake
+from mpigossip.runs.hooks import named_hooks
+from mpigossip.runs.lock import locked
+from mpigossip.runs.printer import Printer, describe
+from mpigossip.runs.recorder import Recorder
+from mpigossip.runs.run import Run
+from mpigossip.runs.stopper import Stopper, end_of_allocation
+from mpigossip.runs.survive import prepare, without_the_lost
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
-from mpigossip.runs.hooks import Log, Stopper
-from mpigossip.runs.lock import locked
-from mpigossip.runs.tensorboard import own_hooks
-from mpigossip.runs.printer import Printer, describe
-from mpigossip.runs.run import Run
 from mpigossip.training.assemble import Assembly, assemble, load
-from mpigossip.runs.survive import prepare, without_the_lost
-from mpigossip.runs.watch import end_of_allocation
 
 
 def run(job: Job, world, n: int, resume: Path | None) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def run(job: Job, world, n: int, resume: Path | None) -> dict[str, Any]:
 def _run(assembly: Assembly, world, resume: Path | None) -> tuple[dict[str, Any], Assembly]:
     """The summary, and what is to be closed: another assembly where ranks were lost."""
     folder = assembly.job.run.folder
-    hooks = [Log(world, len(assembly.trainer.mixer.rows)), Printer(world)]
-    hooks += own_hooks(assembly.job.log.hooks, world)
+    hooks = [Recorder(world, len(assembly.trainer.mixer.rows)), Printer(world)]
+    hooks += named_hooks(assembly.job.log.hooks, world)
     end = end_of_allocation(assembly.job.checkpoint.wall_clock_s)
     synchronous = assembly.trainer.mixer.synchronous
     lag = Stopper.LAG if synchronous else assembly.job.log.flush_steps

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mpigossip.config.readable import counted, size
 from mpigossip.graphs import Graph, spectral
 from mpigossip.mixing.base import Kind, traffic
 from mpigossip.training.state import leaves
-from mpigossip.config.readable import counted, size
 
 if TYPE_CHECKING:
-    from mpigossip.training.loop import Trainer
-    from mpigossip.runs.run import Progress
+    from mpigossip.runs.progress import Progress
     from mpigossip.training.assemble import Assembly
+    from mpigossip.training.loop import Trainer
 
 ROUNDS = 64
 """Rounds of a long or random graph that neighbours and bytes are taken from."""

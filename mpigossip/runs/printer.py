@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from mpigossip.cluster.launcher import terminal_of_launcher
-from mpigossip.training.evaluate import Evaluation
-from mpigossip.runs.hooks import Hook
-from mpigossip.training.loop import Record
-from mpigossip.runs.overview import overview
 from mpigossip.config.readable import clock, counted, size
+from mpigossip.runs.hooks import Hook
+from mpigossip.runs.overview import overview
+from mpigossip.training.evaluate import Evaluation
+from mpigossip.training.loop import Record
 
 LIVE_S, PLAIN_S = 0.2, 30.0
 """Seconds between refreshes of the live line, and between the lines of a batch log."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,50 +12,19 @@ from typing import Any
 import numpy as np
 
 from mpigossip import config
-from mpigossip.config import Job
+from mpigossip.runs.elastic import go_on
+from mpigossip.runs.hooks import Hook
+from mpigossip.runs.progress import Progress
+from mpigossip.runs.saver import Saver
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
-from mpigossip.runs.elastic import go_on
-from mpigossip.training.evaluate import Evaluation, evaluate
-from mpigossip.runs.hooks import Hook
-from mpigossip.training.loop import Trainer
-from mpigossip.runs.saver import Saver
 from mpigossip.training.assemble import Assembly
+from mpigossip.training.evaluate import evaluate
+from mpigossip.training.loop import Trainer
 from mpigossip.training.state import snapshot
 
 IDLE_S = 1e-3
 """Between the exchanges of a node that only waits: they take the core from one that computes."""
-
-
-@dataclass
-class Progress:
-    """Where a run stands; what hooks are shown."""
-
-    job: Job
-    folder: Path
-    nodes: int
-    steps_per_epoch: int
-    total_steps: int
-    samples_per_step: int
-    """over all nodes"""
-    first_step: int = 0
-    shift: int = 0
-    """steps that epochs are counted from, see Trainer"""
-    seconds_before: float = 0.0
-    """of the runs that this one continues"""
-    began: float = field(default_factory=time.perf_counter)
-    evaluation: Evaluation | None = None
-    lost: list[str] = field(default_factory=list)
-    """what was lost on the way, a line each"""
-
-    def epoch(self, step: int) -> float:
-        """Epochs done at a step."""
-        return (step - self.shift) / self.steps_per_epoch
-
-    @property
-    def seconds(self) -> float:
-        """Since the run began, the time of the runs before included."""
-        return self.seconds_before + time.perf_counter() - self.began
 
 
 def meet(trainer: Trainer, world) -> None:

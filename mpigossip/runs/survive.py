@@ -7,11 +7,11 @@ import sys
 import time
 
 from mpigossip.config import Job, JobError
-from mpigossip.store.checkpoint import NodeState
 from mpigossip.runs.elastic import go_on_together
 from mpigossip.runs.lock import lock
 from mpigossip.runs.printer import Printer
 from mpigossip.runs.run import Run
+from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.assemble import Assembly, assemble
 
 

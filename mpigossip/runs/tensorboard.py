@@ -1,18 +1,15 @@
-"""Hooks that a job names in `log.hooks`: TensorBoard, and those of the user's own."""
+"""TensorBoard's files, written while a run goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mpigossip.config.named import imported, is_own
-from mpigossip.config import JobError
-from mpigossip.store import StoreError
-from mpigossip.store.export import TENSORBOARD, add_evaluation, events
-from mpigossip.training.evaluate import Evaluation
 from mpigossip.runs.hooks import Hook
+from mpigossip.store import StoreError
+from mpigossip.store.log_export import TENSORBOARD, add_evaluation, events
+from mpigossip.training.evaluate import Evaluation
 from mpigossip.training.loop import Record
 
 
@@ -66,30 +63,3 @@ class TensorBoard(Hook):
         """Close the files."""
         if self._writer is not None:
             self._writer.close()
-
-
-HOOKS = {"tensorboard": TensorBoard}
-"""Hooks by name; all others are named "package.module:factory"."""
-
-
-def own_hooks(names: Sequence[str], world) -> list[Hook]:
-    """The hooks of these names, each made with the world. Collective; raises JobError."""
-    with world.together(JobError):
-        return [_hook(name, world) for name in names]
-
-
-def _hook(name: str, world) -> Hook:
-    if name in HOOKS:
-        return HOOKS[name](world)
-    if not is_own(name):
-        raise JobError(
-            [f'log.hooks: "{name}" is none of {", ".join(HOOKS)} and not of the form '
-             '"package.module:factory"']
-        )  # fmt: skip
-    made = imported("log.hooks", name, "(world) that returns a Hook")(world)
-    if not isinstance(made, Hook):
-        raise JobError(
-            [f'log.hooks: "{name}" returned {type(made).__name__}; it should return a '
-             "mpigossip.runs.hooks.Hook"]
-        )  # fmt: skip
-    return made

@@ -1,12 +1,10 @@
-"""What notices that something goes wrong: the end of the allocation, a straggler, divergence.
+"""What notices that something goes wrong in the numbers of a run: a straggler, divergence.
 
-The last two look at the rows that the log gathers to rank 0 anyway: no message is added.
+They look at the rows that the log gathers to rank 0 anyway: no message is added.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -17,62 +15,8 @@ from mpigossip.config import LogSection
 Rows = Mapping[str, np.ndarray]
 """Columns of the log for some consecutive steps: arrays (steps, nodes)."""
 
-END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
-"""Variables that hold the end of the allocation in seconds since 1970; the batch scripts of
-`mpigossip job` set the first one for every scheduler."""
-SHARE, LEAST_S, MOST_S = 0.05, 5.0, 120.0
 APART = 1e-3
 """Consensus distance, relative to the model, below which no growth is worth a word."""
-
-
-def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) -> float | None:
-    """When the run must have ended, in seconds since 1970; None where nothing says so.
-
-    The earlier of the allocation's end and ``wall_clock_s`` seconds from now (0: no limit).
-    """
-    ends = [float(env[name]) for name in END_TIMES if env.get(name, "").isdigit()]
-    ends = [end for end in ends if end > time.time()]  # one in the past is of another allocation
-    if wall_clock_s:
-        ends.append(time.time() + wall_clock_s)
-    return min(ends, default=None)
-
-
-class WallClock:
-    """Says when a run must stop so that its checkpoint is written before the end.
-
-    The reserve is 5 % of the time that was there at the start (5 s to 2 min), plus twice the
-    longest time between two step boundaries so far, which an evaluation or a checkpoint made,
-    plus the steps until all ranks have agreed.
-    """
-
-    def __init__(self, end: float | None, lag: int = 0, now=time.time):
-        """``end``: seconds since 1970, None for never; ``lag``: steps that an agreement takes."""
-        self._end, self._lag, self._now = end, lag, now
-        self._first = 0.0
-        self._last: float | None = None
-        self._longest, self._steps = 0.0, 0
-        left = 0.0 if end is None else end - now()
-        self._least = min(max(SHARE * left, LEAST_S), MOST_S)
-
-    def over(self) -> bool:
-        """Whether to stop now; to be asked at every step boundary."""
-        now = self._now()
-        if self._end is None:
-            return False
-        if self._last is None:
-            self._first = now
-        else:
-            self._longest = max(self._longest, now - self._last)
-            self._steps += 1
-        self._last = now
-        return now + self.reserve >= self._end
-
-    @property
-    def reserve(self) -> float:
-        """Seconds to be kept for stopping."""
-        spent = (self._last or 0.0) - self._first
-        mean = spent / self._steps if self._steps else 0.0
-        return self._least + 2 * self._longest + self._lag * mean
 
 
 class Straggler:

@@ -12,8 +12,8 @@ from mpigossip.analysis.compared import short_names
 from mpigossip.analysis.plot import plot
 from mpigossip.analysis.report import table
 from mpigossip.store import StoreError
-from mpigossip.store.export import to_csv
 from mpigossip.store.log import Column, LogWriter, read
+from mpigossip.store.log_export import to_csv
 
 NAMES = ("loss", "consensus_distance", "compute_s", "node_s", "exchange_s", "idle_s")
 

@@ -411,10 +411,10 @@ def test_worker_has_neither_torch_nor_mpi_nor_launcher():
 
 
 def test_threads_fill_the_same_batches(square, opened):
-    from mpigossip.data.loader import Threads
+    from mpigossip.data.loader import DecodingThreads
 
     data = opened(source=str(square), augment="crop-flip")
-    pool, out = Threads(data, 2), np.empty((4, 3, 16, 16), np.uint8)
+    pool, out = DecodingThreads(data, 2), np.empty((4, 3, 16, 16), np.uint8)
     pool.submit("train", np.arange(4), (0, 0), out).result(10)
     assert (out == data.raw("train", np.arange(4), (0, 0))).all()
     pool.close()

@@ -16,9 +16,9 @@ import mpigossip
 from mpigossip.cluster import batch
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
+from mpigossip.runs import hooks, launch
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
-from mpigossip.runs import hooks, launch
 from mpigossip.training import assemble
 
 PACKAGE = Path(mpigossip.__file__).parent
@@ -106,7 +106,7 @@ def test_a_log_without_room_is_caught_up_with(small_disk, capsys):
                 (small_disk / "ballast").unlink()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "own_hooks", lambda *_: [Filler()])
+        patch.setattr(launch, "named_hooks", lambda *_: [Filler()])
         train(run, "run.steps=12", "log.flush_steps=2", "log.on_error=continue")
     assert filled and capsys.readouterr().err.count("what was to be logged is kept") >= 4
     assert read(run / "log.h5").steps["step"].tolist() == list(range(12))
@@ -117,7 +117,9 @@ def test_a_log_without_room_is_caught_up_with(small_disk, capsys):
 
 def test_damaged_files_are_refused_in_words():
     done = subprocess.run(
-        [sys.executable, TOOLS / "labs" / "fuzz.py", "--count", "12"], capture_output=True, text=True
+        [sys.executable, TOOLS / "labs" / "fuzz.py", "--count", "12"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("12 x") == 3

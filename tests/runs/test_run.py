@@ -10,9 +10,9 @@ import torch
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.base import Kind
+from mpigossip.runs import launch
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
-from mpigossip.runs import launch
 from mpigossip.training import assemble
 from mpigossip.training.loop import NotFinite
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mpigossip.cluster.ranks import Alone
+from mpigossip.runs import launch
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
-from mpigossip.runs import launch
 from mpigossip.training import assemble
 
 

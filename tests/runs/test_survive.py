@@ -9,20 +9,20 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests import launch
 import numpy as np
 import pytest
 import torch
-from tests.mixing.test_windows import GRAPHS, LAYOUT, fill, graphs_for, kinds_of
 
 from mpigossip.cluster import survival
 from mpigossip.cluster.ranks import Alone, LateError
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
+from mpigossip.runs import recorder, survive
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
-from mpigossip.runs import hooks, survive
 from mpigossip.training import assemble
+from tests import launch
+from tests.mixing.test_windows import GRAPHS, LAYOUT, fill, graphs_for, kinds_of
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -141,7 +141,7 @@ def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
     """Rank 1 of 3 is lost at step 5, the file holds 3 steps; rank 0 of the survivors was rank 0."""
 
     def row(step, value):
-        return {name: np.array([value]) for name in hooks.COLUMNS} | {"step": step}
+        return {name: np.array([value]) for name in recorder.COLUMNS} | {"step": step}
 
     def progress(nodes, first):
         job = assemble.load({}, [f"run.output={tmp_path}"])
@@ -149,9 +149,9 @@ def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
                                lost=[], samples_per_step=1)  # fmt: skip
 
     world = Alone()
-    log = hooks.Log(world, 3)
+    log = recorder.Recorder(world, 3)
     log.start(progress(3, 0), None)
-    log._writer.append({name: np.zeros((3, 3)) for name in hooks.COLUMNS})
+    log._writer.append({name: np.zeros((3, 3)) for name in recorder.COLUMNS})
     world.names = (0, 2)  # now of two survivors, whose rows are:
     others = [((0, 1, 2), [row(step, 1.0 + k) for step in range(5)]) for k in range(2)]
     world.gather = lambda mine: others

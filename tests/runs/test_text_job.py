@@ -6,8 +6,8 @@ import pytest
 
 from mpigossip.analysis import dryrun
 from mpigossip.cluster.ranks import Alone
-from mpigossip.store.packing import pack
 from mpigossip.runs import launch
+from mpigossip.store.packing import pack
 from mpigossip.training import assemble
 
 ROOT = Path(__file__).parents[2]

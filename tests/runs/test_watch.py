@@ -1,4 +1,4 @@
-"""watch.py and the stop requests of hooks.py: the clock, stragglers, divergence."""
+"""Watching and stopping: the clock, stragglers, divergence, wishes to stop."""
 
 import os
 import re
@@ -12,8 +12,8 @@ import pytest
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import load
-from mpigossip.runs.hooks import Stopper
-from mpigossip.runs.watch import Divergence, Straggler, WallClock, end_of_allocation, watchers
+from mpigossip.runs.stopper import Stopper, WallClock, end_of_allocation
+from mpigossip.runs.watch import Divergence, Straggler, watchers
 
 JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
 MAIN = [sys.executable, "-m", "mpigossip"]

@@ -15,11 +15,11 @@ import torch
 
 from mpigossip import models
 from mpigossip.config import JobError
+from mpigossip.data.sources import source
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import Manifest, NodeState
 from mpigossip.store.hdf5 import replacing
 from mpigossip.training import assemble
-from mpigossip.data.sources import source
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 

@@ -15,12 +15,12 @@ import torch
 
 from mpigossip.analysis.page import write
 from mpigossip.cluster.ranks import Alone
-from mpigossip.store import StoreError, checkpoint
-from mpigossip.store.export import to_netcdf, to_tensorboard
-from mpigossip.store.log import read
 from mpigossip.runs import launch
+from mpigossip.runs.model_export import averaged, export
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.log import read
+from mpigossip.store.log_export import to_netcdf, to_tensorboard
 from mpigossip.training import assemble
-from mpigossip.runs.export import averaged, export
 
 REPO = Path(__file__).resolve().parents[2]
 MAIN = [sys.executable, "-m", "mpigossip"]

@@ -1,0 +1,41 @@
+"""Where a run stands."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpigossip.config import Job
+from mpigossip.training.evaluate import Evaluation
+
+
+@dataclass
+class Progress:
+    """Where a run stands; what hooks are shown."""
+
+    job: Job
+    folder: Path
+    nodes: int
+    steps_per_epoch: int
+    total_steps: int
+    samples_per_step: int
+    """over all nodes"""
+    first_step: int = 0
+    shift: int = 0
+    """steps that epochs are counted from, see Trainer"""
+    seconds_before: float = 0.0
+    """of the runs that this one continues"""
+    began: float = field(default_factory=time.perf_counter)
+    evaluation: Evaluation | None = None
+    lost: list[str] = field(default_factory=list)
+    """what was lost on the way, a line each"""
+
+    def epoch(self, step: int) -> float:
+        """Epochs done at a step."""
+        return (step - self.shift) / self.steps_per_epoch
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began, the time of the runs before included."""
+        return self.seconds_before + time.perf_counter() - self.began

@@ -1,0 +1,194 @@
+"""The log while a run goes on: what every step and evaluation showed, gathered and written."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpigossip import config
+from mpigossip.cluster.ranks import AgreedError
+from mpigossip.runs.hooks import Hook
+from mpigossip.runs.watch import watchers
+from mpigossip.store import StoreError
+from mpigossip.store.log import Column, LogWriter
+from mpigossip.training.evaluate import Evaluation
+from mpigossip.training.loop import Record
+
+COLUMNS = {
+    "loss": Column("nat", "mean training loss of the node's samples in the step", "float64"),
+    "lr": Column("1", "learning rate", "float64"),
+    "kind": Column("1", "what was exchanged: 0 nothing, 1 with neighbours, 2 with all", "int8"),
+    "gradient_norm": Column("1", "norm of the node's mean gradient, before clipping", "float64"),
+    "mixed_distance": Column("1", "‖x_i − mixed_i‖: how far averaging moved the node", "float64"),
+    "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²", "float64"),
+    "samples_per_second": Column("1/s", "training samples of the node per second", "float64"),
+    "compute_s": Column("s", "forward and backward", "float64"),
+    "node_s": Column("s", "averaging and gathering inside the node", "float64"),
+    "exchange_s": Column("s", "sending, receiving and averaging between nodes", "float64"),
+    "idle_s": Column("s", "waiting for other nodes", "float64"),
+    "staleness": Column(
+        "1",
+        "rounds that what the node saw of others was behind; 0: synchronous",
+        "float64",
+    ),
+    "bytes_sent": Column("B", "bytes that the node has sent to other nodes so far", "int64"),
+}
+"""The columns of a log, one value a step and node."""
+
+
+class Recorder(Hook):
+    """Gathers the steps of all nodes to rank 0 at each flush, which appends them to the log."""
+
+    def __init__(self, world, rows: int):
+        """``rows``: nodes that live in this process."""
+        self._world, self._rows = world, rows
+        self._kept: list[dict[str, Any]] = []
+        self._evaluations: list[tuple[dict, np.ndarray, np.ndarray]] = []
+        self._writer: LogWriter | None = None
+        self._names: tuple[int, ...] | None = None
+        """whose steps are kept; other than the world's after the loss of a rank"""
+
+    def start(self, progress, assembly) -> None:
+        """Open the log on rank 0, or continue it at the first step of this run."""
+        self._flush_every = progress.job.log.flush_steps
+        self._goes_on = progress.job.log.on_error == "continue"
+        self._per_node = progress.samples_per_step / progress.nodes
+        self._watchers = watchers(progress.job.log, self._world.hosts)
+        self._gathered = progress.first_step
+        # always, as a rank may be lost when some have begun and others have not
+        kept = [row for row in self._kept if row["step"] < progress.first_step]
+        left = self._world.gather((self._names, kept))
+        with self._world.together(StoreError, OSError):
+            if self._world.rank == 0:
+                progress.folder.mkdir(parents=True, exist_ok=True)
+                self._writer = self._open(progress, progress.nodes, progress.first_step)
+                self._append_left(progress, left)
+        self._kept, self._evaluations = [], []
+        self._names = self._world.names
+
+    def _open(self, progress, nodes: int, first_step: int) -> LogWriter:
+        lost = {"lost": "; ".join(progress.lost)} if progress.lost else {}
+        return LogWriter(
+            progress.folder / "log.h5",
+            nodes=nodes,
+            job=config.dump(progress.job),
+            columns=COLUMNS,
+            environment=environment() | lost,
+            first_step=first_step,
+        )
+
+    def _append_left(self, progress, left: list) -> None:
+        """Write what survivors still had of the time before a loss; the lost are unknown."""
+        # a log without a step lacks all that was kept, not only what follows the loss
+        first = 0 if self._writer.empty else self._writer.next_step
+        kept = [(names, [r for r in rows if r["step"] >= first]) for names, rows in left]
+        names, rows = kept[0]
+        if not rows:
+            return
+        writer, block = self._open(progress, len(names), rows[0]["step"]), {}
+        for name, column in COLUMNS.items():
+            unknown = np.nan if np.dtype(column.dtype).kind == "f" else -1
+            block[name] = np.full((len(rows), len(names)), unknown)
+            for place, (_, rows_of_one) in zip(self._world.names, kept, strict=True):
+                for at, row in enumerate(rows_of_one):
+                    block[name][at, names.index(place)] = row[name][0]
+        writer.append(block)
+        self._writer = self._open(progress, progress.nodes, progress.first_step)
+
+    def step(self, progress, record: Record) -> None:
+        """Keep the step's figures; write at every flush."""
+        ones = np.ones(self._rows)
+        seconds = sum(record.seconds.values())
+        self._kept.append(
+            {
+                "step": record.index,
+                "loss": record.loss.numpy(),
+                "lr": ones * record.lr,
+                "kind": ones * record.kind.value,
+                "gradient_norm": record.gradient_norm.numpy(),
+                "mixed_distance": record.mixed_distance.numpy(),
+                "consensus_distance": ones * record.consensus_distance,
+                "samples_per_second": ones * (self._per_node / seconds),
+                "staleness": np.array(record.staleness),
+                "bytes_sent": np.array(record.bytes_sent),
+            }
+            | {name: ones * value for name, value in record.seconds.items()}
+        )
+        if len(self._kept) % self._flush_every == 0:
+            self.flush()
+
+    def evaluation(self, progress, step: int, found: Evaluation) -> None:
+        """Keep an evaluation and write."""
+        row = {
+            "step": step,
+            "epoch": progress.epoch(step),
+            "loss": found.loss,
+            "accuracy": found.accuracy,
+            "consensus_distance": found.consensus_distance,
+            "seconds": progress.seconds,
+        }
+        self._evaluations.append((row, found.local_loss.numpy(), found.local_accuracy.numpy()))
+        self.flush()
+
+    def flush(self) -> None:
+        """Gather what was kept and append it; collective. A full disk stops the run, or is said."""
+        try:
+            self._flush()
+        except (AgreedError, StoreError) as error:
+            if not self._goes_on:
+                raise
+            if self._world.rank == 0:
+                text = f"mpigossip: {error}; training goes on, and what was to be logged is kept"
+                print(text, file=sys.stderr, flush=True)
+
+    def _flush(self) -> None:
+        block = {}
+        if self._kept:
+            block = {name: np.stack([row[name] for row in self._kept]) for name in COLUMNS}
+        gathered = self._world.gather((block, self._evaluations))
+        with self._world.together(StoreError):
+            if gathered is not None:
+                self._write(gathered, [row for row, _, _ in self._evaluations])
+        # not earlier: should rank 0 be lost on the way, the others still have it
+        self._kept, self._evaluations = [], []
+
+    def _write(self, gathered: list, evaluations: list[dict]) -> None:
+        """Append what all ranks have kept, on rank 0."""
+        if gathered[0][0]:
+            # what an attempt that failed later on has written is there already
+            there = max(0, self._writer.next_step - self._kept[0]["step"])
+            rows = {
+                name: np.concatenate([part[name] for part, _ in gathered], axis=1)[there:]
+                for name in COLUMNS
+            }
+            self._writer.append(rows)
+            for line in [text for one in self._watchers for text in one.see(self._gathered, rows)]:
+                print(f"mpigossip: {line}", file=sys.stderr, flush=True)
+            self._gathered += len(rows["loss"])
+        for at, row in enumerate(evaluations):
+            local = [np.concatenate([e[at][k] for _, e in gathered]) for k in (1, 2)]
+            self._writer.evaluation(row | {"local_loss": local[0], "local_accuracy": local[1]})
+
+    def stop(self, progress, summary: dict[str, Any]) -> None:
+        """Write the rest and the summary, and close."""
+        self._flush()
+        with self._world.together(StoreError):
+            if self._writer:
+                self._writer.summary(summary)
+                self._writer.close()
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, for the log."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+        "host": platform.node(),
+        "command": " ".join(sys.argv),
+    }

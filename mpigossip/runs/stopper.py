@@ -1,0 +1,132 @@
+"""When a run is to stop before its end: a signal, the file STOP, the end of the allocation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from mpigossip.cluster.ranks import Agreement
+from mpigossip.runs.hooks import Hook
+
+END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
+"""Variables that hold the end of the allocation in seconds since 1970; the batch scripts of
+`mpigossip job` set the first one for every scheduler."""
+SHARE, LEAST_S, MOST_S = 0.05, 5.0, 120.0
+
+
+def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) -> float | None:
+    """When the run must have ended, in seconds since 1970; None where nothing says so.
+
+    The earlier of the allocation's end and ``wall_clock_s`` seconds from now (0: no limit).
+    """
+    ends = [float(env[name]) for name in END_TIMES if env.get(name, "").isdigit()]
+    ends = [end for end in ends if end > time.time()]  # one in the past is of another allocation
+    if wall_clock_s:
+        ends.append(time.time() + wall_clock_s)
+    return min(ends, default=None)
+
+
+class WallClock:
+    """Says when a run must stop so that its checkpoint is written before the end.
+
+    The reserve is 5 % of the time that was there at the start (5 s to 2 min), plus twice the
+    longest time between two step boundaries so far, which an evaluation or a checkpoint made,
+    plus the steps until all ranks have agreed.
+    """
+
+    def __init__(self, end: float | None, lag: int = 0, now=time.time):
+        """``end``: seconds since 1970, None for never; ``lag``: steps that an agreement takes."""
+        self._end, self._lag, self._now = end, lag, now
+        self._first = 0.0
+        self._last: float | None = None
+        self._longest, self._steps = 0.0, 0
+        left = 0.0 if end is None else end - now()
+        self._least = min(max(SHARE * left, LEAST_S), MOST_S)
+
+    def over(self) -> bool:
+        """Whether to stop now; to be asked at every step boundary."""
+        now = self._now()
+        if self._end is None:
+            return False
+        if self._last is None:
+            self._first = now
+        else:
+            self._longest = max(self._longest, now - self._last)
+            self._steps += 1
+        self._last = now
+        return now + self.reserve >= self._end
+
+    @property
+    def reserve(self) -> float:
+        """Seconds to be kept for stopping."""
+        spent = (self._last or 0.0) - self._first
+        mean = spent / self._steps if self._steps else 0.0
+        return self._least + 2 * self._longest + self._lag * mean
+
+
+class Stopper(Hook):
+    """Ends the run at a step boundary on SIGTERM, SIGUSR1, SIGUSR2, RUN/STOP or the clock.
+
+    The ranks agree by a reduction that is started at one step and read ``lag`` steps later, so
+    that no step waits for it. A context manager: the signals are given back at its end.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    LAG = 4
+
+    def __init__(self, world, folder: Path, end: float | None = None, lag: int = LAG):
+        """Signals only set a flag; ``folder / "STOP"`` is looked for by rank 0.
+
+        ``end``: seconds since 1970 at which all must be over, None for never. ``lag``: steps
+        that the ranks may be apart.
+        """
+        self._lag = lag
+        self._world, self._file = world, folder / "STOP"
+        self._clock = WallClock(end, lag=2 * lag)
+        self._asked, self._looked = False, float("-inf")
+        self._pending: Agreement | None = None
+
+    def __enter__(self) -> Self:
+        """Listen to the signals, where this is the main thread."""
+        self._before = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, frame) -> None:
+        self._asked = True
+
+    def wants_stop(self, done: int) -> bool:
+        """Every ``lag`` steps: read the last agreement, begin the next."""
+        self._asked = self._clock.over() or self._asked
+        if done % self._lag:
+            return False
+        agreed, self._pending = self._pending, None
+        if agreed is not None and agreed.read():
+            if self._world.rank == 0:
+                self._file.unlink(missing_ok=True)
+            return True
+        now = time.monotonic()
+        if self._world.rank == 0 and now - self._looked > 1.0:
+            self._looked, self._asked = now, self._asked or self._file.exists()
+        self._pending = self._world.start_agree(int(self._asked))
+        return False
+
+    def start(self, progress, assembly) -> None:
+        """Forget an agreement with ranks that were lost."""
+        self._pending = None
+
+    def stop(self, progress, summary: dict[str, Any]) -> None:
+        """Take in an agreement that was begun."""
+        if self._pending is not None:
+            self._pending.read()
