@@ -9,7 +9,7 @@ from mpigossip.commands.train import exit_code
 
 EXAMPLES = """
 mpirun -n 4 mpigossip resume runs/digits run.epochs=40
-mpigossip resume runs/digits run.epochs=40 --simulate
+mpigossip resume runs/digits run.epochs=40 --simulate --nodes 6
 """
 
 
@@ -18,16 +18,26 @@ def add(commands) -> None:
     resume = command(commands, "resume", run, "go on with a run from its last checkpoint", EXAMPLES)
     resume.add_argument("folder", type=Path, metavar="RUN_DIR")
     resume.add_argument("--simulate", action="store_true", help="nodes in this process, no MPI")
+    resume.add_argument(
+        "--nodes", type=int, metavar="N", help="with --simulate; default: as many as before"
+    )
     settings(resume)
 
 
 def run(options) -> int:
     """Train on, to the end or to a stop."""
     from mpigossip.cluster.ranks import Alone, world
+    from mpigossip.config import JobError
     from mpigossip.runs import launch
 
+    if options.nodes is not None and (options.nodes < 1 or not options.simulate):
+        raise JobError(
+            [f"--nodes {options.nodes}: resume takes the launcher's ranks as nodes, or with "
+             "--simulate a number from 1 on"]
+        )  # fmt: skip
     if options.simulate:
         with Alone() as alone:
-            return exit_code(launch.resume(options.folder, options.settings, alone, None), alone)
+            found = launch.resume(options.folder, options.settings, alone, options.nodes)
+            return exit_code(found, alone)
     with world() as ranks:
         return exit_code(launch.resume(options.folder, options.settings, ranks, ranks.size), ranks)

@@ -15,7 +15,7 @@ from mpigossip.runs.hooks import named_hooks
 from mpigossip.runs.lock import locked
 from mpigossip.runs.printer import Printer, describe
 from mpigossip.runs.recorder import Recorder
-from mpigossip.runs.run import Run
+from mpigossip.runs.run import Run, asked_of
 from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.runs.survive import prepare, without_the_lost
 from mpigossip.store import StoreError, checkpoint
@@ -90,7 +90,7 @@ def train(job: Job, world, n: int) -> dict[str, Any]:
         newest = _newest(job.run.folder, world)
         with world.together(Mistake):
             if newest is not None:
-                _same_job(job, newest)
+                _same_job(job, n, newest)
         return run(job, world, n, newest)
 
 
@@ -126,9 +126,19 @@ def resume(folder: Path, overrides: Sequence[str], world, n: int | None) -> dict
         return run(job, world, n or manifest.n, newest)
 
 
-def _same_job(job: Job, newest: Path) -> None:
-    """Refuse to go on in a run directory that another job has begun."""
-    before = config.as_dict(config.load(checkpoint.read_manifest(newest).job))
+def _same_job(job: Job, n: int, newest: Path) -> None:
+    """Refuse to go on in a run directory that another job, or another number of nodes, has begun.
+
+    A run that has lost nodes since goes on with all that it was started with.
+    """
+    manifest = checkpoint.read_manifest(newest)
+    if n != asked_of(manifest):
+        raise JobError(
+            [f'run.output: "{job.run.folder}" holds a run of {asked_of(manifest)} nodes, here are '
+             f"{n}; name another folder with run.output=…, or change the number by `mpigossip "
+             f"resume {job.run.folder}` on {n} ranks (simulated: with --simulate --nodes {n})"]
+        )  # fmt: skip
+    before = config.as_dict(config.load(manifest.job))
     now = config.as_dict(job)
     differing = [
         f"{section}.{key} = {now[section].get(key)!r}, there {before[section].get(key)!r}"

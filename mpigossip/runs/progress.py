@@ -21,6 +21,8 @@ class Progress:
     total_steps: int
     samples_per_step: int
     """over all nodes"""
+    asked: int = 0
+    """nodes that the run was started with; more than ``nodes`` after the loss of a rank"""
     first_step: int = 0
     shift: int = 0
     """steps that epochs are counted from, see Trainer"""
@@ -30,6 +32,8 @@ class Progress:
     evaluation: Evaluation | None = None
     lost: list[str] = field(default_factory=list)
     """what was lost on the way, a line each"""
+    lost_at: int = 0
+    """steps done at the first loss since all nodes were there"""
 
     def epoch(self, step: int) -> float:
         """Epochs done at a step."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpigossip import config
+from mpigossip.config.readable import counted
 from mpigossip.runs.elastic import go_on
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.progress import Progress
@@ -25,6 +26,11 @@ from mpigossip.training.state import snapshot
 
 IDLE_S = 1e-3
 """Between the exchanges of a node that only waits: they take the core from one that computes."""
+
+
+def asked_of(manifest: checkpoint.Manifest) -> int:
+    """Nodes that a run was started with, of which a checkpoint may have lost some."""
+    return int(manifest.meta.get("asked", manifest.n))
 
 
 def meet(trainer: Trainer, world) -> None:
@@ -63,6 +69,7 @@ class Run:
             job=job,
             folder=job.run.folder,
             nodes=trainer.mixer.n,
+            asked=trainer.mixer.n,
             steps_per_epoch=assembly.steps_per_epoch,
             total_steps=assembly.total_steps,
             samples_per_step=trainer.mixer.n * slots * job.data.batch * job.algorithm.accumulate,
@@ -184,10 +191,14 @@ class Run:
         for hook in self.hooks:
             hook.flush()
         trainer = self.trainer
+        progress = self.progress
         meta = {
-            "nodes": self.progress.nodes,
+            "nodes": progress.nodes,
+            "asked": progress.asked,
             "slots": trainer.group.slots,
-            "steps_per_epoch": self.progress.steps_per_epoch,
+            "steps_per_epoch": progress.steps_per_epoch,
+            "lost": "; ".join(progress.lost),
+            "lost_at": progress.lost_at,
         }
         self.saver.finish()  # and so the last snapshot can be overwritten
         self.saved = self._states(self.saved)
@@ -214,6 +225,15 @@ class Run:
         """
         seconds, told = go_on(self.trainer, path, self.progress.steps_per_epoch)
         self.count_from(seconds)
+        manifest = checkpoint.read_manifest(path)
+        lost, asked = str(manifest.meta.get("lost", "")), asked_of(manifest)
+        self.progress.lost = [lost] if lost else []
+        if asked > manifest.n:
+            steps = manifest.step - int(manifest.meta["lost_at"])
+            told.insert(
+                0, f"{lost}; {counted(steps, 'step')} since then on {manifest.n} of {asked} nodes, "
+                f"now {self.progress.nodes}",
+            )  # fmt: skip
         return told
 
     def count_from(self, seconds: float) -> None:

@@ -76,6 +76,9 @@ def _taken_over(
     milliseconds = world.agree(int(1000 * (time.perf_counter() - run.whole_at)))
     lines = _lines(run, world, numbers, milliseconds)
     rebuilt.progress.lost = [*run.progress.lost, *lines]
+    whole = run.progress.nodes == run.progress.asked
+    rebuilt.progress.asked = run.progress.asked
+    rebuilt.progress.lost_at = numbers["index"] if whole else run.progress.lost_at
     if world.rank == 0:
         print(
             f"mpigossip: {'; '.join(lines)}; {_those_who_go_on(world.size)} ({'; '.join(told)})",

@@ -11,6 +11,7 @@ import torch
 from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.base import Kind
 from mpigossip.runs import launch
+from mpigossip.runs.hooks import Hook
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -279,6 +280,43 @@ def test_another_job_is_kept_out_of_a_run_directory(tmp_path):
         launch.train(job("run.steps=2", "data.batch=3", folder=tmp_path), Alone(), 1)
     with launch.locked(tmp_path, Alone()), pytest.raises(ValueError, match="in use by process"):
         launch.train(job("run.steps=2", folder=tmp_path), Alone(), 1)
+
+
+def test_the_number_of_nodes_is_part_of_the_job(tmp_path):
+    made = job("run.steps=2", "model.name=mlp", folder=tmp_path)
+    quietly(launch.train, made, Alone(), 2)
+    with pytest.raises(ValueError, match=r"run of 2 nodes, here are 3;.*resume.*--nodes 3"):
+        launch.train(made, Alone(), 3)
+    assert quietly(launch.resume, tmp_path, ["run.steps=4"], Alone(), 3)["nodes"] == 3
+    with pytest.raises(ValueError, match="run of 3 nodes, here are 2"):
+        launch.train(job("run.steps=4", "model.name=mlp", folder=tmp_path), Alone(), 2)
+
+
+class Lost(Hook):
+    """Makes 3 nodes what is left of 4."""
+
+    def start(self, progress, assembly):
+        progress.asked, progress.lost_at = 4, 2
+        progress.lost = ["rank 1 on a was lost after step 2 (0.10 s lost)"]
+
+
+def test_after_a_loss_the_next_life_has_all_nodes_again_and_says_what_it_cost(
+    tmp_path, monkeypatch
+):
+    made = job("model.name=mlp", "data.batch=8", folder=tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "named_hooks", lambda *_: [Lost()])
+        assert not quietly(launch.train, made, Alone(), 3)["finished"]
+    with pytest.raises(ValueError, match="run of 4 nodes, here are 3"):
+        launch.train(made, Alone(), 3)
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        summary = launch.train(made, Alone(), 4)
+    assert "was lost after step 2 (0.10 s lost); 6 steps since then on 3 of 4 nodes, now 4; from " \
+        "the exact average of 3 nodes" in told.getvalue()  # fmt: skip
+    assert summary["finished"] and "rank 1 on a" in summary["lost"]
+    assert read(tmp_path / "run" / "log.h5").steps["loss"].shape[1] == 4
 
 
 def test_a_loss_that_is_no_number_names_step_and_node(tmp_path):
