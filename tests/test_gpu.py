@@ -7,7 +7,7 @@ import torch
 from mpigossip import algorithms
 from mpigossip.cluster.ranks import Alone
 from mpigossip.groups import nccl
-from mpigossip.mixing.base import combine
+from mpigossip.mixing.combine import combine
 from mpigossip.mixing.kernels import fused, onepass
 from mpigossip.training import assemble
 from mpigossip.training.capture import Captured

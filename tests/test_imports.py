@@ -31,7 +31,8 @@ ROOMS = [
     "cli",
 ]
 SIDEWAYS = {"mixing", "groups", "algorithms"}
-SHARED = {"mpigossip.mixing.base"}  # Kind, Step, Layout: the words that the three have in common
+# Kind, Layout and the one sum: what the three have in common
+SHARED = {"mpigossip.mixing.base", "mpigossip.mixing.combine"}
 MPI_ROOMS = {"cluster", "mixing", "analysis"}
 CUPY_ROOMS = {"groups", "mixing"}
 HELP = ["-m", "mpigossip", "--help"]

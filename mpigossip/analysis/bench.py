@@ -20,7 +20,8 @@ from mpi4py import MPI
 
 from mpigossip.graphs import Graph, GraphError, graph
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import BLOCK, Kind, Layout, Mixer
+from mpigossip.mixing.base import Kind, Layout, Mixer
+from mpigossip.mixing.combine import BLOCK
 from mpigossip.mixing.kernels import native
 from mpigossip.mixing.tokens import wait_all
 from mpigossip.store.hdf5 import create, replacing

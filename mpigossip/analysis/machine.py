@@ -12,7 +12,8 @@ import torch
 from mpigossip.config import Data, GraphSection, JobError
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout, combine
+from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.combine import combine
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.costs import Subject
 

@@ -15,7 +15,8 @@ from mpigossip.config import CadenceSection, GraphSection, Job, JobError
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
 from mpigossip.groups.devices import slots_of
-from mpigossip.mixing.base import Kind, piece_size
+from mpigossip.mixing.base import Kind
+from mpigossip.mixing.plan import piece_size
 from mpigossip.training.costs import STEPS, Exchanges, Subject, exchanges
 from mpigossip.training.fit import lacking, may_cut, unfit
 

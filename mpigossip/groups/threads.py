@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from mpigossip.groups.base import added
-from mpigossip.mixing.base import combine
+from mpigossip.mixing.combine import combine
 
 T = TypeVar("T")
 

@@ -13,17 +13,18 @@ each reader is enough.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.ranks import Deadline
-from mpigossip.mixing.averages import average, mean, mean_scalars
-from mpigossip.mixing.base import Kind, Layout, Segments, flow, traffic
-from mpigossip.mixing.courier import Courier, Job
-from mpigossip.mixing.delayed import readers
+from mpigossip.cluster.deadline import Deadline
+from mpigossip.mixing.averages import OfRank
+from mpigossip.mixing.base import Kind, Layout, Segments, traffic
+from mpigossip.mixing.courier import Courier
+from mpigossip.mixing.delayed import flow, readers
 from mpigossip.mixing.push import CUT
 
 BEGUN, DONE, ROUND, INCLUDED = 0, 1, 2, 3
@@ -47,7 +48,7 @@ class Copy:
         return self.memory.numpy()[: self.memory.numel() // 8 * 8].view(np.int64)
 
 
-class Asynchronous:
+class Asynchronous(OfRank):
     """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`).
 
     ``outbox`` and ``finish`` wait for no other rank; GLOBAL rounds and the averages off the hot
@@ -60,14 +61,8 @@ class Asynchronous:
 
     def __init__(self, graph, layout: Layout, world, *, timeout_s=300.0):
         """Collective over ``world``; ``graph.n`` must be its size. The wire is exact."""
-        if graph.n != world.size:
-            raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
-        self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
-        self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
-        self.flown = 0.0
-        self.bytes_sent, self.waited = [0], 0.0
-        self.staleness, self.torn, self.skipped = [0.0], 0, 0
-        self._comm = world.comm.Dup()
+        super().__init__(graph, layout, world, timeout_s)
+        self.torn, self.skipped = 0, 0
         self._head = 8 * (INCLUDED + self.n)
         self._open_window()
         self._courier = Courier(
@@ -83,8 +78,8 @@ class Asynchronous:
         self._result = torch.empty(layout.nbytes, dtype=torch.uint8)
         # deposits made at each node so far, and taken in from each node
         self._made, self._included = np.zeros(self.n, np.int64), np.zeros(self.n, np.int64)
-        self._round: tuple[Kind, int, Job | None] | None = None
-        self._pushed: Job | None = None
+        self._round: tuple[Kind, int, Future | None] | None = None
+        self._pushed: Future | None = None
 
     def _open_window(self) -> None:
         """Header, model, bells (number of each reader's deposit), places: in MPI's memory."""
@@ -108,7 +103,7 @@ class Asynchronous:
     def _meet(self, what: str) -> None:
         """Wait for all ranks; LateError at the deadline."""
         request = self._comm.Ibarrier()
-        self.waited += Deadline(self._timeout_s).wait(
+        self._waited += Deadline(self._timeout_s).wait(
             request.Test, lambda: f"{what}: not all ranks have come"
         )
 
@@ -232,25 +227,13 @@ class Asynchronous:
         self.bytes_sent[0] += traffic(self.graph, Kind.GLOBAL, t, self.rank, self.layout.nbytes)
         self._arrive()
         self._take_in()
-        for dtype, part in self.layout.parts:
-            own, out = self._result[part].view(dtype).clone(), self._result[part].view(dtype)
-            self.waited += average(self._comm, own, out, self._timeout_s)
+        self._waited += self._average_whole(self._comm, self._result.clone(), self._result)
 
     def _arrive(self) -> None:
         """Wait until every rank's deposits lie in their places."""
         if self._pushed is not None:
             self._courier.wait(self._pushed, "the last deposits")
         self._meet("a meeting of all ranks")
-
-    # -- averages off the hot path --------------------------------------------------------
-
-    def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits."""
-        return mean(self._comm, x, self._timeout_s)
-
-    def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
-        """Average over nodes of small float64 values (1, k), in node order: (k,)."""
-        return mean_scalars(self._comm, values, self._timeout_s)
 
     def pending(self) -> Segments:
         """What has arrived here and isn't taken in yet, (1, p) a vector; all ranks meet for it."""

@@ -1,74 +1,114 @@
-"""The exact average over all ranks by messages, summed in rank order: the same bits everywhere."""
+"""Exact averages over all ranks by messages, summed in rank order: the same bits everywhere."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.base import combine
+from mpigossip.mixing.base import Common, Layout
+from mpigossip.mixing.combine import combine
 from mpigossip.mixing.tokens import wait_all
 
 SCATTER, GATHER = 21, 22
-PIECE = 1 << 18
-"""Elements of a chunk in the exact average: n of them are in memory at once."""
+SHARE = 1 << 18
+"""Elements that a rank sums at once in an exact average: n times as many are in memory."""
 
 
-def average(comm: MPI.Comm, own: torch.Tensor, out: torch.Tensor, timeout_s: float) -> float:
+def average(
+    comm: MPI.Comm,
+    own: torch.Tensor,
+    out: torch.Tensor,
+    timeout_s: float,
+    *,
+    share: int = SHARE,
+    room: Callable[[int], torch.Tensor] | None = None,
+    drain: Callable[[], None] = lambda: None,
+) -> float:
     """``out = (Σ_j own_j) / n`` over the ranks of ``comm``, in rank order; seconds waited.
 
-    ``own`` and ``out`` are contiguous CPU arrays (p,) of equal dtype. Piece by piece a
+    ``own`` and ``out`` are contiguous arrays (p,) of equal dtype. Piece by piece a
     reduce-scatter (rank r sums chunk r in rank order) and an all-gather: each rank sends
-    2(n−1)/n of the vector, and all ranks hold the same bits.
+    2(n−1)/n of the vector, and all ranks hold the same bits. Arrays on a GPU need ``room(count)``,
+    memory there that MPI may write, and ``drain``, which waits for what computes: MPI doesn't.
     """
     rank, n = comm.rank, comm.size
-    waited = 0.0
-    scratch = torch.empty(n, max(1, min(PIECE, -(-own.numel() // n))), dtype=own.dtype)
-    for begin in range(0, own.numel(), n * scratch.shape[1]):
-        piece = slice(begin, begin + n * scratch.shape[1])
-        mine, whole = own[piece].chunk(n), out[piece].chunk(n)
+    waited, peers = 0.0, [j for j in range(n) if j != rank]
+    most = max(1, min(share, -(-own.numel() // n)))
+    scratch = (room(n * most) if room else torch.empty(n * most, dtype=own.dtype)).view(n, most)
+    for begin in range(0, own.numel(), n * most):
+        piece = slice(begin, begin + n * most)
         # chunk() may give fewer than n parts: the ranks behind them have nothing to sum
-        peers = [j for j in range(n) if j != rank]
+        mine, whole = own[piece].chunk(n), out[piece].chunk(n)
         width = mine[rank].numel() if rank < len(mine) else 0
-        received = {j: comm.Irecv(scratch[j, :width].numpy(), j, SCATTER) for j in peers if width}
-        sent = {j: comm.Isend(mine[j].numpy(), j, SCATTER) for j in peers if j < len(mine)}
+        # everyone's chunk `rank` comes here, and this rank's other chunks go to those who sum them
+        drain()
+        received = {j: comm.Irecv(raw(scratch[j, :width]), j, SCATTER) for j in peers if width}
+        sent = {j: comm.Isend(raw(mine[j]), j, SCATTER) for j in peers if j < len(mine)}
         waited += _settle(received, sent, timeout_s)
         if width:
             terms = [mine[rank] if j == rank else scratch[j, :width] for j in range(n)]
             rows = [term.unsqueeze(0) for term in terms]
             combine([1 / n] * n, rows, whole[rank].unsqueeze(0))
-        received = {j: comm.Irecv(whole[j].numpy(), j, GATHER) for j in peers if j < len(whole)}
-        sent = {j: comm.Isend(whole[rank].numpy(), j, GATHER) for j in peers if width}
+        # the sum goes to everyone, and theirs come straight into the result
+        drain()
+        received = {j: comm.Irecv(raw(whole[j]), j, GATHER) for j in peers if j < len(whole)}
+        sent = {j: comm.Isend(raw(whole[rank]), j, GATHER) for j in peers if width}
         waited += _settle(received, sent, timeout_s)
     return waited
 
 
-def mean(comm: MPI.Comm, x: torch.Tensor, timeout_s: float) -> torch.Tensor:
-    """Exact average over ranks of x (1, p), summed in rank order: (p,), equal bits."""
-    own = x[0].contiguous().cpu()
-    out = torch.empty_like(own)
-    average(comm, own, out, timeout_s)
-    return out.to(x.device)
+def gather(comm: MPI.Comm, own: torch.Tensor, everyone: torch.Tensor, timeout_s: float) -> float:
+    """Fill ``everyone``, (n, bytes) by rank, with all ranks' ``own``, uint8; seconds waited.
 
-
-def mean_scalars(comm: MPI.Comm, values: torch.Tensor, timeout_s: float) -> torch.Tensor:
-    """Average over ranks of small float64 values (1, k), in rank order: (k,)."""
-    own, n = values.contiguous().cpu(), comm.size
-    rows = torch.empty(n, own.shape[1], dtype=own.dtype)
-    request = comm.Iallgather(own.numpy(), rows.numpy())
-    wait_all({0: request}, timeout_s, lambda _: "average of scalars: a rank is late")
-    return combine([1 / n] * n, list(rows.split(1)), torch.empty_like(own))[0]
-
-
-def gather(comm: MPI.Comm, own: torch.Tensor, timeout_s: float) -> tuple[torch.Tensor, float]:
-    """All ranks' encoded messages, uint8 (n, bytes) by rank, and the seconds waited."""
-    everyone = torch.empty(comm.size, own.numel(), dtype=torch.uint8)
-    everyone[comm.rank].copy_(own)
+    The row of this rank is left as it is.
+    """
     peers = [j for j in range(comm.size) if j != comm.rank]
-    received = {j: comm.Irecv(everyone[j].numpy(), j, GATHER) for j in peers}
-    sent = {j: comm.Isend(own.numpy(), j, GATHER) for j in peers}
-    return everyone, _settle(received, sent, timeout_s)
+    received = {j: comm.Irecv(raw(everyone[j]), j, GATHER) for j in peers}
+    sent = {j: comm.Isend(raw(own), j, GATHER) for j in peers}
+    return _settle(received, sent, timeout_s)
+
+
+def raw(memory: torch.Tensor) -> MPI.buffer:
+    """The bytes of a contiguous array as a buffer for MPI calls, wherever they lie."""
+    return MPI.buffer.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())
 
 
 def _settle(received: dict, sent: dict, timeout_s: float) -> float:
     say = "global average: rank {} doesn't answer".format
     return wait_all(received, timeout_s, say) + wait_all(sent, timeout_s, say)
+
+
+class OfRank(Common):
+    """What the mixers between ranks have: rank i is node i; exact averages, off the hot path."""
+
+    def __init__(self, graph, layout: Layout, world, timeout_s: float):
+        """Collective over ``world``; ``graph.n`` must be its size."""
+        if graph.n != world.size:
+            raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
+        super().__init__(graph, layout, range(world.rank, world.rank + 1))
+        self.rank, self._comm, self._timeout_s = world.rank, world.duplicate(), timeout_s
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits."""
+        own = x[0].contiguous().cpu()
+        out = torch.empty_like(own)
+        average(self._comm, own, out, self._timeout_s)
+        return out.to(x.device)
+
+    def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
+        """Average over nodes of small float64 values (1, k), in node order: (k,)."""
+        own, n = values.contiguous().cpu(), self.n
+        rows = torch.empty(n, own.shape[1], dtype=own.dtype)
+        request = self._comm.Iallgather(own.numpy(), rows.numpy())
+        wait_all({0: request}, self._timeout_s, lambda _: "average of scalars: a rank is late")
+        return combine([1 / n] * n, list(rows.split(1)), torch.empty_like(own))[0]
+
+    def _average_whole(self, comm: MPI.Comm, message: torch.Tensor, result: torch.Tensor) -> float:
+        """The exact average of messages, uint8 as the layout says; seconds waited."""
+        waited = 0.0
+        for dtype, part in self.layout.parts:
+            own, out = message[part].view(dtype), result[part].view(dtype)
+            waited += average(comm, own, out, self._timeout_s)
+        return waited

@@ -1,8 +1,4 @@
-"""What happens between nodes: the contract of a mixer and the one weighted sum.
-
-Every transport ends in :func:`combine`, in one fixed order, so that a simulated run and a run
-under MPI agree to the last bit.
-"""
+"""What happens between nodes: the contract of a mixer, and what all mixers have in common."""
 
 from __future__ import annotations
 
@@ -13,16 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from mpigossip.mixing.kernels import fused, native
 from mpigossip.mixing.wire import FP32, Stretch, Wire
-
-BLOCK = 1 << 15
-"""Elements that one pass of :func:`combine` touches: three such blocks stay in a core's cache."""
-
-SMALLEST = 1 << 20
-"""Bytes of the smallest piece. Each is flushed by itself, which costs a way there and back."""
-PIECE_S = 0.04
-"""Seconds on the wire from which a piece is long enough for that not to be felt."""
 
 Segments = list[tuple[torch.Tensor, ...]]
 """Per slot: the vectors, arrays (rows, p), then the scalars, float64 arrays (rows, 1)."""
@@ -207,78 +194,26 @@ class ByBlocks(Mixer, Protocol):
         """These columns of every vector are filled; returns at once. ``finish`` says the rest."""
 
 
-def combine(
-    weights: Sequence[float],
-    arrays: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    *copies: torch.Tensor,
-) -> torch.Tensor:
-    """The one weighted sum: ``out = Σ_k weights[k] · arrays[k]``, in the order given.
+class Common:
+    """What every mixer has: the nodes that live here, and what they have sent and waited."""
 
-    Arrays have shape (rows, p). Equal weights are factored out, ``w · (a_0 + a_1 + …)``;
-    otherwise each product is rounded before it is added (never fused), so that every transport,
-    vector length and offset gives the same bits. ``out`` may be the memory of ``arrays[1]``.
-    The result is written to ``copies`` too, while it is in the cache.
-    """
-    if out.is_cuda and not copies and fused.combine(weights, arrays, out):
-        return out
-    if not out.is_cuda and native.combine(weights, arrays, (out, *copies)):
-        return out
-    uniform = all(weight == weights[0] for weight in weights)
-    rows, width = out.shape
-    step = max(1, BLOCK // max(rows, 1)) if out.device.type == "cpu" else width
-    scratch = None if uniform else torch.empty_like(out[:, :step])
-    for begin in range(0, width, max(step, 1)):
-        part = slice(begin, min(begin + step, width))
-        pieces = [array[:, part] for array in arrays]
-        if uniform:
-            _sum_scaled(weights[0], pieces, out[:, part])
-        else:
-            _sum_weighted(weights, pieces, out[:, part], scratch[:, : part.stop - begin])
-        for copy in copies:
-            copy[:, part].copy_(out[:, part])
-    return out
+    synchronous = True
 
+    def __init__(self, graph, layout: Layout, rows: Sequence[int]):
+        """Nothing sent, nothing waited; ``rows``: the nodes that live here."""
+        self.graph, self.layout, self.n, self.rows = graph, layout, graph.n, rows
+        self.bytes_sent, self.staleness = [0] * len(rows), [0.0] * len(rows)
+        self._waited = 0.0
 
-def _sum_scaled(weight: float, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    if len(pieces) == 1:
-        torch.mul(pieces[0], weight, out=out)
-        return
-    torch.add(pieces[0], pieces[1], out=out)
-    for piece in pieces[2:]:
-        out.add_(piece)
-    out.mul_(weight)
+    @property
+    def flown(self) -> float:
+        """Seconds that the communication thread was busy so far; 0 where there is none."""
+        return 0.0
 
-
-def _sum_weighted(
-    weights: Sequence[float],
-    pieces: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    scratch: torch.Tensor,
-) -> None:
-    # pieces[1] first, as out may be its memory; an addition of two terms has no order
-    torch.mul(pieces[1], weights[1], out=out)
-    torch.mul(pieces[0], weights[0], out=scratch)
-    out.add_(scratch)
-    for weight, piece in zip(weights[2:], pieces[2:], strict=True):
-        torch.mul(piece, weight, out=scratch)
-        out.add_(scratch)
-
-
-def piece_size(nbytes: int, rate: float) -> int:
-    """Bytes of a piece of a message of ``nbytes`` bytes on a wire of ``rate`` bytes a second.
-
-    About what it moves in ``PIECE_S``, but at most an eighth of the message, so that there is
-    something to sum, or gradients still to come, while the rest travels. They divide the message
-    evenly: a short last one would wait for as many ways there and back.
-    """
-    wanted = max(SMALLEST, min(nbytes / 8, rate * PIECE_S))
-    return max(1, -(-nbytes // max(1, round(nbytes / wanted))))
-
-
-def flow(weight: float, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """What a node takes from another one asynchronously: weight · (other − own), a new array."""
-    return torch.sub(other, own).mul_(weight)
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for other nodes so far."""
+        return self._waited
 
 
 def is_average(graph, t: int) -> bool:

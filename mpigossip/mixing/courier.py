@@ -9,12 +9,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpigossip.cluster.ranks import Deadline
+from mpigossip.cluster.deadline import LateError
 from mpigossip.mixing.kernels.waiting import Bell, rest
 
 IDLE = 23
@@ -63,49 +64,56 @@ class Courier:
         """A message from itself, sent when the courier closes: looking for it keeps MPI moving."""
         return self._comm.Irecv(np.empty(1, np.uint8), self._comm.rank, IDLE)
 
-    def submit(self, work: Callable[[], object]) -> Job:
-        """Queue a job; without a thread it runs now."""
-        ticket = Job(work)
+    def submit(self, work: Callable[[], object]) -> Future:
+        """Queue a job; without a thread it is done when this returns, and its error raised."""
+        ticket: Future = Future()
         if self.threaded:
-            self._jobs.put(ticket)
+            self._jobs.put((work, ticket))
             self.wake()
         else:
-            self._run(ticket)
-            self.wait(ticket, "a message")
+            self._run(work, ticket)
+            ticket.result()
         return ticket
 
-    def _run(self, ticket: Job) -> None:
+    def _run(self, work: Callable[[], object], ticket: Future) -> None:
         """Do a job; after one that failed, none is done: whoever waits next learns why."""
+        began = time.perf_counter()
+        try:
+            if self._failure is None:
+                work()
+        except BaseException as error:  # noqa: BLE001 - handed over to who waits
+            self._failure = error
+        self.busy += time.perf_counter() - began
         if self._failure is None:
-            began = time.perf_counter()
-            ticket.run()
-            self.busy += time.perf_counter() - began
-            self._failure = ticket.error
+            ticket.set_result(None)
         else:
-            ticket.error = self._failure
-            ticket.done.set()
+            ticket.set_exception(self._failure)
 
-    def wait(self, ticket: Job, what: str) -> float:
+    def wait(self, ticket: Future, what: str) -> float:
         """Wait until the job is done, seconds returned; raise what it raised.
 
         LateError where the thread itself doesn't come back from MPI.
         """
         began = time.perf_counter()
         # the job's own waits are shorter: they name the late rank, this names only the round
-        if not ticket.done.wait(self._timeout_s * 2.5 + 5):
-            Deadline(0).wait(lambda: False, lambda: f"{what}: MPI does not return from a call")
-        if ticket.error is not None:
-            raise ticket.error
+        limit = self._timeout_s * 2.5 + 5
+        try:
+            error = ticket.exception(limit)
+        except TimeoutError:
+            text = f"{what}: MPI does not return from a call (waited {limit:g} s)"
+            raise LateError(text) from None
+        if error is not None:
+            raise error
         return time.perf_counter() - began
 
     def _work(self) -> None:
         if self._cores:
             with contextlib.suppress(OSError):  # a core was taken away meanwhile
                 os.sched_setaffinity(0, self._cores)
-        while (ticket := self._next()) is not None:
-            self._run(ticket)
+        while (job := self._next()) is not None:
+            self._run(*job)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> tuple[Callable[[], object], Future] | None:
         """The next job, None at the end; meanwhile MPI is entered every POLL_S, if it must be."""
         pause = 0.0
         while self._never:
@@ -146,20 +154,3 @@ class Courier:
                 self._comm.Send(np.empty(1, np.uint8), self._comm.rank, IDLE)
                 request.Wait()
         self._bell.close()
-
-
-class Job:
-    """Something to do, whether it is done, and the exception that it raised."""
-
-    def __init__(self, work: Callable[[], object]):
-        """``work`` takes nothing and returns nothing."""
-        self._work, self.done = work, threading.Event()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        """Do it; an exception is kept for whoever waits."""
-        try:
-            self._work()
-        except BaseException as error:  # noqa: BLE001 - handed over to the waiting thread
-            self.error = error
-        self.done.set()

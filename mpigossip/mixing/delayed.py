@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mpigossip.mixing.base import Kind, Layout, Segments, flow, traffic
+from mpigossip.mixing.base import Kind, Layout, Segments, traffic
 from mpigossip.mixing.faults import OLDEST, Ages
 from mpigossip.mixing.simulated import Simulated
 
@@ -22,6 +22,11 @@ def readers(graph, node: int) -> list[int]:
         return [j for j in range(graph.n) if j != node]
     found = {int(j) for t in range(graph.period) for j in graph.receivers(t, node)}
     return sorted(found - {node})
+
+
+def flow(weight: float, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """What a node takes from another one: weight · (other − own), a new array."""
+    return torch.sub(other, own).mul_(weight)
 
 
 class Deposit(NamedTuple):

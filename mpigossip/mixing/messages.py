@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.averages import average, mean, mean_scalars
-from mpigossip.mixing.base import Kind, Layout, Segments, is_average, traffic
+from mpigossip.mixing.averages import OfRank
+from mpigossip.mixing.base import Kind, Layout, Segments
+from mpigossip.mixing.combine import add_up
+from mpigossip.mixing.plan import Exchange, Plans
 from mpigossip.mixing.push import CUT
-from mpigossip.mixing.round import Round
-from mpigossip.mixing.stream import add_up
 from mpigossip.mixing.tokens import wait_all
 from mpigossip.mixing.wire import encode
 
@@ -24,7 +24,7 @@ ROUNDS, FIRST_TAG = 1 << 14, 64
 """Tags tell rounds apart, modulo this number (MPI promises 32,767 tags), so that they never mix."""
 
 
-class Messages:
+class Messages(OfRank):
     """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`).
 
     Memory, in messages: an outbox, a result and an inbox place for each in-neighbour. Segments on
@@ -32,30 +32,24 @@ class Messages:
     of every other mixer.
     """
 
-    synchronous = True
-
     def __init__(self, graph, layout: Layout, world, *, timeout_s=300.0, staged=None):
         """Collective over ``world``; ``staged``: segments apart from what is sent (unset: GPUs)."""
-        if graph.n != world.size:
-            raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
-        self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
-        self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
-        self.bytes_sent, self.staleness, self.waited, self.flown = [0], [0.0], 0.0, 0.0
-        self._comm, self._hosts = world.duplicate(), world.hosts
+        super().__init__(graph, layout, world, timeout_s)
+        self._hosts, self._plans = world.hosts, Plans(graph, layout, self.rank)
         self._message = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self._result = torch.zeros(layout.nbytes, dtype=torch.uint8)
         lossy = not layout.wire.exact
         self._codes = torch.zeros(layout.sent_bytes, dtype=torch.uint8) if lossy else None
-        self._inbox: list[torch.Tensor] = []
+        sent = self._message if self._codes is None else self._codes
+        self._inbox = [torch.empty_like(sent) for _ in range(self._plans.places)]
         on_gpu = any(device != "cpu" for device in layout.devices)
         self._staged = on_gpu if staged is None else staged
         self._out = layout.empty(1) if self._staged else layout.views(self._message)
         self._mixed = layout.empty(1) if self._staged else layout.views(self._result)
-        self._round: Round | None = None
+        self._round: Exchange | None = None
         self._sends: dict = {}
         self._receives: dict = {}
         self._reached: dict[int, int] = {}
-        self._averages: dict[int, bool] = {}
 
     def outbox(self, t: int) -> Segments:
         """Arrays (1, p) to fill whole; waits until the last round's messages have left."""
@@ -64,36 +58,21 @@ class Messages:
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
         """Begin the exchange of round t; a lossy wire quantizes the outbox, unless LOCAL."""
-        layout = self.layout
-        self.bytes_sent[0] += traffic(
-            self.graph, kind, t, self.rank, layout.sent_bytes, layout.raw_bytes
-        )
-        number = t if exchange is None else exchange
-        if self._codes is not None and kind is not Kind.LOCAL:
-            encode(layout, self._out, self.rows, number, self._codes)
-        if self._staged and kind is not Kind.LOCAL:
-            _copy(self._out, layout.views(self._message))
-        whole = kind is Kind.GLOBAL or (kind is Kind.GOSSIP and self._is_average(t))
-        now = self._round = Round(kind, t, number, whole)
-        if kind is Kind.GOSSIP and not whole:
-            nodes, weights, own = self.graph.neighbours(t, self.rank)
-            now.sources = tuple(map(int, nodes))
-            now.weights = (float(own), *map(float, weights))
-            now.readers = tuple(map(int, self.graph.receivers(t, self.rank)))
+        now = self._plans.of(kind, t).at(t, t if exchange is None else exchange)
+        self._round = now
+        self.bytes_sent[0] += now.nbytes
+        if kind is Kind.LOCAL:
+            return
+        if self._codes is not None:
+            encode(self.layout, self._out, self.rows, now.number, self._codes)
+        if self._staged:
+            _copy(self._out, self.layout.views(self._message))
+        if not now.average:
             self._post(now)
 
-    def _is_average(self, t: int) -> bool:
-        if self.graph.period is None:
-            return is_average(self.graph, t)
-        t %= self.graph.period
-        if t not in self._averages:
-            self._averages[t] = is_average(self.graph, t)
-        return self._averages[t]
-
-    def _post(self, now: Round) -> None:
+    def _post(self, now: Exchange) -> None:
+        """Ask for the sources' messages, awaited in `finish`; send to the readers' likewise."""
         sent = self._message if self._codes is None else self._codes
-        while len(self._inbox) < len(now.sources):
-            self._inbox.append(torch.empty_like(sent))
         tag = FIRST_TAG + now.t % ROUNDS
         self._receives = {
             (rank, at): self._comm.Irecv([part, MPI.BYTE], rank, tag)
@@ -114,9 +93,9 @@ class Messages:
         self._round = None
         return self._out, self._out if now.kind is Kind.LOCAL else self._mixed
 
-    def _exchange(self, now: Round) -> None:
+    def _exchange(self, now: Exchange) -> None:
         if now.average:
-            self._average()
+            self._waited += self._average_whole(self._comm, self._message, self._result)
         else:
             self._settle(self._receives, "sends no model", now.t)
             self._reached |= dict.fromkeys(now.sources, now.t)
@@ -124,17 +103,12 @@ class Messages:
         if self._staged:
             _copy(self.layout.views(self._result), self._mixed)
 
-    def _combine(self, now: Round) -> None:
+    def _combine(self, now: Exchange) -> None:
         """The sum over own message and inbox, in the graph's order."""
         layout, sources = self.layout, [self.layout.views(self._message)]
         for place in self._inbox[: len(now.sources)]:
             sources.append(place if self._codes is not None else layout.views(place))
         add_up(layout, now.weights, sources, layout.views(self._result), layout.stretches)
-
-    def _average(self) -> None:
-        for dtype, part in self.layout.parts:
-            own, out = self._message[part].view(dtype), self._result[part].view(dtype)
-            self.waited += average(self._comm, own, out, self._timeout_s)
 
     def _settle(self, requests: dict, fault: str, t: int | None = None) -> None:
         def late(key: tuple[int, int]) -> str:
@@ -143,15 +117,7 @@ class Messages:
             where = f"rank {key[0]} on {self._hosts[key[0]]}"
             return f"{where} {fault}{'' if t is None else f' of round {t}'} ({last})"
 
-        self.waited += wait_all(requests, self._timeout_s, late)
-
-    def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits."""
-        return mean(self._comm, x, self._timeout_s)
-
-    def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
-        """Average over nodes of small float64 values (1, k), in node order: (k,)."""
-        return mean_scalars(self._comm, values, self._timeout_s)
+        self._waited += wait_all(requests, self._timeout_s, late)
 
     def close(self) -> None:
         """Finish an open round and free the communicator; collective."""

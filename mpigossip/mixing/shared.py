@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.base import combine
+from mpigossip.mixing.combine import combine
 from mpigossip.mixing.tokens import Tokens
 
 READY, DONE, REDUCED, HALF = 1, 2, 3, 4

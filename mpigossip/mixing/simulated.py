@@ -5,26 +5,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mpigossip.mixing.base import Kind, Layout, Segments, combine, is_average, traffic
+from mpigossip.mixing.base import Common, Kind, Layout, Segments, is_average, traffic
+from mpigossip.mixing.combine import combine
 from mpigossip.mixing.wire import encode
 
 
-class Simulated:
+class Simulated(Common):
     """All n nodes as rows of the same arrays; a round is a few tensor operations over all rows.
 
     Rows whose neighbours carry the same weights are combined together, by the same
-    :func:`~mpigossip.mixing.base.combine` that a rank uses for its single row.
+    :func:`~mpigossip.mixing.combine.combine` that a rank uses for its single row.
     """
-
-    synchronous = True
 
     def __init__(self, graph, layout: Layout):
         """Arrays of n rows on the layout's devices; ``graph`` says who averages with whom."""
-        self.graph, self.layout = graph, layout
-        self.n, self.rows = graph.n, range(graph.n)
-        self.bytes_sent = [0] * graph.n
-        self.flown = 0.0
-        self.waited, self.staleness = 0.0, [0.0] * graph.n
+        super().__init__(graph, layout, range(graph.n))
         self._out, self._mixed = layout.empty(graph.n), layout.empty(graph.n)
         self._open: tuple[Kind, int] | None = None
 

@@ -8,55 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.ranks import Deadline
-from mpigossip.mixing.base import BLOCK, SMALLEST, Layout, Segments, combine
+from mpigossip.cluster.deadline import Deadline
+from mpigossip.mixing.plan import SMALLEST, Piece
 from mpigossip.mixing.push import ARRIVING, ROOM, PushWindow
 from mpigossip.mixing.tokens import wait_all
-from mpigossip.mixing.wire import CHUNK, Stretch, decode
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of the message that is put, announced and summed at once."""
-
-    sent: slice
-    """bytes of the message as sent"""
-    stretches: tuple[Stretch, ...]
-    number: int
-    """from the beginning of the message; what is told of it when it was put"""
-
-
-def cut(layout: Layout, size: int) -> list[Piece]:
-    """The message in pieces of about ``size`` bytes as sent, the scalars with the last one.
-
-    Vectors of a single slot are all cut at the same columns.
-    """
-    pieces: list[Piece] = []
-    stretches: list[Stretch] = []
-    begin = end = 0
-    alike = len(layout.widths) == 1 and layout.sent_bytes > size
-    for slot, part, whole in layout.stretches:
-        scalar = part >= layout.vectors
-        if end - begin >= (1 if alike else size) and not scalar:
-            pieces.append(Piece(slice(begin, end), tuple(stretches), len(pieces)))
-            stretches, begin = [], end
-        for at in range(0, whole.stop, CHUNK):
-            if at and end - begin >= size:
-                pieces.append(Piece(slice(begin, end), tuple(stretches), len(pieces)))
-                stretches, begin = [], end
-            columns = slice(at, min(at + CHUNK, whole.stop))
-            if stretches and stretches[-1][:2] == (slot, part):
-                columns = slice(stretches.pop()[2].start, columns.stop)
-            stretches.append((slot, part, columns))
-            width = min(CHUNK, whole.stop - at)
-            end += 8 if scalar else layout.vector_bytes(width)
-    return [*pieces, Piece(slice(begin, end), tuple(stretches), len(pieces))]
 
 
 def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
@@ -77,33 +37,6 @@ def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
         wait_all(pending, timeout_s, lambda _: "measuring the wire: a neighbour doesn't answer")
         slowest = comm.allreduce(time.perf_counter() - began, MPI.MAX)
     return SMALLEST / slowest
-
-
-def add_up(
-    layout: Layout,
-    weights: Sequence[float],
-    sources: Sequence[Segments | torch.Tensor],
-    out: Segments,
-    stretches: Sequence[Stretch],
-) -> None:
-    """The one sum over stretches of messages; a tensor among ``sources`` is an encoded one."""
-    encoded = any(isinstance(source, torch.Tensor) for source in sources)
-    for slot, part, whole in stretches:
-        step = BLOCK if encoded else max(1, whole.stop - whole.start)
-        for begin in range(whole.start, whole.stop, step):
-            columns = slice(begin, min(begin + step, whole.stop))
-            arrays = [
-                decode(layout, source, slot, part, columns)
-                if isinstance(source, torch.Tensor)
-                else _columns(source[slot][part], columns)
-                for source in sources
-            ]
-            combine(weights, arrays, _columns(out[slot][part], columns))
-
-
-def _columns(array: torch.Tensor, columns: slice) -> torch.Tensor:
-    """Some columns; of an array that has no others itself, as a view takes its time."""
-    return array if columns.stop - columns.start == array.shape[1] else array[:, columns]
 
 
 class Stream:

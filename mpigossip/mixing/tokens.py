@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpigossip.cluster.ranks import Deadline
+from mpigossip.cluster.deadline import Deadline
 from mpigossip.mixing.kernels.waiting import rest
 
 

@@ -1,33 +1,34 @@
 """MPI one-sided windows between nodes, synchronous: rank i is node i.
 
-Neighbours on the same host are read in place (shared.py), all others get pushes (push.py).
+Neighbours on the same host are read in place (shared.py), all others get pushes (push.py); who
+they are in a round is planned (plan.py), and pushes travel in pieces (stream.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import cached_property
 
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.averages import average, gather, mean, mean_scalars
-from mpigossip.mixing.base import Kind, Layout, Segments, is_average, piece_size, traffic
-from mpigossip.mixing.courier import Job
+from mpigossip.mixing.averages import OfRank, gather
+from mpigossip.mixing.base import Kind, Layout, Segments
+from mpigossip.mixing.combine import add_up
+from mpigossip.mixing.courier import Courier
+from mpigossip.mixing.plan import Exchange, Piece, Plans, cut, piece_size
 from mpigossip.mixing.push import PushWindow
-from mpigossip.mixing.round import Round, partner
 from mpigossip.mixing.shared import SharedHost
-from mpigossip.mixing.stream import Piece, Stream, add_up, cut, measured_rate
+from mpigossip.mixing.stream import Stream, measured_rate
 from mpigossip.mixing.wire import encode
 
 INLINE = 1 << 14
 """Bytes of a message up to which no thread is woken for it: that would take longer than it."""
-PLANS = 128
-"""Rounds of which it is kept who exchanges with whom; more are asked for anew."""
 
 
-class Windows:
+class Windows(OfRank):
     """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`).
 
     Memory, in messages: read in place, an outbox and a result; pushed, an outbox and two inbox
@@ -35,29 +36,24 @@ class Windows:
     and an inbox place, is an encoded message; neighbours on the same host read decoded ones.
     """
 
-    synchronous = True
+    halves = True
+    """Whether pairs on one host average by halves."""
 
     def __init__(self, graph, layout: Layout, world, *, same_host="read", timeout_s=300.0):
         """Collective over ``world``; ``graph.n`` must be its size."""
-        if graph.n != world.size:
-            raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
-        self.graph, self.layout, self._timeout_s = graph, layout, timeout_s
-        self._period = graph.period
-        self.n, self.rank, self.rows = graph.n, world.rank, range(world.rank, world.rank + 1)
-        self.bytes_sent, self._waited, self.staleness = [0], 0.0, [0.0]
-        self._plans: dict[tuple[Kind, int], Round] = {}
-        self._comm = world.comm.Dup()
+        super().__init__(graph, layout, world, timeout_s)
         self._host = self._open_host(same_host)
         self._near = self._comm.allgather(frozenset(self._places_on_host))
+        self._plans = Plans(graph, layout, self.rank, self._near, halves=self.halves)
         self._pieces: list[Piece] = []
         self._inline, self.blocks = False, tuple[slice, ...]()
-        self._push = self._open_push(several_hosts=len(set(world.hosts)) > 1)
-        self._courier = self._push.courier if self._push else None
+        self._push = self._open_push(poll=len(set(world.hosts)) > 1)
+        self._courier: Courier | None = self._push.courier if self._push else None
         self._lossy = not layout.wire.exact
         self._message, self._codes = self._own_memory()
         self._views: dict[int, Segments] = {}
         self._out: Segments | None = self._segments(self._message)
-        self._round: Round | None = None
+        self._round: Exchange | None = None
         # the graph's clock: the first and the last round of kind GOSSIP that this mixer ran
         self._first: int | None = None
         self._last: int | None = None
@@ -76,23 +72,25 @@ class Windows:
         on_host.Free()
         return host
 
-    def _open_push(self, several_hosts: bool) -> PushWindow | None:
+    def _open_push(self, poll: bool) -> PushWindow | None:
         """The inbox window, unless every rank of the job is on this host and read in place."""
         if len(self._near[self.rank]) == self.n:
             return None
         push = PushWindow(
-            self._comm,
-            self.layout.sent_bytes,
-            self._inbox_places(),
-            outbox=self._host is None and self.layout.wire.exact,
-            threaded=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
-            poll=several_hosts,
-            computing=torch.get_num_threads() * len(self.layout.widths),
-            timeout_s=self._timeout_s,
-        )
+            self._comm, self.layout.sent_bytes, self._plans.places,
+            outbox=self._host is None and self.layout.wire.exact, **self._push_options(poll),
+        )  # fmt: skip
         rate = measured_rate(self._comm, push.nbytes, self._timeout_s)
         self._cut(push, piece_size(push.nbytes, rate))
         return push
+
+    def _push_options(self, poll: bool) -> dict:
+        return {
+            "threaded": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+            "poll": poll,
+            "computing": torch.get_num_threads() * len(self.layout.widths),
+            "timeout_s": self._timeout_s,
+        }
 
     def _own_memory(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The outbox, and what is pushed of it where that is something else."""
@@ -119,21 +117,6 @@ class Windows:
             self._views[place] = self.layout.views(message)
         return self._views[place]
 
-    def _inbox_places(self) -> int:
-        """In-neighbours that push to this rank in one round, at most."""
-        if self._period is None:
-            return self.graph.degree
-        rounds = [t for t in range(self._period) if not self._is_average(t)]
-        pushers = (self._far(self.rank, self.graph.neighbours(t, self.rank)[0]) for t in rounds)
-        return max(map(len, pushers), default=0)
-
-    def _is_average(self, t: int) -> bool:
-        return is_average(self.graph, t % self._period if self._period else t)
-
-    def _far(self, rank: int, nodes) -> list[int]:
-        """Those of ``nodes`` that ``rank`` doesn't share memory with."""
-        return [int(j) for j in nodes if int(j) not in self._near[rank]]
-
     def _on_host(self, nodes) -> list[int]:
         """The places on this host of those of ``nodes`` that are read in place."""
         return [self._places_on_host[j] for j in nodes if j in self._places_on_host]
@@ -154,6 +137,8 @@ class Windows:
         own = self._host.result if self._host else None
         return torch.empty(self.layout.nbytes, dtype=torch.uint8) if own is None else own
 
+    # -- a round: outbox, start (by blocks), finish ------------------------------------------
+
     def outbox(self, t: int) -> Segments:
         """Arrays (1, p) to fill whole; waits until the last round's readers are done."""
         self._leave_round()
@@ -168,10 +153,10 @@ class Windows:
         """Begin the GOSSIP exchange of round t, of an outbox that is still to be filled."""
         self._open(Kind.GOSSIP, t, exchange, tuple(order))
 
-    def _open(self, kind: Kind, t: int, exchange: int, order: tuple[int, ...] = ()) -> None:
+    def _open(self, kind: Kind, t: int, number: int, order: tuple[int, ...] = ()) -> None:
         if kind is Kind.GOSSIP and self._first is None:
             self._first = t
-        self._round = self._planned(kind, t).at(t, exchange, order)
+        self._round = self._plans.of(kind, t).at(t, number, order)
         self.bytes_sent[0] += self._round.nbytes
 
     def filled(self, block: int) -> None:
@@ -184,44 +169,25 @@ class Windows:
         elif now.ticket:
             self._courier.wake()
 
-    def _begin(self, now: Round) -> None:
+    def _begin(self, now: Exchange) -> None:
         if now.average:
             self._start_global(now)
         elif now.kind is Kind.GOSSIP:
             self._start_gossip(now)
 
-    def _planned(self, kind: Kind, t: int) -> Round:
-        """A round like this one; asking the graph takes longer than a small message."""
-        key = kind, t % self._period if self._period else t
-        if key not in self._plans:
-            if len(self._plans) >= PLANS:
-                self._plans.clear()
-            self._plans[key] = self._plan(kind, t)
-        return self._plans[key]
-
-    def _plan(self, kind: Kind, t: int) -> Round:
-        layout, graph = self.layout, self.graph
-        nbytes = traffic(graph, kind, t, self.rank, layout.sent_bytes, layout.raw_bytes)
-        if kind is not Kind.GOSSIP or self._is_average(t):
-            return Round(kind, t, t, kind is not Kind.LOCAL, nbytes=nbytes)
-        nodes, weights, own = graph.neighbours(t, self.rank)
-        now = Round(kind, t, t, average=False, nbytes=nbytes)
-        now.sources, now.weights = tuple(map(int, nodes)), (float(own), *map(float, weights))
-        now.readers = tuple(map(int, graph.receivers(t, self.rank)))
-        now.far = tuple(self._far(self.rank, now.sources))
-        now.partner, now.targets = self._partner(now), tuple(self._targets(now))
-        return now
-
-    def _encode(self, now: Round, piece: Piece | None = None) -> None:
+    def _encode(self, now: Exchange, piece: Piece | None = None) -> None:
         """Quantize the outbox, or a piece of it, if the wire does so."""
         if self._lossy:
             stretches = piece.stretches if piece else None
-            encode(self.layout, self._out, self.rows, now.exchange, self._codes, stretches)
+            encode(self.layout, self._out, self.rows, now.number, self._codes, stretches)
 
-    def _start_gossip(self, now: Round) -> None:
+    def _start_gossip(self, now: Exchange) -> None:
+        # readers on this host may begin to read: their tokens are awaited in `_leave_round`
         if self._host:
             self._encode(now)
             self._host.publish(self._on_host(now.readers), now.t)
+        # pushes, and what others push here, go on in the courier; of a small message the main
+        # thread sends now what has room, and does the rest in `finish`
         if self._push and (now.targets or now.far or not self._host):
             stream = self._stream(now)
             if self._inline:
@@ -231,7 +197,7 @@ class Windows:
             else:
                 now.ticket = self._courier.submit(stream.run)
 
-    def _stream(self, now: Round) -> Stream:
+    def _stream(self, now: Exchange) -> Stream:
         """What the courier does in this round: push, take in, and sum where all comes by pushes."""
         layout, count, far = self.layout, now.t - self._first, now.far
         sources, result = self._sources(now), self._segments(self._result_of(now))
@@ -254,20 +220,7 @@ class Windows:
 
         return Stream(self._push, pieces, message, now.targets, far, count, prepare, add, ready)
 
-    def _partner(self, now: Round) -> int | None:
-        """The other of a pair on this host whose two averages are the same one."""
-        return partner(self.graph, self.rank, now, self._places_on_host)
-
-    def _targets(self, now: Round) -> list[tuple[int, int]]:
-        """Rank and place in its inbox of the readers that are pushed to."""
-        # a reader's places are numbered by those of its in-neighbours that push to it
-        return [
-            (r, self._far(r, self.graph.neighbours(now.t, r)[0]).index(self.rank))
-            for r in now.readers
-            if r not in self._near[self.rank]
-        ]
-
-    def _start_global(self, now: Round) -> None:
+    def _start_global(self, now: Exchange) -> None:
         self._encode(now)
         if self._push is None:
             self._host.publish(self._host.others, now.t)
@@ -276,16 +229,14 @@ class Windows:
 
     def _average_by_messages(self) -> float:
         """Seconds waited. The same bits either way: decoded values summed in rank order."""
-        if self._lossy and self.n * self.layout.sent_bytes < 2 * self.layout.nbytes:
-            everyone, waited = gather(self._push.comm, self._codes, self._timeout_s)
-            sources = [self._out if rank == self.rank else everyone[rank] for rank in range(self.n)]
-            out, weights = self._segments(self._result), [1 / self.n] * self.n
-            add_up(self.layout, weights, sources, out, self.layout.stretches)
-            return waited
-        waited = 0.0
-        for dtype, part in self.layout.parts:
-            own, out = self._message[part].view(dtype), self._result[part].view(dtype)
-            waited += average(self._push.comm, own, out, self._timeout_s)
+        layout, comm = self.layout, self._push.comm
+        if not self._lossy or self.n * layout.sent_bytes >= 2 * layout.nbytes:
+            return self._average_whole(comm, self._message, self._result)
+        everyone = torch.empty(self.n, layout.sent_bytes, dtype=torch.uint8)
+        waited = gather(comm, self._codes, everyone, self._timeout_s)
+        sources = [self._out if rank == self.rank else everyone[rank] for rank in range(self.n)]
+        out, weights = self._segments(self._result), [1 / self.n] * self.n
+        add_up(layout, weights, sources, out, layout.stretches)
         return waited
 
     def finish(self) -> tuple[Segments, Segments]:
@@ -299,12 +250,16 @@ class Windows:
         if now.average:
             self._finish_global(now)
             return self._out, self._segments(self._result)
+        # a pair on this host: the partner's outbox, then its half of the one result
         if now.partner is not None:
             other, parts = self._places_on_host[now.partner], self.layout.parts
             shared = self._host.average_pair(parts, now.weights[0], other, now.t)
             return self._out, self._segments(shared)
+        # the sources on this host: their outboxes are whole
         if self._host:
             self._host.await_ready(self._on_host(now.sources), now.t)
+        # the others: what they pushed is in, and the own pushes have room at the readers and are
+        # out; where all came so, the sum is done too
         if now.ticket:
             self._wait_for(now.ticket)
         elif now.rest:
@@ -319,7 +274,7 @@ class Windows:
             self._host.release(self._on_host(now.sources), now.t)
         return self._out, mixed
 
-    def _sources(self, now: Round) -> list[Segments | torch.Tensor]:
+    def _sources(self, now: Exchange) -> list[Segments | torch.Tensor]:
         """Own outbox, shared outboxes and inbox places, in the graph's order."""
         found: list[Segments | torch.Tensor] = [self._out]
         count, place = now.t - (self._first or 0), 0
@@ -332,13 +287,13 @@ class Windows:
                 place += 1
         return found
 
-    def _result_of(self, now: Round) -> torch.Tensor:
+    def _result_of(self, now: Exchange) -> torch.Tensor:
         """Where the sum goes: the first inbox place, where all come in full from other hosts."""
         if self._host or self._lossy or not now.sources:
             return self._result
         return self._push.inbox(now.t - self._first, 0)
 
-    def _finish_global(self, now: Round) -> None:
+    def _finish_global(self, now: Exchange) -> None:
         if self._push is None:
             self._host.average(self.layout.parts, now.t)
         elif now.ticket:
@@ -346,7 +301,7 @@ class Windows:
         else:
             self._waited += self._average_by_messages()
 
-    def _wait_for(self, ticket: Job) -> None:
+    def _wait_for(self, ticket: Future) -> None:
         self._waited += self._courier.wait(ticket, f"round {self._round.t}")
 
     def _leave_round(self) -> None:
@@ -357,24 +312,16 @@ class Windows:
         now, self._round = self._round, None
         if now is None or now.kind is not Kind.GOSSIP:
             return
+        # readers of this outbox on this host; those that were pushed to have their own copy
         if now.partner is not None:
             self._host.leave_pair(self._places_on_host[now.partner], now.t)
         elif self._host:
             self._host.await_done(self._on_host(now.readers), now.t)
-        coming = self._planned(Kind.GOSSIP, now.t + 2)
+        # the inbox half of this round is that of round t + 2: who writes then awaits this token
+        coming = self._plans.of(Kind.GOSSIP, now.t + 2)
         if self._push and not coming.average:
             self._push.free(coming.far, now.t + 2 - self._first)
         self._last = now.t
-
-    # -- averages off the hot path --------------------------------------------------------
-
-    def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits."""
-        return mean(self._comm, x, self._timeout_s)
-
-    def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
-        """Average over nodes of small float64 values (1, k), in node order: (k,)."""
-        return mean_scalars(self._comm, values, self._timeout_s)
 
     def close(self) -> None:
         """Finish an open round, take in outstanding tokens, free the memory; collective."""
@@ -395,6 +342,6 @@ class Windows:
     def _take_in_free_tokens(self) -> None:
         """Receive the tokens that freed places for rounds that will not be run."""
         for t in () if self._last is None else (self._last + 1, self._last + 2):
-            if t - 2 >= self._first and not self._is_average(t):
-                readers = self._far(self.rank, self.graph.receivers(t, self.rank))
-                self._push.take_in_free(readers, t - self._first)
+            coming = self._plans.of(Kind.GOSSIP, t)
+            if t - 2 >= self._first and not coming.average:
+                self._push.take_in_free([rank for rank, _ in coming.targets], t - self._first)

@@ -12,7 +12,7 @@ from mpigossip.groups import devices, nccl
 from mpigossip.groups.base import GroupError, Single, Whole, shards
 from mpigossip.groups.threads import Threads
 from mpigossip.groups.watchdog import Watchdog
-from mpigossip.mixing.base import combine
+from mpigossip.mixing.combine import combine
 
 GPUS = torch.cuda.device_count()
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from mpigossip.graphs import GraphError, graph
-from mpigossip.mixing import stream
+from mpigossip.mixing import plan
 from mpigossip.mixing import wire as wires
-from mpigossip.mixing.base import Kind, Layout, combine
+from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.combine import combine
 from mpigossip.mixing.kernels import native
 from mpigossip.mixing.simulated import Simulated
 
@@ -104,13 +105,13 @@ def test_rounds_may_begin_anywhere(ranks):
 
 def lossy_by_pieces(comm, name):
     """Chunks as short as can be, so that a small message has several."""
-    kept = stream.CHUNK
-    stream.CHUNK = wires.CHUNK = 4096
+    kept = plan.CHUNK
+    plan.CHUNK = wires.CHUNK = 4096
     try:
         layout = Layout((9216, 9216), vectors=2, scalars=1, wire=wires.wire(name, kept=0.1))
         return compare(comm, ["exponential", "random-matching"], "put", 12, layout=layout)
     finally:
-        stream.CHUNK = wires.CHUNK = kept
+        plan.CHUNK = wires.CHUNK = kept
 
 
 @pytest.mark.parametrize("name", ["bf16", "qsgd", "top-k"])
@@ -122,10 +123,10 @@ def test_encoded_messages_are_converted_sent_and_summed_by_pieces(ranks, name):
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "sign"])
 @pytest.mark.parametrize("size", [1, 5000, 1 << 16, 1 << 30])
 def test_pieces_hold_every_column_once_and_every_byte_in_order(wire, size, monkeypatch):
-    for module in (stream, wires):
+    for module in (plan, wires):
         monkeypatch.setattr(module, "CHUNK", 4096)
     layout = Layout((9216, 1024), vectors=2, scalars=1, wire=wires.wire(wire))
-    pieces = stream.cut(layout, size)
+    pieces = plan.cut(layout, size)
     ends = [piece.sent.stop for piece in pieces]
     assert [piece.sent.start for piece in pieces] == [0, *ends[:-1]]
     assert ends[-1] == layout.sent_bytes

@@ -11,7 +11,7 @@ from torch import nn
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.graphs import graph
-from mpigossip.mixing import stream
+from mpigossip.mixing import plan
 from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import ByBlocks, Kind, Layout
 from mpigossip.mixing.simulated import Simulated
@@ -36,12 +36,12 @@ SETTINGS = [
 
 @contextmanager
 def short_chunks():
-    kept, stream.CHUNK = stream.CHUNK, CHUNK
+    kept, plan.CHUNK = plan.CHUNK, CHUNK
     wires.CHUNK = CHUNK
     try:
         yield
     finally:
-        stream.CHUNK = wires.CHUNK = kept
+        plan.CHUNK = wires.CHUNK = kept
 
 
 # -- the mixer ---------------------------------------------------------------------------------

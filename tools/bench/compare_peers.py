@@ -27,7 +27,8 @@ from peers import WAIT_S, say, timed
 from mpigossip.cluster.ranks import World, world
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import BLOCK, Kind, Layout
+from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.combine import BLOCK
 
 # -- averaging --------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ def combining(place: Place):
     """Bytes moved by the sum against bytes moved by a copy."""
     import torch
 
-    from mpigossip.mixing.base import combine
+    from mpigossip.mixing.combine import combine
     from mpigossip.mixing.kernels import fused
 
     width = place.size(100 << 20, 1 << 18)

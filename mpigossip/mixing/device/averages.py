@@ -11,16 +11,15 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.averages import GATHER, SCATTER
-from mpigossip.mixing.base import combine
-from mpigossip.mixing.device.aware import raw
+from mpigossip.mixing import averages
+from mpigossip.mixing.averages import average
+from mpigossip.mixing.combine import combine
 from mpigossip.mixing.device.memory import Kept, current
 from mpigossip.mixing.device.push import BySlot, Lane, on
 from mpigossip.mixing.shared import SharedHost
-from mpigossip.mixing.tokens import wait_all
 
-CHUNK = 1 << 22
-"""Elements that a rank sums at once where chunks travel by messages: n of them are in memory."""
+SHARE = 1 << 22
+"""As that of averages by messages on the CPU; longer, as a GPU takes long to be told to begin."""
 Memory = Sequence[torch.Tensor]
 
 
@@ -98,14 +97,13 @@ def mean_by_messages(
     comm: MPI.Comm, lane: Lane, own: torch.Tensor, out: torch.Tensor, kept: Kept, timeout_s: float
 ) -> None:
     """``out`` = the average of all ranks' ``own`` (p,), by messages from GPU to GPU."""
-    for at in range(0, own.numel(), CHUNK):
-        piece, averaged = own[at : at + CHUNK], out[at : at + CHUNK]
+    for at in range(0, own.numel(), SHARE):
+        piece, averaged = own[at : at + SHARE], out[at : at + SHARE]
         uses = ("piece", "average")
         sent, mixed = (kept.room(lane.device, u, len(piece), own.dtype) for u in uses)
         with current(lane.device), on(lane.into):
             sent.copy_(piece)
-        _average(comm, sent, mixed, lane, kept, timeout_s)
-        with current(lane.device), on(lane.into):
+            _average(comm, sent, mixed, lane, kept, timeout_s)
             averaged.copy_(mixed)
     lane.drain()
 
@@ -115,62 +113,30 @@ def by_messages(
 ) -> None:
     """Through messages from GPU to GPU, where MPI is proven to move them."""
     for slot, lane in enumerate(lanes):
-        for dtype, part in layout.of(slot).parts:
-            terms, result = own[slot][part].view(dtype), mixed[slot][part].view(dtype)
-            _average(comm, terms, result, lane, kept, timeout_s)
+        with current(lane.device), on(lane.into):
+            for dtype, part in layout.of(slot).parts:
+                terms, result = own[slot][part].view(dtype), mixed[slot][part].view(dtype)
+                _average(comm, terms, result, lane, kept, timeout_s)
 
 
 def _average(
     comm: MPI.Comm, own: torch.Tensor, out: torch.Tensor, lane: Lane, kept: Kept, timeout_s: float
 ) -> None:
-    rank, n = comm.rank, comm.size
-    peers = [j for j in range(n) if j != rank]
-    width = max(1, min(CHUNK, -(-own.numel() // n)))
-    with current(lane.device), on(lane.into):
-        scratch = kept.room(own.device, "chunks", n * width, own.dtype).view(n, width)
-        for begin in range(0, own.numel(), n * width):
-            piece = slice(begin, begin + n * width)
-            # chunk() may give fewer than n parts: the ranks behind them have nothing to sum
-            mine, whole = own[piece].chunk(n), out[piece].chunk(n)
-            count = mine[rank].numel() if rank < len(mine) else 0
-            lane.drain()  # MPI knows of no stream
-            _exchange(
-                {j: comm.Irecv(raw(scratch[j, :count]), j, SCATTER) for j in peers if count},
-                {j: comm.Isend(raw(mine[j]), j, SCATTER) for j in peers if j < len(mine)},
-                timeout_s,
-            )
-            if count:
-                terms = [mine[rank] if j == rank else scratch[j, :count] for j in range(n)]
-                rows = [term.unsqueeze(0) for term in terms]
-                combine([1 / n] * n, rows, whole[rank].unsqueeze(0))
-                lane.drain()
-            _exchange(
-                {j: comm.Irecv(raw(whole[j]), j, GATHER) for j in peers if j < len(whole)},
-                {j: comm.Isend(raw(whole[rank]), j, GATHER) for j in peers if count},
-                timeout_s,
-            )
+    def room(count: int) -> torch.Tensor:
+        return kept.room(own.device, "chunks", count, own.dtype)
+
+    average(comm, own, out, timeout_s, share=SHARE, room=room, drain=lane.drain)
 
 
 def gather(
     comm: MPI.Comm, codes: Memory, lanes, kept: Kept, timeout_s: float
 ) -> list[torch.Tensor]:
     """All ranks' encoded messages: per slot (n, bytes) by rank, on the slot's device."""
-    peers, everyone = [j for j in range(comm.size) if j != comm.rank], []
+    everyone = []
     for slot, (own, lane) in enumerate(zip(codes, lanes, strict=True)):
         with current(lane.device), on(lane.into):
             room = kept.room(own.device, f"codes {slot}", comm.size * own.numel(), torch.uint8)
-            all_codes = room.view(comm.size, own.numel())
+            everyone.append(room.view(comm.size, own.numel()))
             lane.drain()
-            _exchange(
-                {j: comm.Irecv(raw(all_codes[j]), j, GATHER) for j in peers},
-                {j: comm.Isend(raw(own), j, GATHER) for j in peers},
-                timeout_s,
-            )
-        everyone.append(all_codes)
+            averages.gather(comm, own, everyone[-1], timeout_s)
     return everyone
-
-
-def _exchange(received: dict, sent: dict, timeout_s: float) -> None:
-    say = "global average on GPUs: rank {} doesn't answer".format
-    wait_all(received, timeout_s, say)
-    wait_all(sent, timeout_s, say)

@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.libraries import loaded
+from mpigossip.mixing.averages import raw
 from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.device.memory import MemoryRefused, current, private
 from mpigossip.mixing.tokens import wait_all
@@ -132,11 +133,6 @@ def _put_and_sent(
     window.Unlock_all()
     window.Free()
     return arrived
-
-
-def raw(memory: torch.Tensor) -> MPI.buffer:
-    """The bytes of an array as a buffer for MPI calls, wherever they lie."""
-    return MPI.buffer.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from mpi4py import MPI
 
+from mpigossip.mixing.averages import raw
 from mpigossip.mixing.base import Layout, Segments
-from mpigossip.mixing.device.aware import raw
 from mpigossip.mixing.device.memory import MemoryRefused, current, private
 from mpigossip.mixing.push import ARRIVED, ARRIVING, CUT, PushWindow
 

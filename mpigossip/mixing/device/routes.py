@@ -1,4 +1,4 @@
-"""The memory of a rank's slots and the ways to its neighbours, chosen at start and explained.
+"""The memory of a rank's slots and the routes to its neighbours, chosen at start and explained.
 
 Part of :class:`mpigossip.mixing.device.windows.DeviceWindows`; its docstring says what they are.
 """
@@ -23,7 +23,7 @@ STAGE = 1 << 24
 
 
 class DeviceMemory(Windows):
-    """Outbox, result and codes of each slot, windows and mapped memory; ``routes``: the ways."""
+    """Outbox, result and codes of each slot, windows and mapped memory; ``routes``."""
 
     layout: BySlot
     _push: PiecePush | None
@@ -110,17 +110,12 @@ class DeviceMemory(Windows):
         else:
             self._why["near"].append("mapped from a process of the same host")
 
-    def _open_push(self, several_hosts: bool) -> PushWindow | None:
+    def _open_push(self, poll: bool) -> PushWindow | None:
         """The inbox window: on the devices where MPI is proven able, else in host memory."""
         if len(self._near[self.rank]) == self.n:
             return None
-        options = {
-            "threaded": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
-            "poll": several_hosts,
-            "timeout_s": self._timeout_s,
-            "computing": torch.get_num_threads() * len(self._devices),
-        }
-        able, why, places = False, 'node.gpu_window = "host"', self._inbox_places()
+        options, places = self._push_options(poll), self._plans.places
+        able, why = False, 'node.gpu_window = "host"'
         if self._asked != "host":
             able, why = proven(self._comm, self._devices[0])
         if able:
@@ -153,13 +148,13 @@ class DeviceMemory(Windows):
 
     @property
     def routes(self) -> dict[int, str]:
-        """The way to each other rank, and why: "ipc", "device" or "host", then a reason."""
+        """How each other rank is reached, and why: "ipc", "device" or "host", then a reason."""
         found, far = {}, "device" if self._on_devices else "host"
         for rank in range(self.n):
             near = rank in self._places_on_host
-            way = ("ipc" if self._mapped else "host") if near else far
+            route = ("ipc" if self._mapped else "host") if near else far
             reasons = [*self._why["near" if near else "far"], *self._why["all"]]
-            found[rank] = way + (f" ({'; '.join(reasons)})" if reasons else "")
+            found[rank] = route + (f" ({'; '.join(reasons)})" if reasons else "")
         del found[self.rank]
         return found
 

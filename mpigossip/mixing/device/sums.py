@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mpigossip.mixing.base import Layout, combine
+from mpigossip.mixing.base import Layout
+from mpigossip.mixing.combine import combine
 from mpigossip.mixing.device.memory import current
 from mpigossip.mixing.device.push import BySlot, Lane, on
 from mpigossip.mixing.kernels import fused

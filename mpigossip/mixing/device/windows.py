@@ -1,6 +1,6 @@
 """Windows between nodes whose vectors lie on GPUs; the CPU runs the same code in the tests.
 
-Three ways to a neighbour, chosen at start (`node.gpu_window`):
+Three routes to a neighbour, chosen at start (`node.gpu_window`):
 
 * "ipc": on the same host, its GPU memory is mapped and read in place, as shared memory is on the
   CPU (CUDA IPC);
@@ -16,12 +16,13 @@ what travels is encoded on the device and decoded there (bfloat16 within the sum
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 from mpi4py import MPI
 
 from mpigossip.mixing.base import Kind, Layout, Segments
-from mpigossip.mixing.courier import Courier, Job
+from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.device import averages
 from mpigossip.mixing.device.memory import Kept, current
 from mpigossip.mixing.device.push import DevicePush, on
@@ -29,16 +30,20 @@ from mpigossip.mixing.device.routes import DeviceMemory
 from mpigossip.mixing.device.sums import Source, Sums
 from mpigossip.mixing.kernels import fused
 from mpigossip.mixing.kernels.onepass import Coded
-from mpigossip.mixing.stream import Piece
+from mpigossip.mixing.plan import Exchange, Piece
 from mpigossip.mixing.tokens import wait_all
-from mpigossip.mixing.windows import Round
 
 PIECE = 1 << 24
 """Bytes of a slot that are copied and sent at once; a multiple of 4096 (whole buckets)."""
 
 
 class DeviceWindows(DeviceMemory):
-    """The mixer of one rank whose slots are on ``layout.devices``; ``routes`` says the ways."""
+    """The mixer of one rank whose slots are on ``layout.devices``; ``routes``: to the others.
+
+    What is summed lies on the devices: no averaging by halves.
+    """
+
+    halves = False
 
     def __init__(
         self, graph, layout: Layout, world, *, same_host="read", timeout_s=300.0, gpu_window="auto"
@@ -69,12 +74,7 @@ class DeviceWindows(DeviceMemory):
         )  # fmt: skip
         self._pin_all()
 
-    # -- a round ------------------------------------------------------------------------
-
-    def _partner(self, now: Round) -> None:
-        """No averaging by halves: what is summed lies on the devices."""
-
-    def _encode(self, now: Round, piece: Piece | None = None) -> None:
+    def _encode(self, now: Exchange, piece: Piece | None = None) -> None:
         """Quantize the outbox of every slot in place, its codes beside it on the device."""
         first = 0
         if not self._lossy:
@@ -88,7 +88,7 @@ class DeviceWindows(DeviceMemory):
                         values, self._room(slot, vector)
                     ):
                         continue
-                    key = (now.exchange, self.rank, vector)
+                    key = (now.number, self.rank, vector)
                     layout.wire.write(values, key, first, codes[at:])
                 for k, value in enumerate(parts[layout.vectors :]):
                     at = layout.place(0, layout.vectors + k)
@@ -101,15 +101,15 @@ class DeviceWindows(DeviceMemory):
         at, nbytes = self.layout.of(slot).place(0, vector), 2 * self.layout.widths[slot]
         return self._code[slot][at : at + nbytes].view(torch.bfloat16)
 
-    def _start_gossip(self, now: Round) -> None:
+    def _start_gossip(self, now: Exchange) -> None:
         self._encode(now)
         now.ticket = self._submit(lambda ready: self._exchange(now, ready))
 
-    def _start_global(self, now: Round) -> None:
+    def _start_global(self, now: Exchange) -> None:
         self._encode(now)
         now.ticket = self._submit(lambda ready: self._average(now, ready))
 
-    def _submit(self, work: Callable[[list], None]) -> Job:
+    def _submit(self, work: Callable[[list], None]) -> Future:
         """Let the courier do ``work(ready)`` behind what the devices have been given so far."""
         ready = [lane.ready() for lane in self._lanes]
 
@@ -136,7 +136,7 @@ class DeviceWindows(DeviceMemory):
         """Seconds that the training thread spent waiting for the exchange so far."""
         return self._waited
 
-    def _exchange(self, now: Round, ready: list) -> None:
+    def _exchange(self, now: Exchange, ready: list) -> None:
         """Send and receive piece by piece, sum as pieces come; runs in the courier."""
         push, host, many = self._push, self._host, len(self._spans)
         count, targets, far = now.t - self._first, now.targets, now.far
@@ -193,7 +193,7 @@ class DeviceWindows(DeviceMemory):
             spans = [slice(at + piece.start, at + piece.stop) for at in starts]
             self._push.put(self._message, spans, targets, count)
 
-    def _sources_in(self, now: Round, slot: int, piece: slice) -> list[Source]:
+    def _sources_in(self, now: Exchange, slot: int, piece: slice) -> list[Source]:
         """The in-neighbours' same piece, wherever it lies, in the graph's order."""
         found: list[Source] = []
         place, count = 0, now.t - self._first
@@ -209,7 +209,7 @@ class DeviceWindows(DeviceMemory):
                 place += 1
         return found
 
-    def _average(self, now: Round, ready: list) -> None:
+    def _average(self, now: Exchange, ready: list) -> None:
         """A global average, on the devices where they reach each other; runs in the courier."""
         for event in ready:
             _ = event and event.synchronize()
@@ -264,7 +264,7 @@ class DeviceWindows(DeviceMemory):
         self._waited += self._courier.wait(self._submit(work), "the average of a vector")
         return out
 
-    def _average_on_host(self, now: Round) -> None:
+    def _average_on_host(self, now: Exchange) -> None:
         for events in [self._copy_out(piece, whole=True) for piece in self._spans]:
             for event in events:
                 _ = event and event.synchronize()

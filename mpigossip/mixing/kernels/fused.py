@@ -27,7 +27,7 @@ ENCODE = "c = narrow(x); y = wide(c)"
 
 
 def combine(weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
-    """:func:`mpigossip.mixing.base.combine` on one GPU, float32; False where it can't be done.
+    """:func:`mpigossip.mixing.combine.combine` on one GPU, float32; False where it can't be done.
 
     The arrays may also be bfloat16. ``out`` may be the memory of any of the float32 ones.
     """

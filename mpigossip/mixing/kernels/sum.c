@@ -1,6 +1,6 @@
 /* The one weighted sum of float32 arrays, in one pass over memory, to any number of targets.
  *
- * The roundings are those of base.combine: with one weight w * (a0 + a1 + ...), else each product
+ * The roundings are those of combine.combine: with one weight w * (a0 + a1 + ...), else each product
  * rounded before it is added; compiled with -ffp-contract=off, so that no two become one. Large
  * results are written past the cache (streaming stores), which spares reading what is overwritten.
  */

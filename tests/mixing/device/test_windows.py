@@ -37,11 +37,11 @@ def compare(*args, **kwargs):
     """`compared`, after which the kept pool's process has the package as it was."""
     from mpigossip.mixing.device import averages, routes, windows
 
-    kept, sizes = {name: getattr(routes, name) for name in PATCHED}, (windows.PIECE, averages.CHUNK)
+    kept, sizes = {name: getattr(routes, name) for name in PATCHED}, (windows.PIECE, averages.SHARE)
     try:
         return compared(*args, **kwargs)
     finally:
-        windows.PIECE, averages.CHUNK = sizes
+        windows.PIECE, averages.SHARE = sizes
         for name, value in kept.items():
             setattr(routes, name, value)
 
@@ -101,7 +101,7 @@ def compared(
     from mpigossip.mixing.device import averages, routes, windows
 
     torch.set_num_threads(1)
-    windows.PIECE, routes.STAGE, averages.CHUNK = piece, 1000, 1500
+    windows.PIECE, routes.STAGE, averages.SHARE = piece, 1000, 1500
     files, world_comm = SharedFiles(), comm
     if memory.startswith("hosts "):  # two ranks on each
         from mpi4py import MPI

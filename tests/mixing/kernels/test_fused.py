@@ -10,7 +10,8 @@ import torch
 
 from mpigossip import algorithms
 from mpigossip.algorithms.base import Step
-from mpigossip.mixing.base import Kind, Layout, combine
+from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.combine import combine
 from mpigossip.mixing.kernels import fused, onepass
 from mpigossip.mixing.kernels.fused import ENCODE, HELPERS, operation
 from mpigossip.mixing.wire import wire

@@ -1,0 +1,103 @@
+"""The one weighted sum, of arrays and of messages: every transport ends here, in one fixed order.
+
+So a simulated run and a run under MPI agree to the last bit. The kernels that may do the work
+give the same bits as torch's operations below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mpigossip.mixing.base import Layout, Segments
+from mpigossip.mixing.kernels import fused, native
+from mpigossip.mixing.wire import Stretch, decode
+
+BLOCK = 1 << 15
+"""Elements that one pass of :func:`combine` touches: three such blocks stay in a core's cache."""
+
+
+def combine(
+    weights: Sequence[float],
+    arrays: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    *copies: torch.Tensor,
+) -> torch.Tensor:
+    """The one weighted sum: ``out = Σ_k weights[k] · arrays[k]``, in the order given.
+
+    Arrays have shape (rows, p). Equal weights are factored out, ``w · (a_0 + a_1 + …)``;
+    otherwise each product is rounded before it is added (never fused), so that every transport,
+    vector length and offset gives the same bits. ``out`` may be the memory of ``arrays[1]``.
+    The result is written to ``copies`` too, while it is in the cache.
+    """
+    if out.is_cuda and not copies and fused.combine(weights, arrays, out):
+        return out
+    if not out.is_cuda and native.combine(weights, arrays, (out, *copies)):
+        return out
+    uniform = all(weight == weights[0] for weight in weights)
+    rows, width = out.shape
+    step = max(1, BLOCK // max(rows, 1)) if out.device.type == "cpu" else width
+    scratch = None if uniform else torch.empty_like(out[:, :step])
+    for begin in range(0, width, max(step, 1)):
+        part = slice(begin, min(begin + step, width))
+        pieces = [array[:, part] for array in arrays]
+        if uniform:
+            _sum_scaled(weights[0], pieces, out[:, part])
+        else:
+            _sum_weighted(weights, pieces, out[:, part], scratch[:, : part.stop - begin])
+        for copy in copies:
+            copy[:, part].copy_(out[:, part])
+    return out
+
+
+def _sum_scaled(weight: float, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    if len(pieces) == 1:
+        torch.mul(pieces[0], weight, out=out)
+        return
+    torch.add(pieces[0], pieces[1], out=out)
+    for piece in pieces[2:]:
+        out.add_(piece)
+    out.mul_(weight)
+
+
+def _sum_weighted(
+    weights: Sequence[float],
+    pieces: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    # pieces[1] first, as out may be its memory; an addition of two terms has no order
+    torch.mul(pieces[1], weights[1], out=out)
+    torch.mul(pieces[0], weights[0], out=scratch)
+    out.add_(scratch)
+    for weight, piece in zip(weights[2:], pieces[2:], strict=True):
+        torch.mul(piece, weight, out=scratch)
+        out.add_(scratch)
+
+
+def add_up(
+    layout: Layout,
+    weights: Sequence[float],
+    sources: Sequence[Segments | torch.Tensor],
+    out: Segments,
+    stretches: Sequence[Stretch],
+) -> None:
+    """The one sum over stretches of messages; a tensor among ``sources`` is an encoded one."""
+    encoded = any(isinstance(source, torch.Tensor) for source in sources)
+    for slot, part, whole in stretches:
+        step = BLOCK if encoded else max(1, whole.stop - whole.start)
+        for begin in range(whole.start, whole.stop, step):
+            columns = slice(begin, min(begin + step, whole.stop))
+            arrays = [
+                decode(layout, source, slot, part, columns)
+                if isinstance(source, torch.Tensor)
+                else _columns(source[slot][part], columns)
+                for source in sources
+            ]
+            combine(weights, arrays, _columns(out[slot][part], columns))
+
+
+def _columns(array: torch.Tensor, columns: slice) -> torch.Tensor:
+    """Some columns; of an array that has no others itself, as a view takes its time."""
+    return array if columns.stop - columns.start == array.shape[1] else array[:, columns]
