@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mpigossip.graphs.search import search
+
 JOB = str(Path(__file__).parents[1] / "jobs" / "digits.toml")
 SHORT = ["run.steps=6", "data.batch=4"]
 MAIN = [sys.executable, "-m", "mpigossip"]
@@ -158,6 +160,13 @@ def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path, number):
         facts = json.loads(process.communicate(timeout=90)[0])
     assert process.returncode == 0 and facts["interrupted"] and facts["seconds"] < 30
     assert json.loads((tmp_path / "best.json").read_text())["score"] == facts["score"]
+
+
+def test_a_search_by_graphs_judged_is_that_of_its_seed(tmp_path):
+    words = ["graph", "search", "--nodes", "12", "--degree", "3", "--evaluations", "400"]
+    assert alone(*words, "--seed", "3", "--out", "found.json", cwd=tmp_path).returncode == 0
+    edges = json.loads((tmp_path / "found.json").read_text())["edges"]
+    assert edges == [list(e) for e in search(12, degree=3, evaluations=400, seed=3).edges]
 
 
 def test_graphs_are_compared_also_in_bytes(tmp_path):

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The full check: style, types, all tests with MPICH, then those that start ranks with Open MPI.
+# The full check: style, types, all tests with MPICH, those that compute with another processor's
+# bits, then those that start ranks with Open MPI.
 # Arguments go to pytest: bash tools/test.sh -k windows -x
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 started=$SECONDS
@@ -28,6 +29,13 @@ tests() {
 }
 selected=$#
 
+# The same with other kernels of torch, oneDNN, MKL and OpenBLAS than this processor's own: what
+# is computed has other last bits, as on another processor. Names that don't fit it are ignored.
+elsewhere() {
+    ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE \
+        OPENBLAS_CORETYPE=Sandybridge tests "$@"
+}
+
 say "Environment: .venv (mpich and test extras)"
 install_into .venv mpich,dev
 # Only the MPI, in a tree of its own: the wheels of MPICH and Open MPI hold the same file names.
@@ -45,6 +53,8 @@ stage "ruff format" ruff format --check .
 stage "codespell" codespell
 stage "mypy" mypy
 stage "tests with MPICH" tests -n 2 "$@"
+stage "what computes, with another processor's bits" elsewhere -n 2 -m "not mpi" "$@" \
+    tests/graphs tests/algorithms tests/mixing tests/models tests/training
 # The labs make hosts and install Slurm: where that is nobody's own machine, or on demand.
 if [ "${CI:-}" = true ]; then
     export MPIGOSSIP_SLURM_LAB=1 MPIGOSSIP_NET_LAB=1

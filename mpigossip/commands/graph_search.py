@@ -26,7 +26,13 @@ def add(group) -> None:
     search.add_argument("--degree", type=int, metavar="D", help="most neighbours of a node")
     search.add_argument("--edges", type=int, metavar="E", help="most edges")
     search.add_argument("--weights", default="laplacian", help="rule whose gap is maximized")
-    search.add_argument("--seconds", type=float, default=60.0, metavar="S")
+    search.add_argument(
+        "--seconds", type=float, metavar="S", help="at most (60 unless --evaluations is given)"
+    )
+    search.add_argument(
+        "--evaluations", type=int, metavar="K",
+        help="graphs judged at most; without --seconds a seed gives one graph on every machine",
+    )  # fmt: skip
     search.add_argument("--seed", type=int, default=0, help="of the search")
     search.add_argument(
         "--rounds", type=int, metavar="R", help="a sequence of R one-peer matchings instead"
@@ -73,6 +79,7 @@ def _search(options) -> None:
             edges=options.edges,
             weights=options.weights,
             seconds=options.seconds,
+            evaluations=options.evaluations,
             seed=options.seed,
             progress=_progress,
         )
@@ -100,7 +107,8 @@ def _search_matchings(options) -> None:
         raise GraphError("--rounds searches matchings, pairs that average: leave --weights out")
     found = search_matchings(
         options.nodes, options.rounds, racks=options.racks, between=options.between,
-        seconds=options.seconds, seed=options.seed, progress=_progress,
+        seconds=options.seconds, evaluations=options.evaluations, seed=options.seed,
+        progress=_progress,
     )  # fmt: skip
     if sys.stderr.isatty():
         print(file=sys.stderr)

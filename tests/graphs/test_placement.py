@@ -79,13 +79,13 @@ def test_impossible_sequences_are_refused(given, message):
 def test_the_command_searches_sequences(tmp_path):
     out = tmp_path / "eight.json"
     command = ["graph", "search", "--nodes", "8", "--rounds", "3", "--racks", "4,4"]
-    more = ["--seconds", "0.5", "--out", str(out), "--json"]
+    more = ["--evaluations", "4000", "--out", str(out), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "mpigossip", *command, *more], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    assert facts["cost"] == 6 and facts["residue"] < 1e-12
+    assert facts["cost"] == 6 and facts["residue"] < 1e-12 and facts["evaluations"] == 4000
     assert residue(read(out), 3) < 1e-12
 
 
