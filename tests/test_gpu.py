@@ -150,7 +150,7 @@ def test_a_pass_of_every_algorithm_is_torchs_within_rounding(
     monkeypatch, name, local, options, coded
 ):
     needs_cupy()
-    monkeypatch.setattr(onepass, "SMALLEST", 1)
+    monkeypatch.setattr(onepass, "WORTHWHILE", 1)
     onepass._plain.clear()
     method = algorithms.build(name, local, options, decayed=130)
     assert same_twice(method, coded=coded, device="cuda")

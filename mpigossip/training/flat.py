@@ -9,10 +9,10 @@ from math import prod
 import torch
 from torch import nn
 
+from mpigossip.mixing.wire import BUCKET
+
 ALIGN = 32
 """Elements (128 bytes) that every parameter's place is a multiple of."""
-BUCKET = 512
-"""Elements that every shard is a multiple of, so that codecs see whole buckets."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def flatten(module: nn.Module, slots: int = 1, decayed: Collection[str] | None =
         boundary = at if index == first_undecayed else boundary
         offsets.append(at)
         at += -(-parameter.numel() // ALIGN) * ALIGN
-    whole = slots * BUCKET
+    whole = slots * BUCKET  # every shard is a multiple of it, so that wires see whole buckets
     return Flat(
         names=tuple(name for name, _ in ordered),
         shapes=tuple(tuple(parameter.shape) for _, parameter in ordered),
