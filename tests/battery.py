@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from mpigossip import algorithms
+from mpigossip.engine.consensus import square_norms
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.training import assemble
-from mpigossip.training.evaluate import square_norms
 
 WIDTHS = (512, 512)
 FLAT = SimpleNamespace(slots=2, decayed_in=lambda slot: 512 * (1 - slot))

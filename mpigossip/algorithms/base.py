@@ -44,6 +44,9 @@ class Algorithm(NamedTuple):
     """(x, g, state, out, step) -> state; fills out: vectors, then scalars"""
     receive: Callable[..., Any]
     """(x, g, state, sent, mixed, step) -> state; writes x in place"""
+    alone: Callable[..., Any] | None = None
+    """(x, g, state, step) -> state: a LOCAL step in place, to the bits of send and receive, where
+    it needs no outbox"""
     vectors: int = 1
     """arrays of model size that travel in a round"""
     scalars: int = 0

@@ -77,7 +77,10 @@ def anchored(base: Algorithm) -> Algorithm:
         inner = base.receive(x, g, state.inner, sent, mixed, step)
         return state._replace(inner=inner)
 
-    return base._replace(init=init, send=send, receive=receive)
+    def alone(x, g, state: Anchored, step: Step):
+        return state._replace(inner=base.alone(x, g, state.inner, step))
+
+    return base._replace(init=init, send=send, receive=receive, alone=base.alone and alone)
 
 
 class Feedback(NamedTuple):
@@ -107,7 +110,7 @@ def error_feedback(base: Algorithm) -> Algorithm:
             state.error.sub_(sent[0])
         return state._replace(inner=base.receive(x, g, state.inner, sent, mixed, step))
 
-    return base._replace(init=init, send=send, receive=receive)
+    return base._replace(init=init, send=send, receive=receive, alone=None)
 
 
 class Choco(NamedTuple):

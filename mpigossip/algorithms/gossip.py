@@ -53,11 +53,15 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
     def receive_then_adapt(x, g, state, sent, mixed, step: Step):
         return local.adapt(x.copy_(mixed[0]), g, state, step, x)
 
+    def alone(x, g, state, step: Step):
+        return local.adapt(x, g, state, step, x)
+
     if style == "atc":
         return Algorithm(
             local.init,
             send_adapted,
             receive_combined,
+            alone,
             by_columns=True,
             raw=local.raw,
             needs=AVERAGING,

@@ -39,7 +39,10 @@ def _outer(local: Local, kind: Kind, update: Callable) -> Algorithm:
             state.anchor.copy_(x)
         return state
 
-    return base._replace(init=init, send=send, receive=receive)
+    def alone(x, g, state: Outer, step: Step):
+        return state._replace(inner=base.alone(x, g, state.inner, step))
+
+    return base._replace(init=init, send=send, receive=receive, alone=alone)
 
 
 def slowmo(local: Local, *, slow_beta: Decay = 0.5, slow_lr: AboveZero = 1.0) -> Algorithm:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpigossip.engine.state import split
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 from mpigossip.training.loop import Trainer
 from mpigossip.training.replicas import Replicas
-from mpigossip.training.state import leaves, restore, split
+from mpigossip.training.state import restore
 
 AVERAGED = {"momentum", "first", "second"}
 """State that is a mean of gradients: its average over nodes is the state of the averaged model."""
@@ -39,8 +40,8 @@ def go_on(trainer: Trainer, path: Path, steps_per_epoch: int) -> tuple[float, li
         slots = int(manifest.meta["slots"])
         told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
         told += _begin_at(trainer, _average(manifest, path))
-        if trainer.born < trainer.index and _same_rhythm(first, trainer):
-            _restore_rhythm(trainer, numbers)
+        if trainer.engine.born < trainer.index and _same_rhythm(first, trainer):
+            trainer.engine.restore_rhythm(numbers)
     trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
     return float(numbers["seconds"]), told
 
@@ -62,15 +63,15 @@ def go_on_together(
         mean[name] = array if row is None else trainer.mixer.mean(row).numpy().reshape(array.shape)
     mean["bytes_sent"] = mine.numbers["bytes_sent"]
     told = _begin_at(trainer, mean)
-    if trainer.born < trainer.index:
-        _restore_rhythm(trainer, numbers)
+    if trainer.engine.born < trainer.index:
+        trainer.engine.restore_rhythm(numbers)
     trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
     return told
 
 
 def _set_counters(trainer: Trainer, numbers: Mapping[str, Number]) -> None:
-    trainer.index, trainer.born = int(numbers["index"]), int(numbers["born"])
-    trainer.round, trainer.shift = int(numbers["round"]), int(numbers["shift"])
+    trainer.engine.count_from(numbers)
+    trainer.shift = int(numbers["shift"])
 
 
 def _shift(trainer: Trainer, before: int, now: int) -> None:
@@ -97,57 +98,43 @@ def _same_model(saved: NodeState, replicas: Replicas, path: Path) -> None:
         )
 
 
-def _names(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return dict(leaves(trainer.states[0]))
-
-
 def _same_state(saved: NodeState, trainer: Trainer) -> bool:
-    was = {name.removeprefix("state/") for name in saved.arrays if name.startswith("state/")}
-    return was == set(_names(trainer))
+    was = {name for name in saved.arrays if name.startswith("state/")}
+    return was == set(trainer.engine.parts())
 
 
 def _same_rhythm(saved: NodeState, trainer: Trainer) -> bool:
     was = {name for name in saved.numbers if name.startswith("cadence/")}
-    return was == {f"cadence/{name}" for name in trainer.rhythm._fields}
+    return was == {f"cadence/{name}" for name in trainer.engine.rhythm._fields}
 
 
 def _exactly(trainer: Trainer, path: Path, first: NodeState) -> None:
     for row, node in enumerate(trainer.mixer.rows):
         saved = first if row == 0 else checkpoint.read_node(path, node)
-        restore(trainer.replicas, trainer.states, row, saved)
+        restore(trainer.replicas, trainer.engine, row, saved)
         trainer.mixer.bytes_sent[row] = int(saved.numbers["bytes_sent"])
         trainer.settings.precision.restore(row, saved.numbers)
-    _restore_rhythm(trainer, first.numbers)
-
-
-def _restore_rhythm(trainer: Trainer, numbers: Mapping[str, Number]) -> None:
-    fields = trainer.rhythm._fields
-    trainer.rhythm = type(trainer.rhythm)(*(numbers[f"cadence/{name}"] for name in fields))
 
 
 def _begin_at(trainer: Trainer, mean: Mapping[str, Any]) -> list[str]:
     """Every node at the average, with the state that has a mean; the graph's clock from 0."""
     told: list[str] = []
-    names = _names(trainer)
-    kept = all(name.split("/")[-1] in AVERAGED and f"state/{name}" in mean for name in names)
+    engine, state = trainer.engine, trainer.engine.parts()
+    names = [name.removeprefix("state/") for name in state]
+    kept = all(name.split("/")[-1] in AVERAGED and name in mean for name in state)
     for row in range(len(trainer.mixer.rows)):
-        split(mean["parameters"], trainer.replicas.x, row, trainer.replicas)
+        split(mean["parameters"], trainer.replicas.x, row, trainer.replicas.flat)
         _set_buffers(trainer.replicas, row, mean)
         if kept:
-            for name in names:
-                parts = [dict(leaves(state))[name] for state in trainer.states]
-                split(mean[f"state/{name}"], parts, row, trainer.replicas)
+            for name, parts in state.items():
+                split(mean[name], parts, row, trainer.replicas.flat)
     dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/") and not kept]
     if kept and names:
         told.append(f"averaged: {', '.join(names)}")
     if not kept:
-        trainer.states = [
-            algorithm.init(x)
-            for algorithm, x in zip(trainer.algorithms, trainer.replicas.x, strict=True)
-        ]
-        trainer.born = trainer.index
+        engine.restart()
         told.append(f"dropped: {', '.join(dropped) or 'nothing'}, begun anew: {', '.join(names)}")
-    trainer.round = 0
+    engine.round = 0
     trainer.mixer.bytes_sent[:] = [int(mean["bytes_sent"])] * len(trainer.mixer.rows)
     return told
 

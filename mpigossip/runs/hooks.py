@@ -11,8 +11,8 @@ from typing import Any
 
 from mpigossip.config import JobError
 from mpigossip.config.named import imported, is_own
+from mpigossip.engine.step import Record
 from mpigossip.training.evaluate import Evaluation
-from mpigossip.training.loop import Record
 
 HOOKS = {"tensorboard": "mpigossip.runs.tensorboard:TensorBoard"}
 """The hooks that `log.hooks` knows by name; all others it names as "package.module:factory"."""

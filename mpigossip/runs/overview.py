@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from mpigossip.config.readable import counted, size
+from mpigossip.engine.state import leaves
 from mpigossip.graphs import Graph, spectral
 from mpigossip.mixing.base import Kind, traffic
-from mpigossip.training.state import leaves
 
 if TYPE_CHECKING:
     from mpigossip.runs.progress import Progress
@@ -64,7 +64,7 @@ def _nodes(progress: Progress, trainer: Trainer, world) -> str:
 
 def _gossips(trainer: Trainer) -> bool:
     """Whether neighbours exchange at all: some methods average over all nodes only."""
-    return Kind.GOSSIP in trainer.cadence.kinds
+    return Kind.GOSSIP in trainer.engine.cadence.kinds
 
 
 def _graph(graph: Graph) -> str:
@@ -123,7 +123,7 @@ def _listed(nodes: list[int]) -> str:
 
 def _traffic(progress: Progress, trainer: Trainer, graph: Graph) -> str:
     """Bytes of a round, the mean over a period, beside what an all-reduce would send."""
-    n, method, layout = graph.n, trainer.method, trainer.mixer.layout
+    n, method, layout = graph.n, trainer.engine.method, trainer.mixer.layout
     if n == 1:
         return "none"
     kind = Kind.GOSSIP if _gossips(trainer) else Kind.GLOBAL
@@ -134,7 +134,7 @@ def _traffic(progress: Progress, trainer: Trainer, graph: Graph) -> str:
     ]
     messages = 1 if trainer.mixer.synchronous else 2
     average, ring = messages * float(np.mean(sent)), 2 * (n - 1) * 4 * sum(layout.widths) / n
-    always = len(trainer.cadence.kinds) == 1
+    always = len(trainer.engine.cadence.kinds) == 1
     when = "step" if always else "gossip step" if kind is Kind.GOSSIP else "averaging step"
     ratio = f"; all-reduce would send {size(ring)}" if ring and kind is Kind.GOSSIP else ""
     vectors = counted(method.vectors, "model-sized vector")
@@ -145,11 +145,11 @@ def _memory(trainer: Trainer, graph: Graph) -> float:
     """Bytes of one node: what is allocated here, and messages as the windows hold them."""
     replicas, layout = trainer.replicas, trainer.mixer.layout
     held = [*replicas.full, *replicas.grads, *replicas.x]
-    held += [array for state in trainer.states for _, array in leaves(state)]
+    held += [array for state in trainer.engine.states for _, array in leaves(state)]
     storages: dict[int, torch.UntypedStorage] = {}
     for array in held:
         storage = array.untyped_storage()
         storages[storage.data_ptr()] = storage
-    inbox = 1 if "always-global" in trainer.method.needs else 2 * graph.degree
+    inbox = 1 if "always-global" in trainer.engine.method.needs else 2 * graph.degree
     rows = len(trainer.mixer.rows)
     return sum(s.nbytes() for s in storages.values()) / rows + layout.nbytes * (1 + inbox)

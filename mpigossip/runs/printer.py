@@ -13,10 +13,10 @@ from rich.text import Text
 
 from mpigossip.cluster.launcher import terminal_of_launcher
 from mpigossip.config.readable import clock, counted, size
+from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.overview import overview
 from mpigossip.training.evaluate import Evaluation
-from mpigossip.training.loop import Record
 
 LIVE_S, PLAIN_S = 0.2, 30.0
 """Seconds between refreshes of the live line, and between the lines of a batch log."""

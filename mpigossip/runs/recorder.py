@@ -11,12 +11,12 @@ import torch
 
 from mpigossip import config
 from mpigossip.cluster.ranks import AgreedError
+from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.watch import watchers
 from mpigossip.store import StoreError
 from mpigossip.store.log import Column, LogWriter
 from mpigossip.training.evaluate import Evaluation
-from mpigossip.training.loop import Record
 
 COLUMNS = {
     "loss": Column("nat", "mean training loss of the node's samples in the step", "float64"),

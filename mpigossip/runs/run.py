@@ -176,14 +176,10 @@ class Run:
     def numbers(self) -> dict[str, Any]:
         """The counters of a checkpoint."""
         trainer = self.trainer
-        counters = {
-            "index": trainer.index,
-            "born": trainer.born,
-            "round": trainer.round,
+        return trainer.engine.numbers() | {
             "shift": trainer.shift,
             "seconds": self.progress.seconds,
         }
-        return counters | {f"cadence/{k}": v for k, v in trainer.rhythm._asdict().items()}
 
     def save(self) -> None:
         """Take a snapshot of the present step; it is written while training goes on."""
@@ -209,7 +205,7 @@ class Run:
         """A copy of every node that lives here, in the memory of an earlier one."""
         trainer, numbers = self.trainer, self.numbers()
         return [
-            snapshot(trainer.replicas, trainer.states, row, numbers | self._own(row), one)
+            snapshot(trainer.replicas, trainer.engine, row, numbers | self._own(row), one)
             for row, one in zip_longest(range(len(trainer.mixer.rows)), spare)
         ]
 

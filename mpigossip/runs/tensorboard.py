@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.store import StoreError
 from mpigossip.store.log_export import TENSORBOARD, add_evaluation, events
 from mpigossip.training.evaluate import Evaluation
-from mpigossip.training.loop import Record
 
 
 class TensorBoard(Hook):

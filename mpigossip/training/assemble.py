@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,17 +18,19 @@ from mpigossip.config.errors import Mistake
 from mpigossip.data.loader import Loader
 from mpigossip.data.partition import Order
 from mpigossip.data.sources import Source, orders, partition, source
+from mpigossip.engine.blocks import Blocks
+from mpigossip.engine.step import Engine
+from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.placement import place
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout, Mixer
+from mpigossip.mixing.base import ByBlocks, Kind, Layout, Mixer
 from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.wire import BIASED, Wire, wire
 from mpigossip.training.fit import may_cut, unfit
-from mpigossip.training.flat import Flat, flatten
 from mpigossip.training.loop import Settings, Trainer
 from mpigossip.training.precision import Precision, resolved
 from mpigossip.training.replicas import Replicas
@@ -269,6 +271,32 @@ def make_orders(job: Job, data: Source, n: int, per_step: int) -> list[Order]:
     return orders(parts, seed, per_step)
 
 
+def make_engine(
+    job: Job,
+    graph: Graph,
+    mixer: Mixer,
+    replicas: Replicas,
+    methods: Sequence[algorithms.Algorithm],
+    total: int,
+) -> Engine:
+    """What steps along the replicas' gradients, for ``total`` steps."""
+    group, flat = replicas.group, replicas.flat
+
+    def cut(by: ByBlocks) -> Blocks:
+        each = make_algorithms(job, flat, graph, by.blocks)
+        return Blocks(by, each, flat, replicas.modules[0][0])
+
+    return Engine(
+        mixer,
+        group,
+        replicas,
+        methods,
+        make_cadence(job, methods[0], graph, total),
+        cut=cut if may_cut(job, group.slots) else None,
+        measure_every=job.log.consensus_every,
+    )
+
+
 def assemble(job: Job, world, n: int) -> Assembly:
     """Build all that a run on n nodes needs; collective under MPI.
 
@@ -321,11 +349,9 @@ def assemble(job: Job, world, n: int) -> Assembly:
         accumulate=section.accumulate,
         weight_decay=section.weight_decay,
         clip_norm=section.clip_norm,
-        measure_every=job.log.consensus_every,
-        by_blocks=partial(make_algorithms, job, flat, graph) if may_cut(job, group.slots) else None,
     )
-    cadence = make_cadence(job, method, graph, total)
-    trainer = Trainer(mixer, group, replicas, methods, cadence, settings)
+    engine = make_engine(job, graph, mixer, replicas, methods, total)
+    trainer = Trainer(engine, replicas, settings)
     total = total if job.run.steps is None else min(total, job.run.steps)
     return Assembly(job, graph, trainer, data, loader, per_epoch, total)
 

@@ -14,13 +14,13 @@ from mpigossip.algorithms.base import Step
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.config import Job, JobError
 from mpigossip.data.sources import Source, SyntheticSource, source
+from mpigossip.engine.state import leaves
+from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph
 from mpigossip.mixing.base import Kind, Layout, is_average, traffic
 from mpigossip.mixing.delayed import readers
 from mpigossip.store import StoreError
 from mpigossip.training import assemble
-from mpigossip.training.flat import Flat, flatten
-from mpigossip.training.state import leaves
 
 STEPS = 240
 """Steps over which costs are averaged: whole periods of all usual graphs and cadences."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mpigossip.data.loader import Loader
+from mpigossip.engine.consensus import consensus_distance
 from mpigossip.mixing.base import Mixer
 from mpigossip.models import loss_and_correct
 from mpigossip.training.replicas import Replicas
@@ -79,29 +80,3 @@ def measure(module: nn.Module, loader: Loader, node: int, n: int) -> torch.Tenso
             sums += torch.tensor([float(loss) * count, float(correct), count], dtype=torch.float64)
     module.train(training)
     return sums
-
-
-def square_norms(x: torch.Tensor, minus: torch.Tensor | None = None) -> torch.Tensor:
-    """‖x − minus‖² of each row, in float64: (rows, 1).
-
-    Summed in fixed blocks, one row at a time: torch's sums depend on an array's shape.
-    """
-    # a GPU has nothing to gain from small blocks, and is waited for after each
-    block = 1 << (16 if x.device.type == "cpu" else 24)
-    totals = torch.zeros(len(x), 1, dtype=torch.float64)
-    for row in range(len(x)):
-        for at in range(0, x.shape[1], block):
-            piece = x[row, at : at + block].double()
-            if minus is not None:
-                other = minus[row] if minus.dim() > 1 else minus
-                piece -= other[at : at + block]
-            totals[row, 0] += float((piece * piece).sum())
-    return totals
-
-
-def consensus_distance(full: torch.Tensor, mixer: Mixer) -> float:
-    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², the mean square distance from the average, relative."""
-    mean = mixer.mean(full)
-    apart = mixer.mean_scalars(square_norms(full, mean))
-    size = float(square_norms(mean.unsqueeze(0)))
-    return float(apart) / size if size else 0.0

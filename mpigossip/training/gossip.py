@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from mpigossip.config import JobError
+from mpigossip.engine.vector import flatten
 from mpigossip.graphs import graph as make_graph
 from mpigossip.groups.devices import make_group
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
-from mpigossip.training.flat import flatten
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ class Gossip:
 
     def consensus_distance(self) -> float:
         """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
-        from mpigossip.training.evaluate import consensus_distance
+        from mpigossip.engine.consensus import consensus_distance
 
         return consensus_distance(self._x, self._mixer)
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from mpigossip.data.loader import Batch
+from mpigossip.engine.vector import Flat
 from mpigossip.groups.base import Group, shards
 from mpigossip.models import loss_and_correct
 from mpigossip.training.capture import CannotCapture, Captured, Pass
-from mpigossip.training.flat import Flat
 from mpigossip.training.precision import Precision
 
 
@@ -49,6 +49,7 @@ class Replicas:
         self.full = [torch.zeros(rows, flat.size, device=d) for d in group.devices]
         self.grads = [torch.zeros(rows, flat.size, device=d) for d in group.devices]
         self.x = shards(self.full, group.segments)
+        self.g = shards(self.grads, group.segments)
         self.modules: list[list[nn.Module]] = []
         start = dict(module.named_parameters())
         for row in range(rows):
@@ -62,6 +63,19 @@ class Replicas:
                 replica = copy.deepcopy(module).to(device)
                 flat.attach(replica, self.full[slot][row], self.grads[slot][row])
                 self.modules[row].append(replica)
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The first column of each segment."""
+        width = self.flat.size // self.group.segments
+        return tuple(width * segment for segment in range(self.group.segments))
+
+    def gather(self) -> None:
+        """The mean over slots of their gradients, as shards; uses ``grads`` up."""
+        self.g = self.group.reduce_scatter_mean(self.grads)
+
+    def check(self) -> None:
+        """Nothing: nobody else has these modules."""
 
     def gradients(
         self, batches: Sequence[Batch], accumulate: int, precision: Precision

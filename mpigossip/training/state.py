@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import numpy as np
 import torch
 
-from mpigossip.store import direct
+from mpigossip.engine.state import joined, split
+from mpigossip.engine.step import Engine
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.replicas import Replicas
 
 
-def leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The arrays of a nested NamedTuple by name: ``("base/momentum", array)``."""
-    if isinstance(state, torch.Tensor):
-        yield prefix, state
-        return
-    for field in getattr(state, "_fields", ()):
-        yield from leaves(getattr(state, field), f"{prefix}/{field}" if prefix else field)
-
-
-def joined(
-    parts: Sequence[torch.Tensor], row: int, replicas: Replicas, place: np.ndarray | None = None
-) -> np.ndarray:
-    """One row over all slots: shaped like x, cut to the parameters; (rows, 1) as it is.
-
-    ``place``: an array of an earlier call that is overwritten; without one, whole pages are taken.
-    """
-    if parts[0].shape[1] == 1:
-        return parts[0][row].cpu().numpy().copy()
-    # a single slot's shard is the whole: packing it is the only copy
-    whole = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
-    if place is None:
-        size = replicas.flat.count * whole.element_size()
-        place = torch.from_numpy(direct.pages(size)).view(whole.dtype).numpy()
-    replicas.flat.pack(whole, torch.from_numpy(place))
-    return place
-
-
-def split(packed: np.ndarray, parts: Sequence[torch.Tensor], row: int, replicas: Replicas) -> None:
-    """Inverse of :func:`joined`."""
-    values = torch.from_numpy(np.array(packed))
-    if parts[0].shape[1] == 1:
-        for part in parts:
-            part[row].copy_(values)
-        return
-    whole = torch.empty(replicas.flat.size)
-    replicas.flat.unpack(values, whole)
-    for part, piece in zip(parts, whole.chunk(len(parts)), strict=True):
-        part[row].copy_(piece)
-
-
 def snapshot(
     replicas: Replicas,
-    states: Sequence[Any],
+    engine: Engine,
     row: int,
     numbers: dict,
     spare: NodeState | None = None,
@@ -65,20 +23,13 @@ def snapshot(
     ``spare``: an earlier snapshot that nobody needs any more. Its memory is used again: fresh
     pages cost more time than the copy.
     """
-    named = [dict(leaves(state)) for state in states]
-    places = spare.arrays if spare else {}
-    arrays = {
-        f"state/{name}": joined(
-            [slot[name] for slot in named], row, replicas, places.get(f"state/{name}")
-        )
-        for name in named[0]
-    }
+    arrays = engine.arrays(row, spare.arrays if spare else None)
     for slot, buffers in enumerate(replicas.buffers(row)):
         for name, buffer in buffers.items():
             arrays[f"buffers/{slot}/{name}"] = buffer.detach().cpu().numpy().copy()
     flat = replicas.flat
     return NodeState(
-        parameters=joined(replicas.x, row, replicas, spare.parameters if spare else None),
+        parameters=joined(replicas.x, row, flat, spare.parameters if spare else None),
         names=flat.names,
         shapes=flat.shapes,
         arrays=arrays,
@@ -86,12 +37,10 @@ def snapshot(
     )
 
 
-def restore(replicas: Replicas, states: Sequence[Any], row: int, saved: NodeState) -> None:
+def restore(replicas: Replicas, engine: Engine, row: int, saved: NodeState) -> None:
     """Put a node back, to the bit; the layout must be the one that was saved."""
-    split(saved.parameters, replicas.x, row, replicas)
-    named = [dict(leaves(state)) for state in states]
-    for name in named[0]:
-        split(saved.arrays[f"state/{name}"], [slot[name] for slot in named], row, replicas)
+    split(saved.parameters, replicas.x, row, replicas.flat)
+    engine.restore(saved.arrays, saved.numbers, row)
     for slot, buffers in enumerate(replicas.buffers(row)):
         for name, buffer in buffers.items():
             value = saved.arrays[f"buffers/{slot}/{name}"]

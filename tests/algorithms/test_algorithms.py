@@ -9,6 +9,7 @@ import torch
 from mpigossip import algorithms, graph
 from mpigossip.algorithms.spectrum import momentum_of_gossip
 from mpigossip.config import JobError
+from mpigossip.engine.state import leaves
 from mpigossip.graphs import from_matrices
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
@@ -16,7 +17,6 @@ from mpigossip.store import checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.training import assemble
 from mpigossip.training.fit import lacking
-from mpigossip.training.state import leaves
 from tests import battery
 from tests.battery import Driver, on_ranks
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mpigossip import algorithms
+from mpigossip.engine.blocks import _columns
 from mpigossip.training import assemble
-from mpigossip.training.blocks import _columns
 from tests import battery
 
 

@@ -456,7 +456,7 @@ def test_unsharded_state_is_held_once(tmp_path):
     job = assemble.load({"model": {"name": "mlp"}}, ["node.devices=cpu:3", "node.shard=false"])
     assembly = assemble.assemble(job, Alone(), 2)
     trainer = assembly.trainer
-    assert len(trainer.states) == len(trainer.replicas.x) == 1
-    assert trainer.states[0].momentum.shape == trainer.replicas.full[0].shape
+    assert len(trainer.engine.states) == len(trainer.replicas.x) == 1
+    assert trainer.engine.states[0].momentum.shape == trainer.replicas.full[0].shape
     assert trainer.mixer.outbox(0)[0][0].shape == trainer.replicas.full[0].shape
     assembly.close()

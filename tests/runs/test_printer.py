@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from mpigossip.cluster.ranks import Alone
+from mpigossip.engine.step import Record
 from mpigossip.mixing.base import Kind
 from mpigossip.runs.overview import overview
 from mpigossip.runs.printer import Printer
 from mpigossip.runs.run import Run
 from mpigossip.training import assemble
-from mpigossip.training.loop import Record
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from mpigossip.algorithms.base import Algorithm, Step
+from mpigossip.engine.vector import Flat
 from mpigossip.mixing.base import ByBlocks
-from mpigossip.training.flat import Flat
 
 
 class Blocks:

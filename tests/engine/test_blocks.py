@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from mpigossip.cluster.ranks import Alone
+from mpigossip.engine.blocks import Blocks
+from mpigossip.engine.vector import flatten
 from mpigossip.graphs import graph
 from mpigossip.mixing import plan
 from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import ByBlocks, Kind, Layout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.training import assemble
-from mpigossip.training.blocks import Blocks
-from mpigossip.training.flat import flatten
 from tests.mixing.test_windows import fill
 from tests.runs.test_run import job
 

@@ -1,10 +1,11 @@
-"""Parameters as named views of one contiguous vector, padded so that it can be cut into shards."""
+"""A model's trained parameters as named views of one flat vector."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,6 +14,31 @@ from mpigossip.mixing.wire import BUCKET
 
 ALIGN = 32
 """Elements (128 bytes) that every parameter's place is a multiple of."""
+
+
+class Vector(Protocol):
+    """The trained parameters of the nodes that live here, in flat memory, and their gradients.
+
+    Arrays are (rows, columns): ``x`` and ``g`` one a segment, ``full`` one a slot.
+    """
+
+    flat: Flat
+    x: list[torch.Tensor]
+    """what is updated and exchanged: the slots' shards"""
+    g: list[torch.Tensor]
+    """gradients at x, decay included; their memory may be used up by a step"""
+    full: list[torch.Tensor]
+    """every slot's whole vector, which its forward pass reads"""
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The first column of each segment in the node's vector: it keys random wires."""
+
+    def gather(self) -> None:
+        """Bring the parameters' gradients into ``g``: asked for only where a method reads them."""
+
+    def check(self) -> None:
+        """Raise JobError where the parameters are no more views of ``full``: why, in words."""
 
 
 @dataclass(frozen=True)

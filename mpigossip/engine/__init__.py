@@ -1,0 +1,1 @@
+"""What makes a step from a gradient: clock, cadence, send, exchange, receive."""

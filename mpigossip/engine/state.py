@@ -1,0 +1,52 @@
+"""State by name: an algorithm's nested arrays as packed rows of a node, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpigossip.engine.vector import Flat
+from mpigossip.store import direct
+
+
+def leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The arrays of a nested NamedTuple by name: ``("base/momentum", array)``."""
+    if isinstance(state, torch.Tensor):
+        yield prefix, state
+        return
+    for field in getattr(state, "_fields", ()):
+        yield from leaves(getattr(state, field), f"{prefix}/{field}" if prefix else field)
+
+
+def joined(
+    parts: Sequence[torch.Tensor], row: int, flat: Flat, place: np.ndarray | None = None
+) -> np.ndarray:
+    """One row over all slots: shaped like x, cut to the parameters; (rows, 1) as it is.
+
+    ``place``: an array of an earlier call that is overwritten; without one, whole pages are taken.
+    """
+    if parts[0].shape[1] == 1:
+        return parts[0][row].cpu().numpy().copy()
+    # a single slot's shard is the whole: packing it is the only copy
+    whole = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
+    if place is None:
+        size = flat.count * whole.element_size()
+        place = torch.from_numpy(direct.pages(size)).view(whole.dtype).numpy()
+    flat.pack(whole, torch.from_numpy(place))
+    return place
+
+
+def split(packed: np.ndarray, parts: Sequence[torch.Tensor], row: int, flat: Flat) -> None:
+    """Inverse of :func:`joined`."""
+    values = torch.from_numpy(np.array(packed))
+    if parts[0].shape[1] == 1:
+        for part in parts:
+            part[row].copy_(values)
+        return
+    whole = torch.empty(flat.size)
+    flat.unpack(values, whole)
+    for part, piece in zip(parts, whole.chunk(len(parts)), strict=True):
+        part[row].copy_(piece)
