@@ -30,10 +30,10 @@ class Record:
     index: int
     kind: Kind
     lr: float
-    mixed_distance: torch.Tensor
-    consensus_distance: float
     loss: torch.Tensor
     gradient_norm: torch.Tensor
+    mixed_distance: torch.Tensor
+    consensus_distance: float
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_sent: list[int] = field(default_factory=list)
     staleness: list[float] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Engine:
         loss = self._unmeasured() if loss is None else loss
         norm = self._unmeasured() if gradient_norm is None else gradient_norm
         self.rhythm = self.cadence.observe(self.rhythm, now, self._measured(kind, loss, apart))
-        record = Record(self.index, kind, lr, apart, self._consensus(), loss, norm)
+        record = Record(self.index, kind, lr, loss, norm, apart, self._consensus())
         record.seconds = self.clock.seconds
         record.bytes_sent = list(self.mixer.bytes_sent)
         record.staleness = list(self.mixer.staleness)
