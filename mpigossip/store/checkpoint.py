@@ -12,37 +12,28 @@ right: a damaged file gives StoreError, never a crash or wrong numbers.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
 
-from mpigossip.store import StoreError, direct
-from mpigossip.store.hdf5 import (
-    crc,
-    create,
-    open_for_reading,
-    read_array,
-    read_text,
-    reading,
-    sync,
-    write_text,
-    writing,
-)
+from mpigossip.store import StoreError, direct, guard
+from mpigossip.store import manifest as manifests
+from mpigossip.store.hdf5 import crc, create, reading, sync, write_text, writing
+from mpigossip.store.manifest import FORMAT, MANIFEST, Entry, Manifest, Number
 
-FORMAT = "mpigossip checkpoint 1"
-MANIFEST = "checkpoint.h5"
-HEADER = 512  # bytes before the HDF5 part of the manifest: its format and its checksum
 PIECE = 1 << 22  # parameters read at a time
-Number = int | float | str
+DIMENSIONS = 32  # of a parameter
 
 
 @dataclass(frozen=True)
@@ -58,27 +49,6 @@ class NodeState:
     shapes: tuple[tuple[int, ...], ...]
     arrays: dict[str, np.ndarray]
     numbers: dict[str, Number]
-
-
-class Entry(NamedTuple):
-    """One node's file: name, bytes, checksum (CRC-32 of all bytes), length P of its parameters."""
-
-    node: int
-    file: str
-    bytes: int
-    checksum: str
-    parameters: int
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What `checkpoint.h5` says: step, nodes, the complete job (TOML), facts, and the files."""
-
-    step: int
-    n: int
-    job: str
-    meta: dict[str, Number]
-    entries: tuple[Entry, ...]
 
 
 def folder(run: Path, step: int) -> Path:
@@ -154,9 +124,8 @@ def commit(
     final = folder(run, step)
     old = final.with_suffix(".old")
     with writing(final):
-        _write_manifest(
-            temporary / MANIFEST, Manifest(step, len(entries), job, dict(meta), tuple(entries))
-        )
+        whole = Manifest(step, len(entries), job, dict(meta), tuple(entries))
+        manifests.write(temporary / MANIFEST, whole)
         sync(temporary)
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -198,26 +167,7 @@ def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint directory; StoreError where it is missing or damaged."""
-    path = Path(path) / MANIFEST
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StoreError(
-            f"{path} can't be read ({error.strerror}): a checkpoint is a directory "
-            f"step-… with {MANIFEST} in it, under RUN/checkpoints"
-        ) from None
-    if data[:HEADER] != _header(data[HEADER:]):
-        raise StoreError(
-            f"{path} is damaged or not a manifest: its checksum differs; "
-            "resume from an older checkpoint or copy it again"
-        )
-    with reading(path), open_for_reading(path) as file:
-        job, meta = read_text(file, "job"), json.loads(read_text(file, "meta"))
-        entries = tuple(
-            Entry(int(row[0]), row[1].decode(), int(row[2]), row[3].decode(), int(row[4]))
-            for row in file["nodes"][()]
-        )
-        return Manifest(int(file.attrs["step"]), int(file.attrs["n"]), job, meta, entries)
+    return manifests.read(path)
 
 
 def read_node(path: Path, node: int) -> NodeState:
@@ -228,30 +178,27 @@ def read_node(path: Path, node: int) -> NodeState:
             f"{path} holds nodes 0 to {manifest.n - 1}, node {node} was asked for; "
             "start with as many nodes, or resume from the average"
         )
-    with _node_file(path, manifest.entries[node]) as file:
-        parameters = read_array(file, "parameters")
-        names, shapes = _read_layout(read_array(file, "layout"))
-        if parameters.dtype != np.float32 or parameters.shape != (sum(map(math.prod, shapes)),):
-            raise ValueError(f"parameters are {parameters.dtype} {parameters.shape}")
-        arrays: dict[str, np.ndarray] = {}
-        file["arrays"].visititems(
-            lambda name, item: (
-                arrays.update({name: read_array(file["arrays"], name)})
-                if isinstance(item, h5py.Dataset)
-                else None
-            )
-        )
-        return NodeState(parameters, names, shapes, arrays, json.loads(read_text(file, "numbers")))
+    entry = manifest.entries[node]
+    with _node_file(path, entry) as found:
+        names, shapes = _read_layout(guard.array(found, "layout", "V", 1), entry.parameters)
+        parameters = guard.array(found, "parameters", "<f4", 1)
+        arrays = {
+            name.removeprefix("arrays/"): guard.array(found, name)
+            for name, item in sorted(found.items(), key=lambda one: one[0].split("/"))
+            if name.startswith("arrays/") and isinstance(item, h5py.Dataset)
+        }
+        numbers = manifests.plain(guard.text(found, "numbers"), "numbers")
+        return NodeState(parameters, names, shapes, arrays, numbers)
 
 
 def digest(path: Path) -> str:
     """SHA-256 over the parameters of all nodes in node order, as float32 little endian."""
     sha = hashlib.sha256()
     for entry in read_manifest(path).entries:
-        with _node_file(path, entry) as file:
-            data = file["parameters"]
+        with _node_file(path, entry) as found:
+            data = guard.dataset(found, "parameters")
             for start in range(0, len(data), PIECE):
-                sha.update(data[start : start + PIECE].astype("<f4", copy=False).tobytes())
+                sha.update(data[start : start + PIECE].tobytes())
     return sha.hexdigest()
 
 
@@ -316,64 +263,61 @@ def _layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> np.ndarr
     return rows
 
 
-def _read_layout(rows: np.ndarray) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    names = tuple(row["name"].decode() for row in rows)
-    return names, tuple(tuple(map(int, row["shape"][: row["ndim"]])) for row in rows)
-
-
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    """`checkpoint.h5`: facts, table of files, and /parameters (n, P), a view of all files."""
-    names = max(len(entry.file) for entry in manifest.entries)
-    kind = [("node", "<i8"), ("file", f"S{names}"), ("bytes", "<i8")]
-    kind += [("checksum", "S8"), ("parameters", "<i8")]
-    length = manifest.entries[0].parameters
-    with create(path, userblock_size=HEADER) as file:
-        file.attrs["format"] = np.bytes_(FORMAT)
-        file.attrs["step"], file.attrs["n"] = manifest.step, manifest.n
-        write_text(file, "job", manifest.job)
-        write_text(file, "meta", json.dumps(manifest.meta, default=lambda v: v.item()))
-        rows = [(e.node, e.file.encode(), e.bytes, e.checksum.encode(), e.parameters)
-                for e in manifest.entries]  # fmt: skip
-        file.create_dataset("nodes", data=np.array(rows, np.dtype(kind)))
-        if length:
-            joined = h5py.VirtualLayout((manifest.n, length), "<f4")
-            for entry in manifest.entries:
-                joined[entry.node] = h5py.VirtualSource(entry.file, "parameters", (length,), "<f4")
-            file.create_virtual_dataset("parameters", joined, fillvalue=np.nan)
-    with path.open("r+b") as raw:
-        raw.seek(HEADER)
-        header = _header(raw.read())
-        raw.seek(0)
-        raw.write(header)
-    sync(path)
-
-
-def _header(content: bytes) -> bytes:
-    """What stands before the HDF5 part of a manifest."""
-    text = f"{FORMAT}\nsha256 of all bytes after {HEADER}: {hashlib.sha256(content).hexdigest()}\n"
-    return text.encode().ljust(HEADER, b"\0")
+def _read_layout(
+    rows: np.ndarray, length: int
+) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Names and shapes of the table; ValueError unless they fill `length` one after the other."""
+    if [rows.dtype[name].kind for name in rows.dtype.names or ()] != list("SiiiV"):
+        raise ValueError(f"its table of parameters is {rows.dtype}")
+    names, shapes, offset = [], [], 0
+    for name, at, size, ndim, numbers in rows:
+        shape = tuple(map(int, numbers[: max(0, ndim)]))
+        fits = len(shape) == ndim <= DIMENSIONS and min(shape, default=0) >= 0
+        if not fits or at != offset or size != math.prod(shape):
+            raise ValueError(f"parameter {name!r} of {shape} at {at} doesn't follow {offset}")
+        names.append(guard.printable(name.decode(), "name"))
+        shapes.append(shape)
+        offset += int(size)
+    if offset != length or len(set(names)) != len(names):
+        raise ValueError(f"{len(set(names))} of {len(names)} parameters fill {offset} of {length}")
+    return tuple(names), tuple(shapes)
 
 
 @contextmanager
-def _node_file(path: Path, entry: Entry) -> Iterator[h5py.File]:
-    """A node's file, open for reading, after its size and checksum were found right."""
-    file = Path(path) / entry.file
-    if entry.file != f"node-{entry.node:04d}.h5":
-        raise StoreError(f'{path}: the manifest names "{entry.file}" for node {entry.node}')
-    if not file.is_file():
-        raise StoreError(f"{file} is missing; copy it there or use another checkpoint")
-    with reading(file):
-        size = file.stat().st_size
-        if size != entry.bytes:
+def _node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
+    """What a node's file holds, after its size, checksum and structure were found right."""
+    place = Path(path) / entry.file
+    with reading(place):
+        try:
+            file = guard.regular(place, follow=False)
+        except FileNotFoundError:
             raise StoreError(
-                f"{file} has {size} bytes, the manifest says {entry.bytes}: truncated or of "
-                "another checkpoint; copy it again or use another checkpoint"
-            )
-        checksum = crc(file)
-        if checksum != entry.checksum:
-            raise StoreError(
-                f"{file} is damaged: its CRC-32 is {checksum}, the manifest says "
-                f"{entry.checksum}; copy it again or use another checkpoint"
-            )
-        with open_for_reading(file) as opened:
-            yield opened
+                f"{place} is missing; copy it there or use another checkpoint"
+            ) from None
+        with file:
+            _check_bytes(place, file, entry)
+            with guard.opened(file, entry.bytes) as (content, found):
+                facts = guard.attributes(content)
+                if facts != {"format": FORMAT, "node": entry.node}:
+                    raise ValueError(f"it says {str(facts)[:100]}, not node {entry.node}")
+                manifests.only(found, {"parameters", "arrays", "layout", "numbers"})
+                parameters = guard.dataset(found, "parameters")
+                if parameters.dtype.str != "<f4" or parameters.shape != (entry.parameters,):
+                    raise ValueError(f"parameters are {parameters.dtype} {parameters.shape}")
+                yield found
+
+
+def _check_bytes(place: Path, file: io.FileIO, entry: Entry) -> None:
+    """StoreError unless the open file has the size and the checksum that the manifest says."""
+    size = os.fstat(file.fileno()).st_size
+    if size != entry.bytes:
+        raise StoreError(
+            f"{place} has {size} bytes, the manifest says {entry.bytes}: truncated or of "
+            "another checkpoint; copy it again or use another checkpoint"
+        )
+    checksum = crc(file)
+    if checksum != entry.checksum:
+        raise StoreError(
+            f"{place} is damaged: its CRC-32 is {checksum}, the manifest says "
+            f"{entry.checksum}; copy it again or use another checkpoint"
+        )

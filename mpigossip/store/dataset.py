@@ -35,12 +35,17 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpigossip.store import StoreError
+from mpigossip.store import StoreError, guard
+from mpigossip.store.hdf5 import WRONG
 from mpigossip.store.packing import FORMAT, SPLITS, VERSION, checksum_of, pack
 
 __all__ = ["Dataset", "Split", "open_dataset", "pack", "show"]
 
 KINDS = ("images", "arrays", "text")
+ARRAYS = ("labels", "offsets", "sizes", "checksums")
+CHANNELS = 1 << 10
+CLASSES = 1 << 16  # names of any length, as in version 1
+SIDE = 1 << 16  # pixels of an image
 Require = Callable[[bool, str], None]
 
 
@@ -144,80 +149,101 @@ def open_dataset(path: Path | str) -> Dataset:
     """Open and check a data set.
 
     Raises StoreError, in one paragraph, for a file that is missing, isn't HDF5, isn't a data
-    set, is cut short, or contradicts itself (labels out of range, offsets that go backwards).
+    set, is cut short, contradicts itself (labels out of range, offsets that go backwards), or
+    holds what `guard` refuses.
     """
     path = Path(path)
-    if not path.is_file():
+    if path.is_dir() or not path.exists():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise StoreError(
             f"the data set {path} {what}; make one with: mpigossip data pack FOLDER {path}"
         )
     try:
-        file = h5py.File(path, "r", locking="best-effort")
+        raw = guard.regular(path)
     except OSError as error:
-        if "truncated" in str(error):
-            raise StoreError(
-                f"the data set {path} is cut short ({path.stat().st_size} bytes): copy or pack it "
-                "again"
-            ) from error
         raise StoreError(
-            f"the data set {path} can't be opened as an HDF5 file ({error}); make one with: "
-            "mpigossip data pack FOLDER OUT.h5"
+            f"the data set {path} can't be read: {error.strerror}; ask its owner for it"
         ) from error
-    with file:
-        try:
-            return _read(file, path)
-        except StoreError:
+    try:
+        return _read(raw, path)
+    except BaseException as error:
+        raw.close()
+        if isinstance(error, StoreError) or not isinstance(error, (*WRONG, OSError)):
             raise
-        except (KeyError, OSError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-            raise StoreError(
-                f"the data set {path} lacks a piece or has a damaged one: {error}; pack it again "
-                "with: mpigossip data pack FOLDER OUT.h5"
-            ) from error
+        words = "lacks a piece or has a damaged one"
+        if isinstance(error, OSError):
+            cut = "truncated" in str(error)
+            words = "is cut short" if cut else "can't be opened as an HDF5 file"
+        raise StoreError(
+            f"the data set {path} {words}: {error}; copy or pack it again, with: mpigossip data "
+            "pack FOLDER OUT.h5"
+        ) from error
 
 
-def _read(file: h5py.File, path: Path) -> Dataset:
+def _read(raw: io.FileIO, path: Path) -> Dataset:
     """Read and check everything but the payload."""
+    size = os.fstat(raw.fileno()).st_size
+    with h5py.File(raw, "r") as file:
+        if "format" not in file.attrs or guard.attribute(file, "format", texts=True) != FORMAT:
+            raise StoreError(
+                f'the data set {path} can\'t be used: it has no attribute format = "{FORMAT}", so '
+                "`mpigossip data pack` didn't make it; pack it again"
+            )
+        version = guard.attribute(file, "version")
+        old = version == 1  # of those, some have texts of any length
+        found = guard.look(file, size, texts=old)
+        return _content(raw, path, guard.attributes(file, texts=old), found)
+
+
+def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str, Any]) -> Dataset:
+    """The data set of these attributes and arrays, if they go together."""
 
     def require(true: bool, message: str) -> None:
         if not true:
             raise StoreError(f"the data set {path} can't be used: {message}; pack it again")
 
-    facts = file.attrs
-    made = _text(facts.get("format", "")) == FORMAT
-    require(
-        made, f'it has no attribute format = "{FORMAT}", so `mpigossip data pack` didn\'t make it'
-    )
-    version, kind = int(facts["version"]), _text(facts["kind"])
-    require(1 <= version <= VERSION, f"its version is {version}, this program reads {VERSION}")
+    version, kind, channels = facts["version"], facts["kind"], facts["channels"]
+    known = isinstance(version, int) and 1 <= version <= VERSION
+    require(known, f"its version is {version}, this program reads 1 to {VERSION}")
     require(kind in KINDS, f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
-    stored, channels = file["classes"][()], int(facts["channels"])
-    classes = tuple(map(_text, stored))
-    if version > 1:
-        right = zlib.crc32(stored.tobytes()) == facts["checksum"]
-        require(right, "the names of its classes are damaged")
+    classes, checksum = _classes(found)
+    require(version == 1 or checksum == facts["checksum"], "the names of its classes are damaged")
+    count = isinstance(channels, int) and 1 <= channels <= CHANNELS
+    require(count, f"channels = {channels}, not a number from 1 to {CHANNELS}")
     mean, std = np.array(facts["mean"], float), np.array(facts["std"], float)
-    whole = mean.shape == std.shape == (channels,) and np.isfinite(mean).all() and (std > 0).all()
-    require(bool(whole), f"mean {mean} and std {std} should be {channels} numbers, std above 0")
+    numbers = np.concatenate([mean.ravel(), std.ravel(), [facts["scale"]]])
+    whole = mean.shape == std.shape == (channels,) and np.isfinite(numbers).all()
+    whole = whole and (std > 0).all() and facts["scale"] > 0
+    require(
+        bool(whole),
+        f"mean {mean} and std {std} should be {channels} numbers, std and scale above 0",
+    )
     splits = {}
     for name in SPLITS:
-        right = version == 1 or checksum_of(file[name]) == file[name].attrs["checksum"]
+        group = {key: found[f"{name}/{key}"] for key in ARRAYS if f"{name}/{key}" in found}
+        right = version == 1 or checksum_of(group) == guard.attribute(found[name], "checksum")
         require(right, f"the labels or offsets of {name} are damaged: their checksum differs")
-        splits[name] = fields = _fields(file[name], kind, require)
+        splits[name] = fields = _fields(name, found, kind, channels, require)
         if version > 1:
-            fields["checksums"] = file[name]["checksums"][()]
+            fields["checksums"] = sums = guard.array(found, f"{name}/checksums", "<u4", 1)
+            require(len(sums) == len(fields["labels"]), f"{name} has {len(sums)} checksums")
         _check_labels(fields["labels"], len(classes), name, require)
-        end, size = fields["start"] + math.prod(fields["array_shape"]), path.stat().st_size
-        require(end <= size, f"{name} ends at byte {end}, the file at {size}")
-    raw = io.FileIO(path)
-    words = {key: _text(value) for key, value in facts.items() if isinstance(value, str | bytes)}
+    words = {key: value for key, value in facts.items() if isinstance(value, str)}
     train, test = (Split(file=raw, **splits[name]) for name in SPLITS)
     scale = float(facts["scale"])
     return Dataset(path, kind, classes, channels, scale, mean, std, words, train, test)
 
 
-def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+def _classes(found: dict[str, Any]) -> tuple[tuple[str, ...], int]:
+    """Names of classes, and the checksum over them (0 for texts of any length, as in version 1)."""
+    data = guard.dataset(found, "classes")
+    if data.dtype.kind == "S":
+        stored = guard.array(found, "classes", "S", 1)
+        names, checksum = stored.tolist(), zlib.crc32(stored.tobytes())
+    else:
+        # one by one: they could all be the same long text
+        names, checksum = [data[k][: guard.NAME] for k in range(min(len(data), CLASSES))], 0
+    return tuple(guard.printable(n.decode(errors="replace"), "classes") for n in names), checksum
 
 
 def _check_labels(labels: np.ndarray, classes: int, name: str, require: Require) -> None:
@@ -228,28 +254,34 @@ def _check_labels(labels: np.ndarray, classes: int, name: str, require: Require)
     require(not first, f"{len(wrong)} labels of {name} are not in 0 … {classes - 1}{first}")
 
 
-def _fields(group: h5py.Group, kind: str, require: Require) -> dict:
+def _fields(
+    name: str, found: dict[str, Any], kind: str, channels: int, require: Require
+) -> dict[str, Any]:
     """Check the arrays of one split and return the fields of its Split, all but the file."""
-    name, labels = group.name, group["labels"][:].astype(np.int64)
-    payload = group["images" if kind == "arrays" else "bytes"]
+
+    def read(part: str, ndim: int) -> np.ndarray:
+        return guard.array(found, f"{name}/{part}", "iu", ndim).astype(np.int64)
+
+    labels = read("labels", 1)
+    payload = guard.dataset(found, f"{name}/{'images' if kind == 'arrays' else 'bytes'}")
     start, shape = payload.id.get_offset(), payload.shape
     require(payload.dtype == np.uint8, f"{payload.name} holds {payload.dtype}, not uint8")
     require(start is not None, f"{payload.name} is not stored contiguously")
     offsets = sizes = None
     if kind == "arrays":
-        fits = len(shape) == 4 and shape[:2] == (len(labels), group.file.attrs["channels"])
+        fits = len(shape) == 4 and shape[:2] == (len(labels), channels) and min(shape) > 0
         require(fits, f"{payload.name} of shape {shape} doesn't go with {len(labels)} labels")
         sizes = np.tile(np.array(shape[2:], np.int64), (len(labels), 1))
     else:
-        offsets = group["offsets"][:].astype(np.int64)
-        fits = len(offsets) == len(labels) + 1
+        offsets = read("offsets", 1)
+        fits = len(shape) == 1 and len(offsets) == len(labels) + 1
         require(fits, f"{name} has {len(offsets)} offsets for {len(labels)} labels, not one more")
         right = offsets[0] == 0 and offsets[-1] == payload.size and (np.diff(offsets) >= 0).all()
         require(bool(right), f"the offsets of {name} don't climb from 0 to {payload.size}")
     if kind == "images":
-        sizes = group["sizes"][:].astype(np.int64)
-        fits = sizes.shape == (len(labels), 2) and (sizes > 0).all()
-        require(bool(fits), f"{name} lacks a height and width above 0 for some image")
+        sizes = read("sizes", 2)
+        fits = sizes.shape == (len(labels), 2) and (sizes > 0).all() and (sizes <= SIDE).all()
+        require(bool(fits), f"{name} lacks heights and widths from 1 to {SIDE} for some image")
     return {"labels": labels, "offsets": offsets, "sizes": sizes, "start": start,
             "array_shape": shape}  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zlib
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ from mpigossip.store import StoreError
 
 # HDF5 1.10 and later read this; unlike the earliest format it has checksums on all metadata.
 LIBVER = ("v110", "v110")
+
+WRONG = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+         MemoryError)  # fmt: skip
+"""What Python and h5py raise over content that isn't as expected."""
 
 
 @contextmanager
@@ -57,7 +62,9 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except StoreError:
         raise
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, IndexError, MemoryError) as err:
+    except PermissionError as err:
+        raise StoreError(f"{path} can't be read: {err.strerror}; ask its owner for it") from err
+    except (*WRONG, OSError) as err:
         raise StoreError(
             f"{path} doesn't hold what this program writes: {_reason(err)}; use another copy"
         ) from err
@@ -124,11 +131,6 @@ def create(path: Path, **settings: Any) -> Iterator[h5py.File]:
                 raise sink.error
 
 
-def open_for_reading(path: Path) -> h5py.File:
-    """An existing file, also on file systems that can't lock."""
-    return h5py.File(path, "r", locking="best-effort")
-
-
 def sync(path: Path) -> None:
     """Bring a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -138,12 +140,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def crc(path: Path) -> str:
-    """CRC-32 of all bytes of a file, as 8 hexadecimal digits."""
+def crc(file: io.FileIO) -> str:
+    """CRC-32 of all bytes of an open file, as 8 hexadecimal digits."""
     value, buffer = 0, memoryview(bytearray(1 << 19))  # small enough to stay in the cache
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            value = zlib.crc32(buffer[:size], value)
+    file.seek(0)
+    while size := file.readinto(buffer):
+        value = zlib.crc32(buffer[:size], value)
     return f"{value:08x}"
 
 
@@ -152,21 +154,3 @@ def write_text(group: h5py.Group, name: str, text: str) -> None:
     data = text.encode()
     kind = h5py.string_dtype("utf-8", max(len(data), 1))
     group.create_dataset(name, data=np.array(data, dtype=kind), dtype=kind)
-
-
-def read_text(group: h5py.Group, name: str) -> str:
-    """The text that `write_text` wrote."""
-    value = group[name][()]
-    if not isinstance(value, bytes):
-        raise ValueError(f'"{name}" is {type(value).__name__}, a text was expected')
-    return value.decode()
-
-
-def read_array(group: h5py.Group, name: str) -> np.ndarray:
-    """A dataset as an array: stored in this file, without objects, no larger than the file."""
-    data: Any = group[name]
-    if not isinstance(data, h5py.Dataset) or data.dtype.hasobject:
-        raise ValueError(f'"{name}" is not an array of numbers')
-    if data.is_virtual or data.external or data.nbytes > group.file.id.get_filesize():
-        raise ValueError(f'"{name}" of {data.nbytes} bytes isn\'t in this file')
-    return data[()]

@@ -4,7 +4,7 @@ import io
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,7 +204,7 @@ def fixed(text: str) -> np.bytes_:
     return np.bytes_(text.encode(errors="surrogateescape") or b" ")
 
 
-def checksum_of(group: h5py.Group) -> int:
+def checksum_of(group: Mapping[str, h5py.Dataset]) -> int:
     """CRC-32 over the small arrays of a split, those that HDF5 doesn't check itself."""
     value = 0
     for name in ("labels", "offsets", "sizes", "checksums"):

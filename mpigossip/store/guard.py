@@ -1,0 +1,262 @@
+"""What may stand in a file that somebody else may have made: looked at before any of it is read.
+
+HDF5 files can name other files (external links, raw data, virtual datasets), claim arrays far
+larger than themselves, and reach one array by many names. Ours do nothing of that, so whatever does
+is refused: groups and arrays behind hard links, numbers and texts of fixed length, each byte of an
+array in the file. What is then read takes no more memory than the file has bytes (a table with
+rows left open: 64 times that). All refusals are ValueErrors, which `hdf5.reading` puts into words.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import math
+import os
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t, h5z
+
+from mpigossip.store import StoreError
+
+OBJECTS = 1 << 15
+"""Most groups and arrays in a file: 2 s to look at them."""
+ATTRIBUTES = 1 << 10
+NAME = 1 << 10  # bytes
+TEXT = 1 << 24  # bytes of a job, an environment, the counters
+WORDS = 1 << 16  # bytes of any other attribute
+SPARSE = 64
+"""Bytes that a table may have for a byte of its file: rows of columns that came later are open."""
+LEAST = 1 << 26
+"""Bytes that a table may have in any file."""
+PLAIN = (h5t.INTEGER, h5t.FLOAT)
+FILTERS = (h5z.FILTER_FLETCHER32,)
+
+
+def regular(path: Path, follow: bool = True) -> io.FileIO:
+    """The file, open for reading, if it is one: a pipe or a device would be waited for forever.
+
+    Without `follow` it is no symbolic link either: a name inside a checkpoint means a file there.
+    Raises OSError where it can't be opened, StoreError where it is something else.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise StoreError(f"{path} is a symbolic link; put the file itself there") from None
+        if error.errno == errno.ENXIO:
+            raise StoreError(f"{path} is no regular file; put a copy of the file there") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StoreError(f"{path} is no regular file; put a copy of the file there")
+    return io.FileIO(descriptor)
+
+
+@contextmanager
+def opened(file: Any, size: int, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str, Any]]]:
+    """The HDF5 content of an open file of `size` bytes, and its arrays and groups by path.
+
+    HDF5 gets this one file and opens nothing by a name. `allowed`: as of `look`.
+    """
+    with h5py.File(file, "r") as content:
+        yield content, look(content, size, **allowed)
+
+
+def look(
+    content: h5py.File,
+    size: int,
+    *,
+    tables: bool = False,
+    again: str = "",
+    texts: bool = False,
+    views: Collection[str] = (),
+) -> dict[str, Any]:
+    """All groups and arrays of a file of `size` bytes by path, each found sound.
+
+    `tables`: arrays may be cut into checksummed chunks, with rows that were never written. Objects
+    of the group `again` may stand at the top, too. `texts`: texts of any length, as earlier
+    versions wrote them, may be among the arrays. `views`: paths of virtual datasets, which aren't
+    looked at.
+    """
+    found: dict[str, Any] = {}
+    places: dict[int, str] = {h5o.get_info(content.id).addr: "/"}
+    groups, stored, spread = [("", content.id)], 0, 0
+    while groups:
+        above, group = groups.pop()
+        if len(found) + group.get_num_objs() > OBJECTS:
+            raise ValueError(f"more than {OBJECTS} groups and arrays; a file of ours has fewer")
+        for link in group:
+            path = _path(above, link)
+            if group.links.get_info(link).type != h5l.TYPE_HARD:
+                raise ValueError(f'"{path}" is a link to another place; only its own arrays count')
+            thing = h5o.open(group, link)
+            first = places.setdefault(h5o.get_info(thing).addr, path)
+            if first != path:
+                if {first, path} != {link.decode(), f"{again}/{link.decode()}"} or not again:
+                    raise ValueError(f'"{path}" and "{first}" are one and the same')
+            elif isinstance(thing, h5g.GroupID):
+                groups.append((path + "/", thing))
+            elif not isinstance(thing, h5d.DatasetID):
+                raise ValueError(f'"{path}" is neither a group nor an array')
+            elif path not in views:
+                in_file, in_memory = _dataset(path, thing, size, tables, texts)
+                stored, spread = stored + in_file, spread + in_memory
+            found[path] = (h5py.Group if isinstance(thing, h5g.GroupID) else h5py.Dataset)(thing)
+    if stored > size:
+        raise ValueError(f"its arrays claim {stored} bytes, the file has {size}")
+    if spread > max(LEAST, SPARSE * size):
+        raise ValueError(f"its tables claim {spread} bytes, too many for a file of {size}")
+    return found
+
+
+def _path(above: str, link: bytes) -> str:
+    name = link.decode()
+    if not name.isprintable() or not 0 < len(link) <= NAME or name in (".", ".."):
+        raise ValueError(f"{name[:40]!r} is no name of an array")
+    return above + name
+
+
+def _dataset(path: str, data: h5d.DatasetID, size: int, tables: bool, texts: bool) -> Any:
+    """Bytes of an array in the file and in memory; ValueError where it isn't as ours are."""
+    kind, creation = data.get_type(), data.get_create_plist()
+    if texts and _any_length(kind):
+        kind = None
+    elif not _plain(kind):
+        raise ValueError(f'"{path}" holds no numbers or texts of fixed length')
+    if data.get_space().get_simple_extent_type() not in (h5s.SCALAR, h5s.SIMPLE):
+        raise ValueError(f'"{path}" holds nothing')
+    width = 16 if kind is None else kind.get_size()  # a text of any length is a reference
+    claimed, stored = math.prod(data.shape) * width, data.get_storage_size()
+    layout, filters = creation.get_layout(), creation.get_nfilters()
+    if layout == h5d.VIRTUAL or creation.get_external_count():
+        raise ValueError(f'"{path}" lies in other files')
+    if tables and layout == h5d.CHUNKED:
+        if [creation.get_filter(k)[0] for k in range(filters)] not in ([], list(FILTERS)):
+            raise ValueError(f'"{path}" is packed by filters that this program doesn\'t use')
+        return _chunks(path, data, size, width, bool(filters)), claimed
+    if layout not in (h5d.CONTIGUOUS, h5d.COMPACT) or filters:
+        raise ValueError(f'"{path}" is not stored in one piece')
+    offset = data.get_offset() or 0
+    if stored != claimed or (claimed and layout == h5d.CONTIGUOUS and offset + stored > size):
+        raise ValueError(f'"{path}" of {claimed} bytes isn\'t whole in a file of {size}')
+    return stored, 0
+
+
+def _chunks(path: str, data: h5d.DatasetID, size: int, width: int, checked: bool) -> int:
+    """Bytes of a table's chunks, each of which is whole, in the file and as its filters say."""
+    shape = data.get_create_plist().get_chunk()
+    whole, total = math.prod(shape) * width + 4 * checked, 0
+
+    def one(chunk: Any) -> None:
+        nonlocal total
+        total += chunk.size
+        if chunk.size != whole or chunk.filter_mask or chunk.byte_offset + whole > size:
+            raise ValueError(f'a piece of "{path}" at {chunk.chunk_offset} is cut short')
+        if total > size:
+            raise ValueError(f'"{path}" has more pieces than the file has room for')
+
+    if data.get_storage_size():
+        data.chunk_iter(one)
+    return total
+
+
+def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
+    """Numbers, texts of fixed length, truth values, complex numbers, rows of a table of those."""
+    if kind.committed() or not 0 < kind.get_size() <= TEXT:
+        return False
+    if isinstance(kind, h5t.TypeStringID):
+        return not kind.is_variable_str()
+    if isinstance(kind, h5t.TypeArrayID):
+        return within == 1 and len(kind.get_array_dims()) == 1 and _plain(kind.get_super(), 2)
+    if isinstance(kind, h5t.TypeEnumID):
+        return kind.get_nmembers() == 2 and kind.get_size() == 1
+    if isinstance(kind, h5t.TypeCompoundID):
+        members = range(min(kind.get_nmembers(), 9))
+        small = not within and len(members) < 9
+        return small and all(_plain(kind.get_member_type(k), 1) for k in members)
+    return kind.get_class() in PLAIN and kind.get_size() <= 16
+
+
+def _any_length(kind: h5t.TypeID) -> bool:
+    return isinstance(kind, h5t.TypeStringID) and kind.is_variable_str() and not kind.committed()
+
+
+def array(
+    found: dict[str, Any], path: str, kind: str | None = None, ndim: int | None = None
+) -> Any:
+    """The array at a path that `look` found, in memory; of numpy's `kind` and `ndim` where asked.
+
+    `kind` is a type such as "<f4", or the letters of kinds of types such as "iu".
+    """
+    data = dataset(found, path)
+    fits = kind is None or data.dtype.kind in kind or data.dtype.str == kind
+    if not fits or (ndim is not None and data.ndim != ndim):
+        raise ValueError(f'"{path}" is {data.dtype} {data.shape}: another kind of array')
+    return data[()]
+
+
+def dataset(found: dict[str, Any], path: str) -> h5py.Dataset:
+    """The array at a path, not yet read."""
+    data = found.get(path)
+    if not isinstance(data, h5py.Dataset):
+        raise ValueError(f'"{path}" is missing')
+    return data
+
+
+def text(found: dict[str, Any], path: str) -> str:
+    """A dataset of one text, as `hdf5.write_text` writes it."""
+    data = dataset(found, path)
+    if data.dtype.kind != "S" or data.shape != () or data.dtype.itemsize > TEXT:
+        raise ValueError(f'"{path}" is {data.dtype} {data.shape}, a text was expected')
+    return printable(data[()].decode(), path)
+
+
+def printable(value: str, name: str) -> str:
+    """The text, unless it holds what a terminal takes for commands."""
+    wrong = next((c for c in value if c < " " and c not in "\t\n\r" or c == "\x7f"), None)
+    if wrong is not None:
+        raise ValueError(f'"{name}" holds the control character {wrong!r}')
+    return value
+
+
+def attribute(thing: Any, name: str, texts: bool = False, most: int = WORDS) -> Any:
+    """An attribute of at most `most` bytes: a text, a number (Python's own), an array of numbers.
+
+    `texts`: also texts of any length, as earlier versions wrote them.
+    """
+    if not h5a.exists(thing.id, name.encode()):
+        raise ValueError(f'it has no attribute "{name}"')
+    about = h5a.open(thing.id, name.encode())
+    kind, shape = about.get_type(), about.shape
+    free = texts and _any_length(kind)
+    if not free and (not _plain(kind) or math.prod(shape) * kind.get_size() > most):
+        raise ValueError(f'the attribute "{name}" is no number, text or small array')
+    if isinstance(kind, h5t.TypeStringID) and shape != ():
+        raise ValueError(f'the attribute "{name}" is more than one text')
+    value = thing.attrs[name]
+    if isinstance(value, bytes):
+        value = value.decode(errors="surrogateescape")
+    if isinstance(value, str) and len(value) > most:
+        raise ValueError(f'the attribute "{name}" has more than {most} characters')
+    if isinstance(value, str):
+        return printable(value, name)
+    if isinstance(value, h5py.Empty):
+        raise ValueError(f'the attribute "{name}" is empty')
+    return value.item() if isinstance(value, np.generic) or np.shape(value) == () else value
+
+
+def attributes(thing: Any, texts: bool = False) -> dict[str, Any]:
+    """All attributes by name."""
+    count = h5a.get_num_attrs(thing.id)
+    if count > ATTRIBUTES:
+        raise ValueError(f"{count} attributes are too many: at most {ATTRIBUTES}")
+    names = [h5a.open(thing.id, index=k).name.decode() for k in range(count)]
+    return {name: attribute(thing, name, texts) for name in names}

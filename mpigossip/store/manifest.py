@@ -1,0 +1,182 @@
+"""The manifest of a checkpoint: `checkpoint.h5`, which names the nodes' files and joins them.
+
+512 bytes that hold a SHA-256 of the rest, then HDF5: the step, the complete job, facts, a table of
+files with sizes and checksums, and a view of all nodes' parameters for other programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+
+from mpigossip.store import StoreError, guard
+from mpigossip.store.hdf5 import create, reading, sync, write_text
+
+FORMAT = "mpigossip checkpoint 1"
+MANIFEST = "checkpoint.h5"
+HEADER = 512  # bytes before the HDF5 part of the manifest: its format and its checksum
+LARGEST = 1 << 26  # bytes of a manifest: job and environment, 120 for each node
+MOST = 1 << 53  # counters stay below: all of them are exact as a float64, too
+FACTS = 1 << 10  # facts or counters of a checkpoint
+Number = int | float | str
+
+
+class Entry(NamedTuple):
+    """One node's file: name, bytes, checksum (CRC-32 of all bytes), length P of its parameters."""
+
+    node: int
+    file: str
+    bytes: int
+    checksum: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `checkpoint.h5` says: step, nodes, the complete job (TOML), facts, and the files."""
+
+    step: int
+    n: int
+    job: str
+    meta: dict[str, Number]
+    entries: tuple[Entry, ...]
+
+
+def write(path: Path, manifest: Manifest) -> None:
+    """`checkpoint.h5`: facts, table of files, and /parameters (n, P), a view of all files."""
+    names = max(len(entry.file) for entry in manifest.entries)
+    kind = [("node", "<i8"), ("file", f"S{names}"), ("bytes", "<i8")]
+    kind += [("checksum", "S8"), ("parameters", "<i8")]
+    length = manifest.entries[0].parameters
+    with create(path, userblock_size=HEADER) as file:
+        file.attrs["format"] = np.bytes_(FORMAT)
+        file.attrs["step"], file.attrs["n"] = manifest.step, manifest.n
+        write_text(file, "job", manifest.job)
+        write_text(file, "meta", json.dumps(manifest.meta, default=lambda v: v.item()))
+        rows = [(e.node, e.file.encode(), e.bytes, e.checksum.encode(), e.parameters)
+                for e in manifest.entries]  # fmt: skip
+        file.create_dataset("nodes", data=np.array(rows, np.dtype(kind)))
+        if length:
+            joined = h5py.VirtualLayout((manifest.n, length), "<f4")
+            for entry in manifest.entries:
+                joined[entry.node] = h5py.VirtualSource(entry.file, "parameters", (length,), "<f4")
+            file.create_virtual_dataset("parameters", joined, fillvalue=np.nan)
+    with path.open("r+b") as raw:
+        raw.seek(HEADER)
+        header = _header(raw.read())
+        raw.seek(0)
+        raw.write(header)
+    sync(path)
+
+
+def _header(content: bytes) -> bytes:
+    """What stands before the HDF5 part of a manifest."""
+    text = f"{FORMAT}\nsha256 of all bytes after {HEADER}: {hashlib.sha256(content).hexdigest()}\n"
+    return text.encode().ljust(HEADER, b"\0")
+
+
+def read(path: Path) -> Manifest:
+    """The manifest of a checkpoint directory; StoreError where it is missing or damaged."""
+    path = Path(path) / MANIFEST
+    try:
+        with guard.regular(path, follow=False) as file:
+            data = file.read(LARGEST + 1)
+    except OSError as error:
+        raise StoreError(
+            f"{path} can't be read ({error.strerror}): a checkpoint is a directory "
+            f"step-… with {MANIFEST} in it, under RUN/checkpoints"
+        ) from None
+    if len(data) > LARGEST:
+        raise StoreError(
+            f"{path} has more than {LARGEST} bytes, the most of a manifest; use another copy"
+        )
+    if data[:HEADER] != _header(data[HEADER:]):
+        raise StoreError(
+            f"{path} is damaged or not a manifest: its checksum differs; "
+            "resume from an older checkpoint or copy it again"
+        )
+    about = {"views": ("parameters",)}
+    with reading(path), guard.opened(io.BytesIO(data), len(data), **about) as (file, found):
+        return _content(file, found)
+
+
+def _content(file: h5py.File, found: Mapping[str, Any]) -> Manifest:
+    only(found, {"job", "meta", "nodes"}, {"parameters"})
+    facts = guard.attributes(file)
+    if facts.keys() != {"format", "step", "n"} or facts["format"] != FORMAT:
+        raise ValueError("its attributes are not those of a manifest")
+    table = guard.array(found, "nodes", "V", 1)
+    if [table.dtype[name].kind for name in table.dtype.names or ()] != list("iSiSi"):
+        raise ValueError(f"its table of files is {table.dtype}")
+    entries = tuple(
+        Entry(int(node), file.decode(), int(size), checksum.decode(), int(parameters))
+        for node, file, size, checksum, parameters in table
+    )
+    n = counter(facts["n"], "n", MOST)
+    if not entries or len(entries) != n:
+        raise ValueError(f"n = {n}, but its table names {len(entries)} files")
+    for node, entry in enumerate(entries):
+        right = entry.node == node and entry.file == f"node-{node:04d}.h5"
+        if not right or not re.fullmatch("[0-9a-f]{8}", entry.checksum):
+            raise ValueError(f'row {node} of its table is of node {entry.node}, "{entry.file}"')
+        counter(entry.bytes, f"bytes of node {node}", MOST)
+        if counter(entry.parameters, "parameters", MOST) != entries[0].parameters:
+            raise ValueError(f"node {node} has another number of parameters than node 0")
+    if "parameters" in found:
+        _check_view(found["parameters"], n, entries[0].parameters)
+    job, meta = guard.text(found, "job"), plain(guard.text(found, "meta"), "meta")
+    return Manifest(counter(facts["step"], "step", MOST), n, job, meta, entries)
+
+
+def only(found: Mapping[str, Any], needed: set[str], further: set[str] = frozenset()) -> None:
+    """ValueError where a file lacks one of the names `needed`, or has others than `further`.
+
+    Paths below a name that is there belong to it.
+    """
+    top = {path.partition("/")[0] for path in found}
+    if not needed <= top or not top <= needed | further:
+        wrong = sorted(top ^ needed - further)
+        raise ValueError(f"it lacks, or has beyond what belongs there: {', '.join(wrong)[:200]}")
+
+
+def counter(value: Any, name: str, most: int) -> int:
+    """The value, if it is a whole number from 0 to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(f"{name} = {str(value)[:40]}: must be a whole number from 0 to {most}")
+    return value
+
+
+def plain(text: str, name: str) -> dict[str, Number]:
+    """Facts or counters: a JSON object of numbers and texts."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or len(found) > FACTS:
+        raise ValueError(f'"{name}" is no table of at most {FACTS} numbers and texts')
+    wrong = [k for k, v in found.items() if not isinstance(v, int | float | str | None)]
+    if wrong:
+        raise ValueError(f'"{name}": {wrong[0][:40]!r} is no number or text')
+    return found
+
+
+def _check_view(view: Any, n: int, length: int) -> None:
+    """The view for other programs shows the nodes' files, one a row, and nothing else."""
+    made = view.id.get_create_plist() if isinstance(view, h5py.Dataset) else None
+    right = made is not None and made.get_layout() == h5py.h5d.VIRTUAL
+    if not right or view.shape != (n, length) or view.dtype != "<f4":
+        raise ValueError(f'"parameters" is no view of {n} nodes of {length} parameters')
+    if made.get_virtual_count() != n:
+        raise ValueError(f'"parameters" shows {made.get_virtual_count()} files, not {n}')
+    for node in range(n):
+        source = made.get_virtual_filename(node), made.get_virtual_dsetname(node)
+        low, high = made.get_virtual_vspace(node).get_select_bounds()
+        rows = (low, high) == ((node, 0), (node, length - 1))
+        if source != (f"node-{node:04d}.h5", "parameters") or not rows:
+            raise ValueError(f'"parameters" shows {source[0][:100]!r} as node {node}')
