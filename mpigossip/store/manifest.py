@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,7 +109,7 @@ def read(path: Path) -> Manifest:
         return _content(file, found)
 
 
-def _content(file: h5py.File, found: Mapping[str, Any]) -> Manifest:
+def _content(file: h5py.File, found: dict[str, Any]) -> Manifest:
     only(found, {"job", "meta", "nodes"}, {"parameters"})
     facts = guard.attributes(file)
     if facts.keys() != {"format", "step", "n"} or facts["format"] != FORMAT:
@@ -137,14 +137,14 @@ def _content(file: h5py.File, found: Mapping[str, Any]) -> Manifest:
     return Manifest(counter(facts["step"], "step", MOST), n, job, meta, entries)
 
 
-def only(found: Mapping[str, Any], needed: set[str], further: set[str] = frozenset()) -> None:
+def only(found: Mapping[str, Any], needed: set[str], further: Collection[str] = ()) -> None:
     """ValueError where a file lacks one of the names `needed`, or has others than `further`.
 
     Paths below a name that is there belong to it.
     """
     top = {path.partition("/")[0] for path in found}
-    if not needed <= top or not top <= needed | further:
-        wrong = sorted(top ^ needed - further)
+    if not needed <= top or not top <= needed.union(further):
+        wrong = sorted((top ^ needed).difference(further))
         raise ValueError(f"it lacks, or has beyond what belongs there: {', '.join(wrong)[:200]}")
 
 
