@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mpigossip.analysis import page, plot, report
 from mpigossip.analysis.compared import log_of, short_names
-from mpigossip.store import StoreError, checkpoint, export
+from mpigossip.store import StoreError, checkpoint, log_export
 from mpigossip.store.log import read
 
 
@@ -53,7 +53,7 @@ def write(runs: list[Path], out: Path, *, verify: bool) -> list[str]:
     problems = []
     for run, name in zip(runs, short_names([run.resolve() for run in runs]), strict=True):
         log, name = read(log_of(run)), name.replace("/", "-").replace("…", "")
-        export.to_csv(log, out / f"{name}.csv")
+        log_export.to_csv(log, out / f"{name}.csv")
         (out / f"{name}.txt").write_text(report.table(log) + "\n", "utf-8")
         print(f"{out / name}.csv, -evaluations.csv, .txt")
         newest = checkpoint.latest(run) if verify and run.is_dir() else None
