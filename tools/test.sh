@@ -19,7 +19,7 @@ stage() {
     fi
 }
 
-scripts_parse() { for script in tools/*.sh .ci/run; do bash -n "$script" || return 1; done; }
+scripts_parse() { for script in tools/*.sh tools/*/*.sh .ci/run; do bash -n "$script" || return 1; done; }
 
 # pytest with the script's arguments; none selected (5) is good where arguments select.
 tests() {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools" / "compare_peers.py"
+TOOL = Path(__file__).parents[2] / "tools" / "bench" / "compare_peers.py"
 
 
 @pytest.mark.skipif("MPIGOSSIP_MPIEXEC" in os.environ, reason="once is enough: gloo is the same")
