@@ -1,4 +1,4 @@
-"""Every command and program of README.md and jobs/README.md runs as pasted, with fewer epochs."""
+"""Every command and program of the READMEs runs as pasted, with fewer epochs."""
 
 import re
 import runpy
@@ -14,6 +14,7 @@ import pytest
 from mpigossip import cli
 
 ROOT = Path(__file__).parents[1]
+ROOMS = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "mpigossip").rglob("README.md"))
 FEWER = {
     "train": ["run.epochs=1"],
     "simulate": ["run.epochs=1"],
@@ -69,10 +70,11 @@ def shell(mpirun, tmp_path, monkeypatch, capfd):
 
 
 def test_the_commands_of_the_readme_run_as_pasted(shell, tmp_path, monkeypatch):
-    sources = blocks("README.md", "python")
+    pages = ["README.md", *ROOMS]
+    sources = [block for page in pages for block in blocks(page, "python")]
     (tmp_path / "mine.py").write_text(next(s for s in sources if "heavy_ball" in s))
     monkeypatch.syspath_prepend(tmp_path)
-    said = {line: shell(line) for line in commands("README.md")}
+    said = {line: shell(line) for page in pages for line in commands(page)}
     assert len(said) >= 20 and (tmp_path / "compare.png").exists()
     assert "spy: " in next(out for line, out in said.items() if "mine:Spy" in line)
     train, simulate = (
@@ -140,14 +142,15 @@ def test_what_a_scheduler_is_given_is_there():
         for path in re.findall(r"jobs/\S+\.(?:sbatch|toml)", line):
             assert (ROOT / path).exists(), line
         for command in re.findall(r"\bmpigossip (\w+)", line):
-            assert command in cli.COMMANDS, line
+            assert command in cli.COMMANDS
     extras = tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"]
     named = re.findall(r"mpigossip\[([\w,]+)\]", text("jobs/README.md") + text("README.md"))
     assert named and {e for group in named for e in group.split(",")} <= extras.keys()
 
 
 def test_links_and_scripts_lead_somewhere():
-    for name in ("README.md", "jobs/README.md"):
+    tools = ("tools/bench/BENCHMARKS.md", "tools/labs/RELIABILITY.md")
+    for name in ("README.md", "jobs/README.md", *tools, *ROOMS):
         folder = (ROOT / name).parent
         for target, part in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text(name)):
             file = folder / target if target else ROOT / name
@@ -173,7 +176,8 @@ def test_the_job_file_of_the_readme_is_a_job(tmp_path):
 def test_the_tables_name_what_there_is(kind):
     from mpigossip import algorithms, graphs
 
-    page = re.sub(r"`base-2` … `base-5`", "`base-2` `base-3` `base-4` `base-5`", text("README.md"))
+    page = text(f"mpigossip/{kind}s/README.md")
+    page = re.sub(r"`base-2` … `base-5`", "`base-2` `base-3` `base-4` `base-5`", page)
     own = {"spanning-tree", "ceca"} if kind == "graph" else set()
     names = (graphs if kind == "graph" else algorithms).BUILDERS.keys() - own
     missing = [name for name in names if f"`{name}`" not in page]
