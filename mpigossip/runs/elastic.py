@@ -11,6 +11,7 @@ import torch
 
 from mpigossip.engine.state import split
 from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.average import is_floating, over_nodes, over_slots
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 from mpigossip.training.loop import Trainer
 from mpigossip.training.replicas import Replicas
@@ -39,7 +40,7 @@ def go_on(trainer: Trainer, path: Path, steps_per_epoch: int) -> tuple[float, li
     else:
         slots = int(manifest.meta["slots"])
         told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
-        told += _begin_at(trainer, _average(manifest, path))
+        told += _begin_at(trainer, over_nodes(path, manifest.n))
         if trainer.engine.born < trainer.index and _same_rhythm(first, trainer):
             trainer.engine.restore_rhythm(numbers)
     trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
@@ -57,10 +58,11 @@ def go_on_together(
     _set_counters(trainer, numbers)
     _shift(trainer, before, now)
     mean: dict[str, Any] = {}
-    for name, array in {"parameters": mine.parameters, **mine.arrays}.items():
-        floating = np.issubdtype(array.dtype, np.floating)
-        row = torch.from_numpy(array.astype(np.float64).reshape(1, -1)) if floating else None
-        mean[name] = array if row is None else trainer.mixer.mean(row).numpy().reshape(array.shape)
+    for name, array in over_slots(mine).items():
+        mean[name] = array
+        if is_floating(array):
+            row = torch.from_numpy(array.astype(np.float64).reshape(1, -1))
+            mean[name] = trainer.mixer.mean(row).numpy().reshape(array.shape)
     mean["bytes_sent"] = mine.numbers["bytes_sent"]
     told = _begin_at(trainer, mean)
     if trainer.engine.born < trainer.index:
@@ -139,30 +141,8 @@ def _begin_at(trainer: Trainer, mean: Mapping[str, Any]) -> list[str]:
     return told
 
 
-def _average(manifest: Manifest, path: Path) -> dict[str, Any]:
-    """All floating-point arrays of the nodes averaged in node order, in float64."""
-    total: dict[str, Any] = {}
-    for node in range(manifest.n):
-        saved = checkpoint.read_node(path, node)
-        arrays = {"parameters": saved.parameters, **saved.arrays}
-        arrays["bytes_sent"] = np.array(float(saved.numbers["bytes_sent"]))
-        for name, array in arrays.items():
-            if node == 0:
-                floating = np.issubdtype(array.dtype, np.floating)
-                total[name] = array.astype(np.float64) if floating else array
-            elif np.issubdtype(array.dtype, np.floating):
-                total[name] += array
-    return {
-        name: array / manifest.n if np.issubdtype(array.dtype, np.floating) else array
-        for name, array in total.items()
-    }
-
-
 def _set_buffers(replicas: Replicas, row: int, mean: Mapping[str, Any]) -> None:
-    """Norm buffers: the average over nodes and slots; counters as slot 0 had them."""
-    slots = {name.split("/")[1] for name in mean if name.startswith("buffers/")}
+    """Norm buffers: the average over nodes and slots; counters as slot 0 of node 0 had them."""
     for buffers in replicas.buffers(row):
         for name, buffer in buffers.items():
-            values = [mean[f"buffers/{slot}/{name}"] for slot in sorted(slots, key=int)]
-            value = sum(values) / len(values) if buffer.is_floating_point() else values[0]
-            buffer.copy_(torch.as_tensor(np.array(value)).view(buffer.shape))
+            buffer.copy_(torch.as_tensor(np.array(mean[f"buffers/{name}"])).view(buffer.shape))

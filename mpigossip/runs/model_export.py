@@ -1,12 +1,13 @@
 """A trained model out of a checkpoint: the nodes' exact average, or one node's own, for any torch.
 
 The names are those of the model's own ``state_dict()``; parameters and norm statistics are
-averaged in node order in float32, as an evaluation does, so that the numbers are the same bits.
+averaged in node order in float64, as an evaluation does, so that the numbers are the same bits.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mpigossip import models
 from mpigossip.config import JobError
 from mpigossip.data.sources import source
 from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.average import over_nodes, over_slots
 from mpigossip.store.checkpoint import Manifest, NodeState
 from mpigossip.store.hdf5 import replacing
 from mpigossip.training import assemble
@@ -52,41 +54,26 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
 
 def averaged(path: Path, n: int) -> dict[str, np.ndarray]:
     """Parameters and buffers of a checkpoint of n nodes by name, floats averaged over the nodes."""
-    total = model_of(path, 0)
-    for node in range(1, n):
-        for name, value in model_of(path, node).items():
-            if value.dtype.kind == "f":
-                total[name] += value
-    for value in total.values():
-        if value.dtype.kind == "f":
-            value *= value.dtype.type(1 / n)
-    return total
+    return _by_name(checkpoint.read_node(path, 0), over_nodes(path, n))
 
 
 def model_of(path: Path, node: int) -> dict[str, np.ndarray]:
     """One node's parameters and buffers by name, buffers of floats averaged over its slots."""
     saved = checkpoint.read_node(path, node)
+    return _by_name(saved, over_slots(saved))
+
+
+def _by_name(saved: NodeState, mean: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The averages by the model's own names, in the types that were saved."""
     values, at = {}, 0
     for name, shape in zip(saved.names, saved.shapes, strict=True):
-        values[name] = saved.parameters[at : at + prod(shape)].reshape(shape).copy()
+        values[name] = mean["parameters"][at : at + prod(shape)].reshape(shape).astype(np.float32)
         at += prod(shape)
-    return values | _buffers(saved)
-
-
-def _buffers(saved: NodeState) -> dict[str, np.ndarray]:
-    slots: dict[str, list[np.ndarray]] = {}
-    for key in sorted(saved.arrays, key=lambda key: key.split("/")[1:2]):
-        kind, _, rest = key.partition("/")
+    for key, array in mean.items():
+        kind, _, name = key.partition("/")
         if kind == "buffers":
-            slots.setdefault(rest.partition("/")[2], []).append(saved.arrays[key])
-    found = {}
-    for name, (first, *others) in slots.items():
-        found[name] = total = np.array(first)
-        if total.dtype.kind == "f":
-            for other in others:
-                total += other
-            total /= total.dtype.type(1 + len(others))
-    return found
+            values[name] = array.astype(saved.arrays[f"buffers/0/{name}"].dtype)
+    return values
 
 
 def _as_saved(

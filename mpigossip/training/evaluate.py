@@ -13,9 +13,12 @@ from mpigossip.data.loader import Loader
 from mpigossip.engine.consensus import consensus_distance
 from mpigossip.mixing.base import Mixer
 from mpigossip.models import loss_and_correct
+from mpigossip.store.average import average
 from mpigossip.training.replicas import Replicas
 
 BATCH = 256
+PIECE = 1 << 18
+"""Parameters averaged at a time: of n simulated nodes float64 takes 8 n bytes for each."""
 
 
 class Evaluation(NamedTuple):
@@ -57,15 +60,35 @@ def evaluate(replicas: Replicas, mixer: Mixer, loader: Loader) -> Evaluation:
 
 
 def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
-    """The exact average as a module whose parameters lie in the memory of a gradient."""
+    """The exact average as a module whose parameters lie in the memory of a gradient.
+
+    In float64 and in the order of slots and nodes, as :mod:`mpigossip.store.average` has it: what
+    is tested here and what is exported or gone on from are the same bits.
+    """
     module = copy.deepcopy(replicas.modules[0][0])
-    row = replicas.grads[0][0]
-    row.copy_(mixer.mean(replicas.full[0]))
+    row, full = replicas.grads[0][0], replicas.full[0]
+    for at in range(0, len(row), PIECE):
+        row[at : at + PIECE].copy_(mixer.mean(full[:, at : at + PIECE].double()))
     replicas.flat.attach(module, row, None)
-    values = mixer.mean(replicas.float_buffers())
-    with torch.no_grad():
-        replicas.set_float_buffers(module, values)
+    buffers = _floats(dict(module.named_buffers()))
+    if buffers:
+        mine = [_buffers_of(replicas, node) for node in range(len(mixer.rows))]
+        values = mixer.mean(torch.stack(mine)).split([one.numel() for one in buffers.values()])
+        with torch.no_grad():
+            for buffer, value in zip(buffers.values(), values, strict=True):
+                buffer.copy_(value.view(buffer.shape))
     return module
+
+
+def _buffers_of(replicas: Replicas, row: int) -> torch.Tensor:
+    """A node's floating-point buffers averaged over its slots: float64 (B,) on the CPU."""
+    slots = [_floats(buffers) for buffers in replicas.buffers(row)]
+    mean = average({name: one.double().cpu().numpy() for name, one in s.items()} for s in slots)
+    return torch.cat([torch.from_numpy(array).reshape(-1) for array in mean.values()])
+
+
+def _floats(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in buffers.items() if one.is_floating_point()}
 
 
 def measure(module: nn.Module, loader: Loader, node: int, n: int) -> torch.Tensor:

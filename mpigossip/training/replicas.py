@@ -173,33 +173,3 @@ class Replicas:
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
         """Per slot the named buffers that belong to a checkpoint."""
         return [dict(module.named_buffers()) for module in self.modules[row]]
-
-    def float_buffers(self) -> torch.Tensor:
-        """Floating-point buffers averaged over slots: (rows, B), float32 on the CPU."""
-        rows = []
-        for row in range(self.rows):
-            per_slot = [
-                torch.cat(
-                    [b.detach().reshape(-1).float().cpu() for b in _floats(buffers)] or [EMPTY]
-                )
-                for buffers in self.buffers(row)
-            ]
-            total = per_slot[0].clone()
-            for term in per_slot[1:]:
-                total += term
-            rows.append(total / len(per_slot))
-        return torch.stack(rows)
-
-    def set_float_buffers(self, module: nn.Module, values: torch.Tensor) -> None:
-        """Write a row of :meth:`float_buffers` into a module's buffers."""
-        at = 0
-        for buffer in _floats(dict(module.named_buffers())):
-            buffer.copy_(values[at : at + buffer.numel()].view(buffer.shape))
-            at += buffer.numel()
-
-
-EMPTY = torch.empty(0)
-
-
-def _floats(buffers: dict[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [buffer for buffer in buffers.values() if buffer.is_floating_point()]

@@ -16,11 +16,13 @@ import torch
 from mpigossip.analysis.page import write
 from mpigossip.cluster.ranks import Alone
 from mpigossip.runs import launch
+from mpigossip.runs.elastic import go_on
 from mpigossip.runs.model_export import averaged, export
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.store.log_export import to_netcdf, to_tensorboard
 from mpigossip.training import assemble
+from mpigossip.training.evaluate import averaged_model
 
 REPO = Path(__file__).resolve().parents[2]
 MAIN = [sys.executable, "-m", "mpigossip"]
@@ -104,6 +106,23 @@ def test_three_lines_of_plain_torch_give_the_model_that_was_evaluated(trained, s
     assert float(done.stdout) == pytest.approx(summary["accuracy"], abs=1e-9)
     assert summary["accuracy"] > 0.5
     assert out.stat().st_mode == (folder / "own_net.py").stat().st_mode
+
+
+def test_what_is_evaluated_exported_and_gone_on_from_are_the_same_bits(trained, monkeypatch):
+    """Of three nodes of two slots, whose averages float32 would round in each place another way."""
+    folder, summary = trained
+    monkeypatch.syspath_prepend(folder)
+    path = Path(summary["checkpoint"])
+    exported = averaged(path, 3)
+    job = assemble.load(checkpoint.read_manifest(path).job)
+    for n in (3, 1):  # exactly, then elastically
+        assembly = assemble.assemble(job, Alone(), n)
+        go_on(assembly.trainer, path, assembly.steps_per_epoch)
+        module = averaged_model(assembly.trainer.replicas, assembly.trainer.mixer)
+        found = dict(module.named_parameters()) | dict(module.named_buffers())
+        for name, value in exported.items():
+            assert (found[name].detach().numpy() == value).all(), (n, name)
+        assembly.close()
 
 
 def test_a_nodes_own_model_and_the_average(trained, monkeypatch):

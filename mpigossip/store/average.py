@@ -1,0 +1,57 @@
+"""The one average of what checkpoints hold: in float64, over a node's slots, then over nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from mpigossip.store.checkpoint import NodeState, read_node
+
+
+def average(parts: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Σ_k parts[k] · 1/K of arrays of floats, in float64 and in the order given.
+
+    Other arrays are as in the first part. One part at a time is in memory besides the sum.
+    """
+    total: dict[str, np.ndarray] = {}
+    count = 0
+    for count, part in enumerate(parts, 1):
+        for name, array in part.items():
+            if count == 1:
+                total[name] = array.astype(np.float64) if is_floating(array) else array
+            elif is_floating(array):
+                total[name] += array
+    for array in total.values():
+        if is_floating(array):
+            array *= 1 / count
+    return total
+
+
+def over_slots(state: NodeState) -> dict[str, np.ndarray]:
+    """A node's "parameters" and arrays by name; "buffers/NAME" is the average of its slots'."""
+    found, slots = {"parameters": state.parameters}, {}
+    for key, array in state.arrays.items():
+        kind, _, rest = key.partition("/")
+        if kind == "buffers":
+            slot, _, name = rest.partition("/")
+            slots.setdefault(int(slot), {})[f"buffers/{name}"] = array
+        else:
+            found[key] = array
+    return found | average(slots[slot] for slot in sorted(slots))
+
+
+def over_nodes(path: Path, n: int) -> dict[str, np.ndarray]:
+    """The same of a checkpoint's n nodes together, and their mean "bytes_sent"."""
+
+    def arrays(node: int) -> dict[str, np.ndarray]:
+        state = read_node(path, node)
+        return over_slots(state) | {"bytes_sent": np.array(float(state.numbers["bytes_sent"]))}
+
+    return average(arrays(node) for node in range(n))
+
+
+def is_floating(array: np.ndarray) -> bool:
+    """Whether an average of such arrays means something."""
+    return bool(np.issubdtype(array.dtype, np.floating))
