@@ -13,8 +13,10 @@ each reader is enough.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +37,26 @@ TRIES = 3
 """Reads of a copy until it is given up for this round, when each was torn."""
 
 
+class Map(NamedTuple):
+    """Where in a rank's window things begin: words and model, bells, then places of ``stride``.
+
+    A bell is the number of a reader's deposit; ``copy``: bytes of a neighbour's model as read.
+    """
+
+    head: int
+    bells: int
+    places: int
+    stride: int
+    copy: int
+
+    @classmethod
+    def of(cls, graph, layout: Layout) -> Map:
+        """The same on all ranks."""
+        head, stride = 8 * (INCLUDED + graph.n), -(-layout.nbytes // 8) * 8
+        bells = head + stride
+        return cls(head, bells, bells + 8 * graph.n, stride, bells - 8 * ROUND)
+
+
 @dataclass
 class Copy:
     """A neighbour's model as it was read: uint8 memory of header and message."""
@@ -52,9 +74,8 @@ class Asynchronous(OfRank):
     """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`).
 
     ``outbox`` and ``finish`` wait for no other rank; GLOBAL rounds and the averages off the hot
-    path do. Memory, in messages: the published model, a result, a copy an in-neighbour of a
-    round, a place a reader. ``torn`` counts reads that were not whole, ``skipped`` exchanges
-    that were left out (torn, not seen yet, or the last deposit not taken in).
+    path do. ``torn`` counts reads that were not whole, ``skipped`` exchanges that were left out
+    (torn, not seen yet, or the last deposit not taken in).
     """
 
     synchronous = False
@@ -63,7 +84,6 @@ class Asynchronous(OfRank):
         """Collective over ``world``; ``graph.n`` must be its size. The wire is exact."""
         super().__init__(graph, layout, world, timeout_s)
         self.torn, self.skipped = 0, 0
-        self._head = 8 * (INCLUDED + self.n)
         self._open_window()
         self._courier = Courier(
             self._comm,
@@ -71,23 +91,35 @@ class Asynchronous(OfRank):
             poll=len(set(world.hosts)) > 1,
             timeout_s=timeout_s,
         )
-        size = self._head - 8 * ROUND + layout.nbytes
-        self._copies = [
-            Copy(torch.zeros(-(-size // 8) * 8, dtype=torch.uint8)) for _ in range(graph.degree)
-        ]
+        copy = self._map.copy
+        self._copies = [Copy(torch.zeros(copy, dtype=torch.uint8)) for _ in range(graph.degree)]
         self._result = torch.empty(layout.nbytes, dtype=torch.uint8)
         # deposits made at each node so far, and taken in from each node
         self._made, self._included = np.zeros(self.n, np.int64), np.zeros(self.n, np.int64)
         self._round: tuple[Kind, int, Future | None] | None = None
         self._pushed: Future | None = None
 
+    @staticmethod
+    def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
+        """Memory: the published model, a result (two for averages), copies, places of deposits.
+
+        A copy for each source of a round, a place for each reader of any round.
+        """
+        where = Map.of(graph, layout)
+        return {
+            "outbox": where.places,
+            "result": (2 if averages else 1) * layout.nbytes,
+            "copies": graph.degree * where.copy,
+            "inbox": len(readers(graph, node)) * where.stride,
+        }
+
     def _open_window(self) -> None:
-        """Header, model, bells (number of each reader's deposit), places: in MPI's memory."""
-        padded = -(-self.layout.nbytes // 8) * 8
+        """The window in MPI's memory, as mapped."""
         self._readers = [readers(self.graph, node) for node in range(self.n)]
-        self._bells_at = self._head + padded
-        self._places_at, self._stride = self._bells_at + 8 * self.n, padded
-        room = self._places_at + padded * len(self._readers[self.rank])
+        where = self._map = Map.of(self.graph, self.layout)
+        self._head, self._stride = where.head, where.stride
+        self._bells_at, self._places_at = where.bells, where.places
+        room = self._places_at + self._stride * len(self._readers[self.rank])
         self._window = MPI.Win.Allocate(room, 1, comm=self._comm)
         self._window.Lock_all()
         memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:room].zero_()

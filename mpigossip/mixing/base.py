@@ -173,6 +173,12 @@ class Mixer(Protocol):
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
         """The same for small float64 arrays (rows, k) -> (k,)."""
 
+    def memory(self, averages: bool = True) -> dict[str, int]:
+        """Bytes by purpose that the messages of one of the nodes here take, at most.
+
+        ``averages``: GLOBAL rounds are to come, too.
+        """
+
     def close(self) -> None:
         """Finish an open round, take in outstanding tokens, free the memory; collective."""
 
@@ -198,6 +204,7 @@ class Common:
     """What every mixer has: the nodes that live here, and what they have sent and waited."""
 
     synchronous = True
+    _near: Sequence[frozenset[int]] = ()
 
     def __init__(self, graph, layout: Layout, rows: Sequence[int]):
         """Nothing sent, nothing waited; ``rows``: the nodes that live here."""
@@ -214,6 +221,18 @@ class Common:
     def waited(self) -> float:
         """Seconds spent waiting for other nodes so far."""
         return self._waited
+
+    @staticmethod
+    def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
+        """:meth:`memory` of a mixer that isn't opened: the one formula; unused purposes are 0.
+
+        ``near``: for each node those whose memory it reads, itself too; unset: none at all.
+        """
+        return {"outbox": layout.nbytes, "result": layout.nbytes}
+
+    def memory(self, averages: bool = True) -> dict[str, int]:
+        """Bytes by purpose that the messages of one of the nodes here take, at most."""
+        return self.holds(self.graph, self.layout, self.rows[0], self._near, averages)
 
 
 def is_average(graph, t: int) -> bool:

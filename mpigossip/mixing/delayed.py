@@ -6,6 +6,7 @@ The rule of :mod:`mpigossip.mixing.asynchronous`, with the table in the place of
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,16 @@ class Delayed(Simulated):
         self._under_way: list[Deposit] = []
         # the round in which a node took in the last deposit of another one, by (source, target)
         self._absorbed: dict[tuple[int, int], int] = {}
+
+    @staticmethod
+    def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
+        """Memory: an outbox, a result, the past of its outbox, deposits of its readers."""
+        return {
+            "outbox": layout.nbytes,
+            "result": layout.nbytes,
+            "copies": (OLDEST + 1) * layout.nbytes,
+            "inbox": len(readers(graph, node)) * layout.nbytes,
+        }
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
         """Publish: keep a copy of the outbox for the rounds that will look back at it."""

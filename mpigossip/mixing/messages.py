@@ -27,9 +27,8 @@ ROUNDS, FIRST_TAG = 1 << 14, 64
 class Messages(OfRank):
     """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`).
 
-    Memory, in messages: an outbox, a result and an inbox place for each in-neighbour. Segments on
-    GPUs are copied to and from host memory (untested where there is no GPU). Its bits are those
-    of every other mixer.
+    Segments on GPUs are copied to and from host memory (untested where there is no GPU). Its bits
+    are those of every other mixer.
     """
 
     def __init__(self, graph, layout: Layout, world, *, timeout_s=300.0, staged=None):
@@ -50,6 +49,18 @@ class Messages(OfRank):
         self._sends: dict = {}
         self._receives: dict = {}
         self._reached: dict[int, int] = {}
+
+    @staticmethod
+    def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
+        """Memory: an outbox, a result, an inbox place for each source of a round; GPUs' own."""
+        places, on_gpu = Plans(graph, layout, node).places, set(layout.devices) - {"cpu"}
+        return {
+            "outbox": layout.nbytes,
+            "result": layout.nbytes,
+            "encoded": 0 if layout.wire.exact else layout.sent_bytes,
+            "inbox": places * layout.sent_bytes,
+            "on GPUs": 2 * layout.nbytes if on_gpu else 0,
+        }
 
     def outbox(self, t: int) -> Segments:
         """Arrays (1, p) to fill whole; waits until the last round's messages have left."""

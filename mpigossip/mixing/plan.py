@@ -72,6 +72,7 @@ class Plans:
         ``halves``: pairs on one host average by halves.
         """
         self.graph, self.rank, self._layout = graph, rank, layout
+        self._rounds = range(graph.period or 0)
         self._near, self._halves = near, halves
         self._kept: dict[tuple[Kind, int], Exchange] = {}
 
@@ -124,9 +125,16 @@ class Plans:
         graph = self.graph
         if graph.period is None:
             return graph.degree
-        rounds = [t for t in range(graph.period) if not is_average(graph, t)]
+        rounds = [t for t in self._rounds if not is_average(graph, t)]
         pushers = (self._far(self.rank, graph.neighbours(t, self.rank)[0]) for t in rounds)
         return max(map(len, pushers), default=0)
+
+    @property
+    def pushed_only(self) -> bool:
+        """Whether in every round somebody pushes to this rank: the sum is formed in the inbox."""
+        rounds = [self.graph.neighbours(t, self.rank)[0] for t in self._rounds]
+        averages = any(is_average(self.graph, t) for t in self._rounds)
+        return bool(rounds) and all(map(len, rounds)) and not averages
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,11 @@ ALIGN = 4096
 """Bytes that each area begins at a multiple of: a page, so that whole cache lines are written."""
 
 
+def rounded(nbytes: int) -> int:
+    """Bytes of an area for so many."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
 class SharedHost:
     """The window memory of all ranks of one host: an outbox and a result area a rank.
 
@@ -28,7 +33,7 @@ class SharedHost:
         """``comm``: the ranks of this host (collective); ``nbytes``: of one message."""
         self.size, self.rank = comm.size, comm.rank
         self.others = [rank for rank in range(comm.size) if rank != comm.rank]
-        room = -(-nbytes // ALIGN) * ALIGN
+        room = rounded(nbytes)
         self._window = MPI.Win.Allocate_shared(2 * room, 1, comm=comm)
         self._window.Lock_all()
         self._tokens = Tokens(comm, timeout_s)

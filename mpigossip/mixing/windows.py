@@ -20,7 +20,7 @@ from mpigossip.mixing.combine import add_up
 from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.plan import Exchange, Piece, Plans, cut, piece_size
 from mpigossip.mixing.push import PushWindow
-from mpigossip.mixing.shared import SharedHost
+from mpigossip.mixing.shared import SharedHost, rounded
 from mpigossip.mixing.stream import Stream, measured_rate
 from mpigossip.mixing.wire import encode
 
@@ -29,12 +29,7 @@ INLINE = 1 << 14
 
 
 class Windows(OfRank):
-    """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`).
-
-    Memory, in messages: read in place, an outbox and a result; pushed, an outbox and two inbox
-    places an in-neighbour, the sum being formed in the inbox. Over a lossy wire what is pushed,
-    and an inbox place, is an encoded message; neighbours on the same host read decoded ones.
-    """
+    """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`)."""
 
     halves = True
     """Whether pairs on one host average by halves."""
@@ -57,6 +52,24 @@ class Windows(OfRank):
         # the graph's clock: the first and the last round of kind GOSSIP that this mixer ran
         self._first: int | None = None
         self._last: int | None = None
+
+    @staticmethod
+    def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
+        """Memory: read in place, an outbox and a result; pushed, two inbox places a source.
+
+        There the sum is formed in the inbox; a result is for averages. Over a lossy wire what is
+        pushed, and an inbox place, is an encoded message; neighbours on the host read decoded ones.
+        """
+        plans, wire = Plans(graph, layout, node, near), layout.wire
+        host, push = bool(near and near[node]), not near or len(near[node]) < graph.n
+        area = rounded(layout.nbytes) if host else layout.nbytes
+        apart = host or averages or not wire.exact or not plans.pushed_only
+        return {
+            "outbox": area,
+            "result": area * apart,
+            "encoded": layout.sent_bytes * (push and not wire.exact),
+            "inbox": 2 * layout.sent_bytes * (plans.places if push else 0),
+        }
 
     def _open_host(self, same_host: str) -> SharedHost | None:
         """Shared memory with the ranks of this host, unless all of them are to be pushed to."""

@@ -9,12 +9,12 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from mpigossip.config.readable import counted, size
 from mpigossip.engine.state import leaves
 from mpigossip.graphs import Graph, spectral
 from mpigossip.mixing.base import Kind, traffic
+from mpigossip.training.costs import held
 
 if TYPE_CHECKING:
     from mpigossip.runs.progress import Progress
@@ -42,8 +42,8 @@ def overview(progress: Progress, assembly: Assembly, world) -> list[tuple[str, s
         ("graph", _graph(graph) if _gossips(trainer) else "unused: averages are over all nodes"),
         ("exchange", _exchange(progress, trainer, graph, world)),
         ("traffic", _traffic(progress, trainer, graph)),
-        ("memory", f"{size(_memory(trainer, graph))} a node: replicas, gradients, state, messages; "
-                   "activations come on top"),
+        ("memory", f"{size(_memory(progress, trainer, world))} a node: replicas, gradients, state, "
+                   "messages, copies; activations come on top"),
         ("steps", f"{progress.total_steps:,}, {progress.steps_per_epoch:,} an epoch"),
         ("files", f"{progress.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ "
                   f"{saves}"),
@@ -141,15 +141,13 @@ def _traffic(progress: Progress, trainer: Trainer, graph: Graph) -> str:
     return f"{size(average)} a node and {when} ({vectors}){ratio}"
 
 
-def _memory(trainer: Trainer, graph: Graph) -> float:
-    """Bytes of one node: what is allocated here, and messages as the windows hold them."""
-    replicas, layout = trainer.replicas, trainer.mixer.layout
-    held = [*replicas.full, *replicas.grads, *replicas.x]
-    held += [array for state in trainer.engine.states for _, array in leaves(state)]
-    storages: dict[int, torch.UntypedStorage] = {}
-    for array in held:
-        storage = array.untyped_storage()
-        storages[storage.data_ptr()] = storage
-    inbox = 1 if "always-global" in trainer.engine.method.needs else 2 * graph.degree
-    rows = len(trainer.mixer.rows)
-    return sum(s.nbytes() for s in storages.values()) / rows + layout.nbytes * (1 + inbox)
+def _memory(progress: Progress, trainer: Trainer, world) -> int:
+    """Bytes of one node, counted as the dry run does, of the mixer that was opened."""
+    mixer, replicas = trainer.mixer, trainer.replicas
+    state = sum(a.nbytes for each in trainer.engine.states for _, a in leaves(each)) // len(
+        mixer.rows
+    )
+    messages = mixer.memory(Kind.GLOBAL in trainer.engine.cadence.kinds)
+    slots = len(trainer.group.devices)
+    parts = held(progress.job, replicas.flat, slots, state, messages, world.survives)
+    return sum(parts.values())

@@ -17,8 +17,8 @@ from mpigossip.data.sources import Source, SyntheticSource, source
 from mpigossip.engine.state import leaves
 from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph
+from mpigossip.mixing import mixer_class
 from mpigossip.mixing.base import Kind, Layout, is_average, traffic
-from mpigossip.mixing.delayed import readers
 from mpigossip.store import StoreError
 from mpigossip.training import assemble
 
@@ -133,19 +133,28 @@ def exchanges(what: Subject, n: int) -> Exchanges:
 
 
 def memory(what: Subject, made: Exchanges) -> dict[str, int]:
-    """Bytes of a node by purpose; activations, batches and libraries are not counted."""
-    flat, method = what.flat, made.method
+    """Bytes of a node by purpose, each node on a host of its own; see :func:`held`."""
+    job, flat = what.job, what.flat
+    state = made.method.init(torch.empty(1, flat.size, device="meta"))
+    arrays = sum(array.numel() * array.element_size() for _, array in leaves(state))
+    on_cpu = job.node.devices.startswith("cpu")
+    where = "survivors" if job.run.survive else "ranks" if on_cpu else "devices"
+    mixer = mixer_class(job.node.mixer, where)
+    messages = mixer.holds(made.graph, made.layout, 0, averages=Kind.GLOBAL in made.cadence.kinds)
+    return held(job, flat, what.slots, arrays, messages)
+
+
+def held(
+    job: Job, flat: Flat, slots: int, state: int, messages: dict[str, int], survives: bool = True
+) -> dict[str, int]:
+    """Bytes of a node by purpose; activations, batches and libraries are not counted.
+
+    ``state``: of the algorithm; ``messages``: what the mixer says that it holds; ``survives``:
+    the MPI of this run can do what `run.survive` asks for.
+    """
     model = 4 * flat.size
-    state = method.init(torch.empty(1, flat.size, device="meta"))
-    held = sum(array.numel() * array.element_size() for _, array in leaves(state))
-    inbox = 0 if "always-global" in method.needs else 2 * made.graph.degree
-    if made.asynchronous:
-        inbox = made.graph.degree + len(readers(made.graph, 0)) + 1
-    return {
-        "replicas": what.slots * model,
-        "gradients": what.slots * model,
-        "algorithm state": held,
-        "outbox": method.vectors * model,
-        "inbox (at most)": max(inbox, 1) * method.vectors * model,
-        "snapshot for checkpoints": model + held,
-    } | ({"copies to outlive a lost rank": 2 * (model + held)} if what.job.run.survive else {})
+    copies = 2 if job.run.survive and survives else 0
+    found = {"replicas": slots * model, "gradients": slots * model, "algorithm state": state}
+    found |= {f"messages' {name}": count for name, count in messages.items() if count}
+    found["snapshot for checkpoints"] = model + state
+    return found | ({"copies to outlive a lost rank": copies * (model + state)} if copies else {})

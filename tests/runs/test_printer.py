@@ -110,7 +110,7 @@ def test_the_memory_said_is_the_memory_held(tmp_path):
         screen = dict(overview(Run(assembly, alone, []).progress, assembly, alone))
         size = 4 * trainer.replicas.flat.size
         assembly.close()
-    # one replica whose memory is x itself, one gradient, an outbox, two inbox places
+    # a replica whose memory is x itself, a gradient, an outbox, a result, a checkpoint's snapshot
     said = float(re.match(r"([\d.]+) kB", screen["memory"])[1])
     np.testing.assert_allclose(said, 5 * size / 1000, rtol=0.01)
 

@@ -44,6 +44,23 @@ class DeviceMemory(Windows):
         self._memory_of_own(by_slot)
         super().__init__(graph, by_slot, world, same_host=same_host, timeout_s=timeout_s)
 
+    @staticmethod
+    def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
+        """Memory: outbox, result, codes of the slots on their devices, stages to average vectors.
+
+        "host": the messages in host memory, which neighbours need that no device is reached from.
+        """
+        host = Windows.holds(graph, layout, node, near, averages)
+        inbox, first = host.pop("inbox"), Layout(layout.widths[:1], layout.vectors, layout.scalars)
+        return {
+            "outbox": layout.nbytes,
+            "result": layout.nbytes,
+            "encoded": 0 if layout.wire.exact else layout.sent_bytes,
+            "stages": 2 * min(STAGE, first.nbytes),
+            "inbox": inbox,
+            "host": sum(host.values()),
+        }
+
     def _memory_of_own(self, layout: BySlot) -> None:
         """Outbox, result and codes of each slot: allocations of their own where they are shared."""
         parts = [layout.of(slot) for slot in range(len(self._devices))]
