@@ -13,6 +13,7 @@ import torch
 from mpigossip.cluster.ranks import Alone
 from mpigossip.engine.step import Record
 from mpigossip.mixing.base import Kind
+from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs.overview import overview
 from mpigossip.runs.printer import Printer
 from mpigossip.runs.run import Run
@@ -26,6 +27,12 @@ class Terminal(io.StringIO):
         return True
 
 
+class Told(Simulated):
+    """A mixer that has flown and waited as long as it is told."""
+
+    flown = waited = 0.0
+
+
 def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False):
     """What a printer writes to `stream` in a short run, made up but for its overview."""
     job = assemble.load(JOB, ["run.steps=20", "run.output=nowhere/else"])
@@ -34,6 +41,7 @@ def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False):
         alone.rank = rank
         run = Run(assembly, alone, [])
         mixer = assembly.trainer.mixer
+        mixer.__class__ = Told
         printer = Printer(alone, stream, plain_s)
         printer.start(run.progress, assembly)
         seconds = {"compute_s": 0.03, "node_s": 0.0, "exchange_s": 0.005, "idle_s": 0.005}
