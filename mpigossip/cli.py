@@ -9,7 +9,7 @@ from importlib import import_module
 
 import mpigossip
 from mpigossip.commands.parts import every, told
-from mpigossip.config.errors import FAILED, OK, WRONG, Failure, Mistake
+from mpigossip.config.errors import FAILED, OK, WRONG, Failure, Mistake, output_fails
 
 COMMANDS = (
     "train",
@@ -35,7 +35,14 @@ mpigossip log plot runs/digits
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Mistakes of the user become one paragraph and code 2."""
-    code = _run(arguments)
+    try:
+        code = _run(arguments)
+    except SystemExit:  # help is printed, or explained why these words are none
+        if _unprinted():
+            raise SystemExit(FAILED) from None
+        raise
+    if _unprinted():
+        code = code or FAILED
     if ranks := sys.modules.get("mpigossip.cluster.ranks"):
         ranks.leave(code)
     return code
@@ -55,9 +62,21 @@ def _run(arguments: Sequence[str] | None) -> int:
     except Failure as error:
         print(f"mpigossip: {error}", file=sys.stderr)
         return FAILED
+    except OSError as error:
+        if not _unprinted(error):
+            raise
+        return FAILED
     except KeyboardInterrupt:
         print("mpigossip: interrupted", file=sys.stderr)
         return 130
+
+
+def _unprinted(error: OSError | None = None) -> bool:
+    """Whether standard output can't be written, which is then said."""
+    why = output_fails(error)
+    if why:
+        print(f"mpigossip: standard output can't be written: {why}", file=sys.stderr)
+    return bool(why)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

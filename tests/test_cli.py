@@ -147,6 +147,28 @@ def test_wrong_words_are_explained(tmp_path, words, says):
     assert says in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words, code",
+    [
+        (["graph", "show", "ring", "--nodes", "8"], 1),
+        (["simulate", JOB, "--nodes", "2", *SHORT], 0),
+    ],
+)
+def test_a_standard_output_without_room_is_said_and_ends_no_training(
+    tmp_path, words, code, unbuffered
+):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*MAIN, *words], stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env
+        )
+    assert done.returncode == code
+    says = "mpigossip: standard output can't be written: No space left on device"
+    assert done.stderr.startswith(says) and done.stderr.count("\n") == 1
+    assert bool(list(tmp_path.glob("runs/*/checkpoints/step-00000006"))) == (code == 0)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path, number):
     words = ["graph", "search", "--nodes", "16", "--degree", "4", "--seconds", "60", "--json"]

@@ -1,5 +1,10 @@
 """What ends a program of this package: mistakes of the user, failures of a run, and exit codes."""
 
+import contextlib
+import errno
+import os
+import sys
+
 OK, FAILED, WRONG, STOPPED = 0, 1, 2, 75
 """Exit codes: done; a run that can't go on (`Failure`); a mistake of the user (`Mistake`), or a
 check that found something; stopped before the end with a checkpoint (EX_TEMPFAIL). The batch
@@ -15,3 +20,27 @@ class Mistake(ValueError):
 
 class Failure(Exception):
     """A run that can't go on; the message says what happened, and where."""
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def output_fails(error: OSError | None = None) -> str:
+    """Why standard output takes no more (a full disk behind it); empty where it does.
+
+    ``error``: what a write has raised. From then on what is printed goes nowhere, so that nothing
+    fails again, at exit neither.
+    """
+    try:
+        if error is not None and error.errno in FULL and error.filename is None:
+            raise error
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # who read it has enough
+    except OSError as failed:
+        with contextlib.suppress(OSError, ValueError):  # no file behind it
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        return failed.strerror or str(failed)
+    return ""

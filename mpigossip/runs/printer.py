@@ -6,12 +6,15 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from mpigossip.cluster.launcher import terminal_of_launcher
+from mpigossip.config.errors import output_fails
 from mpigossip.config.readable import clock, counted, size
 from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
@@ -86,8 +89,8 @@ class Printer(Hook):
         self._shown = now
         text = self._line(progress, record.index + 1)
         if self._live:
-            self._stream.write(f"\r\x1b[2K{text[: self._console.width - 1]}")
-            self._stream.flush()
+            with self._while_it_takes_it():
+                self._stream.write(f"\r\x1b[2K{text[: self._console.width - 1]}")
             self._dirty = True
         else:
             self._print(Text(text))
@@ -138,11 +141,38 @@ class Printer(Hook):
             self._print(Text(f"\n{describe(summary)}"))
 
     def _print(self, text: Text) -> None:
-        if self._dirty:
-            self._stream.write("\r\x1b[2K")
-            self._dirty = False
-        self._console.print(text)
-        self._stream.flush()
+        with self._while_it_takes_it():
+            if self._dirty:
+                self._stream.write("\r\x1b[2K")
+                self._dirty = False
+            self._console.print(text)
+
+    @contextmanager
+    def _while_it_takes_it(self) -> Iterator[None]:
+        """Write to the stream; where it is full the run goes on, in silence."""
+        try:
+            yield
+            self._stream.flush()
+        except OSError as error:
+            self._speaks = False
+            silenced(error)
+
+
+def say(text: str) -> None:
+    """A line on standard output, or none where that is full: no reason to end a run."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        silenced(error)
+
+
+def silenced(error: OSError) -> None:
+    """Tell why standard output takes no more, which is not used from then on."""
+    why = output_fails(error)
+    if not why:
+        raise error
+    text = f"mpigossip: standard output can't be written: {why}; the run goes on without"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _width(terminal: str | None) -> int | None:
@@ -182,6 +212,8 @@ def describe(summary: dict[str, Any]) -> str:
         lines.append(f"speed      {summary['samples_per_second']:,.0f} samples/s over all nodes")
     if "lost" in summary:
         lines.append(f"lost       {summary['lost']}")
+    if "warnings" in summary:
+        lines.append(f"warnings   {summary['warnings']}")
     lines.append(f"sent       {size(summary['bytes_sent'])} a node")
     if "checkpoint" in summary:
         lines.append(f"checkpoint {summary['checkpoint']}")
