@@ -91,6 +91,39 @@ def wrong(*anything):
 
 
 three = 3
+
+
+class Plain(torch.utils.data.Dataset):
+    """A data set of torch, as tutorials have them."""
+
+    def __len__(self):
+        return 64
+
+
+def frozen(shape, classes):
+    return net(shape, classes).requires_grad_(False)
+
+
+class Scores(NamedTuple):
+    logits: torch.Tensor
+
+
+class Named(nn.Linear):
+    """Gives its scores by name, as models of transformers do."""
+
+    def __init__(self, shape, classes):
+        super().__init__(shape[0], classes)
+
+    def forward(self, x):
+        return Scores(super().forward(x))
+
+
+def own_needs(path):
+    return path
+
+
+def configured(config, *rest):
+    return nn.Linear(config.hidden_size, 2)
 '''
 
 
@@ -168,7 +201,13 @@ def test_a_networkx_graph_in_ones_own_loop(ranks):
         ({"algorithm": {"name": "mine:three"}}, "is a int; it should be a function"),
         ({"algorithm": {"name": "nowhere:thing"}}, "on PYTHONPATH"),
         ({"data": {"source": "mine:wrong"}}, "returned int; it should return a .*Source"),
+        ({"data": {"source": "mine:Plain"}}, "is a torch Dataset; it should return a .*Source"),
+        ({"data": {"source": "mine:three"}}, "is a int; it should be a function"),
+        ({"data": {"source": "mine:own_needs"}}, "takes 1 positional.* return a .*Source"),
         ({"model": {"name": "mine:wrong"}}, "returned int"),
+        ({"model": {"name": "mine:frozen"}}, "no parameter to train"),
+        ({"model": {"name": "mine:Named"}}, r"gives a Scores .*\(1, 2\).*`.logits`"),
+        ({"model": {"name": "mine:configured"}}, "can't be built .* no attribute 'hidden_size'"),
         ({"log": {"hooks": ["mine:wrong"]}}, "returned int; it should return a .*Hook"),
         ({"log": {"hooks": ["tensorbord"]}}, "none of tensorboard"),
     ],

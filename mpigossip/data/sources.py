@@ -7,6 +7,7 @@ to, into what a model takes. So a GPU gets a quarter of the bytes and does the n
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,23 @@ class TextSource(Source):
         return tokens[:, :-1], tokens[:, 1:]
 
 
+def _own(make: Callable, data: config.Data, seed: int) -> Source:
+    """The source that a user's factory returns; JobError where it is none."""
+    wanted = "it should return a mpigossip.data.sources.Source when it is called with (data, seed)"
+    if isinstance(make, type) and issubclass(make, torch.utils.data.Dataset):
+        raise JobError(
+            [f'data.source = "{data.source}" is a torch Dataset; {wanted}: read the Dataset in its '
+             "`raw`"]
+        )  # fmt: skip
+    try:
+        made = make(data, seed)
+    except TypeError as error:
+        raise JobError([f'data.source = "{data.source}": {error}; {wanted}']) from error
+    if not isinstance(made, Source):
+        raise JobError([f'data.source = "{data.source}" returned {type(made).__name__}; {wanted}'])
+    return made
+
+
 def source(data: config.Data, seed: int) -> Source:
     """Return the source that section `[data]` names; seed makes the synthetic samples.
 
@@ -218,15 +236,7 @@ def source(data: config.Data, seed: int) -> Source:
     path = DIGITS if data.source == "digits" else Path(data.source).expanduser()
     if not path.exists() and is_own(data.source):
         make = imported("data.source", data.source, "(data, seed) that returns a Source")
-        made = make(data, seed)
-        if not isinstance(made, Source):
-            raise JobError(
-                [
-                    f'data.source = "{data.source}" returned {type(made).__name__}; it should '
-                    "return a mpigossip.data.sources.Source"
-                ]
-            )
-        return made
+        return _own(make, data, seed)
     if not path.exists():
         raise JobError(
             [

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from mpigossip.config import JobError
 from mpigossip.mixing.wire import BUCKET
 
 ALIGN = 32
@@ -122,13 +123,15 @@ def flatten(module: nn.Module, slots: int = 1, decayed: Collection[str] | None =
     """
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not trained:
-        raise ValueError("the model has no parameter to train (requires_grad is False for all)")
+        raise JobError(
+            ["the model has no parameter to train: requires_grad is False for all; set it for some"]
+        )
     for name, parameter in trained:
         if parameter.dtype != torch.float32:
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}; float32 is kept and exchanged "
-                '(for 16-bit arithmetic use node.precision = "bf16")'
-            )
+            raise JobError(
+                [f"the model's parameter {name} is {parameter.dtype}; float32 is kept and "
+                 'exchanged (for 16-bit arithmetic use node.precision = "bf16")']
+            )  # fmt: skip
     chosen = {name for name, _ in trained} if decayed is None else set(decayed)
     ordered = [pair for pair in trained if pair[0] in chosen]
     first_undecayed = len(ordered)

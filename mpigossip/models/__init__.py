@@ -73,10 +73,11 @@ def model(
         torch.default_generator.manual_seed(seed)
         try:
             network = builder(tuple(shape), classes, **options)
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             raise JobError(
-                [f'model "{name}" can\'t be built with the options {options}: {error}']
-            ) from error
+                [f'model "{name}" can\'t be built with the options {options} for samples of shape '
+                 f"{tuple(shape)} and {classes} classes: {error}"]
+            ) from error  # fmt: skip
         if not isinstance(network, nn.Module):
             raise JobError(
                 [
@@ -132,11 +133,17 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
     network.eval()
     try:
         with torch.no_grad():
-            found = tuple(network(sample).shape)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            outputs = network(sample)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise JobError([f'model "{name}" can\'t be applied to {what}: {error}']) from error
     finally:
         network.train(training)
+    if not isinstance(outputs, Tensor):
+        raise JobError(
+            [f'model "{name}" gives a {type(outputs).__name__} for one of {what}, not a tensor of '
+             f"shape {expected}: wrap it in a module that returns its scores (`.logits`)"]
+        )  # fmt: skip
+    found = tuple(outputs.shape)
     if found != expected:
         raise JobError(
             [
