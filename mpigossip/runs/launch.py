@@ -12,8 +12,8 @@ from mpigossip.cluster.ranks import AgreedError
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake
 from mpigossip.runs.hooks import named_hooks
-from mpigossip.runs.lock import locked
-from mpigossip.runs.printer import Printer, describe
+from mpigossip.runs.lock import Guard, locked
+from mpigossip.runs.printer import Printer, describe, say
 from mpigossip.runs.recorder import Recorder
 from mpigossip.runs.run import Run, asked_of
 from mpigossip.runs.stopper import Stopper, end_of_allocation
@@ -48,7 +48,7 @@ def run(job: Job, world, n: int, resume: Path | None) -> dict[str, Any]:
 def _run(assembly: Assembly, world, resume: Path | None) -> tuple[dict[str, Any], Assembly]:
     """The summary, and what is to be closed: another assembly where ranks were lost."""
     folder = assembly.job.run.folder
-    hooks = [Recorder(world, len(assembly.trainer.mixer.rows)), Printer(world)]
+    hooks = [Recorder(world, len(assembly.trainer.mixer.rows)), Printer(world), Guard(world)]
     hooks += named_hooks(assembly.job.log.hooks, world)
     end = end_of_allocation(assembly.job.checkpoint.wall_clock_s)
     synchronous = assembly.trainer.mixer.synchronous
@@ -59,7 +59,7 @@ def _run(assembly: Assembly, world, resume: Path | None) -> tuple[dict[str, Any]
             with world.together(Mistake):
                 told = whole.resume(resume)
             if told and world.rank == 0:
-                print(f"{resume}: {'; '.join(told)}")
+                say(f"{resume}: {'; '.join(told)}")
             summary = _summary_of(folder, world) if whole.finished else None
             if summary is not None:
                 return summary if world.rank == 0 else {}, assembly
@@ -80,7 +80,7 @@ def _summary_of(folder: Path, world) -> dict[str, Any] | None:
             found = read(folder / "log.h5").summary
             if "finished" in found:
                 summary = found
-                print(f"{folder}: nothing is left to train\n{describe(summary)}")
+                say(f"{folder}: nothing is left to train\n{describe(summary)}")
     return world.broadcast(summary)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +33,17 @@ class Progress:
     evaluation: Evaluation | None = None
     lost: list[str] = field(default_factory=list)
     """what was lost on the way, a line each"""
+    warnings: list[str] = field(default_factory=list)
+    """what else a user should know of at the end"""
+    checkpoint: Path | None = None
+    """the newest whole one, on rank 0"""
     lost_at: int = 0
     """steps done at the first loss since all nodes were there"""
+
+    def warn(self, text: str) -> None:
+        """Say something at once, and again in the summary; called on rank 0."""
+        print(f"mpigossip: {text}", file=sys.stderr, flush=True)
+        self.warnings.append(text)
 
     def epoch(self, step: int) -> float:
         """Epochs done at a step."""

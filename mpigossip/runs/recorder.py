@@ -15,7 +15,7 @@ from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.watch import watchers
 from mpigossip.store import StoreError
-from mpigossip.store.log import Column, LogWriter
+from mpigossip.store.log import Column, LogGone, LogWriter
 from mpigossip.training.evaluate import Evaluation
 
 COLUMNS = {
@@ -54,6 +54,7 @@ class Recorder(Hook):
 
     def start(self, progress, assembly) -> None:
         """Open the log on rank 0, or continue it at the first step of this run."""
+        self._progress = progress
         self._flush_every = progress.job.log.flush_steps
         self._goes_on = progress.job.log.on_error == "continue"
         self._per_node = progress.samples_per_step / progress.nodes
@@ -152,9 +153,20 @@ class Recorder(Hook):
         gathered = self._world.gather((block, self._evaluations))
         with self._world.together(StoreError):
             if gathered is not None:
-                self._write(gathered, [row for row, _, _ in self._evaluations])
+                self._write_or_begin(gathered, [row for row, _, _ in self._evaluations])
         # not earlier: should rank 0 be lost on the way, the others still have it
         self._kept, self._evaluations = [], []
+
+    def _write_or_begin(self, gathered: list, evaluations: list[dict]) -> None:
+        """Append on rank 0; where the log was taken away, to a new one."""
+        try:
+            self._write(gathered, evaluations)
+        except LogGone as gone:
+            progress, first = self._progress, self._writer.next_step
+            progress.folder.mkdir(parents=True, exist_ok=True)
+            self._writer = self._open(progress, progress.nodes, first)
+            progress.warn(f"{gone}: a new one begins at step {first}")
+            self._write(gathered, evaluations)
 
     def _write(self, gathered: list, evaluations: list[dict]) -> None:
         """Append what all ranks have kept, on rank 0."""

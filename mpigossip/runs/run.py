@@ -122,6 +122,7 @@ class Run:
     def _between_steps(self, stopped: bool) -> None:
         done, job = self.trainer.index, self.progress.job
         self.saver.poll(done)
+        self.progress.checkpoint = self.saver.last or self.progress.checkpoint
         last = done == self.progress.total_steps
         epoch, over = divmod(done - self.progress.shift, self.progress.steps_per_epoch)
         every = job.run.evaluate_every
@@ -165,8 +166,9 @@ class Run:
         if progress.evaluation:
             summary["accuracy"] = progress.evaluation.accuracy
             summary["loss"] = progress.evaluation.loss
-        if progress.lost:
-            summary["lost"] = "; ".join(progress.lost)
+        for name, lines in (("lost", progress.lost), ("warnings", progress.warnings)):
+            if lines:
+                summary[name] = "; ".join(lines)
         if self.saver.last == checkpoint.folder(progress.folder, trainer.index):
             summary["checkpoint"] = str(self.saver.last)
         return summary
@@ -221,7 +223,7 @@ class Run:
         """
         seconds, told = go_on(self.trainer, path, self.progress.steps_per_epoch)
         self.count_from(seconds)
-        manifest = checkpoint.read_manifest(path)
+        self.progress.checkpoint, manifest = path, checkpoint.read_manifest(path)
         lost, asked = str(manifest.meta.get("lost", "")), asked_of(manifest)
         self.progress.lost = [lost] if lost else []
         if asked > manifest.n:

@@ -69,6 +69,8 @@ class Saver:
     def poll(self, done: int) -> None:
         """At a step boundary: go on with what is being written, without waiting."""
         now = self._now
+        if now is not None and now.commit is not None and now.commit.done():
+            self.last = (not now.commit.exception() and now.commit.result()) or self.last
         if now is None or done % LAG or now.commit is not None:
             return
         asked, now.agreement = now.agreement, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -20,18 +21,18 @@ SHARE, LEAST_S, MOST_S = 0.05, 5.0, 120.0
 
 
 def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) -> float | None:
-    """When the run must have ended, in seconds since 1970; None where nothing says so.
+    """In how many seconds the run must have ended; None where nothing says so.
 
     The earlier of the allocation's end and ``wall_clock_s`` seconds from now (0: no limit).
     """
-    ends = [float(env[name]) for name in END_TIMES if env.get(name, "").isdigit()]
-    ends = [end for end in ends if end > time.time()]  # one in the past is of another allocation
+    ends = [float(env[name]) - time.time() for name in END_TIMES if env.get(name, "").isdigit()]
+    ends = [end for end in ends if end > 0]  # one in the past is of another allocation
     if wall_clock_s:
-        ends.append(time.time() + wall_clock_s)
+        ends.append(wall_clock_s)
     return min(ends, default=None)
 
 
-class WallClock:
+class Reserve:
     """Says when a run must stop so that its checkpoint is written before the end.
 
     The reserve is 5 % of the time that was there at the start (5 s to 2 min), plus twice the
@@ -39,14 +40,16 @@ class WallClock:
     plus the steps until all ranks have agreed.
     """
 
-    def __init__(self, end: float | None, lag: int = 0, now=time.time):
-        """``end``: seconds since 1970, None for never; ``lag``: steps that an agreement takes."""
-        self._end, self._lag, self._now = end, lag, now
+    def __init__(self, end: float | None, lag: int = 0, now=time.monotonic):
+        """``end``: seconds from now on, None for never; ``lag``: steps that an agreement takes.
+
+        ``now``: a clock that nobody sets: a wall clock that jumps would look like a long step.
+        """
+        self._end, self._lag, self._now = None if end is None else now() + end, lag, now
         self._first = 0.0
         self._last: float | None = None
         self._longest, self._steps = 0.0, 0
-        left = 0.0 if end is None else end - now()
-        self._least = min(max(SHARE * left, LEAST_S), MOST_S)
+        self._least = min(max(SHARE * (end or 0.0), LEAST_S), MOST_S)
 
     def over(self) -> bool:
         """Whether to stop now; to be asked at every step boundary."""
@@ -82,12 +85,12 @@ class Stopper(Hook):
     def __init__(self, world, folder: Path, end: float | None = None, lag: int = LAG):
         """Signals only set a flag; ``folder / "STOP"`` is looked for by rank 0.
 
-        ``end``: seconds since 1970 at which all must be over, None for never. ``lag``: steps
+        ``end``: seconds from now on after which all must be over, None for never. ``lag``: steps
         that the ranks may be apart.
         """
         self._lag = lag
         self._world, self._file = world, folder / "STOP"
-        self._clock = WallClock(end, lag=2 * lag)
+        self._clock = Reserve(end, lag=2 * lag)
         self._asked, self._looked = False, float("-inf")
         self._pending: Agreement | None = None
 
@@ -114,13 +117,21 @@ class Stopper(Hook):
         agreed, self._pending = self._pending, None
         if agreed is not None and agreed.read():
             if self._world.rank == 0:
-                self._file.unlink(missing_ok=True)
+                self._take_away()
             return True
         now = time.monotonic()
         if self._world.rank == 0 and now - self._looked > 1.0:
             self._looked, self._asked = now, self._asked or self._file.exists()
         self._pending = self._world.start_agree(int(self._asked))
         return False
+
+    def _take_away(self) -> None:
+        """Remove the file STOP, so that the next run doesn't end at once."""
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:  # a folder, or somebody else's
+            text = f"mpigossip: {self._file} can't be removed: {error.strerror}; remove it by hand"
+            print(f"{text}, or the next run stops at once", file=sys.stderr, flush=True)
 
     def start(self, progress, assembly) -> None:
         """Forget an agreement with ranks that were lost."""

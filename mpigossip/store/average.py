@@ -31,7 +31,8 @@ def average(parts: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 def over_slots(state: NodeState) -> dict[str, np.ndarray]:
     """A node's "parameters" and arrays by name; "buffers/NAME" is the average of its slots'."""
-    found, slots = {"parameters": state.parameters}, {}
+    found = {"parameters": state.parameters}
+    slots: dict[int, dict[str, np.ndarray]] = {}
     for key, array in state.arrays.items():
         kind, _, rest = key.partition("/")
         if kind == "buffers":

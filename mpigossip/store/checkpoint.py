@@ -114,6 +114,8 @@ def commit(
         raise ValueError(f"a checkpoint has one entry per node, got {[e.node for e in entries]}")
     if len({entry.parameters for entry in entries}) > 1:
         raise ValueError("all nodes hold the same number of parameters")
+    if not temporary.is_dir():
+        raise StoreError(f"{temporary} was deleted while it was being written")
     for entry in entries:
         path = temporary / entry.file
         if not path.is_file() or path.stat().st_size != entry.bytes:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -30,6 +31,7 @@ from mpigossip.store.journal import consistent, pending, recover, transaction
 
 FORMAT = "mpigossip log 1"
 EMPTY = "holds no step"
+SIGNATURE = b"\x89HDF\r\n\x1a\n"  # of every HDF5 file
 CHUNK = 1 << 16  # bytes; a flush writes whole chunks, one or two per column
 
 
@@ -72,6 +74,10 @@ class Log:
     units: dict[str, str]
     summary: dict[str, Any]
     environment: dict[str, str]
+
+
+class LogGone(StoreError):
+    """The log was taken from under its writer; a new one can be begun."""
 
 
 class LogWriter:
@@ -143,7 +149,7 @@ class LogWriter:
             return
         if np.shape(step) != (rows,) or np.any(np.diff(step, prepend=self.next_step - 1) <= 0):
             raise ValueError(f"steps must ascend from {self.next_step}, got {step}")
-        with transaction(self.path) as file:
+        with self._changing() as file:
             group = file["steps"]
             start = len(group["step"])
             _resize(group, start + rows)
@@ -157,7 +163,7 @@ class LogWriter:
         self._check_open()
         values = {name: np.asarray(value) for name, value in row.items()}
         step = int(values.pop("step"))
-        with transaction(self.path) as file:
+        with self._changing() as file:
             group = file["evaluations"]
             known = group["at_step"][()]
             if len(known) and step < known[-1]:
@@ -176,10 +182,23 @@ class LogWriter:
     def summary(self, values: Mapping[str, Any]) -> None:
         """Store figures of the whole run: numbers and text as they are, the rest as JSON."""
         self._check_open()
-        with transaction(self.path) as file:
+        with self._changing() as file:
             for name, value in values.items():
                 plain = isinstance(value, str | int | float | np.number)
                 file["summary"].attrs[name] = value if plain else json.dumps(value)
+
+    @contextmanager
+    def _changing(self) -> Iterator[h5py.File]:
+        """The file for a change; LogGone where it isn't the log any more."""
+        try:
+            with self.path.open("rb") as file:
+                there = file.read(len(SIGNATURE)) == SIGNATURE
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise LogGone(f"{self.path} was deleted or overwritten while the run goes on")
+        with transaction(self.path) as changed:
+            yield changed
 
     def close(self) -> None:
         """Nothing can be added afterwards; what was added is on the disk already."""

@@ -5,9 +5,11 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from mpigossip.cluster import batch
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.runs import hooks, launch
+from mpigossip.runs.lock import Guard
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -29,8 +32,8 @@ LARGE = ["model.hidden=[4096]", "checkpoint.keep=1"]  # 2.4 MB a node
 
 def train(folder, *settings, nodes=2):
     job = assemble.load({}, [*TINY, f"run.output={folder}", *settings])
-    with contextlib.redirect_stdout(io.StringIO()):
-        return launch.train(job, Alone(), nodes)
+    with contextlib.redirect_stdout(io.StringIO()), Alone() as alone:
+        return launch.train(job, alone, nodes)
 
 
 def resume(folder, *settings):
@@ -110,6 +113,64 @@ def test_a_log_without_room_is_caught_up_with(small_disk, capsys):
         train(run, "run.steps=12", "log.flush_steps=2", "log.on_error=continue")
     assert filled and capsys.readouterr().err.count("what was to be logged is kept") >= 4
     assert read(run / "log.h5").steps["step"].tolist() == list(range(12))
+
+
+def test_a_lock_that_has_no_room_is_a_mistake_in_words(small_disk):
+    fill(small_disk, 0)
+    with pytest.raises(ValueError, match="No space left on device; make room there, or name"):
+        train(small_disk / "run", "run.steps=1")
+
+
+# -- files that are taken from under a run --------------------------------------------------------
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def shred(path):
+    path.write_bytes(bytes(10_000))
+
+
+@pytest.mark.parametrize(
+    "name, take, says",
+    [
+        ("log.h5", empty, "log.h5 was deleted or overwritten while.*: a new one begins at step 18"),
+        ("log.h5", shred, "log.h5 was deleted or overwritten while.*: a new one begins at step 18"),
+        ("log.h5", Path.unlink, "log.h5 was deleted or overwritten while.*begins at step 18"),
+        ("lock", Path.unlink, "lock was deleted while the run goes on: locked anew"),
+        ("checkpoints", shutil.rmtree, "step-00000018 was deleted while .* none to resume from"),
+    ],
+)
+def test_what_is_taken_from_under_a_run_is_said_at_once_and_at_the_end(
+    tmp_path, monkeypatch, capsys, name, take, says
+):
+    told = []
+
+    class Taker(hooks.Hook):
+        taken = False
+
+        def step(self, progress, record):
+            time.sleep(0.03)  # what is written beside takes its time
+            if (
+                not self.taken
+                and record.index > 20
+                and (progress.checkpoint or name != "checkpoints")
+            ):
+                self.taken = True
+                take(tmp_path / name)
+            if record.index == 39:
+                told.append(capsys.readouterr().err)
+
+    monkeypatch.setattr(Guard, "EVERY_S", 0.0)
+    monkeypatch.setattr(launch, "named_hooks", lambda *_: [Taker()])
+    settings = ["run.steps=40", "log.flush_steps=10", "checkpoint.every_steps=18"]
+    summary = train(tmp_path, *settings)
+    assert summary["finished"] and re.search(says, summary["warnings"])
+    assert re.search(says, told[0])
+    log = read(tmp_path / "log.h5")
+    assert log.steps["step"].tolist() == list(range(18 if name == "log.h5" else 0, 40))
+    assert log.summary["digest"] == summary["digest"]
 
 
 # -- damaged files --------------------------------------------------------------------------------

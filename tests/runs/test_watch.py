@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import load
-from mpigossip.runs.stopper import Stopper, WallClock, end_of_allocation
+from mpigossip.runs.stopper import Reserve, Stopper, end_of_allocation
 from mpigossip.runs.watch import Divergence, Straggler, watchers
 
 JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
@@ -25,17 +26,17 @@ def test_the_end_is_the_earliest_that_is_known():
     assert end_of_allocation(0, {}) is None
     assert end_of_allocation(0, {"SLURM_JOB_END_TIME": "nonsense"}) is None
     later, soon = str(int(now) + 500), str(int(now) + 100)
-    assert end_of_allocation(0, {"SLURM_JOB_END_TIME": later}) == float(later)
+    assert end_of_allocation(0, {"SLURM_JOB_END_TIME": later}) == pytest.approx(499.5, abs=2)
     both = {"SLURM_JOB_END_TIME": later, "MPIGOSSIP_END_TIME": soon}
-    assert end_of_allocation(0, both) == float(soon)
-    assert now + 9 < end_of_allocation(10, both) < now + 20
+    assert end_of_allocation(0, both) == pytest.approx(99.5, abs=2)
+    assert end_of_allocation(10, both) == 10
     assert end_of_allocation(0, {"MPIGOSSIP_END_TIME": str(int(now) - 5)}) is None
 
 
 def clock(end, gaps, lag=0):
     """The time at which a clock asks to stop, for steps that take `gaps` seconds."""
     at = [0.0]
-    watch = WallClock(end, lag, now=lambda: at[0])
+    watch = Reserve(end, lag, now=lambda: at[0])
     for gap in gaps:
         if watch.over():
             return at[0]
@@ -108,17 +109,41 @@ def test_a_job_sets_what_is_watched():
     assert divergence.see(0, distances([1e-3, 1e9])) == []
 
 
-@pytest.mark.parametrize("how", ["signal", "file", "clock", "nothing"])
-def test_every_wish_to_stop_is_heard_at_a_step_boundary(tmp_path, how):
-    end = time.time() + 1 if how == "clock" else None
+JUMP = """
+import time
+real, shift = time.time, [0.0]
+time.time = lambda: real() + shift[0]  # before anybody could keep the old one
+from pathlib import Path
+from mpigossip.cluster.ranks import Alone
+from mpigossip.runs.stopper import Stopper, end_of_allocation
+end = end_of_allocation(0, {"MPIGOSSIP_END_TIME": str(int(real()) + 2000)})
+stopper = Stopper(Alone(), Path("nowhere"), end)
+found = [stopper.wants_stop(done) for done in range(1, 10)]
+shift[0] = 900.0
+print(any(found), any(stopper.wants_stop(done) for done in range(10, 30)))
+"""
+
+
+def test_a_clock_that_is_set_forward_is_no_long_step():
+    """900 s of it would be kept for stopping twice over, of 2,000 s that there are."""
+    done = subprocess.run([sys.executable, "-c", JUMP], capture_output=True, text=True)
+    assert done.stdout == "False False\n", done.stderr
+
+
+@pytest.mark.parametrize("how", ["signal", "file", "folder", "clock", "nothing"])
+def test_every_wish_to_stop_is_heard_at_a_step_boundary(tmp_path, capsys, how):
+    end = 1.0 if how == "clock" else None
     with Stopper(Alone(), tmp_path, end) as stopper:
         if how == "signal":
             os.kill(os.getpid(), signal.SIGUSR2)
         if how == "file":
             (tmp_path / "STOP").touch()
+        if how == "folder":
+            (tmp_path / "STOP").mkdir()
         stopped = [done for done in range(1, 20) if stopper.wants_stop(done)]
     assert stopped[:1] == ([] if how == "nothing" else [8])
-    assert not (tmp_path / "STOP").exists()
+    assert (tmp_path / "STOP").exists() == (how == "folder")
+    assert ("STOP can't be removed" in capsys.readouterr().err) == (how == "folder")
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
