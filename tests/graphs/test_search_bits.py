@@ -8,7 +8,11 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import networkx as nx
+import numpy as np
 import pytest
+
+from mpigossip.graphs.annealing import Plan, Screen, Task
 
 SEARCHES = """
 import os, sys
@@ -19,13 +23,17 @@ from mpigossip.graphs.search import search
 TASKS = [  # regular, sparse (often in parts while it anneals), other weights
     dict(n=16, degree=4, evaluations=3000),
     dict(n=32, degree=4, evaluations=1500, seed=1),
-    dict(n=40, edges=42, evaluations=1500),
+    dict(n=24, degree=3, edges=26, evaluations=1500),
     dict(n=12, degree=3, weights="metropolis-hastings", evaluations=1000),
     dict(n=14, edges=17, weights="max-degree", evaluations=1000),
 ]
 found = [search(**task) for task in TASKS]
-racks = [i % 3 for i in range(12)]
-matched = [search_matchings(12, 4, racks=racks, evaluations=1500, seed=seed) for seed in (1, 2)]
+PAIRS = [
+    dict(n=10, rounds=5, racks="ab" * 5, seed=2),
+    dict(n=9, rounds=5, racks="abc" * 3, seed=1),
+    dict(n=11, rounds=3, seed=2),
+]
+matched = [search_matchings(**pairs, evaluations=2000) for pairs in PAIRS]
 graphs = [f.edges for f in found] + [f.rounds for f in matched]
 histories = [[row[1:] for row in f.history] for f in found]
 matrix = np.random.default_rng(0).random((40, 40))
@@ -98,3 +106,26 @@ def test_core_types_have_bits_of_their_own():
     if len(able) < 2:
         pytest.skip("no two core types that this processor can be")
     assert len({searched(core)[2] for core in able}) > 1
+
+
+@pytest.mark.parametrize("weights", ["laplacian", "max-degree"])
+@pytest.mark.parametrize(
+    "network",
+    [
+        nx.cycle_graph(12),
+        nx.complete_bipartite_graph(6, 6),
+        nx.disjoint_union_all([nx.path_graph(4)] * 3),
+    ],
+    ids=["cycle", "bipartite", "in parts"],
+)
+def test_screening_does_not_hang_on_the_basis_of_an_eigenspace(network, weights):
+    """Renumbered nodes turn the eigenvectors of multiple eigenvalues, and have the same gains."""
+
+    def gain(places):
+        plan = Plan(Task(12, 11, 66, weights), 1)
+        for i, j in network.edges:
+            plan.add((min(places[i], places[j]), max(places[i], places[j]), 0))
+        return Screen(plan).gain[np.ix_(places, places)]
+
+    places = np.random.default_rng(0).permutation(12).tolist()
+    np.testing.assert_allclose(gain(places), gain(list(range(12))), atol=1e-8)
