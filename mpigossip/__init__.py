@@ -11,14 +11,14 @@ from mpigossip import moved  # noqa: F401 - modules by their old names
 
 if TYPE_CHECKING:
     from mpigossip.cluster.ranks import world
+    from mpigossip.doors.gossip import Gossip
     from mpigossip.graphs import graph
-    from mpigossip.training.gossip import Gossip
 
 __version__ = "0.1.0"
 __all__ = ["Gossip", "graph", "world"]
 
 _HOMES = {
-    "Gossip": "mpigossip.training.gossip",
+    "Gossip": "mpigossip.doors.gossip",
     "graph": "mpigossip.graphs",
     "world": "mpigossip.cluster.ranks",
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpigossip.algorithms import compressed, directed, gossip, periodic, tracking
 from mpigossip.algorithms.base import Algorithm, Step
-from mpigossip.algorithms.local import LOCALS, skipping
+from mpigossip.algorithms.local import LOCALS, Local, skipping
 from mpigossip.algorithms.spectrum import above_minus_third, momentum_of_gossip
 from mpigossip.config import JobError
 from mpigossip.config.named import imported, is_own
@@ -92,14 +92,20 @@ def parts(section: Mapping) -> tuple[Callable, ...]:
 
 
 def build(
-    name: str, local: str | None, options: Mapping, decayed: int, graph: Graph | None = None
+    name: str,
+    local: str | Local | None,
+    options: Mapping,
+    decayed: int,
+    graph: Graph | None = None,
 ) -> Algorithm:
     """The algorithm for a segment whose first ``decayed`` columns take weight decay.
 
-    Without ``graph`` the options of `FROM_GRAPH` keep their cautious defaults.
+    ``local``: a name of `LOCALS`, or a local step itself. Without ``graph`` the options of
+    `FROM_GRAPH` keep their cautious defaults.
     """
-    chosen = local or DEFAULT_LOCAL.get(name)
-    make, step = _builder(name), None
+    given = local if isinstance(local, Local) else None
+    chosen = None if isinstance(local, Local) else local or DEFAULT_LOCAL.get(name)
+    make, step = _builder(name), given
     mine = {key: value for key, value in options.items() if key in (make.__kwdefaults__ or ())}
     if chosen:
         others = {key: value for key, value in options.items() if key not in mine}

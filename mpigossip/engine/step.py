@@ -74,6 +74,7 @@ class Engine:
         self.clock = Clock(mixer)
         self._kind: Kind | None = None  # of the step that has begun
         self._sent = False  # whether its exchange has
+        self._came: tuple | None = None  # what it brought
         self._cut = cut
         self._blocks: Blocks | None = None
         self._blocks_of: Mixer | None = None
@@ -122,11 +123,13 @@ class Engine:
         else:
             if not self._sent:
                 self._send(self.vector.g, now)
-            sent, mixed = self.mixer.finish()
+            self.settle()
+            assert self._came is not None
+            sent, mixed = self._came
             apart = self._distance(sent, mixed, kind)
             self._receive(sent, mixed, now)
         self.round += kind is Kind.GOSSIP
-        self._kind, self._sent = None, False
+        self._kind, self._sent, self._came = None, False, None
         self.clock.lap("exchange_s")
         self.group.all_gather(self.vector.x, self.vector.full)
         self.clock.lap("node_s")
@@ -139,6 +142,16 @@ class Engine:
         record.staleness = list(self.mixer.staleness)
         self.index += 1
         return record
+
+    def settle(self) -> None:
+        """Wait for the neighbours of an exchange that has begun; the step takes it in later."""
+        if self._sent and self._came is None:
+            self._came = self.mixer.finish()
+
+    def adopt(self, mixer: Mixer) -> None:
+        """Go on with another mixer; a step that has begun begins again."""
+        self.mixer, self.clock = mixer, Clock(mixer)
+        self._kind, self._sent, self._came = None, False, None
 
     def average(self, lr: float) -> None:
         """An exchange without a gradient: what a node that waits for others does asynchronously.

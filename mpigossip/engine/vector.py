@@ -116,10 +116,16 @@ class Flat:
                     parameters[name].grad = view
 
 
-def flatten(module: nn.Module, slots: int = 1, decayed: Collection[str] | None = None) -> Flat:
-    """Lay out the module's trained parameters, float32, for a node of ``slots`` slots.
+def flatten(
+    module: nn.Module,
+    slots: int = 1,
+    decayed: Collection[str] | None = None,
+    types: Collection[torch.dtype] = (torch.float32,),
+) -> Flat:
+    """Lay out the module's trained parameters for a node of ``slots`` slots.
 
     ``decayed``: names that take weight decay (None: all). Frozen parameters stay outside.
+    ValueError for a parameter that is none of ``types``.
     """
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not trained:
@@ -127,7 +133,7 @@ def flatten(module: nn.Module, slots: int = 1, decayed: Collection[str] | None =
             ["the model has no parameter to train: requires_grad is False for all; set it for some"]
         )
     for name, parameter in trained:
-        if parameter.dtype != torch.float32:
+        if parameter.dtype not in types:
             raise JobError(
                 [f"the model's parameter {name} is {parameter.dtype}; float32 is kept and "
                  'exchanged (for 16-bit arithmetic use node.precision = "bf16")']

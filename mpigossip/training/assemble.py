@@ -12,6 +12,7 @@ import torch
 
 from mpigossip import algorithms, config, graphs, models
 from mpigossip.algorithms import cadence as cadences
+from mpigossip.algorithms.local import Local
 from mpigossip.cluster import topology
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake
@@ -142,19 +143,25 @@ def make_algorithms(
     job: Job, flat: Flat, graph: Graph | None = None, blocks: Sequence[slice] = ()
 ) -> list[algorithms.Algorithm]:
     """The algorithm, once for each slot or block of columns, made to bear the job's wire."""
+    decayed = [flat.decayed_among(block) for block in blocks]
+    return [
+        make_method(job, job.algorithm.local, columns, graph)
+        for columns in decayed or map(flat.decayed_in, range(flat.slots))
+    ]
+
+
+def make_method(
+    job: Job, local: str | Local | None, decayed: int, graph: Graph | None
+) -> algorithms.Algorithm:
+    """The job's algorithm over this local step, for a segment, made to bear the job's wire."""
     section, options = job.algorithm, dict(job.algorithm.options)
     if section.name == "choco" and job.node.wire == "random-k":
         options.setdefault("consensus_step", min(0.5, job.node.kept))
-    decayed = [flat.decayed_among(block) for block in blocks]
-    methods = [
-        algorithms.build(section.name, section.local, options, columns, graph)
-        for columns in decayed or map(flat.decayed_in, range(flat.slots))
-    ]
+    method = algorithms.build(section.name, local, options, decayed, graph)
     if job.node.wire == "fp32":
-        return methods
-    biased = job.node.wire in BIASED
-    meets = Kind.GLOBAL in make_cadence(job, methods[0], graph).kinds
-    return [algorithms.over_wire(method, biased=biased, meets=meets) for method in methods]
+        return method
+    meets = Kind.GLOBAL in make_cadence(job, method, graph).kinds
+    return algorithms.over_wire(method, biased=job.node.wire in BIASED, meets=meets)
 
 
 def make_wire(job: Job) -> Wire:

@@ -38,6 +38,7 @@ def own_loop(comm, name):
         model, optimizer = make(world.rank)
         gossip = mpigossip.Gossip(world, model, optimizer, graph=name)
         for step in range(STEPS):
+            gossip.zero_grad()
             model(batch(world.rank, step)).square().mean().backward()
             gossip.step()
         before = vector(model)
@@ -80,6 +81,7 @@ def test_slots_average_their_gradients():
         with Alone() as world:
             gossip = mpigossip.Gossip(world, model, optimizer, devices=devices)
             for step in range(STEPS):
+                gossip.zero_grad()
                 run(gossip, step)
                 gossip.step()
             return vector(model)

@@ -1,0 +1,1 @@
+"""Ways in to the engine for a user's own program."""

@@ -1,0 +1,65 @@
+"""What torch, its schedulers and frameworks expect of an optimizer that stands around another."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+CALLS = ("step", "state_dict", "load_state_dict")
+HOOKS = [f"{call}_{when}" for call in CALLS for when in ("pre", "post")]
+
+
+class Around(torch.optim.Optimizer):
+    """A real `torch.optim.Optimizer` whose groups, state and defaults are another one's."""
+
+    _step_supports_amp_scaling = True  # so that GradScaler calls step() on an overflow too
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        """``inner``: stays the owner; torch's own __init__, not called, would make new groups."""
+        for name in HOOKS:
+            setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
+        self._patch_step_function()
+        self._inner = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's."""
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's."""
+        return self._inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The inner optimizer's."""
+        self._inner.zero_grad(set_to_none)
+
+    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take GradScaler's scale out of the gradients, unless the user did (``unscale_``)."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        inverse = scale.double().reciprocal().float()  # as GradScaler does it
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.mul_(inverse.to(p.grad.device))
+
+    def _run_hooks(self, name: str, *arguments: Any) -> Any:
+        """Call the hooks of a name; the last value that one returned."""
+        value = None
+        for hook in getattr(self, f"_optimizer_{name}_hooks").values():
+            value = hook(self, *arguments) or value
+        return value

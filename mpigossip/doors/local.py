@@ -1,0 +1,87 @@
+"""Any torch optimizer as a local step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from mpigossip.algorithms.base import Empty, Step, no_state
+from mpigossip.algorithms.local import Local
+from mpigossip.config import JobError
+from mpigossip.doors.around import Around
+from mpigossip.engine.module import Parameters
+
+
+def borrowed(vector: Parameters, optimizers: Sequence[torch.optim.Optimizer]) -> Local:
+    """x½ by each row's own optimizer, to its own bits; its state stays in the optimizer.
+
+    The optimizer steps while its parameters lie in ``out``: x is left alone, and what travels is
+    written where it travels from.
+    """
+
+    def adapt(x, g, state: Empty, step: Step, out):
+        out.unbind()  # not elementwise: a pass over GPU memory leaves all of this to torch
+        if out is not x:
+            out.copy_(x)
+        for row, optimizer in enumerate(optimizers):
+            if row not in step.skipped:
+                with vector.lent(row, out, g):
+                    optimizer.step()
+        return state
+
+    return Local(no_state, adapt, raw=True)
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer has to move the parameters of this very model, in a step of its own."""
+    own = {id(p) for p in model.parameters()}
+    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not own & moved:
+        raise JobError(
+            ["the optimizer has none of the model's parameters; make it from "
+             "model.parameters() of the model that is given to Gossip"]
+        )  # fmt: skip
+    if moved - own:
+        raise JobError(
+            [f"the optimizer has {len(moved - own)} parameters that are not the model's: they "
+             "would not be exchanged; put all that is trained into one module"]
+        )  # fmt: skip
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise JobError(
+            ["LBFGS evaluates its closure several times a step, and nodes would exchange "
+             "between them; use another optimizer"]
+        )  # fmt: skip
+    if isinstance(optimizer, Around):
+        raise JobError(["the optimizer is a Gossip already: give it the one inside"])
+
+
+def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
+    """Methods that never call the optimizer take rate and coupled decay from it, and no more."""
+    has = None if type(optimizer) is torch.optim.SGD else f"is a {type(optimizer).__name__}"
+    for group in optimizer.param_groups if has is None else ():
+        for key in ("momentum", "dampening", "nesterov", "maximize"):
+            has = f"has {key} = {group[key]}" if group[key] else has
+    if has is not None:
+        raise JobError(
+            [f'algorithm.name = "{algorithm}" takes learning rate and weight decay of a plain '
+             f"torch.optim.SGD and replaces its step; this optimizer {has}"]
+        )  # fmt: skip
+
+
+def decay(vector: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    """Add SGD's weight decay, group by group, to the gradients in the vector."""
+    place = {id(p): k for k, p in enumerate(vector.rows[0])}
+    x, g = vector.cut(vector.x[0][0]), vector.cut(vector.g[0][0])
+    for group in optimizer.param_groups:
+        for p in group["params"] if group["weight_decay"] else ():
+            k = place.get(id(p))
+            if k is not None and p.grad is not None:
+                g[k].add_(x[k], alpha=group["weight_decay"])
+
+
+def rate(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+    """The learning rate of the first group, and whether all groups have it."""
+    rates = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
+    return rates[0], len(set(rates)) == 1

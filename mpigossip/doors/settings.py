@@ -1,0 +1,116 @@
+"""From the names that a user's loop gives to the job that means the same, and its refusals."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mpigossip import algorithms, graphs
+from mpigossip.algorithms import cadence as cadences
+from mpigossip.config import Job, JobError
+from mpigossip.config.brings import BRINGS
+from mpigossip.doors.together import SIGNATURE
+from mpigossip.graphs import Graph, GraphError
+from mpigossip.graphs.networks import is_network
+from mpigossip.training import assemble
+from mpigossip.training.fit import unfit
+
+KEYS = {
+    "run": ("seed",),
+    "graph": ("weights", "lazy", "slack"),
+    "node": ("levels", "kept", "same_host", "timeout_s", "gpu_window"),
+}
+"""Settings of a job that may be given by their plain names, beside the options of its parts."""
+DIVIDES = {"slowmo", "qg-dmsgd", "decentlam"}
+"""Methods that divide by the learning rate."""
+
+
+def settings(
+    world,
+    device: str,
+    algorithm: str,
+    graph: Any,
+    cadence: str | None,
+    wire: str | None,
+    mixer: str,
+    options: Mapping[str, Any],
+) -> tuple[Job, Graph]:
+    """The job, and the graph over the world's ranks; JobError with all that doesn't fit."""
+    drawn = is_network(graph)
+    if is_network(algorithm) or algorithm in graphs.BUILDERS:
+        raise JobError([f"the fourth argument is the algorithm now: write graph={algorithm!r}"])
+    if "local" in options:
+        raise JobError([f"local = {options['local']!r}: the optimizer is the local step here"])
+    sections = _sections(algorithm, None if drawn else graph, cadence, options)
+    sections["node"] |= {"mixer": mixer, "devices": "cpu:1" if device == "cpu" else device}
+    if wire is not None:
+        sections["node"]["wire"] = wire
+    job = assemble.load(sections)
+    if drawn:
+        made = graphs.graph(graph, world.size, job.graph.weights, lazy=job.graph.lazy)
+        job = replace(job, graph=replace(job.graph, name="networkx"))
+    else:
+        try:
+            made = assemble.make_graph(job, world.size)
+        except GraphError as error:
+            raise JobError([f"graph.name: {error}"]) from error
+    method = assemble.make_method(job, SIGNATURE, 0, made)
+    found = unfit(job, made, method, assemble.make_cadence(job, method, made))
+    found += _unseen(job, method, made)
+    if found:
+        raise JobError(found)
+    return job, made
+
+
+def _sections(
+    algorithm: str, graph: str | None, cadence: str | None, options: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """A job's sections; an option goes wherever a part of the job has it."""
+    sections: dict[str, dict[str, Any]] = {"run": {}, "algorithm": {"name": algorithm}}
+    sections |= {"graph": {}, "cadence": {}, "node": {}}
+    for section, name in (("graph", graph), ("cadence", cadence)):
+        if name is not None:
+            sections[section]["name"] = name
+    brought = BRINGS.get(algorithm, {})
+    builders = {
+        "algorithm": algorithms.BUILDERS.get(algorithm),
+        "graph": graphs.BUILDERS.get(graph or brought.get("graph.name", "one-peer-exponential")),
+        "cadence": cadences.BUILDERS.get(cadence or brought.get("cadence.name", "always")),
+    }
+    known = {
+        section: {*KEYS.get(section, ()), *_options(builders.get(section))} for section in sections
+    }
+    for key, value in options.items():
+        homes = [section for section, keys in known.items() if key in keys]
+        if not homes:
+            every = sorted(set().union(*known.values()))
+            near = difflib.get_close_matches(key, every, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"options here are {', '.join(every)}"
+            raise JobError([f"{key}: unknown; {hint}"])
+        for section in homes:
+            sections[section][key] = value
+    return sections
+
+
+def _options(builder: Any) -> list[str]:
+    if builder is None:
+        return []
+    parameters = inspect.signature(builder).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+def _unseen(job: Job, method: algorithms.Algorithm, graph: Graph) -> list[str]:
+    """What a job knows and a loop of one's own doesn't say."""
+    cadence = assemble.make_cadence(job, method, graph)
+    if "loss" in cadence.measures:
+        return [
+            f'cadence.name = "{job.cadence.name}": it measures the loss, which a step from a '
+            'gradient doesn\'t see; use "gossip-pga", or a job'
+        ]
+    if job.cadence.name == "adpsgd" and job.cadence.options.get("total") is None:
+        return ['cadence.name = "adpsgd": give total=…, the steps of the whole run: a loop of '
+                "one's own doesn't say them"]  # fmt: skip
+    return []

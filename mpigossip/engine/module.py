@@ -1,0 +1,140 @@
+"""The parameters of torch modules as views of the engine's flat memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+
+import torch
+from torch import nn
+
+from mpigossip.config import JobError
+from mpigossip.engine.vector import flatten
+
+LOW = (torch.bfloat16, torch.float16)
+"""Types of parameters of which a float32 master is kept, stepped and exchanged."""
+
+
+class Parameters:
+    """The trained parameters of one module a row, in float32, and their gradients.
+
+    float32 parameters are views of the row from now on, in the order of their strides
+    (channels_last stays). Of 16-bit ones the row is the master: :meth:`publish` rounds it to them.
+    """
+
+    first = (0,)
+
+    def __init__(self, models: Sequence[nn.Module]):
+        """``models``: alike but for their values, which stay. ValueError for other types."""
+        self.flat = flatten(models[0], types=(torch.float32, *LOW))
+        named = [dict(model.named_parameters()) for model in models]
+        self.rows = [[each[name] for name in self.flat.names] for each in named]
+        self._strides = [_dense(p) for p in self.rows[0]]
+        device = self.rows[0][0].device
+        self.full = [torch.zeros(len(models), self.flat.size, device=device)]
+        self.x, self.g = self.full, [torch.empty(0, device=device)]
+        self._cache: dict[int, list[torch.Tensor]] = {}
+        self.low = [p.dtype in LOW for p in self.rows[0]]
+        self._versions = [[-1] * len(row) for row in self.rows]
+        self._own: list[list[torch.Tensor]] = []
+        with torch.no_grad():
+            for parameters, row in zip(self.rows, self.full[0], strict=True):
+                views = self.cut(row)
+                for p, view in zip(parameters, views, strict=True):
+                    view.copy_(p)
+                    p.data = p.data if p.dtype in LOW else view
+                self._own.append([p.data for p in parameters])
+        self.publish()
+
+    def cut(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """A row (P,) cut into parameters; kept by address, as the same few come again."""
+        found = self._cache.get(row.data_ptr())
+        if found is None:
+            if len(self._cache) > 8 * len(self.rows):
+                self._cache.clear()
+            found = self._cache[row.data_ptr()] = self._fresh(row)
+        return found
+
+    def _fresh(self, row: torch.Tensor) -> list[torch.Tensor]:
+        places = zip(self.flat.offsets, self.flat.shapes, self._strides, strict=True)
+        return [
+            row[at : at + prod(shape)].as_strided(shape, strides) for at, shape, strides in places
+        ]
+
+    def gather(self) -> None:
+        """The parameters' gradients into ``g``; zero where there is none."""
+        if not self.g[0].numel():
+            self.g = [torch.zeros_like(x) for x in self.x]
+        for parameters, row in zip(self.rows, self.g[0], strict=True):
+            for p, view in zip(parameters, self.cut(row), strict=True):
+                if p.grad is None:
+                    view.zero_()
+                else:
+                    view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+
+    @contextmanager
+    def lent(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
+        """Inside, the row's parameters lie in that of ``array`` (rows, P), all in float32.
+
+        Their gradients are those of ``g``, or, where that is None, their own.
+        """
+        if array is self.x[0] and g is None and not any(self.low):
+            yield
+            return
+        parameters, own = self.rows[row], self._own[row]
+        grads = [p.grad for p in parameters]
+        given = self.cut(g[row]) if g is not None else [None] * len(parameters)
+        try:
+            for k, (p, view) in enumerate(zip(parameters, self.cut(array[row]), strict=True)):
+                if given[k] is not None or self.low[k]:
+                    p.grad = None  # of another type than the parameter is going to be
+                p.data = view
+                if given[k] is not None:
+                    p.grad = given[k]
+                elif self.low[k] and grads[k] is not None:
+                    p.grad = grads[k].float()
+            yield
+        finally:
+            for k, p in enumerate(parameters):
+                if p.grad is not grads[k]:
+                    p.grad = None
+                p.data = own[k]
+                if p.grad is not grads[k]:
+                    p.grad = grads[k]
+
+    def publish(self) -> None:
+        """Round the masters to 16-bit parameters."""
+        for k, low in enumerate(self.low):
+            if not low:
+                continue
+            for row, parameters in enumerate(self.rows):
+                parameters[k].data.copy_(self.cut(self.full[0][row])[k])
+                self._versions[row][k] = parameters[k]._version
+
+    def check(self) -> None:
+        """JobError where a parameter has left the vector; masters of changed parameters follow."""
+        for row, parameters in enumerate(self.rows):
+            for k, (p, own) in enumerate(zip(parameters, self._own[row], strict=True)):
+                if p.data_ptr() != own.data_ptr() or p.dtype != own.dtype:
+                    raise JobError([_left(self.flat.names[k])])
+                if self.low[k] and p._version != self._versions[row][k]:
+                    self.cut(self.full[0][row])[k].copy_(p.data)
+
+    def versions(self) -> list[int]:
+        """How often each parameter was changed in place from outside."""
+        return [p._version for parameters in self.rows for p in parameters]
+
+
+def _dense(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Strides that fill a stretch of memory without gaps: its own where they do."""
+    like = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
+    return like.stride()
+
+
+def _left(name: str) -> str:
+    return (
+        f"parameter {name} has left the memory that nodes average: it was given other memory after "
+        "the first step, as load_state_dict(assign=True), a change of device or type, or "
+        "vector_to_parameters do; do that before the first step, or copy values in place"
+    )
