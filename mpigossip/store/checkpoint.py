@@ -298,7 +298,7 @@ def _node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
             ) from None
         with file:
             _check_bytes(place, file, entry)
-            with guard.opened(file, entry.bytes) as (content, found):
+            with guard.opened(file) as (content, found):
                 facts = guard.attributes(content)
                 if facts != {"format": FORMAT, "node": entry.node}:
                     raise ValueError(f"it says {str(facts)[:100]}, not node {entry.node}")

@@ -14,6 +14,7 @@ import io
 import math
 import os
 import stat
+import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ SPARSE = 64
 """Bytes that a table may have for a byte of its file: rows of columns that came later are open."""
 LEAST = 1 << 26
 """Bytes that a table may have in any file."""
+SEAL = "checksum"
 PLAIN = (h5t.INTEGER, h5t.FLOAT)
 FILTERS = (h5z.FILTER_FLETCHER32,)
 
@@ -61,12 +63,13 @@ def regular(path: Path, follow: bool = True) -> io.FileIO:
 
 
 @contextmanager
-def opened(file: Any, size: int, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str, Any]]]:
-    """The HDF5 content of an open file of `size` bytes, and its arrays and groups by path.
+def opened(file: Any, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str, Any]]]:
+    """The HDF5 content of an open file, and its arrays and groups by path.
 
     HDF5 gets this one file and opens nothing by a name. `allowed`: as of `look`.
     """
-    with h5py.File(file, "r") as content:
+    size = file.seek(0, os.SEEK_END)
+    with h5py.File("file", "r", "fileobj", fileobj=file) as content:
         yield content, look(content, size, **allowed)
 
 
@@ -87,7 +90,8 @@ def look(
     looked at.
     """
     found: dict[str, Any] = {}
-    places: dict[int, str] = {h5o.get_info(content.id).addr: "/"}
+    # not by h5o.get_info: where an array's index is damaged, HDF5 2.0 crashes in it
+    places: dict[int, str] = {h5g.get_objinfo(content.id).objno[0]: "/"}
     groups, stored, spread = [("", content.id)], 0, 0
     while groups:
         above, group = groups.pop()
@@ -95,10 +99,11 @@ def look(
             raise ValueError(f"more than {OBJECTS} groups and arrays; a file of ours has fewer")
         for link in group:
             path = _path(above, link)
-            if group.links.get_info(link).type != h5l.TYPE_HARD:
+            about = group.links.get_info(link)
+            if about.type != h5l.TYPE_HARD:
                 raise ValueError(f'"{path}" is a link to another place; only its own arrays count')
             thing = h5o.open(group, link)
-            first = places.setdefault(h5o.get_info(thing).addr, path)
+            first = places.setdefault(about.u, path)
             if first != path:
                 if {first, path} != {link.decode(), f"{again}/{link.decode()}"} or not again:
                     raise ValueError(f'"{path}" and "{first}" are one and the same')
@@ -253,10 +258,29 @@ def attribute(thing: Any, name: str, texts: bool = False, most: int = WORDS) -> 
     return value.item() if isinstance(value, np.generic) or np.shape(value) == () else value
 
 
-def attributes(thing: Any, texts: bool = False) -> dict[str, Any]:
-    """All attributes by name."""
+def attributes(thing: Any, texts: bool = False, most: int = WORDS) -> dict[str, Any]:
+    """All attributes by name, each as of `attribute`."""
     count = h5a.get_num_attrs(thing.id)
     if count > ATTRIBUTES:
         raise ValueError(f"{count} attributes are too many: at most {ATTRIBUTES}")
     names = [h5a.open(thing.id, index=k).name.decode() for k in range(count)]
-    return {name: attribute(thing, name, texts) for name in names}
+    return {name: attribute(thing, name, texts, most) for name in names}
+
+
+def seal(thing: Any) -> None:
+    """Add a checksum over all other attributes: HDF5 has none for long texts."""
+    facts = attributes(thing, most=TEXT)
+    facts.pop(SEAL, None)
+    thing.attrs[SEAL] = _sum(facts)
+
+
+def sealed(thing: Any, texts: bool = False) -> dict[str, Any]:
+    """All attributes but the checksum, which is right or, as in earlier versions, not there."""
+    facts = attributes(thing, texts, TEXT)
+    if SEAL in facts and facts.pop(SEAL) != _sum(facts):
+        raise ValueError("its attributes are damaged: their checksum differs")
+    return facts
+
+
+def _sum(facts: dict[str, Any]) -> int:
+    return zlib.crc32(repr(sorted(facts.items())).encode(errors="surrogateescape"))

@@ -75,6 +75,12 @@ def _reason(error: BaseException) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
+def new(path: Path) -> int:
+    """A descriptor of a new, empty file; what a symbolic link of that name points to is spared."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o666)
+
+
 class _Sink:
     """A file for HDF5 to write to that never fails: the first error is kept in `error`.
 
@@ -83,7 +89,7 @@ class _Sink:
     """
 
     def __init__(self, path: Path) -> None:
-        self.file = path.open("w+b", buffering=0)
+        self.file = os.fdopen(new(path), "w+b", buffering=0)
         self.error: OSError | None = None
 
     def write(self, data: memoryview) -> int:
@@ -149,8 +155,13 @@ def crc(file: io.FileIO) -> str:
     return f"{value:08x}"
 
 
+def fixed(text: str) -> np.ndarray:
+    """A text of fixed length as attributes take it: outside HDF5's heap, which has no checksum."""
+    data = text.encode(errors="surrogateescape")
+    return np.array(data, h5py.string_dtype("utf-8", max(len(data), 1)))
+
+
 def write_text(group: h5py.Group, name: str, text: str) -> None:
     """A dataset of one UTF-8 text of fixed length: any size, and outside HDF5's unchecked heap."""
-    data = text.encode()
-    kind = h5py.string_dtype("utf-8", max(len(data), 1))
-    group.create_dataset(name, data=np.array(data, dtype=kind), dtype=kind)
+    data = fixed(text)
+    group.create_dataset(name, data=data, dtype=data.dtype)

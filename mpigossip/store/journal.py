@@ -12,17 +12,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import os
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import h5py
 
-from mpigossip.store.hdf5 import LIBVER, sync, writing
+from mpigossip.store import guard
+from mpigossip.store.hdf5 import LIBVER, new, sync, writing
 
 PAGE = 4096
+SMALL = 1 << 26  # bytes of a file that is read as a copy in memory
+TRIES = 20
+SLACK = 1 << 20  # bytes that a file may grow by beyond its last page
 MAGIC = b"mpigossip pages\n"
 
 
@@ -30,12 +37,18 @@ class Overlay:
     """A file as h5py's "fileobj" driver wants one: changes stay in `pages`, by page number."""
 
     def __init__(self, path: Path, change: tuple[int, Mapping[int, bytes]] | None = None) -> None:
-        self.file = path.open("rb", buffering=0)
+        self.file = guard.regular(path)
         self.stored = os.fstat(self.file.fileno()).st_size  # bytes of the file that still count
         self.size, pages = change or (self.stored, {})
         self.stored = min(self.stored, self.size)
         self.pages = {number: bytearray(page) for number, page in pages.items()}
         self.position = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
 
     def _page(self, number: int) -> bytes | bytearray:
         page = self.pages.get(number)
@@ -110,32 +123,57 @@ def transaction(path: Path) -> Iterator[h5py.File]:
     with writing(path):
         recover(path)
         overlay = Overlay(path)
-        with overlay.file, h5py.File(path, "r+", "fileobj", LIBVER, fileobj=overlay) as file:
+        with overlay, h5py.File(path, "r+", "fileobj", LIBVER, fileobj=overlay) as file:
             yield file
         _write_journal(pending(path), overlay.size, overlay.pages)
         _apply(path, overlay.size, overlay.pages)
 
 
+class Stamp(NamedTuple):
+    """What differs once somebody has written to a file, or is about to."""
+
+    modified: int
+    size: int
+    pending: bool
+
+
+def stamp(path: Path) -> Stamp:
+    """The file's present stamp."""
+    about = path.stat()
+    return Stamp(about.st_mtime_ns, about.st_size, pending(path).exists())
+
+
 @contextmanager
-def consistent(path: Path) -> Iterator[h5py.File]:
-    """The HDF5 file for reading, with changes that a killed writer left pending."""
-    change = _read_journal(pending(path))
-    if change is None:
-        with h5py.File(path, "r", locking="best-effort") as file:
-            yield file
-        return
-    overlay = Overlay(path, change)
-    with overlay.file, h5py.File(path, "r", "fileobj", fileobj=overlay) as file:
-        yield file
+def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str, Any]]]:
+    """The file for reading, with changes that a killed writer left pending; see `guard.opened`.
+
+    Small ones are copied to memory between two writes of a run that goes on meanwhile; whether a
+    large one was written to while it was read, its `stamp` tells.
+    """
+    file: Any
+    for _ in range(TRIES):
+        before, change = stamp(path), _read_journal(path)
+        file = guard.regular(path) if change is None else Overlay(path, change)
+        if before.size > SMALL:
+            break
+        with file:
+            data = bytearray(file.seek(0, os.SEEK_END))
+            file.seek(0)
+            file.readinto(memoryview(data))
+        file = io.BytesIO(data)
+        if stamp(path) == before:
+            break
+        time.sleep(0.005)
+    with file, guard.opened(file, **allowed) as found:
+        yield found
 
 
 def recover(path: Path) -> bool:
     """Finish what a killed writer began; True where there was something to do."""
-    journal = pending(path)
-    change = _read_journal(journal)
+    change = _read_journal(path)
     if change is not None and path.exists():
         _apply(path, *change)
-    journal.unlink(missing_ok=True)
+    pending(path).unlink(missing_ok=True)
     return change is not None
 
 
@@ -143,17 +181,18 @@ def _write_journal(journal: Path, size: int, pages: Mapping[int, bytes | bytearr
     numbers = sorted(pages)
     body = struct.pack(f"<QQ{len(numbers)}Q", size, len(numbers), *numbers)
     body += b"".join(pages[number] for number in numbers)
-    with journal.open("wb") as file:
+    with os.fdopen(new(journal), "wb") as file:
         file.write(MAGIC + hashlib.sha256(body).digest() + body)
         file.flush()
         os.fsync(file.fileno())
     sync(journal.parent)
 
 
-def _read_journal(journal: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Size and pages, or None where the journal is missing or incomplete."""
+def _read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
+    """Size and pages for a file, or None where its journal is missing, incomplete or senseless."""
     try:
-        data = journal.read_bytes()
+        with guard.regular(pending(path), follow=False) as file:
+            data = file.readall()
     except FileNotFoundError:
         return None
     head = len(MAGIC) + hashlib.sha256().digest_size
@@ -163,8 +202,14 @@ def _read_journal(journal: Path) -> tuple[int, dict[int, bytes]] | None:
     ):
         return None
     size, count = struct.unpack_from("<QQ", data, head)
-    numbers = struct.unpack_from(f"<{count}Q", data, head + 16)
     first = head + 16 + 8 * count
+    if len(data) != first + count * PAGE:
+        return None
+    numbers = struct.unpack_from(f"<{count}Q", data, head + 16)
+    last = max(numbers, default=0)
+    stored = path.stat().st_size if path.exists() else 0
+    if last * PAGE >= size or size > max(stored, (last + 1) * PAGE) + SLACK:
+        return None
     return size, {n: data[first + k * PAGE :][:PAGE] for k, n in enumerate(numbers)}
 
 

@@ -15,24 +15,25 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import h5py
 import numpy as np
 
-from mpigossip.store import StoreError
-from mpigossip.store.hdf5 import create, reading, sync, writing
-from mpigossip.store.journal import consistent, pending, recover, transaction
+from mpigossip.store import StoreError, guard
+from mpigossip.store.hdf5 import create, fixed, sync, writing
+from mpigossip.store.journal import recover, transaction
+from mpigossip.store.log_reading import FORMAT, Log, opened, read
 
-FORMAT = "mpigossip log 1"
+__all__ = ["Column", "EVALUATION_COLUMNS", "Log", "LogWriter", "read"]
+
 EMPTY = "holds no step"
 SIGNATURE = b"\x89HDF\r\n\x1a\n"  # of every HDF5 file
-CHUNK = 1 << 16  # bytes; a flush writes whole chunks, one or two per column
+CHUNK_BYTES = 1 << 16
+"""Of a column; a flush writes whole chunks, one or two a column. Each has HDF5's own checksum."""
 
 
 class Column(NamedTuple):
@@ -57,23 +58,6 @@ EVALUATION_COLUMNS = {
 
 
 NODE = Column("1", "index of the node", "int64")
-
-
-@dataclass(frozen=True)
-class Log:
-    """A log in memory.
-
-    `steps` holds "step" (steps,) and the columns (steps, nodes); `evaluations` holds "step"
-    (evaluations,) and its columns (evaluations,) or (evaluations, nodes).
-    """
-
-    job: str
-    nodes: int
-    steps: dict[str, np.ndarray]
-    evaluations: dict[str, np.ndarray]
-    units: dict[str, str]
-    summary: dict[str, Any]
-    environment: dict[str, str]
 
 
 class LogGone(StoreError):
@@ -110,13 +94,14 @@ class LogWriter:
             problem = _refused(self.path, first_step)
             if problem == EMPTY:
                 self.path.unlink()
-            elif self.path.exists() and problem:
+            elif problem:
                 _move_aside(self.path, problem)
             if not self.path.exists():
                 _create(self.path)
         with transaction(self.path) as file:
-            file.attrs["job"] = job
-            file.attrs["environment"] = json.dumps(dict(environment))
+            file.attrs["job"] = fixed(job)
+            file.attrs["environment"] = fixed(json.dumps(dict(environment)))
+            guard.seal(file)
             file["summary"].attrs.clear()
             have = file["steps/step"][()]
             have = have[have < first_step]
@@ -184,8 +169,10 @@ class LogWriter:
         self._check_open()
         with self._changing() as file:
             for name, value in values.items():
-                plain = isinstance(value, str | int | float | np.number)
-                file["summary"].attrs[name] = value if plain else json.dumps(value)
+                number = isinstance(value, int | float | np.number)
+                text = value if isinstance(value, str) else json.dumps(value)
+                file["summary"].attrs[name] = value if number else fixed(text)
+            guard.seal(file["summary"])
 
     @contextmanager
     def _changing(self) -> Iterator[h5py.File]:
@@ -215,80 +202,11 @@ class LogWriter:
             raise ValueError(f"{self.path} is closed")
 
 
-def read(path: Path, columns: Collection[str] | None = None, points: int | None = None) -> Log:
-    """Read a log, also of a run that is going on or was killed.
-
-    `columns` are those of the steps to read, all by default. With `points`, blocks of consecutive
-    steps are averaged (what isn't known left out) so that at most that many rows come back.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise StoreError(f"{path} doesn't exist: a log is the file log.h5 in the folder of a run")
-    for _ in range(20):  # a run that writes meanwhile can spoil one reading, seldom two
-        before = _stamp(path)
-        try:
-            log = _read(path, columns, points)
-        except StoreError:
-            if _stamp(path) == before:
-                raise
-        else:
-            if _stamp(path) == before:
-                return log
-        time.sleep(0.02)
-    return _read(path, columns, points)
-
-
-def _stamp(path: Path) -> tuple[int, int, bool]:
-    about = path.stat()
-    return about.st_mtime_ns, about.st_size, pending(path).exists()
-
-
-def _read(path: Path, columns: Collection[str] | None, points: int | None) -> Log:
-    with reading(path), consistent(path) as file:
-        if file.attrs.get("format") != FORMAT:
-            raise ValueError("it isn't a log")
-        group, evaluations = file["steps"], file["evaluations"]
-        wanted = [n for n in group if n not in ("step", "node") and (not columns or n in columns)]
-        block = max(1, -(-len(group["step"]) // points)) if points else 1
-        steps = {name: _blocks(group[name], block) for name in ("step", *wanted)}
-        found = {"step": evaluations["at_step"][()]}
-        found |= {n: evaluations[n][()] for n in evaluations if n not in ("at_step", "node")}
-        summary = file["summary"].attrs
-        return Log(
-            job=file.attrs["job"],
-            nodes=len(group["node"]),
-            steps=steps,
-            evaluations=found,
-            units={name: group[name].attrs["units"] for name in steps},
-            summary={n: v.item() if isinstance(v, np.generic) else v for n, v in summary.items()},
-            environment=json.loads(file.attrs["environment"]),
-        )
-
-
-def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
-    """The rows of `data`, or means over `block` rows at a time, read piece by piece."""
-    if block == 1 or len(data) == 0:
-        return data[()]
-    if data.name.endswith("/step"):
-        return data[::block]
-    pieces = []
-    stride = block * max(1, (1 << 24) // (block * data.shape[1] * 8))
-    for start in range(0, len(data), stride):
-        piece = data[start : start + stride].astype(np.float64)
-        short = -len(piece) % block
-        piece = np.concatenate([piece, np.full((short, piece.shape[1]), np.nan)])
-        folded = piece.reshape(-1, block, piece.shape[1])
-        known = ~np.isnan(folded)
-        with np.errstate(invalid="ignore"):
-            pieces.append(np.where(known, folded, 0).sum(1) / known.sum(1))
-    return np.concatenate(pieces)
-
-
 def _create(path: Path) -> None:
     """A log without columns or rows, whole under its name."""
     beside = path.with_name(path.name + ".new")
     with create(beside) as file:
-        file.attrs["format"] = FORMAT
+        file.attrs["format"] = fixed(FORMAT)
         file.create_group("summary")
         for name, index, column in (
             ("steps", "step", Column("step", "index of the step", "int64")),
@@ -304,15 +222,16 @@ def _create(path: Path) -> None:
 
 def _refused(path: Path, first_step: int) -> str:
     """Why `path` can't be continued at a step, empty if it can."""
+    if path.is_symlink():
+        return "is a symbolic link"
+    if not path.exists():
+        return ""
     try:
-        with h5py.File(path, "r", locking="best-effort") as file:
-            sound = file.attrs.get("format") == FORMAT and {"steps", "evaluations"} <= set(file)
-            if sound and not len(file["steps/step"]):
+        with opened(path) as (_, found):
+            if not len(found["steps/step"]):
                 return EMPTY
-            if not first_step:
-                return "belongs to an earlier run"
-            return "" if sound else "isn't a log"
-    except (OSError, RuntimeError, KeyError) as error:
+            return "" if first_step else "belongs to an earlier run"
+    except StoreError as error:
         return f"can't be opened ({error})"
 
 
@@ -362,7 +281,7 @@ def _column(group: h5py.Group, name: str, column: Column, per_node: bool) -> Non
     scales: Sequence[h5py.Dataset] = [index, group["node"]] if per_node else [index]
     shape = tuple(len(scale) for scale in scales)
     width = max(1, *shape[1:], 1) * np.dtype(column.dtype).itemsize
-    rows = min(1024, max(16, CHUNK // width))
+    rows = min(1024, max(16, CHUNK_BYTES // width))
     data = _dataset(group, name, column, shape, (rows, *(max(1, size) for size in shape[1:])))
     for axis, scale in enumerate(scales):
         data.dims[axis].attach_scale(scale)
@@ -374,10 +293,12 @@ def _dataset(
     """A dataset that can grow along all axes, with unit and description."""
     unknown = np.nan if np.dtype(column.dtype).kind == "f" else -1
     data = group.create_dataset(
-        name, shape, column.dtype, maxshape=(None,) * len(shape), chunks=chunks, fillvalue=unknown
-    )
-    data.attrs["units"], data.attrs["description"] = column.unit, column.description
-    data.attrs["long_name"] = column.description  # what xarray and netCDF programs show
+        name, shape, column.dtype, maxshape=(None,) * len(shape), chunks=chunks, fillvalue=unknown,
+        fletcher32=True,
+    )  # fmt: skip
+    data.attrs["units"] = fixed(column.unit)
+    data.attrs["description"] = fixed(column.description)
+    data.attrs["long_name"] = fixed(column.description)  # what xarray and netCDF programs show
     if group.name == "/steps":
         group.file[name] = data  # also at the top, which is what xarray opens without a group
     return data

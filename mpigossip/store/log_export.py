@@ -9,10 +9,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpigossip.store import StoreError
-from mpigossip.store.hdf5 import reading, replacing, writing
-from mpigossip.store.journal import consistent
-from mpigossip.store.log import Log
+from mpigossip.store import StoreError, guard
+from mpigossip.store.hdf5 import replacing, writing
+from mpigossip.store.log_reading import INDEX, Log, columns, opened
 
 TENSORBOARD = {
     "loss": "loss/training", "lr": "schedule/lr", "gradient_norm": "training/gradient_norm",
@@ -32,12 +31,12 @@ def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
     """
     out = Path(out)
     beside = out.with_name(f"{out.stem}-evaluations{out.suffix}")
-    for path, columns in ((out, log.steps), (beside, log.evaluations)):
+    for path, table in ((out, log.steps), (beside, log.evaluations)):
         with replacing(path) as new, new.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["step", "node", *(name for name in columns if name != "step")])
-            values = [value for name, value in columns.items() if name != "step"]
-            for row, step in enumerate(columns["step"]):
+            writer.writerow(["step", "node", *(name for name in table if name != "step")])
+            values = [value for name, value in table.items() if name != "step"]
+            for row, step in enumerate(table["step"]):
                 for node in range(log.nodes):
                     cells = (v[row, node] if v.ndim == 2 else v[row] for v in values)
                     writer.writerow([step, node, *cells])
@@ -54,34 +53,37 @@ def to_netcdf(log: Path, out: Path) -> None:
         import xarray
     except ImportError:
         raise _without("netCDF", "report", "xarray and h5netcdf") from None
-    log = Path(log)
-    with reading(log), consistent(log) as file:
-        about = {name: file.attrs[name] for name in ("job", "environment")}
-        summary = {f"summary_{name}": _plain(v) for name, v in file["summary"].attrs.items()}
+    with opened(Path(log)) as (facts, found):
+        about = {name: facts[name] for name in ("job", "environment")}
+        summary = guard.sealed(found["summary"], texts=True)
+        about |= {f"summary_{name}": _plain(value) for name, value in summary.items()}
         groups = {
-            name: {key: _variable(data) for key, data in file[name].items()}
-            for name in ("steps", "evaluations")
+            group: {name: _variable(index, name, data) for name, data in columns(found, group)}
+            for group, index in INDEX.items()
         }
     with replacing(out) as new:
         for name, variables in groups.items():
             scales = {name: value for name, value in variables.items() if value[0] == name}
             data = {name: value for name, value in variables.items() if name not in scales}
             top = name == "steps"
-            made = xarray.Dataset(data, scales, about | summary if top else {})
+            made = xarray.Dataset(data, scales, about if top else {})
             # a dimension without an end is what a record dimension of netCDF is
             made.to_netcdf(new, "w" if top else "a", engine="h5netcdf", group=None if top else name)
 
 
 def _plain(value: Any) -> Any:
-    return int(value) if isinstance(value, np.bool_) else value  # netCDF has no truth values
+    return int(value) if isinstance(value, bool) else value  # netCDF has no truth values
 
 
-def _variable(data: h5py.Dataset) -> tuple[Any, np.ndarray, dict[str, str]]:
+def _variable(
+    index: str, name: str, data: h5py.Dataset
+) -> tuple[str | list[str], np.ndarray, dict[str, str]]:
     """A column as xarray takes it: dimensions, values, attributes."""
-    name = data.name.rpartition("/")[2]
-    is_scale = bool(data.is_scale)
-    dims = name if is_scale else [dim[0].name.rpartition("/")[2] for dim in data.dims]
-    about = {"units": data.attrs["units"], "long_name": data.attrs["description"]}
+    dims = name if name in (index, "node") else [index, "node"][: data.ndim]
+    about = {
+        shown: guard.attribute(data, stored, texts=True)
+        for shown, stored in (("units", "units"), ("long_name", "description"))
+    }
     return dims, data[()], about
 
 

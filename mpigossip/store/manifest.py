@@ -105,7 +105,7 @@ def read(path: Path) -> Manifest:
             "resume from an older checkpoint or copy it again"
         )
     about = {"views": ("parameters",)}
-    with reading(path), guard.opened(io.BytesIO(data), len(data), **about) as (file, found):
+    with reading(path), guard.opened(io.BytesIO(data), **about) as (file, found):
         return _content(file, found)
 
 

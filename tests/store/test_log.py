@@ -88,8 +88,8 @@ def test_plain_readers_understand_it_between_appends(tmp_path):
     out.evaluation(evaluation(5, 3))
     with h5py.File(path) as file:
         loss = file["steps/loss"]
-        assert loss.shape == (5, 3) and loss.attrs["units"] == "nat"
-        assert loss.attrs["description"] == "mean training loss"
+        assert loss.shape == (5, 3) and loss.attrs["units"] == b"nat"
+        assert loss.attrs["description"] == b"mean training loss"
         assert loss.dims[0][0] == file["steps/step"] and loss.dims[1][0] == file["steps/node"]
         assert file["evaluations/accuracy"].dims[0][0].name == "/evaluations/at_step"
         # A reader that keeps the file open doesn't stop the run.

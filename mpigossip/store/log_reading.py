@@ -1,0 +1,145 @@
+"""A run's log read: found sound first, averaged over steps where asked, also while a run writes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from mpigossip.store import StoreError, guard
+from mpigossip.store.hdf5 import reading
+from mpigossip.store.journal import SMALL, TRIES, consistent, stamp
+
+FORMAT = "mpigossip log 1"
+INDEX = {"steps": "step", "evaluations": "at_step"}
+"""The groups of a log, and the column that numbers the rows of each."""
+COLUMNS = 1 << 10  # of a group
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log in memory.
+
+    `steps` holds "step" (steps,) and the columns (steps, nodes); `evaluations` holds "step"
+    (evaluations,) and its columns (evaluations,) or (evaluations, nodes).
+    """
+
+    job: str
+    nodes: int
+    steps: dict[str, np.ndarray]
+    evaluations: dict[str, np.ndarray]
+    units: dict[str, str]
+    summary: dict[str, Any]
+    environment: dict[str, str]
+
+
+def read(path: Path, columns: Collection[str] | None = None, points: int | None = None) -> Log:
+    """Read a log, also of a run that is going on or was killed.
+
+    `columns` are those of the steps to read, all by default. With `points`, blocks of consecutive
+    steps are averaged (what isn't known left out) so that at most that many rows come back.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise StoreError(f"{path} doesn't exist: a log is the file log.h5 in the folder of a run")
+    for _ in range(TRIES):  # a run that writes meanwhile can spoil one reading, seldom two
+        before = stamp(path)
+        try:
+            log = _read(path, columns, points)
+        except StoreError:
+            if stamp(path) == before:
+                raise
+        else:
+            if before.size <= SMALL or stamp(path) == before:
+                return log
+        time.sleep(0.02)
+    return _read(path, columns, points)
+
+
+def _read(path: Path, wanted: Collection[str] | None, points: int | None) -> Log:
+    with opened(path) as (facts, found):
+        steps = dict(columns(found, "steps"))
+        block = max(1, -(-len(steps["step"]) // points)) if points else 1
+        chosen = [n for n in steps if n not in ("step", "node") and (not wanted or n in wanted)]
+        evaluations = dict(columns(found, "evaluations"))
+        return Log(
+            job=facts["job"],
+            nodes=len(steps["node"]),
+            steps={name: _blocks(steps[name], block) for name in ("step", *chosen)},
+            evaluations={"step": evaluations["at_step"][()]}
+            | {n: d[()] for n, d in evaluations.items() if n not in ("at_step", "node")},
+            units={
+                name: guard.attribute(steps[name], "units", texts=True)
+                for name in ("step", *chosen)
+            },
+            summary=guard.sealed(found["summary"], texts=True),
+            environment=json.loads(facts["environment"]),
+        )
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Attributes and arrays of a log that is sound, with what a killed writer left pending."""
+    with reading(path), consistent(path, tables=True, again="steps", texts=True) as (file, found):
+        check_format(file)
+        for group, index in INDEX.items():
+            _check(dict(columns(found, group)), group, index)
+        if not isinstance(found.get("summary"), h5py.Group):
+            raise ValueError('its group "summary" is missing')
+        yield guard.sealed(file, texts=True), found
+
+
+def check_format(file: h5py.File) -> None:
+    """ValueError where it says that it is something else."""
+    if "format" not in file.attrs or guard.attribute(file, "format", texts=True) != FORMAT:
+        raise ValueError("it isn't a log")
+
+
+def columns(found: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset]]:
+    """The columns of a group by name."""
+    below = [path for path in found if path.startswith(group + "/")]
+    if len(below) > COLUMNS:
+        raise ValueError(f"{len(below)} columns are too many: at most {COLUMNS}")
+    return [(p.removeprefix(group + "/"), guard.dataset(found, p)) for p in sorted(below)]
+
+
+def _check(have: dict[str, h5py.Dataset], group: str, index: str) -> None:
+    """Columns have a row for each ascending step, and a place for each node."""
+    for scale in (index, "node"):
+        data = have.get(scale)
+        if data is None or data.ndim != 1 or data.dtype.kind != "i":
+            raise ValueError(f'"{group}/{scale}" is no column of whole numbers')
+        values = data[()]
+        if (np.diff(values) <= 0).any() or (values[:1] < 0).any():
+            raise ValueError(f'"{group}/{scale}" doesn\'t ascend from 0 or later')
+    rows, nodes = len(have[index]), len(have["node"])
+    for name, data in have.items():
+        right = [(rows,), (rows, nodes)] if group == "evaluations" else [(rows, nodes)]
+        if name not in (index, "node") and (data.shape not in right or data.dtype.kind not in "fi"):
+            raise ValueError(f'"{group}/{name}" is {data.dtype} {data.shape}, not of {right[-1]}')
+
+
+def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
+    """The rows of `data`, or means over `block` rows at a time, read piece by piece."""
+    if block == 1 or len(data) == 0:
+        return data[()]
+    if data.name.endswith("/step"):
+        return data[::block]
+    pieces = []
+    stride = block * max(1, (1 << 24) // (block * data.shape[1] * 8))
+    for start in range(0, len(data), stride):
+        piece = data[start : start + stride].astype(np.float64)
+        short = -len(piece) % block
+        piece = np.concatenate([piece, np.full((short, piece.shape[1]), np.nan)])
+        folded = piece.reshape(-1, block, piece.shape[1])
+        known = ~np.isnan(folded)
+        with np.errstate(invalid="ignore"):
+            pieces.append(np.where(known, folded, 0).sum(1) / known.sum(1))
+    return np.concatenate(pieces)

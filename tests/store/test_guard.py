@@ -1,0 +1,316 @@
+"""Files of others: what names other files, claims more than it holds, or isn't as ours are."""
+
+import os
+import random
+import shutil
+import zlib
+
+import h5py
+import numpy as np
+import pytest
+
+from mpigossip.store import StoreError, checkpoint, guard
+from mpigossip.store import manifest as manifests
+from mpigossip.store.dataset import open_dataset
+from mpigossip.store.log import read
+from mpigossip.store.packing import checksum_of
+from tests.store.test_checkpoint import write
+from tests.store.test_dataset import folder_of_images, pack
+from tests.store.test_log import fill
+
+
+def resigned(path, change, node=0):
+    """Change a node's file, with a manifest that agrees."""
+    file, manifest = path / f"node-{node:04d}.h5", checkpoint.read_manifest(path)
+    with h5py.File(file, "r+", libver=("v110", "v110")) as opened:
+        change(opened)
+    entries = list(manifest.entries)
+    checksum = f"{zlib.crc32(file.read_bytes()):08x}"
+    entries[node] = entries[node]._replace(bytes=file.stat().st_size, checksum=checksum)
+    changed = checkpoint.Manifest(manifest.step, manifest.n, "", {}, tuple(entries))
+    manifests.write(path / "checkpoint.h5", changed)
+
+
+def external(file):
+    del file["parameters"]
+    file["parameters"] = h5py.ExternalLink("node-0001.h5", "/parameters")
+
+
+def soft(file):
+    file["arrays/again"] = h5py.SoftLink("/parameters")
+
+
+def twice(file):
+    file["arrays/again"] = file["parameters"]
+
+
+def virtual(file):
+    del file["parameters"]
+    layout = h5py.VirtualLayout((1006,), "<f4")
+    layout[:] = h5py.VirtualSource("node-0001.h5", "parameters", (1006,), "<f4")
+    file.create_virtual_dataset("parameters", layout)
+
+
+def raw(file):
+    del file["parameters"]
+    file.create_dataset("parameters", (1006,), "<f4", external=[("node-0001.h5", 0, 4024)])
+
+
+def committed(file):
+    file["arrays/type"] = np.dtype("<f8")
+
+
+def reference(file):
+    file["arrays/reference"] = np.array([file.ref], h5py.ref_dtype)
+
+
+def squeezed(file):
+    file.create_dataset("arrays/bomb", data=np.zeros(1 << 24), compression="gzip")
+
+
+def endless(file):
+    del file["parameters"]
+    file.create_dataset("parameters", (1 << 40,), "<f4")
+
+
+def long_text(file):
+    del file["numbers"]
+    file.create_dataset("numbers", (), h5py.string_dtype("utf-8", (1 << 31) - 1))
+
+
+def deep(file):
+    del file["numbers"]
+    file["numbers"] = np.bytes_(b"[" * 100_000)
+
+
+def cycle(file):
+    file["arrays/arrays"] = file["arrays"]
+
+
+def another(file):
+    file.attrs["node"] = 1
+
+
+def stranger(file):
+    file["further"] = np.zeros(3)
+
+
+def layout(**fields):
+    def change(file):
+        rows = file["layout"][()]
+        for name, (row, value) in fields.items():
+            rows[name][row] = value
+        file["layout"][...] = rows
+
+    return change
+
+
+FORGED = {
+    "external link": (external, '"parameters" is a link'),
+    "soft link": (soft, '"arrays/again" is a link'),
+    "hard link twice": (twice, "one and the same"),
+    "cycle": (cycle, "one and the same"),
+    "virtual": (virtual, "lies in other files"),
+    "external data": (raw, "lies in other files"),
+    "committed type": (committed, "neither a group nor an array"),
+    "reference": (reference, "no numbers or texts"),
+    "compressed": (squeezed, "not stored in one piece"),
+    "2^40 parameters": (endless, "isn't whole in a file of"),
+    "text of 2 GB": (long_text, "no numbers or texts of fixed length"),
+    "nested": (deep, "recursion"),
+    "node": (another, "it says .*'node': 1.*, not node 0"),
+    "stranger": (stranger, "further"),
+    "names": (layout(name=(1, b"conv.weight")), "2 of 3 parameters"),
+    "negative shape": (layout(shape=(1, (-5, 0))), "doesn't follow"),
+    "negative offset": (layout(offset=(1, -1)), "doesn't follow"),
+    "dimensions": (layout(ndim=(1, 1 << 40)), "doesn't follow"),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_forged_checkpoint_with_right_checksums_is_refused(tmp_path, forged):
+    change, message = FORGED[forged]
+    path = write(tmp_path, 3)
+    resigned(path, change)
+    with pytest.raises(StoreError, match=message):
+        checkpoint.read_node(path, 0)
+    (problem,) = checkpoint.verify(path)
+    assert "node-0000.h5" in problem and "\n" not in problem
+
+
+MANIFESTS = {
+    "n": (lambda m: {"n": 1 << 40}, "names 3 files"),
+    "step": (lambda m: {"step": -5}, "step = -5"),
+    "no files": (lambda m: {"n": 0}, "n = 0"),
+    "twice": (lambda m: {"entries": (m.entries[0], *m.entries[:2])}, "row 1 .* of node 0"),
+    "outside": (
+        lambda m: {"entries": (m.entries[0]._replace(file="../x.h5"), *m.entries[1:])},
+        r'"\.\./x\.h5"',
+    ),
+    "lengths": (
+        lambda m: {"entries": (*m.entries[:2], m.entries[2]._replace(parameters=1 << 40))},
+        "another number of parameters",
+    ),
+    "job": (lambda m: {"job": "\x1b]0;x\x07"}, "control character"),
+    "facts": (lambda m: {"meta": {"slots": [1, 2]}}, "no number or text"),
+}
+
+
+@pytest.mark.parametrize("forged", MANIFESTS)
+def test_a_forged_manifest_with_a_right_checksum_is_refused(tmp_path, forged):
+    change, message = MANIFESTS[forged]
+    path = write(tmp_path, 3)
+    manifest = checkpoint.read_manifest(path)
+    facts = {name: getattr(manifest, name) for name in ("step", "n", "job", "meta", "entries")}
+    forged_one = checkpoint.Manifest(**facts | change(manifest))
+    view = forged_one.n == manifest.n and forged not in ("lengths", "outside")
+    if not view:  # of the view for other programs there is only one that HDF5 can make
+        first = forged_one.entries[0]._replace(parameters=0)
+        entries = (first, *forged_one.entries[1:])
+        forged_one = checkpoint.Manifest(**facts | change(manifest) | {"entries": entries})
+    manifests.write(path / "checkpoint.h5", forged_one)
+    with pytest.raises(StoreError, match=message):
+        checkpoint.read_manifest(path)
+    assert len(checkpoint.verify(path)) == 1 and checkpoint.latest(tmp_path) is None
+
+
+def test_the_view_for_other_programs_shows_nothing_else(tmp_path):
+    path = write(tmp_path, 3)
+    file = path / "checkpoint.h5"
+    with h5py.File(file, "r+", libver=("v110", "v110")) as opened:
+        del opened["parameters"]
+        made = h5py.VirtualLayout((3, 1006), "<f4")
+        for node in range(3):
+            made[node] = h5py.VirtualSource("node-0001.h5", "parameters", (1006,), "<f4")
+        opened.create_virtual_dataset("parameters", made)
+    data = file.read_bytes()
+    file.write_bytes(manifests._header(data[manifests.HEADER :]) + data[manifests.HEADER :])
+    with pytest.raises(StoreError, match="shows 'node-0001.h5' as node 0"):
+        checkpoint.read_manifest(path)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.h5", "node-0000.h5"])
+def test_pipes_devices_and_links_in_place_of_files_are_not_opened(tmp_path, name):
+    path = write(tmp_path, 3)
+    file = path / name
+    copy = tmp_path / name
+    shutil.move(file, copy)
+    os.mkfifo(file)
+    (problem, *_) = checkpoint.verify(path)
+    assert "no regular file" in problem
+    file.unlink()
+    file.symlink_to(copy)
+    (problem, *_) = checkpoint.verify(path)
+    assert "symbolic link" in problem
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert checkpoint.verify(path) != []
+    with pytest.raises(StoreError, match="no regular file"):
+        guard.regular(file)
+
+
+def test_any_flipped_byte_of_a_log_is_found_or_means_nothing(tmp_path):
+    path = tmp_path / "log.h5"
+    whole = fill(path)
+    data, draw, refused = path.read_bytes(), random.Random(3), 0
+    for _ in range(150):
+        bad = bytearray(data)
+        bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
+        path.write_bytes(bad)
+        try:
+            found = read(path)
+        except StoreError:
+            refused += 1
+            continue
+        assert (found.job, found.units, found.summary) == (whole.job, whole.units, whole.summary)
+        for one, two in ((found.steps, whole.steps), (found.evaluations, whole.evaluations)):
+            for name in two:
+                np.testing.assert_array_equal(one[name], two[name])
+    assert refused > 50
+
+
+def rows(file):
+    for name in file["steps"]:
+        if name != "node":
+            file["steps"][name].resize(1 << 27, axis=0)
+
+
+def scattered(file):
+    for name in ("step", "node"):
+        file["steps"][name].resize(4000, axis=0)
+        file["steps"][name][...] = np.arange(4000)
+    for name, data in file["steps"].items():
+        if name not in ("step", "node"):
+            data.resize((4000, 4000))
+
+
+def packed_column(file):
+    del file["steps/loss"], file["loss"]
+    file.create_dataset("steps/loss", (20, 3), "f8", chunks=(20, 3), compression="gzip")
+
+
+def outside_column(file):
+    file["steps/other"] = h5py.ExternalLink("/etc/passwd", "/x")
+
+
+def unnumbered(file):
+    file["steps/step"][3] = 2
+
+
+def of_one(file):
+    file["steps/one"] = np.zeros(20)
+
+
+LOGS = {
+    "2^27 rows": (rows, "ascend|too many"),
+    "scattered": (scattered, "tables claim"),
+    "compressed": (packed_column, "filters that this program doesn't use"),
+    "external": (outside_column, "is a link"),
+    "order": (unnumbered, "doesn't ascend"),
+    "shape": (of_one, r"steps/one.*not of \(20, 3\)"),
+    "group": (lambda file: file.__delitem__("evaluations"), "evaluations/at_step"),
+}
+
+
+@pytest.mark.parametrize("forged", LOGS)
+def test_a_forged_log_is_refused(tmp_path, forged):
+    change, message = LOGS[forged]
+    path = tmp_path / "log.h5"
+    fill(path)
+    with h5py.File(path, "r+", libver=("v110", "v110")) as file:
+        change(file)
+    with pytest.raises(StoreError, match=message):
+        read(path)
+
+
+def sized(file):
+    sizes = file["train/sizes"][()]
+    sizes[0] = 1 << 40
+    file["train/sizes"][...] = sizes
+    file["train"].attrs["checksum"] = checksum_of(file["train"])
+
+
+SETS = {
+    "external": (
+        lambda f: (f.pop("classes"), f.__setitem__("classes", h5py.ExternalLink("x.h5", "/x"))),
+        "is a link",
+    ),
+    "labels": (
+        lambda f: (f["train"].pop("labels"), f.create_dataset("train/labels", (1 << 36,), "i8")),
+        "isn't whole",
+    ),
+    "sizes": (sized, "heights and widths from 1 to 65536"),
+    "channels": (lambda f: f.attrs.__setitem__("channels", -1), "channels = -1"),
+    "scale": (lambda f: f.attrs.__setitem__("scale", np.nan), "std and scale above 0"),
+    "attribute": (lambda f: f.attrs.__setitem__("mean", np.zeros(1 << 15)), "small array"),
+}
+
+
+@pytest.mark.parametrize("forged", SETS)
+def test_a_forged_data_set_is_refused(tmp_path, forged):
+    change, message = SETS[forged]
+    path = pack(folder_of_images(tmp_path / "images"), tmp_path / "set.h5")
+    with h5py.File(path, "r+", libver=("v110", "v110")) as file:
+        change(file)
+    with pytest.raises(StoreError, match=message):
+        open_dataset(path)
