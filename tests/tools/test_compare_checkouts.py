@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -47,36 +47,51 @@ def test_a_changed_constant_of_one_algorithm_is_found(tmp_path):
     assert ran.returncode == 1, ran.stderr
     rows = {row["job"]: row for row in json.loads(ran.stdout)}
     same, other = rows["dsgd-asynchronous"], rows["dmsgd-base-2"]
-    assert same["verdict"] == "equal" and len(same["new"]["digest"]) == 64
+    assert same["verdict"] == "equal" and not same["reasons"] and len(same["new"]["digest"]) == 64
     assert other["old"]["onward"] == other["old"]["digest"]
-    for words in ("parameters differ", "log differs: steps/", "resumed (onward)"):
-        assert words in other["verdict"]
+    assert other["verdict"] == "differs"
+    for reason in ("parameters; log: ", "steps/", "resumed (onward)"):
+        assert reason in other["reasons"]
 
 
 @pytest.mark.parametrize(
-    "old, new, well, words",
+    "old, new, word, reason",
     [
-        ({}, {}, True, "equal"),
-        ({}, {"digest": "b"}, False, "parameters differ"),
-        ({}, {"onward": "b"}, False, "resumed (onward): b, in OLD a"),
-        ({}, {"onward": ""}, False, "resumed (onward)"),
-        ({}, {"stopped": "b"}, False, "resumed (stopped): b, in OLD a"),
-        ({}, {"figures": {"loss": "2", "lr": "1"}}, False, "log differs: loss"),
-        ({}, {"figures": {"lr": "1", "more": "1"}}, True, "equal"),
-        ({"onward": "c"}, {"onward": "c"}, True, "equal; OLD resumes inexactly"),
-        ({"onward": "c"}, {"onward": "a"}, True, "equal; OLD resumes inexactly"),
-        ({"onward": "c"}, {"onward": "d"}, False, "resumed (onward): d, in OLD c"),
-        ({"code": 2}, {}, True, "new"),
-        ({"code": 1}, {}, False, "OLD failed"),
-        ({"code": 2}, {"code": 2}, False, "NEW failed"),
-        ({}, {"code": 2}, False, "NEW failed"),
+        ({}, {}, "equal", ""),
+        ({}, {"digest": "b"}, "differs", "parameters"),
+        ({}, {"onward": "b"}, "differs", "resumed (onward): b, in OLD a"),
+        ({}, {"onward": ""}, "differs", "resumed (onward)"),
+        ({}, {"stopped": "b"}, "differs", "resumed (stopped): b, in OLD a"),
+        ({}, {"figures": {"loss": "2", "lr": "1"}}, "differs", "log: loss"),
+        ({}, {"figures": {"lr": "1", "more": "1"}}, "equal", ""),
+        ({"onward": "c"}, {"onward": "c"}, "equal", "OLD resumes inexactly"),
+        ({"onward": "c"}, {"onward": "a"}, "equal", "OLD resumes inexactly"),
+        ({"onward": "c"}, {"onward": "d"}, "differs", "resumed (onward): d, in OLD c"),
+        ({"code": 2}, {}, "new", "OLD refuses it"),
+        ({"code": 1, "said": "why"}, {}, "failed", "OLD: why"),
+        ({"code": 2}, {"code": 2}, "failed", "NEW: "),
+        ({}, {"code": 2}, "failed", "NEW: "),
     ],
 )
-def test_what_counts_as_different(labs, old, new, well, words):
+def test_what_counts_as_different(labs, old, new, word, reason):
     program, engine = labs
     both = engine.Result("", digest="a", onward="a", stopped="a", figures={"loss": "1", "lr": "1"})
     found = program.verdict(replace(both, **old), replace(both, **new))
-    assert found[0] is well and words in found[1]
+    assert found[0] == word and reason in found[1] and bool(reason) == bool(found[1])
+
+
+@pytest.mark.parametrize("verdict, code", [("differs", 0), ("failed", 1)])
+def test_what_may_differ_must_not_fail(labs, tmp_path, monkeypatch, capsys, verdict, code):
+    program, engine = labs
+    result = asdict(engine.Result("mpigossip simulate"))
+    row = {"verdict": verdict, "reasons": "parameters", "old": result, "new": result}
+    monkeypatch.setattr(program, "compared", lambda job, *others: row | {"job": job.name})
+    words = [TOOL.name, str(ROOT), str(ROOT), "--only", "dsgt", "--may-differ"]
+    monkeypatch.setattr(sys, "argv", [*words, "dsgt"])
+    assert program.main() == code
+    assert "1 jobs, 1 differ or fail" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*words, "dmsgd-never"])
+    assert program.main() == 1
 
 
 def test_the_table_has_every_algorithm_wire_and_local_step(labs):
