@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 ROUNDING = 1e-12
 """Relative squared distances below this are float32's rounding, not disagreement."""
+OWN_PART = "nodes: each on its own part of the test set"
+BANDS = 6
+"""Runs of which the range over nodes can still be told apart."""
 SHADES = (("#1B4F72", ""), ("#7FB3D5", "////"), ("#F5B041", "...."), ("#E5E7E9", ""))
 """Of the parts of a step: dark to light, with hatches."""
 PREFIXES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
@@ -53,7 +56,7 @@ def accuracy(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     for run in shown:
         found = run.log.evaluations
         at = axis.at(run, found["step"])
-        if "local_accuracy" in found:
+        if "local_accuracy" in found and len(runs) <= BANDS:
             low, high = (over_nodes(f, found["local_accuracy"]) for f in (np.nanmin, np.nanmax))
             faint = 0.2 if len(runs) < 3 else 0.1
             axes.fill_between(at, low, high, color=run.style["color"], alpha=faint, lw=0)
@@ -61,12 +64,15 @@ def accuracy(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     if not shown:
         _nothing(axes, "no evaluation yet")
         return
-    bands = [_band("range of local models")] * any(run.log.nodes > 1 for run in shown)
+    several = len(runs) <= BANDS and any(run.log.nodes > 1 for run in shown)
+    bands = [_band("range of nodes' own")] * several
+    if several:
+        _note(axes, OWN_PART, right=True)
     _key(axes, [_sample("averaged model", lw=1.8, marker="o", ms=3.5), *bands])
 
 
 def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """How far the models are apart, where they are more than rounding.
+    """How far the models are apart, with what is rounding marked.
 
     Asynchronous runs measure it with evaluations only: those are points.
     """
@@ -78,7 +84,9 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         values = over_nodes(np.nanmean, values)
         apart = values > ROUNDING
         if apart.any():
-            axes.plot(axis.at(run, step[apart]), values[apart], lw=1.5, **run.line)
+            drawn = values > 0
+            style = run.line if drawn.sum() > 1 else run.style  # one point makes no line
+            axes.plot(axis.at(run, step[drawn]), values[drawn], lw=1.5, **style)
         elif np.isfinite(values).any():
             equal.append(run.name)
         elif "consensus_distance" in run.log.evaluations:
@@ -89,28 +97,50 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         _nothing(axes, "all nodes are equal, up to rounding" if equal else "not measured")
         return
     axes.set_yscale("log")
+    least = min(float(line.get_ydata().min()) for line in axes.lines)
+    if least < ROUNDING:
+        axes.axhspan(least, ROUNDING, color="#EEEEEE", zorder=0)
+        axes.text(
+            0.01, ROUNDING, "below: equal, up to float32's rounding", va="top", fontsize=8.5,
+            color="#666666", transform=axes.get_yaxis_transform(),
+        )  # fmt: skip
     if equal:
-        text = f"all nodes equal, up to rounding: {', '.join(equal)}"
-        axes.text(0.99, 0.02, text, transform=axes.transAxes, ha="right", fontsize=8.5)
+        named = ", ".join(equal) if len(equal) <= 3 else f"{len(equal)} of {len(runs)} runs"
+        text = f"all nodes equal, up to rounding: {named}"
+        axes.text(0.99, 0.98, text, transform=axes.transAxes, ha="right", va="top", fontsize=8.5)
 
 
 def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Accuracy of the nodes' own models against that of their average: range and mean."""
+    """Accuracy of the nodes' own models against that of their average: range and mean.
+
+    Each node tests on its own part of the test set, and so does the average beside it. Logs of old
+    have the average's on the whole set only: equal models then differ by what their parts differ.
+    """
     _dress(axes, "Spread over nodes", "local − averaged model (% points)")
+    old = False
     for run in runs:
         found = run.log.evaluations
         if run.log.nodes < 2 or "local_accuracy" not in found:
             continue
-        apart = 100 * (found["local_accuracy"] - found["accuracy"][:, None])
+        whole = np.broadcast_to(found["accuracy"][:, None], found["local_accuracy"].shape)
+        beside = found.get("share_accuracy", whole)
+        beside = np.where(np.isfinite(beside), beside, whole)
+        old |= bool((beside == whole).all())
+        apart = 100 * (found["local_accuracy"] - beside)
         low, mean, high = (over_nodes(f, apart) for f in (np.nanmin, np.nanmean, np.nanmax))
         at = axis.at(run, found["step"])
-        axes.fill_between(at, low, high, color=run.style["color"], alpha=0.2, lw=0)
+        if len(runs) <= BANDS:
+            axes.fill_between(at, low, high, color=run.style["color"], alpha=0.2, lw=0)
         axes.plot(at, mean, lw=1.5, ms=4, **run.style)
     if not axes.lines:
         _nothing(axes, "one node, or no evaluation yet")
         return
     axes.axhline(0, color="#444444", lw=0.8)
-    _key(axes, [_sample("mean", lw=1.5, marker="o", ms=3.5), _band("range of local models")])
+    bands = [_band("range of nodes")] * (len(runs) <= BANDS)
+    _key(axes, [_sample("mean", lw=1.5, marker="o", ms=3.5), *bands])
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, -0.1), max(high, 0.1))
+    _note(axes, f"{OWN_PART}, which differ too" if old else OWN_PART)
 
 
 def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
@@ -166,7 +196,8 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         layer.set(hatch=hatch, edgecolor="white", lw=0.3)
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
-    _key(axes, layers)
+    axes.set_title("Step time", loc="left", fontsize=11, fontweight="bold", pad=22)
+    _key(axes, layers, left=True)  # as wide as the axes: below the title
 
 
 def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
@@ -213,10 +244,11 @@ def _dress(axes: Axes, title: str, label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _key(axes: Axes, handles: Iterable) -> None:
+def _key(axes: Axes, handles: Iterable, left: bool = False) -> None:
     """A legend above the axes, beside the title, where no line runs."""
     axes.legend(
-        handles=list(handles), loc="lower right", bbox_to_anchor=(1, 0.99), ncols=4, frameon=False,
+        handles=list(handles), loc="lower left" if left else "lower right",
+        bbox_to_anchor=(0 if left else 1, 0.99), ncols=4, frameon=False,
         fontsize=8.5, borderaxespad=0.2, columnspacing=1.1, handlelength=1.7, handletextpad=0.6,
     )  # fmt: skip
 
@@ -232,6 +264,11 @@ def _band(label: str) -> Any:
     from matplotlib.patches import Patch
 
     return Patch(color="#444444", alpha=0.2, label=label)
+
+
+def _note(axes: Axes, text: str, right: bool = False) -> None:
+    place = {"ha": "right", "x": 0.99} if right else {"x": 0.01}
+    axes.text(y=0.02, s=text, transform=axes.transAxes, fontsize=8.5, color="#666666", **place)
 
 
 def _nothing(axes: Axes, text: str) -> None:

@@ -16,6 +16,9 @@ from mpigossip.store.hdf5 import replacing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+HIGH, LINE = 3.9, 0.21
+"""Inches: of a row of panels, of a line of text."""
+
 
 def plot(runs: Sequence[Path], out: Path) -> None:
     """Write one PNG of runs (folders or logs), told apart by colour, line and marker.
@@ -37,9 +40,12 @@ def figure(runs: Sequence[LoggedRun]) -> Figure:
     stale = any(panels.stale(run) for run in runs)
     rows = 4 + stale
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, rect=(0, 0, 0.99, 1))
-    made = Figure(figsize=(12.4, 3.9 * rows), dpi=110, layout=layout)
+    heights = [HIGH] * rows
+    heights[3] = max(HIGH, 1 + LINE * len(runs))  # a bar and its name for each run
+    names = LINE * -(-len(runs) // 2) if len(runs) > 3 else 0.0
+    made = Figure(figsize=(12.4, sum(heights) + names), dpi=110, layout=layout)
     FigureCanvasAgg(made)  # needs no display, and leaves pyplot's global state alone
-    grid = made.subplots(rows, 2, squeeze=False)
+    grid = made.subplots(rows, 2, squeeze=False, height_ratios=heights)
     by_step, by_time = steps(runs), clock(runs)
     for draw, row in ((panels.loss, 0), (panels.accuracy, 1)):
         for axis, axes in zip((by_step, by_time), grid[row], strict=True):

@@ -5,24 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from mpigossip.analysis.compared import PARTS, description, mean_ms, over_nodes, shares
+from mpigossip.runs.summary import describe
 from mpigossip.store.log import Log
 
 
 def table(log: Log) -> str:
     """The evaluations, the time of a step and the summary as text."""
     found = log.evaluations
-    local = found.get("local_accuracy", np.full((len(found["step"]), 1), np.nan))
+    unknown = np.full((len(found["step"]), 1), np.nan)
+    local = found.get("local_accuracy", unknown)
+    apart = 100 * (local - found.get("share_accuracy", unknown))
     columns = {
         "step": [f"{step}" for step in found["step"]],
         "epoch": _cells(found.get("epoch"), "{:.2f}"),
         "loss": _cells(found.get("loss"), "{:.4f}"),
         "accuracy": _cells(found.get("accuracy"), "{:.4f}"),
-        "local accuracy": [
-            f"{low:.4f} – {high:.4f}" if low == low else "–"
-            for low, high in zip(
-                over_nodes(np.nanmin, local), over_nodes(np.nanmax, local), strict=True
-            )
-        ],
+        "local accuracy*": _ranges(local, "{:.4f}"),
+        "− averaged*": _ranges(apart, "{:+.1f} %") if np.isfinite(apart).any() else [],
         "consensus distance": _cells(found.get("consensus_distance"), "{:.3e}"),
         "seconds": _cells(found.get("seconds"), "{:.1f}"),
     }
@@ -30,11 +29,25 @@ def table(log: Log) -> str:
     lines += _aligned({name: cells for name, cells in columns.items() if cells}) or [
         "no evaluation yet"
     ]
+    if log.nodes > 1 and np.isfinite(local).any():
+        lines += [f"* of the nodes, each on its own 1/{log.nodes} of the test samples; beside the "
+                  "averaged model's on the same samples"]  # fmt: skip
     lines += ["", _time_line(log)]
-    if log.summary:
+    if "finished" in log.summary:
+        lines += ["", describe(log.summary)]
+    elif log.summary:
         width = max(map(len, log.summary))
         lines += ["", *(f"{name:<{width}}  {value}" for name, value in log.summary.items())]
     return "\n".join(lines)
+
+
+def _ranges(values: np.ndarray, form: str) -> list[str]:
+    """Least and most over the nodes, one cell a row."""
+    low, high = over_nodes(np.nanmin, values), over_nodes(np.nanmax, values)
+    return [
+        f"{form.format(a)} – {form.format(b)}" if a == a else "–"
+        for a, b in zip(low, high, strict=True)
+    ]
 
 
 def _time_line(log: Log) -> str:

@@ -21,8 +21,10 @@ AVERAGED = {"momentum", "first", "second"}
 """State that is a mean of gradients: its average over nodes is the state of the averaged model."""
 
 
-def go_on(trainer: Trainer, path: Path, steps_per_epoch: int) -> tuple[float, list[str]]:
-    """Put the trainer to where the checkpoint stands; seconds run so far, and what to tell.
+def go_on(
+    trainer: Trainer, path: Path, steps_per_epoch: int
+) -> tuple[dict[str, Number], list[str]]:
+    """Put the trainer to where the checkpoint stands; its numbers, and what to tell.
 
     Equal nodes, slots and state: exact to the bit. Otherwise every node begins with the exact
     average of the models, at the same part of its epoch; state that is a mean of gradients is
@@ -44,7 +46,7 @@ def go_on(trainer: Trainer, path: Path, steps_per_epoch: int) -> tuple[float, li
         if trainer.engine.born < trainer.index and _same_rhythm(first, trainer):
             trainer.engine.restore_rhythm(numbers)
     trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
-    return float(numbers["seconds"]), told
+    return numbers, told
 
 
 def go_on_together(

@@ -13,10 +13,11 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake
 from mpigossip.runs.hooks import named_hooks
 from mpigossip.runs.lock import Guard, locked
-from mpigossip.runs.printer import Printer, describe, say
+from mpigossip.runs.printer import Printer, say
 from mpigossip.runs.recorder import Recorder
 from mpigossip.runs.run import Run, asked_of
 from mpigossip.runs.stopper import Stopper, end_of_allocation
+from mpigossip.runs.summary import describe
 from mpigossip.runs.survive import prepare, without_the_lost
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read

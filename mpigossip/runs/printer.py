@@ -15,10 +15,11 @@ from rich.text import Text
 
 from mpigossip.cluster.launcher import terminal_of_launcher
 from mpigossip.config.errors import output_fails
-from mpigossip.config.readable import clock, counted, size
+from mpigossip.config.readable import clock
 from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.overview import overview
+from mpigossip.runs.summary import describe
 from mpigossip.training.evaluate import Evaluation
 
 LIVE_S, PLAIN_S = 0.2, 30.0
@@ -187,35 +188,3 @@ def _width(terminal: str | None) -> int | None:
             os.close(descriptor)
     except OSError:
         return None
-
-
-SPLIT = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "idle_s": "idle"}
-
-
-def describe(summary: dict[str, Any]) -> str:
-    """The summary block as text."""
-    state = "finished" if summary["finished"] else "stopped, to be resumed"
-    lines = [
-        f"run        {state} at step {summary['steps']} ({summary['epochs']:.2f} epochs), "
-        f"{counted(summary['nodes'], 'node')} x {counted(summary['slots'], 'slot')}"
-    ]
-    if "accuracy" in summary:
-        lines.append(
-            f"accuracy   {summary['accuracy']:.4f} (averaged model), "
-            f"test loss {summary['loss']:.4f}"
-        )
-    spent = {name: summary[key] for key, name in SPLIT.items() if key in summary}
-    total = sum(spent.values())
-    if total:
-        shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in spent.items())
-        lines.append(f"time       {summary['seconds']:.1f} s; steps {total:.1f} s: {shares}")
-        lines.append(f"speed      {summary['samples_per_second']:,.0f} samples/s over all nodes")
-    if "lost" in summary:
-        lines.append(f"lost       {summary['lost']}")
-    if "warnings" in summary:
-        lines.append(f"warnings   {summary['warnings']}")
-    lines.append(f"sent       {size(summary['bytes_sent'])} a node")
-    if "checkpoint" in summary:
-        lines.append(f"checkpoint {summary['checkpoint']}")
-        lines.append(f"digest     {summary['digest']}")
-    return "\n".join(lines)

@@ -38,6 +38,8 @@ COLUMNS = {
     "bytes_sent": Column("B", "bytes that the node has sent to other nodes so far", "int64"),
 }
 """The columns of a log, one value a step and node."""
+LOCAL = ("local_loss", "local_accuracy", "share_accuracy")
+"""What an evaluation found of each node."""
 
 
 class Recorder(Hook):
@@ -47,7 +49,7 @@ class Recorder(Hook):
         """``rows``: nodes that live in this process."""
         self._world, self._rows = world, rows
         self._kept: list[dict[str, Any]] = []
-        self._evaluations: list[tuple[dict, np.ndarray, np.ndarray]] = []
+        self._evaluations: list[tuple[dict, dict[str, np.ndarray]]] = []
         self._writer: LogWriter | None = None
         self._names: tuple[int, ...] | None = None
         """whose steps are kept; other than the world's after the loss of a rank"""
@@ -132,7 +134,8 @@ class Recorder(Hook):
             "consensus_distance": found.consensus_distance,
             "seconds": progress.seconds,
         }
-        self._evaluations.append((row, found.local_loss.numpy(), found.local_accuracy.numpy()))
+        local = {name: getattr(found, name).numpy() for name in LOCAL}
+        self._evaluations.append((row, local))
         self.flush()
 
     def flush(self) -> None:
@@ -153,7 +156,7 @@ class Recorder(Hook):
         gathered = self._world.gather((block, self._evaluations))
         with self._world.together(StoreError):
             if gathered is not None:
-                self._write_or_begin(gathered, [row for row, _, _ in self._evaluations])
+                self._write_or_begin(gathered, [row for row, _ in self._evaluations])
         # not earlier: should rank 0 be lost on the way, the others still have it
         self._kept, self._evaluations = [], []
 
@@ -182,8 +185,8 @@ class Recorder(Hook):
                 print(f"mpigossip: {line}", file=sys.stderr, flush=True)
             self._gathered += len(rows["loss"])
         for at, row in enumerate(evaluations):
-            local = [np.concatenate([e[at][k] for _, e in gathered]) for k in (1, 2)]
-            self._writer.evaluation(row | {"local_loss": local[0], "local_accuracy": local[1]})
+            local = {n: np.concatenate([e[at][1][n] for _, e in gathered]) for n in LOCAL}
+            self._writer.evaluation(row | local)
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         """Write the rest and the summary, and close."""

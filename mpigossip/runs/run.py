@@ -24,6 +24,8 @@ from mpigossip.training.evaluate import evaluate
 from mpigossip.training.loop import Trainer
 from mpigossip.training.state import snapshot
 
+SPENT = "spent/"
+"""Before the names of what seconds went to, in a checkpoint."""
 IDLE_S = 1e-3
 """Between the exchanges of a node that only waits: they take the core from one that computes."""
 
@@ -53,7 +55,9 @@ class Run:
         self.assembly, self.trainer, self.world = assembly, assembly.trainer, world
         self.hooks = hooks
         self.spent: dict[str, float] = {}
-        """seconds so far by what they went to, as in a step's record"""
+        """seconds so far by what they went to, as in a step's record; of the lives before, too"""
+        self.samples = 0
+        """trained on in these seconds, over all nodes"""
         job, trainer = assembly.job, assembly.trainer
         kept = job.checkpoint
         self.saver = Saver(world, job.run.folder, config.dump(job), kept)
@@ -100,6 +104,7 @@ class Run:
             self._keep()
             for name, seconds in record.seconds.items():
                 self.spent[name] = self.spent.get(name, 0.0) + seconds
+            self.samples += progress.samples_per_step
             for hook in self.hooks:
                 hook.step(progress, record)
             stopped = any([hook.wants_stop(trainer.index) for hook in self.hooks])
@@ -149,7 +154,6 @@ class Run:
         gathered = self.world.gather(mine)
         if gathered is None:
             return {}
-        steps = max(trainer.index - progress.first_step, 1)
         summary: dict[str, Any] = {
             "finished": self.finished,
             "steps": trainer.index,
@@ -162,7 +166,7 @@ class Run:
         for name in self.spent:
             summary[name] = float(np.mean([spent[name] for spent, _ in gathered]))
         busy = sum(summary[name] for name in self.spent)
-        summary["samples_per_second"] = steps * progress.samples_per_step / busy if busy else 0.0
+        summary["samples_per_second"] = self.samples / busy if busy else 0.0
         if progress.evaluation:
             summary["accuracy"] = progress.evaluation.accuracy
             summary["loss"] = progress.evaluation.loss
@@ -181,6 +185,7 @@ class Run:
         return trainer.engine.numbers() | {
             "shift": trainer.shift,
             "seconds": self.progress.seconds,
+            "samples": self.samples,
         }
 
     def save(self) -> None:
@@ -214,15 +219,20 @@ class Run:
     def _own(self, row: int) -> dict[str, float]:
         """What one node has counted."""
         precision = self.trainer.settings.precision
-        return {"bytes_sent": self.trainer.mixer.bytes_sent[row]} | precision.numbers(row)
+        spent = {f"{SPENT}{name}": seconds for name, seconds in self.spent.items()}
+        sent = {"bytes_sent": self.trainer.mixer.bytes_sent[row]}
+        return sent | spent | precision.numbers(row)
 
     def resume(self, path: Path) -> list[str]:
         """Put every node to where the checkpoint stands; what to tell the user.
 
         To the bit with equal nodes and slots, else from the exact average.
         """
-        seconds, told = go_on(self.trainer, path, self.progress.steps_per_epoch)
-        self.count_from(seconds)
+        numbers, told = go_on(self.trainer, path, self.progress.steps_per_epoch)
+        self.count_from(float(numbers["seconds"]))
+        self.samples = int(numbers.get("samples", 0))
+        spent = [name for name in numbers if name.startswith(SPENT)]
+        self.spent = {name.removeprefix(SPENT): float(numbers[name]) for name in spent}
         self.progress.checkpoint, manifest = path, checkpoint.read_manifest(path)
         lost, asked = str(manifest.meta.get("lost", "")), asked_of(manifest)
         self.progress.lost = [lost] if lost else []

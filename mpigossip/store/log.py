@@ -50,7 +50,10 @@ EVALUATION_COLUMNS = {
     "loss": Column("nat", "mean test loss of the averaged model"),
     "accuracy": Column("1", "share of test samples that the averaged model gets right"),
     "local_loss": Column("nat", "mean test loss of each node's model"),
-    "local_accuracy": Column("1", "share of test samples that each node's model gets right"),
+    "local_accuracy": Column(
+        "1", "share of its own test samples that each node's model gets right"
+    ),
+    "share_accuracy": Column("1", "share of the same samples that the averaged model gets right"),
     "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
     "seconds": Column("s", "time since the start of the run"),
 }

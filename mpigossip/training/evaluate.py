@@ -30,6 +30,8 @@ class Evaluation(NamedTuple):
     mean_local_accuracy: float
     local_loss: torch.Tensor
     local_accuracy: torch.Tensor
+    share_accuracy: torch.Tensor
+    """of the averaged model on the samples that the node tests: what its own compares with"""
 
 
 def evaluate(replicas: Replicas, mixer: Mixer, loader: Loader) -> Evaluation:
@@ -56,6 +58,7 @@ def evaluate(replicas: Replicas, mixer: Mixer, loader: Loader) -> Evaluation:
         mean_local_accuracy=float(total[4] / total[5]),
         local_loss=rows[:, 3] / share,
         local_accuracy=rows[:, 4] / share,
+        share_accuracy=rows[:, 1] / share,
     )
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mpigossip import config
-from mpigossip.analysis.compared import short_names
-from mpigossip.analysis.plot import plot
+from mpigossip.analysis.compared import load, short_names
+from mpigossip.analysis.plot import figure, plot
 from mpigossip.analysis.report import table
 from mpigossip.store import StoreError
 from mpigossip.store.log import Column, LogWriter, read
@@ -141,9 +141,52 @@ def test_table(tmp_path):
     assert lines[2].split()[:4] == ["step", "epoch", "loss", "accuracy"]
     cells = ["200", "4.00", "0.0500", "0.9950", "0.9750", "–", "0.9950", "1.000e-04", "2.0"]
     assert lines[5].split() == cells
-    assert len({len(line) for line in lines[2:6]}) == 1
-    assert lines[7].startswith("a step takes ") and "compute" in lines[7] and "idle" in lines[7]
+    assert len({len(line) for line in lines[2:6]}) == 1 and "local accuracy*" in lines[2]
+    assert lines[6].startswith("* of the nodes, each on its own 1/3 of the test samples")
+    assert lines[8].startswith("a step takes ") and "compute" in lines[8] and "idle" in lines[8]
     assert lines[-1] == "digest    " + "ab" * 32
+
+
+@pytest.mark.parametrize("apart, shown", [(0.0, "+0.0 % – +0.0 %"), (0.05, "-5.0 % – +0.0 %")])
+def test_nodes_are_compared_with_the_average_on_their_own_part(tmp_path, apart, shown):
+    """Three parts of the test set on which one and the same model is right to .90, .95, 1.0."""
+    log = read(run(tmp_path / "a", consensus=1e-13) / "log.h5")
+    parts = np.tile([0.9, 0.95, 1.0], (3, 1))
+    own = {"share_accuracy": parts, "local_accuracy": parts - [0, apart, 0]}
+    assert shown in table(replace(log, evaluations=log.evaluations | own))
+
+
+def overlapping(artists, canvas):
+    boxes = [one.get_window_extent(canvas.get_renderer()) for one in artists]
+    return [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 24])
+def test_nothing_is_written_over_anything_else(tmp_path, count):
+    """Titles and legends of all panels, and the runs' names beside their bars."""
+    made = figure(load([run(tmp_path / f"digits-{k}", steps=60) for k in range(count)]))
+    made.canvas.draw()
+    for axes in made.axes:
+        legend = axes.get_legend()
+        title = next(t for t in (axes.title, axes._left_title) if t.get_text())
+        assert not legend or not overlapping([title, legend], made.canvas), title.get_text()
+    bars = next(a for a in made.axes if a._left_title.get_text() == "Step time")
+    if count > 1:
+        names = bars.get_yticklabels()
+        assert len(names) == count and not overlapping(names, made.canvas)
+
+
+def test_a_consensus_below_rounding_is_drawn_and_marked(tmp_path):
+    folder = run(tmp_path / "a", consensus=1e-13)
+    with LogWriter(
+        folder / "log.h5", nodes=3, job="", environment={}, first_step=200,
+        columns={name: Column("s", name) for name in NAMES},
+    ) as out:  # fmt: skip
+        out.append({name: np.full((10, 3), 1e-3) for name in NAMES})
+    made = figure(load([folder]))
+    (axes,) = (a for a in made.axes if a._left_title.get_text() == "Consensus distance")
+    assert axes.lines[0].get_ydata().min() < 2e-13
+    assert any("rounding" in text.get_text() for text in axes.texts)
 
 
 def test_a_job_that_is_none_is_left_out(tmp_path):

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from mpigossip.analysis.report import table
 from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.base import Kind
 from mpigossip.runs import launch
 from mpigossip.runs.hooks import Hook
+from mpigossip.runs.summary import describe
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -230,6 +232,21 @@ def test_run_steps_counts_all_steps_also_with_other_nodes(tmp_path):
     settings = ["model.name=mlp", "data.batch=8"]
     quietly(launch.train, job(*settings, "run.steps=12", folder=tmp_path), Alone(), 2)
     assert quietly(launch.resume, tmp_path, ["run.steps=24"], Alone(), 4)["steps"] == 24
+
+
+def test_the_summary_is_of_both_lives_and_shown_as_it_was_printed(tmp_path):
+    settings = ["model.name=mlp", "data.batch=8"]
+    first = quietly(launch.train, job(*settings, "run.steps=30", folder=tmp_path), Alone(), 2)
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        second = launch.resume(tmp_path, ["run.steps=32"], Alone(), None)
+    log = read(tmp_path / "log.h5")
+    for name in ("compute_s", "exchange_s", "node_s", "idle_s"):
+        assert second[name] == pytest.approx(log.steps[name].mean(1).sum(), rel=1e-9), name
+        assert second[name] > first[name] or name == "idle_s"
+    busy = sum(second[name] for name in second if name.endswith("_s"))
+    assert second["samples_per_second"] == pytest.approx(32 * 2 * 8 / busy)
+    shown = table(log)
+    assert shown.endswith(describe(second)) and told.getvalue().endswith(describe(second) + "\n")
 
 
 def test_a_run_killed_before_its_summary_gets_one(tmp_path, monkeypatch):
