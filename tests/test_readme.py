@@ -148,6 +148,15 @@ def test_what_a_scheduler_is_given_is_there():
     assert named and {e for group in named for e in group.split(",")} <= extras.keys()
 
 
+def test_the_first_command_installs_what_the_others_need():
+    """`tools/quickstart.sh` makes the environment in which a reader goes on."""
+    (installed,) = re.findall(r"^install_into \.venv (\S+)", text("tools/quickstart.sh"), re.M)
+    lines = [line for page in ["README.md", *ROOMS] for line in commands(page)]
+    needed = {"--netcdf": "report", "--tensorboard": "tensorboard", "mpirun": "mpich"}
+    asked = {extra for word, extra in needed.items() if any(word in line for line in lines)}
+    assert asked == set(needed.values()) and asked <= set(installed.split(","))
+
+
 def test_links_and_scripts_lead_somewhere():
     tools = ("tools/bench/BENCHMARKS.md", "tools/labs/RELIABILITY.md")
     for name in ("README.md", "jobs/README.md", *tools, *ROOMS):
