@@ -1,0 +1,146 @@
+"""What a mixer says that it holds is what it has allocated: one formula, for the screen too."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip import mixing
+from mpigossip.cluster.ranks import Alone
+from mpigossip.graphs import graph
+from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.delayed import OLDEST
+from mpigossip.mixing.faults import Faults
+from mpigossip.mixing.wire import wire
+from mpigossip.training import assemble, costs
+
+GRAPHS = ("one-peer-exponential", "exponential", "ring", "complete", "star")
+
+
+def layout_of(name, slots=1):
+    return Layout((1024,) * slots, vectors=2, scalars=1, wire=wire(name))
+
+
+def held(*arrays):
+    """Bytes of the memory behind these arrays, each piece of it once."""
+    return sum(
+        {a.untyped_storage().data_ptr(): a.untyped_storage().nbytes() for a in arrays}.values()
+    )
+
+
+def allocated(mixer):
+    """Bytes that messages take in a mixer's private arrays, by what it consists of."""
+    name, parts = type(mixer).__name__, vars(mixer)
+    if name == "Asynchronous":
+        copies = [copy.memory for copy in mixer._copies]
+        return held(mixer._memory, mixer._result, *copies)
+    if name == "Messages":
+        codes = [] if mixer._codes is None else [mixer._codes]
+        return held(mixer._message, mixer._result, *codes, *mixer._inbox)
+    if name in ("Simulated", "Delayed"):
+        arrays = [a for segments in (mixer._out, mixer._mixed) for parts in segments for a in parts]
+        return sum(a.nbytes for a in arrays)
+    found = [mixer._push.memory] if mixer._push and mixer._push.places else []
+    if mixer._host:
+        found.append(mixer._host._area(mixer._host.rank))
+    else:
+        found += [mixer._message, parts.get("_result", mixer._message)]
+    found += [mixer._codes] if mixer._codes is not None else []
+    if name == "DeviceWindows":
+        found += [*mixer._own, *mixer._mixed_memory, *mixer._code, *mixer._stage]
+    return held(*found)
+
+
+def opened(comm, asked, survives, name, wire_name, averages, **options):
+    """Bytes said by the opened mixer and by its class, and bytes allocated after two periods."""
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    made, layout = graph(name, comm.size), layout_of(wire_name)
+    with World(comm) as world:
+        world.survives = survives
+        if "gpu_window" in options:
+            from mpigossip.mixing.device.windows import DeviceWindows
+
+            mixer = DeviceWindows(made, layout, world, timeout_s=30, **options)
+        else:
+            mixer = mixing.open_mixer(made, layout, world, asked, timeout_s=30, **options)
+        for t in range(2 * made.period):
+            for kind in [Kind.GOSSIP] + [Kind.GLOBAL] * averages:
+                for segment in mixer.outbox(t):
+                    for part in segment:
+                        part.fill_(1.0)
+                mixer.start(kind, t)
+                mixer.finish()
+        said, real = mixer.memory(averages), allocated(mixer)
+        near = mixer._near
+        planned = type(mixer).holds(made, layout, comm.rank, near, averages)
+        mixer.close()
+        world.survives = False
+    return said == planned, sum(said.values()), real
+
+
+CASES = [
+    ("synchronous", False, "fp32", {"same_host": "read"}),
+    ("synchronous", False, "fp32", {"same_host": "put"}),
+    ("synchronous", False, "bf16", {"same_host": "put"}),
+    ("synchronous", False, "bf16", {"same_host": "read"}),
+    ("synchronous", True, "fp32", {}),
+    ("synchronous", True, "bf16", {}),
+    ("asynchronous", False, "fp32", {}),
+    ("synchronous", False, "fp32", {"same_host": "read", "gpu_window": "auto"}),
+    ("synchronous", False, "fp32", {"same_host": "put", "gpu_window": "auto"}),
+]
+
+
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_is_said_is_what_is_allocated(ranks, name, averages):
+    for asked, survives, wire_name, options in CASES:
+        for same, said, real in ranks(3)(
+            opened, asked, survives, name, wire_name, averages, **options
+        ):
+            # an average's second result is there only while it lasts
+            passing = layout_of("fp32").nbytes * (averages and asked == "asynchronous")
+            assert same and said - passing == real, (asked, survives, wire_name, options)
+
+
+@pytest.mark.parametrize("asked", ["synchronous", "asynchronous"])
+def test_what_the_simulator_says_of_a_node_is_what_it_holds(asked):
+    n, layout, made = 4, layout_of("fp32", slots=2), graph("exponential", 4)
+    mixer = mixing.open_mixer(made, layout, Alone(), asked, ages=Faults(n, times=4.0).ages)
+    for t in range(OLDEST + 5):
+        for segment in mixer.outbox(t):
+            for part in segment:
+                part.fill_(1.0)
+        mixer.start(Kind.GOSSIP, t)
+        mixer.finish()
+    said = mixer.memory()
+    real = allocated(mixer)
+    if asked == "asynchronous":
+        real += sum(array.nbytes for _, arrays in mixer._past for array in arrays)
+        under_way = [sum(p.nbytes for p in d.parts) for d in mixer._under_way]
+        assert sum(under_way) <= n * said.pop("inbox")
+    assert n * sum(said.values()) == real
+
+
+def test_an_asynchronous_run_of_eight_is_planned_as_it_is_opened():
+    """Of one peer in each of three rounds: the model, a result, one copy, three places."""
+    job = assemble.load(
+        {"model": {"name": "mlp"}, "algorithm": {"name": "dsgd"}, "node": {"mixer": "asynchronous"}}
+    )
+    what, _ = costs.subject(job)
+    planned = costs.memory(what, costs.exchanges(what, 8))
+    messages = sum(count for name, count in planned.items() if name.startswith("messages'"))
+    assert np.isclose(messages / (4 * what.flat.size), 6, rtol=0.01)
+
+
+def test_copies_to_outlive_a_lost_rank_are_counted():
+    settings = {"model": {"name": "mlp"}, "algorithm": {"name": "dsgd"}}
+    counted = [
+        costs.memory(what, costs.exchanges(what, 4))
+        for survive in (False, True)
+        for what, _ in [costs.subject(assemble.load(settings | {"run": {"survive": survive}}))]
+    ]
+    model = counted[0]["replicas"]
+    assert counted[1]["copies to outlive a lost rank"] == 2 * model
+    assert "copies to outlive a lost rank" not in counted[0]
