@@ -87,6 +87,12 @@ class OfRank(Common):
         """Collective over ``world``; ``graph.n`` must be its size."""
         if graph.n != world.size:
             raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
+        odd = [w for w in layout.widths if layout.dtype.itemsize * layout.vectors * w % 8]
+        if layout.scalars and odd:
+            raise ValueError(
+                f"{layout.vectors} vectors of {odd[0]} {layout.dtype} are no whole number of 8 "
+                "bytes, and scalars (float64) stand behind them: pad the vectors to an even width"
+            )
         super().__init__(graph, layout, range(world.rank, world.rank + 1))
         self.rank, self._comm, self._timeout_s = world.rank, world.duplicate(), timeout_s
 

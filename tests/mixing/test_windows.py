@@ -338,3 +338,22 @@ def test_a_message_has_the_stated_bytes():
     assert [[tuple(a.shape) for a in segment] for segment in views] == 2 * [
         [(1, 1024), (1, 1024), (1, 1)]
     ]
+
+
+def odd_layout(comm):
+    from mpigossip.cluster.ranks import World
+    from mpigossip.mixing import open_mixer
+
+    with World(comm) as world:
+        try:
+            open_mixer(graph("ring", comm.size), Layout((513,), scalars=1), world)
+        except ValueError as error:
+            return str(error)
+
+
+def test_scalars_behind_an_odd_number_of_floats_are_refused_in_words(ranks):
+    """In the simulator, where nothing travels, any width is right."""
+    for said in ranks(2)(odd_layout):
+        assert "513 torch.float32" in said and "even width" in said
+    mixer = Simulated(graph("ring", 3), Layout((513,), scalars=1))
+    assert mixer.outbox(0)[0][0].shape == (3, 513)

@@ -61,7 +61,7 @@ class DeviceWindows(DeviceMemory):
             self._coded[s].codes = tuple(self._room(s, k)[None] for k in range(layout.vectors))
         self._sums = Sums(by_slot, self._lanes, self._mixed_memory)
         self._kept, self._averaged = Kept(), 0
-        size = self._own[0].numel()
+        size = max(own.numel() for own in self._own)
         # the same number of pieces on all ranks: tokens count them
         staged = any(self._comm.allgather(self._stages_out)) and not self._lossy
         step = PIECE if staged else size
@@ -189,8 +189,11 @@ class DeviceWindows(DeviceMemory):
         elif self._lossy:
             self._push.put(self._codes, [slice(0, self._codes.numel())], targets, count)
         else:
-            starts = [self.layout.span(slot).start for slot in range(len(self._lanes))]
-            spans = [slice(at + piece.start, at + piece.stop) for at in starts]
+            slots = [self.layout.span(slot) for slot in range(len(self._lanes))]
+            spans = [  # of a slot that is shorter than others, what there is
+                slice(slot.start + piece.start, min(slot.start + piece.stop, slot.stop))
+                for slot in slots
+            ]
             self._push.put(self._message, spans, targets, count)
 
     def _sources_in(self, now: Exchange, slot: int, piece: slice) -> list[Source]:

@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +96,7 @@ def compared(
     first=0,
     device="cpu",
     mutate=None,
+    widths=WIDTHS,
 ):
     """Rank-rounds, by graph, that differ from the simulator; the ways to the neighbours."""
     from mpigossip.cluster.ranks import World
@@ -122,7 +124,8 @@ def compared(
         routes.private, routes.handles, routes.Mapped = files.private, files.handles, files.mapped
         routes.can_map, memory = lambda devices: True, "auto"
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
-    layout, there = Layout(WIDTHS, **options), Layout(WIDTHS, **options, devices=(device,) * 2)
+    layout = Layout(widths, **options)
+    there = replace(layout, devices=(device,) * len(widths))
     world, delays, found, routes = World(world_comm), random.Random(comm.rank), {}, {}
     for name, made in graphs_for(comm.size, names):
         ways = {"same_host": same_host, "timeout_s": 30, "gpu_window": memory}
@@ -215,6 +218,18 @@ def test_large_encoded_messages_are_averaged_decoded(ranks):
     """With 4 nodes a sum of decoded bf16 values is less traffic than everyone's codes."""
     for found, _ in ranks(4)(compare, ["complete"], "put", "device", 8, "bf16"):
         assert found and not any(found.values()), found
+
+
+@pytest.mark.parametrize(
+    "same_host, memory", [("read", "host"), ("put", "host"), ("put", "device"), ("read", "ipc")]
+)
+@pytest.mark.parametrize("wire_name", ["fp32", "bf16"])
+def test_slots_may_be_of_different_width(ranks, wire_name, same_host, memory):
+    """Pieces are counted by the widest slot, wherever it stands."""
+    for widths in ((512, 4608, 1536), (3072, 512)):
+        args = (["ring", "complete"], same_host, memory, 8, wire_name)
+        for found, _ in ranks(3)(compare, *args, widths=widths):
+            assert found and not any(found.values()), (widths, found)
 
 
 def refused(comm):
