@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     if _unprinted():
         code = code or FAILED
-    if ranks := sys.modules.get("mpigossip.cluster.ranks"):
-        ranks.leave(code)
+    if process := sys.modules.get("mpigossip.cluster.process"):
+        process.leave(code)
     return code
 
 
@@ -111,9 +111,9 @@ def _speaks(error: Mistake) -> bool:
     """Whether this process prints the message that all ranks have."""
     if error.rank is not None:
         return error.rank == 0
-    from mpigossip.cluster import ranks
+    from mpigossip.cluster import process
 
-    return ranks.speaks()
+    return process.speaks()
 
 
 def parser() -> argparse.ArgumentParser:

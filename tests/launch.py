@@ -36,6 +36,12 @@ def launcher() -> list[str]:
     return [found]
 
 
+def is_open_mpi() -> bool:
+    """Whether the launcher is Open MPI's."""
+    told = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
+    return "open" in told.stdout.lower() or "prte" in told.stdout.lower()
+
+
 def environment(token: str) -> dict[str, str]:
     """The environment of a launch: one core per rank, both MPIs at ease in a container."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(OUTER)}

@@ -1,7 +1,9 @@
 """Whether launcher and MPI agree about the number of ranks, from environment variables alone."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mpigossip.config.errors import Mistake
@@ -51,15 +53,68 @@ def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
     if size > 1 or not meant or any(number == size for _, number, _ in meant):
         return
     rank, number, variable = meant[0]
-    name = library.replace("\n", " ").split(",")[0].replace("\t", " ").strip("\0 ")[:60]
-    raise LaunchError(
-        f"{number} ranks were started ({variable}={number}), but MPI ({name}) sees a world of 1: "
-        "launcher and MPI don't belong together. With Slurm use `srun --mpi=pmi2` for MPICH or "
-        "`srun --mpi=pmix` for Open MPI; else start with the mpiexec of that same MPI, or point "
-        "mpi4py at the launcher's library (MPI4PY_LIBMPI=/path/to/libmpi.so). For one rank on "
-        "purpose: mpiexec -n 1",
-        rank,
-    )
+    sees = f"{number} ranks were started ({variable}={number}), but MPI ({_name(library)}) sees "
+    raise LaunchError(f"{sees}a world of 1: {MISMATCH}", rank)
+
+
+def check_library(library: str, env: Mapping[str, str]) -> None:
+    """Raises LaunchError where this MPI can't join its launcher's ranks, before it is started.
+
+    An MPICH without PMIx aborts in MPI_Init under Open MPI's launcher and `srun --mpi=pmix`; an
+    Open MPI under MPICH's launcher would be a world of 1. `library`: what MPI says of itself.
+    """
+    meant = places(env)
+    mpich = library.startswith("MPICH Version") and "pmix" not in library.lower()
+    if mpich and "PMIX_RANK" in env and "PMI_RANK" not in env:
+        theirs = "a launcher that speaks PMIx"
+    elif library.startswith("Open MPI") and "HYDI_CONTROL_FD" in env and "PMIX_RANK" not in env:
+        theirs = "MPICH's launcher"
+    else:
+        return
+    if not meant or (meant[0][1] == 1 and not mpich):
+        return
+    rank, number, variable = meant[0]
+    by = "Open MPI's launcher" if variable.startswith("OMPI") else theirs
+    text = f"{number} ranks were started by {by} ({variable}={number}), but MPI is {_name(library)}"
+    raise LaunchError(f"{text}: {MISMATCH}", rank)
+
+
+MISMATCH = (
+    "launcher and MPI don't belong together. With Slurm use `srun --mpi=pmi2` for MPICH or "
+    "`srun --mpi=pmix` for Open MPI; else start with the mpiexec of that same MPI, or point "
+    "mpi4py at the launcher's library (MPI4PY_LIBMPI=/path/to/libmpi.so). For one rank on "
+    "purpose: mpiexec -n 1"
+)
+
+
+def _name(library: str) -> str:
+    """An MPI's name and version, of all that it says of itself."""
+    return " ".join(library.strip("\0").partition("\n")[0].partition(",")[0].split())[:60]
+
+
+def job_id(env: Mapping[str, str]) -> str:
+    """What tells this launch from others, the same on all its ranks; "" where nothing does."""
+    for names in (("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("FLUX_JOB_ID",)):
+        if all(name in env for name in names):
+            words = [*(env[name] for name in names), env.get("SLURM_RESTART_COUNT", "0")]
+            return re.sub(r"[^A-Za-z0-9_.-]", "-", "-".join(words))[-60:]
+    for _, name, words in _ancestors():
+        if name == "hydra_pmi_proxy" and "--control-port" in words[:-1]:
+            return words[words.index("--control-port") + 1].replace(":", "-")
+    return env.get("PBS_JOBID", "")
+
+
+def _ancestors() -> Iterator[tuple[int, str, list[str]]]:
+    """Process id, name, command line of the parent, its parent, and so on (Linux; else none)."""
+    process = os.getppid()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while process > 1:
+            folder = Path(f"/proc/{process}")
+            rest = (folder / "stat").read_text().partition(" (")[2].rpartition(") ")
+            # the kernel cuts names at 15 letters: the command line has all of it
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            yield process, Path(words[0]).name, words
+            process = int(rest[2].split()[1])
 
 
 STARTERS = {"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun"}
@@ -70,16 +125,9 @@ def terminal_of_launcher() -> str | None:
 
     A rank's own output is a pipe to its launcher, which may stand on another host: then None.
     """
-    process = os.getppid()
-    try:
-        while process > 1:
-            name, _, rest = (
-                Path(f"/proc/{process}/stat").read_text().partition(" (")[2].rpartition(") ")
-            )
-            if name in STARTERS:
+    for process, name, _ in _ancestors():
+        if name in STARTERS:
+            with contextlib.suppress(OSError):
                 output = str(Path(f"/proc/{process}/fd/1").readlink())
                 return output if output.startswith(("/dev/pts/", "/dev/tty")) else None
-            process = int(rest.split()[1])
-    except (OSError, ValueError, IndexError):
-        pass
     return None

@@ -4,7 +4,6 @@
 this module imports no MPI.
 """
 
-import atexit
 import contextlib
 import os
 import socket
@@ -17,16 +16,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from mpigossip.cluster import survival
-from mpigossip.cluster.deadline import Deadline, LateError, sharp_timers
-from mpigossip.cluster.launcher import LaunchError, check_launcher, places
+from mpigossip.cluster import process, survival
+from mpigossip.cluster.deadline import Deadline, sharp_timers
+from mpigossip.cluster.launcher import LaunchError, check_launcher, check_library
+from mpigossip.cluster.process import TIMEOUT_S, ending
 from mpigossip.config import JobError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-TIMEOUT_S = 300.0  # seconds; the default of `node.timeout_s`
-LEAVE_S = 10.0  # seconds that a rank with a bad exit code waits for the others to end too
 
 
 class AgreedError(JobError):
@@ -114,7 +111,8 @@ class World:
     MPI.COMM_WORLD) and `resources` (an ExitStack of what is to be closed before it). While it is
     open, an exception that nobody catches, in any thread of any rank, aborts the whole job and
     says on which rank and host. A rank that leaves the `with` block with an exit code other than
-    0 gives the others `LEAVE_S` seconds to end too, then aborts the job: nobody is left hanging.
+    0 gives the others `process.LEAVE_S` seconds to end too, then aborts the job: none is left
+    hanging.
 
     Where MPI is `fault_tolerant` (see `survival`) and the job `survives`, `shrink` makes this the
     world of those that outlived the loss of a rank; they get new numbers, and `names` are the
@@ -232,11 +230,12 @@ class World:
         group, hosts = self._first
         self.names = tuple(comm.group.Translate_ranks(group=group))
         self.hosts = tuple(hosts[name] for name in self.names)
-        self.diminished, _ending.survivors = True, comm
+        self.diminished, ending.survivors = True, comm
 
     def abort(self, code: int = 1) -> None:
         """Ends all ranks of the job at once."""
         sys.stdout.flush()
+        process.speaks_last()
         self.comm.Abort(code)
 
     def close(self) -> None:
@@ -261,8 +260,8 @@ class World:
         if kind is None:
             self.close()
         else:
-            _ending.code = _exit_code(error)
-            _ending.cause = traceback.format_exception_only(error)[-1].strip()
+            ending.code = _exit_code(error)
+            ending.cause = traceback.format_exception_only(error)[-1].strip()
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -294,70 +293,6 @@ def _exit_code(error: BaseException | None) -> int:
     return 1
 
 
-class _Ending:
-    """How this process leaves MPI: once per process, after the last World."""
-
-    def __init__(self) -> None:
-        self.code = 0
-        self.cause = ""
-        self.survivors: MPI.Intracomm | None = None
-        """after the loss of a rank"""
-        self._prepared = False
-
-    def prepare(self, finalize: bool) -> None:
-        """Collective; the first call counts. `finalize`: MPI was initialized here."""
-        from mpi4py import MPI
-
-        if not self._prepared:
-            self._prepared = True
-            atexit.register(self._leave, MPI.COMM_WORLD.Dup(), finalize)
-
-    def _leave(self, comm: "MPI.Comm", finalize: bool) -> None:
-        from mpi4py import MPI
-
-        if MPI.Is_finalized():
-            return
-        leave(self.code)
-        # Waiting here, not in MPI_Finalize, costs no core and can be given up.
-        limit = LEAVE_S if self.code else float("inf")
-        try:
-            Deadline(limit).wait(comm.Ibarrier().Test, lambda: "other ranks still run")
-        except LateError as late:
-            host = MPI.Get_processor_name()
-            text = f"mpigossip: rank {comm.rank} on {host} ended by {self.cause}; {late}"
-            os.write(2, f"{text}: stopping the job\n".encode(errors="replace"))
-            sys.stdout.flush()
-            comm.Abort(self.code)
-        if finalize:
-            MPI.Finalize()
-
-
-_ending = _Ending()
-
-
-def leave(code: int) -> None:
-    """After a loss: ends this process here, as MPI_Finalize may never return; else nothing."""
-    if _ending.survivors is None:
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # together, as far as possible: who goes first is one more rank that is lost to the others
-    with contextlib.suppress(Exception):
-        request = _ending.survivors.Ibarrier()
-        Deadline(LEAVE_S).wait(request.Test, lambda: "other ranks still run")
-    os._exit(code)
-
-
-def speaks() -> bool:
-    """Whether this process prints messages that all ranks have: the first rank that lives."""
-    if _ending.survivors is not None:
-        return _ending.survivors.rank == 0
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized():
-        return all(rank == 0 for rank, _, _ in places(os.environ)[:1])
-    return mpi.COMM_WORLD.rank == 0
-
-
 def world(timeout_s: float = TIMEOUT_S) -> World:
     """Starts MPI, unless it runs already, and joins all ranks of the job; call it on every rank.
 
@@ -365,6 +300,8 @@ def world(timeout_s: float = TIMEOUT_S) -> World:
     `timeout_s` limits waiting in `barrier` and `agree`. LaunchError where MPI can't be loaded, or
     where the launcher started several processes that MPI doesn't join.
     """
+    if "mpi4py.MPI" not in sys.modules:
+        process.begin(timeout_s=timeout_s)
     try:
         import mpi4py
 
@@ -380,7 +317,10 @@ def world(timeout_s: float = TIMEOUT_S) -> World:
     sharp_timers()
     ours = not MPI.Is_initialized()
     if ours:
+        check_library(MPI.Get_library_version(), os.environ)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    _ending.prepare(finalize=ours)
+    ending.prepare(finalize=ours)
     check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)
-    return World(MPI.COMM_WORLD, timeout_s)
+    made = World(MPI.COMM_WORLD, timeout_s)
+    process.started()
+    return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mpigossip.commands.parts import command, settings
-from mpigossip.commands.train import exit_code
+from mpigossip.commands.train import begin, exit_code
 
 EXAMPLES = """
 mpirun -n 4 mpigossip resume runs/digits run.epochs=40
@@ -26,9 +26,7 @@ def add(commands) -> None:
 
 def run(options) -> int:
     """Train on, to the end or to a stop."""
-    from mpigossip.cluster.ranks import Alone, world
     from mpigossip.config import JobError
-    from mpigossip.runs import launch
 
     if options.nodes is not None and (options.nodes < 1 or not options.simulate):
         raise JobError(
@@ -36,8 +34,15 @@ def run(options) -> int:
              "--simulate a number from 1 on"]
         )  # fmt: skip
     if options.simulate:
+        from mpigossip.cluster.ranks import Alone
+        from mpigossip.runs import launch
+
         with Alone() as alone:
             found = launch.resume(options.folder, options.settings, alone, options.nodes)
             return exit_code(found, alone)
-    with world() as ranks:
+    limit = begin({}, options.settings, options.folder if options.folder.is_dir() else None)
+    from mpigossip.cluster.ranks import world
+    from mpigossip.runs import launch
+
+    with world(limit) as ranks:
         return exit_code(launch.resume(options.folder, options.settings, ranks, ranks.size), ranks)

@@ -32,20 +32,33 @@ def run(options) -> int:
              f"launcher (mpirun -n {options.nodes} mpigossip train …), or to "
              f"`mpigossip simulate {options.job} --nodes {options.nodes}`"]
         )  # fmt: skip
-    from mpigossip.runs import launch
-    from mpigossip.training import assemble
-
     if options.dry_run:
         from mpigossip.analysis.dryrun import describe
+        from mpigossip.training import assemble
 
         print(describe(assemble.load(options.job, options.settings), options.nodes))
         return OK
+    limit = begin(options.job, options.settings)
     from mpigossip.cluster.ranks import world
+    from mpigossip.runs import launch
+    from mpigossip.training import assemble
 
-    with world() as ranks:
+    with world(limit) as ranks:
         with ranks.together(Mistake):
             job = assemble.load(options.job, options.settings)
         return exit_code(launch.train(job, ranks, ranks.size), ranks)
+
+
+def begin(job: Path | dict, settings: list[str], folder: Path | None = None) -> float:
+    """Begin as a rank, before torch and MPI are imported; seconds that MPI has to start."""
+    from mpigossip import config
+    from mpigossip.cluster import process
+
+    try:
+        found = config.load(job, settings)
+    except config.JobError:  # told once all ranks are there
+        return process.begin(folder)
+    return process.begin(folder or found.run.folder, found.node.timeout_s)
 
 
 def exit_code(summary: dict, world) -> int:

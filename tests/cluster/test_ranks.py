@@ -6,14 +6,11 @@ import time
 
 import pytest
 
-from mpigossip.cluster.launcher import LaunchError, check_launcher
-from mpigossip.cluster.ranks import (
-    Alone,
-    Deadline,
-    LateError,
-    world,
-)
+from mpigossip.cluster.deadline import Deadline, LateError
+from mpigossip.cluster.launcher import LaunchError, check_launcher, check_library
+from mpigossip.cluster.ranks import Alone, world
 from mpigossip.config import JobError
+from tests import launch
 
 
 def facts(comm):
@@ -150,7 +147,10 @@ def test_closing_restores_the_hooks(ranks):
 
 
 def script(*lines):
-    head = ["import sys, threading, time, mpigossip", "from mpigossip.cluster import ranks"]
+    head = [
+        "import sys, threading, time, mpigossip",
+        "from mpigossip.cluster import process, ranks",
+    ]
     return [sys.executable, "-c", "\n".join([*head, *lines])]
 
 
@@ -191,7 +191,7 @@ def test_one_rank_that_exits_does_not_leave_the_others_hanging(mpirun):
     done = mpirun(
         2,
         script(
-            "ranks.LEAVE_S = 1",
+            "process.LEAVE_S = 1",
             "with mpigossip.world() as world:",
             "    if world.rank == 1: sys.exit(3)",
             "    world.barrier()",
@@ -215,7 +215,7 @@ def test_a_rank_may_take_longer_than_the_others(mpirun):
     done = mpirun(
         2,
         script(
-            "ranks.LEAVE_S = 0.5",
+            "process.LEAVE_S = 0.5",
             "with mpigossip.world() as world: pass",
             "if world.rank == 0: time.sleep(2); print('all done')",
         ),
@@ -258,6 +258,36 @@ def test_world_of_one_under_a_launcher_that_meant_more(mpirun):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("3 4 ranks were started (SLURM_STEP_NUM_TASKS=4), but MPI (")
     assert "srun --mpi=pmi2" in done.stdout
+
+
+@pytest.mark.parametrize("number", ["1", "2"])
+def test_the_other_mpis_launcher_is_told_before_mpi_aborts(mpirun, number):
+    theirs = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x@1", "OMPI_COMM_WORLD_RANK": "0"}
+    theirs |= {"OMPI_COMM_WORLD_SIZE": number}
+    by = "Open MPI"
+    if launch.is_open_mpi():
+        theirs, by = {"PMI_RANK": "0", "PMI_SIZE": number, "HYDI_CONTROL_FD": "7"}, "MPICH"
+    words = ["mpigossip", "train", "jobs/digits.toml", "run.steps=0"]
+    done = mpirun(0, words, cwd=launch.REPO, env=theirs, timeout=60)
+    if number == "1" and by == "MPICH":  # alone on purpose, and not hurt by it
+        assert "launcher" not in done.stderr
+        return
+    assert done.returncode == 2, done.stderr
+    assert f"{number} ranks were started by {by}'s launcher (" in done.stderr
+    assert done.stderr.count("mpigossip: ") == 1 and "Abort" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("library", "env"),
+    [
+        ("MPICH Version: 4.2\nMPICH configure: --with-pmix=/usr", {"PMIX_RANK": "0"}),
+        ("MPI VERSION : CRAY MPICH version 8.1", {"PMIX_RANK": "0"}),
+        ("MPICH Version: 5.0.2", {"PMIX_RANK": "0", "PMI_RANK": "0", "PMI_SIZE": "2"}),
+        ("Open MPI v5.0.11", {"PMIX_RANK": "0", "HYDI_CONTROL_FD": "7"}),
+    ],
+)
+def test_an_mpi_that_may_belong_to_its_launcher_is_left_alone(library, env):
+    check_library(library, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"} | env)
 
 
 def test_missing_mpi_is_a_launch_error(mpirun):

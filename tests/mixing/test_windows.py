@@ -189,7 +189,7 @@ def without_waiting_for_the_other_half(mixer):
 
 def caught(comm, mutate, same_host, graphs):
     """Whether a mutant is seen: wrong numbers, or an error that ends the waiting."""
-    from mpigossip.cluster.ranks import LateError
+    from mpigossip.cluster.deadline import LateError
     from mpigossip.mixing.tokens import ProtocolError
 
     try:

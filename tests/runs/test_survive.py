@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from mpigossip.cluster import survival
-from mpigossip.cluster.ranks import Alone, LateError
+from mpigossip.cluster.deadline import LateError
+from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs import recorder, survive
@@ -25,11 +26,6 @@ from tests import launch
 from tests.mixing.test_windows import GRAPHS, LAYOUT, fill, graphs_for, kinds_of
 
 TOOLS = Path(__file__).parents[2] / "tools"
-
-
-def is_open_mpi():
-    told = subprocess.run([*launch.launcher(), "--version"], capture_output=True, text=True)
-    return "open" in told.stdout.lower() or "prte" in told.stdout.lower()
 
 
 def wrong_rounds(comm, staged, wire):
@@ -176,7 +172,7 @@ def lab(*words, timeout, **env):
 
 def test_the_log_is_whole_after_losses(mpirun, tmp_path, monkeypatch):
     """Rank 0 dies before the log's first flush, another one too, then the writer in a flush."""
-    if not is_open_mpi():
+    if not launch.is_open_mpi():
         pytest.skip("only Open MPI's launcher has --with-ft ulfm")
     monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
     settings = ["model.name=mlp", "data.batch=8", "data.workers=0", "run.evaluate_every=0"]
@@ -195,7 +191,7 @@ def test_the_log_is_whole_after_losses(mpirun, tmp_path, monkeypatch):
 
 
 def test_survivors_go_on_without_rank_0_and_another(mpirun):
-    if not is_open_mpi():
+    if not launch.is_open_mpi():
         pytest.skip("only Open MPI's launcher has --with-ft ulfm")
     if os.environ.get("MPIGOSSIP_KILL_LAB") != "1":
         pytest.skip("kills at random moments, for a minute: MPIGOSSIP_KILL_LAB=1 runs it")
@@ -205,7 +201,7 @@ def test_survivors_go_on_without_rank_0_and_another(mpirun):
 
 
 def test_a_kill_while_a_checkpoint_is_written_costs_nothing(mpirun):
-    if is_open_mpi():
+    if launch.is_open_mpi():
         pytest.skip("the same with either MPI, and MPICH's lane has run it")
     told = lab("checkpoints", "--count", 2, timeout=240)
     assert "2 kills, 0 wrong" in told

@@ -278,7 +278,7 @@ def without_waiting_for_readers(mixer):
 
 
 def caught(comm, mutate):
-    from mpigossip.cluster.ranks import LateError
+    from mpigossip.cluster.deadline import LateError
     from mpigossip.mixing.tokens import ProtocolError
 
     graphs = ["one-peer-exponential", "exponential"]

@@ -1,0 +1,306 @@
+"""A small process beside each rank, which says what the rank itself no longer can.
+
+While MPI starts, a rank waits in C with the interpreter's lock: no thread of Python can look at the
+clock. And a rank that is killed has no last word. So before MPI starts, each rank starts this file
+as a program of its own (standard library only, no MPI, asleep but for events). It lays a file named
+by the rank's number into a folder that the ranks share, and
+
+* ends its rank where MPI hasn't started within the limit, or where another rank is gone by then,
+  and names the ranks that never laid their file;
+* says which rank ended without a word. Most launchers end the others then, whose witnesses compare
+  when their ranks ended: the first one speaks.
+
+The folder goes with the last witness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+TOLD, ENDED = "told", "ended"
+"""Files: the job's end has been explained; this and a rank's number: when it ended."""
+FIRST_LOOK_S, LOOK_S = 0.5, 5.0
+"""Seconds between two looks at the folder while MPI starts: at first, and at most."""
+SETTLE_S = 0.1
+"""Seconds that witnesses give each other to note when their ranks ended."""
+GRACE_S = 3.0
+"""Seconds that a rank has to end when it is told to, or says that it will."""
+STALE_S = 3600.0
+"""Age from which on a folder of another launch was left by witnesses that were killed, too."""
+STARTED, LEAVES, ABORTS = b"s", b"l", b"a"
+"""What a rank says."""
+
+
+class Witness:
+    """The rank's side: starts the program, and tells it how far the rank is."""
+
+    def __init__(self, folder: Path, rank: int, size: int, timeout_s: float):
+        """``folder``: where the ranks' files lie, absolute."""
+        import subprocess
+
+        self.folder = folder
+        told = {"folder": str(folder), "rank": rank, "size": size, "timeout_s": timeout_s}
+        told |= {"host": os.uname().nodename, "pid": os.getpid()}
+        # -I -S: nothing of the user's is imported. A session of its own: launchers end the groups
+        # of their ranks. No other file is handed on: a launcher sees a rank's end by its sockets.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, json.dumps(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        self._library = _sigterm_exits() if default else None
+
+    def started(self) -> None:
+        """MPI runs on all ranks."""
+        if self._library is not None:
+            self._library.signal(signal.SIGTERM, None)
+            self._library = None
+        self._say(STARTED)
+
+    def leaves(self) -> None:
+        """The rank ends by itself, and has said why if there was a reason."""
+        self._say(LEAVES)
+
+    def speak(self) -> None:
+        """This rank is about to end the job with a word of its own: no witness adds another.
+
+        Should MPI_Abort not return, as in Open MPI when several ranks call it after a loss, the
+        witness ends this rank.
+        """
+        claim(self.folder, spoken=time.time())
+        _sigterm_exits()
+        self._say(ABORTS)
+
+    def _say(self, word: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # killed, as anything can be
+            self._process.stdin.write(word)
+            self._process.stdin.flush()
+
+
+def _sigterm_exits() -> ctypes.CDLL:
+    """Lets SIGTERM end a rank that waits in C by an exit code: no handler of Python's runs then.
+
+    A rank that a signal ends counts as a success for Open MPI's launcher with fault tolerance. The
+    handler is libc's `_exit`, so the code is SIGTERM's number.
+    """
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], None
+    library.signal(signal.SIGTERM, ctypes.cast(library._exit, ctypes.c_void_p))
+    return library
+
+
+def claim(folder: Path, spoken: float = 0.0, ended: float = 0.0) -> bool:
+    """Whether nobody has explained this job's end, or a rank has, but after what ``ended`` then.
+
+    ``spoken``: when a rank speaks for itself; others may have made it do so by ending before.
+    """
+    try:
+        with (folder / TOLD).open("x") as file:
+            file.write(repr(spoken))
+    except FileExistsError:
+        with contextlib.suppress(OSError, ValueError):  # being written
+            return 0.0 < ended < float((folder / TOLD).read_text())
+        return False
+    except OSError:  # the disk is full, or the folder gone: better said twice than never
+        pass
+    return True
+
+
+# -- the program ----------------------------------------------------------------------------------
+
+
+class Watch:
+    """The witness's side."""
+
+    def __init__(self, folder: str, rank: int, size: int, timeout_s: float, host: str, pid: int):
+        self.folder, self.rank, self.size = Path(folder), rank, size
+        self.timeout_s, self.host, self.pid = timeout_s, host, pid
+        self.began, self.pause = time.monotonic(), FIRST_LOOK_S
+        self.starting = True
+        self.name = f"rank {rank} of {size} on {host} (process {pid})"
+        self.file = self.folder / f"{rank}.{pid}.{host}"
+        self.ranks: dict[int, int] = {}
+        """ranks of this host, by the files that tell of their ends"""
+        self.dead: list[int] = []
+        """those that have ended, in that order"""
+        self.events = select.epoll() if hasattr(select, "epoll") else None
+        if self.events is not None:
+            self.events.register(0, select.EPOLLIN)
+
+    def watch(self) -> None:
+        """Until the rank has ended."""
+        with contextlib.suppress(OSError):
+            self.file.touch()
+        self.look_out_for(self.rank, self.pid)
+        if self.rank == 0:
+            self.tidy()
+        over = False
+        while not over:
+            over = self.gone(time.time()) if self.stirred() else self.hopeless()
+        self.clear()
+
+    def look_out_for(self, rank: int, pid: int) -> None:
+        """Notice the end of a rank of this host, in order (Linux)."""
+        if self.events is not None and rank not in self.ranks.values():
+            with contextlib.suppress(OSError):
+                file = os.pidfd_open(pid)
+                self.events.register(file, select.EPOLLIN)
+                self.ranks[file] = rank
+
+    def meet(self) -> None:
+        """Look out for all ranks of this host that have begun."""
+        for rank, rest in self.begun().items():
+            pid, _, host = rest.partition(".")
+            if host == self.host and pid.isdigit():
+                self.look_out_for(rank, int(pid))
+
+    def begun(self) -> dict[int, str]:
+        """The rest of their files' names, by rank."""
+        with contextlib.suppress(OSError):
+            names = (file.name.partition(".") for file in self.folder.iterdir())
+            return {int(rank): rest for rank, _, rest in names if rank.isdigit()}
+        return {}
+
+    def stirred(self) -> bool:
+        """Waits; whether the rank has said something, or ended. False: time to look around."""
+        pause = self.pause if self.starting else None
+        if self.events is None:
+            return bool(select.select([0], [], [], pause)[0])
+        found = [file for file, _ in self.events.poll(pause)]
+        for file in found:
+            if file != 0:
+                self.dead.append(self.ranks.pop(file))
+                os.close(file)
+        return 0 in found or self.rank in self.dead
+
+    def gone(self, now: float) -> bool:
+        """Whether the rank has ended, or is about to; the line about it is written."""
+        words = os.read(0, 16) if select.select([0], [], [], 0)[0] else b""
+        if ABORTS in words:
+            time.sleep(GRACE_S)
+            self.end()
+            return True
+        if LEAVES in words:  # it has said why; while MPI starts, the others can't go on without it
+            return not self.starting or claim(self.folder, spoken=now) or True
+        if words:
+            self.starting = False
+            self.meet()
+            return False
+        with contextlib.suppress(OSError):
+            (self.folder / f"{ENDED}.{self.rank}").write_text(f"{now!r} {self.host}")
+        missing = self.missing() if self.starting else ""
+        if len(self.ranks) + len(self.dead) < self.size or self.dead not in ([], [self.rank]):
+            time.sleep(SETTLE_S)
+        if self.is_first(now) and claim(self.folder, ended=now):
+            when = "before MPI had started" if self.starting else f"after {self.seconds():.0f} s"
+            when += f", and {missing}" if missing else ""
+            self.say(f"{self.name} ended without a word (killed, or crashed) {when}")
+        return True
+
+    def is_first(self, now: float) -> bool:
+        """Whether no rank ended so before: by order, of ranks that are not seen by the clock."""
+        before = self.dead[: self.dead.index(self.rank)] if self.rank in self.dead else self.dead
+        for file in self.folder.glob(f"{ENDED}.*"):
+            with contextlib.suppress(OSError, ValueError):  # being written, or removed
+                ended, host = file.read_text().split()
+                rank = int(file.suffix[1:])
+                ordered = host == self.host and rank in self.dead
+                if rank in before if ordered else float(ended) < now:
+                    return False
+        return True
+
+    def hopeless(self) -> bool:
+        """Whether MPI can't start any more, or the job is over; then the rank is ended."""
+        if not self.starting:
+            return self.aborted()
+        longest = FIRST_LOOK_S if self.dead else LOOK_S
+        self.pause = max(0.0, min(1.5 * self.pause, longest, self.timeout_s - self.seconds()))
+        self.meet()
+        if not (self.folder / TOLD).exists():
+            if self.seconds() < self.timeout_s:
+                return False
+            if claim(self.folder):
+                why = self.missing() or (
+                    f"all {self.size} ranks have begun, so a rank may be stopped, or the network "
+                    "between them at fault"
+                )
+                limit = f"within {self.timeout_s:g} s (node.timeout_s)"
+                self.say(f"MPI has not started {limit}: {why}; ending the job")
+        self.end()
+        return True
+
+    def aborted(self) -> bool:
+        """Whether a rank of this host has ended the job by itself; then this one is ended, too.
+
+        Launchers do that, but for Open MPI's with fault tolerance.
+        """
+        spoken = 0.0
+        with contextlib.suppress(OSError, ValueError):
+            spoken = float((self.folder / TOLD).read_text())
+        if spoken:
+            time.sleep(GRACE_S)
+            self.end()
+        return spoken > 0
+
+    def missing(self) -> str:
+        """A clause on the ranks that never laid their file; "" for none."""
+        begun = self.begun()
+        names = [str(rank) for rank in range(self.size) if rank not in begun]
+        if not names:
+            return ""
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        which = f"{', '.join(names[:8])}{more} (in {self.folder})"
+        return f"nothing is seen of {len(names)} of {self.size} ranks: {which}"
+
+    def end(self) -> None:
+        """End the rank, if it still lives."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            until = time.monotonic() + GRACE_S
+            if os.getppid() == self.pid:
+                os.kill(self.pid, number)
+            while os.getppid() == self.pid and time.monotonic() < until:
+                time.sleep(0.02)
+
+    def tidy(self) -> None:
+        """Remove what launches before this one left in the run's folder, where all were killed."""
+        for other in self.folder.parent.glob(self.folder.name.partition("-")[0] + "-*"):
+            with contextlib.suppress(OSError):
+                if other != self.folder and time.time() - other.stat().st_mtime > STALE_S:
+                    for file in other.iterdir():
+                        file.unlink()
+                    other.rmdir()
+
+    def clear(self) -> None:
+        """Leave nothing in the folder; the last witness removes it."""
+        with contextlib.suppress(OSError):
+            self.file.unlink(missing_ok=True)
+            if not self.begun():
+                for file in self.folder.iterdir():
+                    file.unlink(missing_ok=True)
+                self.folder.rmdir()
+
+    def seconds(self) -> float:
+        """Since the rank began."""
+        return time.monotonic() - self.began
+
+    def say(self, text: str) -> None:
+        """One line, where the rank's own would go."""
+        with contextlib.suppress(OSError):
+            os.write(2, f"mpigossip: {text}\n".encode(errors="replace"))
+
+
+if __name__ == "__main__":
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(one, signal.SIG_IGN)  # those are for the rank
+    Watch(**json.loads(sys.argv[1])).watch()
