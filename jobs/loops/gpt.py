@@ -1,0 +1,143 @@
+"""A small GPT trained in nanoGPT's habits; the lines marked <- are all that decentralizes it.
+
+    mpirun -n 4 python jobs/loops/gpt.py --out runs/gpt
+    mpirun -n 4 python jobs/loops/gpt.py --out runs/gpt --resume 50
+
+Accumulated gradients, clipping, a cosine schedule written into ``param_groups``, bfloat16 autocast,
+and a checkpoint each rank. Characters of a text are predicted; by default of this file.
+"""
+
+import argparse
+import hashlib
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mpigossip  # <-
+
+VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 256, 64, 64, 4, 2
+BATCH, ACCUMULATE, CLIP, RATE, WARMUP = 8, 2, 1.0, 3e-3, 10
+
+
+class Block(nn.Module):
+    """Attention to what came before, and a network of two layers, both residual."""
+
+    def __init__(self):
+        """Of the widths above."""
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attend, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        """(batch, time, width) -> the same."""
+        b, t, _ = x.shape
+        parts = self.attend(self.before(x)).split(WIDTH, dim=2)
+        q, k, v = (part.view(b, t, HEADS, -1).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(y.transpose(1, 2).reshape(b, t, WIDTH))
+        return x + self.narrow(F.gelu(self.wide(self.between(x))))
+
+
+class GPT(nn.Module):
+    """Tokens (batch, time) and their successors -> mean loss; the head is tied to the embedding."""
+
+    def __init__(self):
+        """Of the sizes above."""
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, inputs, targets):
+        """The mean loss."""
+        x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1]))
+        logits = self.head(self.norm(self.blocks(x)))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def get_batch(data, draw):
+    """Inputs and targets (batch, time) from random places of the text."""
+    at = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=draw).tolist()
+    rows = torch.stack([data[i : i + CONTEXT + 1] for i in at])
+    return rows[:, :-1], rows[:, 1:]
+
+
+def get_lr(step, steps):
+    """Warm-up, then a cosine to a tenth."""
+    if step < WARMUP:
+        return RATE * (step + 1) / WARMUP
+    done = (step - WARMUP) / max(steps - WARMUP, 1)
+    return RATE * (0.55 + 0.45 * math.cos(math.pi * min(done, 1)))
+
+
+def configure(model):
+    """AdamW without weight decay on biases and norms."""
+    wide = [p for p in model.parameters() if p.dim() >= 2]
+    narrow = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
+
+
+def train_step(model, optimizer, data, draw, lr):
+    """One update; the mean loss of its batches."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    total = 0.0
+    for _ in range(ACCUMULATE):
+        inputs, targets = get_batch(data, draw)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(inputs, targets) / ACCUMULATE
+        loss.backward()
+        total += float(loss.detach())
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total
+
+
+def main():
+    """Train to the last step, from the first or from a checkpoint."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--resume", type=int, default=0, help="the step of a checkpoint")
+    parser.add_argument("--text", default=__file__)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1337)
+    world = mpigossip.world()  # <-
+    rank = world.rank  # <-
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = torch.tensor(list(Path(options.text).read_bytes()))
+    model, draw = GPT(), torch.Generator().manual_seed(1337 + rank)
+    optimizer = configure(model)
+    optimizer = mpigossip.Gossip(world, model, optimizer, graph="one-peer-exponential")  # <-
+    if options.resume:
+        saved = torch.load(options.out / f"{options.resume}-{rank}.pt")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        draw.set_state(saved["draw"])
+    for step in range(options.resume, options.steps):
+        loss = train_step(model, optimizer, data, draw, get_lr(step, options.steps))
+        if rank == 0 and step % 10 == 0:
+            print(f"step {step}: loss {loss:.4f}, {len(optimizer.state_dict()['state'])} states")
+        if (step + 1) % options.save_every == 0:
+            path = options.out / f"{step + 1}-{rank}.pt"
+            kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(kept | {"draw": draw.get_state()}, path.with_suffix(".part"))
+            path.with_suffix(".part").replace(path)
+    parameters = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    print(f"rank {rank}: loss {loss:.4f}, {hashlib.sha256(parameters).hexdigest()}", flush=True)
+    world.close()  # <-
+
+
+if __name__ == "__main__":
+    main()
