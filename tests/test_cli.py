@@ -135,7 +135,7 @@ def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, sa
         (["graph", "show", "ring", "--nodes", "8", "--parameters", "0"], "at least 1"),
         (["graph", "compare", "--nodes", "0"], "at least one node"),
         (["graph", "compare", "--nodes", "8", "--weights", "foo"], '"foo" are unknown'),
-        (["graph", "draw", "ring", "--nodes", "8", "--out", "no/x.png"], "can't write"),
+        (["graph", "draw", "ring", "--nodes", "8", "--out", "no/x.png"], "can't be written"),
         (["graph", "search", "--nodes", "8", "--degree", "4", "--out", "a.txt"], "its format"),
         (["graph", "search", "--nodes", "8", "--degree", "4", "--out", "no/a.h5"], "no folder"),
         (["train", JOB, "--dry-run", "--nodes", "0"], "one node at least"),

@@ -6,6 +6,8 @@ from pathlib import Path
 from textwrap import fill
 
 from mpigossip.graphs import Graph, GraphError
+from mpigossip.store import StoreError
+from mpigossip.store.hdf5 import replacing
 
 
 def picture(made: Graph, out: Path) -> None:
@@ -31,8 +33,11 @@ def picture(made: Graph, out: Path) -> None:
     axis.grid(alpha=0.4)
     figure.suptitle(fill(str(made), 26 * (shown + 1)), fontsize=10)
     try:
-        figure.savefig(out, dpi=130)
-    except (OSError, ValueError) as error:
+        with replacing(Path(out)) as beside:
+            figure.savefig(beside, dpi=130, format=beside.suffix[1:] or "png")
+    except StoreError:
+        raise
+    except ValueError as error:
         raise GraphError(f'can\'t write "{out}": {error}') from error
 
 

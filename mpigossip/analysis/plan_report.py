@@ -142,7 +142,7 @@ def picture(
     from matplotlib.figure import Figure
 
     from mpigossip.analysis.compared import COLOURS, LINES, MARKERS
-    from mpigossip.store.hdf5 import writing
+    from mpigossip.store.hdf5 import replacing
 
     figure = Figure(figsize=(12.4, 5.6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
@@ -178,5 +178,5 @@ def picture(
     right.set_yscale("log")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(f"{what.job.run.name}: predicted")
-    with writing(Path(out)):
-        figure.savefig(out, format="png")
+    with replacing(Path(out)) as beside:
+        figure.savefig(beside, format="png")

@@ -13,10 +13,13 @@ from mpigossip.engine.state import split
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.average import is_floating, over_nodes, over_slots
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
+from mpigossip.store.hdf5 import reading
+from mpigossip.store.manifest import MOST
 from mpigossip.training.loop import Trainer
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.state import restore
 
+COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
 AVERAGED = {"momentum", "first", "second"}
 """State that is a mean of gradients: its average over nodes is the state of the averaged model."""
 
@@ -31,8 +34,10 @@ def go_on(
     averaged likewise, other state begins anew. Raises StoreError where the model is another one.
     """
     manifest = checkpoint.read_manifest(path)
+    _check_facts(manifest, path)
     first = checkpoint.read_node(path, trainer.mixer.rows[0] if _fits(manifest, trainer) else 0)
     _same_model(first, trainer.replicas, path)
+    _check_counters(first, path)
     numbers = first.numbers
     _set_counters(trainer, numbers)
     _shift(trainer, int(manifest.meta["steps_per_epoch"]), steps_per_epoch)
@@ -85,6 +90,24 @@ def _shift(trainer: Trainer, before: int, now: int) -> None:
         trainer.shift = trainer.index - round(done * now)
 
 
+def _check_facts(manifest: Manifest, path: Path) -> None:
+    """StoreError unless the facts that a run leaves are there: the checkpoint may be another's."""
+    for name in ("steps_per_epoch", "slots"):
+        value = manifest.meta.get(name)
+        if not isinstance(value, int) or not 0 < value < MOST:
+            raise StoreError(
+                f"{path}: {name} = {str(value)[:40]}, must be 1 or more; use another checkpoint"
+            )
+
+
+def _check_counters(saved: NodeState, path: Path) -> None:
+    lacking = COUNTERS - saved.numbers.keys()
+    if lacking:
+        raise StoreError(
+            f"{path} lacks {', '.join(sorted(lacking))}, which a run saves; use another checkpoint"
+        )
+
+
 def _fits(manifest: Manifest, trainer: Trainer) -> bool:
     return manifest.n == trainer.mixer.n and manifest.meta["slots"] == trainer.group.slots
 
@@ -115,7 +138,9 @@ def _same_rhythm(saved: NodeState, trainer: Trainer) -> bool:
 def _exactly(trainer: Trainer, path: Path, first: NodeState) -> None:
     for row, node in enumerate(trainer.mixer.rows):
         saved = first if row == 0 else checkpoint.read_node(path, node)
-        restore(trainer.replicas, trainer.engine, row, saved)
+        _check_counters(saved, path)
+        with reading(path):  # arrays of other shapes than the model's
+            restore(trainer.replicas, trainer.engine, row, saved)
         trainer.mixer.bytes_sent[row] = int(saved.numbers["bytes_sent"])
         trainer.settings.precision.restore(row, saved.numbers)
 

@@ -8,17 +8,23 @@ from pathlib import Path
 import numpy as np
 
 from mpigossip.store.checkpoint import NodeState, read_node
+from mpigossip.store.hdf5 import reading
 
 
 def average(parts: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Σ_k parts[k] · 1/K of arrays of floats, in float64 and in the order given.
 
-    Other arrays are as in the first part. One part at a time is in memory besides the sum.
+    Other arrays are as in the first part. One part at a time is in memory besides the sum. Raises
+    ValueError where parts differ in names or shapes.
     """
     total: dict[str, np.ndarray] = {}
     count = 0
     for count, part in enumerate(parts, 1):
+        if count > 1 and part.keys() != total.keys():
+            raise ValueError(f"they differ in {', '.join(sorted(part.keys() ^ total.keys()))}")
         for name, array in part.items():
+            if count > 1 and array.shape != total[name].shape:
+                raise ValueError(f'"{name}" is {array.shape} and {total[name].shape}')
             if count == 1:
                 total[name] = array.astype(np.float64) if is_floating(array) else array
             elif is_floating(array):
@@ -50,7 +56,8 @@ def over_nodes(path: Path, n: int) -> dict[str, np.ndarray]:
         state = read_node(path, node)
         return over_slots(state) | {"bytes_sent": np.array(float(state.numbers["bytes_sent"]))}
 
-    return average(arrays(node) for node in range(n))
+    with reading(path):
+        return average(arrays(node) for node in range(n))
 
 
 def is_floating(array: np.ndarray) -> bool:

@@ -190,6 +190,7 @@ def read_node(path: Path, node: int) -> NodeState:
             if name.startswith("arrays/") and isinstance(item, h5py.Dataset)
         }
         numbers = manifests.plain(guard.text(found, "numbers"), "numbers")
+        manifests.counted(numbers, manifest.step)
         return NodeState(parameters, names, shapes, arrays, numbers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def to_netcdf(log: Path, out: Path) -> None:
     the job and the environment as attributes. Any netCDF program reads it (ncdump, Panoply, R).
     """
     try:
+        import h5netcdf
         import xarray
+        from xarray.backends import H5NetCDFStore
     except ImportError:
         raise _without("netCDF", "report", "xarray and h5netcdf") from None
     with opened(Path(log)) as (facts, found):
@@ -61,14 +64,18 @@ def to_netcdf(log: Path, out: Path) -> None:
             group: {name: _variable(index, name, data) for name, data in columns(found, group)}
             for group, index in INDEX.items()
         }
-    with replacing(out) as new:
+    whole = io.BytesIO()  # on a full disk HDF5 itself would crash
+    with h5netcdf.File(whole, "w") as file:
         for name, variables in groups.items():
-            scales = {name: value for name, value in variables.items() if value[0] == name}
-            data = {name: value for name, value in variables.items() if name not in scales}
+            scales = {key: value for key, value in variables.items() if value[0] == key}
+            data = {key: value for key, value in variables.items() if key not in scales}
             top = name == "steps"
             made = xarray.Dataset(data, scales, about if top else {})
-            # a dimension without an end is what a record dimension of netCDF is
-            made.to_netcdf(new, "w" if top else "a", engine="h5netcdf", group=None if top else name)
+            store = H5NetCDFStore(file, group=None if top else name)
+            made.dump_to_store(store)
+            store.sync()
+    with replacing(out) as new:
+        new.write_bytes(whole.getbuffer())
 
 
 def _plain(value: Any) -> Any:

@@ -166,6 +166,21 @@ def plain(text: str, name: str) -> dict[str, Number]:
     return found
 
 
+def counted(numbers: dict[str, Number], step: int) -> dict[str, Number]:
+    """The counters of a node, each where a training of so many steps can stand."""
+    most = {"index": step, "born": step, "round": MOST, "bytes_sent": MOST}
+    for name in most.keys() & numbers.keys():
+        counter(numbers[name], name, most[name])
+    if numbers.get("index", step) != step:
+        raise ValueError(f"index = {numbers['index']}, but the checkpoint is of step {step}")
+    shift, seconds = numbers.get("shift", 0), numbers.get("seconds", 0.0)
+    if not isinstance(shift, int) or abs(shift) > MOST:
+        raise ValueError(f"shift = {str(shift)[:40]}: must be a whole number of steps")
+    if not isinstance(seconds, int | float) or not 0 <= seconds < MOST:
+        raise ValueError(f"seconds = {str(seconds)[:40]}: must be 0 or more")
+    return numbers
+
+
 def _check_view(view: Any, n: int, length: int) -> None:
     """The view for other programs shows the nodes' files, one a row, and nothing else."""
     made = view.id.get_create_plist() if isinstance(view, h5py.Dataset) else None

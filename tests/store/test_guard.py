@@ -1,5 +1,6 @@
 """Files of others: what names other files, claims more than it holds, or isn't as ours are."""
 
+import json
 import os
 import random
 import shutil
@@ -27,7 +28,9 @@ def resigned(path, change, node=0):
     entries = list(manifest.entries)
     checksum = f"{zlib.crc32(file.read_bytes()):08x}"
     entries[node] = entries[node]._replace(bytes=file.stat().st_size, checksum=checksum)
-    changed = checkpoint.Manifest(manifest.step, manifest.n, "", {}, tuple(entries))
+    changed = checkpoint.Manifest(
+        manifest.step, manifest.n, manifest.job, manifest.meta, tuple(entries)
+    )
     manifests.write(path / "checkpoint.h5", changed)
 
 
@@ -105,7 +108,20 @@ def layout(**fields):
     return change
 
 
+def numbers(**changed):
+    def change(file):
+        found = json.loads(file["numbers"][()]) | changed
+        del file["numbers"]
+        file["numbers"] = np.bytes_(json.dumps(found))
+
+    return change
+
+
 FORGED = {
+    "index": (numbers(index=-5), "index = -5: must be a whole number from 0 to 3"),
+    "later": (numbers(index=2), "index = 2, but the checkpoint is of step 3"),
+    "round": (numbers(round=1 << 60), "round = 1152921504606846976"),
+    "seconds": (numbers(seconds=float("nan")), "seconds = nan"),
     "external link": (external, '"parameters" is a link'),
     "soft link": (soft, '"arrays/again" is a link'),
     "hard link twice": (twice, "one and the same"),

@@ -1,0 +1,63 @@
+"""What commands write for people: on a full disk nothing half stands under its final name."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.runs import launch
+from mpigossip.training import assemble
+from tests.runs.test_run import quietly
+
+REPO = Path(__file__).resolve().parents[2]
+COMMANDS = {
+    "graph draw ring --nodes 4 --out OUT.png": "OUT.png",
+    "graph search --nodes 6 --degree 2 --seconds 0.1 --out OUT.json": "OUT.json",
+    "plan JOB --nodes 2 4 --out OUT.png": "OUT.png",
+    "log plot run --out OUT.png": "OUT.png",
+    "log export run --csv OUT.csv": "OUT.csv",
+    "log export run --netcdf OUT.nc": "OUT.nc",
+    "report run --html OUT.html": "OUT.html",
+    "checkpoint export run --out OUT.safetensors": "OUT.safetensors",
+    "checkpoint export run --out OUT.pt": "OUT.pt",
+}
+CODE = """
+import json, resource, sys
+from mpigossip.cli import main
+for words, out in json.loads(sys.argv[1]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    print("END", code, out)
+"""
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    """All commands in one process, each with room for 300 bytes in place of its file."""
+    settings = ["model.name=mlp", "model.hidden=[4]", "run.steps=3", "data.batch=8"]
+    job = assemble.load({}, [*settings, f"run.output={tmp_path / 'run'}"])
+    quietly(launch.train, job, Alone(), 2)
+    asked = []
+    for number, (text, out) in enumerate(COMMANDS.items()):
+        name = out.replace("OUT", str(number))
+        words = text.replace("OUT", str(number)).replace("JOB", str(REPO / "jobs/digits.toml"))
+        asked.append((words.split(), name))
+        (tmp_path / name).write_text("what was there")
+    before = set(tmp_path.iterdir())
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(asked)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    ends = [line.split() for line in done.stdout.splitlines() if line.startswith("END")]
+    assert [end[2] for end in ends] == [out for _, out in asked], done.stderr[-2000:]
+    for (_, code, name), (words, _) in zip(ends, asked, strict=True):
+        assert (tmp_path / name).read_text() == "what was there", words
+        assert code not in ("0", "None"), words
+    assert "Traceback" not in done.stderr and done.stderr.count("File too large") >= 5
+    assert set(tmp_path.iterdir()) == before
