@@ -28,7 +28,7 @@ COMMANDS = (
 """The modules of `mpigossip.commands`, in the order of the help."""
 EXAMPLES = """
 mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2
-mpigossip simulate jobs/digits.toml --nodes 16 graph.name=exponential
+mpigossip simulate jobs/digits.toml --nodes 16 run.name=sixteen
 mpigossip log plot runs/digits
 """
 

@@ -34,7 +34,7 @@ checkpoint   $(printf '%s\n' "$run"/checkpoints/step-* | tail -n 1)
 To try next, after: source .venv/bin/activate
   mpigossip graph show one-peer-exponential --nodes 8
       who averages with whom, and how fast that reaches everyone
-  mpigossip simulate jobs/digits.toml --nodes 16 node.devices=cpu:1
+  mpigossip simulate jobs/digits.toml --nodes 16 node.devices=cpu:1 run.name=sixteen
       the same training with 16 nodes in one process, no MPI
   mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2 graph.name=ring run.name=ring
       another graph; then compare: mpigossip log plot $run runs/ring --out compare.png

@@ -97,7 +97,8 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         _nothing(axes, "all nodes are equal, up to rounding" if equal else "not measured")
         return
     axes.set_yscale("log")
-    least = min(float(line.get_ydata().min()) for line in axes.lines)
+    shown = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
+    least = float(np.min(shown, initial=np.inf, where=shown > 0))
     if least < ROUNDING:
         axes.axhspan(least, ROUNDING, color="#EEEEEE", zorder=0)
         axes.text(
@@ -138,8 +139,8 @@ def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     axes.axhline(0, color="#444444", lw=0.8)
     bands = [_band("range of nodes")] * (len(runs) <= BANDS)
     _key(axes, [_sample("mean", lw=1.5, marker="o", ms=3.5), *bands])
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, -0.1), max(high, 0.1))
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(min(bottom, -0.1), max(top, 0.1))
     _note(axes, f"{OWN_PART}, which differ too" if old else OWN_PART)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from mpigossip.commands.parts import command, settings
 from mpigossip.commands.train import exit_code
 
-EXAMPLES = "mpigossip simulate jobs/digits.toml --nodes 16 graph.name=exponential"
+EXAMPLES = "mpigossip simulate jobs/digits.toml --nodes 16 run.name=sixteen"
 
 
 def add(commands) -> None:
