@@ -69,7 +69,7 @@ class Driver:
         wire = assemble.make_wire(made)
         self.layout = Layout(WIDTHS, self.method.vectors, self.method.scalars, (), wire)
         self.mixer = (mixer or Simulated)(self.graph, self.layout)
-        equal = bool(self.method.needs & {"always-global"})
+        equal = self.method.always_global
         self.x = [self._drawn([0 if equal else 1, slot], equal) for slot in range(2)]
         self.b = [self._drawn([2, slot]) for slot in range(2)]
         self.states = [m.init(x) for m, x in zip(self.methods, self.x, strict=True)]

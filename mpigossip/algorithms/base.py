@@ -61,11 +61,17 @@ class Algorithm(NamedTuple):
     needs: frozenset = frozenset()
     """What the job must have; each is checked, and named in the refusal (training/fit.py).
 
-    Of the graph: its facts; "doubly" (rows and columns sum to one), "exact" (one period is the
-    exact average), "above -1/3" (eigenvalues), "graph:NAME". Of the cadence: "always-global",
-    "unmixed" (one kind only), "never-global", "cadence:NAME". Of the wire: "exact-wire" (fp32),
-    "own-wire" (sends differences itself), "sends-gradients" (a biased wire by error feedback).
+    Of the graph: its facts; "doubly" (rows and columns sum to one), "unsigned" (no weight below
+    zero), "exact" (one period is the exact average), "above -1/3" (eigenvalues), "graph:NAME". Of
+    the cadence: "always-global", "unmixed" (one kind only), "never-global", "cadence:NAME". Of the
+    wire: "exact-wire" (fp32), "own-wire" (sends differences itself), "sends-gradients" (a biased
+    wire by error feedback).
     """
+
+    @property
+    def always_global(self) -> bool:
+        """Whether every exchange is an average over all nodes: no graph, no cadence, no inbox."""
+        return "always-global" in self.needs
 
 
 @contextmanager

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpigossip.algorithms.base import Share
+from mpigossip.config import Part
 from mpigossip.config.limits import NotNegative, Positive
+from mpigossip.graphs import Graph
 from mpigossip.mixing.base import Kind
 
 
@@ -184,15 +186,23 @@ def gossip_aga(*, period: Positive = 4, warmup: Positive = 4, longest: Positive 
     )
 
 
-BUILDERS = {
+class Known(NamedTuple):
+    """What options may follow from where a job leaves them unset (`Part.follows`)."""
+
+    graph: Graph | None
+    total: int | None
+    """steps of the run"""
+
+
+BUILDERS: dict[str, Part | Callable[..., Cadence]] = {
     "always": always,
     "global": globally,
     "never": never,
     "every": every,
     "cpsgd": cpsgd,
-    "adpsgd": adpsgd,
+    "adpsgd": Part(adpsgd, follows={"total": lambda known: known.total}),
     "gossip-pga": gossip_pga,
     "gossip-aga": gossip_aga,
-    "halves": halves,
+    "halves": Part(halves, follows={"length": lambda known: known.graph and known.graph.period}),
 }
 """Every cadence by name: builder(*, option=…) -> Cadence."""

@@ -166,12 +166,3 @@ def accumadam(
         return state
 
     return Local(lambda x: Accumulated(*(torch.zeros_like(x) for _ in range(3))), adapt)
-
-
-LOCALS = {
-    "sgd": sgd,
-    "momentum": momentum,
-    "nesterov": nesterov,
-    "adamw": adamw,
-    "accumadam": accumadam,
-}

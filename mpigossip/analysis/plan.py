@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from mpigossip import algorithms
 from mpigossip.analysis.machine import Machine, coding_seconds, hops
-from mpigossip.config import CadenceSection, GraphSection, Job, JobError
+from mpigossip.config import CadenceSection, GraphSection, Job, JobError, LocalSection
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind
 from mpigossip.mixing.plan import piece_size
+from mpigossip.training.assemble import make_bare
 from mpigossip.training.costs import STEPS, Exchanges, Subject, exchanges
 from mpigossip.training.fit import lacking, may_cut, unfit
 
@@ -47,8 +47,8 @@ class Choice:
         if self.graph == ALL_REDUCE:
             return parallel(job)
         if always_global(job):
-            section = replace(job.algorithm, name=GOSSIP, local=None, options={})
-            job = replace(job, algorithm=section)
+            section = replace(job.algorithm, name=GOSSIP, options={})
+            job = replace(job, algorithm=section, local=LocalSection())
         graph, cadence = job.graph, job.cadence
         if graph.name != self.graph:
             graph = replace(graph, name=self.graph, weights=None, lazy=False, options={})
@@ -60,17 +60,16 @@ class Choice:
 
 def always_global(job: Job) -> bool:
     """Whether the job is a method of global averages at every step."""
-    section = job.algorithm
-    needs = algorithms.build(section.name, section.local, section.options, 0).needs
-    return "always-global" in needs
+    return make_bare(job).always_global
 
 
 def parallel(job: Job) -> Job:
     """The same training by all-reduce of gradients, exact on the wire."""
-    section = replace(job.algorithm, name="parallel", local=None, options={})
+    section = replace(job.algorithm, name="parallel", options={})
     return replace(
         job,
         algorithm=section,
+        local=LocalSection(),
         graph=GraphSection(name="complete"),
         cadence=CadenceSection(),
         node=replace(job.node, wire="fp32"),

@@ -1,6 +1,8 @@
 """A job: frozen dataclasses read from TOML, with every mistake reported at once."""
 
-from mpigossip.config.reading import JobError
+from mpigossip.config.choices import Part
+from mpigossip.config.errors import JobError
+from mpigossip.config.reading import as_dict, dump, load
 from mpigossip.config.sections import (
     SECTIONS,
     CadenceSection,
@@ -8,12 +10,10 @@ from mpigossip.config.sections import (
     Data,
     GraphSection,
     Job,
+    LocalSection,
     LogSection,
     NodeSection,
     Schedule,
-    as_dict,
-    dump,
-    load,
 )
 
 __all__ = [
@@ -23,8 +23,10 @@ __all__ = [
     "GraphSection",
     "Job",
     "JobError",
+    "LocalSection",
     "LogSection",
     "NodeSection",
+    "Part",
     "SECTIONS",
     "Schedule",
     "as_dict",

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import sys
+from collections.abc import Iterable
 
 OK, FAILED, WRONG, STOPPED = 0, 1, 2, 75
 """Exit codes: done; a run that can't go on (`Failure`); a mistake of the user (`Mistake`), or a
@@ -44,3 +45,19 @@ def output_fails(error: OSError | None = None) -> str:
             os.close(nowhere)
         return failed.strerror or str(failed)
     return ""
+
+
+class JobError(Mistake):
+    """Mistakes in a job, all of them: `messages` holds one sentence or paragraph for each."""
+
+    messages: tuple[str, ...]
+
+    def __init__(self, messages: Iterable[str]) -> None:
+        messages = (messages,) if isinstance(messages, str) else messages
+        self.messages = tuple(m.encode(errors="backslashreplace").decode() for m in messages)
+        super().__init__(self.messages)
+
+    def __str__(self) -> str:
+        if len(self.messages) == 1:
+            return self.messages[0]
+        return "\n".join(f"- {message}" for message in self.messages)

@@ -4,8 +4,8 @@ import importlib
 import re
 from collections.abc import Callable
 
-from mpigossip.config import JobError
-from mpigossip.config.brings import OWN
+from mpigossip.config.choices import OWN
+from mpigossip.config.errors import JobError
 
 
 def is_own(name: str) -> bool:

@@ -1,30 +1,60 @@
-"""Reading a job's TOML, and the error that holds all mistakes in it; part of `config`."""
+"""From TOML to a job and back: overrides, names and options, with every mistake reported at once.
+
+`load` reads a file, a text or a dict and applies overrides; `dump` writes the complete job back as
+TOML, so that `load(dump(job)) == job`.
+"""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mpigossip.config.errors import Mistake
-from mpigossip.config.toml import near
+from mpigossip.config import toml
+from mpigossip.config.choices import Tables, bring, check
+from mpigossip.config.errors import JobError
+from mpigossip.config.local import check_local, local_in_effect, move
+from mpigossip.config.sections import SECTIONS, Job
+from mpigossip.config.toml import converter, explain, near, show
 
 
-class JobError(Mistake):
-    """Mistakes of the user, all of them: `messages` holds one sentence or paragraph for each."""
+def load(
+    source: Path | str | Mapping, overrides: Sequence[str] = (), tables: Tables | None = None
+) -> Job:
+    """Read a job from a TOML file, a TOML text (a string of several lines) or a dict.
 
-    messages: tuple[str, ...]
-
-    def __init__(self, messages: Iterable[str]) -> None:
-        messages = (messages,) if isinstance(messages, str) else messages
-        self.messages = tuple(m.encode(errors="backslashreplace").decode() for m in messages)
-        super().__init__(self.messages)
-
-    def __str__(self) -> str:
-        if len(self.messages) == 1:
-            return self.messages[0]
-        return "\n".join(f"- {message}" for message in self.messages)
+    `overrides` are texts `section.key=value`; a value is TOML, or else a bare word, and `none`
+    unsets what may be unset. One that changes a section's name drops the options of the old name.
+    `tables` has, for some settings that hold a name, the names to choose from (see `choices`):
+    further keys of that section are then the keyword-only parameters of the name's builder, their
+    defaults are filled in (but for None), and so is what a name brings for other sections.
+    JobError lists every mistake.
+    """
+    tables = tables or {}
+    raw = read(source)
+    messages = move(raw, tables)
+    messages += _override(raw, overrides, tables)
+    sections = {name: value for name, value in raw.items() if name in SECTIONS}
+    unknown = [name for name in raw if name not in SECTIONS]
+    messages += [f"{name}: unknown section; {near(name, SECTIONS)}" for name in unknown]
+    for name, section in list(sections.items()):
+        sections[name], wrong = toml.plain_table(name, section)
+        messages += wrong
+    messages += bring(sections, tables)
+    messages += _check_names(sections, tables)
+    try:
+        job = converter().structure({n: _fold_options(n, s) for n, s in sections.items()}, Job)
+    except Exception as error:  # cattrs raises groups; explain() sorts them out
+        raise JobError([*messages, *explain(error)]) from None
+    if list(job.schedule.milestones) != sorted(set(job.schedule.milestones)):
+        messages.append(
+            f"schedule.milestones = {show(job.schedule.milestones)}: must be in ascending order"
+        )
+    if messages:
+        raise JobError(messages)
+    return job
 
 
 def read(source: Path | str | Mapping) -> dict[str, Any]:
@@ -54,3 +84,85 @@ def _beside(path: Path) -> str:  # job files in the folder where `path` was look
         return near(path.name, [file.name for file in path.parent.glob("*.toml")])
     except OSError:
         return "give the path of a TOML file"
+
+
+def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> list[str]:
+    """Put overrides into `raw`; options of names that they change go."""
+    before, given, messages = _names(raw, tables), set(), list[str]()
+    for text in overrides:
+        path, wrong = toml.override(raw, text)
+        given.add(path)
+        messages += wrong
+    flat = {path.removeprefix("algorithm.") for path in given}
+    messages += move(raw, tables, flat)
+    after = _names(raw, tables)
+    for section in before.keys() & SECTIONS.keys():
+        known = _keys(section)
+        if "options" in known and before[section] != after[section]:
+            # [local] may hold what an override called an option of [algorithm]
+            kept = {f"{section}.{key}" for key in known} | given
+            kept |= {f"local.{key}" for key in flat} if section == "local" else set()
+            table = raw[section] if isinstance(raw.get(section), dict) else {}
+            for key in [key for key in table if f"{section}.{key}" not in kept]:
+                del table[key]
+    return messages
+
+
+def _names(raw: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
+    """The key `name` of every section that has one, and the local step in effect."""
+    named = {
+        section: table["name"]
+        for section, table in raw.items()
+        if isinstance(table, dict) and "name" in table
+    }
+    return named | {"local": local_in_effect(dict(raw), tables)}
+
+
+def _check_names(sections: dict[str, dict[str, Any]], tables: Tables) -> list[str]:
+    """Check names and options against the tables; fill in the defaults of options."""
+    messages = []
+    for path, table in tables.items():
+        section, key = path.split(".")
+        if section == "local":
+            messages += check_local(sections, tables)
+            continue
+        known = {f.name: f.default for f in fields(SECTIONS[section]) if f.name != "options"}
+        values = sections.setdefault(section, {})
+        messages += check(path, values.get(key, known[key]), values, known, table)
+    return messages
+
+
+def as_dict(job: Job) -> dict[str, dict[str, Any]]:
+    """The job as plain dicts, section by section, options beside the other keys."""
+    tables = {}
+    for name, cls in SECTIONS.items():
+        section = getattr(job, name)
+        table = {f.name: getattr(section, f.name) for f in fields(cls)}
+        tables[name] = table | table.pop("options", {})
+    return tables
+
+
+def dump(job: Job) -> str:
+    """The complete job as TOML, with `load(dump(job)) == job`; what isn't set is a comment."""
+    lines = []
+    for name, table in as_dict(job).items():
+        lines += [f"[{name}]"]
+        for key, value in table.items():
+            unset = value is None and key in _keys(name)
+            line = f"{toml.write_key(key)} = {toml.write(value)}"
+            lines += [f"# {key} is not set" if unset else line]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _keys(section: str) -> set[str]:
+    return {f.name for f in fields(SECTIONS[section])}
+
+
+def _fold_options(name: str, section: dict[str, Any]) -> dict[str, Any]:
+    """The section with keys that its dataclass lacks moved into `options`, where it has those."""
+    if "options" not in _keys(name):
+        return section
+    known = _keys(name) - {"options"}
+    folded = {key: value for key, value in section.items() if key in known}
+    return folded | {"options": {k: v for k, v in section.items() if k not in known}}

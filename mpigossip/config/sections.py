@@ -1,18 +1,14 @@
-"""A job: frozen dataclasses read from TOML, with every mistake reported at once.
+"""The sections of a job, frozen dataclasses: every setting with its type, limit and default.
 
-`load` reads a file, a text or a dict and applies overrides; `dump` writes the complete job back as
-TOML, so that `load(dump(job)) == job`. Neither torch nor MPI is imported here.
+`reading` makes a job of TOML. Neither torch nor MPI is imported here.
 """
 
 # No `from __future__ import annotations`: cattrs drops the limits of annotations that are texts.
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mpigossip.config import toml
-from mpigossip.config.brings import bring, check_choice, drop_options, names
 from mpigossip.config.limits import (
     AboveZero,
     Chance,
@@ -27,12 +23,7 @@ from mpigossip.config.limits import (
     Shape,
     Text,
 )
-from mpigossip.config.reading import JobError, read
-from mpigossip.config.toml import Limit, converter, explain, near, show
-
-__all__ = ["SECTIONS", "Job", "JobError", "as_dict", "dump", "load"]
-
-Builders = Mapping[str, Mapping[str, Callable]]
+from mpigossip.config.toml import Limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +102,6 @@ class AlgorithmSection:
 
     name: Text = "dmsgd"
     """The decentralized method, or "package.module:factory"."""
-    local: Text | None = None
-    """The local optimizer inside the method; unset takes the method's own."""
     weight_decay: NotNegative = 0.0
     """Added to the gradient as weight_decay × parameter (AdamW: decoupled)."""
     decay_all: bool = True
@@ -123,6 +112,16 @@ class AlgorithmSection:
     """Batches whose gradients are averaged into one step."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword-only parameters of the algorithm's builder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSection:
+    """Section `[local]`: the local step inside the algorithm; further keys are its options."""
+
+    name: Text | None = None
+    """The local optimizer; unset takes the algorithm's usual one."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword-only parameters of the local step's builder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +193,9 @@ class NodeSection:
     """Seconds after which a neighbour that doesn't answer is given up."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of forward and backward; auto: bf16 where the device has it, else fp32."""
-    wire: Literal["fp32", "bf16", "qsgd", "sign", "top-k", "random-k"] = "fp32"
-    """Encoding of what travels between nodes; all but fp32 lose something."""
+    wire: Text = "fp32"
+    """Encoding of what travels between nodes: "fp32"; "bf16", "qsgd", "sign", "top-k" and
+    "random-k" lose something."""
     levels: Annotated[int, Limit(lambda v: 1 <= v <= 127, "must be between 1 and 127")] = 127
     """Levels of wire "qsgd": up to 7 travel in 4 bits a value, up to 127 in 8."""
     kept: Annotated[float, Limit(lambda v: 0 < v <= 1, "must be above 0 and at most 1")] = 0.01
@@ -209,8 +209,9 @@ class NodeSection:
     """Replay the step as a CUDA graph; auto: on GPUs, where capture works."""
     gpu_window: Literal["auto", "device", "host"] = "auto"
     """Window memory for GPUs; auto: the device's where MPI is proven GPU-aware, else host."""
-    mixer: Literal["synchronous", "asynchronous"] = "synchronous"
-    """Neighbours' models of the same round, or the newest whole copies, without waiting."""
+    mixer: Text = "synchronous"
+    """"synchronous": neighbours' models of the same round; "asynchronous": their newest whole
+    copies, without waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +277,7 @@ class Job:
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    local: LocalSection = field(default_factory=LocalSection)
     graph: GraphSection = field(default_factory=GraphSection)
     cadence: CadenceSection = field(default_factory=CadenceSection)
     schedule: Schedule = field(default_factory=Schedule)
@@ -287,84 +289,3 @@ class Job:
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Job)}  # type: ignore[misc]
 """The dataclass of each section."""
-
-
-def load(
-    source: Path | str | Mapping,
-    overrides: Sequence[str] = (),
-    builders: Builders | None = None,
-) -> Job:
-    """Read a job from a TOML file, a TOML text (a string of several lines) or a dict.
-
-    `overrides` are texts `section.key=value`; a value is TOML, or else a bare word, and `none`
-    unsets what may be unset. One that changes a section's name drops the options of the old name.
-    `builders` names, for some of the sections model, algorithm, graph and cadence, the callables
-    to choose from: the section's name must be one of them, its further keys keyword-only
-    parameters of that callable, and defaults are filled in (but for None). JobError lists every
-    mistake.
-    """
-    raw, messages = read(source), list[str]()
-    before = names(raw)
-    for text in overrides:
-        messages += toml.override(raw, text)
-    for name in before.keys() & SECTIONS.keys():
-        if "options" in _keys(name) and names(raw)[name] != before[name]:
-            drop_options(raw[name], _keys(name), name, overrides)
-    sections = {name: value for name, value in raw.items() if name in SECTIONS}
-    unknown = [name for name in raw if name not in SECTIONS]
-    messages += [f"{name}: unknown section; {near(name, SECTIONS)}" for name in unknown]
-    for name, section in list(sections.items()):
-        sections[name], wrong = toml.plain_table(name, section)
-        messages += wrong
-    messages += bring(sections)
-    for name, choices in (builders or {}).items():
-        known = {f.name: f.default for f in fields(SECTIONS[name]) if f.name != "options"}
-        messages += check_choice(name, sections.setdefault(name, {}), known, choices)
-    try:
-        job = converter().structure({n: _fold_options(n, s) for n, s in sections.items()}, Job)
-    except Exception as error:  # cattrs raises groups; explain() sorts them out
-        raise JobError([*messages, *explain(error)]) from None
-    if list(job.schedule.milestones) != sorted(set(job.schedule.milestones)):
-        messages.append(
-            f"schedule.milestones = {show(job.schedule.milestones)}: must be in ascending order"
-        )
-    if messages:
-        raise JobError(messages)
-    return job
-
-
-def as_dict(job: Job) -> dict[str, dict[str, Any]]:
-    """The job as plain dicts, section by section, options beside the other keys."""
-    tables = {}
-    for name, cls in SECTIONS.items():
-        section = getattr(job, name)
-        table = {f.name: getattr(section, f.name) for f in fields(cls)}
-        tables[name] = table | table.pop("options", {})
-    return tables
-
-
-def dump(job: Job) -> str:
-    """The complete job as TOML, with `load(dump(job)) == job`; what isn't set is a comment."""
-    lines = []
-    for name, table in as_dict(job).items():
-        lines += [f"[{name}]"]
-        known = {f.name for f in fields(SECTIONS[name])}
-        for key, value in table.items():
-            unset = value is None and key in known
-            line = f"{toml.write_key(key)} = {toml.write(value)}"
-            lines += [f"# {key} is not set" if unset else line]
-        lines += [""]
-    return "\n".join(lines)
-
-
-def _keys(section: str) -> set[str]:
-    return {f.name for f in fields(SECTIONS[section])}
-
-
-def _fold_options(name: str, section: dict[str, Any]) -> dict[str, Any]:
-    """The section with keys that its dataclass lacks moved into `options`, where it has those."""
-    if "options" not in _keys(name):
-        return section
-    known = _keys(name) - {"options"}
-    folded = {key: value for key, value in section.items() if key in known}
-    return folded | {"options": {k: v for k, v in section.items() if k not in known}}

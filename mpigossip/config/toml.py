@@ -176,7 +176,8 @@ def _tuple(value: Any, kind: Any) -> tuple:
 def _union(value: Any, kind: Any) -> Any:
     kinds = typing.get_args(kind)
     members = [k for k in kinds if k is not type(None)]
-    if value is None and len(members) < len(kinds):
+    # "none" is how TOML and an override say that nothing is set.
+    if value in (None, "none") and len(members) < len(kinds):
         return None
     wrong = []
     for member in members:
@@ -184,9 +185,6 @@ def _union(value: Any, kind: Any) -> Any:
             return converter().structure(value, member)
         except BadValue as mistake:
             wrong.append(mistake)
-    # "none" is how TOML and an override say that nothing is set.
-    if value == "none" and len(members) < len(kinds):
-        return None
     if len(wrong) == 1:
         raise wrong[0]
     raise BadValue(value, " or ".join(mistake.need for mistake in wrong))
@@ -221,15 +219,15 @@ def explain(error: Exception, path: str = "", default: object = None) -> Iterato
         raise error
 
 
-def override(raw: dict[str, Any], text: str) -> list[str]:
-    """Put `section.key=value` into `raw`; the message where it isn't of that form."""
+def override(raw: dict[str, Any], text: str) -> tuple[str, list[str]]:
+    """Put `section.key=value` into `raw`; its path, and the message where it isn't of that form."""
     match = re.fullmatch(r"\s*([\w-]+)\.([\w-]+)\s*=(.*)", text, re.DOTALL)
     if match is None:
-        return [f"override {show(text)}: needs the form section.key=value, as in run.epochs=5"]
+        return "", [f"override {show(text)}: needs the form section.key=value, as in run.epochs=5"]
     table = raw.setdefault(match[1], {})
     if isinstance(table, dict):
         table[match[2]] = parse_value(match[3].strip())
-    return []
+    return f"{match[1]}.{match[2]}", []
 
 
 def check_options(
@@ -240,7 +238,7 @@ def check_options(
     Types are those of the annotations; converted values and defaults (but for None, which TOML
     lacks) are filled into `values`. Returns the mistakes.
     """
-    parameters, accepts_any = _keyword_only(build)
+    parameters, accepts_any = keyword_only(build)
     messages: list[str] = []
     for key in [key for key in values if key not in known]:
         path = f"{section}.{key}"
@@ -261,7 +259,7 @@ def check_options(
     return messages
 
 
-def _keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
+def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
     """Keyword-only parameters (annotation, default), and whether any other is taken."""
     try:
         hints = typing.get_type_hints(build, include_extras=True)

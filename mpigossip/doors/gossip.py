@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from mpigossip.algorithms import DEFAULT_LOCAL
+from mpigossip.algorithms import takes_local
 from mpigossip.config import JobError
 from mpigossip.doors import together
 from mpigossip.doors.around import Around
@@ -100,7 +100,7 @@ class Gossip(Around):
             self._job, self._graph = settings(
                 world, where, algorithm, graph, cadence, wire, mixer, options
             )
-            if algorithm not in DEFAULT_LOCAL:
+            if not takes_local(algorithm):
                 check_plain_sgd(algorithm, optimizer)
         self._devices = devices or (where,)
         threads, limit = torch.get_num_threads(), self._job.node.timeout_s
@@ -155,7 +155,7 @@ class Gossip(Around):
             self.vector.gather()
             if skipped:
                 self.vector.g[0].zero_()
-            elif self._job.algorithm.name not in DEFAULT_LOCAL:
+            elif not takes_local(self._job.algorithm.name):
                 decay(self.vector, self._inner)
         self._stale.spent()
         self.record = engine.step(lr, skipped)
@@ -168,7 +168,7 @@ class Gossip(Around):
         """The learning rate, where the method has one."""
         name = self._job.algorithm.name
         lr, one = rate(self._inner)
-        if not one and (name in DIVIDES or name not in DEFAULT_LOCAL):
+        if not one and (name in DIVIDES or not takes_local(name)):
             raise JobError(
                 [f'algorithm.name = "{name}" has one learning rate for all parameters; the '
                  "optimizer's groups have several: give them the same"]
@@ -186,7 +186,7 @@ class Gossip(Around):
         if found is None:
             return ()
         wrong = torch.as_tensor(float(found) > 0, dtype=torch.float64).reshape(1, 1)
-        if "always-global" in self.engine.method.needs:  # used by all or by none
+        if self.engine.method.always_global:  # used by all or by none
             wrong = self.mixer.mean_scalars(wrong)
         if float(wrong.reshape(-1)[0]) > 0:
             return (0,)
@@ -209,7 +209,7 @@ class Gossip(Around):
     def _open(self, device: str) -> Mixer:
         """The mixer for the model as it is; collective."""
         self._flat = flatten(self._model, types=(torch.float32, *LOW))
-        method = assemble.make_method(self._job, together.SIGNATURE, 0, self._graph)
+        method = assemble.make_method(self._job, 0, self._graph, together.SIGNATURE)
         wire, widths = assemble.make_wire(self._job), self._flat.widths
         layout = Layout(widths, method.vectors, method.scalars, (device,), wire)
         node, self._where = self._job.node, device
@@ -234,7 +234,7 @@ class Gossip(Around):
                 self._reopen(device)
             self.vector = Parameters([self._model])
             local = borrowed(self.vector, [self._inner])
-            method = assemble.make_method(self._job, local, 0, self._graph)
+            method = assemble.make_method(self._job, 0, self._graph, local)
             cadence = assemble.make_cadence(self._job, method, self._graph)
             group = Single(device)
             self._engine = Engine(

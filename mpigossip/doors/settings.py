@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from mpigossip import algorithms, graphs
 from mpigossip.algorithms import cadence as cadences
-from mpigossip.config import Job, JobError
-from mpigossip.config.brings import BRINGS
+from mpigossip.config import CadenceSection, GraphSection, Job, JobError
+from mpigossip.config.choices import options_of, part_of
 from mpigossip.doors.together import SIGNATURE
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.networks import is_network
@@ -57,7 +56,7 @@ def settings(
             made = assemble.make_graph(job, world.size)
         except GraphError as error:
             raise JobError([f"graph.name: {error}"]) from error
-    method = assemble.make_method(job, SIGNATURE, 0, made)
+    method = assemble.make_method(job, 0, made, SIGNATURE)
     found = unfit(job, made, method, assemble.make_cadence(job, method, made))
     found += _unseen(job, method, made)
     if found:
@@ -74,15 +73,14 @@ def _sections(
     for section, name in (("graph", graph), ("cadence", cadence)):
         if name is not None:
             sections[section]["name"] = name
-    brought = BRINGS.get(algorithm, {})
-    builders = {
-        "algorithm": algorithms.BUILDERS.get(algorithm),
-        "graph": graphs.BUILDERS.get(graph or brought.get("graph.name", "one-peer-exponential")),
-        "cadence": cadences.BUILDERS.get(cadence or brought.get("cadence.name", "always")),
-    }
-    known = {
-        section: {*KEYS.get(section, ()), *_options(builders.get(section))} for section in sections
-    }
+    part = part_of(algorithms.BUILDERS, algorithm)
+    brought = part.brings if part else {}
+    graph = graph or brought.get("graph.name", GraphSection.name)
+    cadence = cadence or brought.get("cadence.name", CadenceSection.name)
+    known = {section: set(KEYS.get(section, ())) for section in sections}
+    known["algorithm"] |= {*options_of(algorithms.BUILDERS, algorithm)}
+    known["graph"] |= {*options_of(graphs.BUILDERS, graph)}
+    known["cadence"] |= {*options_of(cadences.BUILDERS, cadence)}
     for key, value in options.items():
         homes = [section for section, keys in known.items() if key in keys]
         if not homes:
@@ -93,13 +91,6 @@ def _sections(
         for section in homes:
             sections[section][key] = value
     return sections
-
-
-def _options(builder: Any) -> list[str]:
-    if builder is None:
-        return []
-    parameters = inspect.signature(builder).parameters.values()
-    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
 def _unseen(job: Job, method: algorithms.Algorithm, graph: Graph) -> list[str]:

@@ -7,6 +7,7 @@ a node's columns are split into shards.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,8 +22,6 @@ CHUNK = 1 << 18
 decoded by pieces; a multiple of 4096, so that a chunk's bytes are a multiple of eight."""
 TINY = 1e-30
 """A bucket without a larger value is sent as zeros by wire "qsgd"."""
-BIASED = frozenset({"sign", "top-k", "random-k"})
-"""Wires whose error isn't zero on average: only for methods that send what was left out later."""
 
 
 Stretch = tuple[int, int, slice]
@@ -43,6 +42,8 @@ class Wire(NamedTuple):
     encode: Callable
     decode: Callable
     seed: int = 0
+    biased: bool = False
+    """the error isn't zero on average: only for methods that send later what was left out"""
 
     @property
     def exact(self) -> bool:
@@ -179,7 +180,7 @@ def sign() -> Wire:
         bits = codes[1].unsqueeze(2) >> shifts.to(out.device) & 1
         torch.where(bits.view(len(out), -1).bool(), scale, -scale, out=out)
 
-    return Wire("sign", (4, BUCKET // 8), encode, decode)
+    return Wire("sign", (4, BUCKET // 8), encode, decode, biased=True)
 
 
 def top_k(kept: float) -> Wire:
@@ -197,7 +198,7 @@ def top_k(kept: float) -> Wire:
         places = codes[1].view(torch.int16).long()
         out.zero_().scatter_(1, places, codes[0].view(torch.float32))
 
-    return Wire("top-k", (4 * k, 2 * k), encode, decode)
+    return Wire("top-k", (4 * k, 2 * k), encode, decode, biased=True)
 
 
 def random_k(kept: float, seed: int) -> Wire:
@@ -222,7 +223,7 @@ def random_k(kept: float, seed: int) -> Wire:
     def decode(codes, out: torch.Tensor) -> None:
         out.zero_().scatter_(1, places(codes[1]), codes[0].view(torch.float32))
 
-    return Wire("random-k", (4 * k, 4), encode, decode, seed)
+    return Wire("random-k", (4 * k, 4), encode, decode, seed, biased=True)
 
 
 FP32 = Wire("fp32", (), lambda buckets, words: [], lambda codes, out: None)
@@ -265,14 +266,19 @@ def decode(layout, codes: torch.Tensor, slot: int, part: int, columns: slice) ->
     return out
 
 
+WIRES: dict[str, Callable[..., Wire]] = {
+    "fp32": lambda: FP32,
+    "bf16": bf16,
+    "qsgd": qsgd,
+    "sign": sign,
+    "top-k": top_k,
+    "random-k": random_k,
+}
+"""Every wire by the name that `node.wire` has for it; parameters are those of :func:`wire`."""
+
+
 def wire(name: str = "fp32", levels: int = 127, kept: float = 0.01, seed: int = 0) -> Wire:
     """The encoding that a job names by `node.wire`, `node.levels` and `node.kept`."""
-    makers = {
-        "fp32": lambda: FP32,
-        "bf16": bf16,
-        "qsgd": lambda: qsgd(levels, seed),
-        "sign": sign,
-        "top-k": lambda: top_k(kept),
-        "random-k": lambda: random_k(kept, seed),
-    }
-    return makers[name]()
+    given = {"levels": levels, "kept": kept, "seed": seed}
+    takes = inspect.signature(WIRES[name]).parameters
+    return WIRES[name](**{key: given[key] for key in takes})

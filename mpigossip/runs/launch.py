@@ -139,7 +139,7 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
              f"{n}; name another folder with run.output=…, or change the number by `mpigossip "
              f"resume {job.run.folder}` on {n} ranks (simulated: with --simulate --nodes {n})"]
         )  # fmt: skip
-    before = config.as_dict(config.load(manifest.job))
+    before = config.as_dict(load(manifest.job))
     now = config.as_dict(job)
     differing = [
         f"{section}.{key} = {now[section].get(key)!r}, there {before[section].get(key)!r}"

@@ -29,7 +29,7 @@ def overview(progress: Progress, assembly: Assembly, world) -> list[tuple[str, s
     """What stands on the screen, as (word, text); local, nothing is asked of other ranks."""
     job, trainer, graph = progress.job, assembly.trainer, assembly.graph
     flat, section = trainer.replicas.flat, job.checkpoint
-    local = f" ({job.algorithm.local})" if job.algorithm.local else ""
+    local = f" ({job.local.name})" if job.local.name else ""
     cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
     saves = f"every {section.every_steps} steps" if section.every_steps else "at the end"
     data, per_step = assembly.source, progress.samples_per_step

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,7 +12,8 @@ from mpigossip import algorithms, config, graphs, models
 from mpigossip.algorithms import cadence as cadences
 from mpigossip.algorithms.local import Local
 from mpigossip.cluster import topology
-from mpigossip.config import Job, JobError
+from mpigossip.config import Job, JobError, Part
+from mpigossip.config.choices import Tables
 from mpigossip.config.errors import Mistake
 from mpigossip.data.loader import Loader
 from mpigossip.data.partition import Order
@@ -27,10 +26,10 @@ from mpigossip.graphs.placement import place
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group
 from mpigossip.groups.devices import slots_of
-from mpigossip.mixing import open_mixer
+from mpigossip.mixing import MIXERS, open_mixer
 from mpigossip.mixing.base import ByBlocks, Kind, Layout, Mixer
 from mpigossip.mixing.faults import Faults
-from mpigossip.mixing.wire import BIASED, Wire, wire
+from mpigossip.mixing.wire import WIRES, Wire, wire
 from mpigossip.training.fit import may_cut, unfit
 from mpigossip.training.loop import Settings, Trainer
 from mpigossip.training.precision import Precision, resolved
@@ -67,36 +66,16 @@ def load(where: Path | str | dict, overrides: Sequence[str] = ()) -> Job:
 
     Raises JobError with all mistakes.
     """
-    try:
-        chosen = config.load(where, overrides).algorithm.local
-    except JobError:
-        chosen = None
-    if chosen is not None and chosen not in algorithms.LOCALS:
-        chosen = None
-    builders = {
-        "model": models.BUILDERS,
-        "graph": graphs.BUILDERS,
-        "cadence": cadences.BUILDERS,
-        "algorithm": {name: _with_local(name, chosen) for name in algorithms.BUILDERS},
+    tables: Tables = {
+        "model.name": models.BUILDERS,
+        "algorithm.name": algorithms.BUILDERS,
+        "local.name": algorithms.LOCALS,
+        "graph.name": graphs.BUILDERS,
+        "cadence.name": cadences.BUILDERS,
+        "node.wire": WIRES,
+        "node.mixer": {asked: open_mixer for asked, _ in MIXERS},
     }
-    return config.load(where, overrides, builders)
-
-
-@cache
-def _with_local(name: str, local: str | None) -> Callable:
-    """A stand-in for an algorithm's builder whose options include those of its local step."""
-    options = {}
-    for part in algorithms.parts({"name": name, "local": local}):
-        for parameter in inspect.signature(part, eval_str=True).parameters.values():
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                options[parameter.name] = parameter
-
-    def builder(**options):  # only its signature is read
-        raise TypeError("made for its signature")
-
-    builder.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]
-    builder.__annotations__ = {name: p.annotation for name, p in options.items()}
-    return builder
+    return config.load(where, overrides, tables)
 
 
 def make_graph(job: Job, n: int) -> Graph:
@@ -129,14 +108,10 @@ def make_cadence(
 
     Options that the job leaves unset come from the graph's period and the run's steps.
     """
-    if "always-global" in method.needs:
+    if method.always_global:
         return cadences.globally()
-    known: dict[str, dict] = {
-        "halves": {"length": graph and graph.period},
-        "adpsgd": {"total": total},
-    }
-    computed = known.get(job.cadence.name, {})
-    return cadences.BUILDERS[job.cadence.name](**(computed | job.cadence.options))
+    part, options = Part.of(cadences.BUILDERS, job.cadence.name), job.cadence.options
+    return part(**options | part.following(options, cadences.Known(graph, total)))
 
 
 def make_algorithms(
@@ -145,23 +120,34 @@ def make_algorithms(
     """The algorithm, once for each slot or block of columns, made to bear the job's wire."""
     decayed = [flat.decayed_among(block) for block in blocks]
     return [
-        make_method(job, job.algorithm.local, columns, graph)
+        make_method(job, columns, graph)
         for columns in decayed or map(flat.decayed_in, range(flat.slots))
     ]
 
 
 def make_method(
-    job: Job, local: str | Local | None, decayed: int, graph: Graph | None
+    job: Job, decayed: int, graph: Graph | None, local: Local | None = None
 ) -> algorithms.Algorithm:
-    """The job's algorithm over this local step, for a segment, made to bear the job's wire."""
-    section, options = job.algorithm, dict(job.algorithm.options)
-    if section.name == "choco" and job.node.wire == "random-k":
-        options.setdefault("consensus_step", min(0.5, job.node.kept))
-    method = algorithms.build(section.name, local, options, decayed, graph)
-    if job.node.wire == "fp32":
+    """The job's algorithm for a segment, made to bear the job's wire; see :func:`make_bare`."""
+    method, coding = make_bare(job, decayed, graph, local), make_wire(job)
+    if coding.exact:
         return method
     meets = Kind.GLOBAL in make_cadence(job, method, graph).kinds
-    return algorithms.over_wire(method, biased=job.node.wire in BIASED, meets=meets)
+    return algorithms.over_wire(method, biased=coding.biased, meets=meets)
+
+
+def make_bare(
+    job: Job, decayed: int = 0, graph: Graph | None = None, local: Local | None = None
+) -> algorithms.Algorithm:
+    """The job's algorithm for a segment whose first ``decayed`` columns take weight decay.
+
+    ``local``: a local step in place of the job's.
+    """
+    section = job.local
+    return algorithms.build(
+        job.algorithm.name, local or section.name, job.algorithm.options, decayed, graph,
+        local_options=section.options, node=job.node,
+    )  # fmt: skip
 
 
 def make_wire(job: Job) -> Wire:
@@ -178,19 +164,7 @@ def make_model(job: Job, data: Source) -> torch.nn.Module:
 
 def mistakes(job: Job, n: int) -> list[str]:
     """What doesn't go together in a job whose parts are right by themselves."""
-    found = []
-    section = job.algorithm
-    takes_local = section.name in algorithms.DEFAULT_LOCAL
-    if section.local is not None and section.local not in algorithms.LOCALS:
-        known = ", ".join(algorithms.LOCALS)
-        found.append(f'algorithm.local = "{section.local}" is unknown; choose one of {known}')
-    elif section.local is not None and not takes_local:
-        found.append(
-            f'algorithm.local = "{section.local}": "{section.name}" has its own local step; leave '
-            f"it out, or choose one of {', '.join(algorithms.DEFAULT_LOCAL)}"
-        )
-    if not found:
-        found += _unfit(job, n)
+    found = _unfit(job, n)
     if not found and job.run.survive and n > 1:
         found += [f"run.survive, with one node fewer: {text}" for text in _unfit(job, n - 1)]
     found += devices.mistakes(job.node.devices)
@@ -226,8 +200,7 @@ def _unfit(job: Job, n: int) -> list[str]:
         graph = make_graph(job, n)
     except GraphError as error:
         return [f"graph.name: {error}"]
-    section = job.algorithm
-    method = algorithms.build(section.name, section.local, section.options, 0, graph)
+    method = make_bare(job, 0, graph)
     return unfit(job, graph, method, make_cadence(job, method, graph))
 
 

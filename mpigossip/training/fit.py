@@ -13,7 +13,7 @@ from mpigossip.config import Job
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact
 from mpigossip.mixing.base import Kind
-from mpigossip.mixing.wire import BIASED
+from mpigossip.mixing.wire import wire as wire_of
 
 FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
 
@@ -126,11 +126,12 @@ def _cadences(bearable) -> str:
 
 def _unfit_wire(job: Job, needs: frozenset) -> list[str]:
     wire, name = job.node.wire, job.algorithm.name
-    if wire == "fp32":
+    coding = wire_of(wire)
+    if coding.exact:
         return []
     if "exact-wire" in needs:
         return [f'node.wire = "{wire}": algorithm "{name}" needs exact messages; use "fp32"']
-    if wire in BIASED and not needs & {"own-wire", "sends-gradients"}:
+    if coding.biased and not needs & {"own-wire", "sends-gradients"}:
         return [
             f'node.wire = "{wire}": it leaves out most of a model, and algorithm "{name}" does not '
             'make up for it; use node.wire = "qsgd" or "bf16", or algorithm "choco" or "parallel"'
@@ -150,7 +151,7 @@ def bears_delay(method: Algorithm) -> bool:
     Plain averaging does, and tracking, which rests on sums only; corrections and memories that
     rest on the round's own W do not.
     """
-    return method.needs <= {"row-stochastic", "doubly", "never-global", "cadence:every"}
+    return method.needs <= {"row-stochastic", "doubly", "never-global"}
 
 
 def _unfit_asynchrony(job: Job, method: Algorithm) -> list[str]:
@@ -171,7 +172,7 @@ def _unfit_asynchrony(job: Job, method: Algorithm) -> list[str]:
             f'node.mixer = "asynchronous": algorithm "{job.algorithm.name}" needs the models of '
             f"its own round; choose one of {', '.join(fitting)}"
         )
-    if node.wire != "fp32":
+    if not wire_of(node.wire).exact:
         found.append(
             f'node.wire = "{node.wire}": an asynchronous run reads models as they are; use "fp32"'
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mpigossip.config.errors import Failure
 from mpigossip.data.loader import Batch
 from mpigossip.engine.blocks import Blocks
 from mpigossip.engine.consensus import square_norms
@@ -17,7 +18,7 @@ from mpigossip.training.precision import Precision
 from mpigossip.training.replicas import Replicas
 
 
-class NotFinite(ArithmeticError):
+class NotFinite(Failure, ArithmeticError):
     """A loss that is no number any more: step and node are named."""
 
 
@@ -115,8 +116,8 @@ class Trainer:
     def _unscale(self) -> tuple[int, ...]:
         """Take the loss scale out of the gradients; the rows that skip their local step."""
         # gradients that all nodes average are used by all or by none
-        needs = self.engine.method.needs
-        together = self.mixer.mean_scalars if "always-global" in needs else None
+        method = self.engine.method
+        together = self.mixer.mean_scalars if method.always_global else None
         return self.settings.precision.unscale(self.replicas.g, self.group, together)
 
     def _decay(self, x: torch.Tensor, g: torch.Tensor, decayed: int) -> None:

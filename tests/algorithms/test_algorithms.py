@@ -363,7 +363,8 @@ def test_mistakes_in_one_section_are_found_when_the_job_is_read(settings, words)
 
 
 def test_every_algorithm_is_documented_and_short():
-    for name, build in algorithms.BUILDERS.items():
+    for name, part in algorithms.BUILDERS.items():
+        build = part.build
         assert build.__doc__ and (
             "W_ij" in build.__doc__
             or "20" in build.__doc__

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from mpigossip import config
-from mpigossip.config import JobError, as_dict, dump, load, sections
+from mpigossip.config import JobError, Part, as_dict, dump, load, sections
 
 JOB = """\
 # A trial.
@@ -51,20 +51,39 @@ def dmsgd(
     pass
 
 
+def dsgd(local, *, style: Literal["atc", "awc"] = "atc"):
+    pass
+
+
+def sgd(decayed):
+    pass
+
+
+def heavy_ball(decayed, *, momentum: float = 0.5, damping: float = 0.0):
+    pass
+
+
 def loose(layout, *, width=(64, 64), **options):
     pass
 
 
-BUILDERS = {
-    "graph": {"one-peer-exponential": one_peer, "ring": one_peer, "complete": one_peer},
-    "algorithm": {"dmsgd": dmsgd, "parallel": dmsgd},
-    "model": {"mlp": loose},
+TABLES = {
+    "graph.name": {"one-peer-exponential": one_peer, "ring": one_peer, "complete": one_peer},
+    "algorithm.name": {
+        "dmsgd": dmsgd,
+        "parallel": Part(dmsgd, brings={"graph.name": "complete"}, only=True),
+        "dsgd": Part(dsgd, local="sgd"),
+        "tracking": Part(dmsgd, local="momentum"),
+    },
+    "local.name": {"sgd": Part("tests.config.test_sections:sgd"), "momentum": heavy_ball},
+    "model.name": {"mlp": loose},
+    "node.wire": {"fp32": loose, "bf16": loose},
 }
 
 
-def mistakes(source, overrides=(), builders=None):
+def mistakes(source, overrides=(), tables=None):
     with pytest.raises(JobError) as caught:
-        load(source, overrides, builders)
+        load(source, overrides, tables)
     return list(caught.value.messages)
 
 
@@ -99,10 +118,10 @@ def test_defaults_and_every_field_is_documented():
 
 
 def test_dump_is_complete_and_loads_back():
-    for builders in (None, BUILDERS):
-        job = load(JOB, ['run.name=a"b\\c\x7f\U0001f600\n', "run.steps=7"], builders)
+    for tables in (None, TABLES):
+        job = load(JOB, ['run.name=a"b\\c\x7f\U0001f600\n', "run.steps=7"], tables)
         assert load(dump(job)) == job
-        assert load(dump(job), builders=builders) == job
+        assert load(dump(job), tables=tables) == job
         assert load(as_dict(job)) == job
     text = dump(load({}))
     for name, cls in config.SECTIONS.items():
@@ -118,18 +137,18 @@ def test_options_of_any_plain_kind_round_trip():
     assert load(dump(job)) == job
 
 
-def test_builders_fill_in_defaults_and_check_options():
-    job = load(JOB, builders=BUILDERS)
+def test_tables_fill_in_defaults_and_check_options():
+    job = load(JOB, tables=TABLES)
     assert job.algorithm.options == {"momentum": 0.9, "nesterov": False, "betas": (0.9, 0.99)}
     assert job.graph.options == {"order": "permuted"}  # None can't be written in TOML
     assert job.model.options == {"width": (64, 64)}
-    assert load(JOB, ["graph.hops=2"], BUILDERS).graph.options["hops"] == 2
-    assert load(JOB, ["algorithm.momentum=1"], BUILDERS).algorithm.options["momentum"] == 1.0
-    assert load(JOB, ["model.depth=3"], BUILDERS).model.options["depth"] == 3
+    assert load(JOB, ["graph.hops=2"], TABLES).graph.options["hops"] == 2
+    assert load(JOB, ["algorithm.momentum=1"], TABLES).algorithm.options["momentum"] == 1.0
+    assert load(JOB, ["model.depth=3"], TABLES).model.options["depth"] == 3
     got = mistakes(
         JOB,
         ["graph.order=permutted", "graph.hop=1", "algorithm.momentum=high", "algorithm.betas=[1]"],
-        BUILDERS,
+        TABLES,
     )
     assert len(got) == 4
     assert any("graph.order" in m and 'did you mean "permuted"' in m for m in got)
@@ -138,31 +157,31 @@ def test_builders_fill_in_defaults_and_check_options():
     assert any("algorithm.betas = [1]: needs a list of 2" in m for m in got)
 
 
-def test_names_are_checked_where_builders_are_given():
+def test_names_are_checked_where_tables_are_given():
     assert load({"graph": {"name": "rign"}}).graph.name == "rign"
-    (message,) = mistakes({"graph": {"name": "rign"}}, builders=BUILDERS)
+    (message,) = mistakes({"graph": {"name": "rign"}}, tables=TABLES)
     assert 'graph.name = "rign"' in message and 'did you mean "ring"?' in message
     own = {"model": {"name": "my.models:net", "any": 1}, "graph": {"name": "file:found.h5"}}
-    job = load(own, builders=BUILDERS)
+    job = load(own, tables=TABLES)
     assert job.model.options == {"any": 1}
-    (message,) = mistakes({"algorithm": {"name": "a/b"}}, builders=BUILDERS)
-    assert "dmsgd, parallel" in message
-    assert load({"algorithm": {"name": "a:b"}}, builders=BUILDERS).algorithm.name == "a:b"
+    (message,) = mistakes({"algorithm": {"name": "a/b"}}, tables=TABLES)
+    assert "dmsgd, dsgd, parallel" in message
+    assert load({"algorithm": {"name": "a:b"}}, tables=TABLES).algorithm.name == "a:b"
 
 
 def test_a_required_option_is_asked_for():
     def needs(n, *, degree: int):
         pass
 
-    (message,) = mistakes({"graph": {"name": "k"}}, builders={"graph": {"k": needs}})
+    (message,) = mistakes({"graph": {"name": "k"}}, tables={"graph.name": {"k": needs}})
     assert "graph.degree is not set" in message
 
 
 def test_parallel_goes_with_the_complete_graph():
-    assert load({"algorithm": {"name": "parallel"}}, builders=BUILDERS).graph.name == "complete"
+    assert load({"algorithm": {"name": "parallel"}}, tables=TABLES).graph.name == "complete"
     job = load({"algorithm": {"name": "parallel"}, "graph": {"name": "complete"}})
     assert load(dump(job)) == job
-    (message,) = mistakes(JOB, ["algorithm.name=parallel"], BUILDERS)
+    (message,) = mistakes(JOB, ["algorithm.name=parallel"], TABLES)
     assert message.startswith('graph.name = "one-peer-exponential"') and '"complete"' in message
 
 
@@ -267,7 +286,7 @@ def test_overrides():
 
 def test_the_source_stays_as_it_was():
     source = {"run": {"epochs": 3}, "graph": {"name": "ring"}}
-    load(source, ["run.epochs=4", "data.batch=8"], BUILDERS)
+    load(source, ["run.epochs=4", "data.batch=8"], TABLES)
     assert source == {"run": {"epochs": 3}, "graph": {"name": "ring"}}
 
 
@@ -307,12 +326,12 @@ def test_mutated_jobs_are_jobs_or_job_errors():
             text = text[:at] + draw.choice([*parts, text[at : at + 30]]) + text[cut:]
         at = draw.randrange(len(text))
         try:
-            job = load(text + "\n", [text[at : at + 25]] if draw.random() < 0.3 else [], BUILDERS)
+            job = load(text + "\n", [text[at : at + 25]] if draw.random() < 0.3 else [], TABLES)
         except JobError as error:
             assert error.messages and all(isinstance(m, str) for m in error.messages)
             str(error).encode()
         else:
-            assert load(dump(job)) == job == load(dump(job), builders=BUILDERS)
+            assert load(dump(job)) == job == load(dump(job), tables=TABLES)
             good += 1
     assert good > 50
 

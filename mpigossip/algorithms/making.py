@@ -1,0 +1,68 @@
+"""From the name of an algorithm to its functions, with its local step inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpigossip.algorithms import compressed
+from mpigossip.algorithms.base import Algorithm
+from mpigossip.algorithms.local import Local, skipping
+from mpigossip.algorithms.methods import BUILDERS, LOCALS, Known
+from mpigossip.config import JobError, NodeSection, Part
+from mpigossip.config.named import imported, is_own
+from mpigossip.graphs import Graph
+
+
+def build(
+    name: str,
+    local: str | Local | None,
+    options: Mapping[str, Any],
+    decayed: int,
+    graph: Graph | None = None,
+    *,
+    local_options: Mapping[str, Any] | None = None,
+    node: NodeSection | None = None,
+) -> Algorithm:
+    """The algorithm for a segment whose first ``decayed`` columns take weight decay.
+
+    ``local``: a local step, or the name of one, None for the usual one. The options of a name are
+    ``local_options``, and those of ``options`` that the algorithm doesn't have. Without
+    ``graph`` options that follow from it keep their cautious defaults.
+    """
+    part = BUILDERS[name] if not is_own(name) else Part(_own(name))
+    step, has = local or part.local, part.build.__kwdefaults__ or {}
+    mine = {key: value for key, value in options.items() if key in has}
+    others = {key: value for key, value in options.items() if key not in has}
+    if graph is not None:
+        mine |= part.following(mine, Known(graph, options, node))
+    if isinstance(step, str):
+        step = skipping(LOCALS[step](decayed, **others | dict(local_options or {})))
+    elif others:
+        raise JobError(
+            [
+                f'algorithm.{key}: unknown; options of "{name}" are its keyword-only parameters: '
+                f"{', '.join(has) or 'it has none'}"
+                for key in sorted(others)
+            ]
+        )
+    return part.build(step, **mine)
+
+
+def _own(name: str):
+    """What "package.module:factory" names: (local, *, option=…) -> Algorithm."""
+    return imported("algorithm.name", name, "(local, *, option=…) that returns an Algorithm")
+
+
+def over_wire(method: Algorithm, *, biased: bool, meets: bool = False) -> Algorithm:
+    """The method as it bears a lossy wire: by differences, or by error feedback.
+
+    ``meets``: the cadence has GLOBAL rounds, which then travel as differences too.
+    """
+    if "own-wire" in method.needs:
+        return method
+    if "sends-gradients" in method.needs:
+        return compressed.error_feedback(method) if biased else method
+    if meets and method.vectors == 1:
+        method = compressed.anchored(method)
+    return compressed.difference(method)

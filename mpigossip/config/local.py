@@ -1,0 +1,85 @@
+"""Section `[local]` beside the algorithm that uses it, and its form in jobs of version 0.1.
+
+There `algorithm.local` was its name, and its options stood among those of the algorithm: files,
+checkpoints and overrides of that form are read as what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Any
+
+from mpigossip.config.choices import Tables, check, options_of, part_of
+from mpigossip.config.named import is_own
+from mpigossip.config.sections import SECTIONS, AlgorithmSection
+from mpigossip.config.toml import show
+
+NAME = "local"
+"""What the section's name was called in [algorithm]."""
+
+
+def local_in_effect(sections: dict[str, Any], tables: Tables) -> Any:
+    """The local step that a job names, or else the usual one of its algorithm, or else None."""
+    named = _table(sections, "local").get("name")
+    if named not in (None, "none"):
+        return named
+    part = part_of(tables.get("algorithm.name", {}), _algorithm(sections))
+    return part.local if part else None
+
+
+def move(raw: dict[str, Any], tables: Tables, winning: Collection[str] = ()) -> list[str]:
+    """Move what stands in [algorithm] and belongs to [local] there; the mistakes.
+
+    `winning`: keys that replace what [local] says, as overrides do.
+    """
+    here = _table(raw, "algorithm")
+    messages = _move(raw, NAME, "name", winning) if NAME in here else []
+    name = _algorithm(raw)
+    if part_of(tables.get("algorithm.name", {}), name) is not None:
+        own = {*options_of(tables["algorithm.name"], name), *_keys("algorithm")}
+        options = options_of(tables.get("local.name", {}), local_in_effect(raw, tables))
+        for key in [key for key in here if key in options and key not in own]:
+            messages += _move(raw, key, key, winning)
+    return messages
+
+
+def _move(raw: dict[str, Any], key: str, to: str, winning: Collection[str]) -> list[str]:
+    value, there = raw["algorithm"].pop(key), raw.setdefault("local", {})
+    if not isinstance(there, dict) or to in there and key not in winning:
+        return [f"algorithm.{key} = {show(value)}: stands in [local] as {to}; leave this one out"]
+    there[to] = value
+    return []
+
+
+def check_local(sections: dict[str, Any], tables: Tables) -> list[str]:
+    """Check the local step with its options against its table and the algorithm; fill them in."""
+    values, algorithms = sections.setdefault("local", {}), tables["algorithm.name"]
+    name, algorithm = local_in_effect(sections, tables), _algorithm(sections)
+    part = part_of(algorithms, algorithm)
+    takes = [key for key in algorithms if (line := part_of(algorithms, key)) and line.local]
+    if name is not None and part and part.local is None:
+        return [
+            f'local.name = {show(name)}: "{algorithm}" has its own local step; leave it out, or '
+            f"choose one of {', '.join(takes)}"
+        ]
+    if name is None and (part or is_own(str(algorithm))):
+        return [
+            f'local.{key}: algorithm "{algorithm}" has no local step that it could be an option '
+            "of; leave it out, or name a local step"
+            for key in values.keys() - _keys("local")
+        ]
+    return check("local.name", name, values, _keys("local"), tables["local.name"])
+
+
+def _algorithm(sections: dict[str, Any]) -> Any:
+    return _table(sections, "algorithm").get("name", AlgorithmSection.name)
+
+
+def _table(sections: dict[str, Any], name: str) -> dict[str, Any]:
+    found = sections.get(name, {})
+    return found if isinstance(found, dict) else {}
+
+
+def _keys(section: str) -> set[str]:
+    return {field.name for field in fields(SECTIONS[section])}
