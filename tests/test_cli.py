@@ -272,6 +272,14 @@ def test_log_and_checkpoint_commands(tmp_path):
     assert broken.returncode == 2 and "node-0001.h5" in broken.stdout
 
 
+def test_another_number_of_ranks_is_refused_and_the_old_run_not_said_again(mpirun, tmp_path):
+    command = [*MAIN, "train", JOB, *SHORT]
+    assert mpirun(2, command, timeout=120, cwd=tmp_path).returncode == 0
+    done = mpirun(3, command, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2 and "accuracy" not in done.stdout
+    assert done.stderr.count("holds a run of 2 nodes, here are 3") == 1
+
+
 def test_a_finished_run_is_said_again_and_not_trained_again(tmp_path):
     first = alone("simulate", JOB, "--nodes", 2, *SHORT, cwd=tmp_path)
     second = alone("simulate", JOB, "--nodes", 2, *SHORT, cwd=tmp_path)

@@ -19,6 +19,7 @@ from mpigossip.runs.progress import Progress
 from mpigossip.runs.saver import Saver
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
+from mpigossip.store.manifest import MOST
 from mpigossip.training.assemble import Assembly
 from mpigossip.training.evaluate import evaluate
 from mpigossip.training.loop import Trainer
@@ -32,7 +33,13 @@ IDLE_S = 1e-3
 
 def asked_of(manifest: checkpoint.Manifest) -> int:
     """Nodes that a run was started with, of which a checkpoint may have lost some."""
-    return int(manifest.meta.get("asked", manifest.n))
+    asked = manifest.meta.get("asked", manifest.n)
+    if not isinstance(asked, int) or not manifest.n <= asked <= MOST:
+        raise StoreError(
+            f"a checkpoint of {manifest.n} nodes says that the run was started with "
+            f"{str(asked)[:40]}; use another checkpoint"
+        )
+    return asked
 
 
 def meet(trainer: Trainer, world) -> None:
@@ -234,14 +241,15 @@ class Run:
         spent = [name for name in numbers if name.startswith(SPENT)]
         self.spent = {name.removeprefix(SPENT): float(numbers[name]) for name in spent}
         self.progress.checkpoint, manifest = path, checkpoint.read_manifest(path)
-        lost, asked = str(manifest.meta.get("lost", "")), asked_of(manifest)
+        asked, lost_at = asked_of(manifest), manifest.meta.get("lost_at", 0)
+        lost = "".join(c for c in str(manifest.meta.get("lost", "")) if c.isprintable())
         self.progress.lost = [lost] if lost else []
-        if asked > manifest.n:
-            steps = manifest.step - int(manifest.meta["lost_at"])
+        if asked > manifest.n and isinstance(lost_at, int):
+            steps = counted(manifest.step - lost_at, "step")
+            now = self.progress.nodes
             told.insert(
-                0, f"{lost}; {counted(steps, 'step')} since then on {manifest.n} of {asked} nodes, "
-                f"now {self.progress.nodes}",
-            )  # fmt: skip
+                0, f"{lost}; {steps} since then on {manifest.n} of {asked} nodes, now {now}"
+            )
         return told
 
     def count_from(self, seconds: float) -> None:

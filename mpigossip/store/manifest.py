@@ -168,16 +168,18 @@ def plain(text: str, name: str) -> dict[str, Number]:
 
 def counted(numbers: dict[str, Number], step: int) -> dict[str, Number]:
     """The counters of a node, each where a training of so many steps can stand."""
-    most = {"index": step, "born": step, "round": MOST, "bytes_sent": MOST}
+    most = {"index": step, "born": step, "round": MOST, "bytes_sent": MOST, "samples": MOST}
     for name in most.keys() & numbers.keys():
         counter(numbers[name], name, most[name])
     if numbers.get("index", step) != step:
         raise ValueError(f"index = {numbers['index']}, but the checkpoint is of step {step}")
-    shift, seconds = numbers.get("shift", 0), numbers.get("seconds", 0.0)
+    shift = numbers.get("shift", 0)
     if not isinstance(shift, int) or abs(shift) > MOST:
         raise ValueError(f"shift = {str(shift)[:40]}: must be a whole number of steps")
-    if not isinstance(seconds, int | float) or not 0 <= seconds < MOST:
-        raise ValueError(f"seconds = {str(seconds)[:40]}: must be 0 or more")
+    for name in [name for name in numbers if name == "seconds" or name.startswith("spent/")]:
+        seconds = numbers[name]
+        if not isinstance(seconds, int | float) or not 0 <= seconds < MOST:
+            raise ValueError(f"{name[:40]} = {str(seconds)[:40]}: must be 0 or more")
     return numbers
 
 

@@ -46,7 +46,25 @@ def no_steps(path):
     manifests.write(path / "checkpoint.h5", forged)
 
 
+def asked(path):
+    manifest = checkpoint.read_manifest(path)
+    forged = replace(manifest, meta=manifest.meta | {"asked": "many"})
+    manifests.write(path / "checkpoint.h5", forged)
+
+
+def spent(path):
+    def change(file):
+        found = json.loads(file["numbers"][()]) | {"spent/compute_s": "all of it"}
+        del file["numbers"]
+        file["numbers"] = np.bytes_(json.dumps(found))
+
+    for node in range(2):
+        resigned(path, change, node=node)
+
+
 FORGED = {
+    "asked": (asked, "2 nodes says that the run was started with many"),
+    "spent": (spent, "spent/compute_s = all of it: must be 0 or more"),
     "bytes_sent": (without("bytes_sent"), "bytes_sent"),
     "momentum": (lambda path: resigned(path, other_momentum, node=1), "another copy|checkpoint"),
     "steps": (no_steps, "steps_per_epoch = 0, must be 1 or more"),

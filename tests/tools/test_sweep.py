@@ -33,6 +33,8 @@ def test_a_sweep_from_its_grid_to_its_report(tool, tmp_path):
     code, _, said = tool("sweep.py", "report", job, "sweep.txt", "--out", "all")
     assert code == 2 and "train them first" in said
     assert tool("sweep.py", "run", job, "sweep.txt", "--nodes", 2)[0] == 0
+    code, _, said = tool("sweep.py", "run", job, "sweep.txt", "--nodes", 3)
+    assert code == 2 and said.count("holds a run of 2 nodes, here are 3") == 2
     code, table, _ = tool("sweep.py", "report", job, "sweep.txt", "--out", "all")
     assert code == 0 and "graph.name=base-2" in table
     assert (tmp_path / "all" / "report.html").stat().st_size > 50_000
