@@ -4,8 +4,11 @@ import contextlib
 import ctypes
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpigossip.cluster.roll import Roll
 
 from mpigossip.config.errors import Failure
 
@@ -14,6 +17,10 @@ SPIN_S = 50e-6
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 """Seconds of the first sleep between two looks, and of the last."""
 PR_SET_TIMERSLACK = 29
+
+
+roll: "Roll | None" = None
+"""What the ranks tell each other about their waits, while a world of several is open."""
 
 
 class LateError(Failure, TimeoutError):
@@ -32,23 +39,32 @@ class Deadline:
         predicate: Callable[[], Any],
         what: Callable[[], str],
         rest: Callable[[], bool] = lambda: False,
+        whom: Callable[[], Iterable[int]] | None = None,
     ) -> float:
         """Polls until `predicate()` is true; returns the seconds waited.
 
         First it asks again at once, then it sleeps for 20 µs, growing to 1 ms: an answer that
         is near costs little latency, a far one little of the core that others compute on. `rest`
         may do the waiting for it, and says whether it did. At the deadline raises LateError with
-        `what()`, which is called only then.
+        `what()`, which is called only then. `whom` gives the ranks that are awaited, none for all:
+        then the others are told, and the message names who is at fault (see `roll`).
         """
         begin = time.monotonic()
+        wait = roll.wait(self.seconds, whom) if roll is not None and whom is not None else None
         pause = SHORTEST_S
         while not predicate():
             now = time.monotonic()
             if now - self._start >= self.seconds:
-                raise LateError(f"{what()} (waited {self.seconds:g} s)")
+                fault = wait.fault() if wait is not None else ""
+                told = f"; {fault}" if fault else ""
+                raise LateError(f"{what()}{told} (waited {self.seconds:g} s)")
+            if wait is not None:
+                wait.look()
             if not rest() and now - begin >= SPIN_S:
                 time.sleep(pause)
                 pause = min(LONGEST_S, 1.2 * pause)
+        if wait is not None:
+            wait.over()
         return time.monotonic() - begin
 
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from mpigossip.cluster import process, survival
+from mpigossip.cluster import deadline, process, survival
 from mpigossip.cluster.deadline import Deadline, sharp_timers
 from mpigossip.cluster.launcher import LaunchError, check_launcher, check_library
 from mpigossip.cluster.process import TIMEOUT_S, ending
+from mpigossip.cluster.roll import Roll
 from mpigossip.config import JobError
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ class Agreement:
 
     def read(self) -> int:
         """The maximum, the same on every rank; waits for it, LateError at the time limit."""
-        Deadline(self._timeout_s).wait(self.ready, lambda: "not all ranks came to an agreement")
+        Deadline(self._timeout_s).wait(
+            self.ready, lambda: "not all ranks came to an agreement", whom=tuple
+        )
         return int(self._value[0])
 
 
@@ -135,6 +138,8 @@ class World:
         self._asked: list[Agreement] = []
         self._open = True
         self.resources = contextlib.ExitStack()
+        self._roll = None if self.size == 1 else Roll(self.comm.Dup(), self.hosts)
+        deadline.roll = self._roll
         self._hooks = (sys.excepthook, threading.excepthook)
         if self.size > 1:
             sys.excepthook = self._uncaught
@@ -156,7 +161,9 @@ class World:
         Twice the limit, as rank 0 may have a longer piece of work of its own.
         """
         limit = 2 * self.timeout_s
-        Deadline(limit).wait(self.comm.Ibarrier().Test, lambda: "not all ranks came to a meeting")
+        Deadline(limit).wait(
+            self.comm.Ibarrier().Test, lambda: "not all ranks came to a meeting", whom=tuple
+        )
 
     def start_agree(self, flag: int) -> Agreement:
         """Begins the maximum of all ranks' flags without waiting; read it some steps later."""
@@ -204,7 +211,7 @@ class World:
         """Returns when every rank has come; LateError at the time limit."""
         request = self.comm.Ibarrier()
         Deadline(self.timeout_s).wait(
-            request.Test, lambda: f"not all of {self.size} ranks came to a barrier"
+            request.Test, lambda: f"not all of {self.size} ranks came to a barrier", whom=tuple
         )
 
     def duplicate(self) -> "MPI.Intracomm":
@@ -231,6 +238,8 @@ class World:
         self.names = tuple(comm.group.Translate_ranks(group=group))
         self.hosts = tuple(hosts[name] for name in self.names)
         self.diminished, ending.survivors = True, comm
+        survival.given_up.append(self._roll)
+        self._roll = deadline.roll = None if self.size == 1 else Roll(comm.Dup(), self.hosts)
 
     def abort(self, code: int = 1) -> None:
         """Ends all ranks of the job at once."""
@@ -244,7 +253,11 @@ class World:
             self._open = False
             self.resources.close()
             sys.excepthook, threading.excepthook = self._hooks
+            if deadline.roll is self._roll:
+                deadline.roll = None
             if not self.diminished:
+                if self._roll is not None:
+                    self._roll.close()
                 self.comm.Free()
 
     def __enter__(self) -> Self:

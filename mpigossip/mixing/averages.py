@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from mpigossip.mixing.base import Common, Layout
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.tokens import wait_all
+from mpigossip.mixing.tokens import everybody, wait_all
 
 SCATTER, GATHER = 21, 22
 SHARE = 1 << 18
@@ -108,7 +108,8 @@ class OfRank(Common):
         own, n = values.contiguous().cpu(), self.n
         rows = torch.empty(n, own.shape[1], dtype=own.dtype)
         request = self._comm.Iallgather(own.numpy(), rows.numpy())
-        wait_all({0: request}, self._timeout_s, lambda _: "average of scalars: a rank is late")
+        say = "average of scalars: a rank is late"
+        wait_all({0: request}, self._timeout_s, lambda _: say, everybody)
         return combine([1 / n] * n, list(rows.split(1)), torch.empty_like(own))[0]
 
     def _average_whole(self, comm: MPI.Comm, message: torch.Tensor, result: torch.Tensor) -> float:

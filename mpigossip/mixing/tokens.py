@@ -83,7 +83,9 @@ class Tokens:
 
     def close(self) -> None:
         """Wait until what was sent has left; collective."""
-        wait_all(dict(enumerate(r for r, _ in self._sent)), self.timeout_s, lambda _: "tokens")
+        wait_all(
+            dict(enumerate(r for r, _ in self._sent)), self.timeout_s, lambda _: "tokens", None
+        )
         self._sent = []
         self.comm.Free()
 
@@ -92,11 +94,28 @@ _abandoned: list[dict] = []
 """Requests given up at a deadline: MPI may still write into their buffers, which they hold."""
 
 
+def ranks_of(keys: Iterable[Any]) -> set[int]:
+    """The ranks of requests by rank, or by rank and more."""
+    return {key[0] if isinstance(key, tuple) else key for key in keys}
+
+
+def everybody(_: Iterable[Any]) -> tuple[int, ...]:
+    """No rank in particular: a request that all ranks take part in."""
+    return ()
+
+
 def wait_all(
-    pending: dict[Any, MPI.Request], timeout_s: float, late: Callable[[Any], str]
+    pending: dict[Any, MPI.Request],
+    timeout_s: float,
+    late: Callable[[Any], str],
+    whom: Callable[[Iterable[Any]], Iterable[int]] | None = ranks_of,
 ) -> float:
-    """Wait for requests by rank, seconds waited returned; at the deadline LateError names one."""
+    """Wait for requests by rank, seconds waited returned; at the deadline LateError names one.
+
+    ``whom``: the ranks that are awaited by the keys of requests that are open.
+    """
     began = time.perf_counter()
+    awaited = None if whom is None else lambda: whom(pending)
 
     def done() -> bool:
         for rank in [rank for rank, request in pending.items() if request.Test()]:
@@ -104,7 +123,9 @@ def wait_all(
         return not pending
 
     try:
-        Deadline(timeout_s).wait(done, lambda: late(min(pending)), lambda: rest(pending.values()))
+        Deadline(timeout_s).wait(
+            done, lambda: late(min(pending)), lambda: rest(pending.values()), awaited
+        )
     except BaseException:
         _abandoned.append(pending)
         raise

@@ -1,5 +1,6 @@
 """cluster/ranks.py: the world, waiting, agreement, mistakes, and ends without hanging ranks."""
 
+import re
 import sys
 import threading
 import time
@@ -114,13 +115,76 @@ def test_agreement_travels_while_ranks_go_on(ranks):
 
 def test_agreement_has_a_time_limit(ranks):
     late, good = ranks(2)(agreement_with_a_late_rank)
-    assert late == ("not all ranks came to an agreement (waited 0.2 s)", 1)
+    assert late[1] == 1
+    assert re.fullmatch(
+        r"not all ranks came to an agreement; nothing is heard of rank 1 on \S+ \(waited 0.2 s\)",
+        late[0],
+    )
     assert good == (None, 1)
 
 
 def test_barrier_has_a_time_limit(ranks):
     text, _ = ranks(2)(barrier_without_all)
-    assert text == "not all of 2 ranks came to a barrier (waited 0.2 s)"
+    assert text.startswith("not all of 2 ranks came to a barrier; nothing is heard of rank 1 on ")
+
+
+def waits_in_a_chain(comm, meeting):
+    """Rank 0 waits for rank 1, which waits for rank 2, which does something else."""
+    w = world(timeout_s=1)
+    told = None
+    if w.rank == 2:
+        comm.recv(source=0)
+        comm.recv(source=1)
+    else:
+        try:
+            if w.rank == 0 and meeting:
+                w.agree(0)
+            else:
+                after = w.rank + 1
+                Deadline(1).wait(lambda: False, lambda: f"no {after}", whom=lambda: [after])
+        except LateError as error:
+            told = str(error)
+        comm.send(None, dest=2)
+        if w.rank == 1 and meeting:
+            w.start_agree(0)
+    if w.rank == 2 and meeting:
+        w.start_agree(0)
+    comm.barrier()
+    return told
+
+
+@pytest.mark.parametrize("meeting", [False, True])
+def test_a_wait_that_ends_names_the_rank_at_the_end_of_the_chain(ranks, meeting):
+    first, second, _ = ranks(3)(waits_in_a_chain, meeting)
+    told = "nothing is heard of rank 2 on "
+    assert told in first and ", for which rank 1 waits (waited 1 s)" in first
+    assert told in second and "waits (" not in second
+    assert "rank 1 on" not in first
+
+
+def waits_that_end_well(comm):
+    """Rank 1 has waited long and told so, but not in vain; then rank 0 waits for it in vain."""
+    w = world(timeout_s=30)
+    if w.rank == 0:
+        time.sleep(1.5)
+        comm.send(None, dest=1)
+        try:
+            Deadline(1).wait(lambda: False, lambda: "no 1", whom=lambda: [1])
+        except LateError as error:
+            return str(error)
+        finally:
+            comm.send(None, dest=1)
+    else:
+        Deadline(2).wait(lambda: comm.iprobe(source=0), lambda: "no 0", whom=lambda: [0])
+        comm.recv(source=0)
+        comm.recv(source=0)
+    return None
+
+
+def test_a_wait_that_is_over_is_no_excuse(ranks):
+    told = ranks(2)(waits_that_end_well)[0]
+    assert told.startswith("no 1; nothing is heard of rank 1 on ")
+    assert "waits (" not in told
 
 
 def test_a_mistake_of_one_rank_is_told_to_all(ranks):

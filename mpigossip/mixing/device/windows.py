@@ -31,7 +31,7 @@ from mpigossip.mixing.device.sums import Source, Sums
 from mpigossip.mixing.kernels import fused
 from mpigossip.mixing.kernels.onepass import Coded
 from mpigossip.mixing.plan import Exchange, Piece
-from mpigossip.mixing.tokens import wait_all
+from mpigossip.mixing.tokens import everybody, wait_all
 
 PIECE = 1 << 24
 """Bytes of a slot that are copied and sent at once; a multiple of 4096 (whole buckets)."""
@@ -296,7 +296,7 @@ class DeviceWindows(DeviceMemory):
             self._courier.close()
         # a neighbour may still have this rank's memory mapped: it is freed after all have let go
         late = "closing the exchange: not all ranks of this job come".format
-        wait_all({0: self._comm.Ibarrier()}, self._timeout_s, late)
+        wait_all({0: self._comm.Ibarrier()}, self._timeout_s, late, everybody)
         super().close()
         self._own, self._mixed_memory, self._code, self._stage = [], [], [], []
         self._sums, self._kept = None, None

@@ -1,0 +1,128 @@
+"""Who waits for whom, so that a wait that ends at its limit names the rank at fault.
+
+A rank that waits for another may wait for one that waits itself. So whoever has waited for half of
+its limit tells the others in one small message whom it waits for, and whoever waits, too, answers
+with its own. At the limit the chain is followed to a rank of which nothing is heard: it computes,
+is stopped, or can't be reached. Nothing is sent while no wait is long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+TAG = 5
+ALL, NOBODY = -1, -2
+"""Instead of a rank: all of them, in a meeting; none any more."""
+LISTEN_S = 0.5
+"""Seconds of a wait after which it listens to what others tell: short waits cost nothing."""
+TOLD = 64
+"""Ranks that are told, at most, besides those that are waited for: the first ones."""
+
+
+class Roll:
+    """What one rank has heard of the others' waiting."""
+
+    def __init__(self, comm: MPI.Comm, hosts: Sequence[str]):
+        """``comm``: its own, of all ranks; ``hosts``: of its ranks."""
+        self._comm, self._hosts = comm, hosts
+        self._heard: dict[int, int] = {}
+        """whom the others wait for, by rank"""
+        self._sent: list[tuple[MPI.Request, np.ndarray]] = []
+        self._lock = threading.Lock()
+
+    def wait(self, seconds: float, whom: Callable[[], Iterable[int]]) -> Wait:
+        """A wait of at most so many seconds for ranks that ``whom`` gives; all, if empty."""
+        return Wait(self, seconds, whom)
+
+    def tell(self, ranks: Iterable[int], word: int) -> None:
+        """Say whom this rank waits for."""
+        for rank in ranks:
+            with contextlib.suppress(Exception):  # one that is lost
+                value = np.array([word], np.int64)
+                self._sent.append((self._comm.Isend(value, rank, TAG), value))
+
+    def listen(self) -> bool:
+        """Take in what was told; whether anything was."""
+        from mpi4py import MPI
+
+        found = False
+        if self._lock.acquire(blocking=False):
+            with contextlib.suppress(Exception):
+                status = MPI.Status()
+                while self._comm.Iprobe(MPI.ANY_SOURCE, TAG, status):
+                    value = np.empty(1, np.int64)
+                    self._comm.Recv(value, status.source, TAG)
+                    self._heard[status.source] = int(value[0])
+                    found = True
+            self._lock.release()
+        return found
+
+    def others(self, more: Iterable[int]) -> set[int]:
+        """Those who are told: ``more``, and the first ranks."""
+        return {*range(min(TOLD, self._comm.size)), *more} - {self._comm.rank}
+
+    def fault(self, awaited: Iterable[int]) -> str:
+        """Who is at fault where these ranks don't come, as far as was heard; all, if empty."""
+        meeting = set(range(self._comm.size)) - {self._comm.rank}
+        silent: dict[int, list[int]] = {}
+        for rank in set(awaited) or meeting:
+            chain = [rank]
+            while (after := self._heard.get(chain[-1], NOBODY)) >= 0 and after not in chain:
+                chain.append(after)
+            # in a meeting it has come, as this rank has; and nobody waits for himself
+            if self._heard.get(chain[-1], NOBODY) == NOBODY and chain[-1] != self._comm.rank:
+                silent.setdefault(chain[-1], []).extend(chain[-2:-1])
+        words = [self._name(rank, before) for rank, before in sorted(silent.items())]
+        if len(words) == self._comm.size - 1 > 1:
+            return "nothing is heard of any other rank: is this host cut off?"
+        more = f" and {len(words) - 4} more" if len(words) > 4 else ""
+        return f"nothing is heard of {', '.join(words[:4])}{more}" if words else ""
+
+    def _name(self, rank: int, before: list[int]) -> str:
+        waits = f", for which rank {before[0]} waits" if before else ""
+        return f"rank {rank} on {self._hosts[rank]}{waits}"
+
+    def close(self) -> None:
+        """Free the communicator; collective."""
+        self.listen()
+        self._comm.Free()
+
+
+class Wait:
+    """One wait of this rank."""
+
+    def __init__(self, roll: Roll, seconds: float, whom: Callable[[], Iterable[int]]):
+        self._roll, self._whom = roll, whom
+        self._begin = time.monotonic()
+        self._listens, self._tells = min(LISTEN_S, seconds / 4), seconds / 2
+        self._told: set[int] = set()
+
+    def look(self) -> None:
+        """To be called now and then: listens once the wait is long, tells when half is over."""
+        waited = time.monotonic() - self._begin
+        if waited < self._listens:
+            return
+        asked = self._roll.listen()
+        if not self._told and (asked or waited >= self._tells):
+            awaited = sorted(self._whom())
+            self._told = self._roll.others(awaited)
+            self._roll.tell(self._told, awaited[0] if awaited else ALL)
+
+    def over(self) -> None:
+        """What was awaited has come: who was told so is told."""
+        if self._told:
+            self._roll.tell(self._told, NOBODY)
+
+    def fault(self) -> str:
+        """A clause on who is at fault; "" where it isn't known."""
+        self._roll.listen()
+        return self._roll.fault(self._whom())
