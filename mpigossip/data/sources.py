@@ -216,34 +216,55 @@ def _own(make: Callable, data: config.Data, seed: int) -> Source:
     return made
 
 
+def _digits(data: config.Data, seed: int) -> Source:
+    """1,797 images of handwritten digits, 8x8."""
+    return _packed(DIGITS, data)
+
+
+def _synthetic(data: config.Data, seed: int) -> Source:
+    """Samples of `data.shape` that can be learned."""
+    if data.augment != "none":
+        raise JobError(
+            [
+                f'data.augment = "{data.augment}" is for images; synthetic samples '
+                'need data.augment = "none"'
+            ]
+        )
+    return SyntheticSource(tuple(data.shape), data.classes, data.samples, data.test_samples, seed)
+
+
+SOURCES: dict[str, Callable[[config.Data, int], Source]] = {
+    "digits": _digits,
+    "synthetic": _synthetic,
+}
+"""Sources that are no file, by name: (section `[data]`, seed) -> Source, as a user's own are."""
+
+
 def source(data: config.Data, seed: int) -> Source:
     """Return the source that section `[data]` names; seed makes the synthetic samples.
 
     Raises JobError for settings that don't go together or a source that doesn't exist, StoreError
     for a file that isn't a whole data set.
     """
-    if data.source == "synthetic":
-        if data.augment != "none":
-            raise JobError(
-                [
-                    f'data.augment = "{data.augment}" is for images; synthetic samples '
-                    'need data.augment = "none"'
-                ]
-            )
-        return SyntheticSource(
-            tuple(data.shape), data.classes, data.samples, data.test_samples, seed
-        )
-    path = DIGITS if data.source == "digits" else Path(data.source).expanduser()
-    if not path.exists() and is_own(data.source):
+    if data.source in SOURCES:
+        return SOURCES[data.source](data, seed)
+    path = Path(data.source).expanduser()
+    if path.exists():
+        return _packed(path, data)
+    if is_own(data.source):
         make = imported("data.source", data.source, "(data, seed) that returns a Source")
         return _own(make, data, seed)
-    if not path.exists():
-        raise JobError(
-            [
-                f'data.source = "{data.source}" is neither "digits", "synthetic" nor a '
-                "file here; make one with: mpigossip data pack FOLDER OUT.h5"
-            ]
-        )
+    known = ", ".join(f'"{name}"' for name in SOURCES)
+    raise JobError(
+        [
+            f'data.source = "{data.source}" is neither {known} nor a file here; make one with: '
+            "mpigossip data pack FOLDER OUT.h5"
+        ]
+    )
+
+
+def _packed(path: Path, data: config.Data) -> Source:
+    """A packed file: images or text."""
     with open_dataset(path) as opened:
         kind = opened.kind
     if kind != "text":

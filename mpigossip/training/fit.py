@@ -156,7 +156,7 @@ def bears_delay(method: Algorithm) -> bool:
 
 def _unfit_asynchrony(job: Job, method: Algorithm) -> list[str]:
     node, faults, found = job.node, job.faults, []
-    if node.mixer == "synchronous":
+    if node.mixer != "asynchronous":
         if faults.slow_times > 1 or faults.lost:
             key, value = ("slow_times", faults.slow_times) if faults.slow_times > 1 else (
                 "lost", faults.lost
