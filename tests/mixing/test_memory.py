@@ -1,5 +1,7 @@
 """What a mixer says that it holds is what it has allocated: one formula, for the screen too."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.wire import wire
 from mpigossip.training import assemble, costs
 
+ROUNDS = 200
 GRAPHS = ("one-peer-exponential", "exponential", "ring", "complete", "star")
 
 
@@ -144,3 +147,30 @@ def test_copies_to_outlive_a_lost_rank_are_counted():
     model = counted[0]["replicas"]
     assert counted[1]["copies to outlive a lost rank"] == 2 * model
     assert "copies to outlive a lost rank" not in counted[0]
+
+
+def left_to_the_collector(comm, width, same_host):
+    """Objects in circles of references that some rounds leave behind."""
+    from mpigossip.cluster.ranks import World
+
+    with World(comm) as world:
+        made = graph("exponential", comm.size)
+        mixer = mixing.open_mixer(made, Layout((width,)), world, same_host=same_host, timeout_s=30)
+        gc.collect()
+        gc.disable()
+        try:
+            for t in range(ROUNDS):
+                mixer.outbox(t)
+                mixer.start(Kind.GOSSIP, t)
+                mixer.finish()
+            found = gc.collect()
+        finally:
+            gc.enable()
+        mixer.close()
+    return found
+
+
+@pytest.mark.parametrize("same_host", ["read", "put"])
+@pytest.mark.parametrize("width", [256, 1 << 15])
+def test_a_round_leaves_no_circle_that_memory_grows_by(ranks, width, same_host):
+    assert max(ranks(2)(left_to_the_collector, width, same_host)) < ROUNDS
