@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -188,6 +189,27 @@ def test_the_log_is_whole_after_losses(mpirun, tmp_path, monkeypatch):
     assert log.steps["step"].tolist() == list(range(20))
     assert not np.isnan(log.steps["loss"]).all(axis=1).any(), "a step that nobody has logged"
     assert not list(tmp_path.glob("log.h5.*"))
+
+
+def test_the_life_after_a_loss_has_all_ranks_again(mpirun, tmp_path, monkeypatch):
+    """As a batch script starts it: `train` on as many ranks as at first."""
+    if not launch.is_open_mpi():
+        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
+    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
+    settings = ["model.name=mlp", "data.batch=8", "data.workers=0", "run.evaluate_every=0"]
+    settings += ["run.survive=true", 'log.hooks=["victim:Victim"]', "run.steps=20"]
+    command = ["mpigossip", "train", "jobs/digits.toml", *settings, f"run.output={tmp_path}"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    (tmp_path / "STOP").touch()
+    first = mpirun(3, command, 60, launch.REPO, {"VICTIMS": "1@2", "PYTHONPATH": path})
+    assert "rank 1 on" in first.stderr and "stopped, to be resumed at step 8" in first.stdout
+    again = mpirun(3, command, 60, launch.REPO, {"VICTIMS": "", "PYTHONPATH": path})
+    assert again.returncode == 0, again.stderr[-3000:]
+    said = (
+        r"rank 1 on \S+ was lost after step \d .* since then on 2 of 3 nodes, now 3; from the exact"
+    )
+    assert re.search(said, again.stdout) and re.search("lost +rank 1 on", again.stdout)
+    assert read(tmp_path / "log.h5").summary["nodes"] == 3
 
 
 def test_survivors_go_on_without_rank_0_and_another(mpirun):
