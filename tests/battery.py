@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from mpigossip import algorithms
-from mpigossip.engine.consensus import square_norms
+from mpigossip.engine.step import Engine
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import Layout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.training import assemble
 
@@ -56,64 +56,53 @@ def job(settings: str):
     return assemble.load({}, settings.split())
 
 
-class Driver:
-    """Nodes that live here, two slots each, and their steps, as the training loop does them."""
+class Two:
+    """The slots of a node, one after the other."""
+
+    def on_shards(self, work):
+        return [work(0), work(1)]
+
+    def sum_scalars(self, per_slot):
+        return per_slot[0] + per_slot[1]
+
+    def all_gather(self, shards, full):
+        """Nobody reads a whole vector."""
+
+
+class Driver(Engine):
+    """The engine on nodes of two slots each that live here, with quadratics for a model."""
 
     def __init__(self, settings, n, mixer=None, *, lr=0.1, noise=0.0, scale=1.0, steps=40):
         made = job(settings) if isinstance(settings, str) else settings
         self.lr, self.noise, self.scale, self.job = lr, noise, scale, made
         self.graph = assemble.make_graph(made, n)
-        self.methods = assemble.make_algorithms(made, FLAT, self.graph)
-        self.method = self.methods[0]
-        self.cadence = assemble.make_cadence(made, self.method, self.graph, steps)
+        methods = assemble.make_algorithms(made, FLAT, self.graph)
+        cadence = assemble.make_cadence(made, methods[0], self.graph, steps)
         wire = assemble.make_wire(made)
-        self.layout = Layout(WIDTHS, self.method.vectors, self.method.scalars, (), wire)
+        self.layout = Layout(WIDTHS, methods[0].vectors, methods[0].scalars, (), wire)
         self.mixer = (mixer or Simulated)(self.graph, self.layout)
-        equal = self.method.always_global
+        equal = methods[0].always_global
         self.x = [self._drawn([0 if equal else 1, slot], equal) for slot in range(2)]
         self.b = [self._drawn([2, slot]) for slot in range(2)]
-        self.states = [m.init(x) for m, x in zip(self.methods, self.x, strict=True)]
-        self.rhythm, self.index, self.round = self.cadence.init(), 0, 0
+        vector = SimpleNamespace(x=self.x, g=[torch.empty_like(x) for x in self.x], full=self.x)
+        super().__init__(self.mixer, Two(), vector, methods, cadence)
 
     def _drawn(self, key, equal=False):
         rows = [np.random.default_rng([*key, 0 if equal else i]) for i in self.mixer.rows]
         return torch.from_numpy(np.stack([r.standard_normal(512, np.float32) for r in rows]))
 
-    def step(self):
-        kind = self.cadence.kind(self.rhythm, self.index)
-        if self.method.ahead:
-            self._send(self._now(kind, None), None)
-        g = [(x - b).mul_(self.scale) for x, b in zip(self.x, self.b, strict=True)]
-        if self.noise:
-            for slot in range(2):
-                g[slot].add_(self._drawn([3, slot, self.index]), alpha=self.noise)
-        now = self._now(kind, self.lr)
-        if not self.method.ahead:
-            self._send(now, g)
-        sent, mixed = self.mixer.finish()
-        measured = {}
-        if kind is Kind.GLOBAL and self.cadence.measures:
-            apart = sum(square_norms(mixed[s][0], sent[s][0]) for s in range(2))
-            measured = {"variance": float(self.mixer.mean_scalars(apart)), "loss": 1.0}
-        for s, method in enumerate(self.methods):
-            x, state = self.x[s], self.states[s]
-            self.states[s] = method.receive(x, g[s], state, sent[s], mixed[s], now)
-        self.rhythm = self.cadence.observe(self.rhythm, now, measured)
-        self.index, self.round = self.index + 1, self.round + (kind is Kind.GOSSIP)
-
-    def _now(self, kind, lr):
-        return algorithms.Step(self.index, self.round, kind, lr)
-
-    def _send(self, now, g):
-        out = self.mixer.outbox(now.round)
-        for s, method in enumerate(self.methods):
-            gradient = None if g is None else g[s]
-            self.states[s] = method.send(self.x[s], gradient, self.states[s], out[s], now)
-        self.mixer.start(now.kind, now.round, self.index)
+    def advance(self):
+        """One step from the gradients of all nodes here."""
+        self.ahead()
+        for slot, g in enumerate(self.vector.g):
+            torch.sub(self.x[slot], self.b[slot], out=g).mul_(self.scale)
+            if self.noise:
+                g.add_(self._drawn([3, slot, self.index]), alpha=self.noise)
+        self.step(self.lr, loss=torch.ones(len(self.mixer.rows), dtype=torch.float64))
 
     def run(self, steps):
         for _ in range(steps):
-            self.step()
+            self.advance()
         return self
 
     def whole(self):

@@ -18,16 +18,15 @@ class Cut(battery.Driver):
         columns = [slice(s * 512 + c.start, s * 512 + c.stop) for s in range(2) for c in self.cuts]
         self.by_block = assemble.make_algorithms(self.job, Columns, self.graph, columns)
 
-    def step(self):
         self.methods = [
             method._replace(
-                send=self._each("send", s, (2,)), receive=self._each("receive", s, (2, 3))
+                send=self._each("send", s), receive=self._each("receive", s), alone=None
             )
             for s, method in enumerate(self.methods)
         ]
-        super().step()
+        self.method = self.methods[0]
 
-    def _each(self, name, s, several):
+    def _each(self, name, s):
         def work(x, g, state, *rest):
             *arrays, step = rest
             for b in (2, 0, 1):
