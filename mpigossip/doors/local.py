@@ -70,10 +70,10 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
         )  # fmt: skip
 
 
-def decay(vector: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Add SGD's weight decay, group by group, to the gradients in the vector."""
-    place = {id(p): k for k, p in enumerate(vector.rows[0])}
-    x, g = vector.cut(vector.x[0][0]), vector.cut(vector.g[0][0])
+def decay(vector: Parameters, optimizer: torch.optim.Optimizer, row: int = 0) -> None:
+    """Add SGD's weight decay, group by group, to the row's gradients in the vector."""
+    place = {id(p): k for k, p in enumerate(vector.rows[row])}
+    x, g = vector.cut(vector.x[0][row]), vector.cut(vector.g[0][row])
     for group in optimizer.param_groups:
         for p in group["params"] if group["weight_decay"] else ():
             k = place.get(id(p))

@@ -39,7 +39,7 @@ def settings(
 ) -> tuple[Job, Graph]:
     """The job, and the graph over the world's ranks; JobError with all that doesn't fit."""
     drawn = is_network(graph)
-    if is_network(algorithm) or algorithm in graphs.BUILDERS:
+    if is_network(algorithm) or algorithm in graphs.BUILDERS.keys() - algorithms.BUILDERS.keys():
         raise JobError([f"the fourth argument is the algorithm now: write graph={algorithm!r}"])
     if "local" in options:
         raise JobError([f"local = {options['local']!r}: the optimizer is the local step here"])
@@ -48,6 +48,10 @@ def settings(
     if wire is not None:
         sections["node"]["wire"] = wire
     job = assemble.load(sections)
+    if algorithm in algorithms.BUILDERS:  # a job fills in those of its own local step too
+        mine = _options(algorithms.BUILDERS[algorithm])
+        kept = {key: value for key, value in job.algorithm.options.items() if key in mine}
+        job = replace(job, algorithm=replace(job.algorithm, options=kept))
     if drawn:
         made = graphs.graph(graph, world.size, job.graph.weights, lazy=job.graph.lazy)
         job = replace(job, graph=replace(job.graph, name="networkx"))

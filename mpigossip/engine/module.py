@@ -30,6 +30,7 @@ class Parameters:
         self.flat = flatten(models[0], types=(torch.float32, *LOW))
         named = [dict(model.named_parameters()) for model in models]
         self.rows = [[each[name] for name in self.flat.names] for each in named]
+        self._owners = [[_owner(model, name) for name in self.flat.names] for model in models]
         self._strides = [_dense(p) for p in self.rows[0]]
         device = self.rows[0][0].device
         self.full = [torch.zeros(len(models), self.flat.size, device=device)]
@@ -116,7 +117,9 @@ class Parameters:
         """JobError where a parameter has left the vector; masters of changed parameters follow."""
         for row, parameters in enumerate(self.rows):
             for k, (p, own) in enumerate(zip(parameters, self._own[row], strict=True)):
-                if p.data_ptr() != own.data_ptr() or p.dtype != own.dtype:
+                owner, key = self._owners[row][k]
+                moved = p.data_ptr() != own.data_ptr() or p.dtype != own.dtype
+                if moved or owner._parameters.get(key) is not p:
                     raise JobError([_left(self.flat.names[k])])
                 if self.low[k] and p._version != self._versions[row][k]:
                     self.cut(self.full[0][row])[k].copy_(p.data)
@@ -130,6 +133,12 @@ def _dense(parameter: torch.Tensor) -> tuple[int, ...]:
     """Strides that fill a stretch of memory without gaps: its own where they do."""
     like = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
     return like.stride()
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and its name there."""
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
 
 
 def _left(name: str) -> str:

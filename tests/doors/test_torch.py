@@ -1,0 +1,354 @@
+"""torch's own optimizers, scaler and types inside Gossip: the bits of their own step, mixed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mpigossip
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.graphs import graph
+from mpigossip.mixing.combine import combine
+
+N, STEPS = 2, 5
+OPTIMIZERS = {
+    "AdamW": {},
+    "AdamW fused": {"fused": True},
+    "AdamW foreach": {"foreach": True},
+    "Adam": {"amsgrad": True},
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.5},
+    "Adafactor": {},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adamax": {},
+    "Rprop": {},
+    "ASGD": {},
+}
+
+
+class Net(nn.Module):
+    """Tied, frozen, sometimes unused and never used parameters, a convolution, a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.narrow, self.wide = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.wide.weight = self.narrow.weight
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x, use):
+        x = self.norm(self.conv(x)).flatten(1)
+        x = self.frozen(torch.tanh(self.wide(torch.tanh(self.narrow(x)))))
+        return self.sometimes(x) if use else x
+
+
+def net(node=None):
+    torch.manual_seed(0)
+    made = Net().to(memory_format=torch.channels_last)
+    if node:  # all but the first begin elsewhere
+        with torch.no_grad():
+            for p in made.parameters():
+                p.add_(node)
+    return made
+
+
+def optimizer(model, name, **options):
+    few, others = list(model.conv.parameters()), []
+    others = [p for p in model.parameters() if all(p is not one for one in few)]
+    groups = [{"params": few, "lr": 0.03}, {"params": others}]
+    return getattr(torch.optim, name.split()[0])(groups, lr=0.01, **options)
+
+
+def inputs(node, step):
+    draw = torch.Generator().manual_seed(100 * node + step)
+    return torch.randn(4, 3, 4, 4, generator=draw)
+
+
+def backward(model, node, step, scale=1.0):
+    x = inputs(node, step).to(next(model.parameters()).dtype)
+    (model(x, use=step % 2 == 0).float().square().mean() * scale).backward()
+
+
+def values(model):
+    return [t.detach().clone() for t in model.parameters()]
+
+
+@torch.no_grad()
+def mix(models, t):
+    """Trained parameters by W(t): own term first."""
+    weights = graph("one-peer-exponential", N).matrix(t)
+    for together in zip(*(m.parameters() for m in models), strict=True):
+        if together[0].requires_grad:
+            rows = [p.reshape(1, -1).clone() for p in together]
+            for i, p in enumerate(together):
+                order = [i, *(j for j in range(N) if j != i and weights[i, j])]
+                out = torch.empty_like(rows[i])
+                combine([weights[i, j] for j in order], [rows[j] for j in order], out)
+                p.copy_(out.view(p.shape))
+
+
+@torch.no_grad()
+def average(models):
+    for together in zip(*(m.parameters() for m in models), strict=True):
+        rows = [p.reshape(1, -1).clone() for p in together]
+        mean = combine([1 / N] * N, rows, torch.empty_like(rows[0])).view(together[0].shape)
+        for p in together:
+            p.copy_(mean if p.requires_grad else together[0])
+
+
+def same(got, models):
+    pairs = zip(got, map(values, models), strict=True)
+    return all(torch.equal(a, b) for one, two in pairs for a, b in zip(one, two, strict=True))
+
+
+def every_optimizer(comm):
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    found = {}
+    with World(comm) as world:
+        for name, options in OPTIMIZERS.items():
+            model = net(world.rank)
+            gossip = mpigossip.Gossip(world, model, optimizer(model, name, **options))
+            for step in range(STEPS):
+                gossip.zero_grad()
+                backward(model, world.rank, step)
+                gossip.step()
+            assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+            found[name] = values(model)
+    return found
+
+
+def test_the_bits_are_those_of_the_optimizer_mixed(ranks):
+    got = ranks(N)(every_optimizer)
+    for name, options in OPTIMIZERS.items():
+        models = [net(node) for node in range(N)]
+        average(models)
+        inner = [optimizer(model, name, **options) for model in models]
+        for step in range(STEPS):
+            for node, (model, one) in enumerate(zip(models, inner, strict=True)):
+                one.zero_grad()
+                backward(model, node, step)
+                one.step()
+            mix(models, step)
+        assert same([each[name] for each in got], models), name
+
+
+def scaled(models, steppers, scalers, clip, node, step):
+    model, stepper, scaler = models[node], steppers[node], scalers[node]
+    stepper.zero_grad()
+    scale = float(scaler.scale(torch.ones(())))
+    overflow = float("inf") if (node, step) == (1, 2) else 1.0
+    backward(model, node, step, scale * overflow)
+    if clip:
+        scaler.unscale_(stepper)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    scaler.step(stepper)
+    scaler.update()
+
+
+def scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+
+def with_scaler(comm, clip):
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, one, node = net(), scaler(), world.rank
+        gossip = mpigossip.Gossip(world, model, optimizer(model, "AdamW"))
+        for step in range(STEPS):
+            scaled({node: model}, {node: gossip}, {node: one}, clip, node, step)
+        return values(model), one.get_scale(), gossip.mixer.bytes_sent[0]
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_an_overflow_on_one_rank_skips_its_step_and_nobody_waits(ranks, clip):
+    got = ranks(N)(with_scaler, clip)
+    models = [net() for _ in range(N)]
+    inner = [optimizer(model, "AdamW") for model in models]
+    scalers = [scaler() for _ in range(N)]
+    for step in range(STEPS):
+        for node in range(N):
+            scaled(models, inner, scalers, clip, node, step)
+        mix(models, step)
+    assert same([parameters for parameters, _, _ in got], models)
+    assert [scale for _, scale, _ in got] == [2.0**8, 2.0**7]
+    assert got[0][2] == got[1][2] > 0
+
+
+def test_bfloat16_parameters_have_a_float32_master():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).bfloat16()
+    masters = [p.detach().float() for p in model.parameters()]
+    for master in masters:
+        master.requires_grad_(True)
+    inner = torch.optim.AdamW(masters, lr=1e-4)  # far below what bfloat16 resolves
+    twin = copy.deepcopy(model)
+    gossip = mpigossip.Gossip(Alone(), model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    for step in range(8):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
+        for one in (model, twin):
+            one.zero_grad()
+            one(x).float().square().mean().backward()
+        gossip.step()
+        for master, p in zip(masters, twin.parameters(), strict=True):
+            master.grad = p.grad.float()
+        inner.step()
+        with torch.no_grad():
+            for master, p in zip(masters, twin.parameters(), strict=True):
+                p.copy_(master)
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        assert all(a.dtype == torch.bfloat16 and torch.equal(a, b) for a, b in pairs)
+    views = gossip.vector.cut(gossip.vector.x[0][0])
+    assert all(torch.equal(a, b) for a, b in zip(views, masters, strict=True))
+
+
+def test_schedulers_and_closures_see_the_inner_optimizer():
+    made = [net(), net()]
+    inner = [optimizer(model, "SGD", momentum=0.9) for model in made]
+    gossip = mpigossip.Gossip(Alone(), made[0], inner[0])
+    steppers = [gossip, inner[1]]
+    rates = [torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=9) for one in steppers]
+    calls = []
+    gossip.register_step_post_hook(lambda *_: calls.append("after"))
+    for step in range(6):
+        for model, stepper, rate in zip(made, steppers, rates, strict=True):
+
+            def closure(model=model, stepper=stepper, step=step):
+                calls.append(model)
+                stepper.zero_grad()
+                loss = model(inputs(0, step), True).square().mean()
+                loss.backward()
+                return loss
+
+            assert stepper.step(closure).requires_grad
+            rate.step()
+    assert same([values(made[0])], made[1:])
+    assert calls.count(made[0]) == calls.count("after") == 6
+    assert gossip.param_groups is inner[0].param_groups and gossip.state is inner[0].state
+
+
+def refused(match, algorithm="dsgd", make=None, **options):
+    model = net()
+    inner = (make or (lambda p: torch.optim.SGD(p, lr=0.1)))(list(model.parameters()))
+    with pytest.raises(JobError, match=match):
+        mpigossip.Gossip(Alone(), model, inner, algorithm, **options)
+
+
+def test_what_does_not_go_is_refused_in_words():
+    refused(r"LBFGS evaluates its closure several times", make=lambda p: torch.optim.LBFGS(p))
+    refused(r"plain torch\.optim\.SGD.*is a AdamW", "dmsgd", lambda p: torch.optim.AdamW(p))
+    refused(r"has momentum = 0\.9", "dmsgd", lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
+    refused(r"measures the loss", "gossip-aga")
+    refused(r"give total=", "adpsgd")
+    refused(r'cadence\.name = "never".*means cadence', "gossip-pga", cadence="never")
+    refused(r"needs the models of its own round", "choco", graph="ring", mixer="asynchronous")
+    refused(r'node\.wire = "sign"', wire="sign")
+    refused(r"write graph='ring'", "ring")
+    refused(r'peroid: unknown; did you mean "period"', "gossip-pga", peroid=3)
+    refused(r"the optimizer is the local step here", local="adamw")
+    refused(r"1 parameters that are not the model's", make=lambda p: torch.optim.SGD(
+        [*p, nn.Parameter(torch.ones(1))], lr=0.1))  # fmt: skip
+
+
+def ready(algorithm="dsgd", **options):
+    model = net()
+    gossip = mpigossip.Gossip(
+        Alone(), model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, **options
+    )
+    backward(model, 0, 0)
+    gossip.step()
+    return model, gossip
+
+
+def test_what_is_done_to_parameters_after_the_first_step_is_said():
+    model, gossip = ready()
+    with pytest.raises(JobError, match="add groups before it"):
+        gossip.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    model.load_state_dict(copy.deepcopy(model.state_dict()))  # in place: harmless
+    gossip.zero_grad()
+    gossip.step()
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with pytest.raises(JobError, match=r"parameter conv\.weight has left the memory"):
+        gossip.step()
+
+
+def test_gradients_that_were_never_zeroed_are_said():
+    model, gossip = ready()
+    backward(model, 0, 1)
+    with pytest.raises(JobError, match=r"write optimizer\.zero_grad\(\) before backward"):
+        gossip.step()
+    for to_none in (True, False):
+        gossip.zero_grad(to_none)
+        backward(model, 0, 2)
+        backward(model, 0, 3)
+        gossip.step()
+
+
+def test_an_exchange_under_way_bears_no_change():
+    model, gossip = ready(style="awc")
+    with torch.no_grad():
+        model.conv.weight.mul_(2)
+    with pytest.raises(JobError, match='overlap="never"'):
+        gossip.step()
+    model, gossip = ready(style="awc", overlap="never")
+    with torch.no_grad():
+        model.conv.weight.mul_(2)
+    gossip.step()
+
+
+METHODS = {
+    "dsgd": {}, "dsgd awc": {"style": "awc"}, "d2": {}, "dsgt awc": {"style": "awc"},
+    "slowmo": {"period": 2}, "dmsgd": {}, "choco": {"graph": "ring"}, "sgp": {"wire": "bf16"},
+}  # fmt: skip
+
+
+def gone_on(comm):
+    """Six steps; three, and the rest in a new Gossip; and the rest again in the first one."""
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    found = {}
+    with World(comm) as world:
+        for name, options in METHODS.items():
+
+            def begin(name=name, options=options):
+                model = net()
+                inner = "SGD" if name == "dmsgd" else "AdamW"
+                one = getattr(torch.optim, inner)(model.parameters(), lr=0.01)
+                return model, mpigossip.Gossip(world, model, one, name.split()[0], **options)
+
+            def train(model, gossip, first, last):
+                for step in range(first, last):
+                    gossip.zero_grad()
+                    backward(model, world.rank, step)
+                    gossip.step()
+                return values(model)
+
+            model, gossip = begin()
+            train(model, gossip, 0, 3)
+            kept = copy.deepcopy((model.state_dict(), gossip.state_dict()))
+            ends = [train(model, gossip, 3, 6)]
+            other, fresh = begin()
+            for one, stepper in ((other, fresh), (model, gossip)):
+                one.load_state_dict(kept[0])
+                stepper.load_state_dict(copy.deepcopy(kept[1]))
+                ends.append(train(one, stepper, 3, 6))
+            found[name] = ends
+    return found
+
+
+def test_state_dicts_go_on_to_the_bit(ranks):
+    for each in ranks(N)(gone_on, timeout=120):
+        for name, (whole, *others) in each.items():
+            for k, other in enumerate(others):
+                assert all(map(torch.equal, whole, other)), (name, k)
