@@ -48,10 +48,6 @@ def settings(
     if wire is not None:
         sections["node"]["wire"] = wire
     job = assemble.load(sections)
-    if algorithm in algorithms.BUILDERS:  # a job fills in those of its own local step too
-        mine = _options(algorithms.BUILDERS[algorithm])
-        kept = {key: value for key, value in job.algorithm.options.items() if key in mine}
-        job = replace(job, algorithm=replace(job.algorithm, options=kept))
     if drawn:
         made = graphs.graph(graph, world.size, job.graph.weights, lazy=job.graph.lazy)
         job = replace(job, graph=replace(job.graph, name="networkx"))

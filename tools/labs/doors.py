@@ -19,7 +19,6 @@ import torch
 
 import mpigossip
 from mpigossip import algorithms
-from mpigossip.algorithms import DEFAULT_LOCAL
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.doors.local import borrowed, check_plain_sgd, decay
@@ -98,7 +97,7 @@ def simulated(n: int, name: str, inner: str, wire: str) -> list[torch.Tensor]:
     models = [model(node) for node in range(n)]
     inners = [optimizer(inner, made) for made in models]
     vector = Parameters(models)
-    method = assemble.make_method(job, borrowed(vector, inners), 0, graph)
+    method = assemble.make_method(job, 0, graph, borrowed(vector, inners))
     widths = vector.flat.widths
     layout = Layout(widths, method.vectors, method.scalars, ("cpu",), assemble.make_wire(job))
     mixer = open_mixer(graph, layout, Alone())
@@ -111,7 +110,7 @@ def simulated(n: int, name: str, inner: str, wire: str) -> list[torch.Tensor]:
         with torch.no_grad():
             if not method.raw:
                 vector.gather()
-                for node in range(n) if name not in DEFAULT_LOCAL else ():
+                for node in range(n) if not algorithms.takes_local(name) else ():
                     decay(vector, inners[node], node)
             engine.step(0.05)
     return [torch.cat([p.detach().reshape(-1) for p in made.parameters()]) for made in models]
@@ -139,7 +138,7 @@ def refusal(n: int, name: str, inner: str, mixer: str, wire: str) -> str | None:
     options = dict(OPTIONS.get(name, {}))
     try:
         settings(Many(n), "cpu", name, options.pop("graph", None), None, wire, mixer, options)
-        if name not in DEFAULT_LOCAL:
+        if not algorithms.takes_local(name):
             check_plain_sgd(name, optimizer(inner, model(0)))
     except JobError as error:
         return str(error)
