@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -80,9 +81,11 @@ class SharedHost:
         """
         if partner not in self._halves:
             self._halves[partner] = self._half(parts, partner)
+        # the partner's outbox is whole, and so it has left its old result: this half may be written
         self.await_ready([partner], t)
         for own, theirs, out in self._halves[partner]:
             combine([weight] * 2, [own, theirs], out)
+        # the partner's half of the same result comes last: what is returned is whole
         self._window.Sync()
         self._tokens.send([partner], HALF, t)
         self.await_half(partner, t)
@@ -120,6 +123,7 @@ class SharedHost:
 
         Rank r sums chunk r and writes it to all results: one pass over the memory.
         """
+        # all outboxes are whole, and nobody reads an old result any more: chunks may be written
         self.await_ready(self.others, t)
         for dtype, part in parts:
             sources = [area[part].view(dtype).chunk(self.size) for area in self.outboxes]
@@ -130,6 +134,7 @@ class SharedHost:
             rows = [chunks[self.rank].unsqueeze(0) for chunks in sources]
             copies = [targets[rank][self.rank].unsqueeze(0) for rank in self.others]
             combine([1 / self.size] * self.size, rows, mine.unsqueeze(0), *copies)
+        # every rank has written its chunk into this rank's result, and left this rank's outbox
         self.meet(t, "global average")
 
     def meet(self, t: int, what: str) -> None:
@@ -146,3 +151,17 @@ class SharedHost:
         self._tokens.close()
         self._window.Unlock_all()
         self._window.Free()
+
+
+def open_host(
+    comm: MPI.Intracomm, nbytes: int, timeout_s: float
+) -> tuple[SharedHost | None, dict[int, int]]:
+    """Shared memory of this host's ranks, and their places in it by rank; none for one alone."""
+    on_host: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        if on_host.size == 1 < comm.size:
+            return None, {}
+        places = {rank: place for place, rank in enumerate(on_host.allgather(comm.rank))}
+        return SharedHost(on_host, nbytes, timeout_s), places
+    finally:
+        on_host.Free()

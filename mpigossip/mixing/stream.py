@@ -90,6 +90,8 @@ class Stream:
         return self._push.courier.rest([*filter(None, self._flying), *self._push.awaited()])
 
     def _send(self) -> bool:
+        # a reader frees the place of this round when it has summed round t - 2: without its token
+        # the put would overwrite what it still reads
         self._full = [rank for rank in self._full if not self._push.room(rank, self._count)]
         if self._full or self._sent == len(self._pieces):
             return False
@@ -97,6 +99,7 @@ class Stream:
             if not self._ready(self._pieces[self._sent]):
                 return False
             piece = self._pieces[self._prepared]
+            # encoded here and not before: while it is, the piece before is on the wire
             self._prepare(piece)
             self._prepared += 1
             self._flying = self._push.put_at_once(
@@ -105,11 +108,13 @@ class Stream:
         # a flush of what still flies would spin, on the core that others compute on
         if not MPI.Request.Testall(self._flying):
             return False
+        # flushed, then told: a token may overtake what isn't in the reader's memory yet
         self._push.sent(self._readers, self._number(self._sent))
         self._sent += 1
         return True
 
     def _take_in(self) -> bool:
+        # from each source the token of its next piece; the sources needn't be equally far
         moved, many = False, len(self._pieces)
         for rank, there in self._arrived.items():
             if there < many and self._push.arrived(rank, self._number(there)):
@@ -122,6 +127,8 @@ class Stream:
         return self._count * len(self._pieces) + self._pieces[index].number
 
     def _add_one(self) -> bool:
+        # one at a time, so that between two the next piece can go out; the sum is written over an
+        # inbox place, and the own piece must have been encoded, so all of them are there
         if self._added == min([self._prepared, *self._arrived.values()]):
             return False
         self._push.sync()

@@ -20,7 +20,7 @@ from mpigossip.mixing.combine import add_up
 from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.plan import Exchange, Piece, Plans, cut, piece_size
 from mpigossip.mixing.push import PushWindow
-from mpigossip.mixing.shared import SharedHost, rounded
+from mpigossip.mixing.shared import SharedHost, open_host, rounded
 from mpigossip.mixing.stream import Stream, measured_rate
 from mpigossip.mixing.wire import encode
 
@@ -73,16 +73,10 @@ class Windows(OfRank):
 
     def _open_host(self, same_host: str) -> SharedHost | None:
         """Shared memory with the ranks of this host, unless all of them are to be pushed to."""
-        self._places_on_host: dict[int, int] = {}
-        if same_host != "read":
-            return None
-        on_host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        alone = on_host.size == 1 < self.n
-        if not alone:
-            everyone = on_host.allgather(self.rank)
-            self._places_on_host = {rank: place for place, rank in enumerate(everyone)}
-        host = None if alone else SharedHost(on_host, self.layout.nbytes, self._timeout_s)
-        on_host.Free()
+        host, self._places_on_host = None, dict[int, int]()
+        if same_host == "read":
+            found = open_host(self._comm, self.layout.nbytes, self._timeout_s)
+            host, self._places_on_host = found
         return host
 
     def _open_push(self, poll: bool) -> PushWindow | None:
@@ -276,12 +270,9 @@ class Windows(OfRank):
         if now.ticket:
             self._wait_for(now.ticket)
         elif now.rest:
-            began, run, now.rest = (
-                time.perf_counter(),
-                now.rest,
-                None,
-            )  # no circle for the collector
-            run()
+            # taken out first: a circle of references would be left to the collector
+            began, (rest, now.rest) = time.perf_counter(), (now.rest, None)
+            rest()
             self._waited += time.perf_counter() - began
         mixed = self._segments(self._result_of(now))
         if not now.sources or self._on_host(now.sources):

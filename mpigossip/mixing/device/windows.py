@@ -141,14 +141,18 @@ class DeviceWindows(DeviceMemory):
         push, host, many = self._push, self._host, len(self._spans)
         count, targets, far = now.t - self._first, now.targets, now.far
         readers, sources = self._on_host(now.readers), self._on_host(now.sources)
+        # all copies out are begun at once, each awaited when its piece is to be sent
         copied = [self._copy_out(piece) for piece in self._spans]
+        # the readers of round t - 2 have summed it: their places are free
         if push:
             push.await_room([rank for rank, _ in targets], count)
         for k, piece in enumerate(self._spans):
+            # the devices have filled the piece (and it is in host memory): MPI knows no stream
             for event in copied[k] or ready:
                 _ = event and event.synchronize()
             if host:
                 host.publish(readers, now.t * many + k)
+            # then the sources' same piece: pushed here, or whole in their own memory
             if push:
                 self._put(piece, targets, count)
                 push.sent([rank for rank, _ in targets], count * many + k)
@@ -158,6 +162,7 @@ class DeviceWindows(DeviceMemory):
             for slot in range(len(self._lanes)):
                 terms = [(self._own[slot][piece], False), *self._sources_in(now, slot, piece)]
                 self._sums.add(now.weights, slot, piece, terms)
+        # what was read in place is summed, not only begun: the sources may write again
         for lane in self._lanes:
             lane.drain()
         if host:
