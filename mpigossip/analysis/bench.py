@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.world import World
 from mpigossip.graphs import Graph, GraphError, graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout, Mixer
@@ -93,7 +94,7 @@ def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) ->
     }
 
 
-def sizes_that_fit(world, options) -> list[int]:
+def sizes_that_fit(world: World, options) -> list[int]:
     """The sizes of which all ranks of a host can hold eight messages in half of its memory.
 
     That many it takes: windows, the limit's two arrays, and what the library copies.
@@ -109,7 +110,7 @@ def sizes_that_fit(world, options) -> list[int]:
     return fits
 
 
-def _opened(made: Graph, size: int, world, options) -> tuple[Mixer, int]:
+def _opened(made: Graph, size: int, world: World, options) -> tuple[Mixer, int]:
     """Windows for one vector of at least ``size`` bytes, filled, and its number of elements."""
     count = max(512, -(-size // 4 // 512) * 512)
     mixer = open_mixer(made, Layout((count,)), world, same_host=options.same_host)
@@ -117,7 +118,7 @@ def _opened(made: Graph, size: int, world, options) -> tuple[Mixer, int]:
     return mixer, count
 
 
-def exchange(world, options) -> Iterator[dict[str, Any]]:
+def exchange(world: World, options) -> Iterator[dict[str, Any]]:
     """Rounds of one vector along each graph, against the memory's or the wire's limit."""
     on_one_host = len(set(world.hosts)) == 1
     for name in options.graphs or GRAPHS:
@@ -148,7 +149,7 @@ def exchange(world, options) -> Iterator[dict[str, Any]]:
             yield row(name, 4 * count, times, limit)
 
 
-def allreduce(world, options) -> Iterator[dict[str, Any]]:
+def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
     """The exact average of all nodes: ours, and the library's Allreduce."""
     made = graph("complete", world.size)
     for size in sizes_that_fit(world, options):
@@ -171,7 +172,7 @@ def allreduce(world, options) -> Iterator[dict[str, Any]]:
         yield row("MPI_Allreduce", 4 * count, theirs, limit)
 
 
-def overlap(world, options) -> Iterator[dict[str, Any]]:
+def overlap(world: World, options) -> Iterator[dict[str, Any]]:
     """How much of an exchange hides behind compute of equal length (a fixed amount of it)."""
     made = graph("one-peer-exponential", world.size)
     for size in sizes_that_fit(world, options):
@@ -217,7 +218,7 @@ def _compute(comm: MPI.Comm, seconds: float) -> Callable[[], None]:
     return lambda: work(repeats)
 
 
-def checkpoint(world, options) -> Iterator[dict[str, Any]]:
+def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
     """A node's checkpoint file against plain write, fsync and rename of as many bytes."""
     from mpigossip.store import checkpoint as store
 
@@ -247,7 +248,7 @@ MEASURES = {"exchange": exchange, "allreduce": allreduce, "overlap": overlap,
             "checkpoint": checkpoint}  # fmt: skip
 
 
-def save(rows: Sequence[dict[str, Any]], path: Path, world, what: str) -> None:
+def save(rows: Sequence[dict[str, Any]], path: Path, world: World, what: str) -> None:
     """The rows as an HDF5 file, one dataset a column; as JSON where the name ends in .json."""
     about = {
         "measured": what,

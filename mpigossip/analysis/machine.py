@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from mpigossip.cluster.world import World
 from mpigossip.config import Data, GraphSection, JobError
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import open_mixer
@@ -66,7 +67,7 @@ class Given:
     bandwidth: float | None = None
 
 
-def examine(what: Subject, world, given: Given, budget_s: float) -> Machine:
+def examine(what: Subject, world: World, given: Given, budget_s: float) -> Machine:
     """Measure what isn't given, on all ranks of the launcher at once; collective under MPI.
 
     Compute is a real step of the job on one node. Latency and bandwidth are those of whole rounds
@@ -95,7 +96,7 @@ def examine(what: Subject, world, given: Given, budget_s: float) -> Machine:
     )  # fmt: skip
 
 
-def _steps(what: Subject, world, budget_s: float) -> tuple[float, float, float]:
+def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, float, float]:
     """Median seconds of a step of one node: compute, node-local, update; means over the ranks."""
     from mpigossip.cluster.ranks import Alone
     from mpigossip.groups import devices
@@ -208,7 +209,7 @@ def _network(
     return tuple(fitted), where
 
 
-def _work(world, seconds: float) -> Callable[[], None]:
+def _work(world: World, seconds: float) -> Callable[[], None]:
     """Arithmetic that takes a core about so long, at most `LONGEST_S`; the same on all ranks."""
     a = torch.randn(128, 128)
     each = statistics.fmean(world.broadcast(world.gather(_best(lambda: a @ a, 25))))
@@ -221,7 +222,9 @@ def _work(world, seconds: float) -> Callable[[], None]:
     return work
 
 
-def _rounds(world, what: Subject, count: int, budget_s: float, work_s: float) -> dict[str, float]:
+def _rounds(
+    world: World, what: Subject, count: int, budget_s: float, work_s: float
+) -> dict[str, float]:
     """Median seconds that a one-peer round and a global average of one vector add to work.
 
     Timed in bursts, as steps follow each other: after a barrier the first round would be late.

@@ -52,13 +52,14 @@ class Agreement:
 
 
 class Alone:
-    """One process without MPI, with the interface of `World`: what `simulate` uses."""
+    """One process without MPI, with the interface of `world.World`: what `simulate` uses."""
 
     rank = 0
     size = 1
     comm = None
-    names = (0,)
+    names: tuple[int, ...] = (0,)
     fault_tolerant = survives = diminished = False
+    timeout_s = TIMEOUT_S
 
     def __init__(self) -> None:
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
@@ -87,6 +88,12 @@ class Alone:
 
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+    def duplicate(self) -> None:
+        """No communicator."""
+
+    def shrink(self) -> None:
+        """Nobody was lost."""
 
     def lost_by(self, error: BaseException) -> bool:
         """Nobody to lose."""

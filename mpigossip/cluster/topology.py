@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 
 VARIABLE = "SLURM_TOPOLOGY_ADDR"
@@ -18,7 +19,7 @@ def natural(host: str) -> tuple:
     return tuple((0, int(p)) if p.isdigit() else (1, p) for p in re.findall(r"\d+|\D+", host))
 
 
-def addresses(world) -> list[str]:
+def addresses(world: World) -> list[str]:
     """What the scheduler says of each rank's place, "" where it says nothing; collective."""
     return world.broadcast(world.gather(os.environ.get(VARIABLE, "")))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mpigossip.cluster.world import World
 from mpigossip.commands.parts import command, settings
 from mpigossip.config.errors import OK, STOPPED, Mistake
 
@@ -61,6 +62,6 @@ def begin(job: Path | dict, settings: list[str], folder: Path | None = None) -> 
     return process.begin(folder or found.run.folder, found.node.timeout_s)
 
 
-def exit_code(summary: dict, world) -> int:
+def exit_code(summary: dict, world: World) -> int:
     """The exit code that a summary means, the same on every rank."""
     return STOPPED if world.agree(int(bool(summary) and not summary["finished"])) else OK

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mpigossip.algorithms import takes_local
+from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.doors import together
 from mpigossip.doors.around import Around
@@ -66,7 +67,7 @@ class Gossip(Around):
 
     def __init__(
         self,
-        world,
+        world: World,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         algorithm: str = "dsgd",

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpigossip import algorithms, graphs
 from mpigossip.algorithms import cadence as cadences
+from mpigossip.cluster.world import World
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError
 from mpigossip.config.choices import options_of, part_of
 from mpigossip.doors.together import SIGNATURE
@@ -28,7 +29,7 @@ DIVIDES = {"slowmo", "qg-dmsgd", "decentlam"}
 
 
 def settings(
-    world,
+    world: World,
     device: str,
     algorithm: str,
     graph: Any,

@@ -8,6 +8,7 @@ from torch import nn
 
 from mpigossip.algorithms.base import no_state
 from mpigossip.algorithms.local import Local
+from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.engine.module import LOW
 from mpigossip.engine.vector import Flat, flatten
@@ -19,7 +20,7 @@ SIGNATURE = Local(no_state, no_state, raw=True)
 """A local step that is only looked at."""
 
 
-def begin(world, mixer: Mixer, model: nn.Module) -> None:
+def begin(world: World, mixer: Mixer, model: nn.Module) -> None:
     """Trained parameters and float buffers become the exact average, all else rank 0's.
 
     Collective. JobError, on all ranks, where models differ by more than values.
@@ -60,7 +61,7 @@ def _average(mixer: Mixer, tensors: list[torch.Tensor]) -> None:
         at += t.numel()
 
 
-def _from_rank_0(world, tensor: torch.Tensor) -> None:
+def _from_rank_0(world: World, tensor: torch.Tensor) -> None:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().copy()
     for at in range(0, flat.size, CUT):
         flat[at : at + CUT] = world.broadcast(flat[at : at + CUT])

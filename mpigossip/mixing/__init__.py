@@ -6,6 +6,8 @@ import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mpigossip.cluster.world import World
+
 if TYPE_CHECKING:
     from mpigossip.mixing.base import Layout, Mixer
     from mpigossip.mixing.faults import Ages
@@ -34,7 +36,7 @@ def mixer_class(asked: str, where: str) -> Any:
 def open_mixer(
     graph,
     layout: Layout,
-    world,
+    world: World,
     mixer: str = "synchronous",
     *,
     same_host: str = "read",
@@ -56,7 +58,7 @@ def open_mixer(
     return made(graph, layout, **{name: given[name] for name in takes if name in given})
 
 
-def _where(layout: Layout, world) -> str:
+def _where(layout: Layout, world: World) -> str:
     if world.comm is None:
         return "process"
     if world.survives:

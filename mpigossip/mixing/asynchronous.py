@@ -23,6 +23,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline
+from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import OfRank
 from mpigossip.mixing.base import Kind, Layout, Segments, traffic
 from mpigossip.mixing.courier import Courier
@@ -80,7 +81,7 @@ class Asynchronous(OfRank):
 
     synchronous = False
 
-    def __init__(self, graph, layout: Layout, world, *, timeout_s=300.0):
+    def __init__(self, graph, layout: Layout, world: World, *, timeout_s=300.0):
         """Collective over ``world``; ``graph.n`` must be its size. The wire is exact."""
         super().__init__(graph, layout, world, timeout_s)
         self.torn, self.skipped = 0, 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.world import World
 from mpigossip.mixing.base import Common, Layout
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.tokens import everybody, wait_all
@@ -83,7 +84,7 @@ def _settle(received: dict, sent: dict, timeout_s: float) -> float:
 class OfRank(Common):
     """What the mixers between ranks have: rank i is node i; exact averages, off the hot path."""
 
-    def __init__(self, graph, layout: Layout, world, timeout_s: float):
+    def __init__(self, graph, layout: Layout, world: World, timeout_s: float):
         """Collective over ``world``; ``graph.n`` must be its size."""
         if graph.n != world.size:
             raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import OfRank
 from mpigossip.mixing.base import Kind, Layout, Segments
 from mpigossip.mixing.combine import add_up
@@ -31,7 +32,7 @@ class Messages(OfRank):
     are those of every other mixer.
     """
 
-    def __init__(self, graph, layout: Layout, world, *, timeout_s=300.0, staged=None):
+    def __init__(self, graph, layout: Layout, world: World, *, timeout_s=300.0, staged=None):
         """Collective over ``world``; ``staged``: segments apart from what is sent (unset: GPUs)."""
         super().__init__(graph, layout, world, timeout_s)
         self._hosts, self._plans = world.hosts, Plans(graph, layout, self.rank)

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import OfRank, gather
 from mpigossip.mixing.base import Kind, Layout, Segments
 from mpigossip.mixing.combine import add_up
@@ -34,7 +35,7 @@ class Windows(OfRank):
     halves = True
     """Whether pairs on one host average by halves."""
 
-    def __init__(self, graph, layout: Layout, world, *, same_host="read", timeout_s=300.0):
+    def __init__(self, graph, layout: Layout, world: World, *, same_host="read", timeout_s=300.0):
         """Collective over ``world``; ``graph.n`` must be its size."""
         super().__init__(graph, layout, world, timeout_s)
         self._host = self._open_host(same_host)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.named import imported, is_own
 from mpigossip.engine.step import Record
@@ -41,13 +42,13 @@ class Hook:
         """After the last step; the summary is complete on rank 0 only."""
 
 
-def named_hooks(names: Sequence[str], world) -> list[Hook]:
+def named_hooks(names: Sequence[str], world: World) -> list[Hook]:
     """The hooks of these names, each made with the world. Collective; raises JobError."""
     with world.together(JobError):
         return [_made(name, world) for name in names]
 
 
-def _made(name: str, world) -> Hook:
+def _made(name: str, world: World) -> Hook:
     where = HOOKS.get(name, name)
     if not is_own(where):
         raise JobError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpigossip import config
 from mpigossip.cluster.ranks import AgreedError
+from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake
 from mpigossip.runs.hooks import named_hooks
@@ -24,7 +25,7 @@ from mpigossip.store.log import read
 from mpigossip.training.assemble import Assembly, assemble, load
 
 
-def run(job: Job, world, n: int, resume: Path | None) -> dict[str, Any]:
+def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
     """Train the job on n nodes, from a checkpoint if one is given; the summary on rank 0.
 
     Collective under MPI. Raises JobError for mistakes of the user, on every rank.
@@ -46,7 +47,7 @@ def run(job: Job, world, n: int, resume: Path | None) -> dict[str, Any]:
     return summary
 
 
-def _run(assembly: Assembly, world, resume: Path | None) -> tuple[dict[str, Any], Assembly]:
+def _run(assembly: Assembly, world: World, resume: Path | None) -> tuple[dict[str, Any], Assembly]:
     """The summary, and what is to be closed: another assembly where ranks were lost."""
     folder = assembly.job.run.folder
     hooks = [Recorder(world, len(assembly.trainer.mixer.rows)), Printer(world), Guard(world)]
@@ -73,7 +74,7 @@ def _run(assembly: Assembly, world, resume: Path | None) -> tuple[dict[str, Any]
             whole = without_the_lost(whole, world)
 
 
-def _summary_of(folder: Path, world) -> dict[str, Any] | None:
+def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
     """What the log says of a finished run, printed again; None where it was killed before that."""
     summary = None
     with world.together(StoreError):
@@ -85,7 +86,7 @@ def _summary_of(folder: Path, world) -> dict[str, Any] | None:
     return world.broadcast(summary)
 
 
-def train(job: Job, world, n: int) -> dict[str, Any]:
+def train(job: Job, world: World, n: int) -> dict[str, Any]:
     """Train a job from the start, or go on where its run directory stopped."""
     with locked(job.run.folder, world):
         newest = _newest(job.run.folder, world)
@@ -95,7 +96,7 @@ def train(job: Job, world, n: int) -> dict[str, Any]:
         return run(job, world, n, newest)
 
 
-def _newest(folder: Path, world) -> Path | None:
+def _newest(folder: Path, world: World) -> Path | None:
     """The checkpoint to go on from, as rank 0 sees it: ranks may see a shared disk differently."""
     found = None
     with world.together(Mistake):
@@ -104,7 +105,7 @@ def _newest(folder: Path, world) -> Path | None:
     return world.broadcast(found)
 
 
-def resume(folder: Path, overrides: Sequence[str], world, n: int | None) -> dict[str, Any]:
+def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) -> dict[str, Any]:
     """Go on with the run in a folder, from its newest whole checkpoint.
 
     ``n``: nodes, None for as many as the checkpoint has.

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.runs.hooks import Hook
 from mpigossip.training.loop import Record
 
 
 @contextmanager
-def locked(folder: Path, world) -> Iterator[None]:
+def locked(folder: Path, world: World) -> Iterator[None]:
     """Keep a second job out of the run directory; the lock's file names the job that has it.
 
     A file system without locks (some Lustre and NFS mounts) is survived without one.
@@ -81,7 +82,7 @@ class Guard(Hook):
 
     EVERY_S = 1.0
 
-    def __init__(self, world):
+    def __init__(self, world: World):
         """``world``: keeps a lock that is taken anew until it is closed."""
         self._world, self._looked = world, time.monotonic()
         self._mine: int | None = None

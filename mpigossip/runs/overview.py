@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpigossip.cluster.world import World
 from mpigossip.config.readable import counted, size
 from mpigossip.engine.state import leaves
 from mpigossip.graphs import Graph, spectral
@@ -25,7 +26,7 @@ ROUNDS = 64
 """Rounds of a long or random graph that neighbours and bytes are taken from."""
 
 
-def overview(progress: Progress, assembly: Assembly, world) -> list[tuple[str, str]]:
+def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple[str, str]]:
     """What stands on the screen, as (word, text); local, nothing is asked of other ranks."""
     job, trainer, graph = progress.job, assembly.trainer, assembly.graph
     flat, section = trainer.replicas.flat, job.checkpoint
@@ -50,7 +51,7 @@ def overview(progress: Progress, assembly: Assembly, world) -> list[tuple[str, s
     ]  # fmt: skip
 
 
-def _nodes(progress: Progress, trainer: Trainer, world) -> str:
+def _nodes(progress: Progress, trainer: Trainer, world: World) -> str:
     devices = trainer.group.devices
     slots = f"{counted(len(devices), 'slot')} each ({', '.join(dict.fromkeys(devices))})"
     if world.comm is None:
@@ -93,7 +94,7 @@ def _graph(graph: Graph) -> str:
     return f"{text}, {gap} {1 - rate:.3g} (disagreement × {rate:.3g} a round)"
 
 
-def _exchange(progress: Progress, trainer: Trainer, graph: Graph, world) -> str:
+def _exchange(progress: Progress, trainer: Trainer, graph: Graph, world: World) -> str:
     """The way to each neighbour of node 0."""
     mine, wire = trainer.mixer.rows[0], progress.job.node.wire
     over = "" if wire == "fp32" else f", {wire} on the wire"
@@ -141,7 +142,7 @@ def _traffic(progress: Progress, trainer: Trainer, graph: Graph) -> str:
     return f"{size(average)} a node and {when} ({vectors}){ratio}"
 
 
-def _memory(progress: Progress, trainer: Trainer, world) -> int:
+def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
     """Bytes of one node, counted as the dry run does, of the mixer that was opened."""
     mixer, replicas = trainer.mixer, trainer.replicas
     state = sum(a.nbytes for each in trainer.engine.states for _, a in leaves(each)) // len(

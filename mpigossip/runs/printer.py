@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mpigossip.cluster.launcher import terminal_of_launcher
+from mpigossip.cluster.world import World
 from mpigossip.config.errors import output_fails
 from mpigossip.config.readable import clock
 from mpigossip.engine.step import Record
@@ -39,7 +40,7 @@ class Printer(Hook):
     The training loss is that of the nodes in this process: of node 0 under a launcher.
     """
 
-    def __init__(self, world, stream: TextIO | None = None, plain_s: float = PLAIN_S):
+    def __init__(self, world: World, stream: TextIO | None = None, plain_s: float = PLAIN_S):
         """Lines go to ``stream``, standard output if None.
 
         It counts as a terminal if it is one; among ranks if the launcher passes it on to one

@@ -11,6 +11,7 @@ import torch
 
 from mpigossip import config
 from mpigossip.cluster.ranks import AgreedError
+from mpigossip.cluster.world import World
 from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.watch import watchers
@@ -45,7 +46,7 @@ LOCAL = ("local_loss", "local_accuracy", "share_accuracy")
 class Recorder(Hook):
     """Gathers the steps of all nodes to rank 0 at each flush, which appends them to the log."""
 
-    def __init__(self, world, rows: int):
+    def __init__(self, world: World, rows: int):
         """``rows``: nodes that live in this process."""
         self._world, self._rows = world, rows
         self._kept: list[dict[str, Any]] = []

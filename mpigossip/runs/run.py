@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpigossip import config
+from mpigossip.cluster.world import World
 from mpigossip.config.readable import counted
 from mpigossip.runs.elastic import go_on
 from mpigossip.runs.hooks import Hook
@@ -42,7 +43,7 @@ def asked_of(manifest: checkpoint.Manifest) -> int:
     return asked
 
 
-def meet(trainer: Trainer, world) -> None:
+def meet(trainer: Trainer, world: World) -> None:
     """Wait for all nodes; asynchronous ones that are ahead go on averaging meanwhile."""
     if trainer.mixer.synchronous:
         return  # they meet in what follows
@@ -57,7 +58,7 @@ def meet(trainer: Trainer, world) -> None:
 class Run:
     """Drives a trainer from its present step to the last, and keeps what is worth keeping."""
 
-    def __init__(self, assembly: Assembly, world, hooks: Sequence[Hook]):
+    def __init__(self, assembly: Assembly, world: World, hooks: Sequence[Hook]):
         """``world``: of :mod:`mpigossip.cluster.ranks`; hooks watch and never steer."""
         self.assembly, self.trainer, self.world = assembly, assembly.trainer, world
         self.hooks = hooks

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip.cluster.ranks import AgreedError
+from mpigossip.cluster.world import World
 from mpigossip.config import CheckpointSection
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import Entry, NodeState
@@ -38,7 +39,7 @@ class Saver:
     waiting, on whether all are through; then rank 0's thread writes the manifest and renames.
     """
 
-    def __init__(self, world, folder: Path, job: str, settings: CheckpointSection):
+    def __init__(self, world: World, folder: Path, job: str, settings: CheckpointSection):
         """``job``: its TOML; ``settings``: what to keep, and what to do where a disk fails."""
         self._world, self._folder, self._job = world, folder, job
         self._settings, self._goes_on = settings, settings.on_error == "continue"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from mpigossip.cluster.ranks import Agreement
+from mpigossip.cluster.world import Agreement, World
 from mpigossip.runs.hooks import Hook
 
 END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
@@ -82,7 +82,7 @@ class Stopper(Hook):
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     LAG = 4
 
-    def __init__(self, world, folder: Path, end: float | None = None, lag: int = LAG):
+    def __init__(self, world: World, folder: Path, end: float | None = None, lag: int = LAG):
         """Signals only set a flag; ``folder / "STOP"`` is looked for by rank 0.
 
         ``end``: seconds from now on after which all must be over, None for never. ``lag``: steps

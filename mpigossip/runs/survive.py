@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 
+from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.runs.elastic import go_on_together
 from mpigossip.runs.lock import lock
@@ -15,7 +16,7 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.assemble import Assembly, assemble
 
 
-def prepare(job: Job, world) -> None:
+def prepare(job: Job, world: World) -> None:
     """Let the world outlive losses where the job asks for it; say where MPI can't."""
     world.survives = job.run.survive and world.fault_tolerant
     if job.run.survive and world.comm is not None and not world.survives and world.rank == 0:
@@ -28,7 +29,7 @@ def prepare(job: Job, world) -> None:
         )
 
 
-def without_the_lost(run: Run, world) -> Run:
+def without_the_lost(run: Run, world: World) -> Run:
     """A run of the survivors from the last whole step that all of them have done. Collective.
 
     A further loss on the way begins anew. What the old world shared is left behind, never freed.
@@ -43,7 +44,7 @@ def without_the_lost(run: Run, world) -> Run:
                 raise
 
 
-def _rebuilt(run: Run, world) -> Run:
+def _rebuilt(run: Run, world: World) -> Run:
     world.shrink()
     if world.rank == 0 and run.names[0] != world.names[0]:
         # rank 0 held it and is gone; a disk that doesn't know yet is no reason to stop
@@ -94,7 +95,7 @@ def _those_who_go_on(count: int) -> str:
     return f"{count} nodes go on from their exact average"
 
 
-def _lines(run: Run, world, numbers: dict, milliseconds: int) -> list[str]:
+def _lines(run: Run, world: World, numbers: dict, milliseconds: int) -> list[str]:
     gone = [place for place, name in enumerate(run.names) if name not in world.names]
     return [
         f"rank {run.names[place]} on {run.hosts[place]} was lost after step {numbers['index']} "

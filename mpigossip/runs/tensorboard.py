@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpigossip.cluster.world import World
 from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.store import StoreError
@@ -20,7 +21,7 @@ class TensorBoard(Hook):
     them of all nodes, and ``mpigossip log export --tensorboard`` brings their means.
     """
 
-    def __init__(self, world):
+    def __init__(self, world: World):
         """``world``: whose rank 0 writes."""
         self._world, self._writer = world, None
 

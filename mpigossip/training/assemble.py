@@ -12,6 +12,7 @@ from mpigossip import algorithms, config, graphs, models
 from mpigossip.algorithms import cadence as cadences
 from mpigossip.algorithms.local import Local
 from mpigossip.cluster import topology
+from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError, Part
 from mpigossip.config.choices import Tables
 from mpigossip.config.errors import Mistake
@@ -87,7 +88,7 @@ def make_graph(job: Job, n: int) -> Graph:
     )
 
 
-def placed(job: Job, graph: Graph, world) -> Graph:
+def placed(job: Job, graph: Graph, world: World) -> Graph:
     """The graph renumbered for the racks that the ranks stand in; collective."""
     if job.graph.placement == "given" or world.comm is None:
         return graph
@@ -230,7 +231,7 @@ def make_replicas(
     return replicas
 
 
-def make_mixer(job: Job, graph: Graph, layout: Layout, world) -> Mixer:
+def make_mixer(job: Job, graph: Graph, layout: Layout, world: World) -> Mixer:
     """Between the ranks of ``world``, or all nodes in this process where it has no MPI."""
     node, ill = job.node, job.faults
     faults = Faults(
@@ -277,7 +278,7 @@ def make_engine(
     )
 
 
-def assemble(job: Job, world, n: int) -> Assembly:
+def assemble(job: Job, world: World, n: int) -> Assembly:
     """Build all that a run on n nodes needs; collective under MPI.
 
     Raises JobError on every rank where any rank found mistakes.
