@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from mpigossip.store import StoreError, guard
@@ -46,6 +45,7 @@ ARRAYS = ("labels", "offsets", "sizes", "checksums")
 CHANNELS = 1 << 10
 CLASSES = 1 << 16  # names of any length, as in version 1
 SIDE = 1 << 16  # pixels of an image
+SCALE = 255  # of what is stored in bytes
 Require = Callable[[bool, str], None]
 
 
@@ -183,7 +183,7 @@ def open_dataset(path: Path | str) -> Dataset:
 def _read(raw: io.FileIO, path: Path) -> Dataset:
     """Read and check everything but the payload."""
     size = os.fstat(raw.fileno()).st_size
-    with h5py.File(raw, "r") as file:
+    with guard.hdf5(raw) as file:
         if "format" not in file.attrs or guard.attribute(file, "format", texts=True) != FORMAT:
             raise StoreError(
                 f'the data set {path} can\'t be used: it has no attribute format = "{FORMAT}", so '
@@ -213,10 +213,11 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str,
     mean, std = np.array(facts["mean"], float), np.array(facts["std"], float)
     numbers = np.concatenate([mean.ravel(), std.ravel(), [facts["scale"]]])
     whole = mean.shape == std.shape == (channels,) and np.isfinite(numbers).all()
-    whole = whole and (std > 0).all() and facts["scale"] > 0
+    whole = whole and (std > 0).all() and 0 < facts["scale"] <= SCALE
     require(
         bool(whole),
-        f"mean {mean} and std {std} should be {channels} numbers, std and scale above 0",
+        f"mean {mean} and std {std} should be {channels} numbers, std above 0, and scale from 0 to "
+        f"{SCALE}",
     )
     splits = {}
     for name in SPLITS:

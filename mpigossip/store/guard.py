@@ -14,6 +14,7 @@ import io
 import math
 import os
 import stat
+import struct
 import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,14 @@ SPARSE = 64
 """Bytes that a table may have for a byte of its file: rows of columns that came later are open."""
 LEAST = 1 << 26
 """Bytes that a table may have in any file."""
+METADATA = 1 << 16  # bytes: HDF5 reads headers in smaller pieces
+HEADER = 68  # bytes of the longest header that is looked at
+PIECES = 1 << 20  # of a table, and bytes of their index
+LIST = struct.Struct("<4sBBBBBBBB6Q")
+GROWTH = (32, 4, 16, 4, 10)  # HDF5's own numbers for such an array; nobody sets others
+TREE = struct.Struct("<4sBBIHHBB")
+TREES = (5, 6, 8, 9, 10, 11)
+"""HDF5's kinds of B-trees that our files have: of links, of attributes, of chunks."""
 SEAL = "checksum"
 PLAIN = (h5t.INTEGER, h5t.FLOAT)
 FILTERS = (h5z.FILTER_FLETCHER32,)
@@ -62,6 +71,70 @@ def regular(path: Path, follow: bool = True) -> io.FileIO:
     return io.FileIO(descriptor)
 
 
+class _Checked:
+    """A file as h5py's "fileobj" driver wants one, which spares HDF5 headers it would die of.
+
+    HDF5 2.0 takes a B-tree's sizes for granted where its checksum is right: 0 is divided by, 4 GB
+    are allocated, a foreign kind is a jump to nowhere. Such a header reads as zeros here, which
+    HDF5 refuses.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def readinto(self, data: memoryview) -> int:
+        at = self.file.tell()
+        count = self.file.readinto(data)
+        if count is not None and len(data) <= METADATA:
+            self._spare(data, at)
+            self.file.seek(at + count)
+        return count
+
+    def _spare(self, data: memoryview, at: int) -> None:
+        """Zeros in place of all that is read of such a header, which may begin before."""
+        first = max(0, at - HEADER)
+        self.file.seek(first)
+        around = self.file.read(at - first) + bytes(data)
+        around += self.file.read(HEADER) if len(data) < HEADER else b""
+        for name, sound in ((b"BTHD", _sound_tree), (b"EAHD", _sound_list)):
+            place = around.find(name)
+            while place >= 0:
+                if not sound(around[place : place + HEADER]):
+                    start = max(0, place - (at - first))
+                    stop = max(0, min(len(data), place + HEADER - (at - first)))
+                    data[start:stop] = bytes(max(0, stop - start))
+                place = around.find(name, place + 4)
+
+    def write(self, data: memoryview) -> int:
+        raise OSError(errno.EROFS, "the file is open for reading")
+
+    truncate = flush = write
+
+
+def _sound_tree(header: bytes) -> bool:
+    """Whether a B-tree's header, as far as it was read, is one of those that our files have."""
+    if len(header) < TREE.size:
+        return True
+    _, _, kind, node, row, depth, split, merge = TREE.unpack_from(header)
+    sizes = row > 0 and node <= METADATA and (node - 10) // max(row, 1) >= 2 and depth <= 32
+    return kind in TREES and sizes and 0 < merge < split <= 100
+
+
+def _sound_list(header: bytes) -> bool:
+    """The same of an extensible array, which numbers the pieces of a table that grows one way."""
+    if len(header) < LIST.size:
+        return True
+    _, _, kind, width, *rest = LIST.unpack_from(header)
+    counts = rest[5:]
+    return kind <= 1 and 8 <= width <= 24 and tuple(rest[:5]) == GROWTH and max(counts) <= PIECES
+
+
+def hdf5(file: Any) -> h5py.File:
+    """The HDF5 content of an open file, for reading."""
+    return h5py.File("file", "r", "fileobj", fileobj=_Checked(file))
+
+
 @contextmanager
 def opened(file: Any, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str, Any]]]:
     """The HDF5 content of an open file, and its arrays and groups by path.
@@ -69,7 +142,7 @@ def opened(file: Any, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str, Any
     HDF5 gets this one file and opens nothing by a name. `allowed`: as of `look`.
     """
     size = file.seek(0, os.SEEK_END)
-    with h5py.File("file", "r", "fileobj", fileobj=file) as content:
+    with hdf5(file) as content:
         yield content, look(content, size, **allowed)
 
 
@@ -269,7 +342,7 @@ def attributes(thing: Any, texts: bool = False, most: int = WORDS) -> dict[str, 
 
 def seal(thing: Any) -> None:
     """Add a checksum over all other attributes: HDF5 has none for long texts."""
-    facts = attributes(thing, most=TEXT)
+    facts = attributes(thing, texts=True, most=TEXT)
     facts.pop(SEAL, None)
     thing.attrs[SEAL] = _sum(facts)
 

@@ -161,6 +161,15 @@ def fixed(text: str) -> np.ndarray:
     return np.array(data, h5py.string_dtype("utf-8", max(len(data), 1)))
 
 
+def worded(text: str, most: int) -> np.ndarray | str:
+    """The same up to so many bytes; longer ones go to the heap, which needs a checksum of ours.
+
+    HDF5 keeps an attribute above 4 kB by itself where there are more than eight, above 64 kB
+    always: under a kind of B-tree that `guard` lets nobody use.
+    """
+    return fixed(text) if len(text.encode(errors="surrogateescape")) <= most else text
+
+
 def write_text(group: h5py.Group, name: str, text: str) -> None:
     """A dataset of one UTF-8 text of fixed length: any size, and outside HDF5's unchecked heap."""
     data = fixed(text)

@@ -29,7 +29,7 @@ from mpigossip.store.hdf5 import LIBVER, new, sync, writing
 PAGE = 4096
 SMALL = 1 << 26  # bytes of a file that is read as a copy in memory
 TRIES = 20
-SLACK = 1 << 20  # bytes that a file may grow by beyond its last page
+SLACK = 1 << 25  # bytes that a file may grow by beyond the pages that are written
 MAGIC = b"mpigossip pages\n"
 
 
@@ -208,7 +208,7 @@ def _read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
     numbers = struct.unpack_from(f"<{count}Q", data, head + 16)
     last = max(numbers, default=0)
     stored = path.stat().st_size if path.exists() else 0
-    if last * PAGE >= size or size > max(stored, (last + 1) * PAGE) + SLACK:
+    if last * PAGE >= size or size > stored + count * PAGE + SLACK:
         return None
     return size, {n: data[first + k * PAGE :][:PAGE] for k, n in enumerate(numbers)}
 

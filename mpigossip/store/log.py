@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 
 from mpigossip.store import StoreError, guard
-from mpigossip.store.hdf5 import create, fixed, sync, writing
+from mpigossip.store.hdf5 import create, fixed, sync, worded, writing
 from mpigossip.store.journal import recover, transaction
 from mpigossip.store.log_reading import FORMAT, Log, opened, read
 
@@ -32,6 +32,7 @@ __all__ = ["Column", "EVALUATION_COLUMNS", "Log", "LogWriter", "read"]
 
 EMPTY = "holds no step"
 SIGNATURE = b"\x89HDF\r\n\x1a\n"  # of every HDF5 file
+ALONE, AMONG = 24_000, 3_000  # bytes of a text among few and among many attributes
 CHUNK_BYTES = 1 << 16
 """Of a column; a flush writes whole chunks, one or two a column. Each has HDF5's own checksum."""
 
@@ -102,8 +103,8 @@ class LogWriter:
             if not self.path.exists():
                 _create(self.path)
         with transaction(self.path) as file:
-            file.attrs["job"] = fixed(job)
-            file.attrs["environment"] = fixed(json.dumps(dict(environment)))
+            file.attrs["job"] = worded(job, ALONE)
+            file.attrs["environment"] = worded(json.dumps(dict(environment)), ALONE)
             guard.seal(file)
             file["summary"].attrs.clear()
             have = file["steps/step"][()]
@@ -174,7 +175,7 @@ class LogWriter:
             for name, value in values.items():
                 number = isinstance(value, int | float | np.number)
                 text = value if isinstance(value, str) else json.dumps(value)
-                file["summary"].attrs[name] = value if number else fixed(text)
+                file["summary"].attrs[name] = value if number else worded(text, AMONG)
             guard.seal(file["summary"])
 
     @contextmanager

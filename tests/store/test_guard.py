@@ -317,8 +317,11 @@ SETS = {
     ),
     "sizes": (sized, "heights and widths from 1 to 65536"),
     "channels": (lambda f: f.attrs.__setitem__("channels", -1), "channels = -1"),
-    "scale": (lambda f: f.attrs.__setitem__("scale", np.nan), "std and scale above 0"),
-    "attribute": (lambda f: f.attrs.__setitem__("mean", np.zeros(1 << 15)), "small array"),
+    "scale": (lambda f: f.attrs.__setitem__("scale", np.nan), "scale from 0 to 255"),
+    "attribute": (
+        lambda f: f.attrs.__setitem__("mean", np.zeros(1 << 15)),
+        "small array|attribute",
+    ),
 }
 
 

@@ -56,13 +56,14 @@ def same(a, b):
 
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "log.h5"
+    long = {str(k): "x" * 1000 * k for k in range(1, 12)}
     with writer(path, job="# é\n" * 40_000) as out:
         for start in (0, 5, 10):
             out.append(values(range(start, start + 5), 3))
         out.append({"step": np.array([20, 30])} | values([20, 30], 3))
         out.evaluation({"step": 10, "accuracy": 0.5, "local_accuracy": [0.1, 0.2, 0.3], "own": 3})
         out.evaluation({"step": 31, "accuracy": 0.75, "seconds": 2})
-        out.summary({"digest": "ab", "accuracy": 0.75, "steps": 31, "gaps": [1, 2]})
+        out.summary({"digest": "ab", "accuracy": 0.75, "steps": 31, "gaps": [1, 2]} | long)
     got = read(path)
     steps = [*range(15), 20, 30]
     assert got.steps["step"].tolist() == steps and got.nodes == 3
@@ -76,7 +77,8 @@ def test_what_is_written_is_read(tmp_path):
         got.evaluations["local_accuracy"], [[0.1, 0.2, 0.3], [np.nan] * 3]
     )
     assert got.job == "# é\n" * 40_000 and got.environment == {"a": "é"}
-    assert got.summary == {"digest": "ab", "accuracy": 0.75, "steps": 31, "gaps": "[1, 2]"}
+    facts = {"digest": "ab", "accuracy": 0.75, "steps": 31, "gaps": "[1, 2]"}
+    assert got.summary == facts | long
     assert got.units == {"step": "step", "loss": "nat", "bytes_sent": "B", "kind": "1"}
     assert {p.name for p in tmp_path.iterdir()} == {"log.h5"}
 
