@@ -59,7 +59,8 @@ class Gossip(Around):
       qg-dmsgd and decentlam;
     * cadence "gossip-aga", which measures the loss; "adpsgd" without ``total``, the run's steps;
     * local steps by name (``local``, "accumadam"): the optimizer is the local step;
-    * ``add_param_group`` after the first step: the vector is laid out.
+    * ``add_param_group`` after the first step: the vector is laid out;
+    * layers sent during backward: clipping or a scaler may still change their gradients.
 
     parallel, dsgt and momentum-tracking give every parameter a gradient, zero where a node had
     none; all others leave parameters without a gradient to the optimizer, which skips them.
@@ -93,7 +94,11 @@ class Gossip(Around):
         super().__init__(optimizer)
         self._world, self._model = world, model
         if overlap not in ("auto", "never"):
-            raise JobError([f'overlap = "{overlap}": choose "auto" or "never"'])
+            raise JobError(
+                [f'overlap = "{overlap}": choose "auto" (methods that are ahead travel during '
+                 'forward and backward) or "never"; layer by layer during backward is a job\'s '
+                 "(node.overlap), since clipping or a scaler may still change a loop's gradients"]
+            )  # fmt: skip
         self._ahead, self._every = overlap == "auto", measure_every
         where = str(next(model.parameters()).device)
         with world.together(JobError, ValueError):

@@ -254,7 +254,7 @@ def test_what_does_not_go_is_refused_in_words():
     refused(r"needs the models of its own round", "choco", graph="ring", mixer="asynchronous")
     refused(r'node\.wire = "sign"', wire="sign")
     refused(r"write graph='ring'", "ring")
-    refused(r'peroid: unknown; did you mean "period"', "gossip-pga", peroid=3)
+    refused(r'perio: unknown; did you mean "period"', "gossip-pga", perio=3)
     refused(r"the optimizer is the local step here", local="adamw")
     refused(r"1 parameters that are not the model's", make=lambda p: torch.optim.SGD(
         [*p, nn.Parameter(torch.ones(1))], lr=0.1))  # fmt: skip
