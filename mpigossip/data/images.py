@@ -121,8 +121,11 @@ class Images:
             return Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
         try:
             with Image.open(io.BytesIO(self.data.split(split).encoded(index))) as image:
+                height, width = self.data.split(split).sizes[index]
+                if image.size != (width, height):  # before it is decoded into so much memory
+                    raise OSError(f"{image.size} pixels in place of {(int(width), int(height))}")
                 return image.convert("L" if self.data.channels == 1 else "RGB")
-        except OSError as error:
+        except (OSError, Image.DecompressionBombError) as error:
             raise OSError(
                 f"{self.recipe.path}: image {index} of {split} is damaged ({error}); "
                 "pack the data set again"
