@@ -54,6 +54,12 @@ def _shared(folder: Path | None) -> Path:
     return Path(tempfile.mkdtemp(prefix="mpigossip.ranks-"))
 
 
+def enters() -> None:
+    """MPI is started next: waiting for the other ranks begins."""
+    if _witness is not None:
+        _witness.enters()
+
+
 def started() -> None:
     """MPI runs, and all ranks have met."""
     if _witness is not None:

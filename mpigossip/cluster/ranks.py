@@ -338,6 +338,7 @@ def world(timeout_s: float = TIMEOUT_S) -> World:
     ours = not MPI.Is_initialized()
     if ours:
         check_library(MPI.Get_library_version(), os.environ)
+        process.enters()
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     ending.prepare(finalize=ours)
     check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)

@@ -27,6 +27,8 @@ from pathlib import Path
 
 TOLD, ENDED = "told", "ended"
 """Files: the job's end has been explained; this and a rank's number: when it ended."""
+ENTERED = "+"
+"""Behind the name of a rank's file: it waits for MPI to start."""
 FIRST_LOOK_S, LOOK_S = 0.5, 5.0
 """Seconds between two looks at the folder while MPI starts: at first, and at most."""
 SETTLE_S = 0.1
@@ -35,7 +37,7 @@ GRACE_S = 3.0
 """Seconds that a rank has to end when it is told to, or says that it will."""
 STALE_S = 3600.0
 """Age from which on a folder of another launch was left by witnesses that were killed, too."""
-STARTED, LEAVES, ABORTS = b"s", b"l", b"a"
+ENTERS, STARTED, LEAVES, ABORTS = b"e", b"s", b"l", b"a"
 """What a rank says."""
 
 
@@ -59,6 +61,10 @@ class Witness:
         )
         default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         self._library = _sigterm_exits() if default else None
+
+    def enters(self) -> None:
+        """The rank is about to start MPI, and has loaded what it needs."""
+        self._say(ENTERS)
 
     def started(self) -> None:
         """MPI runs on all ranks."""
@@ -127,7 +133,7 @@ class Watch:
         self.folder, self.rank, self.size = Path(folder), rank, size
         self.timeout_s, self.host, self.pid = timeout_s, host, pid
         self.began, self.pause = time.monotonic(), FIRST_LOOK_S
-        self.starting = True
+        self.starting, self.entered = True, float("inf")
         self.name = f"rank {rank} of {size} on {host} (process {pid})"
         self.file = self.folder / f"{rank}.{pid}.{host}"
         self.ranks: dict[int, int] = {}
@@ -161,7 +167,7 @@ class Watch:
     def meet(self) -> None:
         """Look out for all ranks of this host that have begun."""
         for rank, rest in self.begun().items():
-            pid, _, host = rest.partition(".")
+            pid, _, host = rest.removesuffix(ENTERED).partition(".")
             if host == self.host and pid.isdigit():
                 self.look_out_for(rank, int(pid))
 
@@ -194,8 +200,8 @@ class Watch:
         if LEAVES in words:  # it has said why; while MPI starts, the others can't go on without it
             return not self.starting or claim(self.folder, spoken=now) or True
         if words:
-            self.starting = False
-            self.meet()
+            self.starting = STARTED not in words
+            self.enter() if self.starting else self.meet()
             return False
         with contextlib.suppress(OSError):
             (self.folder / f"{ENDED}.{self.rank}").write_text(f"{now!r} {self.host}")
@@ -207,6 +213,14 @@ class Watch:
             when += f", and {missing}" if missing else ""
             self.say(f"{self.name} ended without a word (killed, or crashed) {when}")
         return True
+
+    def enter(self) -> None:
+        """The rank waits in MPI from now on; its file says so."""
+        self.entered = time.monotonic()
+        file = self.file.with_name(self.file.name + ENTERED)
+        with contextlib.suppress(OSError):
+            self.file.rename(file)
+            self.file = file
 
     def is_first(self, now: float) -> bool:
         """Whether no rank ended so before: by order, of ranks that are not seen by the clock."""
@@ -224,19 +238,18 @@ class Watch:
         """Whether MPI can't start any more, or the job is over; then the rank is ended."""
         if not self.starting:
             return self.aborted()
-        longest = FIRST_LOOK_S if self.dead else LOOK_S
-        self.pause = max(0.0, min(1.5 * self.pause, longest, self.timeout_s - self.seconds()))
+        missing = self.missing()
+        # what a rank loads before it enters may take long on a busy machine, and is not waiting
+        since = self.began if missing and self.entered < float("inf") else self.entered
+        left = self.timeout_s - (time.monotonic() - since)
+        self.pause = max(0.0, min(1.5 * self.pause, FIRST_LOOK_S if self.dead else LOOK_S, left))
         self.meet()
         if not (self.folder / TOLD).exists():
-            if self.seconds() < self.timeout_s:
+            if left > 0:
                 return False
             if claim(self.folder):
-                why = self.missing() or (
-                    f"all {self.size} ranks have begun, so a rank may be stopped, or the network "
-                    "between them at fault"
-                )
                 limit = f"within {self.timeout_s:g} s (node.timeout_s)"
-                self.say(f"MPI has not started {limit}: {why}; ending the job")
+                self.say(f"MPI has not started {limit}: {missing or self.late()}; ending the job")
         self.end()
         return True
 
@@ -257,11 +270,18 @@ class Watch:
         """A clause on the ranks that never laid their file; "" for none."""
         begun = self.begun()
         names = [str(rank) for rank in range(self.size) if rank not in begun]
-        if not names:
-            return ""
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        which = f"{', '.join(names[:8])}{more} (in {self.folder})"
-        return f"nothing is seen of {len(names)} of {self.size} ranks: {which}"
+        which = f"{_few(names)} (in {self.folder})"
+        return f"nothing is seen of {len(names)} of {self.size} ranks: {which}" if names else ""
+
+    def late(self) -> str:
+        """A clause on the ranks that have begun and not come to where MPI starts."""
+        late = {r: rest for r, rest in sorted(self.begun().items()) if not rest.endswith(ENTERED)}
+        names = [f"{rank} on {rest.partition('.')[2]}" for rank, rest in late.items()]
+        if names:
+            return (
+                f"{len(names)} of {self.size} ranks have begun but not come so far: {_few(names)}"
+            )
+        return f"all {self.size} ranks wait for it, so the network between them may be at fault"
 
     def end(self) -> None:
         """End the rank, if it still lives."""
@@ -298,6 +318,10 @@ class Watch:
         """One line, where the rank's own would go."""
         with contextlib.suppress(OSError):
             os.write(2, f"mpigossip: {text}\n".encode(errors="replace"))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 if __name__ == "__main__":

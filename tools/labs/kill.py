@@ -1,7 +1,11 @@
 """Kills ranks of real runs and counts what comes of it.
 
 python tools/labs/kill.py checkpoints [--count 200]   a rank dies while checkpoints are written
+python tools/labs/kill.py start [--count 50]          a rank dies before, in or after MPI's start
+python tools/labs/kill.py start --tolerant            … with Open MPI's --with-ft ulfm
 python tools/labs/kill.py ranks [--count 50]          a rank dies in training, the others go on
+python tools/labs/kill.py places [--where flush]      a rank dies inside an evaluation, a global
+                                                      average, a flush, or in training; --losses 2
 python tools/labs/kill.py ranks --losses 2            … and another one
 python tools/labs/kill.py ranks --victim 0            … and it is always rank 0
 python tools/labs/kill.py ranks --hosts               … each rank a host of tools/labs/net.sh
@@ -41,6 +45,7 @@ from tests import launch  # noqa: E402
 
 LIMIT_S = 60.0  # seconds without a sign of life that count as a hang
 START_S = 180.0  # seconds that a run has to its first step, on a machine with few cores
+STARTS_S = 8.0  # node.timeout_s of runs that lose a rank while they start
 TINY = [
     "model.name=mlp",
     "model.hidden=[256]",
@@ -138,6 +143,108 @@ def _last(folder: Path) -> int:
     """Step of the newest checkpoint by its name, -1 for none."""
     names = [path.name for path in folder.glob("checkpoints/step-*")]
     return max((int(name[5:]) for name in names if name[5:].isdigit()), default=-1)
+
+
+# -- while MPI starts -----------------------------------------------------------------------------
+
+
+def starts(count: int, ranks: int, seed: int, top: Path, until: float, begun: float) -> Found:
+    """Runs that lose a rank within their first ``begun`` seconds: they end in words, or go on.
+
+    In time means ``STARTS_S`` (node.timeout_s) and 10 s from the kill. A run that has ended well
+    has lost nobody, or has a whole log.
+    """
+    draw, found = random.Random(seed), Found(f"start, {ranks} ranks")
+    settings = [*TINY[:-1], "run.steps=60", "run.survive=true", f"node.timeout_s={STARTS_S:g}"]
+    phases: dict[str, int] = {}
+    waits: list[float] = []
+    named = 0
+    for at in range(count):
+        if time.monotonic() > until:
+            break
+        folder = top / f"start-{at}"
+        words = ["mpigossip", "train", *_job(folder, "jobs/digits.toml", settings)]
+        run, chosen = launch.Launch(ranks, words, REPO), draw.randrange(ranks)
+        try:
+            _wait(lambda: len(run.ranks()) == ranks, LIMIT_S, run)  # noqa: B023
+            time.sleep(begun * draw.random())
+            told, phase = "".join(run.output()), "before its hello"
+            if "parameters" in told:
+                phase = "in training"
+            elif any(folder.glob(f".ranks-*/{chosen}.*")):
+                phase = "behind its hello"
+            began = time.monotonic()
+            os.kill(run.ranks()[chosen], signal.SIGKILL)
+            _ended(run, STARTS_S + 10)
+            waits.append(time.monotonic() - began)
+            out, err = run.output()
+            if run.process.returncode == 0:
+                _checked(folder, 1)
+                phase += ", went on"
+            found.kills += 1
+            phases[phase] = phases.get(phase, 0) + 1
+            named += bool(re.search(rf"rank {chosen} of {ranks} on|ranks: (\d, )*{chosen}\b", err))
+        except (AssertionError, StoreError, OSError, IndexError) as error:
+            found.wrong.append(f"{folder}, rank {chosen}: {error}")
+        finally:
+            run.close()
+    found.facts |= {name: str(number) for name, number in sorted(phases.items())}
+    found.facts["with the rank's number in our own words"] = str(named)
+    found.facts["s from kill to end, most"] = f"{max(waits, default=0):.1f}"
+    return found
+
+
+def _ended(run: launch.Launch, limit: float) -> None:
+    """Until the launcher has ended; AssertionError after so many seconds, whatever is written."""
+    end = time.monotonic() + limit
+    while run.process.poll() is None:
+        if time.monotonic() > end:
+            _stuck(f"no end within {limit:g} s", run)
+        time.sleep(0.01)
+
+
+# -- at a given place of a run ---------------------------------------------------------------------
+
+
+def places(where: str, count: int, ranks: int, lost: int, seed: int, top: Path, until: float,
+           ) -> Found:  # fmt: skip
+    """Runs in which ranks die inside an evaluation, a global average or a flush, or in training.
+
+    The others come to the end, with a whole log; that the rank died there, it has said itself.
+    """
+    draw, found = random.Random(seed), Found(f"in {where}, {ranks} ranks, {lost} at once")
+    mark = {"evaluation": "e", "average": "g", "flush": "!", "training": ""}[where]
+    settings = [*DIGITS, "data.batch=60", "data.workers=0", "run.steps=20", "log.flush_steps=5"]
+    settings += ['log.hooks=["victim:Victim"]', "run.epochs=100"]
+    settings += ["cadence.name=gossip-pga", "cadence.period=3"] if where == "average" else []
+    path = os.pathsep.join([str(REPO / "tests"), os.environ.get("PYTHONPATH", "")])
+    waits: list[float] = []
+    for at in range(count):
+        if time.monotonic() > until:
+            break
+        # the log is written by the first rank that lives; two at once are two in one step
+        step, chosen = draw.randrange(2, 14), draw.sample(range(ranks), lost)
+        if where == "flush":
+            chosen = list(range(lost))
+        plan = " ".join(f"{one}@{step}{mark}" for one in chosen)
+        folder = top / f"{where}-{at}"
+        words = ["mpigossip", "train", *_job(folder, "jobs/digits.toml", settings)]
+        run = launch.Launch(ranks, words, REPO, {"VICTIMS": plan, "PYTHONPATH": path})
+        try:
+            _wait(lambda: "parameters" in run.output()[0], START_S, run)  # noqa: B023
+            _watch(lambda: run.process.poll() is not None, LIMIT_S, run)  # noqa: B023
+            err = run.output()[1]
+            assert run.process.returncode == 0, f"exit code {run.process.returncode}: {err[-900:]}"
+            died = err.count("a victim dies in ")
+            assert died == lost, f"{died} victims, not {lost}: {err[-900:]}"
+            waits += _checked(folder, lost)["lost_s"]
+        except (AssertionError, StoreError, OSError) as error:
+            found.wrong.append(f"{folder}, {plan}: {error}")
+        finally:
+            run.close()
+        found.kills += lost
+    found.facts["s lost as logged, most"] = f"{max(waits, default=0):.2f}"
+    return found
 
 
 # -- in training ----------------------------------------------------------------------------------
@@ -320,6 +427,12 @@ def series(options: argparse.Namespace, top: Path) -> Iterator[Found]:
         yield checkpoints(options.count or 200, 2, options.chain, options.seed, top, until)
         return
     os.environ |= launch.beside_launcher()
+    if options.what == "start":
+        if options.tolerant:
+            os.environ["MPIGOSSIP_MPIEXEC"] = shlex.join([*launch.launcher(), "--with-ft", "ulfm"])
+        for ranks in options.nodes:
+            yield starts(options.count or 50, ranks, options.seed, top, until, options.begun)
+        return
     tolerant = shlex.join([*launch.launcher(), "--with-ft", "ulfm"])
     if options.hosts:
         words = ["exec", str(REPO / "tools" / "labs" / "net.sh"), "run"]
@@ -331,6 +444,12 @@ def series(options: argparse.Namespace, top: Path) -> Iterator[Found]:
         script.chmod(0o700)
         tolerant = str(script)
     os.environ["MPIGOSSIP_MPIEXEC"] = tolerant
+    if options.what == "places":
+        for ranks in options.nodes:
+            for where in options.where:
+                yield places(where, options.count or 20, ranks, options.losses, options.seed, top,
+                             until)  # fmt: skip
+        return
     each = -(-(options.count or 50) // len(options.nodes))
     for ranks in options.nodes:
         yield losses(
@@ -342,12 +461,16 @@ def series(options: argparse.Namespace, top: Path) -> Iterator[Found]:
 def main() -> int:
     """Run the series, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["checkpoints", "ranks"])
+    parser.add_argument("what", choices=["checkpoints", "start", "ranks", "places"])
     parser.add_argument("--count", type=int, help="kills (checkpoints) or runs (ranks)")
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--losses", type=int, default=1)
     parser.add_argument("--victim", type=int)
     parser.add_argument("--hosts", action="store_true")
+    known = ["evaluation", "average", "flush", "training"]
+    parser.add_argument("--where", nargs="+", default=known, choices=known)
+    parser.add_argument("--tolerant", action="store_true")
+    parser.add_argument("--begun", type=float, default=4.0, help="seconds within which one dies")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument(
         "--points", type=float, default=1.0, help="of accuracy that a run may end below the whole's"
