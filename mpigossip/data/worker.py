@@ -1,22 +1,22 @@
 """Decoding in processes of their own: started as `python -m mpigossip.data.worker`.
 
-The training process and a worker talk over a socket pair: a pickled (split, indices, key) goes
-there, the bytes of the decoded images come back, straight into the batch. A worker is a fresh
-program, no fork, so that neither MPI nor CUDA of its parent are in it; it opens the data set by
-itself, imports neither torch nor MPI, and ends when its parent's end of the socket closes.
+The training process and a worker talk over a socket pair: (split, indices, key) goes there, what
+went wrong or None comes back, and behind None the bytes of the decoded images, which the kernel
+copies straight into the batch (a `Connection` would by way of two buffers of its own). A worker is
+a fresh program, no fork, so that neither MPI nor CUDA of its parent are in it; it opens the data
+set by itself, imports neither torch nor MPI, and ends when its parent's end of the socket closes.
 """
 
 import contextlib
 import os
-import pickle
 import queue
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,6 @@ from mpigossip.data.images import Images, Recipe
 
 LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_", "MPICH_")
 """Beginnings of variables by which a program would take itself for a rank of the job."""
-HEADER = struct.Struct("<Q")
 GRACE_S = 5.0
 
 
@@ -47,6 +46,7 @@ class Worker:
                 pass_fds=[child.fileno()],
                 env=_environment(),
             )
+        self._connection = Connection(os.dup(self.socket.fileno()))
         self.broken = ""
 
     def ask(self, split: str, indices: np.ndarray, key: tuple[int, ...], out: np.ndarray) -> None:
@@ -55,14 +55,16 @@ class Worker:
             raise WorkerError(self.broken)
         what = f"{len(indices)} {split} samples, number {indices[0]} the first"
         try:
-            self.socket.settimeout(self.timeout_s)
-            _send(self.socket, pickle.dumps((split, indices, key)))
-            (size,) = HEADER.unpack(_receive(self.socket, HEADER.size))
-            if size == 0:
-                (length,) = HEADER.unpack(_receive(self.socket, HEADER.size))
-                text = _receive(self.socket, length).decode()
-                raise WorkerError(f"decoding worker {self.number} failed at {what}:\n{text}")
-            _receive_into(self.socket, out.data.cast("B"))
+            self._connection.send((split, indices, key))
+            if wrong := self._awaited().recv():
+                raise WorkerError(f"decoding worker {self.number} failed at {what}:\n{wrong}")
+            view = out.data.cast("B")
+            while view:
+                self._awaited()
+                got = self.socket.recv_into(view)
+                if got == 0:
+                    raise EOFError("the other end closed the connection")
+                view = view[got:]
         except TimeoutError as error:
             self.broken = (
                 f"decoding worker {self.number} (process {self.process.pid}) gave nothing for "
@@ -70,13 +72,19 @@ class Worker:
                 "limit is node.timeout_s"
             )
             raise WorkerError(self.broken) from error
-        except (ConnectionError, EOFError) as error:
+        except (OSError, EOFError) as error:
             self.broken = (
                 f"decoding worker {self.number} (process {self.process.pid}) ended "
                 f"{self._ending()} while decoding {what}; with data.workers = 0 the training "
                 "process decodes by itself"
             )
             raise WorkerError(self.broken) from error
+
+    def _awaited(self) -> Connection:
+        """The connection as soon as something has come; TimeoutError where nothing does."""
+        if not self._connection.poll(self.timeout_s):
+            raise TimeoutError
+        return self._connection
 
     def hang_up(self) -> None:
         """Wake whoever waits for an answer; the process sees it and ends."""
@@ -85,6 +93,7 @@ class Worker:
 
     def close(self) -> None:
         """End the process; one that doesn't within some seconds is killed."""
+        self._connection.close()
         self.socket.close()
         try:
             self.process.wait(0 if self.broken else GRACE_S)
@@ -147,46 +156,29 @@ def _environment() -> dict[str, str]:
     return kept | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def _send(connection: socket.socket, data: bytes) -> None:
-    connection.sendall(HEADER.pack(len(data)) + data)
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    _receive_into(connection, memoryview(data))
-    return bytes(data)
-
-
-def _receive_into(connection: socket.socket, view: memoryview) -> None:
-    while view:
-        got = connection.recv_into(view)
-        if got == 0:
-            raise EOFError("the other end closed the connection")
-        view = view[got:]
-
-
 def main(descriptor: int, path: str, augment: str, image_size: int, cache: str) -> None:
     """Serve batches until the parent's end of the socket closes."""
     # The launcher sends a stop signal to every process of the job; the parent decides.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=descriptor)
+    link = socket.socket(fileno=descriptor)
+    connection = Connection(os.dup(descriptor))
     images = Images(Recipe(path, augment, image_size or None, cache))
     while True:
         try:
-            (size,) = HEADER.unpack(_receive(connection, HEADER.size))
-            split, indices, key = pickle.loads(_receive(connection, size))
-        except (EOFError, ConnectionError):
+            split, indices, key = connection.recv()
+        except (EOFError, OSError):
             return
         try:
-            batch = np.ascontiguousarray(images.batch(split, indices, key))
-            connection.sendall(HEADER.pack(batch.nbytes))
-            connection.sendall(batch.data.cast("B"))
-        except ConnectionError:
-            return
+            answer, batch = None, np.ascontiguousarray(images.batch(split, indices, key))
         except Exception:
-            connection.sendall(HEADER.pack(0))
-            _send(connection, traceback.format_exc().encode())
+            answer, batch = traceback.format_exc(), None
+        try:
+            connection.send(answer)
+            if batch is not None:
+                link.sendall(batch.data.cast("B"))
+        except OSError:
+            return
 
 
 if __name__ == "__main__":
