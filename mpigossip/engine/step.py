@@ -119,7 +119,7 @@ class Engine:
         kind, now = self._kind, self._now(lr)._replace(skipped=skipped)
         if kind is Kind.LOCAL and self._alone():
             self._adapt(now)
-            apart = self._unmeasured(0.0)
+            apart = self._unmeasured(0.0 if self.measuring else NAN)
         else:
             if not self._sent:
                 self._send(self.vector.g, now)

@@ -75,6 +75,32 @@ def test_own_loop_is_the_optimizer_followed_by_the_mixing_matrix(ranks, n, name)
         assert apart == got[0][2] and abs(apart - expected) < 1e-6 + 1e-3 * expected
 
 
+def looked_at(comm, often):
+    """An exchange is under way between steps; a look at all nodes takes it in first."""
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, optimizer = make(world.rank)
+        gossip = mpigossip.Gossip(world, model, optimizer, style="awc", measure_every=2)
+        for step in range(STEPS):
+            gossip.zero_grad()
+            model(batch(world.rank, step)).square().mean().backward()
+            gossip.step()
+            if often:
+                with gossip.averaged() as averaged:
+                    mean = vector(averaged)
+                assert gossip.consensus_distance() >= 0 and not torch.equal(mean, vector(model))
+        return vector(model).numpy(), gossip.record.consensus_distance
+
+
+def test_looking_at_all_nodes_changes_nothing_of_an_exchange_under_way(ranks):
+    for (never, distance), (often, other) in zip(
+        ranks(3)(looked_at, False), ranks(3)(looked_at, True), strict=True
+    ):
+        assert (never == often).all() and distance == other > 0
+
+
 def test_slots_average_their_gradients():
     def train(devices, run):
         model, optimizer = make(0)
