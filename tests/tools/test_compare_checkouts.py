@@ -26,7 +26,7 @@ def labs(monkeypatch):
 
 def compare(*words):
     return subprocess.run(
-        [sys.executable, TOOL, *words], capture_output=True, text=True, timeout=120
+        [sys.executable, TOOL, *words], capture_output=True, text=True, timeout=250
     )
 
 
