@@ -135,6 +135,16 @@ def test_resuming_forgets_the_summary_and_takes_the_new_job(tmp_path):
     assert got.summary == {} and got.job == "new" and len(got.steps["loss"]) == 20
 
 
+def test_a_log_that_an_earlier_version_began_goes_on(tmp_path):
+    whole = fill(tmp_path / "whole.h5")
+    fill(tmp_path / "log.h5", steps=10)
+    with h5py.File(tmp_path / "log.h5", "a") as file:
+        del file.attrs["checksum"]
+        file.attrs["format"] = file.attrs["format"].decode()  # as it was: a text of any length
+        assert h5py.check_string_dtype(file.attrs.get_id("format").dtype).length is None
+    same(fill(tmp_path / "log.h5", first_step=10), whole)
+
+
 def test_the_same_evaluation_again_replaces_it(tmp_path):
     with writer(tmp_path / "log.h5") as out:
         out.evaluation(evaluation(10, 3))
