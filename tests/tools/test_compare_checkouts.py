@@ -63,7 +63,8 @@ def test_a_changed_constant_of_one_algorithm_is_found(tmp_path):
         ({}, {"onward": ""}, "differs", "resumed (onward)"),
         ({}, {"stopped": "b"}, "differs", "resumed (stopped): b, in OLD a"),
         ({}, {"figures": {"loss": "2", "lr": "1"}}, "differs", "log: loss"),
-        ({}, {"figures": {"lr": "1", "more": "1"}}, "equal", ""),
+        ({}, {"figures": {"lr": "1", "new": "1"}}, "equal", ""),
+        ({"figures": {"more": "1"}}, {"figures": {"more": "2"}}, "equal", ""),
         ({"onward": "c"}, {"onward": "c"}, "equal", "OLD resumes inexactly"),
         ({"onward": "c"}, {"onward": "a"}, "equal", "OLD resumes inexactly"),
         ({"onward": "c"}, {"onward": "d"}, "differs", "resumed (onward): d, in OLD c"),
@@ -76,7 +77,7 @@ def test_a_changed_constant_of_one_algorithm_is_found(tmp_path):
 def test_what_counts_as_different(labs, old, new, word, reason):
     program, engine = labs
     both = engine.Result("", digest="a", onward="a", stopped="a", figures={"loss": "1", "lr": "1"})
-    found = program.verdict(replace(both, **old), replace(both, **new))
+    found = program.verdict(replace(both, **old), replace(both, **new), ["more"])
     assert found[0] == word and reason in found[1] and bool(reason) == bool(found[1])
 
 

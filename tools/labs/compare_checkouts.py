@@ -1,6 +1,6 @@
 """Two checkouts of this package side by side: the same jobs give the same bits.
 
-    python tools/labs/compare_checkouts.py OLD NEW [--only JOB …] [--may-differ JOB …]
+    python tools/labs/compare_checkouts.py OLD NEW [--only JOB …] [--may-differ NAME …]
                                            [--cache FOLDER] [--at-once K] [--json]
 
 Each job of `TABLE` is trained in both checkouts (folders that hold mpigossip/ and jobs/) on this
@@ -13,7 +13,7 @@ machine, in this Python environment, by the command line alone. Compared are
 
 Then NEW reads what OLD has written: log, plot, report, checkpoint. A job that OLD refuses and NEW
 trains is new, not different. Exit code 1 if anything fails or differs (but for `--may-differ`,
-where that is meant), 2 for a wrong call.
+the jobs and columns of the log where that is meant), 2 for a wrong call.
 
 The launcher is MPIGOSSIP_MPIEXEC, or the mpiexec beside this Python or on PATH. `--cache` keeps the
 results of an OLD without local changes, by its commit and by what else bits depend on.
@@ -40,6 +40,8 @@ model.name=mlp schedule.warmup_epochs=0 run.steps=24 checkpoint.every_steps=12
 log.flush_steps=6 log.consensus_every=2
 """
 """Settings that come before a job's own."""
+COLUMNS = ("steps/", "evaluations/")
+"""How the names of columns of the log begin."""
 
 TABLE = """
 # JOB              simulate|ranks NODES  settings of jobs/digits.toml in place of COMMON's;
@@ -179,12 +181,12 @@ def _job(name: str, how: str, of: str, *words: str) -> Job:
     return Job(name, how, of, (*common, *settings), marks)
 
 
-def compared(job: Job, store: Store, new: Checkout, work: Path) -> dict:
+def compared(job: Job, store: Store, new: Checkout, work: Path, meant: Sequence[str]) -> dict:
     """A row: the verdict, its reasons, and both results."""
     before = store.get(job)
     after = measured(new, job, work / job.name, store.run)
     shutil.rmtree(work / job.name)
-    word, reasons = verdict(before, after)
+    word, reasons = verdict(before, after, meant)
     return {
         "job": job.name,
         "verdict": word,
@@ -194,15 +196,19 @@ def compared(job: Job, store: Store, new: Checkout, work: Path) -> dict:
     }
 
 
-def verdict(old: Result, new: Result) -> tuple[str, str]:
-    """One of "equal", "new", "differs", "failed"; and the reasons."""
+def verdict(old: Result, new: Result, meant: Sequence[str] = ()) -> tuple[str, str]:
+    """One of "equal", "new", "differs", "failed"; and the reasons.
+
+    `meant`: columns of the log that may differ.
+    """
     if old.code == REFUSED and not new.code:
         return "new", "OLD refuses it"
     failed = [f"{who}: {r.said}" for who, r in (("OLD", old), ("NEW", new)) if r.code]
     if failed:
         return "failed", "; ".join(failed)
     wrong = ["parameters"] if old.digest != new.digest else []
-    columns = [c for c in old.figures if new.figures.get(c, old.figures[c]) != old.figures[c]]
+    both = [c for c in old.figures if c in new.figures and c not in meant]
+    columns = [c for c in both if new.figures[c] != old.figures[c]]
     wrong += [f"log: {', '.join(columns)}"] if columns else []
     for what in ("onward", "stopped"):
         was, is_now = getattr(old, what), getattr(new, what)
@@ -246,7 +252,7 @@ def main() -> int:
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
     parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="names of the table")
-    parser.add_argument("--may-differ", nargs="+", default=[], metavar="JOB", help="not counted")
+    parser.add_argument("--may-differ", nargs="+", default=[], metavar="NAME", help="not counted")
     parser.add_argument("--cache", type=Path, help="folder where OLD's results are kept")
     parser.add_argument("--at-once", type=int, default=1, metavar="K", help="jobs at the same time")
     parser.add_argument("--json", action="store_true", help="print rows as JSON, no table")
@@ -262,7 +268,7 @@ def main() -> int:
 def compare(options: argparse.Namespace, work: Path) -> int:
     """The exit code of a whole comparison."""
     begin, jobs = time.monotonic(), chosen(options.only)
-    chosen(options.may_differ)
+    chosen([name for name in options.may_differ if not name.startswith(COLUMNS)])
     old, new = Checkout(options.old), Checkout(options.new)
     commit = old.commit() if options.cache else None
     if options.cache and commit is None:
@@ -274,7 +280,9 @@ def compare(options: argparse.Namespace, work: Path) -> int:
     for name in {job.of for job in jobs if job.how == "read"}:
         store.get(table()[name])
     with ThreadPoolExecutor(options.at_once) as pool:
-        results = pool.map(lambda job: compared(job, store, new, work / "new"), jobs)
+        results = pool.map(
+            lambda job: compared(job, store, new, work / "new", options.may_differ), jobs
+        )
         for job, row in zip(jobs, results, strict=True):
             rows.append(row)
             say(line(job, row))
