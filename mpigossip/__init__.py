@@ -7,7 +7,7 @@ package imports nothing else: torch, MPI and numpy come with the first use of a 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpigossip import moved  # noqa: F401 - modules by their old names
+from mpigossip import old_names  # noqa: F401 - modules by their old names
 
 if TYPE_CHECKING:
     from mpigossip.cluster.ranks import world

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import mpigossip
-from mpigossip.commands.parts import every, told
+from mpigossip.commands.arguments import every, told
 from mpigossip.config.errors import FAILED, OK, WRONG, Failure, Mistake, output_fails
 
 COMMANDS = (

@@ -12,7 +12,7 @@ from mpigossip import algorithms, cli, commands, graphs, mixing, models
 from mpigossip.algorithms import Algorithm, cadence
 from mpigossip.algorithms.local import Local
 from mpigossip.cluster.ranks import Alone
-from mpigossip.commands.parts import command
+from mpigossip.commands.arguments import command
 from mpigossip.config import JobError, Part
 from mpigossip.data import sources
 from mpigossip.mixing import wire

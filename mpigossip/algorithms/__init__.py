@@ -10,11 +10,11 @@ from mpigossip.algorithms.methods import BUILDERS, LOCALS, takes_local
 
 if TYPE_CHECKING:
     from mpigossip.algorithms.base import Algorithm, Step
-    from mpigossip.algorithms.making import build, over_wire
+    from mpigossip.algorithms.by_name import build, over_wire
 
 __all__ = ["BUILDERS", "LOCALS", "Algorithm", "Step", "build", "over_wire", "takes_local"]
 
-_HOMES = {"Algorithm": "base", "Step": "base", "build": "making", "over_wire": "making"}
+_HOMES = {"Algorithm": "base", "Step": "base", "build": "by_name", "over_wire": "by_name"}
 
 
 def __getattr__(name: str) -> Any:

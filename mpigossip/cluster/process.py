@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mpigossip.cluster.deadline import Deadline, LateError
 from mpigossip.cluster.launcher import job_id, places
-from mpigossip.cluster.witness import Witness
+from mpigossip.cluster.lost_ranks import Witness
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from mpigossip.cluster import deadline, process, survival
+from mpigossip.cluster import deadline, process, ulfm
 from mpigossip.cluster.deadline import Deadline, sharp_timers
 from mpigossip.cluster.launcher import LaunchError, check_launcher, check_library
 from mpigossip.cluster.process import TIMEOUT_S, ending
@@ -137,7 +137,7 @@ class World:
         self.rank, self.size = self.comm.rank, self.comm.size
         host = MPI.Get_processor_name() or socket.gethostname()
         self.hosts: tuple[str, ...] = tuple(self.comm.allgather(host))
-        self.fault_tolerant = survival.fault_tolerant(MPI.Get_library_version(), os.environ)
+        self.fault_tolerant = ulfm.fault_tolerant(MPI.Get_library_version(), os.environ)
         self.survives = self.diminished = False
         self.names = tuple(range(self.size))
         self._first = (self.comm.group, self.hosts)
@@ -229,7 +229,7 @@ class World:
 
     def lost_by(self, error: BaseException) -> bool:
         """Whether an exception means that a rank was lost and the others can go on."""
-        return self.survives and survival.is_loss(error)
+        return self.survives and ulfm.is_loss(error)
 
     def shrink(self) -> None:
         """Goes on with the survivors: all of them call it, also those that saw nothing yet.
@@ -237,15 +237,15 @@ class World:
         Every communicator of this world is revoked, which brings the others out of their waits.
         LateError where a survivor doesn't come.
         """
-        comm = survival.shrunken([comm for comm in self._family if comm], self.timeout_s)
-        survival.given_up.append((self._family, self._asked))
+        comm = ulfm.shrunken([comm for comm in self._family if comm], self.timeout_s)
+        ulfm.given_up.append((self._family, self._asked))
         self._family, self._asked = [comm], []
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         group, hosts = self._first
         self.names = tuple(comm.group.Translate_ranks(group=group))
         self.hosts = tuple(hosts[name] for name in self.names)
         self.diminished, ending.survivors = True, comm
-        survival.given_up.append(self._roll)
+        ulfm.given_up.append(self._roll)
         self._roll = deadline.roll = None if self.size == 1 else Roll(comm.Dup(), self.hosts)
 
     def abort(self, code: int = 1) -> None:

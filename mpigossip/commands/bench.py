@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mpigossip.commands.parts import command, size_in_bytes
+from mpigossip.commands.arguments import command, size_in_bytes
 
 EXAMPLES = """
 mpirun -n 2 mpigossip bench exchange --sizes 1MB 100MB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpigossip.commands.parts import command, family, run_named
+from mpigossip.commands.arguments import command, family, run_named
 from mpigossip.config.errors import OK, WRONG
 
 EXAMPLES = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpigossip.commands.parts import command, family
+from mpigossip.commands.arguments import command, family
 
 EXAMPLES = "mpigossip data pack imagenet imagenet.h5 --image-size 256"
 PACK = f"""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip.commands import graph_search
-from mpigossip.commands.parts import command, count, family
+from mpigossip.commands.arguments import command, count, family
 from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
 
 FIGURES = (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpigossip.commands.parts import command
+from mpigossip.commands.arguments import command
 from mpigossip.graphs import GraphError
 
 EXAMPLES = """

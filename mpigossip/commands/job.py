@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mpigossip.commands.parts import command, settings
+from mpigossip.commands.arguments import command, settings
 
 EXAMPLES = """
 mpigossip job generic-slurm jobs/digits.toml --nodes 4 --time 10m

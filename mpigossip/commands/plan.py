@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mpigossip.commands.parts import (
+from mpigossip.commands.arguments import (
     BYTES_A_SECOND,
     SECONDS,
     command,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpigossip.commands.parts import command, run_named
+from mpigossip.commands.arguments import command, run_named
 
 EXAMPLES = "mpigossip report runs/ring runs/digits --html report.html"
 

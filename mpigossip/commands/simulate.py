@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpigossip.commands.parts import command, settings
+from mpigossip.commands.arguments import command, settings
 from mpigossip.commands.train import exit_code
 
 EXAMPLES = "mpigossip simulate jobs/digits.toml --nodes 16 run.name=sixteen"

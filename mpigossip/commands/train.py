@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mpigossip.cluster.world import World
-from mpigossip.commands.parts import command, settings
+from mpigossip.commands.arguments import command, settings
 from mpigossip.config.errors import OK, STOPPED, Mistake
 
 EXAMPLES = """

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from mpigossip.config.choices import Tables, check, options_of, part_of
-from mpigossip.config.named import is_own
+from mpigossip.config.own_parts import is_own
 from mpigossip.config.sections import SECTIONS, AlgorithmSection
 from mpigossip.config.toml import show
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpigossip import config
 from mpigossip.config import JobError
-from mpigossip.config.named import imported, is_own
+from mpigossip.config.own_parts import imported, is_own
 from mpigossip.data.images import Images, Recipe
 from mpigossip.data.partition import Order, orders, partition
 from mpigossip.data.philox import NOISE, words

@@ -13,11 +13,11 @@ from torch import nn
 from mpigossip.algorithms import takes_local
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.doors import together
-from mpigossip.doors.around import Around
-from mpigossip.doors.local import borrowed, check, check_plain_sgd, decay, rate
+from mpigossip.doors import equal_start
+from mpigossip.doors.inner import borrowed, check, check_plain_sgd, decay, rate
 from mpigossip.doors.settings import DIVIDES, settings
 from mpigossip.doors.stale import Stale
+from mpigossip.doors.wrapper import Wrapper
 from mpigossip.engine.consensus import consensus_distance
 from mpigossip.engine.module import LOW, Parameters
 from mpigossip.engine.state import joined, split
@@ -33,7 +33,7 @@ from mpigossip.training import assemble
 T = TypeVar("T")
 
 
-class Gossip(Around):
+class Gossip(Wrapper):
     """A `torch.optim` optimizer around another one: its step, and the exchange with other nodes.
 
     Each rank is a node::
@@ -118,7 +118,7 @@ class Gossip(Around):
         self.record: Record | None = None
         """what the last step showed"""
         self._mixer = self._open(where)
-        together.begin(world, self._mixer, model)
+        equal_start.begin(world, self._mixer, model)
         self.models = [model, *(copy.deepcopy(model).to(d) for d in self._devices[1:])]
         world.resources.callback(self.close)
 
@@ -215,7 +215,7 @@ class Gossip(Around):
     def _open(self, device: str) -> Mixer:
         """The mixer for the model as it is; collective."""
         self._flat = flatten(self._model, types=(torch.float32, *LOW))
-        method = assemble.make_method(self._job, 0, self._graph, together.SIGNATURE)
+        method = assemble.make_method(self._job, 0, self._graph, equal_start.SIGNATURE)
         wire, widths = assemble.make_wire(self._job), self._flat.widths
         layout = Layout(widths, method.vectors, method.scalars, (device,), wire)
         node, self._where = self._job.node, device
@@ -308,7 +308,7 @@ class Gossip(Around):
             p.data = data
         self._loaded = mine
         if mine is not None:
-            together.place(self._model, self._flat, mine["model"])
+            equal_start.place(self._model, self._flat, mine["model"])
         self._run_hooks("load_state_dict_post")
 
     def _restore(self, saved: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from mpigossip.algorithms import cadence as cadences
 from mpigossip.cluster.world import World
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError
 from mpigossip.config.choices import options_of, part_of
-from mpigossip.doors.together import SIGNATURE
+from mpigossip.doors.equal_start import SIGNATURE
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.networks import is_network
 from mpigossip.training import assemble

@@ -12,8 +12,8 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
-from mpigossip.engine.blocks import Blocks
 from mpigossip.engine.consensus import consensus_distance, square_norms
+from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.state import joined, leaves, split
 from mpigossip.engine.vector import Vector
 from mpigossip.groups.base import Group

@@ -18,8 +18,8 @@ import torch
 
 from mpigossip.cluster.libraries import loaded
 from mpigossip.groups.base import GroupError
+from mpigossip.groups.nccl_watchdog import Watchdog
 from mpigossip.groups.threads import Threads
-from mpigossip.groups.watchdog import Watchdog
 
 CUT = 1 << 30
 """Elements of one broadcast: older CuPys count them in 32 bits."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpigossip.config import JobError
-from mpigossip.config.named import imported, is_own
+from mpigossip.config.own_parts import imported, is_own
 from mpigossip.models.gpt import gpt
 from mpigossip.models.resnet import image_shape, resnet20, resnet50, resnet56
 

@@ -17,7 +17,7 @@ from mpigossip.store.hdf5 import reading
 from mpigossip.store.manifest import MOST
 from mpigossip.training.loop import Trainer
 from mpigossip.training.replicas import Replicas
-from mpigossip.training.state import restore
+from mpigossip.training.snapshot import restore
 
 COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
 AVERAGED = {"momentum", "first", "second"}

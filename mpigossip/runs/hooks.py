@@ -11,7 +11,7 @@ from typing import Any
 
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.config.named import imported, is_own
+from mpigossip.config.own_parts import imported, is_own
 from mpigossip.engine.step import Record
 from mpigossip.training.evaluate import Evaluation
 

@@ -13,8 +13,8 @@ from mpigossip import config
 from mpigossip.cluster.ranks import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.engine.step import Record
+from mpigossip.runs.alarms import watchers
 from mpigossip.runs.hooks import Hook
-from mpigossip.runs.watch import watchers
 from mpigossip.store import StoreError
 from mpigossip.store.log import Column, LogGone, LogWriter
 from mpigossip.training.evaluate import Evaluation

@@ -24,7 +24,7 @@ from mpigossip.store.manifest import MOST
 from mpigossip.training.assemble import Assembly
 from mpigossip.training.evaluate import evaluate
 from mpigossip.training.loop import Trainer
-from mpigossip.training.state import snapshot
+from mpigossip.training.snapshot import snapshot
 
 SPENT = "spent/"
 """Before the names of what seconds went to, in a checkpoint."""

@@ -19,7 +19,7 @@ from mpigossip.config.errors import Mistake
 from mpigossip.data.loader import Loader
 from mpigossip.data.partition import Order
 from mpigossip.data.sources import Source, orders, partition, source
-from mpigossip.engine.blocks import Blocks
+from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph, GraphError

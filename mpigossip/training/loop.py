@@ -9,8 +9,8 @@ import torch
 
 from mpigossip.config.errors import Failure
 from mpigossip.data.loader import Batch
-from mpigossip.engine.blocks import Blocks
 from mpigossip.engine.consensus import square_norms
+from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.step import Engine, Record
 from mpigossip.groups.base import Group
 from mpigossip.mixing.base import Mixer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpigossip import algorithms
-from mpigossip.engine.blocks import _columns
+from mpigossip.engine.overlap import _columns
 from mpigossip.training import assemble
 from tests import battery
 

@@ -13,7 +13,7 @@ from mpigossip.analysis import plan
 from mpigossip.analysis.machine import Machine
 from mpigossip.analysis.plan import ALL_REDUCE, Choice, choices, predict, recommend, table
 from mpigossip.analysis.plan_report import text
-from mpigossip.commands.parts import BYTES_A_SECOND, SECONDS, numbers_of_nodes, quantity
+from mpigossip.commands.arguments import BYTES_A_SECOND, SECONDS, numbers_of_nodes, quantity
 from mpigossip.graphs import graph
 from mpigossip.graphs.theory import averaging_gap, transient_iterations, transient_of
 from mpigossip.training import assemble

@@ -10,7 +10,7 @@ import pytest
 
 import mpigossip
 from mpigossip import cli
-from mpigossip.commands.parts import every
+from mpigossip.commands.arguments import every
 
 PACKAGE = Path(mpigossip.__file__).parent
 PARSERS = dict(every(cli.parser()))
@@ -46,7 +46,11 @@ def test_every_argument_says_what_it_is():
 def public(tree, prefix=""):
     """Names and nodes of what a module shows: itself, classes, functions, methods."""
     for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+        setter = any(
+            ast.unparse(d).endswith(".setter") for d in getattr(node, "decorator_list", ())
+        )
+        named = isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+        if named and not setter:  # a property says what it is at its getter
             yield prefix + node.name, node
             if isinstance(node, ast.ClassDef):
                 yield from public(node, f"{prefix}{node.name}.")

@@ -10,8 +10,8 @@ import torch
 from mpigossip.cluster.libraries import loaded
 from mpigossip.groups import devices, nccl
 from mpigossip.groups.base import GroupError, Single, Whole, shards
+from mpigossip.groups.nccl_watchdog import Watchdog
 from mpigossip.groups.threads import Threads
-from mpigossip.groups.watchdog import Watchdog
 from mpigossip.mixing.combine import combine
 
 GPUS = torch.cuda.device_count()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster import survival
+from mpigossip.cluster import ulfm
 from mpigossip.cluster.deadline import LateError
 from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.base import Kind, Layout
@@ -102,9 +102,9 @@ def test_a_late_neighbour_is_named_with_its_last_round(ranks):
 
 def test_what_counts_as_fault_tolerant():
     on = {"OMPI_MCA_mpi_ft_enable": "1"}
-    assert survival.fault_tolerant("Open MPI v5.0.11", on)
-    assert not survival.fault_tolerant("Open MPI v5.0.11", {})
-    assert not survival.fault_tolerant("MPICH Version: 5.0.2", on)
+    assert ulfm.fault_tolerant("Open MPI v5.0.11", on)
+    assert not ulfm.fault_tolerant("Open MPI v5.0.11", {})
+    assert not ulfm.fault_tolerant("MPICH Version: 5.0.2", on)
 
 
 def asks_in_vain(comm):

@@ -21,7 +21,7 @@ import mpigossip
 from mpigossip import algorithms
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
-from mpigossip.doors.local import borrowed, check_plain_sgd, decay
+from mpigossip.doors.inner import borrowed, check_plain_sgd, decay
 from mpigossip.doors.settings import settings
 from mpigossip.engine.module import Parameters
 from mpigossip.engine.step import Engine

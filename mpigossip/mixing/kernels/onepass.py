@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 
 from mpigossip.mixing.kernels import fused
-from mpigossip.mixing.kernels.noted import HELPERS, CannotNote, Kernel, Noted, identity
+from mpigossip.mixing.kernels.tracing import HELPERS, CannotNote, Kernel, Noted, identity
 
 WORTHWHILE = 1 << 20
 """Elements of a shard from which a pass over memory takes longer than noting and launching."""

@@ -12,7 +12,7 @@ from mpigossip import algorithms
 from mpigossip.algorithms.base import Step
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.kernels import fused, noted, onepass
+from mpigossip.mixing.kernels import fused, onepass, tracing
 from mpigossip.mixing.kernels.fused import ENCODE, HELPERS, operation
 from mpigossip.mixing.wire import wire
 
@@ -273,7 +273,7 @@ def test_the_texts_of_passes_are_c(passes, tmp_path):
         steps(method, True, count=2, coded=True)
     known = list({one.text: one for one in passes}.values())
     encoded = next(k for k, one in enumerate(known) if "narrow" in one.text)
-    head = AS_C.partition("extern")[0] % noted.HELPERS + "#include <cmath>\n"
+    head = AS_C.partition("extern")[0] % tracing.HELPERS + "#include <cmath>\n"
     source, library = tmp_path / "passes.cpp", tmp_path / "passes.so"
     source.write_text(head + "".join(as_c(k, one) for k, one in enumerate(known)))
     flags = ["-O0", "-ffp-contract=off", "-shared", "-fPIC"]
@@ -314,7 +314,7 @@ def test_a_launch_declares_each_argument_that_it_hands_over(monkeypatch):
     x, y, code = torch.ones(1, 8), torch.ones(1, 8), torch.ones(1, 8, dtype=torch.bfloat16)
     numbers, counts, outputs = {"s0": 0.1}, {"e5": 5, "width": 8}, {"c0": code, "y0": y}
     for _ in range(2):
-        onepass._launch(noted.Kernel({"a0": x}, numbers, counts, outputs, "a text of this test"))
+        onepass._launch(tracing.Kernel({"a0": x}, numbers, counts, outputs, "a text of this test"))
     (inputs, outs, text, _), values = cupy.made[0], cupy.called[1]
     assert inputs == "float32 a0, float32 s0, int64 e5, int64 width"
     assert (outs, text) == ("uint16 c0, float32 y0", "a text of this test")

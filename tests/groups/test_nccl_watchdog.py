@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpigossip.groups import watchdog
+from mpigossip.groups import nccl_watchdog
 from mpigossip.groups.base import GroupError
 
 DEVICES = ("cuda:0", "cuda:1")
@@ -23,7 +23,7 @@ def lost():
 def dog(check=lambda: None, end=None, timeout_s=10.0):
     comms = [SimpleNamespace(check_async_error=lambda: None)]
     comms.append(SimpleNamespace(check_async_error=check))
-    return watchdog.Watchdog(comms, DEVICES, timeout_s, "look at nvidia-smi", end)
+    return nccl_watchdog.Watchdog(comms, DEVICES, timeout_s, "look at nvidia-smi", end)
 
 
 def begun(one, before, behind, name="allGather"):
@@ -77,8 +77,8 @@ def test_a_lost_device_and_an_error_between_calls_are_named_at_once():
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_the_job_is_ended_where_the_training_thread_hangs_too(monkeypatch, hangs):
-    monkeypatch.setattr(watchdog, "EVERY_S", 0.01)
-    monkeypatch.setattr(watchdog, "GRACE_S", 0.2 if hangs else 20)
+    monkeypatch.setattr(nccl_watchdog, "EVERY_S", 0.01)
+    monkeypatch.setattr(nccl_watchdog, "GRACE_S", 0.2 if hangs else 20)
     ended = []
     one = dog(lost, ended.append)
     one.start()
@@ -102,7 +102,7 @@ def test_closing_ends_the_thread_and_nobody_is_ended():
 
 ENDS = """
 import threading, time
-from mpigossip.groups.watchdog import end_job
+from mpigossip.groups.nccl_watchdog import end_job
 threading.Thread(target=end_job, args=("cuda:3 was lost",), name="mpigossip-nccl").start()
 time.sleep(60)
 """

@@ -13,8 +13,8 @@ import pytest
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import load
+from mpigossip.runs.alarms import Divergence, Straggler, watchers
 from mpigossip.runs.stopper import Reserve, Stopper, end_of_allocation
-from mpigossip.runs.watch import Divergence, Straggler, watchers
 
 JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
 MAIN = [sys.executable, "-m", "mpigossip"]

@@ -1,4 +1,4 @@
-"""cluster/witness.py: a rank that is killed is named, and nobody waits for it while MPI starts."""
+"""A rank that is killed is named, and nobody waits for it while MPI starts."""
 
 import re
 import shlex

@@ -10,7 +10,7 @@ from torch import nn
 from mpigossip.algorithms.base import Empty, Step, no_state
 from mpigossip.algorithms.local import Local
 from mpigossip.config import JobError
-from mpigossip.doors.around import Around
+from mpigossip.doors.wrapper import Wrapper
 from mpigossip.engine.module import Parameters
 
 
@@ -53,7 +53,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             ["LBFGS evaluates its closure several times a step, and nodes would exchange "
              "between them; use another optimizer"]
         )  # fmt: skip
-    if isinstance(optimizer, Around):
+    if isinstance(optimizer, Wrapper):
         raise JobError(["the optimizer is a Gossip already: give it the one inside"])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mpigossip.cluster.ranks import Alone
-from mpigossip.engine.blocks import Blocks
+from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.vector import flatten
 from mpigossip.graphs import graph
 from mpigossip.mixing import plan

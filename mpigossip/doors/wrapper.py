@@ -12,7 +12,7 @@ CALLS = ("step", "state_dict", "load_state_dict")
 HOOKS = [f"{call}_{when}" for call in CALLS for when in ("pre", "post")]
 
 
-class Around(torch.optim.Optimizer):
+class Wrapper(torch.optim.Optimizer):
     """A real `torch.optim.Optimizer` whose groups, state and defaults are another one's."""
 
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on an overflow too

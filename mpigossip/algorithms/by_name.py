@@ -10,7 +10,7 @@ from mpigossip.algorithms.base import Algorithm
 from mpigossip.algorithms.local import Local, skipping
 from mpigossip.algorithms.methods import BUILDERS, LOCALS, Known
 from mpigossip.config import JobError, NodeSection, Part
-from mpigossip.config.named import imported, is_own
+from mpigossip.config.own_parts import imported, is_own
 from mpigossip.graphs import Graph
 
 
