@@ -124,7 +124,7 @@ class World:
     0 gives the others `process.LEAVE_S` seconds to end too, then aborts the job: none is left
     hanging.
 
-    Where MPI is `fault_tolerant` (see `survival`) and the job `survives`, `shrink` makes this the
+    Where MPI is `fault_tolerant` (see `ulfm`) and the job `survives`, `shrink` makes this the
     world of those that outlived the loss of a rank; they get new numbers, and `names` are the
     numbers that they began with.
     """

@@ -21,7 +21,13 @@ given_up: list[Any] = []
 
 
 def fault_tolerant(library: str, env: Mapping[str, str]) -> bool:
-    """Whether this MPI was started so that survivors of a loss can go on."""
+    """Whether this MPI was started so that survivors of a loss can go on.
+
+    Not by srun: at the first loss Slurm's PMIx plugin cancels the step (22.05, whatever
+    `--kill-on-bad-exit` and `--no-kill` say).
+    """
+    if "SLURM_STEP_ID" in env and "PRTE_LAUNCHED" not in env:
+        return False
     asked = env.get("OMPI_MCA_mpi_ft_enable", "").lower()
     return "Open MPI" in library and asked in ("1", "true", "yes", "t", "y", "enabled")
 

@@ -137,7 +137,7 @@ class Asynchronous(OfRank):
         """Wait for all ranks; LateError at the deadline."""
         request = self._comm.Ibarrier()
         self._waited += Deadline(self._timeout_s).wait(
-            request.Test, lambda: f"{what}: not all ranks have come"
+            request.Test, lambda: f"{what}: not all ranks have come", whom=tuple
         )
 
     # -- a round ------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Stream:
     def run(self) -> None:
         """Send and take in all pieces; LateError where nothing moves until the deadline."""
         while not self._over:
-            Deadline(self._push.timeout_s).wait(self._moved, self._late, self._rest)
+            Deadline(self._push.timeout_s).wait(self._moved, self._late, self._rest, self._awaited)
 
     @property
     def _over(self) -> bool:
@@ -136,11 +136,16 @@ class Stream:
         self._added += 1
         return True
 
+    def _awaited(self) -> list[int]:
+        """The ranks that have no room, else those whose pieces are missing, else the readers."""
+        missing = [rank for rank, there in self._arrived.items() if there < len(self._pieces)]
+        return sorted(self._full) or sorted(missing) or sorted(self._readers)
+
     def _late(self) -> str:
         number = self._count * len(self._pieces)
+        rank = self._awaited()[0]
         if self._full:
-            return self._push.late(min(self._full), number, ROOM)
-        missing = [rank for rank, there in self._arrived.items() if there < len(self._pieces)]
-        if missing:
-            return self._push.late(min(missing), number, ARRIVING)
+            return self._push.late(rank, number, ROOM)
+        if self._arrived.get(rank, len(self._pieces)) < len(self._pieces):
+            return self._push.late(rank, number, ARRIVING)
         return f"a put to ranks {self._readers} doesn't complete (round {self._count})"

@@ -23,7 +23,7 @@ def prepare(job: Job, world: World) -> None:
         print(
             "mpigossip: run.survive: this MPI was not started fault-tolerant, so a lost rank ends "
             "the job at once, and the next one goes on from the last checkpoint; with Open MPI 5 "
-            "start it by `mpirun --with-ft ulfm`",
+            "start it by `mpirun --with-ft ulfm` (srun can't: Slurm ends a step that lost a task)",
             file=sys.stderr,
             flush=True,
         )

@@ -104,6 +104,10 @@ def test_what_counts_as_fault_tolerant():
     on = {"OMPI_MCA_mpi_ft_enable": "1"}
     assert ulfm.fault_tolerant("Open MPI v5.0.11", on)
     assert not ulfm.fault_tolerant("Open MPI v5.0.11", {})
+    assert not ulfm.fault_tolerant("Open MPI v5.0.11", on | {"SLURM_STEP_ID": "0"})
+    assert ulfm.fault_tolerant(
+        "Open MPI v5.0.11", on | {"SLURM_STEP_ID": "0", "PRTE_LAUNCHED": "1"}
+    )
     assert not ulfm.fault_tolerant("MPICH Version: 5.0.2", on)
 
 

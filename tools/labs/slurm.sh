@@ -17,8 +17,9 @@ die() {
 }
 
 install_slurm() {
-    if command -v slurmctld >/dev/null && command -v slurmd >/dev/null; then return; fi
-    command -v apt-get >/dev/null || die "no slurmctld, and no apt-get to install it with"
+    if command -v slurmctld >/dev/null && command -v slurmd >/dev/null &&
+        compgen -G '/usr/lib/*/pmix*/lib/libpmix.so' >/dev/null; then return; fi
+    command -v apt-get >/dev/null || die "no slurmctld or no libpmix.so, and no apt-get to install it with"
     echo "installing slurm-wlm and munge (about a minute)"
     export DEBIAN_FRONTEND=noninteractive
     # No service is to start by itself: the lab starts its own.
@@ -29,7 +30,9 @@ install_slurm() {
         made=1
     fi
     local log=$LAB/install.log failed=
-    { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; } \
+    # libpmix-dev: srun --mpi=pmix loads libpmix.so by a name that only that package has
+    { apt-get update -qq &&
+        apt-get install -y -qq --no-install-recommends slurm-wlm munge libpmix-dev; } \
         >"$log" 2>&1 || failed=1
     [ -z "$made" ] || rm -f "$policy"
     [ -z "$failed" ] || die "apt-get could not install slurm-wlm: $(tail -n 3 "$log")"
