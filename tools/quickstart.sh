@@ -42,5 +42,5 @@ To try next, after: source .venv/bin/activate
       the average of all nodes' models, for plain torch
   mpigossip resume $run run.epochs=40 --simulate
       go on where this run ended, here without MPI
-README.md explains the job file and the three lines for your own training loop.
+README.md explains the job file and how your own training loop takes part.
 END
