@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -13,22 +12,16 @@ from torch import nn
 from mpigossip.algorithms import takes_local
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.doors import equal_start
-from mpigossip.doors.inner import borrowed, check, check_plain_sgd, decay, rate
+from mpigossip.doors import saved
+from mpigossip.doors.averaged import averaged, distance
+from mpigossip.doors.inner import check, check_plain_sgd, decay, rate
+from mpigossip.doors.node import Node
 from mpigossip.doors.settings import DIVIDES, settings
 from mpigossip.doors.stale import Stale
 from mpigossip.doors.wrapper import Wrapper
-from mpigossip.engine.consensus import consensus_distance
-from mpigossip.engine.module import LOW, Parameters
-from mpigossip.engine.state import joined, split
+from mpigossip.engine.module import Parameters
 from mpigossip.engine.step import Engine, Record
-from mpigossip.engine.vector import flatten
-from mpigossip.groups.base import Single
-from mpigossip.groups.devices import make_group
-from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Layout, Mixer
-from mpigossip.runs.run import meet
-from mpigossip.training import assemble
+from mpigossip.mixing.base import Mixer
 
 T = TypeVar("T")
 
@@ -99,7 +92,6 @@ class Gossip(Wrapper):
                  'forward and backward) or "never"; layer by layer during backward is a job\'s '
                  "(node.overlap), since clipping or a scaler may still change a loop's gradients"]
             )  # fmt: skip
-        self._ahead, self._every = overlap == "auto", measure_every
         where = str(next(model.parameters()).device)
         with world.together(JobError, ValueError):
             check(model, optimizer)
@@ -108,18 +100,14 @@ class Gossip(Wrapper):
             )
             if not takes_local(algorithm):
                 check_plain_sgd(algorithm, optimizer)
-        self._devices = devices or (where,)
-        threads, limit = torch.get_num_threads(), self._job.node.timeout_s
-        self._slots = make_group(self._devices, threads, True, limit) if devices else None
-        self._engine: Engine | None = None
         self._loaded: dict | None = None
-        self._kept: list[int] = []
         self._stale = Stale()
         self.record: Record | None = None
         """what the last step showed"""
-        self._mixer = self._open(where)
-        equal_start.begin(world, self._mixer, model)
-        self.models = [model, *(copy.deepcopy(model).to(d) for d in self._devices[1:])]
+        self._node = Node(
+            world, model, optimizer, self._job, self._graph, devices,
+            ahead=overlap == "auto", measure_every=measure_every,
+        )  # fmt: skip
         world.resources.callback(self.close)
 
     # -- a torch optimizer ----------------------------------------------------------------------
@@ -129,7 +117,7 @@ class Gossip(Wrapper):
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """To the inner optimizer, before the first step."""
-        if self._engine is not None:
+        if self._node.laid_out:
             raise JobError(
                 ["add_param_group: the vector that nodes exchange is laid out at the first step; "
                  "add groups before it"]
@@ -150,25 +138,35 @@ class Gossip(Wrapper):
         return value
 
     def _step(self) -> None:
-        engine = self._laid_out()
-        self.vector.check()
-        self._check_untouched()
+        node, engine = self._node, self._laid_out()
+        node.check()
         self._stale.check()
-        self._average_slots()
+        node.slots.average_gradients()
         skipped = self._unscale()
         lr = self._rate()
         if not engine.method.raw:
-            self.vector.gather()
+            node.vector.gather()
             if skipped:
-                self.vector.g[0].zero_()
+                node.vector.g[0].zero_()
             elif not takes_local(self._job.algorithm.name):
-                decay(self.vector, self._inner)
+                decay(node.vector, self._inner)
         self._stale.spent()
         self.record = engine.step(lr, skipped)
-        self._publish()
-        if self._ahead and engine.method.ahead and self.mixer.synchronous:
-            engine.ahead()
-            self._kept = self.vector.versions()
+        node.publish()
+        node.go_ahead()
+
+    def _laid_out(self) -> Engine:
+        """The engine, where it is to go on from."""
+        if not self._node.laid_out:
+            self._node.lay_out()
+            self._stale.watch(self.vector.rows[0])
+        if self._loaded is not None:
+            state, self._loaded = self._loaded, None
+            self._node.begin_anew()
+            saved.restore(state, self.engine, self.vector)
+            with torch.no_grad():
+                self._node.publish()
+        return self.engine
 
     def _rate(self) -> float:
         """The learning rate, where the method has one."""
@@ -204,71 +202,24 @@ class Gossip(Wrapper):
     @property
     def engine(self) -> Engine:
         """What makes the steps, once the first has begun."""
-        assert self._engine is not None, "before the first step()"
-        return self._engine
+        return self._node.engine
 
     @property
     def mixer(self) -> Mixer:
         """What lies between the nodes."""
-        return self._mixer
+        return self._node.mixer
 
-    def _open(self, device: str) -> Mixer:
-        """The mixer for the model as it is; collective."""
-        self._flat = flatten(self._model, types=(torch.float32, *LOW))
-        method = assemble.make_method(self._job, 0, self._graph, equal_start.SIGNATURE)
-        wire, widths = assemble.make_wire(self._job), self._flat.widths
-        layout = Layout(widths, method.vectors, method.scalars, (device,), wire)
-        node, self._where = self._job.node, device
-        alone = self._world.comm is None  # nobody whose pace could differ
-        return open_mixer(
-            self._graph, layout, self._world, "synchronous" if alone else node.mixer,
-            same_host=node.same_host, gpu_window=node.gpu_window, timeout_s=node.timeout_s,
-        )  # fmt: skip
+    @property
+    def vector(self) -> Parameters:
+        """The trained parameters in flat memory, once the first step has begun."""
+        return self._node.vector
 
-    def _reopen(self, device: str) -> None:
-        self._mixer.close()
-        self._mixer = self._open(device)
+    @property
+    def models(self) -> list[nn.Module]:
+        """The replicas, one a slot; the model itself first."""
+        return self._node.slots.models
 
-    def _laid_out(self) -> Engine:
-        """The engine over the vector, which is laid out where the model is by the first step."""
-        if self._engine is None:
-            device = str(next(self._model.parameters()).device)
-            planned = self._flat
-            if device != self._where or planned != flatten(
-                self._model, types=(torch.float32, *LOW)
-            ):
-                self._reopen(device)
-            self.vector = Parameters([self._model])
-            local = borrowed(self.vector, [self._inner])
-            method = assemble.make_method(self._job, 0, self._graph, local)
-            cadence = assemble.make_cadence(self._job, method, self._graph)
-            group = Single(device)
-            self._engine = Engine(
-                self._mixer, group, self.vector, [method], cadence, measure_every=self._every
-            )
-            self._stale.watch(self.vector.rows[0])
-        if self._loaded is not None:
-            self._restore(self._loaded)
-        return self._engine
-
-    def _publish(self) -> None:
-        """What the parameters' other holders are to see: 16-bit ones, and the other slots."""
-        self.vector.publish()
-        for model in self.models[1:]:
-            for own, new in zip(model.parameters(), self._model.parameters(), strict=True):
-                own.copy_(new)
-            model.zero_grad()
-
-    def _check_untouched(self) -> None:
-        """What travels already must be what the parameters still are."""
-        if self._kept and self._kept != self.vector.versions():
-            raise JobError(
-                ["parameters were changed between steps while they were on their way to the "
-                 'neighbours; give Gossip overlap="never", or leave them alone']
-            )  # fmt: skip
-        self._kept = []
-
-    # -- state ------------------------------------------------------------------------------------
+    # -- state, looks at all nodes, several slots -----------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and as "gossip" this node's model, method and counters.
@@ -280,52 +231,16 @@ class Gossip(Wrapper):
         return self._run_hooks("state_dict_post", state) or state
 
     def _state(self) -> dict[str, Any] | None:
-        if self._engine is None:
-            return None
-        engine, flat = self._engine, self.vector.flat
-        return {
-            "names": list(flat.names),
-            "model": torch.from_numpy(joined(self.vector.x, 0, flat)),
-            "arrays": {name: torch.from_numpy(a) for name, a in engine.arrays().items()},
-            "numbers": engine.numbers() | {"bytes_sent": self._mixer.bytes_sent[0]},
-        }
+        return saved.state(self.engine, self.vector) if self._node.laid_out else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` stood, to the bit, at the next step; on all nodes."""
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
         mine = given.pop("gossip", None)
-        if mine is not None and tuple(mine["names"]) != self._flat.names:
-            raise JobError(
-                ["load_state_dict: the state is of a model with other parameters: "
-                 f"{', '.join(mine['names'][:3])} …"]
-            )  # fmt: skip
-        low = [(p, p.data) for p in self._model.parameters() if p.dtype in LOW]
-        for p, data in low:  # torch casts state to the parameter's type, and masters are float32
-            p.data = data.float()
-        self._inner.load_state_dict(given)
-        for p, data in low:
-            p.data = data
+        saved.load(given, mine, self._inner, self._model, self._node.flat)
         self._loaded = mine
-        if mine is not None:
-            equal_start.place(self._model, self._flat, mine["model"])
         self._run_hooks("load_state_dict_post")
-
-    def _restore(self, saved: dict[str, Any]) -> None:
-        """Put vector, method and clock where they stood; exchanges begin anew, on all nodes."""
-        self._loaded, engine = None, self.engine
-        if engine.index or self._kept:  # the mixer's rounds are consecutive
-            self._reopen(self._where)
-            engine.adopt(self._mixer)
-            self._kept = []
-        split(saved["model"].numpy(), self.vector.x, 0, self.vector.flat)
-        numbers = saved["numbers"]
-        engine.restore({name: a.numpy() for name, a in saved["arrays"].items()}, numbers)
-        self._mixer.bytes_sent[0] = int(numbers["bytes_sent"])
-        with torch.no_grad():
-            self._publish()
-
-    # -- looking at all nodes; several slots ------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -334,9 +249,7 @@ class Gossip(Wrapper):
 
     def average(self) -> None:
         """An exchange without a step, while others are waited for (asynchronous mixers)."""
-        self.vector.gather()
-        self.engine.average(rate(self._inner)[0])
-        self._publish()
+        self._node.average()
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -344,46 +257,19 @@ class Gossip(Wrapper):
 
         Collective. Norm buffers stay those of this node.
         """
-        engine, (x,) = self._laid_out(), self.vector.x
-        with torch.no_grad():
-            meet(self, self._world)
-            engine.settle()
-            own = x.clone()
-            x.copy_(self.mixer.mean(x))
-            self._publish()
-        try:
+        self._laid_out()
+        with averaged(self._node):
             yield self._model
-        finally:
-            with torch.no_grad():
-                x.copy_(own)
-                self._publish()
 
     def consensus_distance(self) -> float:
         """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
-        engine = self._laid_out()
-        with torch.no_grad():
-            meet(self, self._world)
-            engine.settle()
-            return consensus_distance(self.vector.x[0], self.mixer)
+        self._laid_out()
+        return distance(self._node)
 
     def run(self, work: Callable[[int, nn.Module], T]) -> list[T]:
         """``work(slot, replica)`` on every slot at once: forward and backward of its batch."""
-        if self._slots is None:
-            return [work(0, self._model)]
-        return self._slots.run(lambda slot: work(slot, self.models[slot]))
-
-    def _average_slots(self) -> None:
-        """Mean over slots into the gradients of slot 0, summed in slot order."""
-        others = [dict(m.named_parameters()) for m in self.models[1:]]
-        for name, parameter in self._model.named_parameters() if others else ():
-            for grad in (replica[name].grad for replica in others):
-                if grad is not None and parameter.grad is not None:
-                    parameter.grad.add_(grad.to(parameter.device))
-            if parameter.grad is not None:
-                parameter.grad.div_(len(self.models))
+        return self._node.slots.run(work)
 
     def close(self) -> None:
         """Free windows and threads; collective, and done by the world where it ends."""
-        self._mixer.close()
-        if self._slots is not None:
-            self._slots.close()
+        self._node.close()

@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config.readable import counted
+from mpigossip.mixing.base import Mixer
 from mpigossip.runs.elastic import go_on
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.progress import Progress
@@ -23,7 +24,6 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import MOST
 from mpigossip.training.assemble import Assembly
 from mpigossip.training.evaluate import evaluate
-from mpigossip.training.loop import Trainer
 from mpigossip.training.snapshot import snapshot
 
 SPENT = "spent/"
@@ -43,14 +43,25 @@ def asked_of(manifest: checkpoint.Manifest) -> int:
     return asked
 
 
-def meet(trainer: Trainer, world: World) -> None:
+class Averaging(Protocol):
+    """What meets others: a trainer, or the node of a user's own loop."""
+
+    @property
+    def mixer(self) -> Mixer:
+        """What lies between the nodes."""
+
+    def average(self) -> None:
+        """An exchange without a gradient."""
+
+
+def meet(node: Averaging, world: World) -> None:
     """Wait for all nodes; asynchronous ones that are ahead go on averaging meanwhile."""
-    if trainer.mixer.synchronous:
+    if node.mixer.synchronous:
         return  # they meet in what follows
     all_here = world.start_agree(0)
     until = time.monotonic() + world.timeout_s
     while not all_here.ready() and time.monotonic() < until:
-        trainer.average()
+        node.average()
         time.sleep(IDLE_S)
     all_here.read()
 

@@ -1,0 +1,127 @@
+"""This rank's node in a user's loop: model, mixer and engine, laid out by the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from mpigossip.cluster.world import World
+from mpigossip.config import Job, JobError
+from mpigossip.doors import equal_start
+from mpigossip.doors.inner import borrowed, rate
+from mpigossip.doors.slots import Slots
+from mpigossip.engine.module import LOW, Parameters
+from mpigossip.engine.step import Engine
+from mpigossip.engine.vector import Flat, flatten
+from mpigossip.graphs import Graph
+from mpigossip.groups.base import Single
+from mpigossip.mixing import open_mixer
+from mpigossip.mixing.base import Layout, Mixer
+from mpigossip.training import assemble
+
+
+class Node:
+    """What the optimizer steps with, and what looks at all nodes look at.
+
+    Before the first step the model may still move and change; the vector is laid out then.
+    """
+
+    vector: Parameters
+    engine: Engine
+    mixer: Mixer
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        job: Job,
+        graph: Graph,
+        devices: Sequence[str] | None,
+        ahead: bool,
+        measure_every: int,
+    ):
+        """Collective: the models become their exact average. ``ahead``: exchanges may be."""
+        self.world, self.model, self.inner = world, model, inner
+        self.job, self.graph = job, graph
+        self._ahead, self._every = ahead, measure_every
+        self._sent: list[int] = []
+        self.laid_out = False
+        self._open()
+        equal_start.begin(world, self.mixer, model)
+        self.slots = Slots(model, devices, job.node.timeout_s)
+
+    def _open(self) -> None:
+        """The mixer for the model as it is; collective."""
+        self._device = str(next(self.model.parameters()).device)
+        self.flat = _planned(self.model)
+        method = assemble.make_method(self.job, 0, self.graph, equal_start.SIGNATURE)
+        wire, widths = assemble.make_wire(self.job), self.flat.widths
+        layout = Layout(widths, method.vectors, method.scalars, (self._device,), wire)
+        node = self.job.node
+        alone = self.world.comm is None  # nobody whose pace could differ
+        self.mixer = open_mixer(
+            self.graph, layout, self.world, "synchronous" if alone else node.mixer,
+            same_host=node.same_host, gpu_window=node.gpu_window, timeout_s=node.timeout_s,
+        )  # fmt: skip
+
+    def lay_out(self) -> None:
+        """The vector, where the model now is, and the engine over it."""
+        device = str(next(self.model.parameters()).device)
+        if device != self._device or self.flat != _planned(self.model):
+            self.mixer.close()
+            self._open()
+        self.vector = Parameters([self.model])
+        local = borrowed(self.vector, [self.inner])
+        method = assemble.make_method(self.job, 0, self.graph, local)
+        cadence = assemble.make_cadence(self.job, method, self.graph)
+        self.engine = Engine(
+            self.mixer, Single(device), self.vector, [method], cadence, measure_every=self._every
+        )
+        self.laid_out = True
+
+    def begin_anew(self) -> None:
+        """Let exchanges begin at round 0, with none under way; on all nodes."""
+        if self.engine.index or self._sent:  # the mixer's rounds are consecutive
+            self.mixer.close()
+            self._open()
+            self.engine.adopt(self.mixer)
+            self._sent = []
+
+    def check(self) -> None:
+        """JobError where parameters left the vector, or changed while they travel."""
+        self.vector.check()
+        if self._sent and self._sent != self.vector.versions():
+            raise JobError(
+                ["parameters were changed between steps while they were on their way to the "
+                 'neighbours; give Gossip overlap="never", or leave them alone']
+            )  # fmt: skip
+        self._sent = []
+
+    def go_ahead(self) -> None:
+        """Begin the next step's exchange where the method can, so that it travels meanwhile."""
+        if self._ahead and self.engine.method.ahead and self.mixer.synchronous:
+            self.engine.ahead()
+            self._sent = self.vector.versions()
+
+    def publish(self) -> None:
+        """What the parameters' other holders are to see: 16-bit ones, and the other slots."""
+        self.vector.publish()
+        self.slots.follow()
+
+    def average(self) -> None:
+        """An exchange without a step."""
+        self.vector.gather()
+        self.engine.average(rate(self.inner)[0])
+        self.publish()
+
+    def close(self) -> None:
+        """Free windows and threads; collective."""
+        self.mixer.close()
+        self.slots.close()
+
+
+def _planned(model: nn.Module) -> Flat:
+    return flatten(model, types=(torch.float32, *LOW))

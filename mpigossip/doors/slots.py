@@ -1,0 +1,52 @@
+"""Several devices of one node in a user's loop: a replica each, gradients averaged between them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from mpigossip.groups.devices import make_group
+
+T = TypeVar("T")
+
+
+class Slots:
+    """The model, and a copy of it on every further device."""
+
+    def __init__(self, model: nn.Module, devices: Sequence[str] | None, timeout_s: float):
+        """``devices``: one a slot, the model's own first; None: where the model is."""
+        threads = torch.get_num_threads()
+        self._group = make_group(tuple(devices), threads, True, timeout_s) if devices else None
+        self.models = [model, *(copy.deepcopy(model).to(d) for d in (devices or ())[1:])]
+
+    def run(self, work: Callable[[int, nn.Module], T]) -> list[T]:
+        """``work(slot, replica)`` on every slot at once."""
+        if self._group is None:
+            return [work(0, self.models[0])]
+        return self._group.run(lambda slot: work(slot, self.models[slot]))
+
+    def average_gradients(self) -> None:
+        """Mean over slots into the gradients of slot 0, summed in slot order."""
+        others = [dict(m.named_parameters()) for m in self.models[1:]]
+        for name, parameter in self.models[0].named_parameters() if others else ():
+            for grad in (replica[name].grad for replica in others):
+                if grad is not None and parameter.grad is not None:
+                    parameter.grad.add_(grad.to(parameter.device))
+            if parameter.grad is not None:
+                parameter.grad.div_(len(self.models))
+
+    def follow(self) -> None:
+        """The parameters of slot 0 into the other slots, whose gradients are spent."""
+        for model in self.models[1:]:
+            for own, new in zip(model.parameters(), self.models[0].parameters(), strict=True):
+                own.copy_(new)
+            model.zero_grad()
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._group is not None:
+            self._group.close()
