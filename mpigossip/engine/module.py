@@ -44,7 +44,7 @@ class Parameters:
                 views = self.cut(row)
                 for p, view in zip(parameters, views, strict=True):
                     view.copy_(p)
-                    p.data = p.data if p.dtype in LOW else view
+                    p.data = p.data if p.dtype in LOW else _alone(view)
                 self._own.append([p.data for p in parameters])
         self.publish()
 
@@ -127,6 +127,15 @@ class Parameters:
     def versions(self) -> list[int]:
         """How often each parameter was changed in place from outside."""
         return [p._version for parameters in self.rows for p in parameters]
+
+
+def _alone(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own.
+
+    Views of one storage look like tied weights to what writes safetensors: Accelerate would drop
+    all but one of them from its checkpoints.
+    """
+    return torch.from_dlpack(view)
 
 
 def _dense(parameter: torch.Tensor) -> tuple[int, ...]:
