@@ -52,12 +52,15 @@ class Witness:
         told = {"folder": str(folder), "rank": rank, "size": size, "timeout_s": timeout_s}
         told |= {"host": os.uname().nodename, "pid": os.getpid()}
         # -I -S: nothing of the user's is imported. A session of its own: launchers end the groups
-        # of their ranks. No other file is handed on: a launcher sees a rank's end by its sockets.
+        # of their ranks. MPICH's launcher sees a rank's end by the end of its socket, and is gone
+        # a moment later: the witness holds it open until it has spoken. No other file is handed on.
+        socket = os.environ.get("PMI_FD", "")
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, json.dumps(told)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=[int(socket)] if socket.isdigit() else [],
         )
         default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         self._library = _sigterm_exits() if default else None
@@ -81,8 +84,9 @@ class Witness:
         """This rank is about to end the job with a word of its own: no witness adds another.
 
         Should MPI_Abort not return, as in Open MPI when several ranks call it after a loss, the
-        witness ends this rank.
+        witness ends this rank. A rank whose end made this one speak is noted first, and named.
         """
+        time.sleep(SETTLE_S)
         claim(self.folder, spoken=time.time())
         _sigterm_exits()
         self._say(ABORTS)

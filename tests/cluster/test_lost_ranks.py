@@ -77,15 +77,12 @@ def ended(mpirun, folder, when, limit=LIMIT_S):
 
 @pytest.mark.parametrize("when", ["hello", "init", "after"])
 def test_a_rank_that_is_killed_is_named(mpirun, tolerant, tmp_path, when):
-    for _ in range(4):  # on a busy machine a launcher may be gone before the line can pass it
+    for _ in range(3 if when == "after" else 1):  # a launcher may be gone before a line can pass it
         told = ended(mpirun, tmp_path, when, 60)
         lines = re.findall(r"mpigossip: (rank \d .*without a word.*)", told)
-        if lines and re.match(r"rank 1 of 3 on \S+ \(process \d+\) ended", lines[0]):
-            break
-    else:
-        pytest.fail(f"rank 1 is not named in 4 runs: {told}")
-    assert len(lines) == 1, told
-    assert (" before MPI had started" in lines[0]) == (when != "after")
+        assert len(lines) == 1, told
+        assert re.match(r"rank 1 of 3 on \S+ \(process \d+\) ended", lines[0]), told
+        assert (" before MPI had started" in lines[0]) == (when != "after")
 
 
 def test_a_rank_that_never_began_is_named(mpirun, tolerant, tmp_path):
