@@ -1,7 +1,8 @@
 """Trains PyTorch models across supercomputer nodes by neighbour averaging.
 
-Three names are all that a user's own loop needs: `world()`, `Gossip` and `graph()`. Importing the
-package imports nothing else: torch, MPI and numpy come with the first use of a name.
+Three names are all that a user's own loop needs: `world()`, `Gossip` and `graph()`; `Averager` is
+the exchange alone, for arrays. Importing the package imports nothing else: torch, MPI and numpy
+come with the first use of a name.
 """
 
 from importlib import import_module
@@ -11,13 +12,15 @@ from mpigossip import old_names  # noqa: F401 - modules by their old names
 
 if TYPE_CHECKING:
     from mpigossip.cluster.ranks import world
+    from mpigossip.doors.averager import Averager
     from mpigossip.doors.gossip import Gossip
     from mpigossip.graphs import graph
 
 __version__ = "0.1.0"
-__all__ = ["Gossip", "graph", "world"]
+__all__ = ["Averager", "Gossip", "graph", "world"]
 
 _HOMES = {
+    "Averager": "mpigossip.doors.averager",
     "Gossip": "mpigossip.doors.gossip",
     "graph": "mpigossip.graphs",
     "world": "mpigossip.cluster.ranks",

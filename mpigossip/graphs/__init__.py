@@ -120,11 +120,14 @@ def graph(
     """The graph of this name over n nodes.
 
     `name` is one of `BUILDERS`, or "file:PATH" (what a search saved, or a network in a format of
-    networkx), or a networkx graph; for the last two n may be left out and has to match if given.
+    networkx), or a networkx graph, or a graph; but for names n may be left out, and has to match
+    if given.
     `weights` names a rule (`WEIGHTS`) that replaces the graph's own weights; the option `slack`
     gives κW + (1−κ)I and `lazy` (I + W)/2; further options are the builder's keyword-only
     parameters. Raises GraphError naming the value, the limit and the remedy.
     """
+    if isinstance(name, Graph):
+        return _finished(name, n, weights, lazy, **options)
     if is_network(name):
         return _finished(from_networkx(name, weights), n, None, lazy, **options)
     if isinstance(name, str) and name.startswith("file:"):
