@@ -57,6 +57,35 @@ def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
     raise LaunchError(f"{sees}a world of 1: {MISMATCH}", rank)
 
 
+def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> None:
+    """Raises LaunchError where several processes were started by what MPI knows nothing of.
+
+    torchrun and its like tell each its RANK and the WORLD_SIZE; a child of multiprocessing
+    (``torch.multiprocessing.spawn``) has ``child``, its number among its parent's, from 1. Each
+    would be a world of one, and train a model of its own.
+    """
+    if size > 1 or any(number == 1 for _, number, _ in places(env)):
+        return
+    count = env.get("WORLD_SIZE", "")
+    if count.isdigit() and int(count) > 1:
+        rank = env.get("RANK", "")
+        raise LaunchError(
+            f"{count} processes were started by torchrun or a launcher like it "
+            f"(WORLD_SIZE={count}), but MPI sees a world of 1, so each would train alone: start "
+            f"the program with MPI's launcher, `mpiexec -n {count} python PROGRAM` or `srun -n "
+            f"{count} python PROGRAM`; for one node on purpose unset WORLD_SIZE",
+            int(rank) if rank.isdigit() else 0,
+        )
+    if child:
+        raise LaunchError(
+            "this process was started by multiprocessing (torch.multiprocessing.spawn?), which "
+            "MPI knows nothing of, so that it would train alone: start as many processes as there "
+            "are to be nodes with MPI's launcher, `mpiexec -n 4 python PROGRAM` or `srun -n 4 "
+            "python PROGRAM`, and call the function in each; for one node on purpose: mpiexec -n 1",
+            child[-1] - 1,
+        )
+
+
 def check_library(library: str, env: Mapping[str, str]) -> None:
     """Raises LaunchError where this MPI can't join its launcher's ranks, before it is started.
 

@@ -80,16 +80,19 @@ class Witness:
         """The rank ends by itself, and has said why if there was a reason."""
         self._say(LEAVES)
 
-    def speak(self) -> None:
+    def speak(self) -> bool:
         """This rank is about to end the job with a word of its own: no witness adds another.
+
+        Whether it is the first to do so.
 
         Should MPI_Abort not return, as in Open MPI when several ranks call it after a loss, the
         witness ends this rank. A rank whose end made this one speak is noted first, and named.
         """
         time.sleep(SETTLE_S)
-        claim(self.folder, spoken=time.time())
+        first = claim(self.folder, spoken=time.time())
         _sigterm_exits()
         self._say(ABORTS)
+        return first
 
     def _say(self, word: bytes) -> None:
         assert self._process.stdin is not None

@@ -66,10 +66,12 @@ def started() -> None:
         _witness.started()
 
 
-def speaks_last() -> None:
-    """This rank says why the job ends: no witness says so of those that the launcher ends then."""
-    if _witness is not None:
-        _witness.speak()
+def speaks_last() -> bool:
+    """This rank says why the job ends: no witness says so of those that the launcher ends then.
+
+    False where another rank of this host, or of this folder, has said so before.
+    """
+    return _witness is None or _witness.speak()
 
 
 class Ending:

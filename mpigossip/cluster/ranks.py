@@ -5,6 +5,7 @@ this module imports no MPI.
 """
 
 import contextlib
+import multiprocessing
 import os
 import socket
 import sys
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from mpigossip.cluster import deadline, process, ulfm
+from mpigossip.cluster import deadline, process, ulfm, uncaught
 from mpigossip.cluster.deadline import Deadline, sharp_timers
-from mpigossip.cluster.launcher import LaunchError, check_launcher, check_library
+from mpigossip.cluster.launcher import LaunchError, check_alone, check_launcher, check_library
 from mpigossip.cluster.process import TIMEOUT_S, ending
 from mpigossip.cluster.roll import Roll
 from mpigossip.config import JobError
@@ -280,37 +281,34 @@ class World:
         if kind is None:
             self.close()
         else:
-            ending.code = _exit_code(error)
+            ending.code = uncaught.code(error)
             ending.cause = traceback.format_exception_only(error)[-1].strip()
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        text = "".join(traceback.format_exception(kind, error, trace))
-        self._say(f"stopped the job by an exception:\n{text}")
-        self.abort(1)
+        ending.code = uncaught.code(error)
+        every = None if self._roll is None else uncaught.ended_by_all(self._roll, error)
+        if every is not None:  # nobody needs to be stopped: the first of each kind says it
+            if every.index(every[self.rank]) == self.rank:
+                who = "" if len(set(every)) == 1 else self._name
+                uncaught.say(uncaught.told(error, who, f"all {self.size} ranks"))
+            uncaught.leave(ending.code)
+        uncaught.takes_turn(self.rank)
+        if process.speaks_last() or self.diminished:
+            uncaught.say(uncaught.told(error, self._name))
+        self.abort(ending.code)
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is SystemExit:
+        if args.exc_type is SystemExit or args.exc_value is None:
             return
-        text = "".join(
-            traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-        )
         name = args.thread.name if args.thread else "a thread"
-        self._say(f"stopped the job by an exception in {name}:\n{text}")
+        uncaught.say(uncaught.told(args.exc_value, self._name, where=f" in {name}"))
         self.abort(1)
 
-    def _say(self, text: str) -> None:
-        """One write, so that the lines of several ranks don't mix."""
-        head = f"mpigossip: rank {self.rank} of {self.size} on {self.hosts[self.rank]} "
-        os.write(2, (head + text.rstrip() + "\n").encode(errors="replace"))
-
-
-def _exit_code(error: BaseException | None) -> int:
-    """What the process will exit with, should nobody catch this."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return 1
+    @property
+    def _name(self) -> str:
+        return f"rank {self.rank} of {self.size} on {self.hosts[self.rank]}"
 
 
 def world(timeout_s: float = TIMEOUT_S) -> World:
@@ -318,8 +316,16 @@ def world(timeout_s: float = TIMEOUT_S) -> World:
 
     Under a launcher (srun, mpirun) the world has its ranks; without one, a world of one.
     `timeout_s` limits waiting in `barrier` and `agree`. LaunchError where MPI can't be loaded, or
-    where the launcher started several processes that MPI doesn't join.
+    where several processes were started that MPI doesn't join.
     """
+    try:
+        return _world(timeout_s)
+    except LaunchError as error:
+        sys.excepthook = uncaught.once(error)
+        raise
+
+
+def _world(timeout_s: float) -> World:
     if "mpi4py.MPI" not in sys.modules:
         process.begin(timeout_s=timeout_s)
     try:
@@ -342,6 +348,7 @@ def world(timeout_s: float = TIMEOUT_S) -> World:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     ending.prepare(finalize=ours)
     check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)
+    check_alone(MPI.COMM_WORLD.size, os.environ, multiprocessing.current_process()._identity)
     made = World(MPI.COMM_WORLD, timeout_s)
     process.started()
     return made

@@ -1,0 +1,136 @@
+"""How a program of the user's ends by a mistake, an exception, Ctrl-C: said once, nothing after."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from mpigossip.cluster.launcher import LaunchError, check_alone
+from tests import launch
+
+HEAD = """
+import sys, time
+import mpigossip
+from mpigossip.config import JobError
+
+def mistake(text="give more, 3 is not enough"):
+    raise JobError([text])
+
+"""
+
+
+def program(tmp_path, body):
+    path = tmp_path / "loop.py"
+    path.write_text(HEAD + body)
+    return [sys.executable, str(path)]
+
+
+def test_a_mistake_of_all_ranks_is_one_paragraph_and_nothing_else(mpirun, tmp_path):
+    done = mpirun(3, program(tmp_path, "world = mpigossip.world()\nmistake()\n"), timeout=30)
+    where = f"loop.py, line {HEAD.splitlines().index('    raise JobError([text])') + 1}"
+    assert done.returncode == 2
+    assert own_words(done) == f"mpigossip: give more, 3 is not enough ({where})\n"
+
+
+def test_a_mistake_of_one_rank_is_said_by_it_and_ends_all(mpirun, tmp_path):
+    body = (
+        "with mpigossip.world() as world:\n    if world.rank == 1: mistake()\n    world.barrier()\n"
+    )
+    done = mpirun(3, program(tmp_path, body), timeout=30)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
+    assert len(said) == 1 and "Traceback" not in done.stderr
+    assert said[0].startswith("mpigossip: rank 1 of 3 on ") and "3 is not enough" in said[0]
+
+
+def test_an_exception_of_all_ranks_has_one_traceback(mpirun, tmp_path):
+    body = "with mpigossip.world() as world:\n    raise ValueError(f'wrong {world.rank}')\n"
+    done = mpirun(3, program(tmp_path, body), timeout=30)
+    assert done.returncode == 1
+    assert done.stderr.startswith("mpigossip: all 3 ranks stopped the job by an exception:\n")
+    assert done.stderr.count("Traceback") == 1
+    assert own_words(done).endswith("ValueError: wrong 0\n")
+
+
+def own_words(done):
+    """What the program wrote: Open MPI's launcher adds a box wherever an exit code isn't 0."""
+    text, box, _ = done.stderr.partition("-" * 74)
+    assert not box or launch.is_open_mpi()
+    return text
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["all wait", "one waits"])
+def test_ctrl_c_is_said_once(mpistart, tmp_path, inside):
+    waits = "while True: time.sleep(0.05)"
+    other = waits if inside else "world.comm.barrier() if world.rank == 1 else time.sleep(60)"
+    body = f"with mpigossip.world() as world:\n    print('ready', flush=True)\n    {other}\n"
+    job = mpistart(2, program(tmp_path, body))
+    until = time.monotonic() + 30
+    while job.output()[0].count("ready") < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    for pid in job.ranks():
+        os.kill(pid, signal.SIGINT)
+    done = job.finish(timeout=20)
+    said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
+    assert len(said) == 1 and said[0].endswith("interrupted"), done.stderr
+    assert "Traceback" not in done.stderr
+    if inside:
+        assert (done.returncode, own_words(done)) == (130, "mpigossip: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("env", "child", "words"),
+    [
+        ({"WORLD_SIZE": "4", "RANK": "2"}, (), r"torchrun.*\(WORLD_SIZE=4\).*mpiexec -n 4"),
+        ({}, (3,), r"multiprocessing.*mpiexec"),
+    ],
+)
+def test_launchers_that_mpi_does_not_know_are_named(env, child, words):
+    with pytest.raises(LaunchError, match=words) as error:
+        check_alone(1, env, child)
+    assert error.value.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "env", "child"),
+    [
+        (1, {}, ()),
+        (1, {"WORLD_SIZE": "1", "RANK": "0"}, ()),  # torchrun of one
+        (4, {"WORLD_SIZE": "4", "RANK": "2"}, ()),  # set by the user from MPI's
+        (1, {"WORLD_SIZE": "4", "PMI_RANK": "0", "PMI_SIZE": "1"}, (1,)),  # mpiexec -n 1
+    ],
+)
+def test_one_node_on_purpose_is_left_alone(size, env, child):
+    check_alone(size, env, child)
+
+
+def test_torchrun_is_refused_by_one_paragraph(mpirun, tmp_path):
+    words = program(tmp_path, "mpigossip.world()\nprint('trained alone')\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = mpirun(0, [*torchrun, *words[1:]], timeout=60, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode != 0 and "trained alone" not in done.stdout
+    assert done.stderr.count("mpigossip: 2 processes were started by torchrun") == 1
+
+
+def test_spawned_processes_are_refused(mpirun, tmp_path):
+    body = """
+def node(number):
+    mpigossip.world()
+    print("trained alone")
+
+if __name__ == "__main__":
+    from torch import multiprocessing
+    multiprocessing.spawn(node, nprocs=2)
+"""
+    done = mpirun(0, program(tmp_path, body), timeout=60)
+    assert done.returncode != 0 and "trained alone" not in done.stdout
+    assert "LaunchError: this process was started by multiprocessing" in done.stderr
+
+
+def test_a_hook_for_a_launch_leaves_other_exceptions_alone(mpirun, tmp_path):
+    body = "try: mpigossip.world()\nexcept ValueError: pass\nraise KeyError('mine')\n"
+    env = {"WORLD_SIZE": "2", "RANK": "0"}
+    done = mpirun(0, program(tmp_path, body), timeout=30, env=env)
+    assert done.returncode == 1 and "KeyError: 'mine'" in done.stderr
