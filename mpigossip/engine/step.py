@@ -37,6 +37,8 @@ class Record:
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_sent: list[int] = field(default_factory=list)
     staleness: list[float] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    """what a user's own loop says of the step, by name; of this process"""
 
 
 class Engine:

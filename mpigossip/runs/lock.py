@@ -17,17 +17,20 @@ from mpigossip.config import JobError
 from mpigossip.runs.hooks import Hook
 from mpigossip.training.loop import Record
 
+SETTING = "run.output"
+
 
 @contextmanager
-def locked(folder: Path, world: World) -> Iterator[None]:
+def locked(folder: Path, world: World, setting: str = SETTING) -> Iterator[None]:
     """Keep a second job out of the run directory; the lock's file names the job that has it.
 
-    A file system without locks (some Lustre and NFS mounts) is survived without one.
+    ``setting``: what named the folder, for messages. A file system without locks (some Lustre and
+    NFS mounts) is survived without one.
     """
     handle = None
     with world.together(JobError):
         if world.rank == 0:
-            handle = lock(folder)
+            handle = lock(folder, setting)
     try:
         yield
     finally:
@@ -35,14 +38,14 @@ def locked(folder: Path, world: World) -> Iterator[None]:
             handle.close()
 
 
-def lock(folder: Path) -> TextIO:
+def lock(folder: Path, setting: str = SETTING) -> TextIO:
     """Take the lock of a run directory, released when closed; JobError names who has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / "lock").open("a+")
     except OSError as error:
         raise JobError(
-            [f'run.output: can\'t write into "{folder}": {error.strerror}; name another folder']
+            [f'{setting}: can\'t write into "{folder}": {error.strerror}; name another folder']
         ) from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -51,7 +54,7 @@ def lock(folder: Path) -> TextIO:
         holder = handle.read().strip() or "another job"
         handle.close()
         raise JobError(
-            [f'run.output: "{folder}" is in use by {holder}; wait for it, or name another folder']
+            [f'{setting}: "{folder}" is in use by {holder}; wait for it, or name another folder']
         ) from None
     except OSError:
         return handle
@@ -61,7 +64,7 @@ def lock(folder: Path) -> TextIO:
         with contextlib.suppress(OSError):  # closing writes what is left once more
             handle.close()
         raise JobError(
-            [f'run.output: can\'t write into "{folder}": {error.strerror}; make room there, or '
+            [f'{setting}: can\'t write into "{folder}": {error.strerror}; make room there, or '
              "name another folder"]
         ) from None  # fmt: skip
     return handle

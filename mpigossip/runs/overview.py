@@ -6,13 +6,16 @@ Everything is read from what was built for the run, not from the job that asked 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpigossip.cluster.world import World
+from mpigossip.config import NodeSection
 from mpigossip.config.readable import counted, size
 from mpigossip.engine.state import leaves
+from mpigossip.engine.step import Engine
 from mpigossip.graphs import Graph, spectral
 from mpigossip.mixing.base import Kind, traffic
 from mpigossip.training.costs import held
@@ -35,14 +38,12 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
     saves = f"every {section.every_steps} steps" if section.every_steps else "at the end"
     data, per_step = assembly.source, progress.samples_per_step
     return [
-        ("nodes", _nodes(progress, trainer, world)),
+        ("nodes", nodes(trainer.mixer.n, trainer.group.devices, world)),
         ("model", f"{job.model.name}, {flat.count:,} parameters, {size(4 * flat.count)}"),
         ("data", f"{job.data.source}: {len(data.train_labels):,} training and {data.test_size:,} "
                  f"test samples; {per_step // progress.nodes} a node and step, {per_step} in all"),
         ("method", f"{job.algorithm.name}{local} on {job.graph.name}{cadence}"),
-        ("graph", _graph(graph) if _gossips(trainer) else "unused: averages are over all nodes"),
-        ("exchange", _exchange(progress, trainer, graph, world)),
-        ("traffic", _traffic(progress, trainer, graph)),
+        *between(trainer.engine, graph, job.node, world),
         ("memory", f"{size(_memory(progress, trainer, world))} a node: replicas, gradients, state, "
                    "messages, copies; activations come on top"),
         ("steps", f"{progress.total_steps:,}, {progress.steps_per_epoch:,} an epoch"),
@@ -51,11 +52,20 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
     ]  # fmt: skip
 
 
-def _nodes(progress: Progress, trainer: Trainer, world: World) -> str:
-    devices = trainer.group.devices
+def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> list[tuple[str, str]]:
+    """What happens between nodes: the graph, the way to each neighbour of node 0, and bytes."""
+    return [
+        ("graph", _graph(graph) if _gossips(engine) else "unused: averages are over all nodes"),
+        ("exchange", _exchange(engine, graph, node, world)),
+        ("traffic", _traffic(engine, graph)),
+    ]
+
+
+def nodes(n: int, devices: Sequence[str], world: World) -> str:
+    """Who takes part, and where."""
     slots = f"{counted(len(devices), 'slot')} each ({', '.join(dict.fromkeys(devices))})"
     if world.comm is None:
-        return f"{progress.nodes} simulated in this process on {world.hosts[0]}, {slots}"
+        return f"{n} simulated in this process on {world.hosts[0]}, {slots}"
     hosts = Counter(world.hosts)
     several = "" if len(hosts) == 1 else f", {max(hosts.values())} a host at most"
     names = f"{next(iter(hosts))}" + (" …" if len(hosts) > 1 else "")
@@ -63,9 +73,9 @@ def _nodes(progress: Progress, trainer: Trainer, world: World) -> str:
     return f"{counted(world.size, 'rank')} on {where}, {slots}"
 
 
-def _gossips(trainer: Trainer) -> bool:
+def _gossips(engine: Engine) -> bool:
     """Whether neighbours exchange at all: some methods average over all nodes only."""
-    return Kind.GOSSIP in trainer.engine.cadence.kinds
+    return Kind.GOSSIP in engine.cadence.kinds
 
 
 def _graph(graph: Graph) -> str:
@@ -94,13 +104,13 @@ def _graph(graph: Graph) -> str:
     return f"{text}, {gap} {1 - rate:.3g} (disagreement × {rate:.3g} a round)"
 
 
-def _exchange(progress: Progress, trainer: Trainer, graph: Graph, world: World) -> str:
+def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> str:
     """The way to each neighbour of node 0."""
-    mine, wire = trainer.mixer.rows[0], progress.job.node.wire
+    mine, wire = engine.mixer.rows[0], node.wire
     over = "" if wire == "fp32" else f", {wire} on the wire"
     if graph.n == 1:
         return "none"
-    if not _gossips(trainer):
+    if not _gossips(engine):
         return f"reduce-scatter and all-gather over all nodes{over}"
     if world.comm is None:
         return f"simulated{over}"
@@ -109,9 +119,9 @@ def _exchange(progress: Progress, trainer: Trainer, graph: Graph, world: World) 
     rounds = range(min(graph.period or ROUNDS, ROUNDS))
     peers = sorted({int(j) for t in rounds for j in graph.neighbours(t, mine)[0]})
     here = world.hosts[world.rank]
-    near = [j for j in peers if world.hosts[j] == here and progress.job.node.same_host == "read"]
+    near = [j for j in peers if world.hosts[j] == here and node.same_host == "read"]
     far = [j for j in peers if j not in near]
-    words = "put into MPI windows" + ("" if trainer.mixer.synchronous else ", not waited for")
+    words = "put into MPI windows" + ("" if engine.mixer.synchronous else ", not waited for")
     ways = [(near, "read in place (same host)"), (far, words)]
     told = [f"from {_listed(some)}: {how}" for some, how in ways if some]
     return f"node {mine} takes " + "; ".join(told) + over
@@ -122,20 +132,20 @@ def _listed(nodes: list[int]) -> str:
     return shown if len(nodes) <= 6 else f"{shown}, … ({len(nodes)})"
 
 
-def _traffic(progress: Progress, trainer: Trainer, graph: Graph) -> str:
+def _traffic(engine: Engine, graph: Graph) -> str:
     """Bytes of a round, the mean over a period, beside what an all-reduce would send."""
-    n, method, layout = graph.n, trainer.engine.method, trainer.mixer.layout
+    n, method, layout = graph.n, engine.method, engine.mixer.layout
     if n == 1:
         return "none"
-    kind = Kind.GOSSIP if _gossips(trainer) else Kind.GLOBAL
+    kind = Kind.GOSSIP if _gossips(engine) else Kind.GLOBAL
     rounds = range(min(graph.period or ROUNDS, ROUNDS))
     sent = [
-        traffic(graph, kind, t, trainer.mixer.rows[0], layout.sent_bytes, layout.raw_bytes)
+        traffic(graph, kind, t, engine.mixer.rows[0], layout.sent_bytes, layout.raw_bytes)
         for t in rounds
     ]
-    messages = 1 if trainer.mixer.synchronous else 2
+    messages = 1 if engine.mixer.synchronous else 2
     average, ring = messages * float(np.mean(sent)), 2 * (n - 1) * 4 * sum(layout.widths) / n
-    always = len(trainer.engine.cadence.kinds) == 1
+    always = len(engine.cadence.kinds) == 1
     when = "step" if always else "gossip step" if kind is Kind.GOSSIP else "averaging step"
     ratio = f"; all-reduce would send {size(ring)}" if ring and kind is Kind.GOSSIP else ""
     vectors = counted(method.vectors, "model-sized vector")

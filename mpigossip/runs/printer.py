@@ -19,7 +19,6 @@ from mpigossip.config.errors import output_fails
 from mpigossip.config.readable import clock
 from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
-from mpigossip.runs.overview import overview
 from mpigossip.runs.summary import describe
 from mpigossip.training.evaluate import Evaluation
 
@@ -61,16 +60,16 @@ class Printer(Hook):
         self._losses: list[float] = []
         self._consensus = float("nan")
         self._recent: deque[tuple[float, dict[str, float]]] = deque(maxlen=WINDOW)
-        self._mixer: Any = None
+        self._engine: Any = None
         self._before = (0.0, 0.0)
 
     def start(self, progress, assembly) -> None:
         """Say what begins."""
-        self._mixer = assembly.trainer.mixer
+        self._engine = assembly.engine
         if not self._speaks:
             return
         self._print(Text(progress.job.run.name, style="bold"))
-        for word, text in overview(progress, assembly, self._world):
+        for word, text in progress.about():
             self._print(Text.assemble((f"  {word:<9}", "cyan"), text))
         if progress.first_step:
             self._print(Text(f"  going on at step {progress.first_step}"))
@@ -103,18 +102,20 @@ class Printer(Hook):
         speed = (len(self._recent) - 1) / max(last - first, 1e-9)
         spent = {name: sum(s[name] for _, s in self._recent) for name in self._recent[-1][1]}
         share = (spent.get("exchange_s", 0.0) + spent.get("idle_s", 0.0)) / sum(spent.values())
-        rate = (done - progress.first_step) / max(time.perf_counter() - progress.began, 1e-9)
-        mean = sum(self._losses[-WINDOW:]) / len(self._losses[-WINDOW:])
-        return (
-            f"step {done}/{progress.total_steps}  loss {mean:.4f}  "
-            f"{speed * progress.samples_per_step:,.0f} samples/s  "
-            f"ETA {clock((progress.total_steps - done) / rate)}  "
-            f"consensus {self._consensus:.1e}  exchange+idle {share:.0%}{self._hidden()}"
-        )
+        losses = [loss for loss in self._losses[-WINDOW:] if loss == loss]
+        words = [f"step {done}" + (f"/{progress.total_steps}" if progress.total_steps else "")]
+        words += [f"loss {sum(losses) / len(losses):.4f}"] if losses else []
+        samples = progress.samples_per_step
+        words += [f"{speed * samples:,.0f} samples/s" if samples else f"{speed:,.1f} steps/s"]
+        if progress.total_steps:
+            rate = (done - progress.first_step) / max(time.perf_counter() - progress.began, 1e-9)
+            words += [f"ETA {clock((progress.total_steps - done) / rate)}"]
+        words += [f"consensus {self._consensus:.1e}", f"exchange+idle {share:.0%}{self._hidden()}"]
+        return "  ".join(words)
 
     def _hidden(self) -> str:
         """What of the exchanges since the last line wasn't waited for, where a thread does them."""
-        now = (self._mixer.flown, self._mixer.waited)
+        now = (self._engine.mixer.flown, self._engine.mixer.waited)
         flown, waited = (new - old for new, old in zip(now, self._before, strict=True))
         self._before = now
         return f"  hidden {max(0.0, 1 - waited / flown):.0%}" if flown > 0 else ""

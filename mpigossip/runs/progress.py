@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +21,11 @@ class Progress:
     nodes: int
     steps_per_epoch: int
     total_steps: int
+    """0: not known"""
     samples_per_step: int
-    """over all nodes"""
+    """over all nodes; 0: not known"""
+    about: Callable[[], Sequence[tuple[str, str]]] = tuple
+    """what the first screen says, as (word, text)"""
     asked: int = 0
     """nodes that the run was started with; more than ``nodes`` after the loss of a rank"""
     first_step: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ COLUMNS = {
     "bytes_sent": Column("B", "bytes that the node has sent to other nodes so far", "int64"),
 }
 """The columns of a log, one value a step and node."""
+FIGURE = Column("", "what the program said of the step", "float64")
 LOCAL = ("local_loss", "local_accuracy", "share_accuracy")
 """What an evaluation found of each node."""
 
@@ -60,7 +62,6 @@ class Recorder(Hook):
         self._progress = progress
         self._flush_every = progress.job.log.flush_steps
         self._goes_on = progress.job.log.on_error == "continue"
-        self._per_node = progress.samples_per_step / progress.nodes
         self._watchers = watchers(progress.job.log, self._world.hosts)
         self._gathered = progress.first_step
         # always, as a rank may be lost when some have begun and others have not
@@ -95,8 +96,7 @@ class Recorder(Hook):
             return
         writer, block = self._open(progress, len(names), rows[0]["step"]), {}
         for name, column in COLUMNS.items():
-            unknown = np.nan if np.dtype(column.dtype).kind == "f" else -1
-            block[name] = np.full((len(rows), len(names)), unknown)
+            block[name] = np.full((len(rows), len(names)), column.unknown)
             for place, (_, rows_of_one) in zip(self._world.names, kept, strict=True):
                 for at, row in enumerate(rows_of_one):
                     block[name][at, names.index(place)] = row[name][0]
@@ -106,7 +106,7 @@ class Recorder(Hook):
     def step(self, progress, record: Record) -> None:
         """Keep the step's figures; write at every flush."""
         ones = np.ones(self._rows)
-        seconds = sum(record.seconds.values())
+        per_node = progress.samples_per_step / progress.nodes or np.nan
         self._kept.append(
             {
                 "step": record.index,
@@ -116,11 +116,11 @@ class Recorder(Hook):
                 "gradient_norm": record.gradient_norm.numpy(),
                 "mixed_distance": record.mixed_distance.numpy(),
                 "consensus_distance": ones * record.consensus_distance,
-                "samples_per_second": ones * (self._per_node / seconds),
+                "samples_per_second": ones * (per_node / sum(record.seconds.values())),
                 "staleness": np.array(record.staleness),
                 "bytes_sent": np.array(record.bytes_sent),
             }
-            | {name: ones * value for name, value in record.seconds.items()}
+            | {name: ones * value for name, value in (record.seconds | record.figures).items()}
         )
         if len(self._kept) % self._flush_every == 0:
             self.flush()
@@ -153,7 +153,9 @@ class Recorder(Hook):
     def _flush(self) -> None:
         block = {}
         if self._kept:
-            block = {name: np.stack([row[name] for row in self._kept]) for name in COLUMNS}
+            names = dict.fromkeys(name for row in self._kept for name in row)
+            unknown = np.full(self._rows, np.nan)
+            block = {n: np.stack([row.get(n, unknown) for row in self._kept]) for n in names}
         gathered = self._world.gather((block, self._evaluations))
         with self._world.together(StoreError):
             if gathered is not None:
@@ -174,12 +176,17 @@ class Recorder(Hook):
 
     def _write(self, gathered: list, evaluations: list[dict]) -> None:
         """Append what all ranks have kept, on rank 0."""
-        if gathered[0][0]:
+        blocks = [block for block, _ in gathered]
+        longest = max(blocks, key=lambda block: len(block.get("step", ())))
+        if longest:
+            step = longest["step"]
+            names = dict.fromkeys(name for block in blocks for name in block)
+            self._writer.widen({name: FIGURE for name in names if name not in ("step", *COLUMNS)})
             # what an attempt that failed later on has written is there already
-            there = max(0, self._writer.next_step - self._kept[0]["step"])
+            there = max(0, self._writer.next_step - step[0])
             rows = {
-                name: np.concatenate([part[name] for part, _ in gathered], axis=1)[there:]
-                for name in COLUMNS
+                name: _beside(blocks, name, (len(step), self._rows), column)[there:]
+                for name, column in self._writer.columns.items()
             }
             self._writer.append(rows)
             for line in [text for one in self._watchers for text in one.see(self._gathered, rows)]:
@@ -196,6 +203,17 @@ class Recorder(Hook):
             if self._writer:
                 self._writer.summary(summary)
                 self._writer.close()
+
+
+def _beside(
+    blocks: Sequence[Mapping[str, np.ndarray]], name: str, shape: tuple[int, int], column: Column
+) -> np.ndarray:
+    """A column of all ranks; one that lacks it, or its last rows, has what stands for unknown."""
+    parts = [np.full(shape, column.unknown) for _ in blocks]
+    for part, block in zip(parts, blocks, strict=True):
+        values = block.get(name, part[:0])
+        part[: len(values)] = values
+    return np.concatenate(parts, axis=1)
 
 
 def environment() -> dict[str, str]:

@@ -17,8 +17,10 @@ from mpigossip.config.readable import counted
 from mpigossip.mixing.base import Mixer
 from mpigossip.runs.elastic import go_on
 from mpigossip.runs.hooks import Hook
+from mpigossip.runs.overview import overview
 from mpigossip.runs.progress import Progress
 from mpigossip.runs.saver import Saver
+from mpigossip.runs.tally import Tally, shares
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import MOST
@@ -26,8 +28,6 @@ from mpigossip.training.assemble import Assembly
 from mpigossip.training.evaluate import evaluate
 from mpigossip.training.snapshot import snapshot
 
-SPENT = "spent/"
-"""Before the names of what seconds went to, in a checkpoint."""
 IDLE_S = 1e-3
 """Between the exchanges of a node that only waits: they take the core from one that computes."""
 
@@ -73,10 +73,8 @@ class Run:
         """``world``: of :mod:`mpigossip.cluster.ranks`; hooks watch and never steer."""
         self.assembly, self.trainer, self.world = assembly, assembly.trainer, world
         self.hooks = hooks
-        self.spent: dict[str, float] = {}
-        """seconds so far by what they went to, as in a step's record; of the lives before, too"""
-        self.samples = 0
-        """trained on in these seconds, over all nodes"""
+        self.tally = Tally()
+        """of all nodes' samples"""
         job, trainer = assembly.job, assembly.trainer
         kept = job.checkpoint
         self.saver = Saver(world, job.run.folder, config.dump(job), kept)
@@ -96,6 +94,7 @@ class Run:
             steps_per_epoch=assembly.steps_per_epoch,
             total_steps=assembly.total_steps,
             samples_per_step=trainer.mixer.n * slots * job.data.batch * job.algorithm.accumulate,
+            about=lambda: overview(self.progress, assembly, world),
         )
 
     @property
@@ -121,9 +120,7 @@ class Run:
         while not self.finished and not stopped:
             record = trainer.step()
             self._keep()
-            for name, seconds in record.seconds.items():
-                self.spent[name] = self.spent.get(name, 0.0) + seconds
-            self.samples += progress.samples_per_step
+            self.tally.add(record, progress.samples_per_step)
             for hook in self.hooks:
                 hook.step(progress, record)
             stopped = any([hook.wants_stop(trainer.index) for hook in self.hooks])
@@ -169,7 +166,7 @@ class Run:
     def _summary(self) -> dict[str, Any]:
         """What a person wants to know at the end; complete on rank 0 only. Collective."""
         progress, trainer = self.progress, self.trainer
-        mine = (self.spent, trainer.mixer.bytes_sent)
+        mine = (self.tally.spent, trainer.mixer.bytes_sent)
         gathered = self.world.gather(mine)
         if gathered is None:
             return {}
@@ -182,10 +179,7 @@ class Run:
             "seconds": progress.seconds,
             "bytes_sent": float(np.mean([b for _, sent in gathered for b in sent])),
         }
-        for name in self.spent:
-            summary[name] = float(np.mean([spent[name] for spent, _ in gathered]))
-        busy = sum(summary[name] for name in self.spent)
-        summary["samples_per_second"] = self.samples / busy if busy else 0.0
+        summary |= shares([spent for spent, _ in gathered], self.tally.samples)
         if progress.evaluation:
             summary["accuracy"] = progress.evaluation.accuracy
             summary["loss"] = progress.evaluation.loss
@@ -204,7 +198,7 @@ class Run:
         return trainer.engine.numbers() | {
             "shift": trainer.shift,
             "seconds": self.progress.seconds,
-            "samples": self.samples,
+            "samples": self.tally.samples,
         }
 
     def save(self) -> None:
@@ -238,9 +232,8 @@ class Run:
     def _own(self, row: int) -> dict[str, float]:
         """What one node has counted."""
         precision = self.trainer.settings.precision
-        spent = {f"{SPENT}{name}": seconds for name, seconds in self.spent.items()}
         sent = {"bytes_sent": self.trainer.mixer.bytes_sent[row]}
-        return sent | spent | precision.numbers(row)
+        return sent | self.tally.numbers() | precision.numbers(row)
 
     def resume(self, path: Path) -> list[str]:
         """Put every node to where the checkpoint stands; what to tell the user.
@@ -249,9 +242,7 @@ class Run:
         """
         numbers, told = go_on(self.trainer, path, self.progress.steps_per_epoch)
         self.count_from(float(numbers["seconds"]))
-        self.samples = int(numbers.get("samples", 0))
-        spent = [name for name in numbers if name.startswith(SPENT)]
-        self.spent = {name.removeprefix(SPENT): float(numbers[name]) for name in spent}
+        self.tally.restore(numbers)
         self.progress.checkpoint, manifest = path, checkpoint.read_manifest(path)
         asked, lost_at = asked_of(manifest), manifest.meta.get("lost_at", 0)
         lost = "".join(c for c in str(manifest.meta.get("lost", "")) if c.isprintable())

@@ -12,8 +12,9 @@ SPLIT = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "id
 def describe(summary: dict[str, Any]) -> str:
     """The summary block as text."""
     state = "finished" if summary["finished"] else "stopped, to be resumed"
+    epochs = f" ({summary['epochs']:.2f} epochs)" if "epochs" in summary else ""
     lines = [
-        f"run        {state} at step {summary['steps']} ({summary['epochs']:.2f} epochs), "
+        f"run        {state} at step {summary['steps']}{epochs}, "
         f"{counted(summary['nodes'], 'node')} x {counted(summary['slots'], 'slot')}"
     ]
     if "accuracy" in summary:
@@ -21,12 +22,16 @@ def describe(summary: dict[str, Any]) -> str:
             f"accuracy   {summary['accuracy']:.4f} (averaged model), "
             f"test loss {summary['loss']:.4f}"
         )
+    if "figures" in summary:
+        lines.append(f"figures    {summary['figures']}")
     spent = {name: summary[key] for key, name in SPLIT.items() if key in summary}
     total = sum(spent.values())
     if total:
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in spent.items())
         lines.append(f"time       {summary['seconds']:.1f} s; steps {total:.1f} s: {shares}")
-        lines.append(f"speed      {summary['samples_per_second']:,.0f} samples/s over all nodes")
+        if summary.get("samples_per_second"):
+            speed = f"{summary['samples_per_second']:,.0f} samples/s over all nodes"
+            lines.append(f"speed      {speed}")
     if "lost" in summary:
         lines.append(f"lost       {summary['lost']}")
     if "warnings" in summary:

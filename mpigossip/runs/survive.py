@@ -73,7 +73,7 @@ def _taken_over(
     rebuilt = Run(assembly, world, hooks)
     told = go_on_together(assembly.trainer, mine, numbers, before, assembly.steps_per_epoch)
     rebuilt.count_from(run.progress.seconds)
-    rebuilt.spent, rebuilt.samples, rebuilt.rejoined = run.spent, run.samples, True
+    rebuilt.tally, rebuilt.rejoined = run.tally, True
     milliseconds = world.agree(int(1000 * (time.perf_counter() - run.whole_at)))
     lines = _lines(run, world, numbers, milliseconds)
     rebuilt.progress.lost = [*run.progress.lost, *lines]

@@ -27,7 +27,6 @@ class TensorBoard(Hook):
 
     def start(self, progress, assembly) -> None:
         """Open the files; StoreError on every rank where TensorBoard isn't installed."""
-        self._per_node = progress.samples_per_step / progress.nodes
         with self._world.together(StoreError):
             if self._world.rank == 0:
                 self._writer = events(progress.folder / "tensorboard", progress.first_step)
@@ -36,16 +35,19 @@ class TensorBoard(Hook):
         """The figures of a step."""
         if self._writer is None:
             return
+        per_node = progress.samples_per_step / progress.nodes or np.nan
         found = {
             "loss": float(record.loss.mean()),
             "lr": record.lr,
             "gradient_norm": float(record.gradient_norm.mean()),
             "consensus_distance": record.consensus_distance,
             "staleness": float(np.mean(record.staleness)),
-            "samples_per_second": self._per_node / sum(record.seconds.values()),
+            "samples_per_second": per_node / sum(record.seconds.values()),
             "bytes_sent": float(np.mean(record.bytes_sent)),
             **record.seconds,
         }
+        for name, value in record.figures.items():
+            self._writer.add_scalar(f"program/{name}", value, record.index)
         for name, tag in TENSORBOARD.items():
             if np.isfinite(found[name]):
                 self._writer.add_scalar(tag, found[name], record.index)

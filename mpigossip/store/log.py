@@ -44,6 +44,11 @@ class Column(NamedTuple):
     description: str
     dtype: str = "float64"
 
+    @property
+    def unknown(self) -> float:
+        """What stands for a value that isn't known."""
+        return np.nan if np.dtype(self.dtype).kind == "f" else -1
+
 
 EVALUATION_COLUMNS = {
     "at_step": Column("step", "steps done at the evaluation", "int64"),
@@ -119,6 +124,16 @@ class LogWriter:
                 _widen(group, nodes)
             for name, column in self.columns.items():
                 _column(file["steps"], name, column, per_node=True)
+
+    def widen(self, columns: Mapping[str, Column]) -> None:
+        """Columns that rows have from now on, besides those of before; unknown until here."""
+        self._check_open()
+        new = {name: column for name, column in columns.items() if name not in self.columns}
+        if new:
+            with self._changing() as file:
+                for name, column in new.items():
+                    _column(file["steps"], name, column, per_node=True)
+            self.columns |= new
 
     def append(self, columns: Mapping[str, np.ndarray]) -> None:
         """Add rows: an array (rows, nodes) for each column, all of them.
@@ -295,10 +310,9 @@ def _dataset(
     group: h5py.Group, name: str, column: Column, shape: tuple[int, ...], chunks: tuple[int, ...]
 ) -> h5py.Dataset:
     """A dataset that can grow along all axes, with unit and description."""
-    unknown = np.nan if np.dtype(column.dtype).kind == "f" else -1
     data = group.create_dataset(
-        name, shape, column.dtype, maxshape=(None,) * len(shape), chunks=chunks, fillvalue=unknown,
-        fletcher32=True,
+        name, shape, column.dtype, maxshape=(None,) * len(shape), chunks=chunks,
+        fillvalue=column.unknown, fletcher32=True,
     )  # fmt: skip
     data.attrs["units"] = fixed(column.unit)
     data.attrs["description"] = fixed(column.description)

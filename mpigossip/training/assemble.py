@@ -50,6 +50,11 @@ class Assembly:
     steps_per_epoch: int
     total_steps: int
 
+    @property
+    def engine(self) -> Engine:
+        """What makes the steps."""
+        return self.trainer.engine
+
     def close(self) -> None:
         """Release threads, files and windows; collective under MPI."""
         self.trainer.mixer.close()
