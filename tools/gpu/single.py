@@ -19,7 +19,7 @@ def combining(place: Place):
     import torch
 
     from mpigossip.mixing.combine import combine
-    from mpigossip.mixing.kernels import fused
+    from mpigossip.mixing.kernels import elementwise
 
     width = place.size(100 << 20, 1 << 18)
     one, two = (torch.ones(1, width, device=place.device) for _ in range(2))
@@ -30,7 +30,7 @@ def combining(place: Place):
 
     copy, total = timed(lambda: out.copy_(one)), timed(lambda: combine([0.5, 0.5], [one, two], out))
     share = (3 * 4 * width / total) / (2 * 4 * width / copy)
-    how = "fused" if fused._cupy() is not None and not place.rehearsed else "torch, without CuPy"
+    how = "fused" if elementwise.usable(out.device) else "torch, in several passes"
     said = f"{share:.0%} of {8 * width / copy / 1e9:.0f} GB/s ({how})"
     return said, share >= 0.85
 

@@ -1,7 +1,7 @@
 """An algorithm's ``send`` or ``receive`` as one pass over a GPU's shard.
 
 The function runs as it is written, but under a mode in which torch's elementwise operations are
-noted in place of being done. What was noted becomes one CuPy kernel: each array is read at most
+noted in place of being done. What was noted becomes one kernel: each array is read at most
 once and written at most once, with the wire's bfloat16 codes where there are some. Noting is done
 anew in every step, so that a step's numbers and branches are those of the step; kernels are kept
 by their text. What can't be noted is left to torch, nothing having been done by then.
@@ -12,14 +12,13 @@ Untested where there is no GPU; the texts are run on the CPU in the tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from mpigossip.mixing.kernels import fused
-from mpigossip.mixing.kernels.tracing import HELPERS, CannotNote, Kernel, Noted, identity
+from mpigossip.mixing.kernels.elementwise import launch, usable
+from mpigossip.mixing.kernels.tracing import CannotNote, Noted, identity
 
 WORTHWHILE = 1 << 20
 """Elements of a shard from which a pass over memory takes longer than noting and launching."""
@@ -89,7 +88,7 @@ def _once(
         _plain.add(method)
         return None
     if made is not None:
-        _launch(made)
+        launch(made)
     for original, copy in noted.copies:
         original.copy_(copy)
     return (state,)
@@ -101,29 +100,6 @@ def _worth(x: torch.Tensor) -> bool:
         x.is_cuda
         and x.dtype == torch.float32
         and x.numel() >= WORTHWHILE
-        and fused._cupy() is not None
+        and x.stride(-1) == 1
+        and usable(x.device)
     )
-
-
-def _launch(made: Kernel) -> None:
-    """Run the kernel on torch's current stream of its device."""
-    cupy = fused._cupy()
-    device = next(iter(made.outputs.values())).device
-    types = {torch.float32: "float32", torch.bfloat16: "uint16"}
-    inputs = [f"float32 {name}" for name in (*made.inputs, *made.numbers)]
-    inputs += [f"int64 {name}" for name in made.counts]
-    outputs = [f"{types[array.dtype]} {name}" for name, array in made.outputs.items()]
-    with fused._on(device, cupy):
-        kernel = _kernel(", ".join(inputs), ", ".join(outputs), made.text)
-        kernel(
-            *(fused._view(array, cupy) for array in made.inputs.values()),
-            *map(cupy.float32, made.numbers.values()),
-            *map(cupy.int64, made.counts.values()),
-            *(fused._view(array, cupy) for array in made.outputs.values()),
-        )
-
-
-@cache
-def _kernel(inputs: str, outputs: str, text: str) -> Any:
-    make = fused._cupy().ElementwiseKernel
-    return make(inputs, outputs, text, "mpigossip_pass", preamble=HELPERS)

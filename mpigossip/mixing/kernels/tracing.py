@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mpigossip.mixing.kernels import fused
-
-HELPERS = (
-    fused.HELPERS
-    + "__device__ float pick(bool which, float a, float b) { return which ? a : b; }\n"
-)
-"""The functions that a text may call."""
+from mpigossip.mixing.kernels.elementwise import Pass
 
 
 class CannotNote(Exception):
     """An operation that isn't elementwise, or on other arrays than float32 of one shape."""
-
-
-class Kernel(NamedTuple):
-    """A kernel's text and what it is called with; outputs may be the memory of inputs."""
-
-    inputs: dict[str, torch.Tensor]
-    """float32 (rows, p), or (rows, 1)"""
-    numbers: dict[str, float]
-    counts: dict[str, int]
-    outputs: dict[str, torch.Tensor]
-    """float32, or bfloat16 for codes"""
-    text: str
 
 
 def identity(array: torch.Tensor) -> tuple:
@@ -50,7 +32,8 @@ def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return tree
 
 
-BINARY = {"add": "+", "sub": "-", "mul": "*", "div": "/", "truediv": "/", "iadd": "+", "isub": "-"}
+BINARY = {"add": "add", "sub": "sub", "mul": "mul", "div": "over"}
+BINARY |= {"truediv": "over", "iadd": "add", "isub": "sub"}
 ASKS = {"__get__", "__len__", "size", "dim", "numel", "is_floating_point", "data_ptr", "stride"}
 
 
@@ -95,7 +78,7 @@ class Noted(TorchFunctionMode):
 
         return _mapped(tree, original)
 
-    def kernel(self, codes: dict[tuple, torch.Tensor], spent: Sequence) -> Kernel | None:
+    def kernel(self, codes: dict[tuple, torch.Tensor], spent: Sequence) -> Pass | None:
         """What was noted, ``codes`` by outbox array beside; None where nothing changes."""
         outputs: dict[str, torch.Tensor] = {}
         lines, unneeded = [], set(map(identity, spent))
@@ -115,7 +98,7 @@ class Noted(TorchFunctionMode):
         if not any(tuple(array.shape) == self.shape for array in self._inputs.values()):
             raise CannotNote("nothing is read")
         text = "; ".join([*self._lines, *lines])
-        return Kernel(self._inputs, self._numbers, self._counts, outputs, text)
+        return Pass(self._inputs, self._numbers, self._counts, outputs, text)
 
     # -- operations ------------------------------------------------------------------------
 
@@ -151,7 +134,7 @@ class Noted(TorchFunctionMode):
         line = f"v{len(self._lines)}"
         if cut is not None:
             parent, stop = cut
-            exprs = f"pick(i % width < {stop}, {exprs}, {self._of(parent)})"
+            exprs = f"pick(j < {stop}, {exprs}, {self._of(parent)})"
             self._write(parent, line)
         elif target is None:
             target = torch.empty(self.shape, device="meta")
@@ -167,21 +150,23 @@ class Noted(TorchFunctionMode):
     def _expression(self, plain: str, args: Sequence, options: dict, cut) -> str:
         """The operation in C."""
         if plain in ("zero", "zeros_like"):
-            return "0.0"
+            return "0.0f"
         if plain in BINARY:
             a, b = self._operand(args[0], cut), self._operand(args[1], cut)
             scale = options.pop("alpha", 1)
-            return f"{a} {BINARY[plain]} {b if scale == 1 else self._number(scale) + ' * ' + b}"
+            return f"{BINARY[plain]}({a}, {b if scale == 1 else self._scaled(scale, b)})"
         if plain in ("copy", "clone", "sqrt", "neg"):
-            form = {"sqrt": "sqrtf({})", "neg": "-{}"}.get(plain, "{}")
+            form = {"sqrt": "root({})", "neg": "minus({})"}.get(plain, "{}")
             return form.format(self._operand(args[-1], cut))
         if plain in ("addcmul", "addcdiv"):
             a, b, c = (self._operand(value, cut) for value in args)
-            sign = "*" if plain == "addcmul" else "/"
-            return f"{a} + {self._number(options.pop('value', 1))} * {b} {sign} {c}"
+            last = "mul" if plain == "addcmul" else "over"
+            return f"add({a}, {last}({self._scaled(options.pop('value', 1), b)}, {c}))"
         if plain == "lerp" and not isinstance(args[2], torch.Tensor):
             a, b = self._operand(args[0], cut), self._operand(args[1], cut)
-            return f"{a} + {self._number(args[2])} * ({b} - {a})"
+            if args[2] < 0.5:  # as torch does it
+                return f"add({a}, {self._scaled(args[2], f'sub({b}, {a})')})"
+            return f"sub({b}, {self._scaled(1 - args[2], f'sub({b}, {a})')})"
         raise CannotNote(f"{plain} isn't one of the operations of a pass")
 
     def _part(self, func, array: torch.Tensor, index: Any) -> torch.Tensor:
@@ -195,7 +180,7 @@ class Noted(TorchFunctionMode):
         if begin or identity(array) in self._cut:
             raise CannotNote(f"index {index}")
         view, key = func(array, index), f"e{stop}"
-        self._counts |= {key: stop, "width": self.shape[1]}
+        self._counts[key] = stop
         self._kept[identity(view)] = view
         self._cut[identity(view)] = array, key
         return view
@@ -216,6 +201,9 @@ class Noted(TorchFunctionMode):
             raise CannotNote("a part and a whole")
         return self._of(value)
 
+    def _scaled(self, factor: float, name: str) -> str:
+        return f"mul({self._number(factor)}, {name})"
+
     def _number(self, value: float) -> str:
         name = f"s{len(self._numbers)}"
         self._numbers[name] = float(value)
@@ -228,8 +216,8 @@ class Noted(TorchFunctionMode):
             small = tuple(array.shape) == (self.shape[0], 1)
             if array.dtype != torch.float32 or not (small or tuple(array.shape) == self.shape):
                 raise CannotNote(f"{array.dtype} of shape {tuple(array.shape)}")
-            if array.is_meta or array.device != self.device:
-                raise CannotNote(f"an array on {array.device}")
+            if array.is_meta or array.device != self.device or array.stride(1) != 1:
+                raise CannotNote(f"an array on {array.device}, strides {array.stride()}")
             name = f"a{len(self._inputs)}"
             # a small one may change before the kernel runs
             self._inputs[name] = array.clone() if small and self.shape[1] != 1 else array
@@ -243,6 +231,6 @@ class Noted(TorchFunctionMode):
         key = identity(array)
         self._kept[key], self._value[key] = array, name
         if not array.is_meta:
-            if array.dtype != torch.float32 or array.device != self.device:
-                raise CannotNote(f"{array.dtype} on {array.device}")
+            if array.dtype != torch.float32 or array.device != self.device or array.stride(1) != 1:
+                raise CannotNote(f"{array.dtype} on {array.device}, strides {array.stride()}")
             self._changed[key] = array

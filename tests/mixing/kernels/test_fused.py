@@ -1,8 +1,10 @@
 """The kernels for GPUs: their text, run or compiled for the CPU, has the bits of the reference."""
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -12,17 +14,24 @@ from mpigossip import algorithms
 from mpigossip.algorithms.base import Step
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.kernels import fused, onepass, tracing
-from mpigossip.mixing.kernels.fused import ENCODE, HELPERS, operation
+from mpigossip.mixing.kernels import elementwise, fused, onepass
+from mpigossip.mixing.kernels.elementwise import Pass
+from mpigossip.mixing.kernels.fused import operation
 from mpigossip.mixing.wire import wire
+
+FUNCTIONS = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "over": np.divide, "root": np.sqrt,
+    "minus": np.negative, "pick": np.where,
+}  # fmt: skip
+"""what a text may call, in float32, each operation rounded by itself"""
 
 
 def run_text(text, values):
-    """The statements of a kernel in float32, each operation rounded by itself."""
-    names = {"__fmul_rn": np.multiply, "__fadd_rn": np.add, **values}
+    """The statements of a kernel; all names afterwards."""
+    names = FUNCTIONS | values
     for statement in text.split(";"):
         exec(statement.strip().removeprefix("float "), names)
-    return names["y"]
+    return names
 
 
 @pytest.mark.parametrize(
@@ -34,56 +43,118 @@ def test_the_kernels_arithmetic_has_the_bits_of_the_sum(weights):
     values = {f"x{k}": array.numpy() for k, array in enumerate(arrays)}
     values |= {f"w{k}": np.float32(weight) for k, weight in enumerate(weights)}
     expected = combine(weights, arrays, torch.empty(1, 10_000)).numpy()
-    assert (run_text(operation(kinds, uniform), values) == expected).all()
+    assert (run_text(operation(kinds, uniform), values)["y"] == expected).all()
 
 
-AS_C = """
-#include <cstddef>
+ON_THE_CPU = """
+#include <cmath>
 #include <cstring>
-#define __device__ static
+#define __device__
+#define __global__
+#define __forceinline__ inline
+struct float4 { float x, y, z, w; };
+struct ushort4 { unsigned short x, y, z, w; };
+static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+typedef unsigned short half_;
+static ushort4 make_ushort4(half_ a, half_ b, half_ c, half_ d) { return {a, b, c, d}; }
 static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
 static unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
-static float __fmul_rn(float a, float b) { return a * b; }
-static float __fadd_rn(float a, float b) { return a + b; }
-%s
-extern "C" void encode(const float* xs, unsigned short* cs, float* ys, size_t n) {
-    for (size_t i = 0; i < n; ++i) {
-        float x = xs[i]; unsigned short& c = cs[i]; float& y = ys[i]; %s;
-    }
-}
-extern "C" void sum(const float* a, const unsigned short* b, const float* w, float* ys, size_t n) {
-    for (size_t i = 0; i < n; ++i) {
-        float x0 = a[i], w0 = w[0], w1 = w[1]; unsigned short x1 = b[i]; float& y = ys[i]; %s;
-    }
-}
+static struct { long x, y; } blockIdx, threadIdx, blockDim;
 """
 
 
-def test_the_kernels_of_bf16_have_torchs_bits(tmp_path):
-    """Their text compiled for the CPU: encoding, and a sum whose second term is encoded."""
+def as_cpp(number, form):
+    """A kernel in C++, and a function that calls it for every thread with one array of arguments.
+
+    An argument takes 8 bytes there.
+    """
+    text = elementwise.source(form).replace("#pragma unroll", "").replace("#pragma STDC", "//")
+    helpers, kernel = elementwise.HELPERS.replace("#pragma STDC", "//"), f"pass{number}"
+    body = text.removeprefix(helpers).replace(elementwise.NAME, kernel)
+    body = body.replace("element(", f"element{number}(")
+    types = {torch.float32: "float*", torch.bfloat16: "unsigned short*"}
+    kinds = ["long"]
+    for _, dtype, *_ in (*form.inputs, *form.outputs):
+        kinds += [types[dtype], "long"]
+    kinds += ["float"] * len(form.numbers) + ["long"] * len(form.counts)
+    given = ", ".join(f"*({kind}*)(a + {k})" for k, kind in enumerate(kinds))
+    return (
+        body
+        + f"""
+extern "C" void run{number}(long blocks, long rows, long threads, const long* a) {{
+    blockDim.x = threads;
+    for (blockIdx.y = 0; blockIdx.y < rows; ++blockIdx.y)
+        for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+            for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) {kernel}({given});
+}}
+"""
+    )
+
+
+def compiled(forms, folder):
+    """Kernels as functions that take what CuPy's do, run by this processor."""
     compiler = shutil.which("c++")
     if compiler is None:
-        pytest.skip("no C++ compiler to try the kernel's text with")
-    source, library = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
-    source.write_text(AS_C % (HELPERS, ENCODE, operation("fb", False)))
-    flags = ["-O2", "-ffp-contract=off", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True, timeout=60)
-    kernel = ctypes.CDLL(str(library))
-    edges = torch.tensor([0.0, -0.0, 1.0, 3.4e38, -3.4e38, 1e-40, float("inf"), 1.00390625])
-    values = torch.cat([torch.randn(10_000) * 10.0 ** torch.randint(-30, 30, (10_000,)), edges])
-    codes, decoded = torch.zeros(len(values), dtype=torch.bfloat16), torch.zeros_like(values)
+        pytest.skip("no C++ compiler to try the kernels' text with")
+    source, library = folder / "kernels.cpp", folder / "kernels.so"
+    helpers = elementwise.HELPERS.replace("#pragma STDC", "//")
+    source.write_text(ON_THE_CPU + helpers + "".join(map(as_cpp, range(len(forms)), forms)))
+    flags = ["-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True, timeout=120)
+    loaded = ctypes.CDLL(str(library))
 
-    def call(function, *arrays):
-        function(*(ctypes.c_void_p(a.data_ptr()) for a in arrays), ctypes.c_size_t(len(values)))
+    def call(number, grid, block, values):
+        raw = np.zeros(len(values), np.int64)
+        for at, value in enumerate(values):
+            raw[at : at + 1].view(value.dtype)[0] = value
+        run = getattr(loaded, f"run{number}")
+        sizes = [ctypes.c_long(v) for v in (*grid, *block)]
+        run(*sizes, ctypes.c_void_p(raw.ctypes.data))
 
-    call(kernel.encode, values, codes, decoded)
+    return [partial(call, number) for number in range(len(forms))]
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch, tmp_path):
+    """Launches compile their kernel for this processor and run it; the forms, in order."""
+    seen = []
+
+    def kernel(form):
+        folder = tmp_path / str(len(seen))
+        folder.mkdir()
+        seen.append(form)
+        return compiled([form], folder)[0]
+
+    monkeypatch.setattr(elementwise, "_compiled", cache(kernel))
+    monkeypatch.setattr(elementwise, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(elementwise, "usable", lambda device: True)
+    monkeypatch.setattr(fused, "usable", lambda device: True)
+    return seen
+
+
+EDGES = [0.0, -0.0, 1.0, 3.4e38, -3.4e38, 1e-40, -1e-45, float("inf"), 1.00390625, float("nan")]
+
+
+@pytest.mark.parametrize("rows, width, begin", [(1, 10_011, 0), (3, 1028, 4), (2, 999, 1)])
+def test_kernels_have_torchs_bits(on_the_cpu, rows, width, begin):
+    """Encoding, and a sum whose second term is encoded: all loads of four, with a rest, or none."""
+    shape = (rows, width + 8)
+    values = torch.randn(shape) * 10.0 ** torch.randint(-44, 30, shape)
+    values[0, begin + 5 : begin + 5 + len(EDGES)] = torch.tensor(EDGES)
+    values = values[:, begin : begin + width]
     expected = values.to(torch.bfloat16)
-    assert torch.equal(codes.view(torch.int16), expected.view(torch.int16))
-    assert torch.equal(decoded, expected.float())
-    out, other = torch.zeros_like(values), torch.randn(len(values))
-    call(kernel.sum, other, codes, torch.tensor([0.3, 0.7]), out)
-    rows = [other.unsqueeze(0), expected.float().unsqueeze(0)]
-    assert torch.equal(out, combine([0.3, 0.7], rows, torch.empty(1, len(values)))[0])
+    codes, decoded = torch.zeros(width, dtype=torch.bfloat16), values[0].clone()
+    assert fused.encode(decoded, codes)
+    numbers = ~expected[0].isnan()
+    assert torch.equal(codes.isnan(), ~numbers)
+    assert torch.equal(codes[numbers].view(torch.int16), expected[0][numbers].view(torch.int16))
+    assert torch.equal(decoded.nan_to_num(7), expected[0].float().nan_to_num(7))
+    out, other = torch.zeros(rows, width + 4)[:, :width], torch.randn(rows, width) * 1e-38
+    assert fused.combine([0.3, 0.7], [other, expected], out)
+    wanted = combine([0.3, 0.7], [other, expected.float()], torch.empty(rows, width))
+    assert torch.equal(out.nan_to_num(7), wanted.nan_to_num(7))
+    assert ((out != 0) & (out.abs() < 1e-38)).any(), "denormals are among the sums"
+    assert [form.fours for form in on_the_cpu] == [True, width != 999]
 
 
 # -- one pass of an algorithm ------------------------------------------------------------------
@@ -98,15 +169,14 @@ def rounded(values):
 
 def run_pass(made):
     """A pass's text in numpy, and its outputs written."""
-    shape = next(iter(made.outputs.values())).shape
-    names = {name: array.numpy() for name, array in made.inputs.items()}
-    names |= {name: np.float32(value) for name, value in made.numbers.items()} | made.counts
-    names |= {"i": np.arange(shape.numel()).reshape(shape), "sqrtf": np.sqrt, "narrow": rounded}
-    names |= {"pick": np.where, "wide": lambda code: code}
-    for statement in made.text.split(";"):
-        exec(statement.strip().removeprefix("float "), names)
+    values = {name: array.numpy() for name, array in made.inputs.items()}
+    values |= {name: np.float32(value) for name, value in made.numbers.items()}
+    values |= {"j": np.arange(made.shape[1]), "narrow": rounded, "wide": lambda code: code}
+    names = run_text(
+        made.text.replace("0.0f", "np.float32(0)"), {**values, **made.counts, "np": np}
+    )
     for name, array in made.outputs.items():
-        array.copy_(torch.from_numpy(np.broadcast_to(names[name], shape).astype(np.float32)))
+        array.copy_(torch.from_numpy(np.broadcast_to(names[name], made.shape).astype(np.float32)))
 
 
 @pytest.fixture
@@ -118,7 +188,7 @@ def passes(monkeypatch):
         made.append(one)
         run_pass(one)
 
-    monkeypatch.setattr(onepass, "_launch", launch)
+    monkeypatch.setattr(onepass, "launch", launch)
     monkeypatch.setattr(onepass, "_worth", lambda x: True)
     onepass._plain.clear()
     return made
@@ -244,82 +314,71 @@ def test_on_a_cpu_nothing_is_noted():
     assert not onepass._worth(torch.zeros(1, onepass.WORTHWHILE))
 
 
-PASS_AS_C = """
-extern "C" void pass%d(%s, const float* s, long width, long stop, size_t n) {
-    for (size_t i = 0; i < n; ++i) { %s; }
-}
-"""
-
-
-def as_c(number, made):
-    """A pass as a function of its inputs and outputs in C++."""
-    arrays = [(name, "const float") for name in made.inputs]
-    kinds = {torch.float32: "float", torch.bfloat16: "unsigned short"}
-    arrays += [(name, kinds[array.dtype]) for name, array in made.outputs.items()]
-    set_up = [f"{kind}& {name} = _{name}[i]" for name, kind in arrays]
-    set_up += [f"float s{k} = s[{k}]" for k in range(len(made.numbers))]
-    set_up += [f"long {name} = stop" for name in made.counts if name != "width"]
-    parameters = ", ".join(f"{kind}* _{name}" for name, kind in arrays)
-    return PASS_AS_C % (number, parameters, "; ".join([*set_up, made.text]))
-
-
-def test_the_texts_of_passes_are_c(passes, tmp_path):
-    """Compiled for the CPU: those of all algorithms; one of them is run."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler to try the kernels' text with")
+def test_the_kernels_of_passes_do_what_their_texts_say(passes, tmp_path):
+    """Compiled for the CPU: those of all algorithms, each run once."""
     for name, local, options in VARIANTS:
         method = algorithms.build(name, local, options, decayed=130)
         steps(method, True, count=2, coded=True)
-    known = list({one.text: one for one in passes}.values())
-    encoded = next(k for k, one in enumerate(known) if "narrow" in one.text)
-    head = AS_C.partition("extern")[0] % tracing.HELPERS + "#include <cmath>\n"
-    source, library = tmp_path / "passes.cpp", tmp_path / "passes.so"
-    source.write_text(head + "".join(as_c(k, one) for k, one in enumerate(known)))
-    flags = ["-O0", "-ffp-contract=off", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True, timeout=60)
-    made = known[encoded]
-    run_pass(made)
-    expected = [array.clone() for array in made.outputs.values()]
-    for array in made.outputs.values():
-        array.zero_()
-    numbers = torch.tensor(list(made.numbers.values()))
-    arrays = [*made.inputs.values(), *made.outputs.values(), numbers]
-    function = getattr(ctypes.CDLL(str(library)), f"pass{encoded}")
-    pointers = [ctypes.c_void_p(array.data_ptr()) for array in arrays]
-    function(*pointers, ctypes.c_long(P), ctypes.c_long(130), ctypes.c_size_t(ROWS * P))
-    for array, wanted in zip(made.outputs.values(), expected, strict=True):
-        assert torch.equal(array.float(), wanted.float())
+    known = {elementwise.form(made): made for made in passes}
+    assert any("narrow" in form.text for form in known) and any(form.counts for form in known)
+    for made, run in zip(known.values(), compiled(list(known), tmp_path), strict=True):
+        before = [array.clone() for array in made.outputs.values()]
+        run_pass(made)
+        expected = [array.clone() for array in made.outputs.values()]
+        for array, old in zip(made.outputs.values(), before, strict=True):
+            array.copy_(old)  # where they are the memory of inputs
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(elementwise, "_compiled", lambda form, run=run: run)
+            patch.setattr(elementwise, "_on", lambda device: contextlib.nullcontext())
+            elementwise.launch(made)
+        for array, wanted in zip(made.outputs.values(), expected, strict=True):
+            assert torch.equal(array, wanted), made.text
 
 
 class FakeCupy:
-    """What of CuPy a launch uses: kernels that note their calls."""
+    """What of CuPy a launch uses: a kernel that notes its calls."""
 
     def __init__(self):
         self.made, self.called = [], []
-        self.float32, self.int64 = np.float32, np.int64
 
-    def ElementwiseKernel(self, *arguments, preamble):
-        self.made.append(arguments)
-        return lambda *values: self.called.append(values)
+    def RawKernel(self, source, name):
+        self.made.append(source)
+        return lambda *call: self.called.append(call)
 
 
-def test_a_launch_declares_each_argument_that_it_hands_over(monkeypatch):
-    import contextlib
-
+def test_a_launch_hands_over_each_argument_that_the_kernel_takes(monkeypatch):
     cupy = FakeCupy()
-    monkeypatch.setattr(fused, "_cupy", lambda: cupy)
-    monkeypatch.setattr(fused, "_on", lambda device, cupy: contextlib.nullcontext())
-    monkeypatch.setattr(fused, "_view", lambda array, cupy: array)
-    x, y, code = torch.ones(1, 8), torch.ones(1, 8), torch.ones(1, 8, dtype=torch.bfloat16)
-    numbers, counts, outputs = {"s0": 0.1}, {"e5": 5, "width": 8}, {"c0": code, "y0": y}
+    monkeypatch.setattr(elementwise, "_cupy", lambda: cupy)
+    monkeypatch.setattr(elementwise, "_on", lambda device: contextlib.nullcontext())
+    x, y = torch.ones(2, 3000), torch.ones(2, 3000)
+    small, code = torch.ones(2, 1), torch.ones(2, 3000, dtype=torch.bfloat16)
+    inputs, outputs = {"a0": x, "a1": small}, {"c0": code, "y0": y}
     for _ in range(2):
-        onepass._launch(tracing.Kernel({"a0": x}, numbers, counts, outputs, "a text of this test"))
-    (inputs, outs, text, _), values = cupy.made[0], cupy.called[1]
-    assert inputs == "float32 a0, float32 s0, int64 e5, int64 width"
-    assert (outs, text) == ("uint16 c0, float32 y0", "a text of this test")
-    assert len(cupy.made) == 1, "a kernel is kept by its text"
-    assert values[0] is x and values[1:4] == (np.float32(0.1), 5, 8) and values[5] is y
+        elementwise.launch(Pass(inputs, {"s0": 0.1}, {"e5": 5}, outputs, "a text of this test"))
+    assert len(cupy.made) == 1, "a kernel is kept by its form"
+    taken = cupy.made[0].partition("mpigossip_pass(")[2].partition(")")[0].split(", ")
+    assert [argument.split()[-1] for argument in taken] == [
+        "width", "a0", "a0_row", "a1", "a1_row", "c0", "c0_row", "y0", "y0_row", "s0", "e5"
+    ]  # fmt: skip
+    grid, block, values = cupy.called[1]
+    assert (grid, block) == ((3, 2), (256,)) and values[0] == 3000
+    pointers = [x, small, code, y]
+    assert list(values[1:9]) == [v for a in pointers for v in (a.data_ptr(), a.stride(0))]
+    assert values[9:] == (np.float32(0.1), 5) and values[9].dtype == np.float32
+
+
+def test_a_device_whose_kernels_fail_is_left_to_torch_with_a_warning(monkeypatch):
+    def fails(device):
+        raise RuntimeError("CuPy failed to load libnvrtc.so.12\nand a long story")
+
+    monkeypatch.setattr(elementwise, "_tried", fails)
+    elementwise.usable.cache_clear()
+    with pytest.warns(
+        UserWarning, match="cuda:0: RuntimeError: CuPy failed to load libnvrtc.so.12;"
+    ):
+        assert not elementwise.usable(torch.device("cuda:0"))
+    assert not elementwise.usable(torch.device("cuda:0")), "said once"
+    elementwise.usable.cache_clear()
 
 
 def exchanged(comm, in_passes):
@@ -328,9 +387,9 @@ def exchanged(comm, in_passes):
     from mpigossip.graphs import graph
     from mpigossip.mixing.device.windows import DeviceWindows
 
-    launch, worth = onepass._launch, onepass._worth
+    launch, worth = onepass.launch, onepass._worth
     if in_passes:
-        onepass._launch, onepass._worth = run_pass, lambda x: True
+        onepass.launch, onepass._worth = run_pass, lambda x: True
     world, found = World(comm), []
     layout = Layout((1024, 1024), 2, 1, wire=wire("bf16"))
     mixer = DeviceWindows(graph("ring", comm.size), layout, world, same_host="put", timeout_s=30)
@@ -357,7 +416,7 @@ def exchanged(comm, in_passes):
     finally:
         mixer.close()
         world.close()
-        onepass._launch, onepass._worth = launch, worth
+        onepass.launch, onepass._worth = launch, worth
     return torch.cat([part.double().flatten() for part in found])
 
 
