@@ -1,15 +1,22 @@
-"""Going on from a checkpoint: exactly, or elastically with other nodes, slots or method."""
+"""Going on from a checkpoint: exactly, or elastically with other nodes, slots or method.
+
+And from what nodes keep in memory, where others were lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from mpigossip.cluster.world import World
 from mpigossip.engine.state import split
+from mpigossip.engine.step import Engine
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.average import is_floating, over_nodes, over_slots
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
@@ -39,52 +46,80 @@ def go_on(
     _same_model(first, trainer.replicas, path)
     _check_counters(first, path)
     numbers = first.numbers
-    _set_counters(trainer, numbers)
-    _shift(trainer, int(manifest.meta["steps_per_epoch"]), steps_per_epoch)
+    trainer.engine.count_from(numbers)
+    shift(trainer, numbers, int(manifest.meta["steps_per_epoch"]), steps_per_epoch)
     if _fits(manifest, trainer) and _same_state(first, trainer) and _same_rhythm(first, trainer):
         _exactly(trainer, path, first)
         told = []
     else:
         slots = int(manifest.meta["slots"])
         told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
-        told += _begin_at(trainer, over_nodes(path, manifest.n))
+        replicas, rows = trainer.replicas, range(len(trainer.mixer.rows))
+        told += _begin_at(
+            trainer.engine, [replicas.buffers(row) for row in rows], over_nodes(path, manifest.n)
+        )
         if trainer.engine.born < trainer.index and _same_rhythm(first, trainer):
             trainer.engine.restore_rhythm(numbers)
     trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
     return numbers, told
 
 
-def go_on_together(
-    trainer: Trainer, mine: NodeState, numbers: Mapping[str, Number], before: int, now: int
-) -> list[str]:
-    """The same in memory, from what each node kept of the step at hand; what to tell. Collective.
+class Kept:
+    """This rank after each of its last two whole steps: what survivors of a loss go on from."""
 
-    ``mine``: this rank's; ``numbers``: the counters that all go on from; ``before`` and ``now``:
-    steps of an epoch then and with the present nodes.
+    def __init__(self) -> None:
+        """Nothing kept yet."""
+        self.states: deque[NodeState] = deque(maxlen=2)
+        self.whole_at = time.perf_counter()
+        """when the last of the steps was done"""
+
+    def keep(self, snapshot: Callable[[NodeState | None], NodeState]) -> None:
+        """A step is whole: keep ``snapshot(spare)``, made in the memory of the oldest."""
+        full = len(self.states) == self.states.maxlen
+        self.states.append(snapshot(self.states.popleft() if full else None))
+        self.whole_at = time.perf_counter()
+
+    def agree(self, world: World, *beside: Any) -> tuple[NodeState, tuple]:
+        """The state that this rank goes on from, and (the counters that all do, *beside).
+
+        Those of the rank that has done the fewest steps: one that saw the loss of another later
+        may be ahead, and further ahead than what is kept it goes on with its oldest. Collective.
+        """
+        stands = world.gather((self.states[-1].numbers, *beside))
+        agreed = world.broadcast(stands and min(stands, key=lambda one: one[0]["index"]))
+        index = agreed[0]["index"]
+        found = (one for one in self.states if one.numbers["index"] == index)
+        return next(found, self.states[0]), agreed
+
+
+def go_on_together(
+    engine: Engine,
+    buffers: Sequence[Mapping[str, torch.Tensor]],
+    mine: NodeState,
+    numbers: Mapping[str, Number],
+) -> list[str]:
+    """Like :func:`go_on`, from what each node kept of the step at hand; what to tell. Collective.
+
+    ``mine``: this rank's; ``numbers``: the counters that all go on from; ``buffers``: one a slot.
     """
-    _set_counters(trainer, numbers)
-    _shift(trainer, before, now)
+    engine.count_from(numbers)
     mean: dict[str, Any] = {}
     for name, array in over_slots(mine).items():
         mean[name] = array
         if is_floating(array):
             row = torch.from_numpy(array.astype(np.float64).reshape(1, -1))
-            mean[name] = trainer.mixer.mean(row).numpy().reshape(array.shape)
+            mean[name] = engine.mixer.mean(row).numpy().reshape(array.shape)
     mean["bytes_sent"] = mine.numbers["bytes_sent"]
-    told = _begin_at(trainer, mean)
-    if trainer.engine.born < trainer.index:
-        trainer.engine.restore_rhythm(numbers)
-    trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
+    told = _begin_at(engine, [buffers], mean)
+    if engine.born < engine.index:
+        engine.restore_rhythm(numbers)
+    engine.group.all_gather(engine.vector.x, engine.vector.full)
     return told
 
 
-def _set_counters(trainer: Trainer, numbers: Mapping[str, Number]) -> None:
-    trainer.engine.count_from(numbers)
-    trainer.shift = int(numbers["shift"])
-
-
-def _shift(trainer: Trainer, before: int, now: int) -> None:
+def shift(trainer: Trainer, numbers: Mapping[str, Number], before: int, now: int) -> None:
     """Let the epoch go on where it was, in the number of steps that it has now."""
+    trainer.shift = int(numbers["shift"])
     if before != now:
         done = (trainer.index - trainer.shift) / before
         trainer.shift = trainer.index - round(done * now)
@@ -145,18 +180,26 @@ def _exactly(trainer: Trainer, path: Path, first: NodeState) -> None:
         trainer.settings.precision.restore(row, saved.numbers)
 
 
-def _begin_at(trainer: Trainer, mean: Mapping[str, Any]) -> list[str]:
-    """Every node at the average, with the state that has a mean; the graph's clock from 0."""
+def _begin_at(
+    engine: Engine,
+    buffers: Sequence[Sequence[Mapping[str, torch.Tensor]]],
+    mean: Mapping[str, Any],
+) -> list[str]:
+    """Every node at the average, with the state that has a mean; the graph's clock from 0.
+
+    ``buffers``: of each node here, slot by slot.
+    """
     told: list[str] = []
-    engine, state = trainer.engine, trainer.engine.parts()
+    state, x, flat = engine.parts(), engine.vector.x, engine.vector.flat
     names = [name.removeprefix("state/") for name in state]
     kept = all(name.split("/")[-1] in AVERAGED and name in mean for name in state)
-    for row in range(len(trainer.mixer.rows)):
-        split(mean["parameters"], trainer.replicas.x, row, trainer.replicas.flat)
-        _set_buffers(trainer.replicas, row, mean)
+    for row, of_slots in enumerate(buffers):
+        split(mean["parameters"], x, row, flat)
+        for of_slot in of_slots:
+            _set_buffers(of_slot, mean)
         if kept:
             for name, parts in state.items():
-                split(mean[name], parts, row, trainer.replicas.flat)
+                split(mean[name], parts, row, flat)
     dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/") and not kept]
     if kept and names:
         told.append(f"averaged: {', '.join(names)}")
@@ -164,12 +207,11 @@ def _begin_at(trainer: Trainer, mean: Mapping[str, Any]) -> list[str]:
         engine.restart()
         told.append(f"dropped: {', '.join(dropped) or 'nothing'}, begun anew: {', '.join(names)}")
     engine.round = 0
-    trainer.mixer.bytes_sent[:] = [int(mean["bytes_sent"])] * len(trainer.mixer.rows)
+    engine.mixer.bytes_sent[:] = [int(mean["bytes_sent"])] * len(buffers)
     return told
 
 
-def _set_buffers(replicas: Replicas, row: int, mean: Mapping[str, Any]) -> None:
+def _set_buffers(buffers: Mapping[str, torch.Tensor], mean: Mapping[str, Any]) -> None:
     """Norm buffers: the average over nodes and slots; counters as slot 0 of node 0 had them."""
-    for buffers in replicas.buffers(row):
-        for name, buffer in buffers.items():
-            buffer.copy_(torch.as_tensor(np.array(mean[f"buffers/{name}"])).view(buffer.shape))
+    for name, buffer in buffers.items():
+        buffer.copy_(torch.as_tensor(np.array(mean[f"buffers/{name}"])).view(buffer.shape))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -15,7 +14,7 @@ from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config.readable import counted
 from mpigossip.mixing.base import Mixer
-from mpigossip.runs.elastic import go_on
+from mpigossip.runs.elastic import Kept, go_on
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.overview import overview
 from mpigossip.runs.progress import Progress
@@ -79,11 +78,10 @@ class Run:
         kept = job.checkpoint
         self.saver = Saver(world, job.run.folder, config.dump(job), kept)
         self.names, self.hosts = world.names, world.hosts
-        self.kept: deque[NodeState] = deque(maxlen=2)
-        """this rank after each of the last whole steps, where the run is to outlive losses"""
+        self.kept = Kept()
+        """where the run is to outlive losses"""
         self.saved: list[NodeState] = []
         """the last snapshot for a checkpoint"""
-        self.whole_at = time.perf_counter()
         self.rejoined = False
         slots = trainer.group.slots
         self.progress = Progress(
@@ -136,9 +134,7 @@ class Run:
 
     def _keep(self) -> None:
         if self.world.survives:
-            full = len(self.kept) == self.kept.maxlen
-            self.kept.append(self._states([self.kept.popleft()] if full else [])[0])
-            self.whole_at = time.perf_counter()
+            self.kept.keep(lambda spare: self._states([spare] if spare else [])[0])
 
     def _between_steps(self, stopped: bool) -> None:
         done, job = self.trainer.index, self.progress.job
@@ -225,7 +221,9 @@ class Run:
         """A copy of every node that lives here, in the memory of an earlier one."""
         trainer, numbers = self.trainer, self.numbers()
         return [
-            snapshot(trainer.replicas, trainer.engine, row, numbers | self._own(row), one)
+            snapshot(
+                trainer.engine, trainer.replicas.buffers(row), row, numbers | self._own(row), one
+            )
             for row, one in zip_longest(range(len(trainer.mixer.rows)), spare)
         ]
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.runs.elastic import go_on_together
+from mpigossip.runs.elastic import go_on_together, shift
 from mpigossip.runs.lock import lock
 from mpigossip.runs.printer import Printer
 from mpigossip.runs.run import Run
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.assemble import Assembly, assemble
+
+T = TypeVar("T")
 
 
 def prepare(job: Job, world: World) -> None:
@@ -32,31 +36,30 @@ def prepare(job: Job, world: World) -> None:
 def without_the_lost(run: Run, world: World) -> Run:
     """A run of the survivors from the last whole step that all of them have done. Collective.
 
-    A further loss on the way begins anew. What the old world shared is left behind, never freed.
+    What the old world shared is left behind, never freed.
     """
     run.saver.abandon()
     run.assembly.abandon()
+    return outlived(world, lambda: _rebuilt(run, world))
+
+
+def outlived(world: World, rebuilt: Callable[[], T]) -> T:
+    """``rebuilt()`` in the survivors' world; a further loss on the way begins anew. Collective."""
     while True:
         try:
-            return _rebuilt(run, world)
+            world.shrink()
+            return rebuilt()
         except Exception as error:
             if not world.lost_by(error):
                 raise
 
 
 def _rebuilt(run: Run, world: World) -> Run:
-    world.shrink()
     if world.rank == 0 and run.names[0] != world.names[0]:
         # rank 0 held it and is gone; a disk that doesn't know yet is no reason to stop
         with contextlib.suppress(JobError):
             world.resources.enter_context(lock(run.progress.folder))
-    # counters and the steps of an epoch that they are in: a rank that saw the loss of another
-    # later may have those of a world that others have left already
-    stands = world.gather((run.kept[-1].numbers, run.progress.steps_per_epoch))
-    least = stands and min(stands, key=lambda one: one[0]["index"])
-    numbers, steps_per_epoch = world.broadcast(least)
-    # who is further ahead than the steps that are kept goes on with the oldest of them
-    mine = next((k for k in run.kept if k.numbers["index"] == numbers["index"]), run.kept[0])
+    mine, (numbers, steps_per_epoch) = run.kept.agree(world, run.progress.steps_per_epoch)
     assembly = assemble(run.progress.job, world, world.size)
     try:
         return _taken_over(run, assembly, world, mine, numbers, steps_per_epoch)
@@ -71,34 +74,40 @@ def _taken_over(
     """The new run, where the old one stood."""
     hooks = [Printer(world) if isinstance(hook, Printer) else hook for hook in run.hooks]
     rebuilt = Run(assembly, world, hooks)
-    told = go_on_together(assembly.trainer, mine, numbers, before, assembly.steps_per_epoch)
+    trainer = assembly.trainer
+    shift(trainer, numbers, before, assembly.steps_per_epoch)
+    told = go_on_together(trainer.engine, trainer.replicas.buffers(0), mine, numbers)
     rebuilt.count_from(run.progress.seconds)
     rebuilt.tally, rebuilt.rejoined = run.tally, True
-    milliseconds = world.agree(int(1000 * (time.perf_counter() - run.whole_at)))
-    lines = _lines(run, world, numbers, milliseconds)
+    gone = [place for place, name in enumerate(run.names) if name not in world.names]
+    lost = [f"rank {run.names[place]} on {run.hosts[place]}" for place in gone]
+    lines = tell(world, lost, numbers["index"], run.kept.whole_at, told)
     rebuilt.progress.lost = [*run.progress.lost, *lines]
     whole = run.progress.nodes == run.progress.asked
     rebuilt.progress.asked = run.progress.asked
     rebuilt.progress.lost_at = numbers["index"] if whole else run.progress.lost_at
+    return rebuilt
+
+
+def tell(
+    world: World, lost: Sequence[str], index: int, whole_at: float, how: Sequence[str]
+) -> list[str]:
+    """Say on rank 0 who was lost, and how the others go on; a line for each. Collective.
+
+    ``whole_at``: when this rank's last whole step was done.
+    """
+    seconds = world.agree(int(1000 * (time.perf_counter() - whole_at))) / 1000
+    lines = [f"{rank} was lost after step {index} ({seconds:.2f} s lost)" for rank in lost]
     if world.rank == 0:
         print(
-            f"mpigossip: {'; '.join(lines)}; {_those_who_go_on(world.size)} ({'; '.join(told)})",
+            f"mpigossip: {'; '.join(lines)}; {_those_who_go_on(world.size)} ({'; '.join(how)})",
             file=sys.stderr,
             flush=True,
         )
-    return rebuilt
+    return lines
 
 
 def _those_who_go_on(count: int) -> str:
     if count == 1:
         return "1 node goes on alone"
     return f"{count} nodes go on from their exact average"
-
-
-def _lines(run: Run, world: World, numbers: dict, milliseconds: int) -> list[str]:
-    gone = [place for place, name in enumerate(run.names) if name not in world.names]
-    return [
-        f"rank {run.names[place]} on {run.hosts[place]} was lost after step {numbers['index']} "
-        f"({milliseconds / 1000:.2f} s lost)"
-        for place in gone
-    ]

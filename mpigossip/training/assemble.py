@@ -171,8 +171,8 @@ def make_model(job: Job, data: Source) -> torch.nn.Module:
 def mistakes(job: Job, n: int) -> list[str]:
     """What doesn't go together in a job whose parts are right by themselves."""
     found = _unfit(job, n)
-    if not found and job.run.survive and n > 1:
-        found += [f"run.survive, with one node fewer: {text}" for text in _unfit(job, n - 1)]
+    if not found:
+        found += lasting(job, n)
     found += devices.mistakes(job.node.devices)
     data, plain = job.data, config.Data()
     for key, reader in (("shuffled_percent", "mixed"), ("dirichlet_alpha", "dirichlet")):
@@ -182,11 +182,6 @@ def mistakes(job: Job, n: int) -> list[str]:
                 f'data.partition = "{reader}", or leave it out'
             )
     node = job.node
-    if job.run.survive and node.mixer == "asynchronous":
-        found.append(
-            "run.survive = true: windows can't outlive a lost rank, and an asynchronous run needs "
-            'them; use node.mixer = "synchronous", or restart from checkpoints'
-        )
     if node.cuda_graphs == "always" and slots_of(node.devices)[0] == "cpu":
         found.append(
             f'node.cuda_graphs = "always": the slots of node.devices = "{node.devices}" are on '
@@ -196,6 +191,20 @@ def mistakes(job: Job, n: int) -> list[str]:
         found.append(
             'node.precision = "fp16": each node scales its loss by itself, which node.vmap '
             'can\'t; use "bf16", or leave node.vmap out'
+        )
+    return found
+
+
+def lasting(job: Job, n: int) -> list[str]:
+    """What keeps a job that is to outlive losses from going on with one node fewer."""
+    if not job.run.survive:
+        return []
+    found = _unfit(job, n - 1) if n > 1 else []
+    found = [f"run.survive, with one node fewer: {text}" for text in found]
+    if job.node.mixer == "asynchronous":
+        found.append(
+            "run.survive = true: windows can't outlive a lost rank, and an asynchronous run needs "
+            'them; use node.mixer = "synchronous", or restart from checkpoints'
         )
     return found
 

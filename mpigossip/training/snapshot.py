@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
 
@@ -12,29 +14,35 @@ from mpigossip.training.replicas import Replicas
 
 
 def snapshot(
-    replicas: Replicas,
     engine: Engine,
+    buffers: Sequence[Mapping[str, torch.Tensor]],
     row: int,
     numbers: dict,
     spare: NodeState | None = None,
 ) -> NodeState:
-    """Everything of one node: parameters, algorithm state, buffers and counters.
+    """Everything of one node: parameters, algorithm state, buffers (slot by slot) and counters.
 
     ``spare``: an earlier snapshot that nobody needs any more. Its memory is used again: fresh
     pages cost more time than the copy.
     """
     arrays = engine.arrays(row, spare.arrays if spare else None)
-    for slot, buffers in enumerate(replicas.buffers(row)):
-        for name, buffer in buffers.items():
-            arrays[f"buffers/{slot}/{name}"] = buffer.detach().cpu().numpy().copy()
-    flat = replicas.flat
+    for slot, of_slot in enumerate(buffers):
+        for name, buffer in of_slot.items():
+            arrays[f"buffers/{slot}/{name}"] = plain(buffer).copy()
+    x, flat = engine.vector.x, engine.vector.flat
     return NodeState(
-        parameters=joined(replicas.x, row, flat, spare.parameters if spare else None),
+        parameters=joined(x, row, flat, spare.parameters if spare else None),
         names=flat.names,
         shapes=flat.shapes,
         arrays=arrays,
         numbers=numbers,
     )
+
+
+def plain(tensor: torch.Tensor) -> np.ndarray:
+    """The values as an array of NumPy's, which knows no bfloat16: that is widened."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def restore(replicas: Replicas, engine: Engine, row: int, saved: NodeState) -> None:
