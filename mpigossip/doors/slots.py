@@ -30,11 +30,16 @@ class Slots:
         return self._group.run(lambda slot: work(slot, self.models[slot]))
 
     def average_gradients(self) -> None:
-        """Mean over slots into the gradients of slot 0, summed in slot order."""
+        """Mean over slots into the gradients of slot 0, summed in slot order.
+
+        A slot without a gradient adds nothing; where no slot has one, there is none.
+        """
         others = [dict(m.named_parameters()) for m in self.models[1:]]
         for name, parameter in self.models[0].named_parameters() if others else ():
             for grad in (replica[name].grad for replica in others):
-                if grad is not None and parameter.grad is not None:
+                if grad is not None:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
                     parameter.grad.add_(grad.to(parameter.device))
             if parameter.grad is not None:
                 parameter.grad.div_(len(self.models))

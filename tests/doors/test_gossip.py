@@ -122,6 +122,21 @@ def test_slots_average_their_gradients():
     assert torch.allclose(train(("cpu", "cpu"), two_slots), train(None, joined), atol=1e-5)
 
 
+def test_gradients_of_parameters_that_the_first_slot_left_out_count():
+    model, optimizer = make(0)
+    with Alone() as world:
+        gossip = mpigossip.Gossip(world, model, optimizer, devices=("cpu", "cpu"))
+
+        def one_layer(slot, replica):
+            layer = replica[0 if slot else 2]
+            layer(torch.ones(1, layer.in_features)).sum().backward()
+
+        gossip.run(one_layer)
+        gossip.step()
+        first, _, last = model
+        assert (first.weight.grad == 0.5).all() and (last.weight.grad == 0.5).all()
+
+
 def test_an_optimizer_of_another_model_is_refused():
     model, _ = make(0)
     _, optimizer = make(1)
