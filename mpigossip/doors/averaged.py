@@ -16,6 +16,7 @@ from mpigossip.runs.run import meet
 def averaged(node: Node) -> Iterator[None]:
     """Inside, the model is the exact average over nodes; taken back afterwards. Collective."""
     (x,) = node.vector.x
+    node.between("averaged()")
     with torch.no_grad():
         meet(node, node.world)
         node.engine.settle()
@@ -23,7 +24,8 @@ def averaged(node: Node) -> Iterator[None]:
         x.copy_(node.mixer.mean(x))
         node.publish()
     try:
-        yield
+        with node.no_sync():  # a backward pass in here is none of a step
+            yield
     finally:
         with torch.no_grad():
             x.copy_(own)
@@ -32,6 +34,7 @@ def averaged(node: Node) -> Iterator[None]:
 
 def distance(node: Node) -> float:
     """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
+    node.between("consensus_distance()")
     with torch.no_grad():
         meet(node, node.world)
         node.engine.settle()

@@ -12,9 +12,9 @@ from torch import nn
 from mpigossip.algorithms import takes_local
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.doors import saved
+from mpigossip.doors import blocks, saved
 from mpigossip.doors.averaged import averaged, distance
-from mpigossip.doors.inner import check, check_plain_sgd, decay, rate
+from mpigossip.doors.inner import check, check_plain_sgd, rate
 from mpigossip.doors.node import Node
 from mpigossip.doors.settings import DIVIDES, settings
 from mpigossip.doors.stale import Stale
@@ -24,6 +24,7 @@ from mpigossip.engine.step import Engine, Record
 from mpigossip.mixing.base import Mixer
 
 T = TypeVar("T")
+OVERLAPS = ("auto", "layers", "never")
 
 
 class Gossip(Wrapper):
@@ -53,7 +54,8 @@ class Gossip(Wrapper):
     * cadence "gossip-aga", which measures the loss; "adpsgd" without ``total``, the run's steps;
     * local steps by name (``local``, "accumadam"): the optimizer is the local step;
     * ``add_param_group`` after the first step: the vector is laid out;
-    * layers sent during backward: clipping or a scaler may still change their gradients.
+    * with layers sent during backward, whatever changes gradients, parameters or rates between
+      backward and ``step()``: clipping, a scaler, closures; and optimizers that aren't elementwise.
 
     parallel, dsgt and momentum-tracking give every parameter a gradient, zero where a node had
     none; all others leave parameters without a gradient to the optimizer, which skips them.
@@ -68,7 +70,7 @@ class Gossip(Wrapper):
         graph: Any = None,
         cadence: str | None = None,
         wire: str | None = None,
-        overlap: Literal["auto", "never"] = "auto",
+        overlap: Literal["auto", "layers", "never"] = "auto",
         mixer: str = "synchronous",
         *,
         devices: tuple[str, ...] | None = None,
@@ -79,19 +81,17 @@ class Gossip(Wrapper):
 
         Names are those of a job, None its default; ``graph`` may be a networkx graph. ``options``:
         of the algorithm, graph and cadence, and ``seed``, ``weights``, ``lazy``, ``levels``,
-        ``kept``, ``same_host``, ``timeout_s``. ``overlap = "never"``: an exchange that could
-        travel during forward and backward begins with the step. ``devices``: slots of this node,
+        ``kept``, ``same_host``, ``timeout_s``. ``overlap = "auto"``: methods that are
+        ahead travel during forward and backward, others begin with the step, as all do by "never".
+        "layers": adapt-then-combine sends layers while backward still runs, where no neighbour is
+        on the same host (else whole models, to the same bits). ``devices``: slots of this node,
         one a device, see :meth:`run`; None: where the model is. ``measure_every``: steps between
         two consensus distances in :attr:`record`.
         """
         super().__init__(optimizer)
         self._world, self._model = world, model
-        if overlap not in ("auto", "never"):
-            raise JobError(
-                [f'overlap = "{overlap}": choose "auto" (methods that are ahead travel during '
-                 'forward and backward) or "never"; layer by layer during backward is a job\'s '
-                 "(node.overlap), since clipping or a scaler may still change a loop's gradients"]
-            )  # fmt: skip
+        if overlap not in OVERLAPS:
+            raise JobError([f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}'])
         where = str(next(model.parameters()).device)
         with world.together(JobError, ValueError):
             check(model, optimizer)
@@ -100,13 +100,16 @@ class Gossip(Wrapper):
             )
             if not takes_local(algorithm):
                 check_plain_sgd(algorithm, optimizer)
+            if overlap == "layers":
+                blocks.check(self._job, self._graph, optimizer, len(devices or (where,)))
+        self._overlap = overlap
         self._loaded: dict | None = None
         self._stale = Stale()
         self.record: Record | None = None
         """what the last step showed"""
         self._node = Node(
             world, model, optimizer, self._job, self._graph, devices,
-            ahead=overlap == "auto", measure_every=measure_every,
+            overlap=overlap, rate=self._rate, measure_every=measure_every,
         )  # fmt: skip
         world.resources.callback(self.close)
 
@@ -131,6 +134,11 @@ class Gossip(Wrapper):
         """
         value = None
         if closure is not None:
+            if self._overlap == "layers":
+                raise JobError(
+                    ['a closure runs backward within step(), which overlap="layers" begins with '
+                     'backward: call backward before step(), or give Gossip overlap="auto"']
+                )  # fmt: skip
             with torch.enable_grad():
                 value = closure()
         with torch.no_grad():
@@ -144,12 +152,10 @@ class Gossip(Wrapper):
         node.slots.average_gradients()
         skipped = self._unscale()
         lr = self._rate()
-        if not engine.method.raw:
-            node.vector.gather()
-            if skipped:
-                node.vector.g[0].zero_()
-            elif not takes_local(self._job.algorithm.name):
-                decay(node.vector, self._inner)
+        if not (node.layers and node.layers.end()):
+            node.gather()
+        if skipped and not engine.method.raw:
+            node.vector.g[0].zero_()
         self._stale.spent()
         self.record = engine.step(lr, skipped)
         node.publish()
@@ -189,6 +195,11 @@ class Gossip(Wrapper):
         found = getattr(self, "found_inf", None)
         if found is None:
             return ()
+        if self._overlap == "layers":
+            raise JobError(
+                ['a GradScaler has its gradients unscaled in step(), when overlap="layers" has '
+                 'sent them; use bf16 autocast without a scaler, or give Gossip overlap="auto"']
+            )  # fmt: skip
         wrong = torch.as_tensor(float(found) > 0, dtype=torch.float64).reshape(1, 1)
         if self.engine.method.always_global:  # used by all or by none
             wrong = self.mixer.mean_scalars(wrong)
@@ -226,6 +237,7 @@ class Gossip(Wrapper):
 
         Not collective. Exact, with a file a node: another node's would put this one at its place.
         """
+        self._node.between("state_dict()")
         self._run_hooks("state_dict_pre")
         state = self._inner.state_dict() | {"gossip": self._loaded or self._state()}
         return self._run_hooks("state_dict_post", state) or state
@@ -235,17 +247,24 @@ class Gossip(Wrapper):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` stood, to the bit, at the next step; on all nodes."""
+        self._node.between("load_state_dict()")
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
         mine = given.pop("gossip", None)
         saved.load(given, mine, self._inner, self._model, self._node.flat)
         self._loaded = mine
+        if self._node.layers:  # the next step's exchange begins anew, with the step
+            self._node.layers.stop()
         self._run_hooks("load_state_dict_post")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For backward passes whose gradients only add up; here they never exchange anything."""
-        yield
+        """For all backward passes of a step but the last: their gradients only add up.
+
+        Of use with ``overlap = "layers"``, which sends during backward; else nothing does.
+        """
+        with self._node.no_sync():
+            yield
 
     def average(self) -> None:
         """An exchange without a step, while others are waited for (asynchronous mixers)."""

@@ -70,9 +70,15 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
         )  # fmt: skip
 
 
-def decay(vector: Parameters, optimizer: torch.optim.Optimizer, row: int = 0) -> None:
-    """Add SGD's weight decay, group by group, to the row's gradients in the vector."""
-    place = {id(p): k for k, p in enumerate(vector.rows[row])}
+def decay(
+    vector: Parameters,
+    optimizer: torch.optim.Optimizer,
+    row: int = 0,
+    only: Sequence[int] | None = None,
+) -> None:
+    """Add SGD's weight decay to the row's gradients in the vector, of all or some parameters."""
+    some = range(len(vector.rows[row])) if only is None else only
+    place = {id(vector.rows[row][k]): k for k in some}
     x, g = vector.cut(vector.x[0][row]), vector.cut(vector.g[0][row])
     for group in optimizer.param_groups:
         for p in group["params"] if group["weight_decay"] else ():

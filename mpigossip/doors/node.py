@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
+from mpigossip.algorithms import Algorithm, takes_local
+from mpigossip.algorithms.local import Local
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.doors import equal_start
-from mpigossip.doors.inner import borrowed, rate
+from mpigossip.doors.blocks import Layers
+from mpigossip.doors.inner import borrowed, decay, rate
 from mpigossip.doors.slots import Slots
 from mpigossip.engine.module import LOW, Parameters
 from mpigossip.engine.step import Engine
@@ -40,14 +44,16 @@ class Node:
         job: Job,
         graph: Graph,
         devices: Sequence[str] | None,
-        ahead: bool,
+        overlap: str,
+        rate: Callable[[], float],
         measure_every: int,
     ):
-        """Collective: the models become their exact average. ``ahead``: exchanges may be."""
+        """Collective: the models become their exact average. ``rate``: the learning rate of now."""
         self.world, self.model, self.inner = world, model, inner
         self.job, self.graph = job, graph
-        self._ahead, self._every = ahead, measure_every
+        self._overlap, self._rate, self._every = overlap, rate, measure_every
         self._sent: list[int] = []
+        self.layers: Layers | None = None
         self.laid_out = False
         self._open()
         equal_start.begin(world, self.mixer, model)
@@ -74,13 +80,20 @@ class Node:
             self.mixer.close()
             self._open()
         self.vector = Parameters([self.model])
-        local = borrowed(self.vector, [self.inner])
-        method = assemble.make_method(self.job, 0, self.graph, local)
-        cadence = assemble.make_cadence(self.job, method, self.graph)
+        method = self._method(borrowed(self.vector, [self.inner]))
+        if self._overlap == "layers":
+            self.layers = Layers(
+                self.model, self.vector, self.inner, self._method, self.gather, self._rate
+            )
         self.engine = Engine(
-            self.mixer, Single(device), self.vector, [method], cadence, measure_every=self._every
-        )
+            self.mixer, Single(device), self.vector, [method],
+            assemble.make_cadence(self.job, method, self.graph),
+            cut=self.layers.cut if self.layers else None, measure_every=self._every,
+        )  # fmt: skip
         self.laid_out = True
+
+    def _method(self, local: Local) -> Algorithm:
+        return assemble.make_method(self.job, 0, self.graph, local)
 
     def begin_anew(self) -> None:
         """Let exchanges begin at round 0, with none under way; on all nodes."""
@@ -102,9 +115,18 @@ class Node:
 
     def go_ahead(self) -> None:
         """Begin the next step's exchange where the method can, so that it travels meanwhile."""
-        if self._ahead and self.engine.method.ahead and self.mixer.synchronous:
+        if self.layers:
+            self.layers.begin(self.engine)
+        elif self._overlap == "auto" and self.engine.method.ahead and self.mixer.synchronous:
             self.engine.ahead()
             self._sent = self.vector.versions()
+
+    def gather(self, only: Sequence[int] | None = None) -> None:
+        """Gradients of all parameters, or some, and SGD's decay, where the method reads them."""
+        if not self.engine.method.raw:
+            self.vector.gather(only)
+            if not takes_local(self.job.algorithm.name):
+                decay(self.vector, self.inner, only=only)
 
     def publish(self) -> None:
         """What the parameters' other holders are to see: 16-bit ones, and the other slots."""
@@ -113,9 +135,23 @@ class Node:
 
     def average(self) -> None:
         """An exchange without a step."""
+        self.between("average()")
         self.vector.gather()
         self.engine.average(rate(self.inner)[0])
         self.publish()
+        if self.layers:
+            self.layers.begin(self.engine)
+
+    def between(self, what: str) -> None:
+        """JobError where backward has begun the step already."""
+        if self.layers:
+            self.layers.between(what)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes add up gradients and send nothing."""
+        with self.layers.no_sync() if self.layers else nullcontext():
+            yield
 
     def close(self) -> None:
         """Free windows and threads; collective."""

@@ -31,7 +31,7 @@ class Parameters:
         named = [dict(model.named_parameters()) for model in models]
         self.rows = [[each[name] for name in self.flat.names] for each in named]
         self._owners = [[_owner(model, name) for name in self.flat.names] for model in models]
-        self._strides = [_dense(p) for p in self.rows[0]]
+        self.strides = [_dense(p) for p in self.rows[0]]
         device = self.rows[0][0].device
         self.full = [torch.zeros(len(models), self.flat.size, device=device)]
         self.x, self.g = self.full, [torch.empty(0, device=device)]
@@ -58,17 +58,19 @@ class Parameters:
         return found
 
     def _fresh(self, row: torch.Tensor) -> list[torch.Tensor]:
-        places = zip(self.flat.offsets, self.flat.shapes, self._strides, strict=True)
+        places = zip(self.flat.offsets, self.flat.shapes, self.strides, strict=True)
         return [
             row[at : at + prod(shape)].as_strided(shape, strides) for at, shape, strides in places
         ]
 
-    def gather(self) -> None:
-        """The parameters' gradients into ``g``; zero where there is none."""
+    def gather(self, only: Sequence[int] | None = None) -> None:
+        """The gradients of all parameters, or some, into ``g``; zero where there is none."""
         if not self.g[0].numel():
             self.g = [torch.zeros_like(x) for x in self.x]
         for parameters, row in zip(self.rows, self.g[0], strict=True):
-            for p, view in zip(parameters, self.cut(row), strict=True):
+            views = self.cut(row)
+            for k in range(len(parameters)) if only is None else only:
+                p, view = parameters[k], views[k]
                 if p.grad is None:
                     view.zero_()
                 else:

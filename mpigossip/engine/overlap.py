@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mpigossip.algorithms.base import Algorithm, Step
+from mpigossip.config import JobError
 from mpigossip.engine.vector import Flat
 from mpigossip.mixing.base import ByBlocks
 
@@ -28,17 +29,25 @@ class Blocks:
         methods: Sequence[Algorithm],
         flat: Flat,
         module: nn.Module,
+        instead: str = "set node.overlap = false",
     ):
-        """``module``: whose parameters ``flat`` names; its gradients are watched from now on."""
+        """``module``: whose parameters ``flat`` names; its gradients are watched from now on.
+
+        ``instead``: what to do where gradients change after they were sent.
+        """
         self.mixer, self.columns, self.methods = mixer, mixer.blocks, methods
-        columns = self.columns
+        columns, self._instead = self.columns, instead
         parameters = dict(module.named_parameters())
         layer = {name: place for place, name in enumerate(parameters)}
         found = [
             [b for b, c in enumerate(columns) if c.start < place.stop and place.start < c.stop]
             for place in flat.places
         ]
-        self._total = [sum(b in into for into in found) for b in range(len(columns))]
+        self.within = [
+            tuple(k for k, into in enumerate(found) if b in into) for b in range(len(columns))
+        ]
+        """of each block the parameters, by their place in ``flat``, that lie in it or reach in"""
+        self._total = [len(inside) for inside in self.within]
         first = [
             min(layer[name] for name, into in zip(flat.names, found, strict=True) if b in into)
             for b in range(len(columns))
@@ -47,6 +56,7 @@ class Blocks:
         """of blocks, backward going from the last layer to the first"""
         self._missing = list(self._total)
         self._ready: Callable[[int], None] | None = None
+        self._paused = False
         self._hooks = [
             parameters[name].register_post_accumulate_grad_hook(partial(self._final, name, into))
             for name, into in zip(flat.names, found, strict=True)
@@ -54,43 +64,67 @@ class Blocks:
 
     @contextmanager
     def watched(self, passes: int, ready: Callable[[int], None]) -> Iterator[None]:
-        """Call ``ready(block)`` once for each, as soon as so many backward passes went over it.
-
-        At the end for what no gradient came to: frozen in this pass, or fewer passes than said.
-        """
-        self._missing, self._ready = [passes * count for count in self._total], ready
+        """:meth:`watch`, and :meth:`rest` at the end."""
+        self.watch(passes, ready)
         try:
             yield
-            for block in self.order:
-                if self._missing[block] > 0:
-                    ready(block)
+            self.rest()
         finally:
-            self._ready = None
+            self.unwatch()
+
+    def watch(self, passes: int, ready: Callable[[int], None]) -> None:
+        """Call ``ready(block)`` once for each, as soon as so many backward passes went over it."""
+        self._missing, self._ready = [passes * count for count in self._total], ready
+
+    def rest(self) -> None:
+        """The blocks that aren't ready are, and the watch is over.
+
+        No gradient came to them: frozen in this pass, or fewer passes than said.
+        """
+        ready, self._ready = self._ready, None
+        for block in self.order if ready else ():
+            if self._missing[block] > 0:
+                ready(block)
+
+    def unwatch(self) -> None:
+        """Leave the blocks that aren't ready alone."""
+        self._ready = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, backward passes don't count."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def _final(self, name: str, into: Sequence[int], parameter: torch.Tensor) -> None:
-        if self._ready is None:
+        if self._ready is None or self._paused:
             return
         for block in into:
             self._missing[block] -= 1
             if self._missing[block] == 0:
                 self._ready(block)
             elif self._missing[block] < 0:
-                raise RuntimeError(
-                    f"the gradient of {name} changed after it was sent: backward went over it more "
-                    "than once in a pass, as checkpointed layers do; set node.overlap = false"
-                )
+                raise JobError(
+                    [f"the gradient of {name} changed after it was sent: backward went over it "
+                     f"more often than said, as checkpointed layers do; {self._instead}"]
+                )  # fmt: skip
 
     def send(self, block: int, x, g, state: Any, out: Sequence, step: Step) -> None:
-        """The algorithm's send on one block."""
+        """The algorithm's send on one block; ``g`` is None where its local step has its own."""
         c = self.columns[block]
+        g = None if g is None else g[:, c]
         parts = tuple(part[:, c] for part in out)
-        self.methods[block].send(x[:, c], g[:, c], _columns(state, c), parts, step)
+        self.methods[block].send(x[:, c], g, _columns(state, c), parts, step)
 
     def receive(self, x, g, state: Any, sent: Sequence, mixed: Sequence, step: Step) -> None:
         """The algorithm's receive, block by block."""
         for c, method in zip(self.columns, self.methods, strict=True):
-            both = (tuple(part[:, c] for part in parts) for parts in (sent, mixed))
-            method.receive(x[:, c], g[:, c], _columns(state, c), *both, step)
+            part = None if g is None else g[:, c]
+            both = (tuple(one[:, c] for one in parts) for parts in (sent, mixed))
+            method.receive(x[:, c], part, _columns(state, c), *both, step)
 
     def close(self) -> None:
         """Watch no gradient any more."""

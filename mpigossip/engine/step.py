@@ -99,7 +99,7 @@ class Engine:
             (self._out,) = self.mixer.outbox(self.round)
             blocks.mixer.start_by_blocks(self.round, self.index, blocks.order)
             self._sent = True
-        (x,), (g,) = self.vector.x, self.vector.g
+        (x,), g = self.vector.x, None if self.method.raw else self.vector.g[0]
         blocks.send(block, x, g, self.states[0], self._out, now)
         blocks.mixer.filled(block)
 

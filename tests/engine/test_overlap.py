@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
 from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.vector import flatten
 from mpigossip.graphs import graph
@@ -208,7 +209,7 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error():
     flat.attach(module, row[0], gradient[0])
     found = Blocks(Nothing((slice(0, 64), slice(64, flat.size))), [None] * 2, flat, module)
     with (
-        pytest.raises(RuntimeError, match=r"last.bias changed.*node.overlap = false"),
+        pytest.raises(JobError, match=r"last.bias changed.*node.overlap = false"),
         found.watched(1, lambda block: None),
     ):
         for _ in range(2):
