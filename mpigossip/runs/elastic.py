@@ -17,13 +17,13 @@ import torch
 from mpigossip.cluster.world import World
 from mpigossip.engine.state import split
 from mpigossip.engine.step import Engine
+from mpigossip.engine.vector import Flat
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.average import is_floating, over_nodes, over_slots
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 from mpigossip.store.hdf5 import reading
 from mpigossip.store.manifest import MOST
 from mpigossip.training.loop import Trainer
-from mpigossip.training.replicas import Replicas
 from mpigossip.training.snapshot import restore
 
 COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
@@ -43,22 +43,22 @@ def go_on(
     manifest = checkpoint.read_manifest(path)
     _check_facts(manifest, path)
     first = checkpoint.read_node(path, trainer.mixer.rows[0] if _fits(manifest, trainer) else 0)
-    _same_model(first, trainer.replicas, path)
+    same_model(first, trainer.replicas.flat, path, "the [model] that was saved")
     _check_counters(first, path)
     numbers = first.numbers
     trainer.engine.count_from(numbers)
     shift(trainer, numbers, int(manifest.meta["steps_per_epoch"]), steps_per_epoch)
-    if _fits(manifest, trainer) and _same_state(first, trainer) and _same_rhythm(first, trainer):
+    if _fits(manifest, trainer) and same_method(first, trainer.engine):
         _exactly(trainer, path, first)
         told = []
     else:
         slots = int(manifest.meta["slots"])
         told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
         replicas, rows = trainer.replicas, range(len(trainer.mixer.rows))
-        told += _begin_at(
+        told += begin_at(
             trainer.engine, [replicas.buffers(row) for row in rows], over_nodes(path, manifest.n)
         )
-        if trainer.engine.born < trainer.index and _same_rhythm(first, trainer):
+        if trainer.engine.born < trainer.index and same_rhythm(first, trainer.engine):
             trainer.engine.restore_rhythm(numbers)
     trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
     return numbers, told
@@ -110,7 +110,7 @@ def go_on_together(
             row = torch.from_numpy(array.astype(np.float64).reshape(1, -1))
             mean[name] = engine.mixer.mean(row).numpy().reshape(array.shape)
     mean["bytes_sent"] = mine.numbers["bytes_sent"]
-    told = _begin_at(engine, [buffers], mean)
+    told = begin_at(engine, [buffers], mean)
     if engine.born < engine.index:
         engine.restore_rhythm(numbers)
     engine.group.all_gather(engine.vector.x, engine.vector.full)
@@ -147,27 +147,29 @@ def _fits(manifest: Manifest, trainer: Trainer) -> bool:
     return manifest.n == trainer.mixer.n and manifest.meta["slots"] == trainer.group.slots
 
 
-def _same_model(saved: NodeState, replicas: Replicas, path: Path) -> None:
-    flat = replicas.flat
+def same_model(saved: NodeState, flat: Flat, path: Path, model: str) -> None:
+    """StoreError unless the parameters are those of ``flat``; ``model``: which to resume with."""
     was = dict(zip(saved.names, saved.shapes, strict=True))
     now = dict(zip(flat.names, flat.shapes, strict=True))
     if was != now or saved.names != flat.names:
         differing = [name for name in {**was, **now} if was.get(name) != now.get(name)]
         example = f", as {differing[0]} shows" if differing else " in another order"
         raise StoreError(
-            f"{path} holds another model{example}: resume with the [model] that was saved "
+            f"{path} holds another model{example}: resume with {model} "
             "(`mpigossip checkpoint show` prints its job)"
         )
 
 
-def _same_state(saved: NodeState, trainer: Trainer) -> bool:
+def same_method(saved: NodeState, engine: Engine) -> bool:
+    """Whether the method and its cadence have the state that was saved."""
     was = {name for name in saved.arrays if name.startswith("state/")}
-    return was == set(trainer.engine.parts())
+    return was == set(engine.parts()) and same_rhythm(saved, engine)
 
 
-def _same_rhythm(saved: NodeState, trainer: Trainer) -> bool:
+def same_rhythm(saved: NodeState, engine: Engine) -> bool:
+    """Whether the cadence has the state that was saved."""
     was = {name for name in saved.numbers if name.startswith("cadence/")}
-    return was == {f"cadence/{name}" for name in trainer.engine.rhythm._fields}
+    return was == {f"cadence/{name}" for name in engine.rhythm._fields}
 
 
 def _exactly(trainer: Trainer, path: Path, first: NodeState) -> None:
@@ -175,12 +177,12 @@ def _exactly(trainer: Trainer, path: Path, first: NodeState) -> None:
         saved = first if row == 0 else checkpoint.read_node(path, node)
         _check_counters(saved, path)
         with reading(path):  # arrays of other shapes than the model's
-            restore(trainer.replicas, trainer.engine, row, saved)
+            restore(trainer.engine, trainer.replicas.buffers(row), row, saved)
         trainer.mixer.bytes_sent[row] = int(saved.numbers["bytes_sent"])
         trainer.settings.precision.restore(row, saved.numbers)
 
 
-def _begin_at(
+def begin_at(
     engine: Engine,
     buffers: Sequence[Sequence[Mapping[str, torch.Tensor]]],
     mean: Mapping[str, Any],

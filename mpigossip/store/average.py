@@ -10,16 +10,28 @@ import numpy as np
 from mpigossip.store.checkpoint import NodeState, read_node
 from mpigossip.store.hdf5 import reading
 
+LOOSE = ("torch/", "own/", "rng/")
+"""Of a user's own loop: a node's optimizer has no state of parameters that it never used."""
 
-def average(parts: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+
+def average(
+    parts: Iterable[Mapping[str, np.ndarray]], loose: tuple[str, ...] = ()
+) -> dict[str, np.ndarray]:
     """Σ_k parts[k] · 1/K of arrays of floats, in float64 and in the order given.
 
     Other arrays are as in the first part. One part at a time is in memory besides the sum. Raises
-    ValueError where parts differ in names or shapes.
+    ValueError where parts differ in names or shapes. Names that begin with one of ``loose`` are
+    left out where a part lacks them, or has them in another shape.
     """
     total: dict[str, np.ndarray] = {}
     count = 0
     for count, part in enumerate(parts, 1):
+        if loose and count > 1:
+            part = {k: a for k, a in part.items() if k in total or not k.startswith(loose)}
+            for name in [name for name in total if name.startswith(loose)]:
+                if name not in part or part[name].shape != total[name].shape:
+                    total.pop(name)
+                    part.pop(name, None)
         if count > 1 and part.keys() != total.keys():
             raise ValueError(f"they differ in {', '.join(sorted(part.keys() ^ total.keys()))}")
         for name, array in part.items():
@@ -57,7 +69,7 @@ def over_nodes(path: Path, n: int) -> dict[str, np.ndarray]:
         return over_slots(state) | {"bytes_sent": np.array(float(state.numbers["bytes_sent"]))}
 
     with reading(path):
-        return average(arrays(node) for node in range(n))
+        return average((arrays(node) for node in range(n)), loose=LOOSE)
 
 
 def is_floating(array: np.ndarray) -> bool:

@@ -10,7 +10,6 @@ import torch
 from mpigossip.engine.state import joined, split
 from mpigossip.engine.step import Engine
 from mpigossip.store.checkpoint import NodeState
-from mpigossip.training.replicas import Replicas
 
 
 def snapshot(
@@ -45,11 +44,13 @@ def plain(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def restore(replicas: Replicas, engine: Engine, row: int, saved: NodeState) -> None:
+def restore(
+    engine: Engine, buffers: Sequence[Mapping[str, torch.Tensor]], row: int, saved: NodeState
+) -> None:
     """Put a node back, to the bit; the layout must be the one that was saved."""
-    split(saved.parameters, replicas.x, row, replicas.flat)
+    split(saved.parameters, engine.vector.x, row, engine.vector.flat)
     engine.restore(saved.arrays, saved.numbers, row)
-    for slot, buffers in enumerate(replicas.buffers(row)):
-        for name, buffer in buffers.items():
+    for slot, of_slot in enumerate(buffers):
+        for name, buffer in of_slot.items():
             value = saved.arrays[f"buffers/{slot}/{name}"]
             buffer.copy_(torch.from_numpy(np.array(value)).view(buffer.shape))
