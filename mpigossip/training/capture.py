@@ -50,7 +50,8 @@ class Captured:
     def _capture(self, work: Callable[[], torch.Tensor], module: nn.Module) -> None:
         # one stream for warm-up and capture: autograd accumulates where it first ran
         side, pool = self._place()
-        side.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(side):
@@ -61,6 +62,9 @@ class Captured:
             with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
                 loss = work()
         except RuntimeError as error:
+            # torch.cuda.graph, left by an error of its own, leaves its stream current: what is
+            # done later on "the current stream" would stand beside the batches' copies, unordered
+            torch.cuda.set_stream(current)
             with contextlib.suppress(RuntimeError):  # buffers are put back after this
                 side.synchronize()
             put_right(torch.cuda.current_device(), pool)
@@ -68,7 +72,7 @@ class Captured:
                 f"{type(module).__name__} can't be captured as a CUDA graph: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(side)
         self._graphs.append(graph)
         self._losses.append(loss)
 
