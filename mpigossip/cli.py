@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -63,6 +64,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"mpigossip: {error}", file=sys.stderr)
         return FAILED
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename:
+            name = os.fsdecode(error.filename).encode(errors="backslashreplace").decode()
+            text = f"{name}: {error.strerror}; ask its owner for the right to use it"
+            print(f"mpigossip: {text}", file=sys.stderr)
+            return WRONG
         if not _unprinted(error):
             raise
         return FAILED

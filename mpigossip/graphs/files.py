@@ -6,9 +6,12 @@ more, which reading leaves alone: score, spectrum, history. HDF5 holds the same 
 the datasets edges, spectrum, history. `.graphml`, `.gml`, `.edgelist`, `.adjlist`: as networkx.
 """
 
+import io
 import json
 import operator
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from mpigossip.graphs.search import Found
 from mpigossip.graphs.weights import rule
 
 NETWORKX = (".graphml", ".gml", ".edgelist", ".adjlist")
+NODES, LARGEST = 1 << 16, 1 << 26
+"""Most nodes of a graph in a file, and bytes of that."""
 
 
 def save(found: Found | FoundSequence, path: str | Path) -> Path:
@@ -30,21 +35,19 @@ def save(found: Found | FoundSequence, path: str | Path) -> Path:
 
     A sequence of matchings goes to JSON only.
     """
+    from mpigossip.store import StoreError, hdf5
+
     path = Path(path)
     check_target(path, sequence=isinstance(found, FoundSequence))
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if isinstance(found, Found) and path.suffix != ".json":
-            _write_hdf5(found, beside)
-        else:
-            _write_json(found, beside)
-        with beside.open("rb+") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        raise GraphError(f'can\'t write "{path}": {error.strerror or error}') from error
-    finally:
-        beside.unlink(missing_ok=True)
+        with hdf5.replacing(path) as beside:
+            if isinstance(found, Found) and path.suffix != ".json":
+                _write_hdf5(found, beside)
+            else:
+                beside.write_text(json.dumps(asdict(found)) + "\n")
+            hdf5.sync(beside)
+    except StoreError as error:
+        raise GraphError(str(error)) from error
     return path
 
 
@@ -58,20 +61,17 @@ def check_target(path: Path, *, sequence: bool) -> None:
         raise GraphError(f'can\'t write "{path}": there is no folder "{path.parent}"; make it')
 
 
-def _write_json(found: Found | FoundSequence, path: Path) -> None:
-    path.write_text(json.dumps(asdict(found)) + "\n")
-
-
 def _write_hdf5(found: Found, path: Path) -> None:
     import h5py
 
-    content = asdict(found)
-    with h5py.File(path, "w") as file:
+    content, written = asdict(found), io.BytesIO()  # HDF5 can't give up a file on a full disk
+    with h5py.File(written, "w") as file:
         for name in ("edges", "spectrum", "history"):
             file[name] = np.array(content.pop(name))
         file["history"].attrs["columns"] = ["seconds", "evaluations", "score"]
         for name, value in content.items():
             file.attrs[name] = value
+    path.write_bytes(written.getbuffer())
 
 
 def load(path: str | Path) -> Found:
@@ -88,21 +88,42 @@ def load(path: str | Path) -> Found:
 
 def _content(path: Path) -> dict[str, Any]:
     """What a JSON or HDF5 file holds, as one dictionary."""
-    try:
+    with _opened(path) as file:
         if path.suffix == ".json":
-            content = json.loads(path.read_text())
+            content = json.load(file)
             if not isinstance(content, dict):
                 raise ValueError("it holds no object")
             return content
-        import h5py
+        from mpigossip.store import guard
 
-        with h5py.File(path, "r") as file:
-            plain = {k: v.item() if hasattr(v, "item") else v for k, v in file.attrs.items()}
-            return plain | {name: file[name][()].tolist() for name in file}
+        with guard.opened(file, texts=True) as (top, found):
+            facts = guard.attributes(top, texts=True)
+            return facts | {name: guard.array(found, name, "iuf").tolist() for name in found}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file, which may be somebody else's; GraphError for what it isn't."""
+    from mpigossip.store import StoreError, guard
+
+    try:
+        with guard.regular(path) as file:
+            if (size := file.seek(0, os.SEEK_END)) > LARGEST:
+                raise ValueError(f"it has {size} bytes, at most {LARGEST} are read")
+            file.seek(0)
+            yield file
+    except GraphError:
+        raise
     except FileNotFoundError as error:
         raise GraphError(f'graph file "{path}" doesn\'t exist') from error
-    except (OSError, ValueError) as error:
-        kind = "JSON" if path.suffix == ".json" else "HDF5"
+    except PermissionError as error:
+        raise GraphError(
+            f'graph file "{path}" can\'t be read: {error.strerror}; ask its owner for it'
+        ) from error
+    except StoreError as error:
+        raise GraphError(f"graph file {error}") from error
+    except Exception as error:  # each format has errors of its own
+        kind = {".json": "JSON", ".h5": "HDF5", ".hdf5": "HDF5"}.get(path.suffix, path.suffix[1:])
         raise GraphError(f'graph file "{path}" can\'t be read as {kind}: {error}') from error
 
 
@@ -123,6 +144,8 @@ def read(path: str | Path) -> Graph:
             raise TypeError('"n" is true or false')
         n = operator.index(content["n"])
         rounds = content["rounds"] if "rounds" in content else [content["edges"]]
+        if not isinstance(rounds, list) or not rounds:
+            raise TypeError(f'"rounds" is {rounds!r:.40}')
         directed = bool(content.get("directed", False))
     except (KeyError, TypeError) as error:
         raise GraphError(
@@ -148,7 +171,9 @@ def _edges(edges: Any, n: int, directed: bool, path: Path) -> Sparse:
         raise GraphError(f'graph file "{path}": edges have to be pairs of integers, as [0, 1]')
     pairs = pairs.astype(np.int64).reshape(-1, 2)
     ends = pairs if directed else np.sort(pairs, axis=1)
-    if n < 1 or (len(pairs) and (pairs.min() < 0 or pairs.max() >= n)):
+    if not 1 <= n <= NODES:
+        raise GraphError(f'graph file "{path}": n = {n}, a graph in a file has 1 to {NODES} nodes')
+    if len(pairs) and (pairs.min() < 0 or pairs.max() >= n):
         raise GraphError(f'graph file "{path}": an edge leads outside the nodes 0 … {n - 1}')
     if (pairs[:, 0] == pairs[:, 1]).any() or len(np.unique(ends, axis=0)) < len(ends):
         raise GraphError(f'graph file "{path}": an edge is named twice or leads to its own node')
@@ -162,9 +187,5 @@ def _network(path: Path) -> Any:
     import networkx
 
     reader = getattr(networkx, f"read_{path.suffix[1:]}")
-    try:
-        return networkx.convert_node_labels_to_integers(reader(path), ordering="sorted")
-    except FileNotFoundError as error:
-        raise GraphError(f'graph file "{path}" doesn\'t exist') from error
-    except Exception as error:  # each format of networkx has errors of its own
-        raise GraphError(f'graph file "{path}" can\'t be read: {error}') from error
+    with _opened(path) as file:
+        return networkx.convert_node_labels_to_integers(reader(file), ordering="sorted")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,8 @@ from mpigossip.cluster.world import World
 from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.store import StoreError
-from mpigossip.store.log_export import TENSORBOARD, add_evaluation, events
+from mpigossip.store.hdf5 import writing
+from mpigossip.store.log_export import TENSORBOARD, Events, add_evaluation
 from mpigossip.training.evaluate import Evaluation
 
 
@@ -23,13 +26,32 @@ class TensorBoard(Hook):
 
     def __init__(self, world: World):
         """``world``: whose rank 0 writes."""
-        self._world, self._writer = world, None
+        self._world: World = world
+        self._writer: Events | None = None
 
     def start(self, progress, assembly) -> None:
-        """Open the files; StoreError on every rank where TensorBoard isn't installed."""
+        """Open a file; StoreError on every rank where that or TensorBoard isn't there."""
+        self._progress = progress
         with self._world.together(StoreError):
             if self._world.rank == 0:
-                self._writer = events(progress.folder / "tensorboard", progress.first_step)
+                with writing(progress.folder / "tensorboard"):
+                    self._writer = Events(progress.folder / "tensorboard", progress.first_step)
+
+    def _do(self, write: Callable[[Events], None]) -> None:
+        """Write, on rank 0; where the disk refuses, nothing any more: the log has all of it."""
+        if self._writer is None:
+            return
+        try:
+            write(self._writer)
+        except OSError as error:
+            with suppress(OSError):
+                self._writer.close()
+            self._writer = None
+            text = f"{self._progress.folder / 'tensorboard'} can't be written: {error.strerror}"
+            self._progress.warn(
+                f"{text}; training goes on without, and once there is room `mpigossip log export "
+                f"{self._progress.folder} --tensorboard FOLDER` brings all figures"
+            )
 
     def step(self, progress, record: Record) -> None:
         """The figures of a step."""
@@ -46,23 +68,24 @@ class TensorBoard(Hook):
             "bytes_sent": float(np.mean(record.bytes_sent)),
             **record.seconds,
         }
-        for name, value in record.figures.items():
-            self._writer.add_scalar(f"program/{name}", value, record.index)
-        for name, tag in TENSORBOARD.items():
-            if np.isfinite(found[name]):
-                self._writer.add_scalar(tag, found[name], record.index)
+        shown = {tag: found[n] for n, tag in TENSORBOARD.items() if np.isfinite(found[n])}
+        shown |= {f"program/{name}": value for name, value in record.figures.items()}
+
+        def write(writer: Events) -> None:
+            for tag, value in shown.items():
+                writer.add_scalar(tag, value, record.index)
+
+        self._do(write)
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
         """The figures of an evaluation."""
-        if self._writer is not None:
-            add_evaluation(self._writer, step, {"loss": found.loss, "accuracy": found.accuracy})
+        figures = {"loss": found.loss, "accuracy": found.accuracy}
+        self._do(lambda writer: add_evaluation(writer, step, figures))
 
     def flush(self) -> None:
         """Put on disk what is in memory."""
-        if self._writer is not None:
-            self._writer.flush()
+        self._do(Events.flush)
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         """Close the files."""
-        if self._writer is not None:
-            self._writer.close()
+        self._do(Events.close)

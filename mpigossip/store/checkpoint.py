@@ -236,17 +236,28 @@ def verify(path: Path) -> list[str]:
 def _found(run: Path) -> dict[int, Path]:
     """Directories that may be checkpoints; one set aside counts while its name is free."""
     found: dict[int, Path] = {}
-    for path in sorted((Path(run) / "checkpoints").glob("step-*")):
-        match = re.fullmatch(r"step-(\d+)(\.old)?", path.name)
+    place = Path(run) / "checkpoints"
+    with reading(place):
+        try:
+            names = sorted(path.name for path in place.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return found
+    for name in names:
+        match = re.fullmatch(r"step-(\d+)(\.old)?", name)
         if match:
-            found.setdefault(int(match[1]), path)
+            found.setdefault(int(match[1]), place / name)
     return found
 
 
 def _whole(path: Path) -> bool:
+    """StoreError where it may not be read: a run would go on from an older one, or begin anew."""
     try:
-        return all((path / e.file).stat().st_size == e.bytes for e in read_manifest(path).entries)
-    except (StoreError, OSError):
+        with reading(path):
+            entries = read_manifest(path).entries
+            return all((path / entry.file).stat().st_size == entry.bytes for entry in entries)
+    except StoreError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise
         return False
 
 

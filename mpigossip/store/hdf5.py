@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ WRONG = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, Arith
          MemoryError)  # fmt: skip
 """What Python and h5py raise over content that isn't as expected."""
 
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
@@ -29,12 +32,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        missing = not Path(path).parent.exists()
-        remedy = (
-            "make its folder first"
-            if missing
-            else ("free space there or set run.output to another file system")
-        )
+        remedy = "free space there or name another place (a run: run.output)"
+        if getattr(error, "errno", None) in FORBIDDEN:
+            remedy = "ask its owner for the right to, or name another place (a run: run.output)"
+        elif not Path(path).parent.exists():
+            remedy = "make its folder first"
         raise StoreError(f"{path} can't be written: {_reason(error)}; {remedy}") from error
 
 
@@ -52,7 +54,8 @@ def replacing(path: Path) -> Iterator[Path]:
             yield beside
             beside.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # whoever may not write there may not look there either
+            beside.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -71,6 +74,8 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror and "HDF5" not in error.strerror:
+        return error.strerror
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     return " ".join(text.split()) or type(error).__name__
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import os
+import socket
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import h5py
 import numpy as np
@@ -96,7 +99,7 @@ def _variable(
 
 def to_tensorboard(log: Log, folder: Path) -> None:
     """Write event files that TensorBoard shows: the columns of `TENSORBOARD` and evaluations."""
-    with writing(folder), events(folder) as writer:
+    with writing(folder), Events(folder) as writer:
         for name, tag in TENSORBOARD.items():
             values = log.steps.get(name, np.empty((0, 1)))
             known = np.isfinite(values).any(axis=1)
@@ -107,7 +110,7 @@ def to_tensorboard(log: Log, folder: Path) -> None:
             add_evaluation(writer, int(step), found)
 
 
-def add_evaluation(writer: Any, step: int, found: dict[str, Any]) -> None:
+def add_evaluation(writer: Events, step: int, found: dict[str, Any]) -> None:
     """The figures of one evaluation: the averaged model's, and the nodes' own as their range."""
     for name in ("loss", "accuracy"):
         if name in found:
@@ -118,16 +121,54 @@ def add_evaluation(writer: Any, step: int, found: dict[str, Any]) -> None:
             writer.add_scalar(f"{name}/test_most_of_nodes", float(np.nanmax(local)), step)
 
 
-def events(folder: Path, first_step: int = 0) -> Any:
-    """A `SummaryWriter` of torch for a folder; what it has from `first_step` on is hidden.
+class Events:
+    """A file of TensorBoard's; torch's writer has a thread of its own, which a full disk ends.
 
-    Raises StoreError where TensorBoard isn't installed.
+    Every call raises OSError where the disk refuses.
     """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise _without("TensorBoard's files", "tensorboard", "tensorboard") from None
-    return SummaryWriter(str(folder), purge_step=first_step or None)
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        """What the folder's other files have from `first_step` on is hidden.
+
+        Raises StoreError where TensorBoard isn't installed.
+        """
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError:
+            raise _without("TensorBoard's files", "tensorboard", "tensorboard") from None
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        host, now = socket.gethostname(), time.time()
+        name = f"events.out.tfevents.{now:.0f}.{host}.{os.getpid()}.{time.monotonic_ns()}"
+        self._file = (folder / name).open("xb")
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        if first_step:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(step=first_step, session_log=start)
+
+    def _write(self, **about: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **about).SerializeToString())
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """A figure of a step."""
+        one = self._summary.Value(tag=tag, simple_value=value)
+        self._write(step=step, summary=self._summary(value=[one]))
+
+    def flush(self) -> None:
+        """Put on disk what is in memory."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush, and close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _without(what: str, extra: str, packages: str) -> StoreError:

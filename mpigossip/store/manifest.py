@@ -94,7 +94,7 @@ def read(path: Path) -> Manifest:
         raise StoreError(
             f"{path} can't be read ({error.strerror}): a checkpoint is a directory "
             f"step-… with {MANIFEST} in it, under RUN/checkpoints"
-        ) from None
+        ) from error
     if len(data) > LARGEST:
         raise StoreError(
             f"{path} has more than {LARGEST} bytes, the most of a manifest; use another copy"

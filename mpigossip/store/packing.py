@@ -6,6 +6,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from mpigossip.store import StoreError
-from mpigossip.store.hdf5 import sync
+from mpigossip.store.hdf5 import reading, sync, writing
 
 FORMAT = "mpigossip-dataset"
 VERSION = 2
@@ -96,21 +97,20 @@ def pack(
         raise StoreError(f"image size {image_size} is too small: it is pixels, at least 1")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        with h5py.File(temporary, "w", libver=("v110", "v110")) as file:
-            file.attrs.update(
-                format=fixed(FORMAT), version=VERSION, source=fixed(str(folder.resolve()))
-            )
-            if text:
-                _pack_text(folder, file, progress or _quiet)
-            else:
-                _pack_images(folder, file, image_size, progress or _quiet)
-        publish(temporary, out)
-    except (OSError, RuntimeError) as error:  # h5py gives both for a full disk
-        raise StoreError(
-            f"{out} can't be written: {error}; make its folder, free space, or name another place"
-        ) from error
+        with writing(out):
+            temporary.touch()  # HDF5's own words for a place that can't be written are long
+            with h5py.File(temporary, "w", libver=("v110", "v110")) as file:
+                file.attrs.update(
+                    format=fixed(FORMAT), version=VERSION, source=fixed(str(folder.resolve()))
+                )
+                if text:
+                    _pack_text(folder, file, progress or _quiet)
+                else:
+                    _pack_images(folder, file, image_size, progress or _quiet)
+            publish(temporary, out)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return out
 
 
@@ -234,7 +234,8 @@ def _write_split(
 
 
 def _visible(folder: Path) -> list[Path]:
-    paths = (path for path in folder.iterdir() if not path.name.startswith("."))
+    with reading(folder):
+        paths = [path for path in folder.iterdir() if not path.name.startswith(".")]
     return sorted(paths, key=lambda path: path.name)
 
 
@@ -299,11 +300,17 @@ def _smaller(image: Image.Image, shorter: int) -> tuple[Image.Image, bytes]:
     return small, buffer.getvalue()
 
 
+def _refused(error: OSError) -> None:
+    with reading(Path(error.filename)):
+        raise error
+
+
 def _pack_text(folder: Path, file: h5py.File, progress: Progress) -> None:
     """Write all files below a folder: the first 90 % of each to train, the rest to test."""
     files = sorted(
         path
-        for path in folder.rglob("*")
+        for top, _, names in os.walk(folder, onerror=_refused)
+        for path in map(Path(top).joinpath, names)
         if path.is_file()
         and path.stat().st_size > 0
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
@@ -314,7 +321,7 @@ def _pack_text(folder: Path, file: h5py.File, progress: Progress) -> None:
         lengths: tuple[list[int], list[int]] = ([], [])
         checksums: tuple[list[int], list[int]] = ([], [])
         for number, path in enumerate(files):
-            with path.open("rb") as source:
+            with reading(path), path.open("rb") as source:
                 train_part = source.read(path.stat().st_size * 9 // 10)
                 for at, (spool, part) in enumerate([(train, train_part), (test, source.read())]):
                     spool.write(part)

@@ -1,6 +1,7 @@
 """Topology search: within its budgets, repeatable, better than chance; graphs in files."""
 
 import json
+import os
 from functools import partial
 from itertools import combinations
 
@@ -257,6 +258,10 @@ def test_files_of_networkx(suffix, tmp_path):
         ("a.json", '{"n": true, "edges": []}', "true or false"),
         ("a.json", '{"n": 3, "edges": [[0, 1]], "weights": ["a"]}', "names a rule"),
         ("a.json", '{"n": 3, "edges": [[0, 1]], "weights": "x"}', 'weights "x" are unknown'),
+        ("a.json", '{"n": 3, "rounds": 5}', '"rounds" is 5'),
+        ("a.json", '{"n": 3, "rounds": []}', '"rounds" is'),
+        ("a.json", f'{{"n": {2**40}, "edges": []}}', "n = 1099511627776, a graph in a file has 1"),
+        ("a.json", "[" * 100_000, "can't be read as JSON: maximum recursion"),
         ("a.h5", "no", "can't be read as HDF5"),
         ("a.gml", "no", "can't be read"),
         ("a.txt", "no", "unknown suffix"),
@@ -268,6 +273,48 @@ def test_bad_files_are_named(name, text, message, tmp_path):
         path.write_text(text)
     with pytest.raises(GraphError, match=message):
         graph(f"file:{path}", 3)
+
+
+def external(file, outside):
+    del file["edges"]
+    file["edges"] = h5py.ExternalLink(outside, "edges")
+
+
+def virtual(file, outside):
+    del file["edges"]
+    layout = h5py.VirtualLayout((15, 2), "i8")
+    layout[:] = h5py.VirtualSource(outside, "edges", (15, 2), "i8")
+    file.create_virtual_dataset("edges", layout)
+
+
+def endless(file, outside):
+    del file["history"]
+    file.create_dataset("history", (2**40, 3), "f8", chunks=(1024, 3))
+
+
+def reference(file, outside):
+    file.attrs["seed"] = file.ref
+
+
+@pytest.mark.parametrize("forge", [external, virtual, endless, reference])
+def test_a_forged_file_reaches_nothing_else(found, tmp_path, forge):
+    outside, path = save(found, tmp_path / "outside.h5"), save(found, tmp_path / "ten.h5")
+    with h5py.File(path, "r+") as file:
+        forge(file, outside)
+    for reader in (load, read):
+        with pytest.raises(GraphError, match="can't be read as HDF5"):
+            reader(path)
+
+
+@pytest.mark.parametrize("suffix", ["json", "h5", "gml"])
+def test_a_pipe_or_an_endless_file_is_not_read(tmp_path, suffix):
+    os.mkfifo(tmp_path / f"pipe.{suffix}")
+    with pytest.raises(GraphError, match="no regular file"):
+        read(tmp_path / f"pipe.{suffix}")
+    with (tmp_path / f"long.{suffix}").open("w") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(GraphError, match="1099511627776 bytes, at most"):
+        read(tmp_path / f"long.{suffix}")
 
 
 def test_bad_places_to_save(found, tmp_path):

@@ -18,6 +18,9 @@ import mpigossip
 from mpigossip.cluster import batch
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
+from mpigossip.graphs import GraphError
+from mpigossip.graphs import files as graph_files
+from mpigossip.graphs.search import search
 from mpigossip.runs import hooks, launch
 from mpigossip.runs.lock import Guard
 from mpigossip.store import checkpoint
@@ -113,6 +116,29 @@ def test_a_log_without_room_is_caught_up_with(small_disk, capsys):
         train(run, "run.steps=12", "log.flush_steps=2", "log.on_error=continue")
     assert filled and capsys.readouterr().err.count("what was to be logged is kept") >= 4
     assert read(run / "log.h5").steps["step"].tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("name", ["six.json", "six.h5"])
+def test_a_searched_graph_without_room_is_a_mistake_in_words(small_disk, name):
+    found = search(6, degree=2, evaluations=20)
+    graph_files.save(found, small_disk / name)
+    fill(small_disk, 0)
+    with pytest.raises(GraphError, match=f"{name} can't be written: No space left on device"):
+        graph_files.save(found, small_disk / name)
+    assert graph_files.load(small_disk / name) == found  # the one before, and nothing beside it
+    assert {path.name for path in small_disk.iterdir()} == {name, "ballast"}
+
+
+def test_tensorboard_without_room_ends_no_run(small_disk, tmp_path, capsys):
+    pytest.importorskip("tensorboard", reason="tensorboard isn't installed")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorboard").symlink_to(small_disk)
+    fill(small_disk, 0)
+    settings = ["run.steps=6", "log.flush_steps=2", 'log.hooks=["tensorboard"]']
+    summary = train(tmp_path / "run", *settings)
+    assert summary["finished"]
+    assert capsys.readouterr().err.count("tensorboard can't be written: No space left on") == 1
+    assert "tensorboard can't be written" in summary["warnings"]
 
 
 def test_a_lock_that_has_no_room_is_a_mistake_in_words(small_disk):
