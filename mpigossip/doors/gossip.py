@@ -12,7 +12,7 @@ from torch import nn
 from mpigossip.algorithms import takes_local
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.doors import blocks, saved
+from mpigossip.doors import around, blocks, saved
 from mpigossip.doors.averaged import averaged, distance
 from mpigossip.doors.inner import check, check_plain_sgd, rate
 from mpigossip.doors.node import Node
@@ -94,6 +94,7 @@ class Gossip(Wrapper):
             raise JobError([f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}'])
         where = str(next(model.parameters()).device)
         with world.together(JobError, ValueError):
+            around.check(model, optimizer)
             check(model, optimizer)
             self._job, self._graph = settings(
                 world, where, algorithm, graph, cadence, wire, mixer, options
@@ -108,7 +109,7 @@ class Gossip(Wrapper):
         self.record: Record | None = None
         """what the last step showed"""
         self._node = Node(
-            world, model, optimizer, self._job, self._graph, devices,
+            world, around.bare(model), optimizer, self._job, self._graph, devices,
             overlap=overlap, rate=self._rate, measure_every=measure_every,
         )  # fmt: skip
         world.resources.callback(self.close)
@@ -251,7 +252,7 @@ class Gossip(Wrapper):
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
         mine = given.pop("gossip", None)
-        saved.load(given, mine, self._inner, self._model, self._node.flat)
+        saved.load(given, mine, self._inner, self._node.model, self._node.flat)
         self._loaded = mine
         if self._node.layers:  # the next step's exchange begins anew, with the step
             self._node.layers.stop()

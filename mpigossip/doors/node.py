@@ -12,7 +12,7 @@ from mpigossip.algorithms import Algorithm, takes_local
 from mpigossip.algorithms.local import Local
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.doors import equal_start
+from mpigossip.doors import around, equal_start
 from mpigossip.doors.blocks import Layers
 from mpigossip.doors.inner import borrowed, decay, rate
 from mpigossip.doors.slots import Slots
@@ -75,6 +75,7 @@ class Node:
 
     def lay_out(self) -> None:
         """The vector, where the model now is, and the engine over it."""
+        around.check_late(self.model)
         device = str(next(self.model.parameters()).device)
         if device != self._device or self.flat != _planned(self.model):
             self.mixer.close()
