@@ -164,7 +164,10 @@ class Gossip(Wrapper):
 
     def _laid_out(self) -> Engine:
         """The engine, where it is to go on from."""
-        if not self._node.laid_out:
+        first = not self._node.laid_out
+        if (first or self._loaded is not None) and self.mixer.synchronous:
+            saved.check_step(self._world, self._loaded)
+        if first:
             self._node.lay_out()
             self._stale.watch(self.vector.rows[0])
         if self._loaded is not None:

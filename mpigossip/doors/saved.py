@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.doors import equal_start
 from mpigossip.engine.module import LOW, Parameters
@@ -47,6 +48,21 @@ def load(
         p.data = data
     if mine is not None:
         equal_start.place(model, flat, mine["model"])
+
+
+def check_step(world: World, mine: dict[str, Any] | None) -> None:
+    """JobError, on all nodes, where they are to go on from states of different steps; collective.
+
+    Frameworks' "latest" checkpoints differ where a kill came between two ranks' saving.
+    """
+    steps = world.broadcast(world.gather(mine and int(mine["numbers"]["index"])))
+    if len(set(steps)) > 1:
+        at = ["the start" if step is None else f"step {step}" for step in steps]
+        other = next(rank for rank, step in enumerate(at) if step != at[0])
+        raise JobError(
+            [f"load_state_dict: rank 0 goes on from {at[0]}, rank {other} from {at[other]}: load "
+             "the states of one step on all nodes, the last one that each of them has"]
+        )  # fmt: skip
 
 
 def restore(state: dict[str, Any], engine: Engine, vector: Parameters) -> None:
