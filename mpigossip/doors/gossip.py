@@ -172,6 +172,7 @@ class Gossip(Wrapper):
             self._stale.watch(self.vector.rows[0])
         if self._loaded is not None:
             state, self._loaded = self._loaded, None
+            saved.check_method(self._world, state, self.engine)
             self._node.begin_anew()
             saved.restore(state, self.engine, self.vector)
             with torch.no_grad():

@@ -14,6 +14,7 @@ from mpigossip.engine.module import LOW, Parameters
 from mpigossip.engine.state import joined, split
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat
+from mpigossip.store.manifest import MOST, counter
 
 
 def state(engine: Engine, vector: Parameters) -> dict[str, Any]:
@@ -21,6 +22,7 @@ def state(engine: Engine, vector: Parameters) -> dict[str, Any]:
     flat = vector.flat
     return {
         "names": list(flat.names),
+        "shapes": [list(shape) for shape in flat.shapes],
         "model": torch.from_numpy(joined(vector.x, 0, flat)),
         "arrays": {name: torch.from_numpy(a) for name, a in engine.arrays().items()},
         "numbers": engine.numbers() | {"bytes_sent": engine.mixer.bytes_sent[0]},
@@ -35,11 +37,8 @@ def load(
     flat: Flat,
 ) -> None:
     """``given`` into the inner optimizer; the model of ``mine``, a :func:`state`, into ours."""
-    if mine is not None and tuple(mine["names"]) != flat.names:
-        raise JobError(
-            ["load_state_dict: the state is of a model with other parameters: "
-             f"{', '.join(mine['names'][:3])} …"]
-        )  # fmt: skip
+    if mine is not None:
+        _check(mine, flat)
     low = [(p, p.data) for p in model.parameters() if p.dtype in LOW]
     for p, data in low:  # torch casts state to the parameter's type, and masters are float32
         p.data = data.float()
@@ -48,6 +47,34 @@ def load(
         p.data = data
     if mine is not None:
         equal_start.place(model, flat, mine["model"])
+
+
+def _check(state: Any, flat: Flat) -> None:
+    """JobError unless it is what :func:`state` makes, and of this model: files can be anything."""
+    try:
+        names, shapes, model = state["names"], state["shapes"], state["model"]
+        arrays, numbers = state["arrays"], state["numbers"]
+        if list(names) != list(flat.names) or list(map(tuple, shapes)) != list(flat.shapes):
+            raise JobError(
+                ["load_state_dict: the state is of a model with other parameters: "
+                 f"{', '.join(map(str, names[:3]))} …; load the state of this model"]
+            )  # fmt: skip
+        _array("model", model, flat.count)
+        for name, array in arrays.items():
+            _array(name, array, array.numel(), array.dtype)
+        for name in ("index", "born", "round", "bytes_sent"):
+            counter(numbers[name], name, MOST)
+    except JobError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise JobError([f"load_state_dict: this is no state of Gossip's: {what}"]) from error
+
+
+def _array(name: str, array: Any, size: int, kind: torch.dtype = torch.float32) -> None:
+    if not torch.is_tensor(array) or array.dtype != kind or array.shape != (size,):
+        told = f"{array.dtype} {tuple(array.shape)}" if torch.is_tensor(array) else type(array)
+        raise ValueError(f"{name} is {told}, not {size} of {kind}")
 
 
 def check_step(world: World, mine: dict[str, Any] | None) -> None:
@@ -63,6 +90,18 @@ def check_step(world: World, mine: dict[str, Any] | None) -> None:
             [f"load_state_dict: rank 0 goes on from {at[0]}, rank {other} from {at[other]}: load "
              "the states of one step on all nodes, the last one that each of them has"]
         )  # fmt: skip
+
+
+def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
+    """JobError, on all nodes, where one's state isn't of this method and cadence; collective."""
+    with world.together(JobError):
+        arrays = {name: (a.shape, str(a.numpy().dtype)) for name, a in state["arrays"].items()}
+        ours = {name: (a.shape, str(a.dtype)) for name, a in engine.arrays().items()}
+        if arrays != ours or engine.numbers().keys() != state["numbers"].keys() - {"bytes_sent"}:
+            raise JobError(
+                ["load_state_dict: the state is of another algorithm or cadence; give Gossip those "
+                 "that it was saved with"]
+            )  # fmt: skip
 
 
 def restore(state: dict[str, Any], engine: Engine, vector: Parameters) -> None:

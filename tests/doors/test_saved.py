@@ -1,4 +1,4 @@
-"""States of a loop's nodes that don't belong together."""
+"""States of a loop's nodes that don't belong together; states that no state_dict() has made."""
 
 import copy
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mpigossip
+from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 
 
@@ -36,10 +37,10 @@ def mixed_up(comm, has):
             states.append(copy.deepcopy(optimizer.state_dict()))
         found = []
         again = made(world)
-        for model, optimizer in (again, (model, optimizer)):  # before the first step, and later
-            optimizer.load_state_dict(states[has[world.rank]])
+        for one, stepper in (again, (model, optimizer)):  # before the first step, and later
+            stepper.load_state_dict(states[has[world.rank]])
             with pytest.raises(JobError) as said:
-                train(model, optimizer, 1)
+                train(one, stepper, 1)
             found.append(str(said.value))
         return found
 
@@ -69,3 +70,75 @@ def alone(comm):
         with pytest.raises(JobError) as said:
             train(model, optimizer, 1)
         return str(said.value)
+
+
+def stepped(world, algorithm="dmsgd", shape=(4, 3), steps=2):
+    model = nn.Linear(*shape)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = mpigossip.Gossip(world, model, inner, algorithm=algorithm)
+    for _ in range(steps):
+        made.zero_grad()
+        model(torch.ones(2, shape[0])).sum().backward()
+        made.step()
+    return made
+
+
+def put(name, value):
+    def change(state):
+        state["gossip"][name] = value(state["gossip"][name]) if callable(value) else value
+
+    return change
+
+
+def number(name, value):
+    return put("numbers", lambda numbers: numbers | {name: value})
+
+
+def without(name):
+    return lambda state: state["gossip"].pop(name)
+
+
+def whole(state):
+    state["gossip"] = 5
+
+
+def momenta(change):
+    return put("arrays", lambda arrays: {name: change(a) for name, a in arrays.items()})
+
+
+NONE = "this is no state of Gossip's: "
+FORGED = {
+    "nothing": (whole, NONE),
+    "lacks a part": (without("arrays"), f"{NONE}it lacks 'arrays'"),
+    "shorter": (put("model", lambda m: m[:-1]), r"\(14,\), not 15 of torch.float32"),
+    "longer": (put("model", lambda m: torch.cat([m, m])), r"\(30,\), not 15 of torch.float32"),
+    "whole numbers": (put("model", torch.Tensor.int), "torch.int32 .*, not 15 of torch.float32"),
+    "doubles": (put("model", torch.Tensor.double), "torch.float64 .*, not 15 of torch.float32"),
+    "of numpy": (put("model", torch.Tensor.numpy), "model is .*numpy.*, not 15 of torch.float32"),
+    "of two axes": (put("model", lambda m: m[None]), r"\(1, 15\), not 15 of torch.float32"),
+    "transposed": (put("shapes", [[4, 3], [3]]), "of a model with other parameters"),
+    "names": (put("names", ["bias", "weight"]), "of a model with other parameters: bias, weight"),
+    "negative": (number("index", -5), r"index = -5: must be a whole number from 0"),
+    "a fraction": (number("round", 2.5), r"round = 2.5: must be a whole number from 0"),
+    "a text": (number("born", "1"), r"born = 1: must be a whole number from 0"),
+    "endless": (number("bytes_sent", 1 << 70), r"bytes_sent = 11805.*: must be a whole number"),
+}
+LATER = {
+    "momenta of integers": (momenta(torch.Tensor.int), "of another algorithm or cadence"),
+    "no momenta": (put("arrays", {}), "of another algorithm or cadence"),
+    "shorter momenta": (momenta(lambda m: m[:-1]), "of another algorithm or cadence"),
+    "other counters": (number("cadence/period", 3), "of another algorithm or cadence"),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED | LATER)
+def test_a_forged_state_is_refused_and_changes_nothing(forged):
+    change, message = (FORGED | LATER)[forged]
+    with Alone() as world:
+        made = stepped(world)
+        state, before = copy.deepcopy(made.state_dict()), made.vector.x[0].clone()
+        change(state)
+        with pytest.raises(JobError, match=message):
+            made.load_state_dict(state)
+            made.step()
+        assert torch.equal(made.vector.x[0], before)
