@@ -35,7 +35,7 @@ ROOMS = [
 SIDEWAYS = {"mixing", "groups", "algorithms"}
 # Kind, Layout and the one sum: what the three have in common
 SHARED = {"mpigossip.mixing.base", "mpigossip.mixing.combine"}
-MPI_ROOMS = {"cluster", "mixing", "analysis"}
+MPI_ROOMS = {"cluster", "mixing", "groups", "analysis"}
 CUPY_ROOMS = {"groups", "mixing"}
 HELP = ["-m", "mpigossip", "--help"]
 SHOW = ["-m", "mpigossip", "graph", "show", "one-peer-exponential", "--nodes", "8"]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mpigossip.cluster.roll import Roll
 
 from mpigossip.config.errors import Failure
@@ -21,6 +23,14 @@ PR_SET_TIMERSLACK = 29
 
 roll: "Roll | None" = None
 """What the ranks tell each other about their waits, while a world of several is open."""
+
+
+def numbers(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
+    """What the world calls these ranks of one of its communicators; so are they told of.
+
+    Their own numbers where no world of several ranks is open.
+    """
+    return list(ranks) if roll is None else roll.numbers(comm, ranks)
 
 
 class LateError(Failure, TimeoutError):
@@ -46,7 +56,7 @@ class Deadline:
         First it asks again at once, then it sleeps for 20 µs, growing to 1 ms: an answer that
         is near costs little latency, a far one little of the core that others compute on. `rest`
         may do the waiting for it, and says whether it did. At the deadline raises LateError with
-        `what()`, which is called only then. `whom` gives the ranks that are awaited, none for all:
+        `what()`, which is called only then. `whom` gives the world's ranks that are awaited, none for all:
         then the others are told, and the message names who is at fault (see `roll`).
         """
         begin = time.monotonic()

@@ -18,38 +18,15 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mpigossip.cluster import deadline, process, ulfm, uncaught
-from mpigossip.cluster.deadline import Deadline, sharp_timers
+from mpigossip.cluster.deadline import sharp_timers
 from mpigossip.cluster.launcher import LaunchError, check_alone, check_launcher, check_library
+from mpigossip.cluster.meetings import Agreement, Meetings
+from mpigossip.cluster.nodes import Nodes, arranged
 from mpigossip.cluster.process import TIMEOUT_S, ending
 from mpigossip.cluster.roll import Roll
-from mpigossip.config import JobError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-class AgreedError(JobError):
-    """A mistake that every rank has learnt of: all raise it, so that closing together is safe."""
-
-
-class Agreement:
-    """A maximum over ranks on its way: asked for at one step, read some steps later."""
-
-    def __init__(
-        self, value: np.ndarray, request: "MPI.Request | None", timeout_s: float = TIMEOUT_S
-    ):
-        self._value, self._request, self._timeout_s = value, request, timeout_s
-
-    def ready(self) -> bool:
-        """Whether `read` returns at once."""
-        return self._request is None or self._request.Test()
-
-    def read(self) -> int:
-        """The maximum, the same on every rank; waits for it, LateError at the time limit."""
-        Deadline(self._timeout_s).wait(
-            self.ready, lambda: "not all ranks came to an agreement", whom=tuple
-        )
-        return int(self._value[0])
 
 
 class Alone:
@@ -64,6 +41,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
+        self.nodes = Nodes.of_ranks(self)
         self.resources = contextlib.ExitStack()
 
     def gather(self, value: Any) -> list | None:
@@ -96,6 +74,9 @@ class Alone:
     def shrink(self) -> None:
         """Nobody was lost."""
 
+    def arrange(self, ranks_per_node: int | str) -> None:
+        """No ranks to make nodes of."""
+
     def lost_by(self, error: BaseException) -> bool:
         """Nobody to lose."""
         return False
@@ -115,7 +96,7 @@ class Alone:
         self.close()
 
 
-class World:
+class World(Meetings):
     """All ranks of this job. Made by `world()`, on every rank together; close it likewise.
 
     Attributes: `rank`, `size`, `hosts` (host name of each rank), `comm` (a duplicate of
@@ -133,17 +114,13 @@ class World:
     def __init__(self, comm: "MPI.Intracomm", timeout_s: float = TIMEOUT_S):
         from mpi4py import MPI
 
-        self.timeout_s = timeout_s
-        self.comm = comm.Dup()
-        self.rank, self.size = self.comm.rank, self.comm.size
         host = MPI.Get_processor_name() or socket.gethostname()
-        self.hosts: tuple[str, ...] = tuple(self.comm.allgather(host))
+        super().__init__(comm.Dup(), tuple(comm.allgather(host)), timeout_s)
         self.fault_tolerant = ulfm.fault_tolerant(MPI.Get_library_version(), os.environ)
         self.survives = self.diminished = False
         self.names = tuple(range(self.size))
+        self.nodes = Nodes.of_ranks(self)
         self._first = (self.comm.group, self.hosts)
-        self._family = [self.comm]  # all are revoked when a rank is lost
-        self._asked: list[Agreement] = []
         self._open = True
         self.resources = contextlib.ExitStack()
         self._roll = None if self.size == 1 else Roll(self.comm.Dup(), self.hosts)
@@ -153,80 +130,12 @@ class World:
             sys.excepthook = self._uncaught
             threading.excepthook = self._uncaught_in_thread
 
-    def gather(self, value: Any) -> list | None:
-        """All ranks' values in rank order on rank 0, None elsewhere. Pickles: for small reports."""
-        self._all_here()
-        return self.comm.gather(value)
+    def arrange(self, ranks_per_node: int | str) -> None:
+        """Make the ranks into nodes: as many of a host as that, or all of it ("host").
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank. Pickles."""
-        self._all_here()
-        return self.comm.bcast(value)
-
-    def _all_here(self) -> None:
-        """The library's calls wait without limit and without a word: meet with a deadline first.
-
-        Twice the limit, as rank 0 may have a longer piece of work of its own.
+        JobError on every rank where they can't be.
         """
-        limit = 2 * self.timeout_s
-        Deadline(limit).wait(
-            self.comm.Ibarrier().Test, lambda: "not all ranks came to a meeting", whom=tuple
-        )
-
-    def start_agree(self, flag: int) -> Agreement:
-        """Begins the maximum of all ranks' flags without waiting; read it some steps later."""
-        from mpi4py import MPI
-
-        value = np.array([flag], np.int64)
-        request = self.comm.Iallreduce(MPI.IN_PLACE, value, MPI.MAX)
-        agreement = Agreement(value, request, self.timeout_s)
-        if self.survives:  # one that is given up must keep its buffer
-            self._asked = [one for one in self._asked if not one.ready()] + [agreement]
-        return agreement
-
-    def agree(self, flag: int) -> int:
-        """The maximum of all ranks' flags; waits for all."""
-        return self.start_agree(flag).read()
-
-    @contextlib.contextmanager
-    def together(self, *mistakes: type[Exception]) -> Iterator[None]:
-        """All ranks leave this block with the same mistake, or none.
-
-        What a user got wrong may show on some ranks only (a file missing on one host): those
-        exceptions become one JobError, raised on every rank, that says which ranks found what.
-        No rank may meet another inside the block.
-        """
-        mine: list[str] = []
-        try:
-            yield
-        except mistakes as error:
-            mine = list(getattr(error, "messages", None) or [str(error)])
-        found: dict[str, list[int]] = {}
-        self._all_here()
-        for rank, messages in enumerate(self.comm.allgather(mine)):
-            for message in messages:
-                found.setdefault(message, []).append(rank)
-        if found:
-            raise AgreedError([self._located(message, ranks) for message, ranks in found.items()])
-
-    def _located(self, message: str, ranks: list[int]) -> str:
-        if len(ranks) == self.size:
-            return message
-        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-        return f"rank {ranks[0]} on {self.hosts[ranks[0]]}{more}: {message}"
-
-    def barrier(self) -> None:
-        """Returns when every rank has come; LateError at the time limit."""
-        request = self.comm.Ibarrier()
-        Deadline(self.timeout_s).wait(
-            request.Test, lambda: f"not all of {self.size} ranks came to a barrier", whom=tuple
-        )
-
-    def duplicate(self) -> "MPI.Intracomm":
-        """A communicator of the same ranks that is given up with this world's; collective."""
-        self._family = [comm for comm in self._family if comm]
-        self._family.append(self.comm.Dup())
-        return self._family[-1]
+        self.nodes = arranged(self, ranks_per_node)
 
     def lost_by(self, error: BaseException) -> bool:
         """Whether an exception means that a rank was lost and the others can go on."""
@@ -242,6 +151,7 @@ class World:
         ulfm.given_up.append((self._family, self._asked))
         self._family, self._asked = [comm], []
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.nodes = Nodes.of_ranks(self)
         group, hosts = self._first
         self.names = tuple(comm.group.Translate_ranks(group=group))
         self.hosts = tuple(hosts[name] for name in self.names)

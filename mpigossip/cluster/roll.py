@@ -40,6 +40,14 @@ class Roll:
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
         self._lock = threading.Lock()
 
+    def numbers(self, comm: MPI.Comm, ranks: Iterable[int]) -> list[int]:
+        """The numbers here of ranks of another communicator; of those that are left."""
+        theirs, ours = comm.Get_group(), self._comm.Get_group()
+        found = theirs.Translate_ranks(list(ranks), ours)
+        theirs.Free()
+        ours.Free()
+        return [rank for rank in found if rank >= 0]
+
     def wait(self, seconds: float, whom: Callable[[], Iterable[int]]) -> Wait:
         """A wait of at most so many seconds for ranks that ``whom`` gives; all, if empty."""
         return Wait(self, seconds, whom)

@@ -6,7 +6,10 @@ Nothing here knows MPI.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from mpigossip.cluster.nodes import Nodes
 
 
 class Agreement(Protocol):
@@ -28,6 +31,8 @@ class World(Protocol):
     """a communicator of mpi4py; None without MPI"""
     hosts: tuple[str, ...]
     """host name of each rank"""
+    nodes: Nodes
+    """which ranks are which node"""
     names: tuple[int, ...]
     """the numbers that the ranks began with: those that outlive a loss get new ones"""
     timeout_s: float
@@ -64,6 +69,9 @@ class World(Protocol):
 
     def duplicate(self) -> Any:
         """A communicator of the same ranks that is given up with this world's; None without MPI."""
+
+    def arrange(self, ranks_per_node: int | str) -> None:
+        """Makes every so many ranks of a host a node, or all of it ("host"); JobError on all."""
 
     def shrink(self) -> None:
         """Goes on with those who are left."""

@@ -17,22 +17,35 @@ class GroupError(RuntimeError):
 class Group(Protocol):
     """The L slots of a node. ``full``: per slot an array (rows, P); shard l: columns l·P/L on.
 
-    ``segments`` is the number of shards that are updated and exchanged: L, or 1 where slot 0 does
-    it for all (:class:`Whole`). Work on a GPU goes to the device's default stream.
+    All lists run over the slots that live in this process, ``mine``: all of them, or those of one
+    of the node's ranks. Calls are collective over these. ``segments`` is the number of shards that
+    are updated and exchanged: L, or 1 where slot 0 does it for all (:class:`Whole`). Work on a GPU
+    goes to the device's default stream.
     """
 
     slots: int
+    """of the node: L"""
+    mine: range
+    """those that live here"""
     segments: int
+    """of the node"""
     devices: tuple[str, ...]
+    """of the slots that live here"""
+
+    def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
+        """Per slot an array (rows, columns) on its device that the other slots can reach."""
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """``[work(slot) for every slot]``, all at once."""
+        """``[work(k) for every slot mine[k]]``, all at once."""
 
     def on_shards(self, work: Callable[[int], T]) -> list[T]:
-        """``[work(l) for every shard l]``, each where the shard is."""
+        """``[work(k) for the k-th of the shards here]``, each where the shard is."""
 
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Shard l of the mean over slots, summed in slot order; contents of full are used up."""
+        """Shard l of the mean over slots, summed in slot order; contents of full are used up.
+
+        Arrays and result may be changed by others until the next call of any method here.
+        """
 
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
         """Copy every slot's shard into all of ``full``; the shards may be views of it."""
@@ -46,17 +59,32 @@ class Group(Protocol):
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum over slots, in slot order, of small float64 arrays (rows, k)."""
 
+    def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The arrays of all slots, in slot order, in the node's first process; None elsewhere.
+
+        Equal shapes and types; those of other processes are copies on the CPU.
+        """
+
     def close(self) -> None:
         """Release threads and communicators."""
 
 
-def shards(full: Sequence[torch.Tensor], segments: int | None = None) -> list[torch.Tensor]:
+def held(group: Group) -> range:
+    """The shards that live in this process."""
+    return range(1) if group.segments == 1 else group.mine
+
+
+def shards(
+    full: Sequence[torch.Tensor], segments: int | None = None, here: range | None = None
+) -> list[torch.Tensor]:
     """Shard l as columns of slot l's own array: views (rows, P/segments) of ``full``.
 
-    ``segments``: 1 where slot 0 has it all; None for one a slot.
+    ``segments``: 1 where slot 0 has it all; None for one a slot. ``here``: the shards that live in
+    this process; None: all.
     """
     segments = len(full) if segments is None else segments
-    return [array.chunk(segments, dim=1)[slot] for slot, array in enumerate(full[:segments])]
+    here = range(segments) if here is None else here
+    return [array.chunk(segments, dim=1)[s] for s, array in zip(here, full, strict=False)]
 
 
 def added(per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -71,12 +99,17 @@ class Single:
     """One slot: nothing to exchange, and the shard is the whole vector."""
 
     slots = segments = 1
+    mine = range(1)
 
     def __init__(self, device: str = "cpu"):
         """``device``: where the slot computes; a GPU becomes the current one."""
         self.devices: tuple[str, ...] = (device,)
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
+
+    def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
+        """A new array."""
+        return [torch.zeros(rows, columns, device=self.devices[0])]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """Call ``work(0)`` here."""
@@ -104,6 +137,10 @@ class Single:
         """The only term."""
         return per_slot[0]
 
+    def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The array itself."""
+        return list(per_slot)
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -121,7 +158,8 @@ class Whole:
     def __init__(self, inner: Group):
         """``inner``: the slots; closed with this."""
         self._inner = inner
-        self.slots, self.devices = inner.slots, inner.devices
+        self.slots, self.mine, self.devices = inner.slots, inner.mine, inner.devices
+        self.zeros, self.to_first = inner.zeros, inner.to_first
         self.run, self.reduce_mean, self.broadcast = inner.run, inner.reduce_mean, inner.broadcast
 
     def on_shards(self, work: Callable[[int], T]) -> list[T]:

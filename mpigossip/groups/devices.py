@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from mpigossip.cluster.world import World
 from mpigossip.groups.base import Group, Single, Whole
 from mpigossip.groups.nccl import Nccl, missing
 from mpigossip.groups.threads import Threads
@@ -96,17 +97,33 @@ def mistakes(
 
 
 def make_group(
-    devices: tuple[str, ...], threads: int, shard: bool, timeout_s: float = 300.0
+    devices: tuple[str, ...],
+    threads: int,
+    shard: bool,
+    timeout_s: float = 300.0,
+    node: World | None = None,
 ) -> Group:
     """The slots of this node: one; threads on the CPU or on one GPU; GPUs joined by NCCL.
 
     ``shard`` false: slot 0 updates and exchanges for all. ``timeout_s``: the deadline of NCCL's
-    calls. Raises GroupError.
+    calls. ``node``: its ranks, where ``devices`` are only those of this one; collective over them.
+    Raises GroupError.
     """
+    first = 0 if node is None else node.rank * len(devices)
+    group: Group
     if len(devices) == 1:
-        return Single(devices[0])
-    several = len(set(devices)) > 1
-    group: Group = (
-        Nccl(devices, threads, timeout_s) if several else Threads(len(devices), threads, devices)
-    )
-    return group if shard else Whole(group)
+        group = Single(devices[0])
+    elif len(set(devices)) > 1:
+        group = Nccl(devices, threads, timeout_s)
+    else:
+        group = Threads(len(devices), threads, devices, first)
+    if node is not None:
+        group = _joined(group, node)
+    return group if shard or group.slots == 1 else Whole(group)
+
+
+def _joined(here: Group, node: World) -> Group:
+    """The slots of this rank with those of the node's others."""
+    from mpigossip.groups.ranks import Ranks  # needs MPI
+
+    return Ranks(here, node)

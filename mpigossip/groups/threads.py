@@ -18,13 +18,22 @@ T = TypeVar("T")
 class Threads:
     """L slots on this machine's cores or on one GPU; slot 0 runs in the calling thread."""
 
-    def __init__(self, slots: int, threads: int = 1, devices: Sequence[str] | None = None):
+    def __init__(
+        self,
+        slots: int,
+        threads: int = 1,
+        devices: Sequence[str] | None = None,
+        first: int = 0,
+    ):
         """``threads``: torch's threads in each slot (they are set per thread).
 
+        ``first``: what the first slot is called, where other ranks of the node have some, too.
         ``devices``: one a slot, None for the CPU. Sums over slots need memory that all of them
         reach, which is one device.
         """
         self.slots = self.segments = slots
+        self.mine = range(slots)
+        self._first = first
         self.devices = tuple(devices) if devices is not None else ("cpu",) * slots
         self._work: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(slots - 1)]
         self._done: queue.SimpleQueue = queue.SimpleQueue()
@@ -49,6 +58,10 @@ class Threads:
             except BaseException as error:  # noqa: BLE001 - raised again where run() was called
                 self._done.put((slot, None, error))
 
+    def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
+        """New arrays."""
+        return [torch.zeros(rows, columns, device=device) for device in self.devices]
+
     def run(self, work: Callable[[int], T]) -> list[T]:
         """``work(slot)`` on all slots at once; the first failure by slot is raised here."""
         for inbox in self._work:
@@ -65,7 +78,9 @@ class Threads:
                 errors[slot] = failure
         if errors:
             slot = min(errors)
-            errors[slot].add_note(f"in slot {slot} of this node, on {self.devices[slot]}")
+            errors[slot].add_note(
+                f"in slot {self._first + slot} of this node, on {self.devices[slot]}"
+            )
             raise errors[slot]
         return results
 
@@ -108,6 +123,10 @@ class Threads:
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum in slot order."""
         return added(per_slot)
+
+    def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The arrays themselves."""
+        return list(per_slot)
 
     def close(self) -> None:
         """End the slots' threads."""

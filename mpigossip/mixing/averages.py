@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpigossip.cluster.world import World
 from mpigossip.mixing.base import Common, Layout
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.tokens import everybody, wait_all
+from mpigossip.mixing.tokens import called, everybody, wait_all
 
 SCATTER, GATHER = 21, 22
 SHARE = 1 << 18
@@ -47,7 +47,7 @@ def average(
         drain()
         received = {j: comm.Irecv(raw(scratch[j, :width]), j, SCATTER) for j in peers if width}
         sent = {j: comm.Isend(raw(mine[j]), j, SCATTER) for j in peers if j < len(mine)}
-        waited += _settle(received, sent, timeout_s)
+        waited += _settle(comm, received, sent, timeout_s)
         if width:
             terms = [mine[rank] if j == rank else scratch[j, :width] for j in range(n)]
             rows = [term.unsqueeze(0) for term in terms]
@@ -56,7 +56,7 @@ def average(
         drain()
         received = {j: comm.Irecv(raw(whole[j]), j, GATHER) for j in peers if j < len(whole)}
         sent = {j: comm.Isend(raw(whole[rank]), j, GATHER) for j in peers if width}
-        waited += _settle(received, sent, timeout_s)
+        waited += _settle(comm, received, sent, timeout_s)
     return waited
 
 
@@ -68,7 +68,7 @@ def gather(comm: MPI.Comm, own: torch.Tensor, everyone: torch.Tensor, timeout_s:
     peers = [j for j in range(comm.size) if j != comm.rank]
     received = {j: comm.Irecv(raw(everyone[j]), j, GATHER) for j in peers}
     sent = {j: comm.Isend(raw(own), j, GATHER) for j in peers}
-    return _settle(received, sent, timeout_s)
+    return _settle(comm, received, sent, timeout_s)
 
 
 def raw(memory: torch.Tensor) -> MPI.buffer:
@@ -76,9 +76,12 @@ def raw(memory: torch.Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())
 
 
-def _settle(received: dict, sent: dict, timeout_s: float) -> float:
-    say = "global average: rank {} doesn't answer".format
-    return wait_all(received, timeout_s, say) + wait_all(sent, timeout_s, say)
+def _settle(comm: MPI.Comm, received: dict, sent: dict, timeout_s: float) -> float:
+    def say(rank: int) -> str:
+        return f"global average: {called(comm, rank)} doesn't answer"
+
+    waited = wait_all(received, timeout_s, say, comm=comm)
+    return waited + wait_all(sent, timeout_s, say, comm=comm)
 
 
 class OfRank(Common):

@@ -29,7 +29,8 @@ class Layout:
 
     ``widths`` are the shard lengths in elements, one a slot; an L-slot node sends L segments.
     ``wire`` encodes the vectors on their way (whole buckets of float32 only); the simulator takes
-    any ``dtype``.
+    any ``dtype``. ``first`` are the shards' first columns in the node's vector, by which a wire
+    draws: unset, they are all of it.
     """
 
     widths: tuple[int, ...]
@@ -38,6 +39,11 @@ class Layout:
     devices: tuple[str, ...] = ()
     wire: Wire = FP32
     dtype: torch.dtype = torch.float32
+    first: tuple[int, ...] = ()
+
+    def begin(self, slot: int) -> int:
+        """The first column of a shard in the node's vector."""
+        return self.first[slot] if self.first else sum(self.widths[:slot])
 
     @property
     def nbytes(self) -> int:

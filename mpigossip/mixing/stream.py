@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.deadline import Deadline
+from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.mixing.plan import SMALLEST, Piece
 from mpigossip.mixing.push import ARRIVING, ROOM, PushWindow
 from mpigossip.mixing.tokens import wait_all
@@ -34,7 +34,12 @@ def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
             0: comm.Irecv(into, (comm.rank - 1) % comm.size),
             1: comm.Isend(out, (comm.rank + 1) % comm.size),
         }
-        wait_all(pending, timeout_s, lambda _: "measuring the wire: a neighbour doesn't answer")
+        wait_all(
+            pending,
+            timeout_s,
+            lambda _: "measuring the wire: a neighbour doesn't answer",
+            comm=comm,
+        )
         slowest = comm.allreduce(time.perf_counter() - began, MPI.MAX)
     return SMALLEST / slowest
 
@@ -73,7 +78,10 @@ class Stream:
     def run(self) -> None:
         """Send and take in all pieces; LateError where nothing moves until the deadline."""
         while not self._over:
-            Deadline(self._push.timeout_s).wait(self._moved, self._late, self._rest, self._awaited)
+            Deadline(self._push.timeout_s).wait(
+                self._moved, self._late, self._rest,
+                lambda: numbers(self._push.comm, self._awaited()),
+            )  # fmt: skip
 
     @property
     def _over(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpigossip.cluster.deadline import Deadline
+from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.mixing.kernels.waiting import rest
 
 
@@ -46,7 +46,9 @@ class Tokens:
         missing = [rank for rank in ranks if not self.arrived(rank, tag, t, what)]
         if missing:
             pending = {rank: self._asked[rank, tag][0] for rank in missing}
-            self.waited += wait_all(pending, self.timeout_s, lambda rank: self.late(rank, t, what))
+            self.waited += wait_all(
+                pending, self.timeout_s, lambda rank: self.late(rank, t, what), comm=self.comm
+            )
             for rank in missing:
                 self.arrived(rank, tag, t, what)
 
@@ -79,7 +81,7 @@ class Tokens:
             if last is None
             else f"last reached round {last // self.pieces}"
         )
-        return f"{what} (round {t // self.pieces}): rank {rank} {seen}"
+        return f"{what} (round {t // self.pieces}): {called(self.comm, rank)} {seen}"
 
     def close(self) -> None:
         """Wait until what was sent has left; collective."""
@@ -88,6 +90,11 @@ class Tokens:
         )
         self._sent = []
         self.comm.Free()
+
+
+def called(comm: MPI.Comm, rank: int) -> str:
+    """What messages call a rank of a communicator: by its number in the world."""
+    return f"rank {next(iter(numbers(comm, [rank])), rank)}"
 
 
 _abandoned: list[dict] = []
@@ -109,13 +116,20 @@ def wait_all(
     timeout_s: float,
     late: Callable[[Any], str],
     whom: Callable[[Iterable[Any]], Iterable[int]] | None = ranks_of,
+    comm: MPI.Comm | None = None,
 ) -> float:
     """Wait for requests by rank, seconds waited returned; at the deadline LateError names one.
 
-    ``whom``: the ranks that are awaited by the keys of requests that are open.
+    ``whom``: the ranks of ``comm`` (unset: the world) that are awaited, by the keys of requests
+    that are open.
     """
     began = time.perf_counter()
-    awaited = None if whom is None else lambda: whom(pending)
+
+    def who() -> Iterable[int]:
+        found = whom(pending) if whom else ()
+        return found if comm is None else numbers(comm, found)
+
+    awaited = None if whom is None else who
 
     def done() -> bool:
         for rank in [rank for rank, request in pending.items() if request.Test()]:

@@ -248,7 +248,7 @@ def encode(
         at = 0 if codes is None else layout.place(slot, part)
         if part < layout.vectors:
             room = None if codes is None else codes[at + layout.wire.nbytes(columns.start) :]
-            first = sum(layout.widths[:slot]) + columns.start
+            first = layout.begin(slot) + columns.start
             for row, node in enumerate(nodes):
                 values = segments[slot][part][row, columns]
                 layout.wire.write(values, (exchange, node, part), first, room)

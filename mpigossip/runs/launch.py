@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip import config
-from mpigossip.cluster.ranks import AgreedError
+from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mpigossip import config
-from mpigossip.cluster.ranks import AgreedError
+from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.engine.step import Record
 from mpigossip.runs.alarms import watchers

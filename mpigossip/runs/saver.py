@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpigossip.cluster.ranks import AgreedError
+from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.config import CheckpointSection
 from mpigossip.store import StoreError, checkpoint

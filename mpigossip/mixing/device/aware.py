@@ -123,9 +123,9 @@ def _put_and_sent(
     window.Flush(right)
     received = {left: comm.Irecv([raw(letter), MPI.BYTE], left)}
     sent = {right: comm.Isend([raw(source), MPI.BYTE], right)}
-    wait_all(received, timeout_s, late)
-    wait_all(sent, timeout_s, late)
-    wait_all({right: comm.Ibarrier()}, timeout_s, late)
+    wait_all(received, timeout_s, late, comm=comm)
+    wait_all(sent, timeout_s, late, comm=comm)
+    wait_all({right: comm.Ibarrier()}, timeout_s, late, comm=comm)
     window.Sync()
     expected = left % 251 + 1
     arrived = bool((inbox.cpu() == expected).all() and (letter.cpu() == expected).all())

@@ -23,7 +23,7 @@ class BySlot(Layout):
         """What slot ``slot`` alone sends."""
         return Layout(
             self.widths[slot : slot + 1], self.vectors, self.scalars,
-            self.devices[slot : slot + 1], self.wire, self.dtype,
+            self.devices[slot : slot + 1], self.wire, self.dtype, (self.begin(slot),),
         )  # fmt: skip
 
     def span(self, slot: int, *, sent: bool = False) -> slice:

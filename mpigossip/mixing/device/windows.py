@@ -76,10 +76,9 @@ class DeviceWindows(DeviceMemory):
 
     def _encode(self, now: Exchange, piece: Piece | None = None) -> None:
         """Quantize the outbox of every slot in place, its codes beside it on the device."""
-        first = 0
         if not self._lossy:
             return
-        for slot, width in enumerate(self.layout.widths):
+        for slot in range(len(self.layout.widths)):
             layout, codes, parts = self.layout.of(slot), self._code[slot], self._coded[slot]
             with current(self._devices[slot]):
                 for vector in () if parts.written else range(layout.vectors):
@@ -89,12 +88,11 @@ class DeviceWindows(DeviceMemory):
                     ):
                         continue
                     key = (now.number, self.rank, vector)
-                    layout.wire.write(values, key, first, codes[at:])
+                    layout.wire.write(values, key, layout.begin(0), codes[at:])
                 for k, value in enumerate(parts[layout.vectors :]):
                     at = layout.place(0, layout.vectors + k)
                     codes[at : at + 8].view(torch.float64).copy_(value[0])
             parts.written = False
-            first += width
 
     def _room(self, slot: int, vector: int) -> torch.Tensor:
         """Where a vector's bfloat16 codes go."""

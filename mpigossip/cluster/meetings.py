@@ -1,0 +1,129 @@
+"""What the ranks of a communicator do together: reports, agreement, mistakes; all by a deadline."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpigossip.cluster.deadline import Deadline
+from mpigossip.cluster.process import TIMEOUT_S
+from mpigossip.config import JobError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class AgreedError(JobError):
+    """A mistake that every rank has learnt of: all raise it, so that closing together is safe."""
+
+
+class Agreement:
+    """A maximum over ranks on its way: asked for at one step, read some steps later."""
+
+    def __init__(
+        self, value: np.ndarray, request: "MPI.Request | None", timeout_s: float = TIMEOUT_S
+    ):
+        self._value, self._request, self._timeout_s = value, request, timeout_s
+
+    def ready(self) -> bool:
+        """Whether `read` returns at once."""
+        return self._request is None or self._request.Test()
+
+    def read(self) -> int:
+        """The maximum, the same on every rank; waits for it, LateError at the time limit."""
+        Deadline(self._timeout_s).wait(
+            self.ready, lambda: "not all ranks came to an agreement", whom=tuple
+        )
+        return int(self._value[0])
+
+
+class Meetings:
+    """The ranks of one communicator: the collective part of `world.World`.
+
+    Attributes: `comm`, `rank`, `size`, `hosts` (host name of each rank), `timeout_s`.
+    """
+
+    survives = False
+
+    def __init__(self, comm: "MPI.Intracomm", hosts: tuple[str, ...], timeout_s: float):
+        """`comm` belongs to this object from now on."""
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.hosts, self.timeout_s = hosts, timeout_s
+        self._family = [comm]  # all are revoked when a rank is lost
+        self._asked: list[Agreement] = []
+
+    def gather(self, value: Any) -> list | None:
+        """All ranks' values in rank order on rank 0, None elsewhere. Pickles: for small reports."""
+        self._all_here()
+        return self.comm.gather(value)
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank. Pickles."""
+        self._all_here()
+        return self.comm.bcast(value)
+
+    def _all_here(self) -> None:
+        """The library's calls wait without limit and without a word: meet with a deadline first.
+
+        Twice the limit, as rank 0 may have a longer piece of work of its own.
+        """
+        limit = 2 * self.timeout_s
+        Deadline(limit).wait(
+            self.comm.Ibarrier().Test, lambda: "not all ranks came to a meeting", whom=tuple
+        )
+
+    def start_agree(self, flag: int) -> Agreement:
+        """Begins the maximum of all ranks' flags without waiting; read it some steps later."""
+        from mpi4py import MPI
+
+        value = np.array([flag], np.int64)
+        request = self.comm.Iallreduce(MPI.IN_PLACE, value, MPI.MAX)
+        agreement = Agreement(value, request, self.timeout_s)
+        if self.survives:  # one that is given up must keep its buffer
+            self._asked = [one for one in self._asked if not one.ready()] + [agreement]
+        return agreement
+
+    def agree(self, flag: int) -> int:
+        """The maximum of all ranks' flags; waits for all."""
+        return self.start_agree(flag).read()
+
+    @contextlib.contextmanager
+    def together(self, *mistakes: type[Exception]) -> Iterator[None]:
+        """All ranks leave this block with the same mistake, or none.
+
+        What a user got wrong may show on some ranks only (a file missing on one host): those
+        exceptions become one JobError, raised on every rank, that says which ranks found what.
+        No rank may meet another inside the block.
+        """
+        mine: list[str] = []
+        try:
+            yield
+        except mistakes as error:
+            mine = list(getattr(error, "messages", None) or [str(error)])
+        found: dict[str, list[int]] = {}
+        self._all_here()
+        for rank, messages in enumerate(self.comm.allgather(mine)):
+            for message in messages:
+                found.setdefault(message, []).append(rank)
+        if found:
+            raise AgreedError([self._located(message, ranks) for message, ranks in found.items()])
+
+    def _located(self, message: str, ranks: list[int]) -> str:
+        if len(ranks) == self.size:
+            return message
+        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        return f"rank {ranks[0]} on {self.hosts[ranks[0]]}{more}: {message}"
+
+    def barrier(self) -> None:
+        """Returns when every rank has come; LateError at the time limit."""
+        request = self.comm.Ibarrier()
+        Deadline(self.timeout_s).wait(
+            request.Test, lambda: f"not all of {self.size} ranks came to a barrier", whom=tuple
+        )
+
+    def duplicate(self) -> "MPI.Intracomm":
+        """A communicator of the same ranks that is given up with this world's; collective."""
+        self._family = [comm for comm in self._family if comm]
+        self._family.append(self.comm.Dup())
+        return self._family[-1]

@@ -1,0 +1,150 @@
+"""Which ranks are a node: each one, every k of a host, or all of a host; and their columns.
+
+With k ranks a node the slots of a node live in k processes. The ranks of equal place in all nodes
+are a column: they exchange their part of the model with each other, and rank i of it is node i.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpigossip.cluster.meetings import Meetings
+from mpigossip.config import JobError
+
+if TYPE_CHECKING:
+    from mpigossip.cluster.world import World
+
+SETTING = "node.ranks_per_node"
+
+
+class Part(Meetings):
+    """Some of a world's ranks, numbered anew; it ends with its world."""
+
+    diminished = False
+
+    def __init__(self, world: World, color: int, key: int):
+        """The ranks of equal ``color``, in the order of ``key``; collective over ``world``."""
+        comm = world.comm.Split(color, key)
+        members = comm.allgather(world.rank)
+        super().__init__(comm, tuple(world.hosts[rank] for rank in members), world.timeout_s)
+        self.world, self.names = world, tuple(members)
+        self.fault_tolerant, self.resources = world.fault_tolerant, world.resources
+        self.nodes = Nodes.of_ranks(self)
+        world.resources.callback(comm.Free)
+
+    def arrange(self, ranks_per_node: int | str) -> None:
+        """Only a whole world is made into nodes."""
+        raise NotImplementedError
+
+    def lost_by(self, error: BaseException) -> bool:
+        """A node can't go on without one of its ranks."""
+        return False
+
+    def shrink(self) -> None:
+        """Only a whole world can go on without a rank."""
+        raise NotImplementedError
+
+    def abort(self, code: int = 1) -> None:
+        """End all ranks of the world."""
+        self.world.abort(code)
+
+    def close(self) -> None:
+        """Nothing: the world frees it."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of a world as nodes."""
+
+    of: tuple[int, ...]
+    """the node of each rank; nodes are numbered by their first ranks"""
+    column: World
+    """the ranks of this one's place in all nodes: rank i is node i"""
+    inside: World | None = None
+    """the ranks of this one's node by place; None where it is the only one"""
+
+    @classmethod
+    def of_ranks(cls, world: World) -> Nodes:
+        """Every rank is a node, and the only column is the world."""
+        return cls(tuple(range(world.size)), world)
+
+    @property
+    def count(self) -> int:
+        """Nodes."""
+        return self.column.size
+
+    @property
+    def per_node(self) -> int:
+        """Ranks in each of them."""
+        return self.inside.size if self.inside else 1
+
+    @property
+    def place(self) -> int:
+        """Of this rank in its node."""
+        return self.inside.rank if self.inside else 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks for its node."""
+        return self.place == 0
+
+
+def arranged(world: World, ranks_per_node: int | str) -> Nodes:
+    """The ranks as nodes of so many of a host, or of all of a host; collective.
+
+    Raises JobError on every rank where hosts don't have the ranks for it.
+    """
+    if ranks_per_node == 1:
+        return Nodes.of_ranks(world)
+    from mpi4py import MPI
+
+    # memory that can be shared makes a host, not its name: containers have names of their own
+    near = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    first = near.bcast(world.rank)
+    near.Free()
+    where = places(world.comm.allgather(first), world.hosts, ranks_per_node)
+    if max(place for _, place in where) == 0:
+        return Nodes.of_ranks(world)
+    node, place = where[world.rank]
+    column, inside = Part(world, place, node), Part(world, node, place)
+    return Nodes(tuple(node for node, _ in where), column, inside)
+
+
+def places(
+    host: Sequence[int], names: Sequence[str], ranks_per_node: int | str
+) -> list[tuple[int, int]]:
+    """Node, and place in it, of each rank.
+
+    ``host``: a number of the host of each rank; ``names``: what it is called.
+    """
+    on = Counter(host)
+    called = {number: f"{names[list(host).index(number)]}" for number in on}
+    says = f'{SETTING} = "host"' if ranks_per_node == "host" else f"{SETTING} = {ranks_per_node}"
+    if ranks_per_node == "host" and len(set(on.values())) > 1:
+        most, least = max(on, key=on.__getitem__), min(on, key=on.__getitem__)
+        raise JobError(
+            [f"{says}: {called[most]} has {on[most]} ranks and {called[least]} has {on[least]}, "
+             "but every node has equally many slots; start as many on each (srun "
+             f"--ntasks-per-node={on[least]}, mpirun --map-by ppr:{on[least]}:node)"]
+        )  # fmt: skip
+    size = on[host[0]] if ranks_per_node == "host" else int(ranks_per_node)
+    odd = next((number for number in on if on[number] % size), None)
+    if odd is not None:
+        whole = on[odd] // size * size
+        fitting = f"{whole} or {whole + size}" if whole else f"{size}"
+        raise JobError(
+            [f"{says}: {called[odd]} has {on[odd]} ranks, which aren't nodes of {size}; start "
+             f"{fitting} there, or set {SETTING} to a divisor of {on[odd]}"]
+        )  # fmt: skip
+    found: list[tuple[int, int]] = []
+    seen: Counter[int] = Counter()
+    begun: dict[tuple[int, int], int] = {}
+    for number in host:
+        which, place = divmod(seen[number], size)
+        node = begun.setdefault((number, which), len(begun))
+        found.append((node, place))
+        seen[number] += 1
+    return found

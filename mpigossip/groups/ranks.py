@@ -1,0 +1,179 @@
+"""Slots in several processes of one host: they sum in shared memory, in the order of slots.
+
+So a node has the same bits as one rank with a thread a slot (:mod:`.threads`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from mpigossip.cluster.world import World
+from mpigossip.groups.base import Group, GroupError, added
+from mpigossip.groups.board import ROOM, Board, Shared
+from mpigossip.mixing.averages import raw
+from mpigossip.mixing.combine import combine
+from mpigossip.mixing.tokens import called, wait_all
+
+T = TypeVar("T")
+
+SUMMED = 1 << 16
+"""Columns that are summed at once, in the cache, before they overwrite a term of the sum."""
+SENT = 1 << 30
+"""Bytes of one message: MPI counts them in 32 bits."""
+TAG = 31
+
+
+class Ranks:
+    """The L slots of a node of k ranks on CPUs; each rank runs its own as ``inner`` does."""
+
+    def __init__(self, inner: Group, node: World):
+        """``node``: its ranks, with equally many slots each; collective. ``inner`` is closed here.
+
+        What is reduced and gathered must be arrays of :meth:`zeros`.
+        """
+        own = inner.slots
+        self.slots = self.segments = own * node.size
+        self.mine = range(own * node.rank, own * (node.rank + 1))
+        self.devices = inner.devices
+        self._inner, self._node, self._board = inner, node, Board(node)
+        self._memory: list[Shared] = []
+        self._everyone: dict[int, list[torch.Tensor]] = {}
+        """the arrays of all slots, by the address of the first one here"""
+
+    def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
+        """Arrays in memory that the node's ranks share; collective."""
+        own = len(self.mine)
+        memory = Shared(self._node.comm, 4 * own * rows * columns)
+        self._memory.append(memory)
+        found: list[torch.Tensor] = []
+        for piece in memory.pieces:
+            found += piece.view(torch.float32).view(own, rows, columns).unbind(0)
+        here = found[self.mine.start : self.mine.stop]
+        self._everyone[here[0].data_ptr()] = found
+        self._board.meet("new arrays")  # all of them are zero
+        return here
+
+    def _all(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The arrays of all slots, where those here are ``full`` or their first rows."""
+        found = self._everyone.get(full[0].data_ptr())
+        if found is None or found[0].shape[1] != full[0].shape[1]:
+            raise GroupError("only arrays that the group made itself are seen by its other ranks")
+        return [array[: len(full[0])] for array in found]
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """``[work(k) for every slot mine[k]]``, all at once."""
+        return self._inner.run(work)
+
+    on_shards = run
+
+    def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Slot l sums its columns over all slots, into those of its own array."""
+        everyone = self._all(full)
+        self._board.meet("the slots' gradients")  # all of them are whole
+        columns = [array.chunk(self.slots, dim=1) for array in everyone]
+        self.run(lambda k: self._sum([parts[self.mine[k]] for parts in columns], self.mine[k]))
+        return [columns[slot][slot] for slot in self.mine]
+
+    def _sum(self, terms: Sequence[torch.Tensor], slot: int) -> None:
+        """The mean of all slots' ``terms``, (rows, p), written over that of ``slot``."""
+        weights = [1 / self.slots] * self.slots
+        scratch = torch.empty(len(terms[0]), min(SUMMED, terms[0].shape[1]))
+        for at in range(0, terms[0].shape[1], SUMMED):
+            pieces = [term[:, at : at + SUMMED] for term in terms]
+            # a sum may only be formed in its first two terms
+            out = scratch[:, : pieces[0].shape[1]]
+            pieces[slot].copy_(combine(weights, pieces, out))
+
+    def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
+        """Each slot fetches the others' shards into its own array."""
+        everyone = self._all(full)
+        parts = [array.chunk(self.slots, dim=1) for array in everyone]
+        for slot, shard in zip(self.mine, shards, strict=True):
+            if parts[slot][slot].data_ptr() != shard.data_ptr():
+                parts[slot][slot].copy_(shard)
+        self._board.meet("the slots' shards")  # all of them are whole
+
+        def fetch(k: int) -> None:
+            slot = self.mine[k]
+            for other in range(self.slots):
+                if other != slot:
+                    parts[slot][other].copy_(parts[other][other])
+
+        self.run(fetch)
+        self._board.meet("the node's vector")  # nobody reads a shard any more
+
+    def reduce_mean(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mean in slot 0's array, which is returned; each slot sums a part of it."""
+        everyone = self._all(full)
+        self._board.meet("the slots' gradients")
+        columns = [array.chunk(self.slots, dim=1) for array in everyone]
+        weights = [1 / self.slots] * self.slots
+
+        def sum_part(k: int) -> None:
+            slot = self.mine[k]
+            if slot < len(columns[0]):  # chunk() of fewer columns than slots gives fewer parts
+                combine(weights, [parts[slot] for parts in columns], columns[0][slot])
+
+        self.run(sum_part)
+        self._board.meet("the node's mean")
+        return everyone[0]
+
+    def broadcast(self, full: Sequence[torch.Tensor]) -> None:
+        """Each slot fetches slot 0's array."""
+        everyone = self._all(full)
+        self._board.meet("slot 0's vector")
+        self.run(lambda k: full[k].copy_(everyone[0]) if self.mine[k] else None)
+        self._board.meet("the node's vector")
+
+    def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum in slot order, of what every rank shows the others; the same bits on all."""
+        shape, own = per_slot[0].shape, len(per_slot)
+        flat = torch.stack([values.double().cpu().reshape(-1) for values in per_slot])
+        each, pieces = max(1, ROOM // own), []
+        for at in range(0, flat.shape[1], each):
+            shown = self._board.show(flat[:, at : at + each].reshape(-1))
+            pieces.append(added([row for rank in shown for row in rank.view(own, -1)]))
+        return torch.cat(pieces).view(shape)
+
+    def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The arrays of all slots in the node's first rank, by messages; None elsewhere."""
+        comm, own = self._node.comm, [values.detach().cpu().contiguous() for values in per_slot]
+        if comm.rank:
+            requests = {
+                (0, k, at): comm.Isend(raw(piece), 0, TAG)
+                for k, values in enumerate(own)
+                for at, piece in _pieces(values)
+            }
+            wait_all(requests, self._node.timeout_s, self._late, comm=comm)
+            return None
+        found = [*own, *(torch.empty_like(own[0]) for _ in range(self.slots - len(own)))]
+        # messages between two ranks stay in order
+        requests = {
+            (slot // len(own), slot, at): comm.Irecv(raw(piece), slot // len(own), TAG)
+            for slot in range(len(own), self.slots)
+            for at, piece in _pieces(found[slot])
+        }
+        wait_all(requests, self._node.timeout_s, self._late, comm=comm)
+        return found
+
+    def _late(self, key: tuple[int, int, int]) -> str:
+        return f"gathering the node's slots: {called(self._node.comm, key[0])} doesn't answer"
+
+    def close(self) -> None:
+        """End the slots here, free the shared memory; collective."""
+        self._inner.close()
+        self._board.meet("closing")
+        self._everyone = {}
+        for memory in self._memory:
+            memory.free()
+        self._memory = []
+        self._board.close()
+
+
+def _pieces(values: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """An array in pieces that MPI can send at once, and where they begin."""
+    flat, step = values.reshape(-1), SENT // max(values.element_size(), 1)
+    return [(at, flat[at : at + step]) for at in range(0, flat.numel(), step)]

@@ -1,0 +1,95 @@
+"""Ranks as nodes: numbers, columns, and one paragraph where they don't fit."""
+
+import pytest
+
+from mpigossip.cluster.nodes import places
+from mpigossip.config import JobError
+
+TWO = [0, 0, 0, 0, 4, 4, 4, 4]
+NAMES = ["a"] * 4 + ["b"] * 4
+
+
+@pytest.mark.parametrize(
+    ("host", "per", "expected"),
+    [
+        (TWO, "host", [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]),
+        (TWO, 2, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]),
+        (TWO, 4, [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]),
+        # ranks dealt out to the hosts in turn, as `srun --distribution=cyclic` does
+        ([0, 1, 0, 1], "host", [(0, 0), (1, 0), (0, 1), (1, 1)]),
+        ([0, 1, 0, 1, 0, 1, 0, 1], 2,
+         [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]),
+        ([0, 1, 2], "host", [(0, 0), (1, 0), (2, 0)]),
+    ],
+)  # fmt: skip
+def test_every_k_ranks_of_a_host_are_a_node_numbered_by_its_first(host, per, expected):
+    assert places(host, ["x"] * len(host), per) == expected
+
+
+@pytest.mark.parametrize(
+    ("host", "per", "words"),
+    [
+        (TWO[:-1], "host", ["a has 4 ranks and b has 3", "--ntasks-per-node=3"]),
+        (TWO[:-1], 2, ["= 2: b has 3 ranks", "start 2 or 4 there"]),
+        (TWO, 3, ["= 3: a has 4 ranks", "start 3 or 6 there"]),
+        ([0], 2, ["= 2: a has 1 rank", "start 2 there", "divisor of 1"]),
+        (TWO + [8], 4, ["= 4: c has 1 rank"]),
+    ],
+)
+def test_ranks_that_make_no_nodes_are_refused_in_one_paragraph(host, per, words):
+    with pytest.raises(JobError) as refused:
+        places(host, (NAMES + ["c"])[: len(host)], per)
+    (text,) = refused.value.messages
+    assert "\n" not in text
+    for word in ["node.ranks_per_node", *words]:
+        assert word in text
+
+
+def columns(comm, per):
+    from mpigossip.cluster.ranks import World
+
+    world = World(comm)
+    world.arrange(per)
+    nodes = world.nodes
+    found = {
+        "of": nodes.of, "place": nodes.place, "node": nodes.column.rank,
+        "column": nodes.column.gather(world.rank), "count": nodes.count,
+        "inside": nodes.inside.gather(world.rank) if nodes.inside else None,
+        "hosts": len(nodes.column.hosts), "whole": nodes.column is world,
+    }  # fmt: skip
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("per", [1, 2, 3, "host"])
+def test_columns_join_the_ranks_of_equal_place(ranks, per):
+    found = ranks(6)(columns, per)
+    each = 6 if per == "host" else per
+    for rank, one in enumerate(found):
+        node, place = divmod(rank, each)
+        assert (one["node"], one["place"], one["count"]) == (node, place, 6 // each)
+        assert one["of"] == tuple(r // each for r in range(6))
+        assert one["hosts"] == one["count"]
+        assert one["whole"] is (each == 1)
+        if node == 0:
+            assert one["column"] == list(range(place, 6, each))
+        if each > 1 and place == 0:
+            assert one["inside"] == list(range(rank, rank + each))
+
+
+def refused(comm):
+    from mpigossip.cluster.ranks import World
+
+    world = World(comm)
+    try:
+        world.arrange(2)
+    except JobError as error:
+        return error.messages
+    finally:
+        world.close()
+
+
+def test_all_ranks_learn_that_one_is_too_many(ranks):
+    (first, *others) = ranks(3)(refused)
+    assert "has 3 ranks, which aren't nodes of 2; start 2 or 4 there" in first[0]
+    assert all(one == first for one in others)
