@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mpigossip.cluster.meetings import Meetings
+from mpigossip.cluster.world import Nodes, World
 from mpigossip.config import JobError
-
-if TYPE_CHECKING:
-    from mpigossip.cluster.world import World
 
 SETTING = "node.ranks_per_node"
 
@@ -53,43 +49,6 @@ class Part(Meetings):
 
     def close(self) -> None:
         """Nothing: the world frees it."""
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The ranks of a world as nodes."""
-
-    of: tuple[int, ...]
-    """the node of each rank; nodes are numbered by their first ranks"""
-    column: World
-    """the ranks of this one's place in all nodes: rank i is node i"""
-    inside: World | None = None
-    """the ranks of this one's node by place; None where it is the only one"""
-
-    @classmethod
-    def of_ranks(cls, world: World) -> Nodes:
-        """Every rank is a node, and the only column is the world."""
-        return cls(tuple(range(world.size)), world)
-
-    @property
-    def count(self) -> int:
-        """Nodes."""
-        return self.column.size
-
-    @property
-    def per_node(self) -> int:
-        """Ranks in each of them."""
-        return self.inside.size if self.inside else 1
-
-    @property
-    def place(self) -> int:
-        """Of this rank in its node."""
-        return self.inside.rank if self.inside else 0
-
-    @property
-    def first(self) -> bool:
-        """Whether this rank speaks for its node."""
-        return self.place == 0
 
 
 def arranged(world: World, ranks_per_node: int | str) -> Nodes:

@@ -21,9 +21,10 @@ from mpigossip.cluster import deadline, process, ulfm, uncaught
 from mpigossip.cluster.deadline import sharp_timers
 from mpigossip.cluster.launcher import LaunchError, check_alone, check_launcher, check_library
 from mpigossip.cluster.meetings import Agreement, Meetings
-from mpigossip.cluster.nodes import Nodes, arranged
+from mpigossip.cluster.nodes import arranged
 from mpigossip.cluster.process import TIMEOUT_S, ending
 from mpigossip.cluster.roll import Roll
+from mpigossip.cluster.world import Nodes
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -6,10 +6,8 @@ Nothing here knows MPI.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from mpigossip.cluster.nodes import Nodes
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 
 class Agreement(Protocol):
@@ -84,3 +82,40 @@ class World(Protocol):
 
     def close(self) -> None:
         """Gives back what it holds; can be called again."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of a world as nodes."""
+
+    of: tuple[int, ...]
+    """the node of each rank; nodes are numbered by their first ranks"""
+    column: World
+    """the ranks of this one's place in all nodes: rank i is node i"""
+    inside: World | None = None
+    """the ranks of this one's node by place; None where it is the only one"""
+
+    @classmethod
+    def of_ranks(cls, world: World) -> Nodes:
+        """Every rank is a node, and the only column is the world."""
+        return cls(tuple(range(world.size)), world)
+
+    @property
+    def count(self) -> int:
+        """Nodes."""
+        return self.column.size
+
+    @property
+    def per_node(self) -> int:
+        """Ranks in each of them."""
+        return self.inside.size if self.inside else 1
+
+    @property
+    def place(self) -> int:
+        """Of this rank in its node."""
+        return self.inside.rank if self.inside else 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks for its node."""
+        return self.place == 0

@@ -45,4 +45,4 @@ def run(options) -> int:
     from mpigossip.runs import launch
 
     with world(limit) as ranks:
-        return exit_code(launch.resume(options.folder, options.settings, ranks, ranks.size), ranks)
+        return exit_code(launch.resume(options.folder, options.settings, ranks, None), ranks)

@@ -47,7 +47,7 @@ def run(options) -> int:
     with world(limit) as ranks:
         with ranks.together(Mistake):
             job = assemble.load(options.job, options.settings)
-        return exit_code(launch.train(job, ranks, ranks.size), ranks)
+        return exit_code(launch.train(job, ranks), ranks)
 
 
 def begin(job: Path | dict, settings: list[str], folder: Path | None = None) -> float:

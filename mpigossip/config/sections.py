@@ -181,6 +181,9 @@ class NodeSection:
 
     devices: Devices = "cpu:1"
     """`"auto"`, `"cpu:L"` (L slots) or `"cuda:0-7"`."""
+    ranks_per_node: Literal["host"] | Positive = 1
+    """1: each rank is a node, whose slots are its `devices`; K: every K ranks of a host are one;
+    "host": all of a host. A node has the slots of all its ranks."""
     threads: Positive = 1
     """Torch threads per slot; part of what makes runs equal to the last bit."""
     same_host: Literal["read", "put"] = "read"

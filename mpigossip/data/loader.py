@@ -100,8 +100,9 @@ class Loader:
     """The batches of some nodes, each with L slots; a context manager.
 
     source: where samples come from; orders: of the nodes that live here (one on a rank, n in the
-    simulator); seed: of the random changes; devices: one per slot; workers: decoding processes
-    (threads for samples in memory), 0 for none; timeout_s: deadline for a batch.
+    simulator); seed: of the random changes; devices: one per slot that lives here; workers:
+    decoding processes (threads for samples in memory), 0 for none; timeout_s: deadline for a
+    batch; slots: of a node, and mine, those of them that live here (unset: all).
 
     Samples that are in memory, for slots on the CPU, are made when asked for: a batch takes less
     time than handing it to a thread. All others are made AHEAD steps before: in threads where
@@ -120,9 +121,13 @@ class Loader:
         devices: Sequence[torch.device | str] = ("cpu",),
         workers: int = 0,
         timeout_s: float = 300.0,
+        slots: int | None = None,
+        mine: range | None = None,
     ) -> None:
         self.source, self.orders, self.seed = source, list(orders), seed
         self.devices = [torch.device(device) for device in devices]
+        self._slots = slots or len(self.devices)
+        self._mine = mine or range(self._slots)
         self.timeout_s = timeout_s
         self._pinned = any(device.type == "cuda" for device in self.devices)
         direct = workers == 0 or (source.in_memory and not self._pinned)
@@ -194,8 +199,12 @@ class Loader:
         return [
             self._fill("train", indices, (self.seed, order.epoch(step)))
             for order in self.orders
-            for indices in np.split(order.batch_indices(step), len(self.devices))
+            for indices in self._of_slots(order.batch_indices(step))
         ]
+
+    def _of_slots(self, indices: np.ndarray) -> list[np.ndarray]:
+        """A node's samples cut over its slots in order: those of the slots here."""
+        return np.split(indices, self._slots)[self._mine.start : self._mine.stop]
 
     def _fill(self, split: str, indices: np.ndarray, key: tuple[int, ...]) -> _Pending:
         """Begin to fill a batch, in as many pieces as keep all workers busy."""

@@ -38,4 +38,4 @@ def distance(node: Node) -> float:
     with torch.no_grad():
         meet(node, node.world)
         node.engine.settle()
-        return consensus_distance(node.vector.x[0], node.mixer)
+        return consensus_distance(node.vector.x, node.mixer, node.engine.group)

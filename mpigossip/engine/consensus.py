@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from mpigossip.groups.base import Group
 from mpigossip.mixing.base import Mixer
 
 
@@ -25,9 +28,14 @@ def square_norms(x: torch.Tensor, minus: torch.Tensor | None = None) -> torch.Te
     return totals
 
 
-def consensus_distance(full: torch.Tensor, mixer: Mixer) -> float:
-    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², the mean square distance from the average, relative."""
-    mean = mixer.mean(full)
-    apart = mixer.mean_scalars(square_norms(full, mean))
-    size = float(square_norms(mean.unsqueeze(0)))
-    return float(apart) / size if size else 0.0
+def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) -> float:
+    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², the mean square distance from the average, relative.
+
+    ``x``: the shards that live here, (rows, p) each; collective over nodes and their slots.
+    """
+    means = [mixer.mean(shard) for shard in x]
+    apart = group.on_shards(lambda k: square_norms(x[k], means[k]))
+    sizes = group.on_shards(lambda k: square_norms(means[k].unsqueeze(0)))
+    total = float(mixer.mean_scalars(group.sum_scalars(apart)))
+    size = float(group.sum_scalars(sizes))
+    return total / size if size else 0.0

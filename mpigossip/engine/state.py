@@ -39,8 +39,14 @@ def joined(
     return place
 
 
-def split(packed: np.ndarray, parts: Sequence[torch.Tensor], row: int, flat: Flat) -> None:
-    """Inverse of :func:`joined`."""
+def split(
+    packed: np.ndarray,
+    parts: Sequence[torch.Tensor],
+    row: int,
+    flat: Flat,
+    here: range | None = None,
+) -> None:
+    """Inverse of :func:`joined`; ``here``: the shards that ``parts`` are, None: all."""
     values = torch.from_numpy(np.array(packed))
     if parts[0].shape[1] == 1:
         for part in parts:
@@ -48,5 +54,6 @@ def split(packed: np.ndarray, parts: Sequence[torch.Tensor], row: int, flat: Fla
         return
     whole = torch.empty(flat.size)
     flat.unpack(values, whole)
-    for part, piece in zip(parts, whole.chunk(len(parts)), strict=True):
-        part[row].copy_(piece)
+    pieces = whole.chunk(flat.slots)
+    for part, shard in zip(parts, range(flat.slots) if here is None else here, strict=True):
+        part[row].copy_(pieces[shard])

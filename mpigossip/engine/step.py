@@ -16,7 +16,7 @@ from mpigossip.engine.consensus import consensus_distance, square_norms
 from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.state import joined, leaves, split
 from mpigossip.engine.vector import Vector
-from mpigossip.groups.base import Group
+from mpigossip.groups.base import Group, held
 from mpigossip.mixing.base import ByBlocks, Kind, Mixer
 from mpigossip.mixing.kernels import onepass
 
@@ -263,7 +263,7 @@ class Engine:
         # asynchronous nodes don't meet for it: evaluations measure it too
         if not self.measuring or not self.mixer.synchronous:
             return NAN
-        return consensus_distance(self.vector.full[0], self.mixer)
+        return consensus_distance(self.vector.x, self.mixer, self.group)
 
     def _measured(self, kind: Kind, loss: torch.Tensor, apart: torch.Tensor) -> dict[str, float]:
         """The node averages that the cadence asks for, equal on all nodes; of GLOBAL steps only.
@@ -293,11 +293,16 @@ class Engine:
         return {f"state/{name}": [each[name] for each in named] for name in named[0]}
 
     def arrays(self, row: int = 0, places: Mapping[str, np.ndarray] | None = None) -> dict:
-        """The method's state of one node, packed: a copy, over that of ``places`` if given."""
-        places, flat = places or {}, self.vector.flat
-        return {
-            name: joined(parts, row, flat, places.get(name)) for name, parts in self.parts().items()
-        }
+        """The method's state of one node, packed: a copy, over that of ``places`` if given.
+
+        Collective over the node; nothing but in its first process.
+        """
+        places, found = places or {}, {}
+        for name, parts in self.parts().items():
+            whole = self.group.to_first([part[row : row + 1] for part in parts])
+            if whole is not None:
+                found[name] = joined(whole, 0, self.vector.flat, places.get(name))
+        return found
 
     def numbers(self) -> dict[str, Any]:
         """The counters, and the cadence's state as ``cadence/…``; the same on all nodes."""
@@ -309,7 +314,7 @@ class Engine:
     ) -> None:
         """Go on where :meth:`arrays` and :meth:`numbers` stood, to the bit; x is the caller's."""
         for name, parts in self.parts().items():
-            split(arrays[name], parts, row, self.vector.flat)
+            split(arrays[name], parts, row, self.vector.flat, held(self.group))
         self.count_from(numbers)
         self.restore_rhythm(numbers)
 

@@ -15,7 +15,7 @@ LINE = 64
 """Bytes of a cache line: what each rank writes has lines of its own."""
 PAGE = 4096
 """Bytes that the memory of a rank is a multiple of."""
-ROOM = 256
+ROOM = 4096
 """Float64 values that a rank can show at once."""
 
 

@@ -5,17 +5,18 @@ So a node has the same bits as one rank with a thread a slot (:mod:`.threads`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
+from mpi4py import MPI
 
+from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.cluster.world import World
 from mpigossip.groups.base import Group, GroupError, added
 from mpigossip.groups.board import ROOM, Board, Shared
-from mpigossip.mixing.averages import raw
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.tokens import called, wait_all
 
 T = TypeVar("T")
 
@@ -140,27 +141,28 @@ class Ranks:
 
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The arrays of all slots in the node's first rank, by messages; None elsewhere."""
-        comm, own = self._node.comm, [values.detach().cpu().contiguous() for values in per_slot]
+        own = [values.detach().cpu().contiguous() for values in per_slot]
+        comm, here = self._node.comm, len(own)
         if comm.rank:
-            requests = {
-                (0, k, at): comm.Isend(raw(piece), 0, TAG)
-                for k, values in enumerate(own)
-                for at, piece in _pieces(values)
-            }
-            wait_all(requests, self._node.timeout_s, self._late, comm=comm)
+            self._settle([comm.Isend(piece, 0, TAG) for one in own for piece in _pieces(one)], [0])
             return None
-        found = [*own, *(torch.empty_like(own[0]) for _ in range(self.slots - len(own)))]
+        found = [*own, *(torch.empty_like(own[0]) for _ in range(self.slots - here))]
         # messages between two ranks stay in order
-        requests = {
-            (slot // len(own), slot, at): comm.Irecv(raw(piece), slot // len(own), TAG)
-            for slot in range(len(own), self.slots)
-            for at, piece in _pieces(found[slot])
-        }
-        wait_all(requests, self._node.timeout_s, self._late, comm=comm)
+        requests = [
+            comm.Irecv(piece, slot // here, TAG)
+            for slot in range(here, self.slots)
+            for piece in _pieces(found[slot])
+        ]
+        self._settle(requests, range(1, comm.size))
         return found
 
-    def _late(self, key: tuple[int, int, int]) -> str:
-        return f"gathering the node's slots: {called(self._node.comm, key[0])} doesn't answer"
+    def _settle(self, requests: list[MPI.Request], ranks: Iterable[int]) -> None:
+        """Wait for messages with these ranks of the node."""
+        Deadline(self._node.timeout_s).wait(
+            lambda: MPI.Request.Testall(requests),
+            lambda: "not all ranks of this node have sent their slots",
+            whom=lambda: numbers(self._node.comm, ranks),
+        )
 
     def close(self) -> None:
         """End the slots here, free the shared memory; collective."""
@@ -173,7 +175,7 @@ class Ranks:
         self._board.close()
 
 
-def _pieces(values: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """An array in pieces that MPI can send at once, and where they begin."""
-    flat, step = values.reshape(-1), SENT // max(values.element_size(), 1)
-    return [(at, flat[at : at + step]) for at in range(0, flat.numel(), step)]
+def _pieces(values: torch.Tensor) -> list[np.ndarray]:
+    """The bytes of an array in pieces that MPI can send at once."""
+    flat = values.reshape(-1).view(torch.uint8).numpy()
+    return [flat[at : at + SENT] for at in range(0, len(flat), SENT)]

@@ -18,6 +18,7 @@ from mpigossip.cluster.world import World
 from mpigossip.engine.state import split
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat
+from mpigossip.groups.base import Group, held
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.average import is_floating, over_nodes, over_slots
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
@@ -34,7 +35,9 @@ AVERAGED = {"momentum", "first", "second"}
 def go_on(
     trainer: Trainer, path: Path, steps_per_epoch: int
 ) -> tuple[dict[str, Number], list[str]]:
-    """Put the trainer to where the checkpoint stands; its numbers, and what to tell.
+    """Put the trainer's shards to where the checkpoint stands; its numbers, and what to tell.
+
+    No rank meets another here; :func:`share` follows.
 
     Equal nodes, slots and state: exact to the bit. Otherwise every node begins with the exact
     average of the models, at the same part of its epoch; state that is a mean of gradients is
@@ -60,8 +63,12 @@ def go_on(
         )
         if trainer.engine.born < trainer.index and same_rhythm(first, trainer.engine):
             trainer.engine.restore_rhythm(numbers)
-    trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
     return numbers, told
+
+
+def share(trainer: Trainer) -> None:
+    """What :func:`go_on` has put into the shards, into all slots; collective over the node."""
+    trainer.group.all_gather(trainer.replicas.x, trainer.replicas.full)
 
 
 class Kept:
@@ -178,7 +185,7 @@ def _exactly(trainer: Trainer, path: Path, first: NodeState) -> None:
         _check_counters(saved, path)
         with reading(path):  # arrays of other shapes than the model's
             restore(trainer.engine, trainer.replicas.buffers(row), row, saved)
-        trainer.mixer.bytes_sent[row] = int(saved.numbers["bytes_sent"])
+        trainer.mixer.bytes_sent[row] = _sent(trainer.group, saved.numbers["bytes_sent"])
         trainer.settings.precision.restore(row, saved.numbers)
 
 
@@ -195,13 +202,14 @@ def begin_at(
     state, x, flat = engine.parts(), engine.vector.x, engine.vector.flat
     names = [name.removeprefix("state/") for name in state]
     kept = all(name.split("/")[-1] in AVERAGED and name in mean for name in state)
+    here = held(engine.group)
     for row, of_slots in enumerate(buffers):
-        split(mean["parameters"], x, row, flat)
+        split(mean["parameters"], x, row, flat, here)
         for of_slot in of_slots:
             _set_buffers(of_slot, mean)
         if kept:
             for name, parts in state.items():
-                split(mean[name], parts, row, flat)
+                split(mean[name], parts, row, flat, here)
     dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/") and not kept]
     if kept and names:
         told.append(f"averaged: {', '.join(names)}")
@@ -209,8 +217,13 @@ def begin_at(
         engine.restart()
         told.append(f"dropped: {', '.join(dropped) or 'nothing'}, begun anew: {', '.join(names)}")
     engine.round = 0
-    engine.mixer.bytes_sent[:] = [int(mean["bytes_sent"])] * len(buffers)
+    engine.mixer.bytes_sent[:] = [_sent(engine.group, mean["bytes_sent"])] * len(buffers)
     return told
+
+
+def _sent(group: Group, sent: Any) -> int:
+    """What a process counts of a node's bytes: all of them in its first."""
+    return int(sent) if 0 in group.mine else 0
 
 
 def _set_buffers(buffers: Mapping[str, torch.Tensor], mean: Mapping[str, Any]) -> None:

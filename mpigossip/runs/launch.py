@@ -12,6 +12,7 @@ from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake
+from mpigossip.runs.elastic import share
 from mpigossip.runs.hooks import named_hooks
 from mpigossip.runs.lock import Guard, locked
 from mpigossip.runs.printer import Printer, say
@@ -60,6 +61,7 @@ def _run(assembly: Assembly, world: World, resume: Path | None) -> tuple[dict[st
         if resume is not None:
             with world.together(Mistake):
                 told = whole.resume(resume)
+            share(assembly.trainer)
             if told and world.rank == 0:
                 say(f"{resume}: {'; '.join(told)}")
             summary = _summary_of(folder, world) if whole.finished else None
@@ -86,14 +88,25 @@ def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
     return world.broadcast(summary)
 
 
-def train(job: Job, world: World, n: int) -> dict[str, Any]:
-    """Train a job from the start, or go on where its run directory stopped."""
+def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
+    """Train a job from the start, or go on where its run directory stopped.
+
+    ``n``: nodes, None for as many as the ranks make.
+    """
+    n = n or _nodes(job, world)
     with locked(job.run.folder, world):
         newest = _newest(job.run.folder, world)
         with world.together(Mistake):
             if newest is not None:
                 _same_job(job, n, newest)
         return run(job, world, n, newest)
+
+
+def _nodes(job: Job, world: World) -> int:
+    """How many nodes the ranks make; JobError on all of them where they don't."""
+    world.timeout_s = job.node.timeout_s
+    world.arrange(job.node.ranks_per_node)
+    return world.nodes.count
 
 
 def _newest(folder: Path, world: World) -> Path | None:
@@ -108,7 +121,7 @@ def _newest(folder: Path, world: World) -> Path | None:
 def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) -> dict[str, Any]:
     """Go on with the run in a folder, from its newest whole checkpoint.
 
-    ``n``: nodes, None for as many as the checkpoint has.
+    ``n``: nodes; None for as many as the ranks make, or without ranks as the checkpoint has.
     """
     with world.together(Mistake):
         if not folder.is_dir():
@@ -125,6 +138,8 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
             job = load(manifest.job, overrides)
             # the folder may have been moved since
             job = replace(job, run=replace(job.run, output=str(folder)))
+        if world.comm is not None:
+            n = n or _nodes(job, world)
         return run(job, world, n or manifest.n, newest)
 
 

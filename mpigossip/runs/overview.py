@@ -57,19 +57,22 @@ def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> li
     return [
         ("graph", _graph(graph) if _gossips(engine) else "unused: averages are over all nodes"),
         ("exchange", _exchange(engine, graph, node, world)),
-        ("traffic", _traffic(engine, graph)),
+        ("traffic", _traffic(engine, graph, world)),
     ]
 
 
 def nodes(n: int, devices: Sequence[str], world: World) -> str:
     """Who takes part, and where."""
-    slots = f"{counted(len(devices), 'slot')} each ({', '.join(dict.fromkeys(devices))})"
+    per = world.nodes.per_node
+    slots = f"{counted(per * len(devices), 'slot')} each ({', '.join(dict.fromkeys(devices))})"
     if world.comm is None:
         return f"{n} simulated in this process on {world.hosts[0]}, {slots}"
     hosts = Counter(world.hosts)
     several = "" if len(hosts) == 1 else f", {max(hosts.values())} a host at most"
     names = f"{next(iter(hosts))}" + (" …" if len(hosts) > 1 else "")
     where = f"{counted(len(hosts), 'host')} ({names}{several})"
+    if per > 1:
+        slots = f"{per} a node: {counted(n, 'node')}, {slots}"
     return f"{counted(world.size, 'rank')} on {where}, {slots}"
 
 
@@ -118,8 +121,8 @@ def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> 
         return f"messages between ranks (run.survive: windows can't outlive one){over}"
     rounds = range(min(graph.period or ROUNDS, ROUNDS))
     peers = sorted({int(j) for t in rounds for j in graph.neighbours(t, mine)[0]})
-    here = world.hosts[world.rank]
-    near = [j for j in peers if world.hosts[j] == here and node.same_host == "read"]
+    hosts = world.nodes.column.hosts
+    near = [j for j in peers if hosts[j] == hosts[mine] and node.same_host == "read"]
     far = [j for j in peers if j not in near]
     words = "put into MPI windows" + ("" if engine.mixer.synchronous else ", not waited for")
     ways = [(near, "read in place (same host)"), (far, words)]
@@ -132,7 +135,7 @@ def _listed(nodes: list[int]) -> str:
     return shown if len(nodes) <= 6 else f"{shown}, … ({len(nodes)})"
 
 
-def _traffic(engine: Engine, graph: Graph) -> str:
+def _traffic(engine: Engine, graph: Graph, world: World) -> str:
     """Bytes of a round, the mean over a period, beside what an all-reduce would send."""
     n, method, layout = graph.n, engine.method, engine.mixer.layout
     if n == 1:
@@ -143,8 +146,9 @@ def _traffic(engine: Engine, graph: Graph) -> str:
         traffic(graph, kind, t, engine.mixer.rows[0], layout.sent_bytes, layout.raw_bytes)
         for t in rounds
     ]
-    messages = 1 if engine.mixer.synchronous else 2
-    average, ring = messages * float(np.mean(sent)), 2 * (n - 1) * 4 * sum(layout.widths) / n
+    per, messages = world.nodes.per_node, 1 if engine.mixer.synchronous else 2
+    average = per * messages * float(np.mean(sent))
+    ring = per * 2 * (n - 1) * 4 * sum(layout.widths) / n
     always = len(engine.cadence.kinds) == 1
     when = "step" if always else "gossip step" if kind is Kind.GOSSIP else "averaging step"
     ratio = f"; all-reduce would send {size(ring)}" if ring and kind is Kind.GOSSIP else ""
@@ -158,7 +162,8 @@ def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
     state = sum(a.nbytes for each in trainer.engine.states for _, a in leaves(each)) // len(
         mixer.rows
     )
-    messages = mixer.memory(Kind.GLOBAL in trainer.engine.cadence.kinds)
-    slots = len(trainer.group.devices)
-    parts = held(progress.job, replicas.flat, slots, state, messages, world.survives)
+    per, slots = world.nodes.per_node, trainer.group.slots
+    averages = Kind.GLOBAL in trainer.engine.cadence.kinds
+    messages = {name: per * count for name, count in mixer.memory(averages).items()}
+    parts = held(progress.job, replicas.flat, slots, per * state, messages, world.survives)
     return sum(parts.values())

@@ -62,7 +62,7 @@ class Recorder(Hook):
         self._progress = progress
         self._flush_every = progress.job.log.flush_steps
         self._goes_on = progress.job.log.on_error == "continue"
-        self._watchers = watchers(progress.job.log, self._world.hosts)
+        self._watchers = watchers(progress.job.log, self._world.nodes.column.hosts)
         self._gathered = progress.first_step
         # always, as a rank may be lost when some have begun and others have not
         kept = [row for row in self._kept if row["step"] < progress.first_step]
@@ -156,7 +156,7 @@ class Recorder(Hook):
             names = dict.fromkeys(name for row in self._kept for name in row)
             unknown = np.full(self._rows, np.nan)
             block = {n: np.stack([row.get(n, unknown) for row in self._kept]) for n in names}
-        gathered = self._world.gather((block, self._evaluations))
+        gathered = _of_nodes(self._world.gather((block, self._evaluations)), self._world)
         with self._world.together(StoreError):
             if gathered is not None:
                 self._write_or_begin(gathered, [row for row, _ in self._evaluations])
@@ -214,6 +214,18 @@ def _beside(
         values = block.get(name, part[:0])
         part[: len(values)] = values
     return np.concatenate(parts, axis=1)
+
+
+def _of_nodes(gathered: list | None, world: World) -> list | None:
+    """What the ranks have kept, by node: of its first rank, with the bytes that all of it sent."""
+    if gathered is None or world.nodes.per_node == 1:
+        return gathered
+    found: dict[int, tuple[dict[str, Any], list]] = {}
+    for node, (block, evaluations) in zip(world.nodes.of, gathered, strict=True):
+        if node in found and block:
+            found[node][0]["bytes_sent"] += block["bytes_sent"]
+        found.setdefault(node, (block, evaluations))
+    return [found[node] for node in sorted(found)]
 
 
 def environment() -> dict[str, str]:

@@ -8,11 +8,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
+import torch
 
 from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config.readable import counted
+from mpigossip.groups.base import Group
 from mpigossip.mixing.base import Mixer
 from mpigossip.runs.elastic import Kept, go_on
 from mpigossip.runs.hooks import Hook
@@ -53,16 +54,27 @@ class Averaging(Protocol):
         """An exchange without a gradient."""
 
 
-def meet(node: Averaging, world: World) -> None:
-    """Wait for all nodes; asynchronous ones that are ahead go on averaging meanwhile."""
+def meet(node: Averaging, world: World, group: Group | None = None) -> None:
+    """Wait for all nodes; asynchronous ones that are ahead go on averaging meanwhile.
+
+    ``group``: the slots of a node that lives in several ranks, which go on together.
+    """
     if node.mixer.synchronous:
         return  # they meet in what follows
     all_here = world.start_agree(0)
     until = time.monotonic() + world.timeout_s
-    while not all_here.ready() and time.monotonic() < until:
+    while not _over(all_here.ready() or time.monotonic() >= until, group):
         node.average()
         time.sleep(IDLE_S)
     all_here.read()
+
+
+def _over(here: bool, group: Group | None) -> bool:
+    """Whether any of a node's ranks has come to the end of a wait."""
+    if group is None:
+        return here
+    flags = [torch.full((1, 1), float(here), dtype=torch.float64) for _ in group.mine]
+    return bool(group.sum_scalars(flags) > 0)
 
 
 class Run:
@@ -153,7 +165,7 @@ class Run:
             self.save()
 
     def _evaluate(self) -> None:
-        meet(self.trainer, self.world)
+        meet(self.trainer, self.world, self.trainer.group)
         trainer = self.trainer
         self.progress.evaluation = evaluate(trainer.replicas, trainer.mixer, self.assembly.loader)
         for hook in self.hooks:
@@ -173,7 +185,7 @@ class Run:
             "nodes": progress.nodes,
             "slots": trainer.group.slots,
             "seconds": progress.seconds,
-            "bytes_sent": float(np.mean([b for _, sent in gathered for b in sent])),
+            "bytes_sent": sum(b for _, sent in gathered for b in sent) / progress.nodes,
         }
         summary |= shares([spent for spent, _ in gathered], self.tally.samples)
         if progress.evaluation:
@@ -199,7 +211,7 @@ class Run:
 
     def save(self) -> None:
         """Take a snapshot of the present step; it is written while training goes on."""
-        meet(self.trainer, self.world)
+        meet(self.trainer, self.world, self.trainer.group)
         for hook in self.hooks:
             hook.flush()
         trainer = self.trainer
@@ -214,24 +226,38 @@ class Run:
         }
         self.saver.finish()  # and so the last snapshot can be overwritten
         self.saved = self._states(self.saved)
-        states = dict(zip(trainer.mixer.rows, self.saved, strict=True))
+        states = dict(zip(trainer.mixer.rows, self.saved, strict=False))
         self.saver.begin(trainer.index, states, meta)
 
     def _states(self, spare: Sequence[NodeState]) -> list[NodeState]:
-        """A copy of every node that lives here, in the memory of an earlier one."""
-        trainer, numbers = self.trainer, self.numbers()
-        return [
+        """A copy of every node that lives here, in the memory of an earlier one.
+
+        Collective over a node; nothing but in its first process.
+        """
+        trainer, numbers, sent = self.trainer, self.numbers(), self._sent()
+        states = [
             snapshot(
-                trainer.engine, trainer.replicas.buffers(row), row, numbers | self._own(row), one
-            )
+                trainer.engine,
+                trainer.replicas.buffers(row),
+                row,
+                numbers | self._own(row, sent[row]),
+                one,
+            )  # fmt: skip
             for row, one in zip_longest(range(len(trainer.mixer.rows)), spare)
         ]
+        return [state for state in states if state is not None]
 
-    def _own(self, row: int) -> dict[str, float]:
+    def _sent(self) -> list[int]:
+        """Bytes that each node here has sent, by all of its ranks."""
+        group = self.trainer.group
+        own = torch.tensor(self.trainer.mixer.bytes_sent, dtype=torch.float64).unsqueeze(1)
+        each = [torch.zeros_like(own) if place else own for place in range(len(group.mine))]
+        return [int(total) for total in group.sum_scalars(each)[:, 0]]
+
+    def _own(self, row: int, sent: int) -> dict[str, float]:
         """What one node has counted."""
         precision = self.trainer.settings.precision
-        sent = {"bytes_sent": self.trainer.mixer.bytes_sent[row]}
-        return sent | self.tally.numbers() | precision.numbers(row)
+        return {"bytes_sent": sent} | self.tally.numbers() | precision.numbers(row)
 
     def resume(self, path: Path) -> list[str]:
         """Put every node to where the checkpoint stands; what to tell the user.

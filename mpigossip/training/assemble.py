@@ -25,12 +25,13 @@ from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.placement import place
 from mpigossip.groups import devices
-from mpigossip.groups.base import Group
+from mpigossip.groups.base import Group, held
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import MIXERS, open_mixer
 from mpigossip.mixing.base import ByBlocks, Kind, Layout, Mixer
 from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.wire import WIRES, Wire, wire
+from mpigossip.training import shape
 from mpigossip.training.fit import may_cut, unfit
 from mpigossip.training.loop import Settings, Trainer
 from mpigossip.training.precision import Precision, resolved
@@ -94,13 +95,14 @@ def make_graph(job: Job, n: int) -> Graph:
 
 
 def placed(job: Job, graph: Graph, world: World) -> Graph:
-    """The graph renumbered for the racks that the ranks stand in; collective."""
+    """The graph renumbered for the racks that the nodes stand in; collective."""
     if job.graph.placement == "given" or world.comm is None:
         return graph
-    told = topology.addresses(world) if job.graph.placement == "scheduler" else ()
+    column = world.nodes.column
+    told = topology.addresses(column) if job.graph.placement == "scheduler" else ()
     with world.together(JobError):
-        found = topology.racks(job.graph.placement, world.hosts, told)
-    order = sorted(range(graph.n), key=lambda r: (topology.natural(world.hosts[r]), r))
+        found = topology.racks(job.graph.placement, column.hosts, told)
+    order = sorted(range(graph.n), key=lambda i: (topology.natural(column.hosts[i]), i))
     return place(graph, found, order)
 
 
@@ -121,14 +123,19 @@ def make_cadence(
 
 
 def make_algorithms(
-    job: Job, flat: Flat, graph: Graph | None = None, blocks: Sequence[slice] = ()
+    job: Job,
+    flat: Flat,
+    graph: Graph | None = None,
+    blocks: Sequence[slice] = (),
+    here: range | None = None,
 ) -> list[algorithms.Algorithm]:
-    """The algorithm, once for each slot or block of columns, made to bear the job's wire."""
+    """The algorithm, once for each shard or block of columns, made to bear the job's wire.
+
+    ``here``: the shards that live in this process; None: all.
+    """
     decayed = [flat.decayed_among(block) for block in blocks]
-    return [
-        make_method(job, columns, graph)
-        for columns in decayed or map(flat.decayed_in, range(flat.slots))
-    ]
+    shards = range(flat.slots) if here is None else here
+    return [make_method(job, columns, graph) for columns in decayed or map(flat.decayed_in, shards)]
 
 
 def make_method(
@@ -219,13 +226,6 @@ def _unfit(job: Job, n: int) -> list[str]:
     return unfit(job, graph, method, make_cadence(job, method, graph))
 
 
-def make_group(job: Job) -> Group:
-    """The slots of this node."""
-    torch.set_num_threads(job.node.threads)
-    node = job.node
-    return devices.make_group(slots_of(node.devices), node.threads, node.shard, node.timeout_s)
-
-
 def make_precision(job: Job, on: Sequence[str], rows: int) -> Precision:
     """The arithmetic of forward and backward passes on these devices."""
     return Precision(resolved(job.node.precision, on[0]), on, rows)
@@ -245,16 +245,26 @@ def make_replicas(
     return replicas
 
 
+def make_layout(job: Job, flat: Flat, method: algorithms.Algorithm, group: Group) -> Layout:
+    """What the shards that live here send in a round."""
+    shards = held(group)
+    return Layout(
+        tuple(flat.widths[shard] for shard in shards), method.vectors, method.scalars,
+        group.devices[: len(shards)], make_wire(job),
+        first=tuple(flat.size // flat.slots * shard for shard in shards),
+    )  # fmt: skip
+
+
 def make_mixer(job: Job, graph: Graph, layout: Layout, world: World) -> Mixer:
-    """Between the ranks of ``world``, or all nodes in this process where it has no MPI."""
+    """Between the nodes of ``world``, or all nodes in this process where it has no MPI."""
     node, ill = job.node, job.faults
     faults = Faults(
         graph.n, job.run.seed, ill.slow_times, ill.slow_nodes, ill.slow_steps, ill.lost,
         job.log.flush_steps,
     )  # fmt: skip
     return open_mixer(
-        graph, layout, world, node.mixer, same_host=node.same_host, gpu_window=node.gpu_window,
-        timeout_s=node.timeout_s, ages=faults.ages,
+        graph, layout, world.nodes.column, node.mixer, same_host=node.same_host,
+        gpu_window=node.gpu_window, timeout_s=node.timeout_s, ages=faults.ages,
     )  # fmt: skip
 
 
@@ -297,15 +307,16 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
 
     Raises JobError on every rank where any rank found mistakes.
     """
+    shape.check_alike(job, world)
     with world.together(Mistake):
-        found = mistakes(job, n)
+        found = shape.explained(mistakes(job, n), world) + shape.mistakes(job, world)
         if world.comm is not None and (job.faults.slow_times > 1 or job.faults.lost):
             found.append("faults: ranks have their own; only `mpigossip simulate` invents some")
         if found:
             raise JobError(found)
         data = source(job.data, job.run.seed)
         section = job.algorithm
-        slots = len(slots_of(job.node.devices))
+        slots = shape.slots(job, world)
         per_step = slots * job.data.batch * section.accumulate
         each = make_orders(job, data, n, per_step)
         module = make_model(job, data)
@@ -319,21 +330,20 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         decayed = None if section.decay_all else models.decayed(module)
         flat = flatten(module, slots if job.node.shard else 1, decayed)
         graph = make_graph(job, n)
-        methods = make_algorithms(job, flat, graph)
     graph = placed(job, graph, world)
-    group = make_group(job)
-    method = methods[0]
-    where = group.devices[: group.segments]
-    layout = Layout(flat.widths, method.vectors, method.scalars, where, make_wire(job))
-    mixer = make_mixer(job, graph, layout, world)
+    group = shape.make_group(job, world)
+    methods = make_algorithms(job, flat, graph, here=held(group))
+    mixer = make_mixer(job, graph, make_layout(job, flat, methods[0], group), world)
     replicas = make_replicas(job, module, flat, len(mixer.rows), group)
     loader = Loader(
         data,
         [each[node] for node in mixer.rows],
         seed=job.run.seed,
         devices=group.devices,
-        workers=job.data.workers,
+        workers=-(-job.data.workers // world.nodes.per_node),
         timeout_s=job.node.timeout_s,
+        slots=group.slots,
+        mine=group.mine,
     )
     per_epoch = each[0].steps_per_epoch
     total = job.run.epochs * per_epoch

@@ -11,9 +11,9 @@ from torch import nn
 
 from mpigossip.data.loader import Loader
 from mpigossip.engine.consensus import consensus_distance
+from mpigossip.groups.base import held, shards
 from mpigossip.mixing.base import Mixer
 from mpigossip.models import loss_and_correct
-from mpigossip.store.average import average
 from mpigossip.training.replicas import Replicas
 
 BATCH = 256
@@ -38,23 +38,24 @@ def evaluate(replicas: Replicas, mixer: Mixer, loader: Loader) -> Evaluation:
     """Average parameters and norm buffers exactly, and test on the shared test set.
 
     Node i tests on samples i, i + n, i + 2n, …, the averaged model and its own, so that all
-    nodes together run through the test set once for each. Uses the gradients' memory.
+    nodes together run through the test set once for each; its slot 0 does. Uses the gradients'
+    memory. Collective over nodes and their slots.
     """
-    averaged = averaged_model(replicas, mixer)
-    sums = [
-        torch.cat([
+    averaged, group = averaged_model(replicas, mixer), replicas.group
+    rows = torch.zeros(len(mixer.rows), 6, dtype=torch.float64)
+    for row, node in enumerate(mixer.rows if 0 in group.mine else ()):
+        rows[row] = torch.cat([
             measure(averaged, loader, node, mixer.n),
             measure(replicas.modules[row][0], loader, node, mixer.n),
-        ])
-        for row, node in enumerate(mixer.rows)
-    ]  # fmt: skip
-    rows = torch.stack(sums)
+        ])  # fmt: skip
+    nothing = torch.zeros_like(rows)
+    rows = group.sum_scalars([nothing if slot else rows for slot in group.mine])
     total = mixer.mean_scalars(rows)
     share = rows[:, 5].clamp(min=1)
     return Evaluation(
         loss=float(total[0] / total[2]),
         accuracy=float(total[1] / total[2]),
-        consensus_distance=consensus_distance(replicas.full[0], mixer),
+        consensus_distance=consensus_distance(replicas.x, mixer, group),
         mean_local_accuracy=float(total[4] / total[5]),
         local_loss=rows[:, 3] / share,
         local_accuracy=rows[:, 4] / share,
@@ -66,28 +67,35 @@ def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
     """The exact average as a module whose parameters lie in the memory of a gradient.
 
     In float64 and in the order of slots and nodes, as :mod:`mpigossip.store.average` has it: what
-    is tested here and what is exported or gone on from are the same bits.
+    is tested here and what is exported or gone on from are the same bits. Every slot averages its
+    shard; collective over nodes and their slots.
     """
-    module = copy.deepcopy(replicas.modules[0][0])
-    row, full = replicas.grads[0][0], replicas.full[0]
-    for at in range(0, len(row), PIECE):
-        row[at : at + PIECE].copy_(mixer.mean(full[:, at : at + PIECE].double()))
-    replicas.flat.attach(module, row, None)
+    module, group = copy.deepcopy(replicas.modules[0][0]), replicas.group
+    rows = [grads[:1] for grads in replicas.grads]
+    means = shards(rows, group.segments, held(group))
+    for mean, x in zip(means, replicas.x, strict=True):
+        for at in range(0, x.shape[1], PIECE):
+            mean[0, at : at + PIECE].copy_(mixer.mean(x[:, at : at + PIECE].double()))
+    group.all_gather(means, rows)
+    replicas.flat.attach(module, rows[0][0], None)
     buffers = _floats(dict(module.named_buffers()))
     if buffers:
-        mine = [_buffers_of(replicas, node) for node in range(len(mixer.rows))]
-        values = mixer.mean(torch.stack(mine)).split([one.numel() for one in buffers.values()])
+        each = [_buffers_of(replicas, k) for k in range(len(group.mine))]
+        mine = group.sum_scalars(each) * (1 / group.slots)
+        values = mixer.mean(mine).split([one.numel() for one in buffers.values()])
         with torch.no_grad():
             for buffer, value in zip(buffers.values(), values, strict=True):
                 buffer.copy_(value.view(buffer.shape))
     return module
 
 
-def _buffers_of(replicas: Replicas, row: int) -> torch.Tensor:
-    """A node's floating-point buffers averaged over its slots: float64 (B,) on the CPU."""
-    slots = [_floats(buffers) for buffers in replicas.buffers(row)]
-    mean = average({name: one.double().cpu().numpy() for name, one in s.items()} for s in slots)
-    return torch.cat([torch.from_numpy(array).reshape(-1) for array in mean.values()])
+def _buffers_of(replicas: Replicas, place: int) -> torch.Tensor:
+    """The floating-point buffers of one slot of those here: float64 (rows, B) on the CPU."""
+    rows = [replicas.buffers(row)[place] for row in range(replicas.rows)]
+    return torch.stack([
+        torch.cat([one.double().cpu().reshape(-1) for one in _floats(buffers).values()])
+        for buffers in rows
+    ])  # fmt: skip
 
 
 def _floats(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

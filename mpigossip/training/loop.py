@@ -12,7 +12,7 @@ from mpigossip.data.loader import Batch
 from mpigossip.engine.consensus import square_norms
 from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.step import Engine, Record
-from mpigossip.groups.base import Group
+from mpigossip.groups.base import Group, held
 from mpigossip.mixing.base import Mixer
 from mpigossip.training.precision import Precision
 from mpigossip.training.replicas import Replicas
@@ -29,7 +29,7 @@ class Settings:
     rate: Callable[[int], float]
     """step -> learning rate"""
     batches: Callable[[int], Sequence[Batch]]
-    """step -> inputs and targets, row after row, slot after slot"""
+    """step -> inputs and targets, row after row, slot after slot of those here"""
     precision: Precision
     accumulate: int = 1
     weight_decay: float = 0.0
@@ -134,10 +134,12 @@ class Trainer:
         if clip is not None and norms is not None:
             factors = (clip / norms.clamp(min=1e-300)).clamp(max=1.0).float()
 
+        decayed = list(map(self.replicas.flat.decayed_in, held(self.group)))
+
         def work(slot: int) -> None:
             if factors is not None:
                 g[slot].mul_(factors.to(g[slot].device))
-            self._decay(self.replicas.x[slot], g[slot], self.replicas.flat.decayed_in(slot))
+            self._decay(self.replicas.x[slot], g[slot], decayed[slot])
 
         self.group.on_shards(work)
         return None if norms is None else norms[:, 0]

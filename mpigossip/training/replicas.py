@@ -13,7 +13,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from mpigossip.data.loader import Batch
 from mpigossip.engine.vector import Flat
-from mpigossip.groups.base import Group, shards
+from mpigossip.groups.base import Group, held, shards
 from mpigossip.models import loss_and_correct
 from mpigossip.training.capture import CannotCapture, Captured, Pass
 from mpigossip.training.precision import Precision
@@ -22,8 +22,8 @@ from mpigossip.training.precision import Precision
 class Replicas:
     """``modules[row][slot]`` with parameters in ``full[slot][row]``, gradients in ``grads``.
 
-    ``full`` and ``grads`` are, per slot, arrays (rows, P); ``x`` are the slots' shards of
-    ``full``. Buffers (norm statistics) belong to each replica.
+    Slots are those that live here. ``full`` and ``grads`` are, per slot, arrays (rows, P); ``x``
+    are the slots' shards of ``full``. Buffers (norm statistics) belong to each replica.
     """
 
     def __init__(
@@ -46,10 +46,9 @@ class Replicas:
         self.flat, self.group, self.rows, self.together = flat, group, rows, together
         self.graphs = graphs
         self._captured: Captured | None = None
-        self.full = [torch.zeros(rows, flat.size, device=d) for d in group.devices]
-        self.grads = [torch.zeros(rows, flat.size, device=d) for d in group.devices]
-        self.x = shards(self.full, group.segments)
-        self.g = shards(self.grads, group.segments)
+        self.full, self.grads = group.zeros(rows, flat.size), group.zeros(rows, flat.size)
+        self.x = shards(self.full, group.segments, held(group))
+        self.g = shards(self.grads, group.segments, held(group))
         self.modules: list[list[nn.Module]] = []
         start = dict(module.named_parameters())
         for row in range(rows):
@@ -68,7 +67,7 @@ class Replicas:
     def first(self) -> tuple[int, ...]:
         """The first column of each segment."""
         width = self.flat.size // self.group.segments
-        return tuple(width * segment for segment in range(self.group.segments))
+        return tuple(width * segment for segment in held(self.group))
 
     def gather(self) -> None:
         """The mean over slots of their gradients, as shards; uses ``grads`` up."""
@@ -86,7 +85,7 @@ class Replicas:
         ``accumulate`` parts whose gradients are averaged. Returns each row's mean loss,
         float64 (rows, 1).
         """
-        slots = self.group.slots
+        slots = len(self.group.mine)
 
         def one(row: int, slot: int, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return self._one(row, slot, inputs, targets, accumulate, precision)
@@ -101,7 +100,7 @@ class Replicas:
         per_slot = (
             list(captured.replay(batches).split(1, dim=1)) if captured else self.group.run(work)
         )
-        return self.group.sum_scalars(per_slot) / slots
+        return self.group.sum_scalars(per_slot) / self.group.slots
 
     def _one(
         self,

@@ -9,6 +9,7 @@ import torch
 
 from mpigossip.engine.state import joined, split
 from mpigossip.engine.step import Engine
+from mpigossip.groups.base import held
 from mpigossip.store.checkpoint import NodeState
 
 
@@ -18,19 +19,25 @@ def snapshot(
     row: int,
     numbers: dict,
     spare: NodeState | None = None,
-) -> NodeState:
+) -> NodeState | None:
     """Everything of one node: parameters, algorithm state, buffers (slot by slot) and counters.
 
+    Collective over the node; None but in its first process.
     ``spare``: an earlier snapshot that nobody needs any more. Its memory is used again: fresh
     pages cost more time than the copy.
     """
     arrays = engine.arrays(row, spare.arrays if spare else None)
-    for slot, of_slot in enumerate(buffers):
-        for name, buffer in of_slot.items():
+    group = engine.group
+    for name in buffers[0] if buffers else ():
+        each = group.to_first([of_slot[name] for of_slot in buffers])
+        for slot, buffer in enumerate(each or ()):
             arrays[f"buffers/{slot}/{name}"] = plain(buffer).copy()
-    x, flat = engine.vector.x, engine.vector.flat
+    flat = engine.vector.flat
+    x = group.to_first([shard[row : row + 1] for shard in engine.vector.x])
+    if x is None:
+        return None
     return NodeState(
-        parameters=joined(x, row, flat, spare.parameters if spare else None),
+        parameters=joined(x, 0, flat, spare.parameters if spare else None),
         names=flat.names,
         shapes=flat.shapes,
         arrays=arrays,
@@ -48,9 +55,10 @@ def restore(
     engine: Engine, buffers: Sequence[Mapping[str, torch.Tensor]], row: int, saved: NodeState
 ) -> None:
     """Put a node back, to the bit; the layout must be the one that was saved."""
-    split(saved.parameters, engine.vector.x, row, engine.vector.flat)
+    group = engine.group
+    split(saved.parameters, engine.vector.x, row, engine.vector.flat, held(group))
     engine.restore(saved.arrays, saved.numbers, row)
-    for slot, of_slot in enumerate(buffers):
+    for slot, of_slot in zip(group.mine, buffers, strict=True):
         for name, buffer in of_slot.items():
             value = saved.arrays[f"buffers/{slot}/{name}"]
             buffer.copy_(torch.from_numpy(np.array(value)).view(buffer.shape))

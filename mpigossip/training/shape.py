@@ -1,0 +1,95 @@
+"""The slots of a job's nodes: how many there are, and which of them this process has."""
+
+from __future__ import annotations
+
+import torch
+
+from mpigossip.cluster.world import World
+from mpigossip.config import Job, JobError
+from mpigossip.groups import devices
+from mpigossip.groups.base import Group
+from mpigossip.groups.devices import slots_of
+
+
+def ranks_of(job: Job, world: World) -> int:
+    """Ranks of a node: as the world was arranged, or as a simulated job says."""
+    if world.comm is not None:
+        return world.nodes.per_node
+    asked = job.node.ranks_per_node
+    return asked if isinstance(asked, int) else 1
+
+
+def here(job: Job, world: World) -> tuple[str, ...]:
+    """The devices of the slots in this process: of a rank, or of all ranks of a simulated node."""
+    own = slots_of(job.node.devices)
+    return own * ranks_of(job, world) if world.comm is None else own
+
+
+def slots(job: Job, world: World) -> int:
+    """Slots of a node: L."""
+    return len(slots_of(job.node.devices)) * ranks_of(job, world)
+
+
+def mistakes(job: Job, world: World) -> list[str]:
+    """Why nodes of several ranks can't be had here, with the remedy."""
+    node, found = job.node, []
+    if node.ranks_per_node == "host" and world.comm is None:
+        found.append(
+            'node.ranks_per_node = "host": a simulation has no hosts; say how many ranks a node '
+            "has, as in node.ranks_per_node=4"
+        )
+    if node.ranks_per_node == 1 or world.comm is None:
+        return found
+    says = f"node.ranks_per_node = {config_text(node.ranks_per_node)}"
+    if job.run.survive:
+        found.append(
+            f"run.survive = true: with {says} a lost rank takes its node's shards with it, and the "
+            "node's other ranks would have to leave; use node.ranks_per_node = 1, or restart from "
+            "checkpoints"
+        )
+    if not node.shard:
+        found.append(
+            f"node.shard = false: with {says} each rank updates and exchanges its part; leave it "
+            "out, or use node.ranks_per_node = 1"
+        )
+    if len(set(slots_of(node.devices))) > 1:
+        found.append(
+            f'node.devices = "{node.devices}": with {says} a rank has one GPU; use "auto", and '
+            "start a rank for each"
+        )
+    return found
+
+
+def explained(found: list[str], world: World) -> list[str]:
+    """Mistakes in a graph with how the number of nodes comes about."""
+    per = world.nodes.per_node
+    how = f" ({world.size} ranks, {per} a node: node.ranks_per_node)"
+    return [text + how if per > 1 and text.startswith("graph.name") else text for text in found]
+
+
+def config_text(value: int | str) -> str:
+    """A setting as a job file has it."""
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def check_alike(job: Job, world: World) -> None:
+    """JobError on every rank where they don't have equally many slots; collective."""
+    if world.nodes.per_node == 1:
+        return
+    counts = world.broadcast(world.gather(len(slots_of(job.node.devices))))
+    if len(set(counts)) > 1:
+        most, least = counts.index(max(counts)), counts.index(min(counts))
+        raise JobError(
+            [f'node.devices = "{job.node.devices}": rank {most} on {world.hosts[most]} has '
+             f"{max(counts)} slots, rank {least} on {world.hosts[least]} has {min(counts)}; every "
+             "rank needs as many: name them, or have the scheduler give each rank as many GPUs"]
+        )  # fmt: skip
+
+
+def make_group(job: Job, world: World) -> Group:
+    """The slots of this node; collective over its ranks."""
+    torch.set_num_threads(job.node.threads)
+    node = job.node
+    return devices.make_group(
+        here(job, world), node.threads, node.shard, node.timeout_s, world.nodes.inside
+    )
