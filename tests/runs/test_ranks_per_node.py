@@ -1,0 +1,169 @@
+"""Nodes of several ranks: the bits of one rank with as many slots, and of the simulator.
+
+`tools/labs/shapes.py` runs the whole table; here is a covering of it by a few small trainings.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.runs import launch
+from mpigossip.store import checkpoint
+from mpigossip.store.log import read
+from mpigossip.training import assemble
+
+BASE = ["data.batch=2", "run.epochs=1", "log.consensus_every=2", "schedule.scale=none",
+        "node.timeout_s=30"]  # fmt: skip
+
+
+def job(*settings, folder=None, model="mlp"):
+    base = [*BASE, *([f"run.output={folder}"] if folder else [])]
+    flat = [part for setting in settings for part in setting.split()]
+    return assemble.load({"model": {"name": model}}, [*base, *flat])
+
+
+def trained(world, n, settings, steps=5):
+    """Parameters of the nodes that live here after some steps, (rows, P), and what was seen."""
+    assembly = assemble.assemble(job(*settings), world, n)
+    seen = []
+    for _ in range(steps):
+        record = assembly.trainer.step()
+        seen.append((record.loss.numpy(), record.consensus_distance))
+    full = assembly.trainer.replicas.full
+    assert all(torch.equal(one, full[0]) for one in full)  # of the slots of a node
+    found = full[-1].clone().numpy()
+    assembly.close()
+    return found, seen
+
+
+def in_shape(comm, per, own, settings):
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    world = World(comm)
+    world.arrange(per)
+    shape = [f"node.ranks_per_node={per}", f"node.devices=cpu:{own}"]
+    found = [trained(world, world.nodes.count, [*one, *shape]) for one in settings]
+    node = world.nodes.column.rank
+    world.close()
+    return node, found
+
+
+CASES = [
+    # ranks, a node, slots of each, trainings
+    (8, 4, 1, [["algorithm.name=dmsgd"], ["algorithm.name=dsgd node.wire=qsgd node.levels=7"]]),
+    (4, 2, 2, [["algorithm.name=dmsgd graph.name=ring node.same_host=put"],
+               ["algorithm.name=d2 algorithm.clip_norm=0.5 algorithm.decay_all=false "
+                "algorithm.weight_decay=1e-2"]]),
+    (6, 2, 1, [["algorithm.name=choco graph.name=ring node.wire=top-k node.kept=0.1"],
+               ["algorithm.name=dsgd algorithm.style=awc algorithm.local=adamw "
+                "cadence.name=gossip-pga cadence.period=2"]]),
+    (6, 3, 1, [["algorithm.name=parallel graph.name=complete node.wire=bf16"],
+               ["algorithm.name=sgp graph.weights=push graph.name=exponential"],
+               ["algorithm.name=slowmo algorithm.accumulate=2 node.same_host=put"]]),
+    (8, 2, 1, [["algorithm.name=dmsgd-vanilla algorithm.local=nesterov node.wire=bf16"],
+               ["algorithm.name=dsgt graph.name=ring data.partition=sorted node.same_host=put"]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "per", "own", "settings"), CASES)
+def test_nodes_of_ranks_have_the_bits_of_one_rank_with_slots(ranks, size, per, own, settings):
+    found = ranks(size)(in_shape, per, own, settings, timeout=120)
+    for at, one in enumerate(settings):
+        with Alone() as alone:
+            expected, seen = trained(alone, size // per, [*one, f"node.devices=cpu:{per * own}"])
+        for node, runs in found:
+            mine, told = runs[at]
+            assert np.array_equal(mine[0], expected[node]), (one, node)
+            assert [loss[0] for loss, _ in told] == [loss[node] for loss, _ in seen]
+            assert [apart for _, apart in told] == pytest.approx(
+                [apart for _, apart in seen], nan_ok=True, rel=1e-12
+            )
+
+
+def test_a_simulated_job_counts_the_ranks_of_a_node():
+    with Alone() as alone:
+        expected, _ = trained(alone, 3, ["node.devices=cpu:4"], 2)
+        found, _ = trained(alone, 3, ["node.devices=cpu:2 node.ranks_per_node=2"], 2)
+    assert np.array_equal(found, expected)
+
+
+def whole_runs(comm, folder, per, own, model, second):
+    """A run of 12 steps, and one that goes on from where the other shape stopped at 6."""
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    world = World(comm)
+    settings = ["run.steps=12", "checkpoint.every_steps=6", "log.flush_steps=3",
+                "run.evaluate_every=0", "checkpoint.keep=5"]  # fmt: skip
+    shape = [f"node.ranks_per_node={per}", f"node.devices=cpu:{own}"]
+    name = f"{per}x{own}"
+    whole = job(*settings, *shape, folder=f"{folder}/{name}", model=model)
+    summary = [launch.train(whole, world)]
+    if second:
+        summary.append(launch.resume(folder / "other", ["run.steps=12", *shape], world, None))
+    else:
+        half = job("run.steps=6", *settings[1:], *shape, folder=f"{folder}/other", model=model)
+        launch.train(half, world)
+    world.close()
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(((4, 1), 2), ((8, 2), 1)), (((8, 2), 1), ((4, 1), 2))]
+)
+def test_runs_go_on_in_the_other_shape_to_the_bit(ranks, tmp_path, first, second):
+    """The model has norm buffers, one set a slot; files, log and summary are those of one rank."""
+    found = []
+    for at, ((size, per), own) in enumerate((first, second)):
+        found += ranks(size)(whole_runs, tmp_path, per, own, "resnet20", at == 1, timeout=300)[0]
+    digests = {one["digest"] for one in found}
+    assert len(digests) == 1
+    assert len({one["accuracy"] for one in found}) == len({one["bytes_sent"] for one in found}) == 1
+    logs = [read(tmp_path / name / "log.h5") for name in ("1x2", "2x1")]
+    for name in ("loss", "bytes_sent", "kind"):
+        one, other = (log.steps[name] for log in logs)
+        assert one.shape == (12, 4)
+        assert np.array_equal(one, other), name
+    saved = [checkpoint.folder(tmp_path / name, 12) for name in ("1x2", "2x1", "other")]
+    for node in range(4):
+        states = [checkpoint.read_node(path, node) for path in saved]
+        for state in states[1:]:
+            assert state.arrays.keys() == states[0].arrays.keys()
+            for key, array in states[0].arrays.items():
+                assert np.array_equal(state.arrays[key], array), key
+
+
+def refusals(comm, settings):
+    from mpigossip.cluster.ranks import World
+
+    world, said = World(comm), []
+    for each in settings:
+        try:
+            launch.train(job(*each, folder="/nonexistent"), world)
+        except JobError as error:
+            said.append(error.messages)
+    world.close()
+    return said
+
+
+REFUSED = [
+    (["node.ranks_per_node=4"], "has 6 ranks, which aren't nodes of 4; start 4 or 8 there"),
+    (["node.ranks_per_node=2 node.shard=false"], "node.shard = false: with node.ranks_per_node"),
+    (["node.ranks_per_node=2 run.survive=true"], "run.survive = true: with node.ranks_per_node"),
+    (["node.ranks_per_node=2 graph.name=one-peer-hypercube"], "(6 ranks, 2 a node"),
+]
+
+
+def test_shapes_that_cant_be_are_refused_in_a_paragraph(ranks, tmp_path):
+    said = ranks(6)(refusals_in, tmp_path, [settings for settings, _ in REFUSED])
+    for rank in said:
+        assert len(rank) == len(REFUSED)
+        for messages, (_, words) in zip(rank, REFUSED, strict=True):
+            assert any(words in text for text in messages), messages
+
+
+def refusals_in(comm, folder, settings):
+    return refusals(comm, [[*one, f"run.output={folder}"] for one in settings])
