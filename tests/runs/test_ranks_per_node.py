@@ -58,7 +58,7 @@ CASES = [
                ["algorithm.name=d2 algorithm.clip_norm=0.5 algorithm.decay_all=false "
                 "algorithm.weight_decay=1e-2"]]),
     (6, 2, 1, [["algorithm.name=choco graph.name=ring node.wire=top-k node.kept=0.1"],
-               ["algorithm.name=dsgd algorithm.style=awc algorithm.local=adamw "
+               ["algorithm.name=dsgd algorithm.local=adamw "
                 "cadence.name=gossip-pga cadence.period=2"]]),
     (6, 3, 1, [["algorithm.name=parallel graph.name=complete node.wire=bf16"],
                ["algorithm.name=sgp graph.weights=push graph.name=exponential"],
