@@ -101,14 +101,15 @@ def make_group(
     threads: int,
     shard: bool,
     timeout_s: float = 300.0,
-    node: World | None = None,
+    world: World | None = None,
 ) -> Group:
     """The slots of this node: one; threads on the CPU or on one GPU; GPUs joined by NCCL.
 
     ``shard`` false: slot 0 updates and exchanges for all. ``timeout_s``: the deadline of NCCL's
-    calls. ``node``: its ranks, where ``devices`` are only those of this one; collective over them.
-    Raises GroupError.
+    calls. ``world``: where its nodes have several ranks, ``devices`` are only those of this one;
+    collective over it. Raises GroupError.
     """
+    node = world.nodes.inside if world else None
     first = 0 if node is None else node.rank * len(devices)
     group: Group
     if len(devices) == 1:
@@ -117,13 +118,18 @@ def make_group(
         group = Nccl(devices, threads, timeout_s)
     else:
         group = Threads(len(devices), threads, devices, first)
-    if node is not None:
-        group = _joined(group, node)
+    if world is not None and node is not None:
+        group = _joined(group, node, world, timeout_s)
     return group if shard or group.slots == 1 else Whole(group)
 
 
-def _joined(here: Group, node: World) -> Group:
+def _joined(here: Group, node: World, world: World, timeout_s: float) -> Group:
     """The slots of this rank with those of the node's others."""
-    from mpigossip.groups.ranks import Ranks  # needs MPI
+    if here.devices[0] == "cpu":
+        from mpigossip.groups.ranks import Ranks  # needs MPI
 
-    return Ranks(here, node)
+        return Ranks(here, node)
+    from mpigossip.groups.collectives import Collectives
+    from mpigossip.groups.process_groups import node_group
+
+    return Collectives(here, node, node_group(world, "nccl", timeout_s))

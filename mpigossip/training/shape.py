@@ -90,6 +90,4 @@ def make_group(job: Job, world: World) -> Group:
     """The slots of this node; collective over its ranks."""
     torch.set_num_threads(job.node.threads)
     node = job.node
-    return devices.make_group(
-        here(job, world), node.threads, node.shard, node.timeout_s, world.nodes.inside
-    )
+    return devices.make_group(here(job, world), node.threads, node.shard, node.timeout_s, world)

@@ -76,6 +76,45 @@ def test_ranks_have_the_bits_of_threads(ranks, ranks_here, own):
         assert found == [[0] * 5] * ranks_here, (rows, width)
 
 
+def over_gloo(comm, rows, size):
+    """What the GPUs' group does, on CPUs: close to the mean, and gathered to the bit."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.groups.collectives import Collectives
+    from mpigossip.groups.process_groups import node_group
+
+    torch.set_num_threads(1)
+    world = World(comm, timeout_s=30)
+    world.arrange(2)
+    group = Collectives(Single(), world.nodes.inside, node_group(world, "gloo", 30))
+    (slot,) = group.mine
+    given = numbers(2, rows, size, world.nodes.column.rank)  # nodes have numbers of their own
+    mean, right = (given[0] + given[1]) / 2, []
+    (full,) = group.zeros(rows, size)
+    full.copy_(given[slot])
+    (part,) = group.reduce_scatter_mean([full])
+    right.append(torch.allclose(part, mean.chunk(2, dim=1)[slot], rtol=1e-6, atol=1e-6))
+    group.all_gather([part], [full])
+    right.append(torch.allclose(full, mean, rtol=1e-6, atol=1e-6))
+    full.copy_(given[slot])
+    right.append(torch.allclose(group.reduce_mean([full]), mean, rtol=1e-6, atol=1e-6))
+    full.copy_(given[slot])
+    group.broadcast([full])
+    right.append(torch.equal(full, given[0]))
+    again = node_group(world, "gloo", 30)
+    right.append(torch.distributed.get_process_group_ranks(again) == [
+        rank for rank, node in enumerate(world.nodes.of) if node == world.nodes.of[world.rank]
+    ])  # fmt: skip
+    group.close()
+    world.close()
+    return right, torch.distributed.is_initialized()
+
+
+def test_the_group_of_gpus_does_the_same_over_gloo(ranks):
+    for found, left in ranks(4)(over_gloo, 2, 2 * 4096):
+        assert found == [True] * 5
+        assert not left  # the world ends what it began
+
+
 def mistakes(comm):
     from mpigossip.cluster.deadline import LateError
     from mpigossip.cluster.ranks import World
