@@ -2,40 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import update_bn
 
+from mpigossip.config import JobError
+from mpigossip.doors import equal_start
 from mpigossip.doors.node import Node
 from mpigossip.engine.consensus import consensus_distance
+from mpigossip.mixing.base import Mixer
 from mpigossip.runs.run import meet
+
+PIECE = 1 << 18
+"""Values averaged at a time, in float64."""
 
 
 @contextmanager
-def averaged(node: Node) -> Iterator[None]:
-    """Inside, the model is the exact average over nodes; taken back afterwards. Collective."""
-    (x,) = node.vector.x
-    node.between("averaged()")
+def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> Iterator[None]:
+    """Inside, model or twin is the exact average over nodes, buffers too. Collective.
+
+    All that it holds is put back afterwards, whatever is done to it inside. ``batches``: of this
+    node; norms' running mean and variance anew from one pass of the averaged parameters over
+    them, and their average.
+    """
+    module = node.model if twin is None else twin
+    if batches is not None and not any(isinstance(m, _BatchNorm) for m in module.modules()):
+        raise JobError(["averaged(recalibrate=…): the model has no BatchNorm whose running mean "
+                        "and variance could be found anew; leave recalibrate out"])  # fmt: skip
     with torch.no_grad():
-        meet(node, node.world)
-        node.engine.settle()
-        own = x.clone()
-        x.copy_(node.mixer.mean(x))
-        node.publish()
+        _meet(node, "averaged()")
+        equal_start.agree(node.world, equal_start.layout(module))
+        buffers = [list(m.buffers()) for m in (node.slots.models if twin is None else [twin])]
+        kept = [(t, t.clone()) for each in buffers for t in each]
+        own = node.vector.x[0] if twin is None else None
+        if own is not None:
+            parts, done = [own], node.publish
+        else:
+            parts, done = [p.data for p in module.parameters() if p.is_floating_point()], _nothing
+        kept += [(t, t.clone()) for t in parts]
+    node.looking = True
     try:
+        with torch.no_grad():
+            _average(node.mixer, parts)
+            done()
+            if batches is not None:
+                device = next(module.parameters()).device
+                with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                    update_bn(batches, module, device)
+            _average_buffers(node.mixer, buffers)
         with node.no_sync():  # a backward pass in here is none of a step
             yield
     finally:
+        node.looking = False
         with torch.no_grad():
-            x.copy_(own)
-            node.publish()
+            for tensor, value in kept:
+                tensor.copy_(value)
+            done()
 
 
 def distance(node: Node) -> float:
-    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
-    node.between("consensus_distance()")
+    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², from the parameters as they are; collective."""
     with torch.no_grad():
-        meet(node, node.world)
-        node.engine.settle()
+        _meet(node, "consensus_distance()")
         return consensus_distance(node.vector.x, node.mixer, node.engine.group)
+
+
+def _meet(node: Node, call: str) -> None:
+    """All nodes are here, the parameters in the vector, and no exchange is under way."""
+    if node.looking:
+        raise JobError([f"{call} inside averaged(): all nodes are alike there; leave it first"])
+    node.between(call)
+    node.check()
+    meet(node, node.world)
+    node.engine.settle()
+
+
+def _average(mixer: Mixer, tensors: Sequence[torch.Tensor]) -> None:
+    """The exact average over nodes, in float64 and in the order of nodes, into each tensor."""
+    for tensor in tensors:
+        flat = tensor.reshape(-1)  # a copy where strides don't allow a view
+        for at in range(0, flat.numel(), PIECE):
+            piece = flat[at : at + PIECE]
+            piece.copy_(mixer.mean(piece.double().unsqueeze(0)))
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def _average_buffers(mixer: Mixer, replicas: Sequence[Sequence[torch.Tensor]]) -> None:
+    """The exact average over slots, then over nodes, of what is floating-point."""
+    floats = [[b for b in each if b.is_floating_point()] for each in replicas]
+    if not floats[0]:
+        return
+    rows = [torch.cat([b.reshape(-1).double().cpu() for b in each]) for each in floats]
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total += row / len(rows)
+    values = mixer.mean(total.unsqueeze(0)).split([b.numel() for b in floats[0]])
+    for each in floats:
+        for buffer, value in zip(each, values, strict=True):
+            buffer.copy_(value.view(buffer.shape))
+
+
+def _nothing() -> None:
+    """Nobody else holds a twin."""

@@ -1,15 +1,20 @@
-"""How nodes begin alike: one average of what is trained, rank 0's of what isn't."""
+"""How nodes begin alike: one layout, the average of what is trained, rank 0's of what isn't."""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 import torch
 from torch import nn
 
+from mpigossip import config
 from mpigossip.algorithms.base import no_state
 from mpigossip.algorithms.local import Local
 from mpigossip.cluster.world import World
-from mpigossip.config import JobError
+from mpigossip.config import Job, JobError
 from mpigossip.engine.module import LOW
 from mpigossip.engine.vector import Flat, flatten
 from mpigossip.mixing.base import Mixer
@@ -18,39 +23,75 @@ CUT = 1 << 27
 """Bytes of rank 0's that are pickled at once."""
 SIGNATURE = Local(no_state, no_state, raw=True)
 """A local step that is only looked at."""
+ALIKE = ("algorithm", "graph", "cadence")
+"""Sections of a job that all nodes need to have alike, with what follows."""
+
+Facts = Sequence[tuple[str, str]]
+"""Names, and what all ranks are to agree about them."""
+
+
+def layout(model: nn.Module) -> Facts:
+    """Parameters and buffers by name: shape, type, order in memory, trained or frozen."""
+    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
+    facts = [(f"parameter {n}", _told(p) + _frozen(p)) for n, p in parameters]
+    return facts + [(f"buffer {n}", _told(b)) for n, b in buffers]
+
+
+def _frozen(parameter: torch.Tensor) -> str:
+    return "" if parameter.requires_grad else ", frozen"
+
+
+def _told(tensor: torch.Tensor) -> str:
+    dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+    order = "" if dense.is_contiguous() else f" of strides {dense.stride()}"
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{order}"
+
+
+def settings_of(job: Job) -> Facts:
+    """What nodes have to do alike."""
+    sections = config.as_dict(job)
+    facts = [(f"{s}.{key}", repr(value)) for s in ALIKE for key, value in sections[s].items()]
+    more = [("run", "seed"), ("node", "wire"), ("node", "mixer")]
+    return facts + [(f"{s}.{key}", repr(sections[s][key])) for s, key in more]
+
+
+def agree(world: World, facts: Facts) -> None:
+    """JobError, on all ranks, where facts differ; it names the first and the ranks. Collective."""
+    digest = hashlib.sha256(repr(facts).encode()).digest()
+    if not world.agree(int(world.broadcast(digest) != digest)):
+        return
+    first = world.broadcast(facts)
+    with world.together(JobError):
+        for mine, theirs in zip_longest(facts, first):
+            if mine != theirs:
+                raise JobError([_difference(mine, theirs)])
+
+
+def _difference(mine: tuple[str, str] | None, first: tuple[str, str] | None) -> str:
+    remedy = "all ranks need the same, by name, shape, type and order: build it by the same code"
+    if mine is None or first is None:
+        one, (name, what) = ("rank 0" if mine is None else "this rank"), mine or first or ("", "")
+        return f"{name} ({what}) is there on {one} only; {remedy}"
+    if mine[0] != first[0]:
+        return f"{mine[0]} ({mine[1]}) stands where rank 0 has {first[0]} ({first[1]}); {remedy}"
+    return f"{mine[0]} is {mine[1]}, on rank 0 {first[1]}; {remedy}"
 
 
 def begin(world: World, mixer: Mixer, model: nn.Module) -> None:
     """Trained parameters and float buffers become the exact average, all else rank 0's.
 
-    Collective. JobError, on all ranks, where models differ by more than values.
+    Collective, of models that :func:`agree`.
     """
-    trained = [(n, p.data) for n, p in model.named_parameters() if p.requires_grad]
-    frozen = [(n, p.data) for n, p in model.named_parameters() if not p.requires_grad]
-    buffers = list(model.named_buffers())
-    floats = [(n, b) for n, b in buffers if b.is_floating_point()]
-    rest = frozen + [(n, b) for n, b in buffers if not b.is_floating_point()]
-    mine = [(n, tuple(t.shape), str(t.dtype), t.stride()) for n, t in trained + floats + rest]
-    first = world.broadcast(mine)
-    with world.together(JobError):
-        _same(first, mine)
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    trained = [p.data for p in parameters if p.requires_grad]
+    floats = [b for b in buffers if b.is_floating_point()]
+    frozen = [p.data for p in parameters if not p.requires_grad]
     with torch.no_grad():
         for some in (trained, floats):
             if some:
-                _average(mixer, [t for _, t in some])
-        for _, tensor in rest:
+                _average(mixer, some)
+        for tensor in frozen + [b for b in buffers if not b.is_floating_point()]:
             _from_rank_0(world, tensor)
-
-
-def _same(first: list, mine: list) -> None:
-    if first == mine:
-        return
-    wrong = next((b for a, b in zip(first, mine, strict=False) if a != b), None)
-    name = wrong[0] if wrong else "its length"
-    raise JobError(
-        [f"the model is not that of rank 0, as {name} shows: all ranks need the same shapes, types "
-         "and memory formats"]
-    )  # fmt: skip
 
 
 def _average(mixer: Mixer, tensors: list[torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -12,9 +12,9 @@ from torch import nn
 from mpigossip.algorithms import takes_local
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.doors import around, blocks, saved
+from mpigossip.doors import around, blocks, given, saved
 from mpigossip.doors.averaged import averaged, distance
-from mpigossip.doors.inner import check, check_plain_sgd, rate
+from mpigossip.doors.inner import check, check_group, check_plain_sgd, rate
 from mpigossip.doors.node import Node
 from mpigossip.doors.settings import DIVIDES, settings
 from mpigossip.doors.stale import Stale
@@ -53,9 +53,10 @@ class Gossip(Wrapper):
       qg-dmsgd and decentlam;
     * cadence "gossip-aga", which measures the loss; "adpsgd" without ``total``, the run's steps;
     * local steps by name (``local``, "accumadam"): the optimizer is the local step;
-    * ``add_param_group`` after the first step: the vector is laid out;
+    * ``step()`` of the inner optimizer, which is part of this one's;
     * with layers sent during backward, whatever changes gradients, parameters or rates between
-      backward and ``step()``: clipping, a scaler, closures; and optimizers that aren't elementwise.
+      backward and ``step()``: clipping, a scaler, closures; parameter groups and parameters that
+      come later; and optimizers that aren't elementwise.
 
     parallel, dsgt and momentum-tracking give every parameter a gradient, zero where a node had
     none; all others leave parameters without a gradient to the optimizer, which skips them.
@@ -64,7 +65,7 @@ class Gossip(Wrapper):
     def __init__(
         self,
         world: World,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         algorithm: str = "dsgd",
         graph: Any = None,
@@ -73,7 +74,7 @@ class Gossip(Wrapper):
         overlap: Literal["auto", "layers", "never"] = "auto",
         mixer: str = "synchronous",
         *,
-        devices: tuple[str, ...] | None = None,
+        devices: str | tuple[str, ...] | None = None,
         measure_every: int = 0,
         **options: Any,
     ):
@@ -85,34 +86,40 @@ class Gossip(Wrapper):
         ahead travel during forward and backward, others begin with the step, as all do by "never".
         "layers": adapt-then-combine sends layers while backward still runs, where no neighbour is
         on the same host (else whole models, to the same bits). ``devices``: slots of this node,
-        one a device, see :meth:`run`; None: where the model is. ``measure_every``: steps between
-        two consensus distances in :attr:`record`.
+        one a device, see :meth:`run`; as in a job ("cpu:2"), or a tuple; None: where the model is.
+        ``measure_every``: steps between two consensus distances in :attr:`record`. ``model``: all
+        that the optimizer moves; several modules as a list. Frozen parameters are rank 0's, and
+        join what is exchanged at the step at which they require gradients.
         """
+        with given.told_to_all(world):
+            whole = given.check(world, model, optimizer)
+            slots = given.slots(devices)
         super().__init__(optimizer)
-        self._world, self._model = world, model
+        self._world, self._given, self._model = world, model, around.bare(whole)
         if overlap not in OVERLAPS:
             raise JobError([f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}'])
-        where = str(next(model.parameters()).device)
+        where = str(next(self._model.parameters()).device)
         with world.together(JobError, ValueError):
-            around.check(model, optimizer)
-            check(model, optimizer)
+            around.check(whole, optimizer)
+            check(self._model, optimizer)
             self._job, self._graph = settings(
                 world, where, algorithm, graph, cadence, wire, mixer, options
             )
             if not takes_local(algorithm):
                 check_plain_sgd(algorithm, optimizer)
             if overlap == "layers":
-                blocks.check(self._job, self._graph, optimizer, len(devices or (where,)))
+                blocks.check(self._job, self._graph, optimizer, len(slots or (where,)))
         self._overlap = overlap
         self._loaded: dict | None = None
         self._stale = Stale()
         self.record: Record | None = None
         """what the last step showed"""
         self._node = Node(
-            world, around.bare(model), optimizer, self._job, self._graph, devices,
+            world, self._model, optimizer, self._job, self._graph, slots,
             overlap=overlap, rate=self._rate, measure_every=measure_every,
         )  # fmt: skip
         world.resources.callback(self.close)
+        given.say(world, self._model, optimizer)
 
     # -- a torch optimizer ----------------------------------------------------------------------
 
@@ -120,12 +127,13 @@ class Gossip(Wrapper):
         return f"Gossip[{self._job.algorithm.name}, {self._graph.name}] {self._inner!r}"
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """To the inner optimizer, before the first step."""
-        if self._node.laid_out:
+        """To the inner optimizer: parameters of the model, such as ones that were frozen."""
+        if self._overlap == "layers" and self._node.laid_out:
             raise JobError(
-                ["add_param_group: the vector that nodes exchange is laid out at the first step; "
-                 "add groups before it"]
+                ['add_param_group: with overlap="layers" the blocks are cut by the first step; add '
+                 'groups before it, or give Gossip overlap="auto"']
             )  # fmt: skip
+        check_group(self._model, group)
         self._inner.add_param_group(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -147,8 +155,10 @@ class Gossip(Wrapper):
         return value
 
     def _step(self) -> None:
-        node, engine = self._node, self._laid_out()
+        self._laid_out()
+        node = self._node
         node.check()
+        engine = node.engine
         self._stale.check()
         node.slots.average_gradients()
         skipped = self._unscale()
@@ -248,7 +258,10 @@ class Gossip(Wrapper):
         return self._run_hooks("state_dict_post", state) or state
 
     def _state(self) -> dict[str, Any] | None:
-        return saved.state(self.engine, self.vector) if self._node.laid_out else None
+        if not self._node.laid_out:
+            return None
+        self.vector.check()
+        return saved.state(self.engine, self.vector)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` stood, to the bit, at the next step; on all nodes."""
@@ -276,14 +289,21 @@ class Gossip(Wrapper):
         self._node.average()
 
     @contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
+    def averaged(
+        self, twin: nn.Module | None = None, *, recalibrate: Iterable | None = None
+    ) -> Iterator[Any]:
         """The model as the exact average over nodes, for evaluation; taken back afterwards.
 
-        Collective. Norm buffers stay those of this node.
+        Collective: on all ranks, also where one of them evaluates. Parameters and floating-point
+        buffers, so that norms are averaged, too. ``twin``: a module that is averaged and given
+        instead, such as an average over time (EMA). ``recalibrate``: batches of this node, from
+        which the averaged model finds BatchNorm's mean and variance anew before those are averaged.
+        Nothing is trained inside.
         """
         self._laid_out()
-        with averaged(self._node):
-            yield self._model
+        other = None if twin is None or twin is self._given else given.one_module(twin, "twin")
+        with averaged(self._node, other, recalibrate):
+            yield self._given if other is None else twin
 
     def consensus_distance(self) -> float:
         """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +16,17 @@ from mpigossip.doors.wrapper import Wrapper
 from mpigossip.engine.module import Parameters
 
 
-def borrowed(vector: Parameters, optimizers: Sequence[torch.optim.Optimizer]) -> Local:
+def borrowed(
+    vector: Parameters,
+    optimizers: Sequence[torch.optim.Optimizer],
+    held: AbstractContextManager | None = None,
+) -> Local:
     """x½ by each row's own optimizer, to its own bits; its state stays in the optimizer.
 
     The optimizer steps while its parameters lie in ``out``: x is left alone, and what travels is
-    written where it travels from.
+    written where it travels from. ``held``: inside of which they step.
     """
+    held = held or nullcontext()
 
     def adapt(x, g, state: Empty, step: Step, out):
         out.unbind()  # not elementwise: a pass over GPU memory leaves all of this to torch
@@ -27,7 +34,7 @@ def borrowed(vector: Parameters, optimizers: Sequence[torch.optim.Optimizer]) ->
             out.copy_(x)
         for row, optimizer in enumerate(optimizers):
             if row not in step.skipped:
-                with vector.lent(row, out, g):
+                with held, vector.lent(row, out, g):
                     optimizer.step()
         return state
 
@@ -46,7 +53,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if moved - own:
         raise JobError(
             [f"the optimizer has {len(moved - own)} parameters that are not the model's: they "
-             "would not be exchanged; put all that is trained into one module"]
+             "would not be exchanged; give Gossip a list of all modules that it trains"]
         )  # fmt: skip
     if isinstance(optimizer, torch.optim.LBFGS):
         raise JobError(
@@ -55,6 +62,19 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )  # fmt: skip
     if isinstance(optimizer, Wrapper):
         raise JobError(["the optimizer is a Gossip already: give it the one inside"])
+
+
+def check_group(model: nn.Module, group: dict[str, Any]) -> None:
+    """Parameters that come later have to be the model's, too."""
+    given = group["params"]
+    own, given = {id(p) for p in model.parameters()}, [given] if torch.is_tensor(given) else given
+    group["params"] = given = list(given)
+    if foreign := sum(id(p) not in own for p in given):
+        raise JobError(
+            [f"add_param_group: {foreign} parameters that are not the model's would not be "
+             "exchanged; give Gossip all that is to be trained at its making, as one module or a "
+             "list, frozen (requires_grad = False) until then"]
+        )  # fmt: skip
 
 
 def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:

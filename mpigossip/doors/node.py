@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -14,7 +15,9 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.doors import around, equal_start
 from mpigossip.doors.blocks import Layers
-from mpigossip.doors.inner import borrowed, decay, rate
+from mpigossip.doors.given import named
+from mpigossip.doors.held import Held
+from mpigossip.doors.inner import borrowed, check, decay, rate
 from mpigossip.doors.slots import Slots
 from mpigossip.engine.module import LOW, Parameters
 from mpigossip.engine.step import Engine
@@ -54,9 +57,12 @@ class Node:
         self._overlap, self._rate, self._every = overlap, rate, measure_every
         self._sent: list[int] = []
         self.layers: Layers | None = None
-        self.laid_out = False
+        self.laid_out = self.looking = False
+        self._facts = equal_start.layout(model)
+        equal_start.agree(world, [*equal_start.settings_of(job), *self._facts])
         self._open()
         equal_start.begin(world, self.mixer, model)
+        self.held = Held(inner)
         self.slots = Slots(model, devices, job.node.timeout_s)
 
     def _open(self) -> None:
@@ -74,14 +80,18 @@ class Node:
         )  # fmt: skip
 
     def lay_out(self) -> None:
-        """The vector, where the model now is, and the engine over it."""
+        """The vector, where the model now is, and the engine over it; collective."""
         around.check_late(self.model)
+        facts, self._facts = self._facts, equal_start.layout(self.model)
+        if self.mixer.synchronous or facts != self._facts:  # others meet where they have to
+            equal_start.agree(self.world, self._facts)
         device = str(next(self.model.parameters()).device)
         if device != self._device or self.flat != _planned(self.model):
             self.mixer.close()
             self._open()
+        check(self.model, self.inner)
         self.vector = Parameters([self.model])
-        method = self._method(borrowed(self.vector, [self.inner]))
+        method = self._method(borrowed(self.vector, [self.inner], self.held))
         if self._overlap == "layers":
             self.layers = Layers(
                 self.model, self.vector, self.inner, self._method, self.gather, self._rate
@@ -104,10 +114,41 @@ class Node:
             self.engine.adopt(self.mixer)
             self._sent = []
 
+    def lay_out_again(self, names: list[str]) -> None:
+        """With parameters that were frozen; what the method has kept begins anew. Collective."""
+        if self.layers:
+            raise JobError(
+                [f"{named(names)} require gradients, and didn't at the first step, by which "
+                 'overlap="layers" has cut what is sent; give Gossip overlap="auto"']
+            )  # fmt: skip
+        before, drops = self.engine, bool(self.engine.parts())
+        before.settle()
+        self.lay_out()
+        self._sent = []
+        self.engine.count_from(before.numbers() | {"born": before.index})
+        self.mixer.bytes_sent[:] = before.mixer.bytes_sent
+        if self.world.rank == 0:
+            anew = "; what the method has kept from earlier steps begins anew" if drops else ""
+            print(
+                f"mpigossip: step {before.index}: {named(names)} require gradients now, and are "
+                f"exchanged from here on{anew}", file=sys.stderr, flush=True,
+            )  # fmt: skip
+
     def check(self) -> None:
-        """JobError where parameters left the vector, or changed while they travel."""
-        self.vector.check()
-        if self._sent and self._sent != self.vector.versions():
+        """All that is trained lies in the vector; JobError where it can't, or changed on its way.
+
+        Collective where parameters have come to be trained since it was laid out.
+        """
+        if self.looking:
+            raise JobError(
+                ["step() inside averaged(): all that is done to the model there is taken back when "
+                 "the block ends; leave it first"]
+            )  # fmt: skip
+        changed = self.vector.check()
+        if names := self.vector.thawed():
+            self.lay_out_again(names)
+            changed = False
+        if self._sent and (changed or self._sent != self.vector.versions()):
             raise JobError(
                 ["parameters were changed between steps while they were on their way to the "
                  'neighbours; give Gossip overlap="never", or leave them alone']
@@ -156,6 +197,7 @@ class Node:
 
     def close(self) -> None:
         """Free windows and threads; collective."""
+        self.held.release()
         self.mixer.close()
         self.slots.close()
 

@@ -39,6 +39,10 @@ class Parameters:
         self.low = [p.dtype in LOW for p in self.rows[0]]
         self._versions = [[-1] * len(row) for row in self.rows]
         self._own: list[list[torch.Tensor]] = []
+        self._places: list[list[tuple]] = []
+        trained = {id(p) for row in self.rows for p in row}
+        self.frozen = {name: p for name, p in models[0].named_parameters() if id(p) not in trained}
+        """the first module's parameters that are no part of the vector"""
         with torch.no_grad():
             for parameters, row in zip(self.rows, self.full[0], strict=True):
                 views = self.cut(row)
@@ -46,6 +50,7 @@ class Parameters:
                     view.copy_(p)
                     p.data = p.data if p.dtype in LOW else _alone(view)
                 self._own.append([p.data for p in parameters])
+                self._places.append([_place(p) for p in parameters])
         self.publish()
 
     def cut(self, row: torch.Tensor) -> list[torch.Tensor]:
@@ -115,16 +120,38 @@ class Parameters:
                 parameters[k].data.copy_(self.cut(self.full[0][row])[k])
                 self._versions[row][k] = parameters[k]._version
 
-    def check(self) -> None:
-        """JobError where a parameter has left the vector; masters of changed parameters follow."""
+    def check(self) -> bool:
+        """Take parameters that were given other memory back into the vector, with their values.
+
+        Whether values changed by that. Masters of changed parameters follow. JobError where it
+        isn't clear what is meant: another type, shape or device, or another Parameter.
+        """
+        changed = False
         for row, parameters in enumerate(self.rows):
-            for k, (p, own) in enumerate(zip(parameters, self._own[row], strict=True)):
+            for k, (p, place) in enumerate(zip(parameters, self._places[row], strict=True)):
                 owner, key = self._owners[row][k]
-                moved = p.data_ptr() != own.data_ptr() or p.dtype != own.dtype
-                if moved or owner._parameters.get(key) is not p:
-                    raise JobError([_left(self.flat.names[k])])
+                if owner._parameters.get(key) is not p:
+                    raise JobError([_other(self.flat.names[k])])
+                if _place(p) != place:
+                    changed |= self._take_back(row, k)
                 if self.low[k] and p._version != self._versions[row][k]:
                     self.cut(self.full[0][row])[k].copy_(p.data)
+        return changed
+
+    def _take_back(self, row: int, k: int) -> bool:
+        """Copy a parameter's new memory into its own, and lay it there; whether values differ."""
+        p, own = self.rows[row][k], self._own[row][k]
+        if (p.dtype, p.shape, p.device) != (own.dtype, own.shape, own.device):
+            raise JobError([_unlike(self.flat.names[k], own, p)])
+        changed = not torch.equal(p.data, own)
+        own.copy_(p.data)
+        p.data = own
+        self._versions[row][k] = -1
+        return changed
+
+    def thawed(self) -> list[str]:
+        """Parameters that were frozen when the vector was laid out, and are trained now."""
+        return [name for name, p in self.frozen.items() if p.requires_grad]
 
     def versions(self) -> list[int]:
         """How often each parameter was changed in place from outside."""
@@ -152,9 +179,22 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), key
 
 
-def _left(name: str) -> str:
+def _place(parameter: torch.Tensor) -> tuple:
+    """Where its values lie, and as what."""
+    return parameter.data_ptr(), parameter.dtype, parameter.shape
+
+
+def _other(name: str) -> str:
     return (
-        f"parameter {name} has left the memory that nodes average: it was given other memory after "
-        "the first step, as load_state_dict(assign=True), a change of device or type, or "
-        "vector_to_parameters do; do that before the first step, or copy values in place"
+        f"parameter {name} has left the memory that nodes average: the module holds another "
+        "Parameter now, which the optimizer doesn't know, as after load_state_dict(assign=True); "
+        "load without assign, or before the optimizer is made"
+    )
+
+
+def _unlike(name: str, own: torch.Tensor, now: torch.Tensor) -> str:
+    was, became = ((f"{tuple(t.shape)} {t.dtype} on {t.device}") for t in (own, now))
+    return (
+        f"parameter {name} has left the memory that nodes average: it was {was} at the first step "
+        f"and is {became}; change that before the first step, or change it back before the next"
     )

@@ -1,0 +1,108 @@
+"""What a user's program gives to the door: taken as it is meant, or refused in words."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpigossip.cluster.launcher import places
+from mpigossip.cluster.world import World
+from mpigossip.config import JobError
+from mpigossip.config.limits import Devices
+from mpigossip.engine.module import LOW
+from mpigossip.groups.devices import mistakes, slots_of
+
+said: set[str] = set()
+"""What this process has said once."""
+
+
+def told_to_all(world: Any) -> AbstractContextManager:
+    """A block whose mistakes all ranks learn of, if there is a world."""
+    return world.together(JobError) if hasattr(world, "together") else nullcontext()
+
+
+def one_module(model: Any, name: str = "model") -> nn.Module:
+    """The module, or several as one; JobError for anything else, and for what can't be trained."""
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, Sequence) and model and all(isinstance(m, nn.Module) for m in model):
+        return nn.ModuleList(model)
+    more = ""
+    if type(model).__module__ == "numpy" or isinstance(model, torch.Tensor):
+        more = "; arrays are averaged by mpigossip.Averager"
+    raise JobError(
+        [f"{name} is a {type(model).__name__}: give a torch.nn.Module, or a list of them{more}"]
+    )
+
+
+def check(world: Any, model: Any, optimizer: Any) -> nn.Module:
+    """The model as one module; JobError where the first three arguments aren't what they are."""
+    if not hasattr(world, "together"):
+        raise JobError(
+            [f"world is a {type(world).__name__}: give what mpigossip.world() returns, as in "
+             "Gossip(world, model, optimizer)"]
+        )  # fmt: skip
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise JobError(
+            [f"optimizer is {what}: give a torch.optim optimizer that is made already, such as "
+             "torch.optim.AdamW(model.parameters())"]
+        )  # fmt: skip
+    model = one_module(model)
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dtype not in (torch.float32, *LOW):
+            raise JobError(
+                [f"the model's parameter {name} is {p.dtype}; float32 is kept and exchanged, for "
+                 "16-bit ones a master of it: convert the model, model.float()"]
+            )  # fmt: skip
+    return model
+
+
+def slots(devices: Any) -> tuple[str, ...] | None:
+    """One device a slot: of a tuple of them, or of a job's words, as "cpu:2"; JobError."""
+    if devices is None or not isinstance(devices, str):
+        return None if devices is None else tuple(map(str, devices))
+    (limit,) = Devices.__metadata__  # type: ignore[attr-defined]
+    if not limit.holds(devices):
+        raise JobError([f'devices = "{devices}" {limit.words}'])
+    if wrong := mistakes(devices):
+        raise JobError(wrong)
+    return slots_of(devices)
+
+
+def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """On rank 0, what is trained where that isn't all; and that this node is alone, once."""
+    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if world.rank == 0 and frozen:
+        count = sum(p.numel() for _, p in frozen)
+        _line(
+            f"{named([n for n, _ in frozen])} ({count:,} values) don't require gradients: rank 0's "
+            "on all nodes, and exchanged from the step on at which they do"
+        )
+    if world.rank == 0 and left:
+        _line(f"{named(left)} are exchanged, but in no group of the optimizer: it leaves them")
+    if world.comm is not None and world.size == 1 and not places(os.environ):
+        _line(
+            "one node alone: no launcher of MPI started this process, so nothing is exchanged; "
+            "`mpiexec -n 4 python PROGRAM` starts four nodes"
+        )
+
+
+def named(names: list[str]) -> str:
+    """The first names of parameters, and how many there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{'parameters' if len(names) > 1 else 'parameter'} {', '.join(names[:3])}{more}"
+
+
+def _line(text: str) -> None:
+    if text not in said:
+        said.add(text)
+        print(f"mpigossip: {text}", file=sys.stderr, flush=True)
