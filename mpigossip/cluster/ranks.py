@@ -19,7 +19,13 @@ import numpy as np
 
 from mpigossip.cluster import deadline, process, ulfm, uncaught
 from mpigossip.cluster.deadline import sharp_timers
-from mpigossip.cluster.launcher import LaunchError, check_alone, check_launcher, check_library
+from mpigossip.cluster.launcher import (
+    LaunchError,
+    check_alone,
+    check_launcher,
+    check_library,
+    places,
+)
 from mpigossip.cluster.meetings import Agreement, Meetings
 from mpigossip.cluster.nodes import arranged
 from mpigossip.cluster.process import TIMEOUT_S, ending
@@ -37,7 +43,7 @@ class Alone:
     size = 1
     comm = None
     names: tuple[int, ...] = (0,)
-    fault_tolerant = survives = diminished = False
+    launched = fault_tolerant = survives = diminished = False
     timeout_s = TIMEOUT_S
 
     def __init__(self) -> None:
@@ -117,6 +123,7 @@ class World(Meetings):
 
         host = MPI.Get_processor_name() or socket.gethostname()
         super().__init__(comm.Dup(), tuple(comm.allgather(host)), timeout_s)
+        self.launched = bool(places(os.environ))
         self.fault_tolerant = ulfm.fault_tolerant(MPI.Get_library_version(), os.environ)
         self.survives = self.diminished = False
         self.names = tuple(range(self.size))

@@ -35,6 +35,8 @@ class World(Protocol):
     """the numbers that the ranks began with: those that outlive a loss get new ones"""
     timeout_s: float
     """seconds after which a rank that doesn't come is given up"""
+    launched: bool
+    """a launcher started this process, maybe alone"""
     fault_tolerant: bool
     """MPI can go on after the loss of a rank"""
     survives: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpigossip.cluster.launcher import places
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.limits import Devices
@@ -89,7 +87,7 @@ def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         )
     if world.rank == 0 and left:
         _line(f"{named(left)} are exchanged, but in no group of the optimizer: it leaves them")
-    if world.comm is not None and world.size == 1 and not places(os.environ):
+    if world.comm is not None and world.size == 1 and not world.launched:
         _line(
             "one node alone: no launcher of MPI started this process, so nothing is exchanged; "
             "`mpiexec -n 4 python PROGRAM` starts four nodes"

@@ -38,8 +38,11 @@ class Vector(Protocol):
     def gather(self) -> None:
         """Bring the parameters' gradients into ``g``: asked for only where a method reads them."""
 
-    def check(self) -> None:
-        """Raise JobError where the parameters are no more views of ``full``: why, in words."""
+    def check(self) -> bool:
+        """Make the parameters views of ``full`` again, with their values; whether those changed.
+
+        JobError, in words, where it isn't clear what is meant.
+        """
 
 
 @dataclass(frozen=True)

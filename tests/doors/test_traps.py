@@ -1,6 +1,8 @@
 """What programs do that once went wrong in silence: mended, or said in words."""
 
 import copy
+import re
+import sys
 
 import numpy as np
 import pytest
@@ -189,7 +191,6 @@ def started(comm, name):
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_differs_between_ranks_is_named_at_the_start(ranks, name):
-    import re
 
     for told in ranks(N)(started, name):
         assert re.search(DIFFERENT[name], told), told
@@ -421,3 +422,20 @@ def test_devices_are_named_as_in_a_job():
 def test_other_things_are_refused_in_words(arguments, words):
     with pytest.raises(JobError, match=words):
         mpigossip.Gossip(*arguments(make()))
+
+
+ALONE = """
+import torch, mpigossip
+with mpigossip.world() as world:
+    for _ in range(2):
+        model = torch.nn.Linear(2, 2)
+        mpigossip.Gossip(world, model, torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_node_that_nobody_launched_says_once_that_it_is_alone(mpirun, n):
+    done = mpirun(n, [sys.executable, "-c", ALONE])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("one node alone: no launcher of MPI") == (n == 0)
+    assert ("mpiexec -n 4 python" in done.stderr) == (n == 0)
