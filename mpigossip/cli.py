@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,12 @@ COMMANDS = (
     "doctor",
 )
 """The modules of `mpigossip.commands`, in the order of the help."""
+REMEDIES = {
+    errno.EACCES: "ask its owner for the right to use it",
+    errno.EPERM: "ask its owner for the right to use it",
+    errno.ENAMETOOLONG: "name another place",
+}
+"""What a user can do about a file that the system refuses, wherever that shows."""
 EXAMPLES = """
 mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2
 mpigossip simulate jobs/digits.toml --nodes 16 run.name=sixteen
@@ -64,10 +71,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"mpigossip: {error}", file=sys.stderr)
         return FAILED
     except OSError as error:
-        if isinstance(error, PermissionError) and error.filename:
-            name = os.fsdecode(error.filename).encode(errors="backslashreplace").decode()
-            text = f"{name}: {error.strerror}; ask its owner for the right to use it"
-            print(f"mpigossip: {text}", file=sys.stderr)
+        if error.filename and error.errno in REMEDIES:
+            name = os.fsdecode(error.filename).encode(errors="backslashreplace").decode()[-200:]
+            remedy = REMEDIES[error.errno]
+            print(f"mpigossip: {name}: {error.strerror}; {remedy}", file=sys.stderr)
             return WRONG
         if not _unprinted(error):
             raise

@@ -95,9 +95,9 @@ class Saver:
                 self.last = now.commit.result() or self.last
             except (OSError, StoreError) as wrong:
                 error = str(wrong)
-            error = self._world.broadcast(error)
+            error, gone = self._world.broadcast((error, not now.beside.is_dir()))
             if error is not None:
-                self._failed(now.step, [error])
+                self._failed(now.step, [error], gone)
         self._now = None
 
     def _gather(self, now: _Writing) -> None:
@@ -108,12 +108,12 @@ class Saver:
             found = ((), str(wrong))
         gathered = self._world.gather(found)
         errors = None if gathered is None else [error for _, error in gathered if error]
-        errors = self._world.broadcast(errors)
+        errors, gone = self._world.broadcast((errors, not now.beside.is_dir()))
         if errors:
             if self._world.rank == 0:
                 shutil.rmtree(now.beside, ignore_errors=True)
             self._now = None
-            self._failed(now.step, errors)
+            self._failed(now.step, errors, gone)
             return
         entries = [entry for part, _ in gathered or () for entry in part]
         now.commit = self._pool.submit(self._commit, now, entries)
@@ -128,10 +128,13 @@ class Saver:
             print(f"mpigossip: an old checkpoint stays: {error}", file=sys.stderr, flush=True)
         return path
 
-    def _failed(self, step: int, errors: Sequence[str]) -> None:
-        """Stop the run, or say it and go on, as the job has it; the same on all ranks."""
+    def _failed(self, step: int, errors: Sequence[str], gone: bool = False) -> None:
+        """Stop the run, or say it and go on, as the job has it; the same on all ranks.
+
+        ``gone``: somebody removed what was being written; the next one finds a working disk.
+        """
         text = f"the checkpoint of step {step} could not be written: {errors[0]}"
-        if not self._goes_on:
+        if not self._goes_on and not gone:
             raise AgreedError(
                 [f"{text}. Earlier checkpoints are whole; make room and resume, or let runs go on "
                  'without with checkpoint.on_error = "continue"']

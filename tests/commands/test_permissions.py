@@ -108,6 +108,26 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "job generic-slurm job.toml --nodes 2 --time 10m --venv LONG",
+        "data show LONG",
+        "checkpoint show LONG",
+        "log plot LONG",
+        "simulate LONG --nodes 2",
+        "graph show file:LONG.json --nodes 2",
+        "resume LONG --simulate",
+        f"{SIMULATE} run.output=LONG",
+        f"{SIMULATE} data.source=LONG",
+    ],
+)
+def test_a_name_that_is_too_long_is_said(originals, monkeypatch, capsys, words):
+    monkeypatch.chdir(originals)
+    assert cli.main(words.replace("LONG", "a" * 500).split()) == 2
+    assert "aaa" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1].split()[0]}-{case[0]}")
 def test_what_is_not_permitted_is_said(originals, tmp_path, monkeypatch, capsys, case):
     what, words, says = case

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import shutil
 import threading
 
 import pytest
@@ -92,6 +93,24 @@ def test_a_full_disk_is_said_and_survived_where_the_job_wants_so(tmp_path, monke
     assert capsys.readouterr().err.count("training goes on") == 3
     assert checkpoint.steps(tmp_path) == [6]
     assert len(read(tmp_path / "log.h5").steps["loss"]) == 24
+
+
+@pytest.mark.parametrize("at", ["write_node", "commit"])
+def test_checkpoints_that_are_deleted_while_one_is_written_end_no_run(
+    tmp_path, monkeypatch, capsys, at
+):
+    write, taken = getattr(checkpoint, at), []
+
+    def take(*args):
+        if not taken and len(checkpoint.steps(tmp_path)) == 1:
+            taken.append(shutil.rmtree(tmp_path / "checkpoints"))
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, at, take)
+    assert launch.train(job(tmp_path), Alone(), 2)["finished"]
+    told = capsys.readouterr().err
+    assert "the checkpoint of step 12 could not be written" in told and "training goes on" in told
+    assert checkpoint.steps(tmp_path) == [18, 24]
 
 
 def under_mpi(comm, folder):
