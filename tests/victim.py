@@ -6,7 +6,9 @@ waiting for its part; `g` an average of all ranks, its messages on their way.
 """
 
 import os
+import runpy
 import signal
+import sys
 
 from mpigossip.mixing import averages
 from mpigossip.runs.hooks import Hook
@@ -38,3 +40,27 @@ class Victim(Hook):
             die("training")
         where, owner, name = PLACES[at[-1]]
         setattr(owner, name, lambda *_, **__: die(where))
+
+
+def armed():
+    """The same for a user's own loop: SIGKILL in the exchange of the step, or in an average."""
+    from mpigossip.engine.step import Engine
+
+    plan = dict(one.split("@") for one in os.environ["VICTIMS"].split())
+    at = plan.get(os.environ["OMPI_COMM_WORLD_RANK"], "-1")
+    settle = Engine.settle
+
+    def settled(engine):
+        if engine.index == int(at.rstrip("g")):
+            if at.isdigit():
+                die("training")
+            averages.wait_all = lambda *_, **__: die("a global average")
+        settle(engine)
+
+    Engine.settle = settled
+
+
+if __name__ == "__main__":
+    armed()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

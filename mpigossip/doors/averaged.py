@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -35,7 +35,8 @@ def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> It
                         "and variance could be found anew; leave recalibrate out"])  # fmt: skip
     with torch.no_grad():
         _meet(node, "averaged()")
-        equal_start.agree(node.world, equal_start.layout(module))
+        with node.noticed():
+            equal_start.agree(node.world, equal_start.layout(module))
         buffers = [list(m.buffers()) for m in (node.slots.models if twin is None else [twin])]
         kept = [(t, t.clone()) for each in buffers for t in each]
         own = node.vector.x[0] if twin is None else None
@@ -44,9 +45,9 @@ def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> It
         else:
             parts, done = [p.data for p in module.parameters() if p.is_floating_point()], _nothing
         kept += [(t, t.clone()) for t in parts]
-    node.looking = True
+    node.looking, whole = True, False
     try:
-        with torch.no_grad():
+        with torch.no_grad(), node.noticed():
             _average(node.mixer, parts)
             done()
             if batches is not None:
@@ -54,21 +55,33 @@ def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> It
                 with torch.random.fork_rng([device] if device.type == "cuda" else []):
                     update_bn(batches, module, device)
             _average_buffers(node.mixer, buffers)
+            whole = True
+        if not whole:  # a rank was lost: what there is without the others
+            _put_back(kept, done)
         with node.no_sync():  # a backward pass in here is none of a step
             yield
     finally:
         node.looking = False
-        with torch.no_grad():
-            for tensor, value in kept:
-                tensor.copy_(value)
-            done()
+        _put_back(kept, done)
+
+
+def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], done: Callable) -> None:
+    with torch.no_grad():
+        for tensor, value in kept:
+            tensor.copy_(value)
+        done()
 
 
 def distance(node: Node) -> float:
-    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², from the parameters as they are; collective."""
+    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², from the parameters as they are; collective.
+
+    NaN where a lost rank is noticed.
+    """
     with torch.no_grad():
         _meet(node, "consensus_distance()")
-        return consensus_distance(node.vector.x, node.mixer, node.engine.group)
+        with node.noticed():
+            return consensus_distance(node.vector.x, node.mixer, node.engine.group)
+    return float("nan")
 
 
 def _meet(node: Node, call: str) -> None:
@@ -78,7 +91,8 @@ def _meet(node: Node, call: str) -> None:
     node.between(call)
     node.check()
     meet(node, node.world)
-    node.engine.settle()
+    with node.noticed():
+        node.engine.settle()
 
 
 def _average(mixer: Mixer, tensors: Sequence[torch.Tensor]) -> None:

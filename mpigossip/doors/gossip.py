@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,10 +18,12 @@ from mpigossip.doors.inner import check, check_group, check_plain_sgd, rate
 from mpigossip.doors.node import Node
 from mpigossip.doors.settings import DIVIDES, settings
 from mpigossip.doors.stale import Stale
+from mpigossip.doors.survive import Survival, check_callback
 from mpigossip.doors.wrapper import Wrapper
 from mpigossip.engine.module import Parameters
 from mpigossip.engine.step import Engine, Record
 from mpigossip.mixing.base import Mixer
+from mpigossip.runs.survive import prepare
 
 T = TypeVar("T")
 OVERLAPS = ("auto", "layers", "never")
@@ -76,6 +78,7 @@ class Gossip(Wrapper):
         *,
         devices: str | tuple[str, ...] | None = None,
         measure_every: int = 0,
+        on_change: Callable[[World], object] | None = None,
         **options: Any,
     ):
         """Collective: all nodes begin with the exact average of their models.
@@ -90,6 +93,7 @@ class Gossip(Wrapper):
         ``measure_every``: steps between two consensus distances in :attr:`record`. ``model``: all
         that the optimizer moves; several modules as a list. Frozen parameters are rank 0's, and
         join what is exchanged at the step at which they require gradients.
+        ``survive = True`` with ``on_change``: see :class:`~mpigossip.doors.survive.Survival`.
         """
         with given.told_to_all(world):
             whole = given.check(world, model, optimizer)
@@ -107,6 +111,7 @@ class Gossip(Wrapper):
             )
             if not takes_local(algorithm):
                 check_plain_sgd(algorithm, optimizer)
+            check_callback(self._job, on_change)
             if overlap == "layers":
                 blocks.check(self._job, self._graph, optimizer, len(slots or (where,)))
         self._overlap = overlap
@@ -114,17 +119,23 @@ class Gossip(Wrapper):
         self._stale = Stale()
         self.record: Record | None = None
         """what the last step showed"""
+        if self._job.run.survive:
+            prepare(self._job, world)
         self._node = Node(
             world, self._model, optimizer, self._job, self._graph, slots,
             overlap=overlap, rate=self._rate, measure_every=measure_every,
         )  # fmt: skip
+        self._survival: Survival | None = None
+        if on_change is not None and world.survives:
+            self._survival = Survival(self._node, on_change)
+            self._node.noticed = self._survival.noticed
         world.resources.callback(self.close)
         given.say(world, self._model, optimizer)
 
     # -- a torch optimizer ----------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"Gossip[{self._job.algorithm.name}, {self._graph.name}] {self._inner!r}"
+        return f"Gossip[{self._job.algorithm.name}, {self._node.graph.name}] {self._inner!r}"
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """To the inner optimizer: parameters of the model, such as ones that were frozen."""
@@ -151,7 +162,10 @@ class Gossip(Wrapper):
             with torch.enable_grad():
                 value = closure()
         with torch.no_grad():
-            self._step()
+            if self._survival is None:
+                self._step()
+            else:
+                self._survival.step(self._step)
         return value
 
     def _step(self) -> None:
@@ -170,6 +184,8 @@ class Gossip(Wrapper):
         self._stale.spent()
         self.record = engine.step(lr, skipped)
         node.publish()
+        if self._survival is not None:
+            self._survival.keep()
         node.go_ahead()
 
     def _laid_out(self) -> Engine:
@@ -180,13 +196,17 @@ class Gossip(Wrapper):
         if first:
             self._node.lay_out()
             self._stale.watch(self.vector.rows[0])
+            if self._survival is not None:
+                self._survival.keep()
         if self._loaded is not None:
-            state, self._loaded = self._loaded, None
-            saved.check_method(self._world, state, self.engine)
+            saved.check_method(self._world, self._loaded, self.engine)
             self._node.begin_anew()
+            state, self._loaded = self._loaded, None
             saved.restore(state, self.engine, self.vector)
             with torch.no_grad():
                 self._node.publish()
+            if self._survival is not None:
+                self._survival.keep()
         return self.engine
 
     def _rate(self) -> float:
@@ -224,6 +244,15 @@ class Gossip(Wrapper):
         return ()
 
     # -- where everything lies ------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps done so far: equal on survivors, who may go back to one that all have done."""
+        return self.engine.index if self._node.laid_out else 0
+
+    def surviving(self) -> AbstractContextManager[None]:
+        """A block of collective calls of one's own: a loss leaves it for the next :meth:`step`."""
+        return self._node.noticed()
 
     @property
     def engine(self) -> Engine:
@@ -316,4 +345,4 @@ class Gossip(Wrapper):
 
     def close(self) -> None:
         """Free windows and threads; collective, and done by the world where it ends."""
-        self._node.close()
+        self._node.close(together=self._survival is None or self._survival.leave())

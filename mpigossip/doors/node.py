@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -60,6 +60,8 @@ class Node:
         self.laid_out = self.looking = False
         self._facts = equal_start.layout(model)
         equal_start.agree(world, [*equal_start.settings_of(job), *self._facts])
+        self.noticed: Callable[[], AbstractContextManager[None]] = nullcontext
+        """the block in which a lost rank is no reason to stop, where the node outlives others"""
         self._open()
         equal_start.begin(world, self.mixer, model)
         self.held = Held(inner)
@@ -91,17 +93,21 @@ class Node:
             self._open()
         check(self.model, self.inner)
         self.vector = Parameters([self.model])
+        self._build()
+        self.laid_out = True
+
+    def _build(self) -> None:
+        """The engine over the vector, with method and cadence of the graph."""
         method = self._method(borrowed(self.vector, [self.inner], self.held))
-        if self._overlap == "layers":
+        if self._overlap == "layers" and self.layers is None:
             self.layers = Layers(
                 self.model, self.vector, self.inner, self._method, self.gather, self._rate
             )
         self.engine = Engine(
-            self.mixer, Single(device), self.vector, [method],
+            self.mixer, Single(self._device), self.vector, [method],
             assemble.make_cadence(self.job, method, self.graph),
             cut=self.layers.cut if self.layers else None, measure_every=self._every,
         )  # fmt: skip
-        self.laid_out = True
 
     def _method(self, local: Local) -> Algorithm:
         return assemble.make_method(self.job, 0, self.graph, local)
@@ -133,6 +139,14 @@ class Node:
                 f"mpigossip: step {before.index}: {named(names)} require gradients now, and are "
                 f"exchanged from here on{anew}", file=sys.stderr, flush=True,
             )  # fmt: skip
+
+    def among(self, world: World, graph: Graph) -> None:
+        """Go on between other nodes, the method's state begun anew; on all of them."""
+        self.world, self.graph, self._sent = world, graph, []
+        if self.layers:
+            self.layers.stop()
+        self._open()
+        self._build()
 
     def check(self) -> None:
         """All that is trained lies in the vector; JobError where it can't, or changed on its way.
@@ -195,10 +209,11 @@ class Node:
         with self.layers.no_sync() if self.layers else nullcontext():
             yield
 
-    def close(self) -> None:
-        """Free windows and threads; collective."""
+    def close(self, together: bool) -> None:
+        """End the threads; free what lies between nodes, too, where they come ``together``."""
         self.held.release()
-        self.mixer.close()
+        if together:
+            self.mixer.close()
         self.slots.close()
 
 

@@ -19,7 +19,7 @@ from mpigossip.training import assemble
 from mpigossip.training.fit import unfit
 
 KEYS = {
-    "run": ("seed",),
+    "run": ("seed", "survive"),
     "graph": ("weights", "lazy", "slack"),
     "node": ("levels", "kept", "same_host", "timeout_s", "gpu_window"),
 }
@@ -60,6 +60,13 @@ def settings(
     method = assemble.make_method(job, 0, made, SIGNATURE)
     found = unfit(job, made, method, assemble.make_cadence(job, method, made))
     found += _unseen(job, method, made)
+    if drawn and job.run.survive:
+        found.append(
+            "survive = True: a graph that is given has its number of nodes, and those who outlive "
+            f"a loss need one of fewer; name a graph, as {GraphSection.name}"
+        )
+    elif not found:
+        found += assemble.lasting(job, world.size)
     if found:
         raise JobError(found)
     return job, made

@@ -51,6 +51,10 @@ class Slots:
                 own.copy_(new)
             model.zero_grad()
 
+    def buffers(self) -> list[dict[str, torch.Tensor]]:
+        """The named buffers, slot by slot."""
+        return [dict(model.named_buffers()) for model in self.models]
+
     def close(self) -> None:
         """End the threads."""
         if self._group is not None:

@@ -99,11 +99,9 @@ def tell(
     seconds = world.agree(int(1000 * (time.perf_counter() - whole_at))) / 1000
     lines = [f"{rank} was lost after step {index} ({seconds:.2f} s lost)" for rank in lost]
     if world.rank == 0:
-        print(
-            f"mpigossip: {'; '.join(lines)}; {_those_who_go_on(world.size)} ({'; '.join(how)})",
-            file=sys.stderr,
-            flush=True,
-        )
+        told = "; ".join([*lines, _those_who_go_on(world.size)])
+        told += f" ({'; '.join(how)})" if how else ""
+        print(f"mpigossip: {told}", file=sys.stderr, flush=True)
     return lines
 
 

@@ -1,0 +1,74 @@
+"""A loop that goes on without a rank that is lost: Open MPI 5, `mpirun --with-ft ulfm -n 4 python`.
+
+What that takes is marked by `# <-`. `optimizer.steps` drives the loop: survivors go on from the
+last step that all of them have done, so that some go back by a few. Under another MPI it runs like
+any loop, and a lost rank ends it.
+"""
+
+import argparse
+import hashlib
+
+import torch
+from torch import nn
+
+import mpigossip
+
+
+def net():
+    """Small; the same on all nodes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+class Loader:
+    """Batches of the node `rank` of `size`, by step: each node has its own share of the data."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def batch(self, step):
+        """Inputs and targets."""
+        draw = torch.Generator().manual_seed(self.size * step + self.rank)
+        inputs = torch.randn(32, 32, generator=draw)
+        return inputs, inputs.sum(1, keepdim=True) / 4
+
+
+def main():
+    """Train, and print each node's loss and digest."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--evaluate-every", type=int, default=50)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with mpigossip.world() as world:
+        model, loader = net(), Loader(world.rank, world.size)
+
+        def changed(world):  # <- called on the nodes that are left, by rank and size anew
+            nonlocal loader
+            loader = Loader(world.rank, world.size)
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = mpigossip.Gossip(
+            world, model, optimizer, survive=True, on_change=changed  # <-
+        )  # fmt: skip
+        while optimizer.steps < options.steps:  # <-
+            inputs, targets = loader.batch(optimizer.steps)
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            if optimizer.steps % options.evaluate_every == 0:
+                with optimizer.averaged() as averaged, torch.no_grad():
+                    inputs, targets = loader.batch(0)
+                    error = nn.functional.mse_loss(averaged(inputs), targets)
+                with optimizer.surviving():  # <- around collective calls of one's own
+                    worst = world.agree(int(1e6 * error))
+                    if world.rank == 0:
+                        print(f"step {optimizer.steps}: {worst / 1e6:.4f}", flush=True)
+        flat = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+        print(f"node {world.names[world.rank]} of {world.size}: loss {float(loss.detach()):.4f}, "
+              f"{hashlib.sha256(flat.tobytes()).hexdigest()}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""A user's own loop outlives lost ranks: exact values, callbacks, and what is refused."""
+
+import shlex
+import sys
+
+import pytest
+import torch
+
+import mpigossip
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.doors.survive import copied, put_back
+from tests import launch, survivors
+
+N, STEPS = 4, 30
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        {2: "7"},  # inside the exchange of a step, which is done again unless its message was out
+        {0: "5", 3: "21"},  # rank 0, and another
+        {1: "10g"},  # inside averaged(), after step 10: the next step takes it in
+        {0: "3", 1: "3", 2: "3"},  # all but one
+    ],
+)
+def test_survivors_have_the_exact_values(mpirun, monkeypatch, victims):
+    if not launch.is_open_mpi():
+        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
+    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
+    command = [sys.executable, launch.REPO / "tests/victim.py", survivors.SCRIPT]
+    words = ["--steps", STEPS, "--evaluate-every", 10]
+    plan = " ".join(f"{rank}@{at}" for rank, at in victims.items())
+    done = mpirun(N, [*command, *words], 90, env={"VICTIMS": plan})
+    assert done.returncode == 0, done.stderr[-3000:]
+    lost = survivors.lost(done.stderr)
+    steps = {rank: step for names, step in lost for rank in names}
+    assert steps.keys() == victims.keys(), done.stderr
+    assert all(0 <= steps[r] - int(at.rstrip("g")) <= 1 for r, at in victims.items()), done.stderr
+    assert survivors.digests(done.stdout) == survivors.expected(N, STEPS, lost), done.stderr
+    assert f"of {N - len(victims)}: " in done.stdout
+    assert done.stdout.count(f"step {STEPS}: ") == 1
+
+
+def test_without_a_loss_the_loop_is_any_other(mpirun):
+    words = ["--steps", STEPS, "--evaluate-every", 10]
+    done = mpirun(3, [sys.executable, survivors.SCRIPT, *words])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert survivors.digests(done.stdout) == survivors.expected(3, STEPS)
+    assert "run.survive: this MPI was not started fault-tolerant" in done.stderr
+
+
+class Four(Alone):
+    """Would be four ranks, for what is checked before any of them is needed."""
+
+    size = 4
+
+
+def refused(world=None, **options):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(JobError) as caught:
+        mpigossip.Gossip(world or Four(), model, optimizer, **options)
+    return str(caught.value)
+
+
+def test_what_can_not_be_outlived_is_refused():
+    networkx = pytest.importorskip("networkx")
+    said = refused(survive=True)
+    assert "on_change = None" in said and "give on_change" in said
+    assert "with survive = True only" in refused(on_change=print)
+    both = {"survive": True, "on_change": print}
+    assert "one node fewer" in refused(graph="one-peer-hypercube", **both)
+    assert "name a graph" in refused(graph=networkx.cycle_graph(4), **both)
+    assert 'node.mixer = "synchronous"' in refused(mixer="asynchronous", **both)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "NAdam", "ASGD"])
+def test_an_undone_step_leaves_no_trace_in_the_optimizer(name):
+    """Copied after two steps, a third undone, a parameter that got its first gradient in it."""
+    torch.manual_seed(0)
+    some, late = (torch.nn.Parameter(torch.randn(5, 3)) for _ in range(2))
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    inner = getattr(torch.optim, name)([some, late], lr=0.1, **options)
+    gradients = torch.randn(4, 5, 3)
+    spare = []
+    for k in range(2):
+        some.grad = gradients[k].clone()
+        inner.step()
+        spare = copied(inner, spare)
+    kept, before = spare, some.detach().clone()
+    after = []
+    for _ in range(2):
+        some.grad, late.grad = gradients[2].clone(), gradients[3].clone()
+        inner.step()
+        after.append(some.detach().clone())
+        put_back(inner, kept)
+        late.grad = None
+        assert late not in inner.state
+        some.data.copy_(before)
+    assert torch.equal(*after)

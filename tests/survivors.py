@@ -1,0 +1,108 @@
+"""What jobs/loops/survive.py has to end with where ranks are lost, computed without MPI."""
+
+import hashlib
+import importlib.util
+import re
+
+import torch
+from torch import nn
+
+from mpigossip.graphs import graph
+from mpigossip.mixing.combine import combine
+from tests.launch import REPO
+
+SCRIPT = REPO / "jobs/loops/survive.py"
+DIGEST = re.compile(r"^node (\d+) of (\d+): loss \S+, ([0-9a-f]{64})$", re.M)
+LOST = re.compile(r"rank (\d+) on \S+ was lost after step (\d+) ")
+
+
+def lost(err):
+    """Who were lost at once, and the step that was gone on from, as the survivors have said."""
+    found = [LOST.findall(line) for line in err.splitlines()]
+    return [({int(name) for name, _ in each}, int(each[0][1])) for each in found if each]
+
+
+def digests(out):
+    """What the nodes have ended with, by name."""
+    return {int(name): digest for name, _, digest in DIGEST.findall(out)}
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("survive_loop", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Node:
+    """One of them: model, SGD with momentum, and the rank that it began with."""
+
+    def __init__(self, name, loop):
+        self.name, self.loop, self.model = name, loop, loop.net()
+        self.inner = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(self, rank, size, step):
+        inputs, targets = self.loop.Loader(rank, size).batch(step)
+        self.inner.zero_grad()
+        nn.functional.mse_loss(self.model(inputs), targets).backward()
+        self.inner.step()
+
+    def values(self):
+        return [p.data for p in self.model.parameters()]
+
+    def momentum(self):
+        return [self.inner.state[p]["momentum_buffer"] for p in self.model.parameters()]
+
+    def digest(self):
+        flat = torch.cat([value.reshape(-1) for value in self.values()]).numpy()
+        return hashlib.sha256(flat.tobytes()).hexdigest()
+
+
+def weighted(columns, weights, dtype=torch.float32):
+    """Σ_k weights[k] columns[k] of like tensors, as new ones."""
+    sums = []
+    for parts in zip(*columns, strict=True):
+        rows = [part.reshape(1, -1).to(dtype) for part in parts]
+        sums.append(combine(weights, rows, torch.empty_like(rows[0])).view(parts[0].shape))
+    return sums
+
+
+def mixed(nodes, t):
+    """Every node's model after round t: own term first."""
+    made = graph("one-peer-exponential", len(nodes))
+    found = []
+    for i, node in enumerate(nodes):
+        sources, weights, own = made.neighbours(t, i)
+        columns = [node.values(), *(nodes[j].values() for j in sources)]
+        found.append(weighted(columns, [float(own), *map(float, weights)]))
+    for node, new in zip(nodes, found, strict=True):
+        for value, after in zip(node.values(), new, strict=True):
+            value.copy_(after)
+
+
+def expected(n, steps, losses=()):
+    """Digests by name at the end; ``losses``: what :func:`lost` returns."""
+    torch.set_num_threads(1)
+    loop = script()
+    nodes, t = [Node(name, loop) for name in range(n)], 0
+    become_average(nodes, Node.values, torch.float32)
+    todo = list(losses)
+    for step in range(steps):
+        while todo and todo[0][1] == step:
+            nodes = [node for node in nodes if node.name not in todo[0][0]]
+            todo, t = todo[1:], 0
+            become_average(nodes, Node.values, torch.float64)
+            if step:
+                become_average(nodes, Node.momentum, torch.float64)
+        for rank, node in enumerate(nodes):
+            node.step(rank, len(nodes), step)
+        mixed(nodes, t)
+        t += 1
+    return {node.name: node.digest() for node in nodes}
+
+
+def become_average(nodes, which, dtype):
+    means = weighted([which(node) for node in nodes], [1 / len(nodes)] * len(nodes), dtype)
+    for node in nodes:
+        for value, mean in zip(which(node), means, strict=True):
+            value.copy_(mean)
