@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 import torch
 
 CALLS = ("step", "state_dict", "load_state_dict")
+LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 HOOKS = [f"{call}_{when}" for call in CALLS for when in ("pre", "post")]
 
 
 class Wrapper(torch.optim.Optimizer):
     """A real `torch.optim.Optimizer` whose groups, state and defaults are another one's."""
-
-    _step_supports_amp_scaling = True  # so that GradScaler calls step() on an overflow too
 
     def __init__(self, inner: torch.optim.Optimizer):
         """``inner``: stays the owner; torch's own __init__, not called, would make new groups."""
@@ -23,6 +23,20 @@ class Wrapper(torch.optim.Optimizer):
             setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
         self._patch_step_function()
         self._inner = inner
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Yes, so that GradScaler calls step() on an overflow too: neighbours wait for it.
+
+        No to Lightning, which takes yes for "gradients can't be clipped", even without a scaler.
+        Where it has unscaled them by itself, step() leaves them alone.
+        """
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        return asking.partition(".")[0] not in (
+            "lightning",
+            "lightning_fabric",
+            "pytorch_lightning",
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -35,11 +35,15 @@ LINES = 5
 MISLEADING = {"MASTER_ADDR": "127.0.0.1", "SLURM_NTASKS": "3", "SLURM_JOB_NAME": "train"}
 
 
-def run(mpirun, name, n, out, *more):
-    needed, options, _ = FRAMEWORKS[name]
-    for package in needed:
+def need(*packages):
+    for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'mpigossip[frameworks]'")
+
+
+def run(mpirun, name, n, out, *more):
+    needed, options, _ = FRAMEWORKS[name]
+    need(*needed)
     command = [sys.executable, str(LOOPS / name), "--out", str(out), *options, *more]
     done = mpirun(n, command, timeout=120, env=MISLEADING)
     assert done.returncode == 0, done.stderr
@@ -68,3 +72,12 @@ def test_a_loop_trains_and_goes_on_from_its_checkpoint_to_the_bit(mpirun, tmp_pa
     assert len(set(models)) == (1 if n == 2 else 3)  # of two, the graph is the exact average
     again = run(mpirun, name, n, tmp_path, *FRAMEWORKS[name][2])
     assert [again[rank][1] for rank in range(n)] == [whole[rank][1] for rank in range(n)]
+
+
+def test_steps_closures_scalers_and_clipping_are_those_of_torch_alone(mpirun):
+    need("accelerate", "lightning")
+    done = mpirun(2, [sys.executable, str(Path(__file__).with_name("in_frameworks.py"))])
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"rank (\d): (.*): (True|False)", done.stdout)
+    assert [line for line in found if line[2] == "False"] == []
+    assert len(found) == 2 * 11
