@@ -27,7 +27,8 @@ class Part(Meetings):
         members = comm.allgather(world.rank)
         super().__init__(comm, tuple(world.hosts[rank] for rank in members), world.timeout_s)
         self.world, self.names = world, tuple(members)
-        self.fault_tolerant, self.resources = world.fault_tolerant, world.resources
+        self.launched, self.fault_tolerant = world.launched, world.fault_tolerant
+        self.resources = world.resources
         self.nodes = Nodes.of_ranks(self)
         world.resources.callback(comm.Free)
 

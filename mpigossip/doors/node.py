@@ -15,6 +15,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.doors import around, equal_start
 from mpigossip.doors.blocks import Layers
+from mpigossip.doors.finite import Finite
 from mpigossip.doors.given import named
 from mpigossip.doors.held import Held
 from mpigossip.doors.inner import borrowed, check, decay, rate
@@ -107,6 +108,7 @@ class Node:
             self.mixer, Single(self._device), self.vector, [method],
             assemble.make_cadence(self.job, method, self.graph),
             cut=self.layers.cut if self.layers else None, measure_every=self._every,
+            inspect=Finite(self.vector.flat, self.world.rank),
         )  # fmt: skip
 
     def _method(self, local: Local) -> Algorithm:

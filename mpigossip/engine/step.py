@@ -60,11 +60,13 @@ class Engine:
         *,
         cut: Callable[[ByBlocks], Blocks] | None = None,
         measure_every: int = 0,
+        inspect: Callable[[Sequence[torch.Tensor], slice, int], None] | None = None,
     ):
         """``methods``: one a segment (they differ in which columns take weight decay).
 
         ``cut``: the blocks of layers that a mixer may send during backward; None where the
         gradient is needed whole. ``measure_every``: steps between two consensus distances, 0: none.
+        ``inspect``: is shown some columns of the vectors that are about to be sent, and the step.
         """
         self.mixer, self.group, self.vector = mixer, group, vector
         self.methods, self.method, self.cadence = methods, methods[0], cadence
@@ -77,7 +79,7 @@ class Engine:
         self._kind: Kind | None = None  # of the step that has begun
         self._sent = False  # whether its exchange has
         self._came: tuple | None = None  # what it brought
-        self._cut = cut
+        self._cut, self._inspect = cut, inspect
         self._blocks: Blocks | None = None
         self._blocks_of: Mixer | None = None
 
@@ -101,6 +103,7 @@ class Engine:
             self._sent = True
         (x,), g = self.vector.x, None if self.method.raw else self.vector.g[0]
         blocks.send(block, x, g, self.states[0], self._out, now)
+        self._look([self._out], blocks.columns[block])
         blocks.mixer.filled(block)
 
     def step(
@@ -193,8 +196,16 @@ class Engine:
             return onepass.send(self.methods[slot].send, *arguments, local=local)
 
         self.states = self.group.on_shards(send)
+        self._look(out)
         self.mixer.start(now.kind, now.round, self.index)
         self._sent = True
+
+    def _look(self, out: Sequence, columns: slice | None = None) -> None:
+        """Show what is about to be sent to who asked for it."""
+        for parts in out if self._inspect else ():
+            c = columns or slice(0, parts[0].shape[1])
+            assert self._inspect is not None
+            self._inspect([part[:, c] for part in parts[: self.method.vectors]], c, self.index)
 
     def _receive(self, sent: Sequence, mixed: Sequence, now: Step) -> None:
         """Let the algorithm take in what came, shard by shard."""

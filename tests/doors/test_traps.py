@@ -439,3 +439,46 @@ def test_a_node_that_nobody_launched_says_once_that_it_is_alone(mpirun, n):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("one node alone: no launcher of MPI") == (n == 0)
     assert ("mpiexec -n 4 python" in done.stderr) == (n == 0)
+
+
+# -- what isn't a number ---------------------------------------------------------------------------
+
+POISON = """
+import sys, torch, mpigossip
+torch.set_num_threads(1)
+options = {{"overlap": "layers", "same_host": "put"}} if sys.argv[1] == "layers" else {{}}
+if sys.argv[1] == "ahead":
+    options = {{"style": "awc"}}
+with mpigossip.world() as world:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mpigossip.Gossip(world, model, optimizer, **options)
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(4, 4)
+        if (world.rank, step) == (1, 3):
+            x[0, 0] = float({value!r})
+        model(x).square().mean().backward()
+        optimizer.step()
+        assert all(bool(p.isfinite().all()) for p in model.parameters()) or world.rank == 1
+"""
+
+
+@pytest.mark.parametrize(("how", "value"), [("plain", "nan"), ("ahead", "inf"), ("layers", "nan")])
+def test_what_is_no_number_on_one_rank_is_named_before_it_travels(mpirun, how, value):
+    done = mpirun(3, [sys.executable, "-c", POISON.format(value=value), how])
+    step = 4 if how == "ahead" else 3  # what the neighbours get of a step ahead is what it began at
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
+    assert len(said) == 1 and re.match(rf"mpigossip: rank 1 of 3 on .*: step {step}: ", said[0])
+    assert "values that node 1 was about to send are NaN or infinite, the first in" in said[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_large_values_are_no_fault():
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        model.weight.fill_(3e38)  # the sum of which is infinite
+    optimizer = mpigossip.Gossip(Alone(), model, torch.optim.SGD(model.parameters(), lr=0.0))
+    optimizer.step()
