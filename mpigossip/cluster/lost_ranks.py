@@ -246,8 +246,9 @@ class Watch:
         if not self.starting:
             return self.aborted()
         missing = self.missing()
-        # what a rank loads before it enters may take long on a busy machine, and is not waiting
-        since = self.began if missing and self.entered < float("inf") else self.entered
+        # what a rank loads before it enters may take long on a busy machine, and is not waiting;
+        # its file is laid before that, as this one's
+        since = self.began if missing else self.entered
         left = self.timeout_s - (time.monotonic() - since)
         self.pause = max(0.0, min(1.5 * self.pause, FIRST_LOOK_S if self.dead else LOOK_S, left))
         self.meet()
