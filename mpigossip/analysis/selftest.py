@@ -53,7 +53,7 @@ def all_tests(options, world: World, slots: Sequence[str]) -> list[Finding]:
     with watched(world, options.timeout) as now:
         found += [gpu_awareness(world, slots, now)]
         if world.size > 1:
-            found += [ways(world, tried, slots, size, now)]
+            found += [found_routes(world, tried, slots, size, now)]
     return found
 
 
@@ -252,15 +252,17 @@ def _try_out(
 # -- the way to each neighbour ----------------------------------------------------------------
 
 
-def ways(world: World, tried: Graph, slots: Sequence[str], size: int, now: list[str]) -> Finding:
+def found_routes(
+    world: World, tried: Graph, slots: Sequence[str], size: int, now: list[str]
+) -> Finding:
     """How each neighbour is reached and why; for GPUs, by exchanges of their memory."""
     on_gpus = slots[0].startswith("cuda")
     if world.agree(int(not on_gpus)):
-        return _judge_ways(world, _ways_on_cpus(world), tried)
-    return ways_of_devices(world, tried, slots, size, now)
+        return _judge_routes(world, _routes_on_cpus(world), tried)
+    return routes_of_devices(world, tried, slots, size, now)
 
 
-def _ways_on_cpus(world: World) -> dict[int, str]:
+def _routes_on_cpus(world: World) -> dict[int, str]:
     here = world.hosts[world.rank]
     return {
         rank: "read (the same host: shared memory)" if host == here else "put (another host)"
@@ -269,7 +271,7 @@ def _ways_on_cpus(world: World) -> dict[int, str]:
     }
 
 
-def ways_of_devices(
+def routes_of_devices(
     world: World, tried: Graph, slots: Sequence[str], size: int, now: list[str]
 ) -> Finding:
     """The mixer that training uses on these slots: its routes, its time, its results."""
@@ -279,10 +281,12 @@ def ways_of_devices(
     width = max(size // 4 // len(slots), 1)
     mixer = DeviceWindows(tried, Layout((width,) * len(slots), devices=tuple(slots)), world)
     routes = mixer.routes
-    return _judge_ways(world, routes, tried, _try_out(world, tried, mixer, now, "GPU memory"), size)
+    return _judge_routes(
+        world, routes, tried, _try_out(world, tried, mixer, now, "GPU memory"), size
+    )
 
 
-def _judge_ways(
+def _judge_routes(
     world: World,
     routes: dict[int, str],
     tried: Graph,
@@ -294,7 +298,7 @@ def _judge_ways(
     mine = [(world.rank, rank, routes[rank]) for rank in sorted(neighbours)]
     gathered = world.gather((mine, measured))
     if gathered is None:
-        return Finding("ways", "")
+        return Finding("routes", "")
     links = [link for part, _ in gathered for link in part]
     counts = Counter(route for _, _, route in links)
     text = "; ".join(f"{counted(count, 'link')} by {way}" for way, count in counts.items())
@@ -304,12 +308,12 @@ def _judge_ways(
         text += f"; exchanges of {size >> 20} MiB: {spent * 1e3:.1f} ms each"
         data |= {"bytes": size, "seconds": spent, "error": worst}
         if worst > 1e-5:
-            return Finding("ways", text, "wrong", OFF.format(worst), data)
+            return Finding("routes", text, "wrong", OFF.format(worst), data)
     slow = [way for way in counts if way.startswith("host")]
     if slow:
         remedy = "messages of GPU memory pass through host memory: " + "; ".join(slow)
-        return Finding("ways", text, "note", remedy, data)
-    return Finding("ways", text, data=data)
+        return Finding("routes", text, "note", remedy, data)
+    return Finding("routes", text, data=data)
 
 
 # -- GPU-awareness ----------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def test_on_ranks_every_neighbour_is_put_to(mpirun, tmp_path, n, graph):
     ways = [one["data"]["same_host"] for one in named(found, "windows")]
     assert ways == ["read", "put"]
     assert all(one["data"]["error"] < 1e-6 for one in named(found, "windows"))
-    (way,) = named(found, "ways")
+    (way,) = named(found, "routes")
     assert {(link["from"], link["to"]) for link in way["data"]["links"]} == links
     assert all(link["way"].startswith("read (the same host") for link in way["data"]["links"])
     (mpi,) = named(found, "mpi")
@@ -259,8 +259,8 @@ def ways_on_stand_ins(comm):
     torch.set_num_threads(1)
     with world() as ranks:
         tried = graph("ring", ranks.size)
-        found = selftest.ways_of_devices(ranks, tried, ("cpu", "cpu"), 1 << 16, [])
-        off = selftest._judge_ways(ranks, dict.fromkeys(range(3), "ipc"), tried, (0.1, 0.5))
+        found = selftest.routes_of_devices(ranks, tried, ("cpu", "cpu"), 1 << 16, [])
+        off = selftest._judge_routes(ranks, dict.fromkeys(range(3), "ipc"), tried, (0.1, 0.5))
     return (found.level, found.text, found.remedy, found.data), off.level
 
 
