@@ -40,9 +40,23 @@ def run(options) -> int:
         with Alone() as alone:
             found = launch.resume(options.folder, options.settings, alone, options.nodes)
             return exit_code(found, alone)
-    limit = begin({}, options.settings, options.folder if options.folder.is_dir() else None)
+    folder = options.folder if options.folder.is_dir() else None
+    limit = begin(_job_of(options.folder), options.settings, folder)
     from mpigossip.cluster.ranks import world
     from mpigossip.runs import launch
 
     with world(limit) as ranks:
         return exit_code(launch.resume(options.folder, options.settings, ranks, None), ranks)
+
+
+def _job_of(folder: Path) -> dict:
+    """The job of the newest checkpoint; where it can't be read, all ranks will say so together."""
+    from mpigossip.config import JobError
+    from mpigossip.config.reading import read
+    from mpigossip.store import StoreError, checkpoint
+
+    try:
+        newest = checkpoint.latest(folder)
+        return read(checkpoint.read_manifest(newest).job) if newest else {}
+    except (StoreError, JobError, OSError):
+        return {}

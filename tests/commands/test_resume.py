@@ -1,0 +1,34 @@
+"""`mpigossip resume` before its ranks have met."""
+
+import contextlib
+
+import pytest
+
+from mpigossip import cli
+from mpigossip.cluster import process
+from mpigossip.store import checkpoint
+from tests.commands.test_permissions import TINY
+
+
+class Begun(Exception):
+    """Instead of MPI."""
+
+
+@pytest.mark.parametrize("further, limit", [([], 7.0), (["node.timeout_s=9"], 9.0)])
+def test_mpi_has_as_long_to_start_as_the_run_that_is_resumed(tmp_path, monkeypatch, further, limit):
+    (tmp_path / "job.toml").write_text('[run]\nname = "x"\n')
+    settings = [*TINY, "run.steps=2", "node.timeout_s=7", f"run.output={tmp_path / 'run'}"]
+    assert cli.main(["simulate", str(tmp_path / "job.toml"), "--nodes", "2", *settings]) == 0
+    given = []
+
+    def begin(folder, timeout_s=process.TIMEOUT_S):
+        given.append((folder, timeout_s))
+        raise Begun
+
+    monkeypatch.setattr(process, "begin", begin)
+    with contextlib.suppress(Begun):
+        cli.main(["resume", str(tmp_path / "run"), *further])
+    (checkpoint.latest(tmp_path / "run") / "checkpoint.h5").unlink()
+    with contextlib.suppress(Begun):
+        cli.main(["resume", str(tmp_path / "run")])
+    assert given == [(tmp_path / "run", limit), (tmp_path / "run", process.TIMEOUT_S)]
