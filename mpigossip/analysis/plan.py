@@ -19,6 +19,7 @@ from mpigossip.mixing.plan import piece_size
 from mpigossip.training.assemble import make_bare
 from mpigossip.training.costs import STEPS, Exchanges, Subject, exchanges
 from mpigossip.training.fit import lacking, may_cut, unfit
+from mpigossip.training.shape import planned
 
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
 CADENCES = ("always", "every", "gossip-pga", "cpsgd")
@@ -144,7 +145,7 @@ def _hidden(job: Job, made: Exchanges, machine: Machine) -> float:
         wire = exchange_seconds(made, machine) - _summing(made, machine)
         return min(wire, machine.compute_s)
     slots = slots_of(job.node.devices)
-    if not (made.method.by_columns and may_cut(job, len(slots)) and slots == ("cpu",)):
+    if not (made.method.by_columns and may_cut(job, planned(job)) and slots == ("cpu",)):
         return 0.0
     size = made.layout.sent_bytes
     last = min(1.0, piece_size(size, machine.bandwidth) / size)

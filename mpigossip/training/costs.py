@@ -20,7 +20,7 @@ from mpigossip.graphs import Graph
 from mpigossip.mixing import mixer_class
 from mpigossip.mixing.base import Kind, Layout, is_average, traffic
 from mpigossip.store import StoreError
-from mpigossip.training import assemble
+from mpigossip.training import assemble, shape
 
 STEPS = 240
 """Steps over which costs are averaged: whole periods of all usual graphs and cadences."""
@@ -52,7 +52,7 @@ def subject(job: Job) -> tuple[Subject, str]:
     """What is to be counted, and a note where a stand-in takes the place of missing data."""
     data, note = data_or_stand_in(job)
     module = assemble.make_model(job, data)
-    slots = len(assemble.slots_of(job.node.devices))
+    slots = shape.planned(job)
     undecayed = None if job.algorithm.decay_all else models.decayed(module)
     flat = flatten(module, slots if job.node.shard else 1, undecayed)
     return Subject(job, flat, slots, len(data.train_labels)), note

@@ -30,6 +30,12 @@ def slots(job: Job, world: World) -> int:
     return len(slots_of(job.node.devices)) * ranks_of(job, world)
 
 
+def planned(job: Job) -> int:
+    """Slots of a node where no ranks are there yet; "host" stands for one rank a host."""
+    asked = job.node.ranks_per_node
+    return len(slots_of(job.node.devices)) * (asked if isinstance(asked, int) else 1)
+
+
 def mistakes(job: Job, world: World) -> list[str]:
     """Why nodes of several ranks can't be had here, with the remedy."""
     node, found = job.node, []
