@@ -229,21 +229,21 @@ class World(Meetings):
         return f"rank {self.rank} of {self.size} on {self.hosts[self.rank]}"
 
 
-def world(timeout_s: float = TIMEOUT_S) -> World:
+def world(timeout_s: float = TIMEOUT_S, kind: type[World] = World) -> World:
     """Starts MPI, unless it runs already, and joins all ranks of the job; call it on every rank.
 
     Under a launcher (srun, mpirun) the world has its ranks; without one, a world of one.
     `timeout_s` limits waiting in `barrier` and `agree`. LaunchError where MPI can't be loaded, or
-    where several processes were started that MPI doesn't join.
+    where several processes were started that MPI doesn't join. `kind`: what is made.
     """
     try:
-        return _world(timeout_s)
+        return _world(timeout_s, kind)
     except LaunchError as error:
         sys.excepthook = uncaught.once(error)
         raise
 
 
-def _world(timeout_s: float) -> World:
+def _world(timeout_s: float, kind: type[World]) -> World:
     if "mpi4py.MPI" not in sys.modules:
         process.begin(timeout_s=timeout_s)
     try:
@@ -267,6 +267,6 @@ def _world(timeout_s: float) -> World:
     ending.prepare(finalize=ours)
     check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)
     check_alone(MPI.COMM_WORLD.size, os.environ, multiprocessing.current_process()._identity)
-    made = World(MPI.COMM_WORLD, timeout_s)
+    made = kind(MPI.COMM_WORLD, timeout_s)
     process.started()
     return made

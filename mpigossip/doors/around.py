@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 
 FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
@@ -21,18 +22,24 @@ def bare(model: nn.Module) -> nn.Module:
 
     So parameters have the same names with and without them, and so have checkpoints.
     """
-    while True:
-        compiled = getattr(model, "_orig_mod", None)
-        if isinstance(model, DataParallel | DistributedDataParallel):
-            model = model.module
-        elif isinstance(compiled, nn.Module):
-            model = compiled
-        else:
-            return model
+    while (inner := bare_once(model)) is not model:
+        model = inner
+    return model
 
 
-def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """JobError for what joins ranks by itself, and for optimizers that a framework has wrapped."""
+def bare_once(model: nn.Module) -> nn.Module:
+    """The module inside the outermost of them; itself where there is none."""
+    compiled = getattr(model, "_orig_mod", None)
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        return model.module
+    return compiled if isinstance(compiled, nn.Module) else model
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | None = None) -> None:
+    """JobError for what joins ranks by itself, and for optimizers that a framework has wrapped.
+
+    ``world``: where its nodes have several ranks, the model must be in DDP over those of its node.
+    """
     kind = type(optimizer)
     home = kind.__module__.partition(".")[0]
     if home in FRAMEWORKS:
@@ -47,26 +54,56 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
              "Gossip the optimizer inside it"]
         )  # fmt: skip
     _whole(model)
-    _apart(m for m in model.modules() if isinstance(m, DistributedDataParallel))
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    several = world.nodes.per_node if world else 1
+    if several > 1 and not any(isinstance(m, DistributedDataParallel) for m in _layers(model)):
+        raise JobError(
+            [f"ranks_per_node: a node has {several} ranks, whose gradients nobody averages: wrap "
+             "the model as DistributedDataParallel(model, process_group=world.node_group()) before "
+             "it is given to Gossip"]
+        )  # fmt: skip
+    _apart(wrappers, world)
 
 
-def check_late(model: nn.Module) -> None:
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """What stands around the bare module, one in the other."""
+    while (inner := bare_once(model)) is not model:
+        yield model
+        model = inner
+
+
+def _node(world: World | None) -> list[int]:
+    """The world's ranks that are this one's node."""
+    if world is None or world.nodes.per_node == 1:
+        return []
+    of = world.nodes.of
+    return [rank for rank, node in enumerate(of) if node == of[world.rank]]
+
+
+def check_late(model: nn.Module, world: World | None = None) -> None:
     """The same for what was put around the model after Gossip; looks at all objects, so once."""
     _whole(model)
     if distributed.is_available() and distributed.is_initialized():
         own = {id(p) for p in model.parameters()}
         every = (o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
-        _apart(m for m in every if own & {id(p) for p in m.parameters()})
+        _apart((m for m in every if own & {id(p) for p in m.parameters()}), world)
 
 
-def _apart(wrappers: Iterable[DistributedDataParallel]) -> None:
+def _apart(wrappers: Iterable[DistributedDataParallel], world: World | None) -> None:
     for wrapper in wrappers:
-        several = wrapper.process_group.size()
-        if several > 1:
+        several, group = wrapper.process_group.size(), wrapper.process_group
+        node = _node(world)
+        if node and distributed.get_process_group_ranks(group) != node:
+            raise JobError(
+                [f"DistributedDataParallel around the model sums the gradients of {several} "
+                 f"processes, and this node is the ranks {', '.join(map(str, node))}: give it "
+                 "process_group=world.node_group()"]
+            )  # fmt: skip
+        if not node and several > 1:
             raise JobError(
                 [f"DistributedDataParallel around the model sums the gradients of {several} "
                  "processes at every step, and each of them is a node: leave it away, Gossip "
-                 "takes its place"]
+                 "takes its place, or make them one by mpigossip.world(ranks_per_node=…)"]
             )  # fmt: skip
 
 

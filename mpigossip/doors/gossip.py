@@ -104,7 +104,7 @@ class Gossip(Wrapper):
             raise JobError([f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}'])
         where = str(next(self._model.parameters()).device)
         with world.together(JobError, ValueError):
-            around.check(whole, optimizer)
+            around.check(whole, optimizer, world)
             check(self._model, optimizer)
             self._job, self._graph = settings(
                 world, where, algorithm, graph, cadence, wire, mixer, options

@@ -20,11 +20,13 @@ from mpigossip.doors.given import named
 from mpigossip.doors.held import Held
 from mpigossip.doors.inner import borrowed, check, decay, rate
 from mpigossip.doors.slots import Slots
+from mpigossip.engine.gathered import Gathered
 from mpigossip.engine.module import LOW, Parameters
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph
 from mpigossip.groups.base import Single
+from mpigossip.groups.devices import make_group
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Layout, Mixer
 from mpigossip.training import assemble
@@ -75,16 +77,25 @@ class Node:
         method = assemble.make_method(self.job, 0, self.graph, equal_start.SIGNATURE)
         wire, widths = assemble.make_wire(self.job), self.flat.widths
         layout = Layout(widths, method.vectors, method.scalars, (self._device,), wire)
-        node = self.job.node
+        node, nodes = self.job.node, self.world.nodes
         alone = self.world.comm is None  # nobody whose pace could differ
-        self.mixer = open_mixer(
-            self.graph, layout, self.world, "synchronous" if alone else node.mixer,
-            same_host=node.same_host, gpu_window=node.gpu_window, timeout_s=node.timeout_s,
-        )  # fmt: skip
+
+        def of(layout: Layout) -> Mixer:
+            return open_mixer(
+                self.graph, layout, nodes.column, "synchronous" if alone else node.mixer,
+                same_host=node.same_host, gpu_window=node.gpu_window, timeout_s=node.timeout_s,
+            )  # fmt: skip
+
+        if nodes.per_node == 1:
+            self.mixer = of(layout)
+        else:
+            threads = torch.get_num_threads()
+            group = make_group((self._device,), threads, True, node.timeout_s, self.world)
+            self.mixer = Gathered(layout, group, of)
 
     def lay_out(self) -> None:
         """The vector, where the model now is, and the engine over it; collective."""
-        around.check_late(self.model)
+        around.check_late(self.model, self.world)
         facts, self._facts = self._facts, equal_start.layout(self.model)
         if self.mixer.synchronous or facts != self._facts:  # others meet where they have to
             equal_start.agree(self.world, self._facts)

@@ -50,26 +50,44 @@ def settings(
         sections["node"]["wire"] = wire
     job = assemble.load(sections)
     if drawn:
-        made = graphs.graph(graph, world.size, job.graph.weights, lazy=job.graph.lazy)
+        made = graphs.graph(graph, world.nodes.count, job.graph.weights, lazy=job.graph.lazy)
         job = replace(job, graph=replace(job.graph, name="networkx"))
     else:
         try:
-            made = assemble.make_graph(job, world.size)
+            made = assemble.make_graph(job, world.nodes.count)
         except GraphError as error:
             raise JobError([f"graph.name: {error}"]) from error
     method = assemble.make_method(job, 0, made, SIGNATURE)
     found = unfit(job, made, method, assemble.make_cadence(job, method, made))
     found += _unseen(job, method, made)
+    found += _of_several(job, world)
     if drawn and job.run.survive:
         found.append(
             "survive = True: a graph that is given has its number of nodes, and those who outlive "
             f"a loss need one of fewer; name a graph, as {GraphSection.name}"
         )
     elif not found:
-        found += assemble.lasting(job, world.size)
+        found += assemble.lasting(job, world.nodes.count)
     if found:
         raise JobError(found)
     return job, made
+
+
+def _of_several(job: Job, world: World) -> list[str]:
+    """What nodes of several ranks don't do in a loop of one's own."""
+    found = []
+    if job.node.mixer != "synchronous" and world.nodes.per_node > 1:
+        found.append(
+            f'mixer = "{job.node.mixer}": the ranks of a node step together, and would wait for '
+            'each other\'s neighbours; use mixer = "synchronous", or ranks_per_node = 1'
+        )
+    if job.run.survive and world.nodes.per_node > 1:
+        found.append(
+            "survive = True: a lost rank takes its node's part of what is exchanged with it, and "
+            "the node's other ranks would have to leave; use ranks_per_node = 1, or go on from "
+            "what was saved"
+        )
+    return found
 
 
 def _sections(

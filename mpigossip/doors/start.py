@@ -4,21 +4,60 @@ from __future__ import annotations
 
 import sys
 
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
 from mpigossip.cluster import apart, ranks
 from mpigossip.cluster.process import TIMEOUT_S
+from mpigossip.config import JobError
+from mpigossip.groups.process_groups import node_group
 
 
-def world(timeout_s: float = TIMEOUT_S) -> ranks.World:
+class World(ranks.World):
+    """The ranks of a user's own program, with what torch needs to join those of a node."""
+
+    def node_group(self, backend: str | None = None) -> ProcessGroup:
+        """The torch process group of this rank's node, for DistributedDataParallel; collective.
+
+        ``backend``: unset, "nccl" where there are GPUs, else "gloo". torch.distributed is started
+        over all ranks where it doesn't run yet. JobError where it runs with others.
+        """
+        return node_group(self, backend or _backend(), self.timeout_s)
+
+    def node_mesh(self, backend: str | None = None) -> DeviceMesh:
+        """The same as a DeviceMesh of one dimension, "node"; collective."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        group = self.node_group(backend)
+        return DeviceMesh.from_group(group, device, mesh_dim_names=("node",))
+
+
+def _backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
     """Starts MPI, unless it runs already, and joins all ranks of the job; call it on every rank.
 
     Under a launcher (srun, mpirun) the world has its ranks; without one, a world of one.
     ``timeout_s`` limits waiting in ``barrier`` and ``agree``. LaunchError where MPI can't be
     loaded, or where several processes were started that MPI doesn't join.
 
+    ``ranks_per_node``: 1, each rank is a node; "host", all ranks of a host are one; K, every K of
+    a host are, and exchange a part of the model each. JobError on all ranks where hosts don't have
+    the ranks for it.
+
     Where transformers, Lightning or Accelerate was imported before, the launcher's variables that
     they would misread are taken out of ``os.environ``: see :mod:`mpigossip.cluster.apart`.
     """
-    made = ranks.world(timeout_s)
+    if ranks_per_node != "host" and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
+        raise JobError(
+            [f'ranks_per_node = {ranks_per_node!r}: give 1, "host", or how many ranks of a host '
+             "are a node"]
+        )  # fmt: skip
+    made = ranks.world(timeout_s, World)
+    assert isinstance(made, World)
+    made.arrange(ranks_per_node)
     hidden = apart.hide()
     if hidden and made.rank == 0:
         text = f"mpigossip: {', '.join(hidden)} are hidden, so that frameworks see one process a "

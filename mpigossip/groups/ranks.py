@@ -41,6 +41,7 @@ class Ranks:
         self.devices = inner.devices
         self._inner, self._node, self._board = inner, node, Board(node)
         self._memory: list[Shared] = []
+        self._closed = False
         self._everyone: dict[int, list[torch.Tensor]] = {}
         """the arrays of all slots, by the address of the first one here"""
 
@@ -165,7 +166,10 @@ class Ranks:
         )
 
     def close(self) -> None:
-        """End the slots here, free the shared memory; collective."""
+        """End the slots here, free the shared memory; collective, once."""
+        if self._closed:
+            return
+        self._closed = True
         self._inner.close()
         self._board.meet("closing")
         self._everyone = {}

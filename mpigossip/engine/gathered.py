@@ -1,0 +1,117 @@
+"""A mixer for ranks of a node that hold the whole vector each: each exchanges a shard of it.
+
+So a loop whose gradients are equal in all ranks of a node (DDP inside it) steps on whole tensors
+with any optimizer, and the model crosses the network once a node, by all of its network cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mpigossip.groups.base import Group, shards
+from mpigossip.mixing.base import Kind, Layout, Mixer, Segments
+from mpigossip.mixing.wire import BUCKET
+
+
+class Gathered:
+    """Contract: :class:`mpigossip.mixing.base.Mixer`, of a single segment.
+
+    What gathers, ``finish`` and ``close``, is collective over the node's ranks, too. Bits are
+    those of the whole vector exchanged by one rank. What is sent is counted by rank.
+    """
+
+    synchronous = True
+
+    def __init__(self, layout: Layout, group: Group, make: Callable[[Layout], Mixer]):
+        """``layout``: of the whole vector; ``group``: one slot a rank.
+
+        ``make``: the column's mixer for the layout of a shard.
+        """
+        (size,), slots = layout.widths, group.slots
+        # whole buckets, as wires see them, equally many of each rank
+        width = -(-size // (slots * BUCKET)) * BUCKET
+        (slot,) = group.mine
+        self.layout, self._group, self._size = layout, group, size
+        own = Layout(
+            (width,), layout.vectors, layout.scalars, layout.devices, layout.wire, layout.dtype,
+            (width * slot,),
+        )  # fmt: skip
+        self._inner = make(own)
+        self._own = slice(min(width * slot, size), min(width * (slot + 1), size))
+        both = [[group.zeros(1, width * slots)[0] for _ in range(layout.vectors)] for _ in range(2)]
+        self._sent, self._mixed = both
+        self._out = [torch.zeros(1, size, device=group.devices[0]) for _ in range(layout.vectors)]
+        self._scalars = [
+            torch.zeros(1, 1, dtype=torch.float64, device=group.devices[0])
+            for _ in range(layout.scalars)
+        ]
+        self._kind = Kind.LOCAL
+        self.n, self.rows = self._inner.n, self._inner.rows
+        self.bytes_sent, self.staleness = self._inner.bytes_sent, self._inner.staleness
+
+    @property
+    def flown(self) -> float:
+        """Seconds that the shard's exchanges took in a thread of their own."""
+        return self._inner.flown
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for other nodes."""
+        return self._inner.waited
+
+    def outbox(self, t: int) -> Segments:
+        """Arrays (1, P) to fill whole."""
+        return [(*self._out, *self._scalars)]
+
+    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+        """Publish this rank's shard of the outbox."""
+        self._kind, at = kind, self._own
+        (inner,) = self._inner.outbox(t)
+        for whole, part in zip(self._out, inner, strict=False):
+            part[:, : at.stop - at.start].copy_(whole[:, at])
+            part[:, max(0, at.stop - at.start) :].zero_()
+        for value, place in zip(self._scalars, inner[self.layout.vectors :], strict=True):
+            place.copy_(value)
+        self._inner.start(kind, t, exchange)
+
+    def finish(self) -> tuple[Segments, Segments]:
+        """``sent`` and ``mixed``, whole: the node's ranks gather their shards."""
+        (sent,), (mixed,) = self._inner.finish()
+        own = [(*self._out, *self._scalars)]
+        if self._kind is Kind.LOCAL:
+            return own, own
+        vectors = self.layout.vectors
+        if not self.layout.wire.exact:
+            own = [(*self._gather(self._sent, sent[:vectors]), *sent[vectors:])]
+        return own, [(*self._gather(self._mixed, mixed[:vectors]), *mixed[vectors:])]
+
+    def _gather(
+        self, rooms: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The whole vectors, (1, P), from all ranks' shards."""
+        for room, part in zip(rooms, parts, strict=True):
+            (place,) = shards([room], self._group.slots, self._group.mine)
+            self._group.all_gather([place.copy_(part)], [room])
+        return [room[:, : self._size] for room in rooms]
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Exact average over nodes of x (1, p): (p,)."""
+        return self._inner.mean(x)
+
+    def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
+        """The same for small float64 arrays (1, k) -> (k,)."""
+        return self._inner.mean_scalars(values)
+
+    def memory(self, averages: bool = True) -> dict[str, int]:
+        """Bytes by purpose of this rank's messages, and of the gathered vectors."""
+        each = self.layout.dtype.itemsize * self.layout.vectors
+        whole = each * (self._size + sum(room.shape[1] for room in self._mixed + self._sent))
+        return self._inner.memory(averages) | {"gathered": whole}
+
+    def close(self) -> None:
+        """Close the column's mixer, then the group; collective."""
+        self._inner.close()
+        self._sent, self._mixed = [], []
+        self._group.close()
