@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +31,21 @@ def numbers(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
     Their own numbers where no world of several ranks is open.
     """
     return list(ranks) if roll is None else roll.numbers(comm, ranks)
+
+
+call = ""
+"""What of a user's program this rank is in, that all ranks have to call."""
+
+
+@contextlib.contextmanager
+def calling(name: str) -> Iterator[None]:
+    """Inside, waits that end at their limit name the call, to this rank and to the others."""
+    global call
+    before, call = call, name
+    try:
+        yield
+    finally:
+        call = before
 
 
 class LateError(Failure, TimeoutError):
@@ -66,7 +81,8 @@ class Deadline:
             now = time.monotonic()
             if now - self._start >= self.seconds:
                 fault = wait.fault() if wait is not None else ""
-                told = f"; {fault}" if fault else ""
+                told = f", in {call}, which all ranks have to call" if call else ""
+                told += f"; {fault}" if fault else ""
                 raise LateError(f"{what()}{told} (waited {self.seconds:g} s)")
             if wait is not None:
                 wait.look()

@@ -31,6 +31,7 @@ from mpigossip.cluster.nodes import arranged
 from mpigossip.cluster.process import TIMEOUT_S, ending
 from mpigossip.cluster.roll import Roll
 from mpigossip.cluster.world import Nodes
+from mpigossip.config.errors import Failure
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -207,14 +208,17 @@ class World(Meetings):
     ) -> None:
         ending.code = uncaught.code(error)
         every = None if self._roll is None else uncaught.ended_by_all(self._roll, error)
-        if every is not None:  # nobody needs to be stopped: the first of each kind says it
+        if every is None:  # some go on, or wait for this one, whose word ends the job
+            uncaught.takes_turn(self.rank)
+            if process.speaks_last() or self.diminished:
+                uncaught.say(uncaught.told(error, self._name))
+        else:  # the first of each kind says it
             if every.index(every[self.rank]) == self.rank:
                 who = "" if len(set(every)) == 1 else self._name
                 uncaught.say(uncaught.told(error, who, f"all {self.size} ranks"))
-            uncaught.leave(ending.code)
-        uncaught.takes_turn(self.rank)
-        if process.speaks_last() or self.diminished:
-            uncaught.say(uncaught.told(error, self._name))
+            if not isinstance(error, Failure):  # exchanges may be open, which MPI would wait for
+                uncaught.leave(ending.code)
+            uncaught.takes_turn(self.rank)
         self.abort(ending.code)
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpigossip.cluster import deadline
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -25,6 +27,7 @@ ALL, NOBODY = -1, -2
 """Instead of a rank: all of them, in a meeting; none any more."""
 LISTEN_S = 0.5
 """Seconds of a wait after which it listens to what others tell: short waits cost nothing."""
+TOLD_AS = np.dtype([("whom", np.int64), ("call", "S48")])
 TOLD = 64
 """Ranks that are told, at most, besides those that are waited for: the first ones."""
 
@@ -37,6 +40,8 @@ class Roll:
         self._comm, self._hosts = comm, hosts
         self._heard: dict[int, int] = {}
         """whom the others wait for, by rank"""
+        self._calls: dict[int, str] = {}
+        """what they have called, if all ranks have to"""
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
         self._lock = threading.Lock()
 
@@ -53,10 +58,10 @@ class Roll:
         return Wait(self, seconds, whom)
 
     def tell(self, ranks: Iterable[int], word: int) -> None:
-        """Say whom this rank waits for."""
+        """Say whom this rank waits for, and in which call."""
         for rank in ranks:
             with contextlib.suppress(Exception):  # one that is lost
-                value = np.array([word], np.int64)
+                value = np.array((word, deadline.call.encode()), TOLD_AS).reshape(1).view(np.uint8)
                 self._sent.append((self._comm.Isend(value, rank, TAG), value))
 
     def listen(self) -> bool:
@@ -68,9 +73,11 @@ class Roll:
             with contextlib.suppress(Exception):
                 status = MPI.Status()
                 while self._comm.Iprobe(MPI.ANY_SOURCE, TAG, status):
-                    value = np.empty(1, np.int64)
+                    value = np.empty(TOLD_AS.itemsize, np.uint8)
                     self._comm.Recv(value, status.source, TAG)
-                    self._heard[status.source] = int(value[0])
+                    word, called = value.view(TOLD_AS)[0]
+                    self._heard[status.source] = int(word)
+                    self._calls[status.source] = bytes(called).decode()
                     found = True
             self._lock.release()
         return found
@@ -94,7 +101,21 @@ class Roll:
         if len(words) == self._comm.size - 1 > 1:
             return "nothing is heard of any other rank: is this host cut off?"
         more = f" and {len(words) - 4} more" if len(words) > 4 else ""
-        return f"nothing is heard of {', '.join(words[:4])}{more}" if words else ""
+        found = [f"nothing is heard of {', '.join(words[:4])}{more}"] if words else []
+        return "; ".join(found + self._elsewhere())
+
+    def _elsewhere(self) -> list[str]:
+        """A clause on ranks that wait in another call than this one."""
+        calls: dict[str, list[int]] = {}
+        for rank, called in sorted(self._calls.items()):
+            if self._heard.get(rank, NOBODY) != NOBODY and called and called != deadline.call:
+                calls.setdefault(called, []).append(rank)
+        return [
+            f"rank {ranks[0]} on {self._hosts[ranks[0]]}"
+            + (f" and {len(ranks) - 1} more" if len(ranks) > 1 else "")
+            + f" waits in {called}"
+            for called, ranks in calls.items()
+        ]
 
     def _name(self, rank: int, before: list[int]) -> str:
         waits = f", for which rank {before[0]} waits" if before else ""

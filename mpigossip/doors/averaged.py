@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
+from mpigossip.cluster import deadline
 from mpigossip.config import JobError
 from mpigossip.doors import equal_start
 from mpigossip.doors.node import Node
@@ -33,7 +34,7 @@ def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> It
     if batches is not None and not any(isinstance(m, _BatchNorm) for m in module.modules()):
         raise JobError(["averaged(recalibrate=…): the model has no BatchNorm whose running mean "
                         "and variance could be found anew; leave recalibrate out"])  # fmt: skip
-    with torch.no_grad():
+    with torch.no_grad(), deadline.calling("averaged()"):
         _meet(node, "averaged()")
         with node.noticed():
             equal_start.agree(node.world, equal_start.layout(module))
@@ -47,7 +48,7 @@ def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> It
         kept += [(t, t.clone()) for t in parts]
     node.looking, whole = True, False
     try:
-        with torch.no_grad(), node.noticed():
+        with torch.no_grad(), deadline.calling("averaged()"), node.noticed():
             _average(node.mixer, parts)
             done()
             if batches is not None:
@@ -77,7 +78,7 @@ def distance(node: Node) -> float:
 
     NaN where a lost rank is noticed.
     """
-    with torch.no_grad():
+    with torch.no_grad(), deadline.calling("consensus_distance()"):
         _meet(node, "consensus_distance()")
         with node.noticed():
             return consensus_distance(node.vector.x, node.mixer, node.engine.group)

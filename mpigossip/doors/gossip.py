@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mpigossip.algorithms import takes_local
+from mpigossip.cluster import deadline
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.doors import around, blocks, given, saved
@@ -161,7 +162,7 @@ class Gossip(Wrapper):
                 )  # fmt: skip
             with torch.enable_grad():
                 value = closure()
-        with torch.no_grad():
+        with torch.no_grad(), deadline.calling("step()"):
             if self._survival is None:
                 self._step()
             else:

@@ -482,3 +482,37 @@ def test_large_values_are_no_fault():
         model.weight.fill_(3e38)  # the sum of which is infinite
     optimizer = mpigossip.Gossip(Alone(), model, torch.optim.SGD(model.parameters(), lr=0.0))
     optimizer.step()
+
+
+APART = """
+import sys, time, torch, mpigossip
+torch.set_num_threads(1)
+with mpigossip.world(timeout_s=3) as world:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mpigossip.Gossip(world, model, optimizer, timeout_s=3, mixer=sys.argv[2])
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        if world.rank == 0 and step == 1:
+            if sys.argv[1] == "averaged":
+                with optimizer.averaged():
+                    pass
+            else:
+                optimizer.consensus_distance()
+"""
+
+
+@pytest.mark.parametrize("call", ["averaged", "consensus_distance"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_only_one_rank_calls_is_named(mpirun, call, n):
+    done = mpirun(n, [sys.executable, "-c", APART, call, "synchronous"], timeout=40)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
+    assert len(said) == 1, done.stderr
+    # whoever's limit comes first speaks: of its own call and of the other
+    assert f"in {call}(), which all ranks have to call" in said[0] or (
+        "in step(), which all ranks have to call" in said[0]
+        and re.search(rf"rank 0 on \S+ waits in {call}\(\)", said[0])
+    )
