@@ -118,6 +118,13 @@ class Named(nn.Linear):
         return Scores(super().forward(x))
 
 
+class Twice(Named):
+    """Gives two tensors, which only a task of one's own can use."""
+
+    def forward(self, x):
+        return x, x
+
+
 def own_needs(path):
     return path
 
@@ -202,12 +209,12 @@ def test_a_networkx_graph_in_ones_own_loop(ranks):
         ({"algorithm": {"name": "mine:three"}}, "is a int; it should be a function"),
         ({"algorithm": {"name": "nowhere:thing"}}, "on PYTHONPATH"),
         ({"data": {"source": "mine:wrong"}}, "returned int; it should return a .*Source"),
-        ({"data": {"source": "mine:Plain"}}, "is a torch Dataset; it should return a .*Source"),
+        ({"data": {"source": "mine:Plain"}}, "returned Plain; it should return a .*Source"),
         ({"data": {"source": "mine:three"}}, "is a int; it should be a function"),
         ({"data": {"source": "mine:own_needs"}}, "takes 1 positional.* return a .*Source"),
         ({"model": {"name": "mine:wrong"}}, "returned int"),
         ({"model": {"name": "mine:frozen"}}, "no parameter to train"),
-        ({"model": {"name": "mine:Named"}}, r"gives a Scores .*\(1, 2\).*`.logits`"),
+        ({"model": {"name": "mine:Twice"}}, r"gives a tuple .*\(1, 2\).*`.logits`"),
         ({"model": {"name": "mine:configured"}}, "can't be built .* no attribute 'hidden_size'"),
         ({"log": {"hooks": ["mine:wrong"]}}, "returned int; it should return a .*Hook"),
         ({"log": {"hooks": ["tensorbord"]}}, "none of tensorboard"),

@@ -19,6 +19,7 @@ from mpigossip import cli
 from mpigossip.analysis import page
 from mpigossip.config import JobError
 from mpigossip.config.errors import WRONG, Mistake
+from mpigossip.runs.summary import metrics_of
 from mpigossip.store import StoreError
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -77,20 +78,24 @@ def run(options) -> int:
 
 def report(options) -> int:
     """Print a table and write OUT/report.html."""
-    there = []
-    print(f"{'run':24} {'accuracy':>9} {'loss':>9} {'seconds':>9}  settings")
+    there, rows = [], []
     for folder, settings in lines(options.job, options.file):
         try:
             found = read(folder / "log.h5", points=1).summary
         except StoreError:
             found = {}
-        if not found.get("finished"):
-            print(f"{folder!s:24} {'not finished':>29}  {' '.join(settings)}")
-            continue
-        there.append(folder)
-        figures = " ".join(
-            f"{found.get(name, float('nan')):9.4f}" for name in ("accuracy", "loss", "seconds")
-        )
+        rows.append((folder, settings, found))
+        there += [folder] if found.get("finished") else []
+    tested = [name for _, _, found in rows if found.get("finished") for name in metrics_of(found)]
+    names = [*dict.fromkeys(tested or ["accuracy"]), "loss", "seconds"]
+    widths = [max(9, len(name)) for name in names]
+    heads = " ".join(name.rjust(width) for name, width in zip(names, widths, strict=True))
+    print(f"{'run':24} {heads}  settings")
+    for folder, settings, found in rows:
+        figures = "not finished".rjust(len(heads))
+        if found.get("finished"):
+            pairs = zip(names, widths, strict=True)
+            figures = " ".join(f"{found.get(n, float('nan')):{width}.4f}" for n, width in pairs)
         print(f"{folder!s:24} {figures}  {' '.join(settings)}")
     if not there:
         raise StoreError(f"no run of {options.file} has finished; train them first")

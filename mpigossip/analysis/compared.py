@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mpigossip.store.log import Log, read
+from mpigossip.store.log import COLUMNS, Log, read
+from mpigossip.store.log_reading import metrics_in
 
 POINTS = 1000
 """Rows that are read for a picture; longer logs are averaged over blocks of steps."""
@@ -66,6 +67,18 @@ class LoggedRun:
         block = np.diff(step, append=step[-1] + (step[1] - step[0] if len(step) > 1 else 1))
         spent = np.concatenate([[0.0], np.cumsum(np.nan_to_num(sum(parts)) * block)])
         return np.append(step, step[-1] + block[-1]), spent
+
+    @property
+    def metrics(self) -> list[str]:
+        """What the task counts besides the loss, by name; accuracy first, where it is counted."""
+        return metrics_in(self.log.evaluations) or [
+            name for name in self.log.steps if name not in ("step", *COLUMNS)
+        ]
+
+    def unit(self, name: str) -> str:
+        """The unit of a column in parentheses; empty where it is a plain number."""
+        unit = self.log.units.get(name, "1")
+        return "" if unit in ("1", "") else f" ({unit})"
 
     def seconds(self, steps: np.ndarray) -> np.ndarray:
         """Time of training at these steps; evaluations and checkpoints are left out."""

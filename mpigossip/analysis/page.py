@@ -65,7 +65,6 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
 
 
 COLUMNS = {
-    "accuracy": ("test accuracy", "{:.4f}"), "loss": ("test loss", "{:.4f}"),
     "steps": ("steps", "{:,}"), "seconds": ("seconds", "{:,.1f}"),
     "samples_per_second": ("samples/s", "{:,.0f}"), "digest": ("digest", "{:.16}…"),
 }  # fmt: skip
@@ -73,15 +72,17 @@ COLUMNS = {
 
 def _result(runs: Sequence[LoggedRun]) -> str:
     """One row a run: what its summary says."""
+    tested = dict.fromkeys([*(name for run in runs for name in run.metrics), "loss"])
+    columns = {n: (f"test {n}", "{:.4g}") for n in tested} | COLUMNS
     head = "".join(
-        f"<th>{name}</th>" for name in ["run", "what", *(c for c, _ in COLUMNS.values())]
+        f"<th>{_text(name)}</th>" for name in ["run", "what", *(c for c, _ in columns.values())]
     )
     rows = []
     for run in runs:
         summary = run.log.summary
         cells = [
             f'<td class="number">{form.format(summary[key]) if key in summary else "–"}</td>'
-            for key, (_, form) in COLUMNS.items()
+            for key, (_, form) in columns.items()
         ]
         if not summary.get("finished", 0):
             cells[-1] = "<td>not finished</td>"
@@ -94,7 +95,7 @@ def _picture(runs: Sequence[LoggedRun]) -> str:
     image = io.BytesIO()
     figure(runs).savefig(image, format="png")
     data = base64.b64encode(image.getvalue()).decode()
-    alt = "loss, accuracy, consensus distance, spread, time and traffic"
+    alt = "loss, metrics, consensus distance, spread, time and traffic"
     return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
 
 

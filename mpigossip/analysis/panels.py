@@ -26,7 +26,8 @@ PREFIXES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Training loss, mean over nodes and smoothed, and test loss of the averaged model."""
-    _dress(axes, "Loss", "cross entropy (nat)")
+    units = sorted({run.unit("loss") for run in runs})
+    _dress(axes, "Loss", "cross entropy (nat)" if units == [" (nat)"] else f"loss{units[0]}")
     shown = [np.ones(1)]
     for run in runs:
         at, values = axis.at(run, run.log.steps["step"]), run.log.steps["loss"]
@@ -49,26 +50,49 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     _key(axes, [_sample("training, mean", lw=1.8), *bands, test])
 
 
-def accuracy(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Test accuracy of the averaged model, and the range of the nodes' own."""
-    _dress(axes, "Test accuracy", "share of test samples")
-    shown = [run for run in runs if "accuracy" in run.log.evaluations]
+def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None:
+    """A metric of the averaged model on the test set, the range of the nodes' own, and training's.
+
+    Runs whose task doesn't count it are left out.
+    """
+    shown = [run for run in runs if name in run.log.evaluations]
+    label = "share of test samples" if name == "accuracy" else f"{name}{runs[0].unit(name)}"
+    _dress(axes, f"Test {name}", label)
+    drawn = [np.ones(0)]
     for run in shown:
         found = run.log.evaluations
         at = axis.at(run, found["step"])
-        if "local_accuracy" in found and len(runs) <= BANDS:
-            low, high = (over_nodes(f, found["local_accuracy"]) for f in (np.nanmin, np.nanmax))
+        local = found.get(f"local_{name}")
+        if local is not None and len(runs) <= BANDS:
+            low, high = (over_nodes(f, local) for f in (np.nanmin, np.nanmax))
             faint = 0.2 if len(runs) < 3 else 0.1
             axes.fill_between(at, low, high, color=run.style["color"], alpha=faint, lw=0)
-        axes.plot(at, found["accuracy"], lw=1.8, ms=4, **run.style)
-    if not shown:
+        axes.plot(at, found[name], lw=1.8, ms=4, **run.style)
+        drawn.append(found[name])
+    trained = [run for run in runs if known(run, name)]
+    for run in trained:
+        at = axis.at(run, run.log.steps["step"])
+        seen = smooth(over_nodes(np.nanmean, run.log.steps[name]))
+        axes.plot(at, seen, lw=0.9, color=run.style["color"], alpha=0.55)
+        drawn.append(seen)
+    if not shown and not trained:
         _nothing(axes, "no evaluation yet")
         return
+    if name != "accuracy":
+        _wide(axes, np.concatenate(drawn))
     several = len(runs) <= BANDS and any(run.log.nodes > 1 for run in shown)
     bands = [_band("range of nodes' own")] * several
     if several:
         _note(axes, OWN_PART, right=True)
-    _key(axes, [_sample("averaged model", lw=1.8, marker="o", ms=3.5), *bands])
+    thin = [_sample("training", lw=0.9)] * bool(trained)
+    _key(axes, [_sample("averaged model", lw=1.8, marker="o", ms=3.5), *bands, *thin])
+
+
+def _wide(axes: Axes, values: np.ndarray) -> None:
+    """A logarithmic axis where positive values span more than a factor of 30."""
+    values = values[np.isfinite(values)]
+    if len(values) and values.min() > 0 and values.max() > 30 * values.min():
+        axes.set_yscale("log")
 
 
 def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
@@ -112,22 +136,25 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Accuracy of the nodes' own models against that of their average: range and mean.
+    """The nodes' own models against their average, by the first metric: range and mean.
 
     Each node tests on its own part of the test set, and so does the average beside it. Logs of old
     have the average's on the whole set only: equal models then differ by what their parts differ.
     """
-    _dress(axes, "Spread over nodes", "local − averaged model (% points)")
+    name = next((name for run in runs for name in run.metrics), "accuracy")
+    of, scale = ("% points", 100) if name == "accuracy" else (f"{name}{runs[0].unit(name)}", 1)
+    _dress(axes, "Spread over nodes", f"local − averaged model ({of})")
     old = False
     for run in runs:
         found = run.log.evaluations
-        if run.log.nodes < 2 or "local_accuracy" not in found:
+        if run.log.nodes < 2 or f"local_{name}" not in found:
             continue
-        whole = np.broadcast_to(found["accuracy"][:, None], found["local_accuracy"].shape)
-        beside = found.get("share_accuracy", whole)
+        local = found[f"local_{name}"]
+        whole = np.broadcast_to(found[name][:, None], local.shape)
+        beside = found.get(f"share_{name}", whole)
         beside = np.where(np.isfinite(beside), beside, whole)
         old |= bool((beside == whole).all())
-        apart = 100 * (found["local_accuracy"] - beside)
+        apart = scale * (local - beside)
         low, mean, high = (over_nodes(f, apart) for f in (np.nanmin, np.nanmean, np.nanmax))
         at = axis.at(run, found["step"])
         if len(runs) <= BANDS:
@@ -140,7 +167,8 @@ def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     bands = [_band("range of nodes")] * (len(runs) <= BANDS)
     _key(axes, [_sample("mean", lw=1.5, marker="o", ms=3.5), *bands])
     bottom, top = axes.get_ylim()
-    axes.set_ylim(min(bottom, -0.1), max(top, 0.1))
+    if name == "accuracy":
+        axes.set_ylim(min(bottom, -0.1), max(top, 0.1))
     _note(axes, f"{OWN_PART}, which differ too" if old else OWN_PART)
 
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from mpigossip.analysis.compared import PARTS, description, mean_ms, over_nodes, shares
-from mpigossip.runs.summary import describe
+from mpigossip.runs.summary import describe, number
 from mpigossip.store.log import Log
+from mpigossip.store.log_reading import metrics_in
 
 
 def table(log: Log) -> str:
     """The evaluations, the time of a step and the summary as text."""
     found = log.evaluations
     unknown = np.full((len(found["step"]), 1), np.nan)
-    local = found.get("local_accuracy", unknown)
-    apart = 100 * (local - found.get("share_accuracy", unknown))
+    metrics = metrics_in(found)
+    first = (metrics or ["loss"])[0]
+    local = found.get(f"local_{first}", unknown)
+    apart = local - found.get(f"share_{first}", unknown)
+    scale, form = (100, "{:+.1f} %") if first == "accuracy" else (1, "{:+.2g}")
     columns = {
         "step": [f"{step}" for step in found["step"]],
         "epoch": _cells(found.get("epoch"), "{:.2f}"),
-        "loss": _cells(found.get("loss"), "{:.4f}"),
-        "accuracy": _cells(found.get("accuracy"), "{:.4f}"),
-        "local accuracy*": _ranges(local, "{:.4f}"),
-        "− averaged*": _ranges(apart, "{:+.1f} %") if np.isfinite(apart).any() else [],
+        "loss": _cells(found.get("loss")),
+        **{name: _cells(found.get(name)) for name in metrics[:1]},
+        f"local {first}*": _ranges(local, number),
+        "− averaged*": _ranges(scale * apart, form.format) if np.isfinite(apart).any() else [],
+        **{name: _cells(found.get(name)) for name in metrics[1:]},
         "consensus distance": _cells(found.get("consensus_distance"), "{:.3e}"),
         "seconds": _cells(found.get("seconds"), "{:.1f}"),
     }
@@ -41,13 +48,10 @@ def table(log: Log) -> str:
     return "\n".join(lines)
 
 
-def _ranges(values: np.ndarray, form: str) -> list[str]:
+def _ranges(values: np.ndarray, form: Callable[[float], str]) -> list[str]:
     """Least and most over the nodes, one cell a row."""
     low, high = over_nodes(np.nanmin, values), over_nodes(np.nanmax, values)
-    return [
-        f"{form.format(a)} – {form.format(b)}" if a == a else "–"
-        for a, b in zip(low, high, strict=True)
-    ]
+    return [f"{form(a)} – {form(b)}" if a == a else "–" for a, b in zip(low, high, strict=True)]
 
 
 def _time_line(log: Log) -> str:
@@ -58,8 +62,11 @@ def _time_line(log: Log) -> str:
     return f"a step takes {total:.3g} ms: {', '.join(shares(log, list(PARTS)))}"
 
 
-def _cells(values: np.ndarray | None, form: str) -> list[str]:
-    return [] if values is None else [form.format(v) if v == v else "–" for v in values]
+def _cells(values: np.ndarray | None, form: str = "") -> list[str]:
+    """Texts in a form, or as figures of any size."""
+    if values is None:
+        return []
+    return [(form.format(v) if form else number(v)) if v == v else "–" for v in values]
 
 
 def _aligned(columns: dict[str, list[str]]) -> list[str]:

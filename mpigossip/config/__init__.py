@@ -14,6 +14,7 @@ from mpigossip.config.sections import (
     LogSection,
     NodeSection,
     Schedule,
+    TaskSection,
 )
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Part",
     "SECTIONS",
     "Schedule",
+    "TaskSection",
     "as_dict",
     "dump",
     "load",

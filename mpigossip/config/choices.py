@@ -17,10 +17,16 @@ from mpigossip.config.toml import near, show
 
 OWN = r"[A-Za-z_][\w.]*:\w+"
 """The form of a name that stands for something to import: "package.module:factory"."""
-OPEN = {"graph.name": r"file:.+", "model.name": OWN, "algorithm.name": OWN}
+OPEN = {
+    "graph.name": r"file:.+", "model.name": OWN, "algorithm.name": OWN, "task.name": OWN,
+    "data.source": OWN,
+}  # fmt: skip
 """Settings that hold other names too, by their form: a graph from a file, what a user brings along.
 These have options of their own, which nobody can check before they are made."""
 
+
+FILES = ("data.source",)
+"""Settings that may name a file, too; a file has no options."""
 
 Table = Mapping[str, "Part | Callable"]
 Tables = Mapping[str, Table]
@@ -110,8 +116,10 @@ def check(
     if part is None:
         if re.fullmatch(OPEN.get(path, "(?!)"), name):
             return []
+        if path in FILES:
+            return toml.check_options(section, values, known, lambda: None)
         what = section if key == "name" else key
         return [f"{path} = {show(name)}: unknown {what}; {near(name, table)}"]
-    if key != "name":
+    if key != "name" and path not in FILES:
         return []
     return toml.check_options(section, values, known, part.build)

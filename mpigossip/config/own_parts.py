@@ -1,8 +1,13 @@
 """What a user brings along: models, algorithms, data and hooks named "package.module:factory"."""
 
 import importlib
+import inspect
+import os
 import re
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 from mpigossip.config.choices import OWN
 from mpigossip.config.errors import JobError
@@ -34,3 +39,39 @@ def imported(setting: str, name: str, form: str) -> Callable:
             [f'{setting} = "{name}" is a {type(found).__name__}; it should be a function of {form}']
         )
     return found
+
+
+def parameters(make: Callable) -> tuple[set[str], set[str]]:
+    """Names of the parameters that can be given by name, and of those that have no default."""
+    try:
+        found = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # made in C: says nothing
+        return set(), {"?"}
+    named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {p.name for p in named}, {p.name for p in named if p.default is p.empty}
+
+
+def given(
+    make: Callable, known: Mapping[str, Any], options: Mapping[str, Any], otherwise: tuple = ()
+) -> Any:
+    """What somebody's factory makes: it gets its options, and of what is `known` what it names.
+
+    Where it can't be called so, `otherwise` goes before the options (by default all that is known);
+    if that is wrong, too, Python says what is missing.
+    """
+    names, needed = parameters(make)
+    if needed <= known.keys() | options.keys():
+        named = {name: value for name, value in known.items() if name in names}
+        return make(**{**named, **options})
+    return make(*(otherwise or known.values()), **options)
+
+
+def raised(error: BaseException) -> str:
+    """What somebody else's code raised, in a sentence, with the innermost line that is theirs."""
+    ours = str(Path(__file__).parents[1]) + os.sep
+    installed = f"site-packages{os.sep}"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith(ours) and installed not in f.filename]
+    where = f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{where}: {text[:300] or 'without a word'}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip.config import toml
-from mpigossip.config.choices import Tables, bring, check
+from mpigossip.config.choices import FILES, Tables, bring, check
 from mpigossip.config.errors import JobError
 from mpigossip.config.local import check_local, local_in_effect, move
 from mpigossip.config.sections import SECTIONS, Job
@@ -109,11 +109,12 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> 
 
 
 def _names(raw: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
-    """The key `name` of every section that has one, and the local step in effect."""
+    """What chooses the options of every section that has some, and the local step in effect."""
+    keys = {path.split(".")[0]: path.split(".")[1] for path in FILES}
     named = {
-        section: table["name"]
+        section: table[key]
         for section, table in raw.items()
-        if isinstance(table, dict) and "name" in table
+        if isinstance(table, dict) and (key := keys.get(section, "name")) in table
     }
     return named | {"local": local_in_effect(dict(raw), tables)}
 

@@ -53,11 +53,21 @@ class RunSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskSection:
+    """Section `[task]`: what the model is trained for; further keys are the task's options."""
+
+    name: Text = "classification"
+    """`"classification"`, `"language-model"`, or `"package.module:factory"`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword-only parameters of the task's factory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
-    """Section `[data]`: samples, how nodes share them, and how they are decoded."""
+    """Section `[data]`: samples, how nodes share them, and how they are decoded or loaded."""
 
     source: Text = "digits"
-    """`"digits"` (built in), `"synthetic"`, a packed `.h5` file, or "package.module:factory"."""
+    """`"digits"` (built in), `"synthetic"`, a packed `.h5` file, or "package.module:function"."""
     batch: Positive = 32
     """Samples per slot per gradient."""
     partition: Literal["shuffled", "sorted", "mixed", "dirichlet"] = "shuffled"
@@ -71,19 +81,21 @@ class Data:
     image_size: Positive | None = None
     """Side in pixels that images are brought to; unset keeps their size."""
     samples: Positive = 1024
-    """Training samples (synthetic only)."""
+    """Training samples (synthetic); samples of an epoch (a stream whose length isn't known)."""
     test_samples: Positive = 256
-    """Test samples (synthetic only)."""
+    """Test samples (synthetic); test samples at most (a stream)."""
     shape: Shape = (3, 32, 32)
     """Shape of one sample: channels, height, width (synthetic only)."""
     classes: Positive = 10
-    """Number of classes (synthetic only)."""
+    """Number of classes (synthetic), or what a model is told of them (one's own Datasets)."""
     context: Positive = 128
     """Bytes of a sample (packed text only)."""
     workers: Count = 2
-    """Decoding processes per node; 0 decodes in the training process."""
+    """Decoding or loading processes per node; 0 does it in the training process."""
     cache: Literal["auto", "always", "never"] = "auto"
     """Keep decoded samples in memory: where they fit, always, or never."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Parameters of one's own function in `source`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +289,7 @@ class Job:
     """Everything that defines a run."""
 
     run: RunSection = field(default_factory=RunSection)
+    task: TaskSection = field(default_factory=TaskSection)
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)

@@ -13,6 +13,7 @@ from mpigossip.data.partition import Order
 from mpigossip.data.sources import ImageSource, Source
 from mpigossip.data.worker import Processes
 
+TEST_BATCH = 256
 AHEAD = 2
 """Steps that are decoded while one is trained."""
 
@@ -177,6 +178,14 @@ class Loader:
                 yield carrier.hand_over(carrier.bring(pending, self.source.finish))
         finally:
             _drop(begun)
+
+    def share(self, node: int, n: int) -> Iterator[Batch]:
+        """The test samples ``node``, ``node + n``, …, in batches, on the first device."""
+        return self.test(np.arange(node, self.source.test_size, n), TEST_BATCH)
+
+    def note(self, step: int) -> list[str]:
+        """What to say of a run that goes on at a step: nothing, as any step can be asked for."""
+        return []
 
     def close(self) -> None:
         """Stop threads and processes. A second call does nothing."""

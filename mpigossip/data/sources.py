@@ -7,7 +7,7 @@ to, into what a model takes. So a GPU gets a quarter of the bytes and does the n
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from mpigossip import config
 from mpigossip.config import JobError
 from mpigossip.config.own_parts import imported, is_own
+from mpigossip.data.datasets import WANTED, Datasets, call
 from mpigossip.data.images import Images, Recipe
 from mpigossip.data.partition import Order, orders, partition
 from mpigossip.data.philox import NOISE, words
@@ -47,9 +48,18 @@ class Source(ABC):
     """A batch is a matter of microseconds: nothing to gain from decoding ahead."""
 
     @property
+    def train_size(self) -> int:
+        """Number of training samples."""
+        return len(self.train_labels)
+
+    @property
     def test_size(self) -> int:
         """Number of test samples."""
         return len(self.test_labels)
+
+    def sample(self, split: str) -> tuple[Tensor, Tensor]:
+        """A batch of one sample: what a task and a model are tried on."""
+        return self._batch(split, np.arange(1), (0, 0))
 
     @abstractmethod
     def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
@@ -199,20 +209,12 @@ class TextSource(Source):
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def _own(make: Callable, data: config.Data, seed: int) -> Source:
-    """The source that a user's factory returns; JobError where it is none."""
-    wanted = "it should return a mpigossip.data.sources.Source when it is called with (data, seed)"
-    if isinstance(make, type) and issubclass(make, torch.utils.data.Dataset):
-        raise JobError(
-            [f'data.source = "{data.source}" is a torch Dataset; {wanted}: read the Dataset in its '
-             "`raw`"]
-        )  # fmt: skip
-    try:
-        made = make(data, seed)
-    except TypeError as error:
-        raise JobError([f'data.source = "{data.source}": {error}; {wanted}']) from error
-    if not isinstance(made, Source):
-        raise JobError([f'data.source = "{data.source}" returned {type(made).__name__}; {wanted}'])
+def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> Source | Datasets:
+    """What a user's function gives for the nodes `rows`; JobError where it is no data."""
+    form = "that returns torch Datasets or a Source"
+    made = call(imported("data.source", data.source, form), data, seed, rows, n)
+    if not isinstance(made, Source | Datasets):
+        raise JobError([f'data.source = "{data.source}" returned {type(made).__name__}; {WANTED}'])
     return made
 
 
@@ -233,27 +235,29 @@ def _synthetic(data: config.Data, seed: int) -> Source:
     return SyntheticSource(tuple(data.shape), data.classes, data.samples, data.test_samples, seed)
 
 
-SOURCES: dict[str, Callable[[config.Data, int], Source]] = {
+SOURCES: dict[str, Callable[..., Source]] = {
     "digits": _digits,
     "synthetic": _synthetic,
 }
 """Sources that are no file, by name: (section `[data]`, seed) -> Source, as a user's own are."""
 
 
-def source(data: config.Data, seed: int) -> Source:
+def source(
+    data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1
+) -> Source | Datasets:
     """Return the source that section `[data]` names; seed makes the synthetic samples.
 
-    Raises JobError for settings that don't go together or a source that doesn't exist, StoreError
-    for a file that isn't a whole data set.
+    rows: the nodes that live here, of n, for one's own streams. Raises JobError for settings that
+    don't go together or a source that doesn't exist, StoreError for a file that isn't a whole data
+    set.
     """
     if data.source in SOURCES:
-        return SOURCES[data.source](data, seed)
+        return SOURCES[data.source](data, seed, **data.options)
     path = Path(data.source).expanduser()
     if path.exists():
         return _packed(path, data)
     if is_own(data.source):
-        make = imported("data.source", data.source, "(data, seed) that returns a Source")
-        return _own(make, data, seed)
+        return _own(data, seed, rows, n)
     known = ", ".join(f'"{name}"' for name in SOURCES)
     raise JobError(
         [

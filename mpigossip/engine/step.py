@@ -37,8 +37,9 @@ class Record:
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_sent: list[int] = field(default_factory=list)
     staleness: list[float] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)
-    """what a user's own loop says of the step, by name; of this process"""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """what else is known of the step, by name: a number of this process, or one a row. A job's
+    task counts its metrics, a user's own loop says what it likes"""
 
 
 class Engine:

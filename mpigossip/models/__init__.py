@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpigossip.config import JobError
-from mpigossip.config.own_parts import imported, is_own
+from mpigossip.config.own_parts import given, imported, is_own
 from mpigossip.models.gpt import gpt
 from mpigossip.models.resnet import image_shape, resnet20, resnet50, resnet56
 
@@ -57,22 +57,23 @@ def model(
     shape: Shape,
     classes: int,
     seed: int,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     **options: Any,
 ) -> nn.Module:
     """Return a network for samples of this shape, its parameters drawn from seed.
 
-    name: one of BUILDERS, or "package.module:factory", called as factory(shape, classes,
-    **options); dtype: of the samples, torch.int64 for tokens. The global random generator is
-    left as it was. The result has been tried on one sample of zeros. Raises JobError for what
-    can't be imported, built or applied to the shape.
+    name: one of BUILDERS, or "package.module:factory", which is given the options, and shape and
+    classes where it names them, or where it can't be called without; dtype: of the samples,
+    torch.int64 for tokens. The global random generator is left as it was. The result has been tried
+    on one sample of zeros, for scores of all classes; with dtype None it hasn't, and may give
+    anything. Raises JobError for what can't be imported, built or applied to the shape.
     """
     builder = _factory(name)
     with torch.random.fork_rng(devices=()):
         # Not torch.manual_seed: that would reseed the generators of all GPUs too.
         torch.default_generator.manual_seed(seed)
         try:
-            network = builder(tuple(shape), classes, **options)
+            network = given(builder, {"shape": tuple(shape), "classes": classes}, options)
         except (TypeError, AttributeError) as error:
             raise JobError(
                 [f'model "{name}" can\'t be built with the options {options} for samples of shape '
@@ -85,7 +86,8 @@ def model(
                     "a torch.nn.Module"
                 ]
             )
-        _try(network, name, torch.zeros((1, *shape), dtype=dtype), classes)
+        if dtype is not None:
+            _try(network, name, torch.zeros((1, *shape), dtype=dtype), classes)
     return network
 
 
@@ -104,6 +106,11 @@ def loss_and_correct(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     flat, wanted = outputs.flatten(0, -2).float(), targets.flatten()
     return functional.cross_entropy(flat, wanted), (flat.detach().argmax(-1) == wanted).sum()
+
+
+def scores(outputs: Any) -> Tensor:
+    """The scores that a model gives: a tensor, or in `logits` as models of transformers do."""
+    return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
 
 
 def _factory(name: str) -> Callable[..., nn.Module]:
@@ -133,7 +140,7 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
     network.eval()
     try:
         with torch.no_grad():
-            outputs = network(sample)
+            outputs = scores(network(sample))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise JobError([f'model "{name}" can\'t be applied to {what}: {error}']) from error
     finally:
@@ -141,7 +148,8 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
     if not isinstance(outputs, Tensor):
         raise JobError(
             [f'model "{name}" gives a {type(outputs).__name__} for one of {what}, not a tensor of '
-             f"shape {expected}: wrap it in a module that returns its scores (`.logits`)"]
+             f"shape {expected} or something with such `.logits`; a task.name of your own takes "
+             "what it wants"]
         )  # fmt: skip
     found = tuple(outputs.shape)
     if found != expected:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpigossip.config import LogSection
+from mpigossip.runs.summary import SPLIT
 
 Rows = Mapping[str, np.ndarray]
 """Columns of the log for some consecutive steps: arrays (steps, nodes)."""
@@ -37,7 +38,7 @@ class Straggler:
         # the lower middle: of two nodes the faster one is the measure
         median = np.sort(mean)[(len(mean) - 1) // 2]
         slow = mean > self._times * median
-        spent = sum(rows[name].sum(axis=0) for name in rows if name.endswith("_s"))
+        spent = sum(rows[name].sum(axis=0) for name in SPLIT if name in rows)
         before = np.zeros(len(mean)) if self._slow_s is None else self._slow_s
         self._slow_s = np.where(slow, before + spent, 0.0)
         self._told &= set(np.flatnonzero(slow).tolist())

@@ -40,7 +40,7 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
     return [
         ("nodes", nodes(trainer.mixer.n, trainer.group.devices, world)),
         ("model", f"{job.model.name}, {flat.count:,} parameters, {size(4 * flat.count)}"),
-        ("data", f"{job.data.source}: {len(data.train_labels):,} training and {data.test_size:,} "
+        ("data", f"{job.data.source}: {data.train_size:,} training and {data.test_size:,} "
                  f"test samples; {per_step // progress.nodes} a node and step, {per_step} in all"),
         ("method", f"{job.algorithm.name}{local} on {job.graph.name}{cadence}"),
         *between(trainer.engine, graph, job.node, world),

@@ -19,7 +19,7 @@ from mpigossip.config.errors import output_fails
 from mpigossip.config.readable import clock
 from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
-from mpigossip.runs.summary import describe
+from mpigossip.runs.summary import describe, mean, number
 from mpigossip.training.evaluate import Evaluation
 
 LIVE_S, PLAIN_S = 0.2, 30.0
@@ -28,9 +28,10 @@ WINDOW = 50
 """Steps over which speed and the share of the exchange are averaged."""
 HEADING_EVERY = 25
 """Rows of the table after which its heading is said again."""
-TABLE = (("epoch", 9), ("step", 9), ("train loss", 12), ("test loss", 11), ("accuracy", 10),
-         ("local", 9), ("consensus", 11), ("time", 9))  # fmt: skip
-"""Columns of the table of evaluations, and their widths."""
+
+WIDTHS = {"epoch": 9, "step": 9, "train loss": 12, "test loss": 11, "local": 9, "consensus": 11,
+          "time": 9}  # fmt: skip
+"""Columns of the table of evaluations that are there for every task; metrics stand between."""
 
 
 class Printer(Hook):
@@ -60,6 +61,7 @@ class Printer(Hook):
         self._losses: list[float] = []
         self._consensus = float("nan")
         self._recent: deque[tuple[float, dict[str, float]]] = deque(maxlen=WINDOW)
+        self._figures: dict[str, Any] = {}
         self._engine: Any = None
         self._before = (0.0, 0.0)
 
@@ -83,6 +85,7 @@ class Printer(Hook):
         now = time.monotonic()
         self._losses.append(float(record.loss.mean()))
         self._recent.append((now, record.seconds))
+        self._figures = record.figures
         if record.consensus_distance == record.consensus_distance:
             self._consensus = record.consensus_distance
         if now - self._shown < (LIVE_S if self._live else self._plain_s):
@@ -104,7 +107,8 @@ class Printer(Hook):
         share = (spent.get("exchange_s", 0.0) + spent.get("idle_s", 0.0)) / sum(spent.values())
         losses = [loss for loss in self._losses[-WINDOW:] if loss == loss]
         words = [f"step {done}" + (f"/{progress.total_steps}" if progress.total_steps else "")]
-        words += [f"loss {sum(losses) / len(losses):.4f}"] if losses else []
+        words += [f"loss {number(sum(losses) / len(losses))}"] if losses else []
+        words += [f"{name} {number(mean(value))}" for name, value in self._figures.items()]
         samples = progress.samples_per_step
         words += [f"{speed * samples:,.0f} samples/s" if samples else f"{speed:,.1f} steps/s"]
         if progress.total_steps:
@@ -124,19 +128,26 @@ class Printer(Hook):
         """A row of the table."""
         if not self._speaks:
             return
+        row = self._row(progress, step, found)
+        widths = [WIDTHS.get(name, max(10, len(name) + 2)) for name, _ in row]
         if self._rows % HEADING_EVERY == 0:
-            heading = "".join(name.rjust(width) for name, width in TABLE)
+            heading = "".join(n.rjust(width) for (n, _), width in zip(row, widths, strict=True))
             self._print(Text(heading, style="bold"))
         self._rows += 1
+        self._print(Text("".join(c.rjust(w) for (_, c), w in zip(row, widths, strict=True))))
+
+    def _row(self, progress, step: int, found: Evaluation) -> list[tuple[str, str]]:
+        """Names and texts; "local" is the nodes' own first metric."""
         seen, self._losses = self._losses, []
-        cells = [
-            f"{progress.epoch(step):.2f}", f"{step}",
-            f"{sum(seen) / len(seen):.4f}" if seen else "–",
-            f"{found.loss:.4f}", f"{found.accuracy:.4f}", f"{found.mean_local_accuracy:.4f}",
-            f"{found.consensus_distance:.2e}", clock(progress.seconds),
+        metrics = [(name, number(value)) for name, value in found.averaged.items()][1:]
+        first = metrics[0][0] if metrics else "loss"
+        return [
+            ("epoch", f"{progress.epoch(step):.2f}"), ("step", f"{step}"),
+            ("train loss", number(sum(seen) / len(seen)) if seen else "–"),
+            ("test loss", number(found.loss)),
+            *metrics[:1], ("local", number(found.mean_local[first])), *metrics[1:],
+            ("consensus", f"{found.consensus_distance:.2e}"), ("time", clock(progress.seconds)),
         ]  # fmt: skip
-        row = "".join(cell.rjust(width) for cell, (_, width) in zip(cells, TABLE, strict=True))
-        self._print(Text(row))
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         """The summary block, the digest last."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mpigossip.config import Job
 from mpigossip.training.evaluate import Evaluation
+from mpigossip.training.task import CLASSIFICATION, Objective
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Progress:
     """0: not known"""
     samples_per_step: int
     """over all nodes; 0: not known"""
+    objective: Objective = CLASSIFICATION
+    """the task of a job"""
     about: Callable[[], Sequence[tuple[str, str]]] = tuple
     """what the first screen says, as (word, text)"""
     asked: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,32 +17,41 @@ from mpigossip.engine.step import Record
 from mpigossip.runs.alarms import watchers
 from mpigossip.runs.hooks import Hook
 from mpigossip.store import StoreError
-from mpigossip.store.log import Column, LogGone, LogWriter
+from mpigossip.store.log import COLUMNS, EVALUATION_COLUMNS, Column, LogGone, LogWriter
 from mpigossip.training.evaluate import Evaluation
+from mpigossip.training.task import Objective
 
-COLUMNS = {
-    "loss": Column("nat", "mean training loss of the node's samples in the step", "float64"),
-    "lr": Column("1", "learning rate", "float64"),
-    "kind": Column("1", "what was exchanged: 0 nothing, 1 with neighbours, 2 with all", "int8"),
-    "gradient_norm": Column("1", "norm of the node's mean gradient, before clipping", "float64"),
-    "mixed_distance": Column("1", "‖x_i − mixed_i‖: how far averaging moved the node", "float64"),
-    "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²", "float64"),
-    "samples_per_second": Column("1/s", "training samples of the node per second", "float64"),
-    "compute_s": Column("s", "forward and backward", "float64"),
-    "node_s": Column("s", "averaging and gathering inside the node", "float64"),
-    "exchange_s": Column("s", "sending, receiving and averaging between nodes", "float64"),
-    "idle_s": Column("s", "waiting for other nodes", "float64"),
-    "staleness": Column(
-        "1",
-        "rounds that what the node saw of others was behind; 0: synchronous",
-        "float64",
-    ),
-    "bytes_sent": Column("B", "bytes that the node has sent to other nodes so far", "int64"),
-}
-"""The columns of a log, one value a step and node."""
 FIGURE = Column("", "what the program said of the step", "float64")
-LOCAL = ("local_loss", "local_accuracy", "share_accuracy")
-"""What an evaluation found of each node."""
+
+
+def step_columns(objective: Objective) -> dict[str, Column]:
+    """The columns of the steps of a run for this task."""
+    loss = COLUMNS["loss"]._replace(unit=objective.unit("loss"))
+    return COLUMNS | {"loss": loss}
+
+
+def metric_columns(objective: Objective) -> dict[str, Column]:
+    """Columns of the task's own, beside those of every log."""
+    about = "{} of the node's training samples in the step"
+    return {name: Column(objective.unit(name), about.format(name)) for name in objective.metrics}
+
+
+def evaluation_columns(objective: Objective) -> dict[str, Column]:
+    """The columns of its evaluations: of the averaged model, and of each node's own."""
+    found: dict[str, Column] = {}
+    for name in ("loss", *objective.metrics):
+        found |= {
+            name: Column(objective.unit(name), f"test {name} of the averaged model"),
+            f"local_{name}": Column(objective.unit(name), f"test {name} of each node's model"),
+            f"share_{name}": Column(
+                objective.unit(name), f"{name} of the averaged model on the node's test samples"
+            ),
+        }
+    known = {
+        name: column._replace(unit=found[name].unit if name in found else column.unit)
+        for name, column in EVALUATION_COLUMNS.items()
+    }
+    return found | known
 
 
 class Recorder(Hook):
@@ -60,6 +69,8 @@ class Recorder(Hook):
     def start(self, progress, assembly) -> None:
         """Open the log on rank 0, or continue it at the first step of this run."""
         self._progress = progress
+        self._columns = step_columns(progress.objective)
+        self._metrics = metric_columns(progress.objective)
         self._flush_every = progress.job.log.flush_steps
         self._goes_on = progress.job.log.on_error == "continue"
         self._watchers = watchers(progress.job.log, self._world.nodes.column.hosts)
@@ -81,7 +92,8 @@ class Recorder(Hook):
             progress.folder / "log.h5",
             nodes=nodes,
             job=config.dump(progress.job),
-            columns=COLUMNS,
+            columns=self._columns,
+            evaluation_columns=evaluation_columns(progress.objective),
             environment=environment() | lost,
             first_step=first_step,
         )
@@ -95,13 +107,19 @@ class Recorder(Hook):
         if not rows:
             return
         writer, block = self._open(progress, len(names), rows[0]["step"]), {}
-        for name, column in COLUMNS.items():
+        writer.widen(self._others(rows[0]))
+        for name, column in writer.columns.items():
             block[name] = np.full((len(rows), len(names)), column.unknown)
             for place, (_, rows_of_one) in zip(self._world.names, kept, strict=True):
                 for at, row in enumerate(rows_of_one):
-                    block[name][at, names.index(place)] = row[name][0]
+                    block[name][at, names.index(place)] = row.get(name, [np.nan])[0]
         writer.append(block)
         self._writer = self._open(progress, progress.nodes, progress.first_step)
+
+    def _others(self, names: Iterable[str]) -> dict[str, Column]:
+        """The columns that not every log has: the task's, and what a program says of a step."""
+        new = [name for name in names if name not in ("step", *COLUMNS)]
+        return {name: self._metrics.get(name, FIGURE) for name in new}
 
     def step(self, progress, record: Record) -> None:
         """Keep the step's figures; write at every flush."""
@@ -120,7 +138,8 @@ class Recorder(Hook):
                 "staleness": np.array(record.staleness),
                 "bytes_sent": np.array(record.bytes_sent),
             }
-            | {name: ones * value for name, value in (record.seconds | record.figures).items()}
+            | {name: ones * value for name, value in record.seconds.items()}
+            | {name: ones * np.asarray(value) for name, value in record.figures.items()}
         )
         if len(self._kept) % self._flush_every == 0:
             self.flush()
@@ -130,12 +149,16 @@ class Recorder(Hook):
         row = {
             "step": step,
             "epoch": progress.epoch(step),
-            "loss": found.loss,
-            "accuracy": found.accuracy,
+            **found.averaged,
             "consensus_distance": found.consensus_distance,
             "seconds": progress.seconds,
         }
-        local = {name: getattr(found, name).numpy() for name in LOCAL}
+        local = {f"local_{name}": values.numpy() for name, values in found.local.items()}
+        local |= {
+            f"share_{name}": values.numpy()
+            for name, values in found.share.items()
+            if name != "loss"
+        }
         self._evaluations.append((row, local))
         self.flush()
 
@@ -181,7 +204,7 @@ class Recorder(Hook):
         if longest:
             step = longest["step"]
             names = dict.fromkeys(name for block in blocks for name in block)
-            self._writer.widen({name: FIGURE for name in names if name not in ("step", *COLUMNS)})
+            self._writer.widen(self._others(names))
             # what an attempt that failed later on has written is there already
             there = max(0, self._writer.next_step - step[0])
             rows = {
@@ -193,7 +216,8 @@ class Recorder(Hook):
                 print(f"mpigossip: {line}", file=sys.stderr, flush=True)
             self._gathered += len(rows["loss"])
         for at, row in enumerate(evaluations):
-            local = {n: np.concatenate([e[at][1][n] for _, e in gathered]) for n in LOCAL}
+            names = gathered[0][1][at][1]
+            local = {n: np.concatenate([e[at][1][n] for _, e in gathered]) for n in names}
             self._writer.evaluation(row | local)
 
     def stop(self, progress, summary: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -25,7 +26,7 @@ from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import MOST
 from mpigossip.training.assemble import Assembly
-from mpigossip.training.evaluate import evaluate
+from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.snapshot import snapshot
 
 IDLE_S = 1e-3
@@ -95,6 +96,8 @@ class Run:
         self.saved: list[NodeState] = []
         """the last snapshot for a checkpoint"""
         self.rejoined = False
+        self.doubted: set[str] = set()
+        """figures of an evaluation of which it was said that they are no numbers"""
         slots = trainer.group.slots
         self.progress = Progress(
             job=job,
@@ -104,6 +107,7 @@ class Run:
             steps_per_epoch=assembly.steps_per_epoch,
             total_steps=assembly.total_steps,
             samples_per_step=trainer.mixer.n * slots * job.data.batch * job.algorithm.accumulate,
+            objective=trainer.replicas.objective,
             about=lambda: overview(self.progress, assembly, world),
         )
 
@@ -168,8 +172,22 @@ class Run:
         meet(self.trainer, self.world, self.trainer.group)
         trainer = self.trainer
         self.progress.evaluation = evaluate(trainer.replicas, trainer.mixer, self.assembly.loader)
+        self._doubt(self.progress.evaluation)
         for hook in self.hooks:
             hook.evaluation(self.progress, trainer.index, self.progress.evaluation)
+
+    def _doubt(self, found: Evaluation) -> None:
+        """Say on rank 0, once each, what of the averaged model is no number."""
+        for name, value in found.averaged.items():
+            if self.world.rank or math.isfinite(value) or name in self.doubted:
+                continue
+            self.doubted.add(name)
+            nodes = [int(i) for i in found.share[name].isfinite().logical_not().nonzero()]
+            first = f", on node {self.trainer.mixer.rows[nodes[0]]} first" if nodes else ""
+            self.progress.warn(
+                f'the test\'s "{name}" is {value} at step {self.trainer.index}{first}: a sum that '
+                "isn't a number, or a count of 0 over the whole test set"
+            )
 
     def _summary(self) -> dict[str, Any]:
         """What a person wants to know at the end; complete on rank 0 only. Collective."""
@@ -189,8 +207,9 @@ class Run:
         }
         summary |= shares([spent for spent, _ in gathered], self.tally.samples)
         if progress.evaluation:
-            summary["accuracy"] = progress.evaluation.accuracy
-            summary["loss"] = progress.evaluation.loss
+            metrics = trainer.replicas.objective.metrics
+            summary |= {name: progress.evaluation.averaged[name] for name in (*metrics, "loss")}
+            summary["metrics"] = " ".join(metrics)
         for name, lines in (("lost", progress.lost), ("warnings", progress.warnings)):
             if lines:
                 summary[name] = "; ".join(lines)
@@ -277,7 +296,7 @@ class Run:
             told.insert(
                 0, f"{lost}; {steps} since then on {manifest.n} of {asked} nodes, now {now}"
             )
-        return told
+        return told + self.assembly.loader.note(self.trainer.index - self.trainer.shift)
 
     def count_from(self, seconds: float) -> None:
         """Take the steps that are left from where the trainer stands, after so many seconds."""

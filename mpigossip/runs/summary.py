@@ -4,9 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpigossip.config.readable import counted, size
 
 SPLIT = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "idle_s": "idle"}
+
+
+def metrics_of(summary: dict[str, Any]) -> list[str]:
+    """Names of the task's metrics in a summary; logs of old know accuracy alone."""
+    return str(summary.get("metrics", "accuracy")).split()
+
+
+def number(value: float) -> str:
+    """A figure of any size in about the same room."""
+    return f"{value:.4f}" if 0.01 <= abs(value) < 1e4 or not value else f"{value:.3g}"
+
+
+def mean(values: Any) -> float:
+    """The mean of what is known of a figure, a number or one a node; NaN where nothing is."""
+    known = np.asarray(values, float)
+    known = known[np.isfinite(known)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def _tested(summary: dict[str, Any]) -> str:
+    """The line of the averaged model's figures; the first metric leads."""
+    names = [name for name in metrics_of(summary) if name in summary]
+    found = [f"{name} {number(summary[name])}" for name in names]
+    found += [f"test loss {number(summary['loss'])}"]
+    head, *rest = found
+    word, _, value = head.rpartition(" ")
+    return ", ".join([f"{word:<10} {value} (averaged model)", *rest])
 
 
 def describe(summary: dict[str, Any]) -> str:
@@ -17,11 +46,8 @@ def describe(summary: dict[str, Any]) -> str:
         f"run        {state} at step {summary['steps']}{epochs}, "
         f"{counted(summary['nodes'], 'node')} x {counted(summary['slots'], 'slot')}"
     ]
-    if "accuracy" in summary:
-        lines.append(
-            f"accuracy   {summary['accuracy']:.4f} (averaged model), "
-            f"test loss {summary['loss']:.4f}"
-        )
+    if "loss" in summary:
+        lines.append(_tested(summary))
     if "figures" in summary:
         lines.append(f"figures    {summary['figures']}")
     spent = {name: summary[key] for key, name in SPLIT.items() if key in summary}

@@ -11,9 +11,10 @@ import numpy as np
 from mpigossip.cluster.world import World
 from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
+from mpigossip.runs.summary import mean
 from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import writing
-from mpigossip.store.log_export import TENSORBOARD, Events, add_evaluation
+from mpigossip.store.log_export import Events, add_evaluation, tag
 from mpigossip.training.evaluate import Evaluation
 
 
@@ -68,19 +69,21 @@ class TensorBoard(Hook):
             "bytes_sent": float(np.mean(record.bytes_sent)),
             **record.seconds,
         }
-        shown = {tag: found[n] for n, tag in TENSORBOARD.items() if np.isfinite(found[n])}
-        shown |= {f"program/{name}": value for name, value in record.figures.items()}
+        own = {name: mean(value) for name, value in record.figures.items()}
+        counted = {name: own[name] for name in progress.objective.metrics if name in own}
+        shown = {tag(n): value for n, value in (found | counted).items() if np.isfinite(value)}
+        shown |= {f"program/{n}": value for n, value in own.items() if n not in counted}
 
         def write(writer: Events) -> None:
-            for tag, value in shown.items():
-                writer.add_scalar(tag, value, record.index)
+            for name, value in shown.items():
+                writer.add_scalar(name, value, record.index)
 
         self._do(write)
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
         """The figures of an evaluation."""
-        figures = {"loss": found.loss, "accuracy": found.accuracy}
-        self._do(lambda writer: add_evaluation(writer, step, figures))
+        figures = found.averaged
+        self._do(lambda writer: add_evaluation(writer, step, figures, list(figures)[1:]))
 
     def flush(self) -> None:
         """Put on disk what is in memory."""

@@ -50,6 +50,26 @@ class Column(NamedTuple):
         return np.nan if np.dtype(self.dtype).kind == "f" else -1
 
 
+COLUMNS = {
+    "loss": Column("nat", "mean training loss of the node's samples in the step", "float64"),
+    "lr": Column("1", "learning rate", "float64"),
+    "kind": Column("1", "what was exchanged: 0 nothing, 1 with neighbours, 2 with all", "int8"),
+    "gradient_norm": Column("1", "norm of the node's mean gradient, before clipping", "float64"),
+    "mixed_distance": Column("1", "‖x_i − mixed_i‖: how far averaging moved the node", "float64"),
+    "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²", "float64"),
+    "samples_per_second": Column("1/s", "training samples of the node per second", "float64"),
+    "compute_s": Column("s", "forward and backward", "float64"),
+    "node_s": Column("s", "averaging and gathering inside the node", "float64"),
+    "exchange_s": Column("s", "sending, receiving and averaging between nodes", "float64"),
+    "idle_s": Column("s", "waiting for other nodes", "float64"),
+    "staleness": Column(
+        "1",
+        "rounds that what the node saw of others was behind; 0: synchronous",
+        "float64",
+    ),
+    "bytes_sent": Column("B", "bytes that the node has sent to other nodes so far", "int64"),
+}
+"""Columns of the steps that every log has; a task's metrics are further ones."""
 EVALUATION_COLUMNS = {
     "at_step": Column("step", "steps done at the evaluation", "int64"),
     "epoch": Column("epoch", "passes over the training samples done"),
@@ -63,7 +83,7 @@ EVALUATION_COLUMNS = {
     "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
     "seconds": Column("s", "time since the start of the run"),
 }
-"""Units and descriptions of what an evaluation may hold; other names go without."""
+"""Units and descriptions of what every evaluation may hold; other names go without."""
 
 
 NODE = Column("1", "index of the node", "int64")
@@ -92,9 +112,10 @@ class LogWriter:
         columns: Mapping[str, Column],
         environment: Mapping[str, str],
         first_step: int = 0,
+        evaluation_columns: Mapping[str, Column] = EVALUATION_COLUMNS,
     ) -> None:
         self.path, self.nodes = Path(path), nodes
-        self.columns = dict(columns)
+        self.columns, self.evaluation_columns = dict(columns), evaluation_columns
         self.next_step = first_step
         self.closed = False
         with writing(self.path):
@@ -176,7 +197,7 @@ class LogWriter:
             _resize(group, index + 1)
             group["at_step"][index] = step
             for name, value in values.items():
-                kind = EVALUATION_COLUMNS.get(name, Column("", ""))
+                kind = self.evaluation_columns.get(name, Column("", ""))
                 _column(group, name, kind, per_node=value.ndim == 1)
                 if value.ndim:
                     group[name][index, : self.nodes] = value

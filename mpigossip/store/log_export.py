@@ -7,6 +7,7 @@ import io
 import os
 import socket
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from mpigossip.store import StoreError, guard
 from mpigossip.store.hdf5 import replacing, writing
-from mpigossip.store.log_reading import INDEX, Log, columns, opened
+from mpigossip.store.log_reading import INDEX, Log, columns, metrics_in, opened
 
 TENSORBOARD = {
     "loss": "loss/training", "lr": "schedule/lr", "gradient_norm": "training/gradient_norm",
@@ -24,7 +25,14 @@ TENSORBOARD = {
     "compute_s": "time/compute", "node_s": "time/node", "exchange_s": "time/exchange",
     "idle_s": "time/idle",
 }  # fmt: skip
-"""Columns that TensorBoard shows, as means over the nodes, with their tags."""
+"""Columns that TensorBoard shows, as means over the nodes, with their tags; see :func:`tag`."""
+HIDDEN = ("step", "kind", "mixed_distance")
+"""Columns that it doesn't show."""
+
+
+def tag(name: str) -> str:
+    """The tag of a column of the steps; a task's own metric has a group of its name."""
+    return TENSORBOARD.get(name, f"{name}/training")
 
 
 def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
@@ -100,19 +108,24 @@ def _variable(
 def to_tensorboard(log: Log, folder: Path) -> None:
     """Write event files that TensorBoard shows: the columns of `TENSORBOARD` and evaluations."""
     with writing(folder), Events(folder) as writer:
-        for name, tag in TENSORBOARD.items():
-            values = log.steps.get(name, np.empty((0, 1)))
+        for name in [name for name in log.steps if name not in HIDDEN]:
+            values = log.steps[name]
             known = np.isfinite(values).any(axis=1)
             for step, row in zip(log.steps["step"][known], values[known], strict=True):
-                writer.add_scalar(tag, float(np.nanmean(row)), int(step))
+                writer.add_scalar(tag(name), float(np.nanmean(row)), int(step))
         for row, step in enumerate(log.evaluations["step"]):
             found = {name: values[row] for name, values in log.evaluations.items()}
-            add_evaluation(writer, int(step), found)
+            add_evaluation(writer, int(step), found, metrics_in(found))
 
 
-def add_evaluation(writer: Events, step: int, found: dict[str, Any]) -> None:
-    """The figures of one evaluation: the averaged model's, and the nodes' own as their range."""
-    for name in ("loss", "accuracy"):
+def add_evaluation(
+    writer: Events, step: int, found: Mapping[str, Any], names: Collection[str]
+) -> None:
+    """One evaluation's loss and metrics: the averaged model's, and the nodes' own as their range.
+
+    ``names``: of the metrics.
+    """
+    for name in ("loss", *names):
         if name in found:
             writer.add_scalar(f"{name}/test", float(found[name]), step)
         local = np.asarray(found.get(f"local_{name}", np.empty(0)), float)

@@ -76,12 +76,19 @@ def _read(path: Path, wanted: Collection[str] | None, points: int | None) -> Log
             evaluations={"step": evaluations["at_step"][()]}
             | {n: d[()] for n, d in evaluations.items() if n not in ("at_step", "node")},
             units={
-                name: guard.attribute(steps[name], "units", texts=True)
-                for name in ("step", *chosen)
+                name: guard.attribute(data, "units", texts=True)
+                for name, data in (evaluations | {n: steps[n] for n in ("step", *chosen)}).items()
+                if name not in ("at_step", "node")
             },
             summary=guard.sealed(found["summary"], texts=True),
             environment=json.loads(facts["environment"]),
         )
+
+
+def metrics_in(evaluations: Collection[str]) -> list[str]:
+    """The metrics that evaluations hold, by name, accuracy first: what nodes have of their own."""
+    found = {name for name in evaluations if f"local_{name}" in evaluations or name == "accuracy"}
+    return sorted(found - {"loss"}, key=lambda name: (name != "accuracy", name))
 
 
 @contextmanager

@@ -16,9 +16,8 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError, Part
 from mpigossip.config.choices import Tables
 from mpigossip.config.errors import Mistake
-from mpigossip.data.loader import Loader
-from mpigossip.data.partition import Order
-from mpigossip.data.sources import Source, orders, partition, source
+from mpigossip.data.loading import AnyData, AnyLoader, make_orders, open_loader
+from mpigossip.data.sources import SOURCES, Source, source
 from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat, flatten
@@ -31,12 +30,13 @@ from mpigossip.mixing import MIXERS, open_mixer
 from mpigossip.mixing.base import ByBlocks, Kind, Layout, Mixer
 from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.wire import WIRES, Wire, wire
-from mpigossip.training import shape
+from mpigossip.training import shape, task
 from mpigossip.training.fit import may_cut, unfit
 from mpigossip.training.loop import Settings, Trainer
 from mpigossip.training.precision import Precision, resolved
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.schedule import schedule
+from mpigossip.training.task import CLASSIFICATION, Objective
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Assembly:
     job: Job
     graph: Graph
     trainer: Trainer
-    source: Source
-    loader: Loader
+    source: AnyData
+    loader: AnyLoader
     steps_per_epoch: int
     total_steps: int
 
@@ -74,6 +74,8 @@ def load(where: Path | str | dict, overrides: Sequence[str] = ()) -> Job:
     Raises JobError with all mistakes.
     """
     tables: Tables = {
+        "task.name": task.TASKS,
+        "data.source": SOURCES,
         "model.name": models.BUILDERS,
         "algorithm.name": algorithms.BUILDERS,
         "local.name": algorithms.LOCALS,
@@ -168,11 +170,16 @@ def make_wire(job: Job) -> Wire:
     return wire(job.node.wire, job.node.levels, job.node.kept, job.run.seed)
 
 
-def make_model(job: Job, data: Source) -> torch.nn.Module:
-    """The model with its initial parameters, the same on all nodes."""
+def make_model(job: Job, data: AnyData) -> torch.nn.Module:
+    """The model with its initial parameters, the same on all nodes.
+
+    Where the task is one of the package's own, and so are the data, its output has a given shape.
+    """
+    scores = job.task.name in task.TASKS and isinstance(data, Source)
     return models.model(
-        job.model.name, data.shape, data.classes, job.run.seed, data.dtype, **job.model.options
-    )
+        job.model.name, data.shape, data.classes, job.run.seed, data.dtype if scores else None,
+        **job.model.options,
+    )  # fmt: skip
 
 
 def mistakes(job: Job, n: int) -> list[str]:
@@ -232,13 +239,19 @@ def make_precision(job: Job, on: Sequence[str], rows: int) -> Precision:
 
 
 def make_replicas(
-    job: Job, module: torch.nn.Module, flat: Flat, rows: int, group: Group
+    job: Job,
+    module: torch.nn.Module,
+    flat: Flat,
+    rows: int,
+    group: Group,
+    objective: Objective = CLASSIFICATION,
 ) -> Replicas:
     """The copies of the model, compiled and captured where the job asks for it."""
     node = job.node
     eager = node.vmap or group.devices[0] == "cpu"
     graphs = "never" if eager else node.cuda_graphs
-    replicas = Replicas(module, flat, rows, group, together=node.vmap, graphs=graphs)
+    replicas = Replicas(module, flat, rows, group, together=node.vmap, graphs=graphs,
+                        objective=objective)  # fmt: skip
     if node.compile:
         for replica in (each for row in replicas.modules for each in row):
             replica.compile()
@@ -266,14 +279,6 @@ def make_mixer(job: Job, graph: Graph, layout: Layout, world: World) -> Mixer:
         graph, layout, world.nodes.column, node.mixer, same_host=node.same_host,
         gpu_window=node.gpu_window, timeout_s=node.timeout_s, ages=faults.ages,
     )  # fmt: skip
-
-
-def make_orders(job: Job, data: Source, n: int, per_step: int) -> list[Order]:
-    """The sample order of each of n nodes, ``per_step`` samples a step."""
-    section, seed = job.data, job.run.seed
-    share, alpha = section.shuffled_percent, section.dirichlet_alpha
-    parts = partition(data.train_labels, n, section.partition, seed, share, alpha)
-    return orders(parts, seed, per_step)
 
 
 def make_engine(
@@ -314,12 +319,14 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
             found.append("faults: ranks have their own; only `mpigossip simulate` invents some")
         if found:
             raise JobError(found)
-        data = source(job.data, job.run.seed)
+        here = [world.nodes.of[world.rank]] if world.comm is not None else range(n)
+        data = source(job.data, job.run.seed, here, n)
         section = job.algorithm
         slots = shape.slots(job, world)
         per_step = slots * job.data.batch * section.accumulate
-        each = make_orders(job, data, n, per_step)
+        each = make_orders(data, job.data, job.run.seed, n, per_step)
         module = make_model(job, data)
+        objective = task.make(job.task).tried(module, data.sample("test"))
         if job.node.vmap and any(b.is_floating_point() for b in module.buffers()):
             raise JobError(
                 [
@@ -334,8 +341,8 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     group = shape.make_group(job, world)
     methods = make_algorithms(job, flat, graph, here=held(group))
     mixer = make_mixer(job, graph, make_layout(job, flat, methods[0], group), world)
-    replicas = make_replicas(job, module, flat, len(mixer.rows), group)
-    loader = Loader(
+    replicas = make_replicas(job, module, flat, len(mixer.rows), group, objective)
+    loader = open_loader(
         data,
         [each[node] for node in mixer.rows],
         seed=job.run.seed,
@@ -350,6 +357,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     settings = Settings(
         rate=schedule(job.schedule, per_epoch, total, n * per_step),
         batches=loader.step,
+        seed=job.run.seed,
         precision=make_precision(job, group.devices, len(mixer.rows)),
         accumulate=section.accumulate,
         weight_decay=section.weight_decay,

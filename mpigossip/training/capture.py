@@ -15,11 +15,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from mpigossip.data.nested import Nested, form, leaves, mapped
+
 WARM_UP = 3
 """Eager passes before a capture, in which cuDNN chooses and libraries allocate."""
 
-Pass = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``(row, slot, inputs, targets) -> loss``: gradients of one replica from zero, float64 ()."""
+Pass = Callable[[int, int, Nested], torch.Tensor]
+"""``(row, slot, batch) -> figures``: gradients of one replica from zero, float64 (k,)."""
 
 
 class CannotCapture(RuntimeError):
@@ -35,17 +37,18 @@ class Captured:
         Leaves parameters, buffers and random generators as they were. Raises CannotCapture.
         """
         self.rows, self.slots = len(modules), len(modules[0])
-        self._inputs: list[tuple[torch.Tensor, ...]] = []
-        self._losses: list[torch.Tensor] = []
+        self._inputs: list[Nested] = []
+        self._found: list[torch.Tensor] = []
         self._graphs: list[torch.cuda.CUDAGraph] = []
         # graphs of one device run one after the other, in this order: they share their memory
         self._places: dict[torch.device, tuple[torch.cuda.Stream, tuple[int, int]]] = {}
         for row, replicas in enumerate(modules):
             for slot, module in enumerate(replicas):
-                batch = tuple(t.clone() for t in batches[row * self.slots + slot])
+                batch = mapped(torch.clone, batches[row * self.slots + slot])
                 self._inputs.append(batch)
-                with torch.cuda.device(batch[0].device), kept(module, batch[0].device):
-                    self._capture(partial(run, row, slot, *batch), module)
+                where = next(leaves(batch)).device
+                with torch.cuda.device(where), kept(module, where):
+                    self._capture(partial(run, row, slot, batch), module)
 
     def _capture(self, work: Callable[[], torch.Tensor], module: nn.Module) -> None:
         # one stream for warm-up and capture: autograd accumulates where it first ran
@@ -60,7 +63,7 @@ class Captured:
             side.synchronize()
             # thread_local: other threads (loader, communication) may call CUDA meanwhile
             with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
-                loss = work()
+                found = work()
         except RuntimeError as error:
             # torch.cuda.graph, left by an error of its own, leaves its stream current: what is
             # done later on "the current stream" would stand beside the batches' copies, unordered
@@ -74,7 +77,7 @@ class Captured:
             ) from error
         current.wait_stream(side)
         self._graphs.append(graph)
-        self._losses.append(loss)
+        self._found.append(found)
 
     def _place(self) -> tuple[torch.cuda.Stream, tuple[int, int]]:
         """The stream and the memory pool of captures on the current device."""
@@ -83,34 +86,35 @@ class Captured:
             self._places[device] = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         return self._places[device]
 
-    def replay(self, batches: Sequence) -> torch.Tensor:
-        """Gradients of all replicas on these batches; losses, float64 (rows, slots), on the CPU.
+    def replay(self, batches: Sequence[Nested]) -> torch.Tensor:
+        """Gradients of all replicas on these batches; their figures, float64 (rows, slots, k).
 
-        Everything is launched before the first loss is waited for.
+        Everything is launched before the first figure is waited for.
         """
         self.launch(batches)
-        values = [self._value(index) for index in range(len(self._losses))]
-        return torch.tensor(values, dtype=torch.float64).view(self.rows, self.slots)
+        values = torch.stack([self._value(index) for index in range(len(self._found))])
+        return values.view(self.rows, self.slots, -1)
 
-    def _value(self, index: int) -> float:
+    def _value(self, index: int) -> torch.Tensor:
         try:
-            return float(self._losses[index])
+            return self._found[index].cpu()
         except RuntimeError as error:  # what went wrong on the device is raised here
-            where = self._losses[index].device
+            where = self._found[index].device
             error.add_note(f"in slot {index % self.slots} of this node, on {where}")
             raise
 
-    def launch(self, batches: Sequence) -> None:
+    def launch(self, batches: Sequence[Nested]) -> None:
         """Begin a pass of all replicas on each device's current stream."""
         for fixed, batch, graph in zip(self._inputs, batches, self._graphs, strict=True):
-            if fixed[0].shape != batch[0].shape:
+            places, values = list(leaves(fixed)), list(leaves(batch))
+            if [one.shape for one in places] != [one.shape for one in values]:
                 raise ValueError(
-                    f"a batch of shape {tuple(batch[0].shape)} where the captured one has "
-                    f'{tuple(fixed[0].shape)}; node.cuda_graphs = "never" takes any shape'
+                    f"a batch of {form(batch)} where the captured one has {form(fixed)}; "
+                    'node.cuda_graphs = "never" takes any shape'
                 )
-            with torch.cuda.device(fixed[0].device):
-                for place, values in zip(fixed, batch, strict=True):
-                    place.copy_(values, non_blocking=True)
+            with torch.cuda.device(places[0].device):
+                for place, value in zip(places, values, strict=True):
+                    place.copy_(value, non_blocking=True)
                 graph.replay()
 
 

@@ -13,7 +13,8 @@ from mpigossip import algorithms, models
 from mpigossip.algorithms.base import Step
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.config import Job, JobError
-from mpigossip.data.sources import Source, SyntheticSource, source
+from mpigossip.data.loading import AnyData
+from mpigossip.data.sources import SyntheticSource, source
 from mpigossip.engine.state import leaves
 from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph
@@ -55,10 +56,10 @@ def subject(job: Job) -> tuple[Subject, str]:
     slots = shape.planned(job)
     undecayed = None if job.algorithm.decay_all else models.decayed(module)
     flat = flatten(module, slots if job.node.shard else 1, undecayed)
-    return Subject(job, flat, slots, len(data.train_labels)), note
+    return Subject(job, flat, slots, data.train_size), note
 
 
-def data_or_stand_in(job: Job) -> tuple[Source, str]:
+def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
     """The job's data, or where they aren't here, a stand-in of data.shape and data.classes."""
     try:
         return source(job.data, job.run.seed), ""

@@ -1,65 +1,76 @@
-"""Accuracy and loss: of the exactly averaged model, and of each node's own."""
+"""Loss and metrics: of the exactly averaged model, and of each node's own."""
 
 from __future__ import annotations
 
 import copy
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
-from mpigossip.data.loader import Loader
+from mpigossip.data.loading import AnyLoader
 from mpigossip.engine.consensus import consensus_distance
 from mpigossip.groups.base import held, shards
 from mpigossip.mixing.base import Mixer
-from mpigossip.models import loss_and_correct
 from mpigossip.training.replicas import Replicas
+from mpigossip.training.task import Objective
 
-BATCH = 256
 PIECE = 1 << 18
 """Parameters averaged at a time: of n simulated nodes float64 takes 8 n bytes for each."""
 
 
 class Evaluation(NamedTuple):
-    """What one evaluation found; the local figures are (rows,), one for each node here."""
+    """What one evaluation found: the loss and the task's metrics, by name.
 
-    loss: float
-    accuracy: float
+    NaN where nothing was counted.
+    """
+
+    averaged: dict[str, float]
+    """of the averaged model, on the whole test set"""
+    mean_local: dict[str, float]
+    """of the nodes' own models, on the whole test set together"""
+    local: dict[str, torch.Tensor]
+    """of each node's own model on the samples that it tests, (rows,) for the nodes here"""
+    share: dict[str, torch.Tensor]
+    """of the averaged model on the same samples: what its own compares with"""
     consensus_distance: float
-    mean_local_accuracy: float
-    local_loss: torch.Tensor
-    local_accuracy: torch.Tensor
-    share_accuracy: torch.Tensor
-    """of the averaged model on the samples that the node tests: what its own compares with"""
+
+    @property
+    def loss(self) -> float:
+        """Of the averaged model."""
+        return self.averaged["loss"]
+
+    @property
+    def accuracy(self) -> float:
+        """Of the averaged model, where the task counts it."""
+        return self.averaged["accuracy"]
 
 
-def evaluate(replicas: Replicas, mixer: Mixer, loader: Loader) -> Evaluation:
+def evaluate(replicas: Replicas, mixer: Mixer, loader: AnyLoader) -> Evaluation:
     """Average parameters and norm buffers exactly, and test on the shared test set.
 
     Node i tests on samples i, i + n, i + 2n, …, the averaged model and its own, so that all
     nodes together run through the test set once for each; its slot 0 does. Uses the gradients'
     memory. Collective over nodes and their slots.
     """
-    averaged, group = averaged_model(replicas, mixer), replicas.group
-    rows = torch.zeros(len(mixer.rows), 6, dtype=torch.float64)
+    objective, group = replicas.objective, replicas.group
+    averaged = averaged_model(replicas, mixer)
+    names = ("loss", *objective.metrics)
+    # (rows, averaged or own, loss and metrics, sum or count)
+    rows = torch.zeros(len(mixer.rows), 2, len(names), 2, dtype=torch.float64)
     for row, node in enumerate(mixer.rows if 0 in group.mine else ()):
-        rows[row] = torch.cat([
-            measure(averaged, loader, node, mixer.n),
-            measure(replicas.modules[row][0], loader, node, mixer.n),
-        ])  # fmt: skip
-    nothing = torch.zeros_like(rows)
-    rows = group.sum_scalars([nothing if slot else rows for slot in group.mine])
-    total = mixer.mean_scalars(rows)
-    share = rows[:, 5].clamp(min=1)
+        rows[row, 0] = measure(objective, averaged, loader, node, mixer.n)
+        rows[row, 1] = measure(objective, replicas.modules[row][0], loader, node, mixer.n)
+    flat, nothing = rows.flatten(1), torch.zeros_like(rows.flatten(1))
+    rows = group.sum_scalars([nothing if slot else flat for slot in group.mine]).view(rows.shape)
+    total = mixer.mean_scalars(rows.flatten(1)).view(rows.shape[1:])
+    whole, mine = total[..., 0] / total[..., 1], rows[..., 0] / rows[..., 1]
     return Evaluation(
-        loss=float(total[0] / total[2]),
-        accuracy=float(total[1] / total[2]),
+        averaged=dict(zip(names, whole[0].tolist(), strict=True)),
+        mean_local=dict(zip(names, whole[1].tolist(), strict=True)),
+        local=dict(zip(names, mine[:, 1].unbind(1), strict=True)),
+        share=dict(zip(names, mine[:, 0].unbind(1), strict=True)),
         consensus_distance=consensus_distance(replicas.x, mixer, group),
-        mean_local_accuracy=float(total[4] / total[5]),
-        local_loss=rows[:, 3] / share,
-        local_accuracy=rows[:, 4] / share,
-        share_accuracy=rows[:, 1] / share,
     )
 
 
@@ -102,15 +113,15 @@ def _floats(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: one for name, one in buffers.items() if one.is_floating_point()}
 
 
-def measure(module: nn.Module, loader: Loader, node: int, n: int) -> torch.Tensor:
-    """Sum of losses, number right and number of targets on the node's share, float64 (3,)."""
+def measure(
+    objective: Objective, module: nn.Module, loader: AnyLoader, node: int, n: int
+) -> torch.Tensor:
+    """Sum and count, on the node's share, of the loss and each metric: float64 (1 + metrics, 2)."""
     training = module.training
     module.eval()
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(1 + len(objective.metrics), 2, dtype=torch.float64)
     with torch.no_grad():
-        for inputs, targets in loader.test(np.arange(node, loader.source.test_size, n), BATCH):
-            loss, correct = loss_and_correct(module(inputs), targets)
-            count = targets.numel()
-            sums += torch.tensor([float(loss) * count, float(correct), count], dtype=torch.float64)
+        for batch in loader.share(node, n):
+            sums += objective.tested(module, batch)
     module.train(training)
     return sums

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
 from mpigossip.config.errors import Failure
-from mpigossip.data.loader import Batch
+from mpigossip.data.nested import Nested
+from mpigossip.data.philox import mixed
 from mpigossip.engine.consensus import square_norms
 from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.step import Engine, Record
@@ -28,9 +30,11 @@ class Settings:
 
     rate: Callable[[int], float]
     """step -> learning rate"""
-    batches: Callable[[int], Sequence[Batch]]
-    """step -> inputs and targets, row after row, slot after slot of those here"""
+    batches: Callable[[int], Sequence[Nested]]
+    """step -> batches, row after row, slot after slot of those here"""
     precision: Precision
+    seed: int = 0
+    """of what models draw"""
     accumulate: int = 1
     weight_decay: float = 0.0
     clip_norm: float | None = None
@@ -69,13 +73,16 @@ class Trainer:
         lr = self.settings.rate(engine.index - self.shift)
         engine.ahead()
         blocks = None if self._whole_norm() else engine.sends_early()
-        loss = self._gradients_sent_early(blocks, lr) if blocks else self._gradients()
+        figures = self._gradients_sent_early(blocks, lr) if blocks else self._gradients()
         engine.clock.lap("compute_s")
         self.replicas.gather()
         skipped = self._unscale()
         norm = None if blocks else self._clip_and_decay()
         engine.clock.lap("node_s")
-        return engine.step(lr, skipped, loss=loss, gradient_norm=norm)
+        record = engine.step(lr, skipped, loss=figures[:, 0], gradient_norm=norm)
+        for at, name in enumerate(self.replicas.objective.metrics):
+            record.figures[name] = figures[:, 1 + 2 * at] / figures[:, 2 + 2 * at]
+        return record
 
     def average(self) -> None:
         """An exchange without a gradient: what a node that waits for others does asynchronously."""
@@ -83,17 +90,24 @@ class Trainer:
         self.engine.average(self.settings.rate(self.engine.index - self.shift))
 
     def _gradients(self) -> torch.Tensor:
-        """Forward and backward on all replicas: mean loss of each node, (rows,)."""
+        """Forward and backward on all replicas: each node's figures, (rows, 1 + 2 metrics)."""
         settings, index = self.settings, self.engine.index
         batches = settings.batches(index - self.shift)
-        losses = self.replicas.gradients(batches, settings.accumulate, settings.precision)[:, 0]
-        for node, loss in zip(self.mixer.rows, losses.tolist(), strict=True):
+        figures = self.replicas.gradients(
+            batches, settings.accumulate, settings.precision, self._seeds(index)
+        )
+        for node, loss in zip(self.mixer.rows, figures[:, 0].tolist(), strict=True):
             if not abs(loss) < float("inf"):
                 raise NotFinite(
                     f"the loss of node {node} is {loss} at step {index}: the last checkpoint is "
                     "kept; a smaller schedule.lr or algorithm.clip_norm = 1.0 often helps"
                 )
-        return losses
+        return figures
+
+    def _seeds(self, step: int) -> list[int]:
+        """What each replica draws from in a step: the same after a resume, and on ranks."""
+        places = product(self.mixer.rows, self.group.mine)
+        return [mixed(self.settings.seed, step, node, slot) for node, slot in places]
 
     def _whole_norm(self) -> bool:
         """Whether this step needs all of the gradient before it can use any."""

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from mpigossip.data.loader import Batch
+from mpigossip.data.nested import Nested, parts, stacked
 from mpigossip.engine.vector import Flat
 from mpigossip.groups.base import Group, held, shards
-from mpigossip.models import loss_and_correct
 from mpigossip.training.capture import CannotCapture, Captured, Pass
 from mpigossip.training.precision import Precision
+from mpigossip.training.task import CLASSIFICATION, Objective
 
 
 class Replicas:
@@ -35,16 +35,18 @@ class Replicas:
         *,
         together: bool = False,
         graphs: str = "never",
+        objective: Objective = CLASSIFICATION,
     ):
         """Copy ``module`` to every row and slot; all begin with its parameters.
 
         ``together``: gradients of all rows by one `torch.func.vmap` in place of one after the
         other. Sums are then rounded in another order: close to the loop, not its bits. For
         models without norm statistics, which vmap can't update. ``graphs``: whether replicas on
-        GPUs become CUDA graphs, "always", "never" or (where they can) "auto".
+        GPUs become CUDA graphs, "always", "never" or (where they can) "auto". ``objective``: what
+        they are trained for.
         """
         self.flat, self.group, self.rows, self.together = flat, group, rows, together
-        self.graphs = graphs
+        self.graphs, self.objective = graphs, objective
         self._captured: Captured | None = None
         self.full, self.grads = group.zeros(rows, flat.size), group.zeros(rows, flat.size)
         self.x = shards(self.full, group.segments, held(group))
@@ -77,53 +79,57 @@ class Replicas:
         """Nothing: nobody else has these modules."""
 
     def gradients(
-        self, batches: Sequence[Batch], accumulate: int, precision: Precision
+        self,
+        batches: Sequence[Nested],
+        accumulate: int,
+        precision: Precision,
+        seeds: Sequence[int] = (),
     ) -> torch.Tensor:
         """Forward and backward of all replicas on their own batches, into ``grads``.
 
-        ``batches``: inputs and targets row after row, slot after slot; each is cut into
-        ``accumulate`` parts whose gradients are averaged. Returns each row's mean loss,
-        float64 (rows, 1).
+        ``batches``: row after row, slot after slot; each is cut into ``accumulate`` parts whose
+        gradients are averaged. ``seeds``: of what each replica draws (dropout); exact where
+        replicas of a device run one after the other and aren't captured. Returns each row's mean
+        loss, and of each metric the sum and the count over its slots: (rows, 1 + 2 metrics),
+        float64.
         """
         slots = len(self.group.mine)
 
-        def one(row: int, slot: int, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return self._one(row, slot, inputs, targets, accumulate, precision)
+        def one(row: int, slot: int, batch: Nested) -> torch.Tensor:
+            if seeds and self.graphs == "never":  # never inside a capture
+                draw_from(self.grads[slot].device, seeds[row * slots + slot])
+            return self._one(row, slot, batch, accumulate, precision)
 
         def work(slot: int) -> torch.Tensor:
             if self.together:
                 return self._all_rows(slot, batches[slot::slots], accumulate, precision)
-            losses = [one(row, slot, *batches[row * slots + slot]) for row in range(self.rows)]
-            return torch.stack(losses).unsqueeze(1).cpu()
+            found = [one(row, slot, batches[row * slots + slot]) for row in range(self.rows)]
+            return torch.stack(found).cpu()
 
         captured = self._capture(one, batches)
-        per_slot = (
-            list(captured.replay(batches).split(1, dim=1)) if captured else self.group.run(work)
-        )
-        return self.group.sum_scalars(per_slot) / self.group.slots
+        per_slot = list(captured.replay(batches).unbind(1)) if captured else self.group.run(work)
+        figures = self.group.sum_scalars(per_slot)
+        figures[:, 0] /= self.group.slots
+        return figures
 
     def _one(
-        self,
-        row: int,
-        slot: int,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        accumulate: int,
-        precision: Precision,
+        self, row: int, slot: int, batch: Nested, accumulate: int, precision: Precision
     ) -> torch.Tensor:
-        """One replica's gradient and its mean loss, float64 (); nothing here waits for a GPU."""
-        self.grads[slot][row].zero_()
-        module = self.modules[row][slot].train()
-        total = torch.zeros((), dtype=torch.float64, device=inputs.device)
-        parts = (tensor.chunk(accumulate) for tensor in (inputs, targets))
-        for part, wanted in zip(*parts, strict=True):
-            with precision.autocast():
-                loss, _ = loss_and_correct(module(part), wanted)
-            precision.scaled(loss / accumulate, row, slot).backward()
-            total += loss.detach().double() / accumulate
-        return total
+        """One replica's gradient; mean loss, sums and counts, float64 (1 + 2 metrics,).
 
-    def _capture(self, one: Pass, batches: Sequence[Batch]) -> Captured | None:
+        Nothing here waits for a GPU.
+        """
+        gradient = self.grads[slot][row].zero_()
+        module = self.modules[row][slot].train()
+        found = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
+        for part in parts(batch, accumulate):
+            with precision.autocast():
+                loss, metrics = self.objective(module, part)
+            precision.scaled(loss / accumulate, row, slot).backward()
+            found += self.objective.figures(loss, metrics, accumulate)
+        return found
+
+    def _capture(self, one: Pass, batches: Sequence[Nested]) -> Captured | None:
         """The replicas as CUDA graphs, recorded at the first step; None: a thread a slot."""
         if self._captured is None and self.graphs != "never":
             try:
@@ -138,29 +144,33 @@ class Replicas:
     def _all_rows(
         self,
         slot: int,
-        batches: Sequence[Batch],
+        batches: Sequence[Nested],
         accumulate: int,
         precision: Precision,
     ) -> torch.Tensor:
-        """One slot's gradients of all rows in one vmap; each row's mean loss, (rows, 1)."""
+        """One slot's gradients of all rows in one vmap; figures (rows, …) as `_one` has them."""
         self.grads[slot].zero_()
-        losses = torch.zeros(self.rows, 1, dtype=torch.float64)
+        found = torch.zeros(self.rows, self.objective.width, dtype=torch.float64)
         module, names = self.modules[0][slot].train(), self.flat.names
         parameters = dict(zip(names, self._stacked(self.full[slot]), strict=True))
         targets_of = self._stacked(self.grads[slot])
 
-        def loss_of(parameters, inputs, targets):
-            with precision.autocast():
-                outputs = functional_call(module, parameters, (inputs,))
-                return loss_and_correct(outputs, targets)[0]
+        def loss_of(parameters, batch):
+            def model(*given, **named):
+                return functional_call(module, parameters, given, named)
 
-        stacked = [torch.stack(tensors) for tensors in zip(*batches, strict=True)]
-        for inputs, targets in zip(*(t.chunk(accumulate, dim=1) for t in stacked), strict=True):
-            gradients, loss = vmap(grad_and_value(loss_of))(parameters, inputs, targets)
+            with precision.autocast():
+                loss, metrics = self.objective(model, batch)
+            return loss, self.objective.figures(loss, metrics, accumulate)
+
+        work = vmap(grad_and_value(loss_of, has_aux=True))
+        cuts = zip(*(parts(batch, accumulate) for batch in batches), strict=True)
+        for batch in map(stacked, cuts):
+            gradients, (_, figures) = work(parameters, batch)
             for name, target in zip(names, targets_of, strict=True):
                 target.add_(gradients[name], alpha=1 / accumulate)
-            losses += loss.double().cpu().unsqueeze(1) / accumulate
-        return losses
+            found += figures.cpu()
+        return found
 
     def _stacked(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The parameters in rows (rows, P) as views (rows, …) without copies."""
@@ -172,3 +182,11 @@ class Replicas:
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
         """Per slot the named buffers that belong to a checkpoint."""
         return [dict(module.named_buffers()) for module in self.modules[row]]
+
+
+def draw_from(device: torch.device, seed: int) -> None:
+    """Let random numbers on a device begin anew."""
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)

@@ -79,7 +79,9 @@ def test_what_is_written_is_read(tmp_path):
     assert got.job == "# é\n" * 40_000 and got.environment == {"a": "é"}
     facts = {"digest": "ab", "accuracy": 0.75, "steps": 31, "gaps": "[1, 2]"}
     assert got.summary == facts | long
-    assert got.units == {"step": "step", "loss": "nat", "bytes_sent": "B", "kind": "1"}
+    units = {"step": "step", "loss": "nat", "bytes_sent": "B", "kind": "1"}
+    units |= {"accuracy": "1", "local_accuracy": "1", "own": "", "seconds": "s"}
+    assert got.units == units
     assert {p.name for p in tmp_path.iterdir()} == {"log.h5"}
 
 

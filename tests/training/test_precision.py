@@ -273,13 +273,13 @@ class Lost:
 
     device = "cuda:1"
 
-    def __float__(self):
+    def cpu(self):
         raise RuntimeError("the GPU has fallen off the bus")
 
 
 def captured(module, slots=2):
-    def run(row, slot, inputs, targets):
-        return (module(inputs) - targets).square().mean().double().detach()
+    def run(row, slot, batch):
+        return (module(batch[0]) - batch[1]).square().mean().double().detach().view(1)
 
     batch = (torch.ones(3, 2), torch.zeros(3, 2))
     return capture.Captured(run, [[module] * slots], [batch] * slots), batch
@@ -289,9 +289,9 @@ def test_graphs_of_a_device_share_a_pool_and_replay_in_their_order(monkeypatch):
     fake = FakeGraphs(monkeypatch)
     graphs, (inputs, targets) = captured(nn.Linear(2, 2))
     assert fake.log == ["synchronize", "capture into pool 0"] * 2
-    assert graphs.replay([(inputs + 1, targets)] * 2).shape == (1, 2)
+    assert graphs.replay([(inputs + 1, targets)] * 2).shape == (1, 2, 1)
     assert fake.log[-2:] == ["replay"] * 2
-    graphs._losses[1] = Lost()
+    graphs._found[1] = Lost()
     with pytest.raises(RuntimeError, match="off the bus") as caught:
         graphs.replay([(inputs, targets)] * 2)
     assert caught.value.__notes__ == ["in slot 1 of this node, on cuda:1"]
@@ -323,11 +323,11 @@ class FakeCaptured:
 
     def replay(self, batches):
         found = [
-            self.run(row, slot, *batches[row * self.slots + slot])
+            self.run(row, slot, batches[row * self.slots + slot])
             for row in range(self.rows)
             for slot in range(self.slots)
         ]
-        return torch.stack(found).view(self.rows, self.slots)
+        return torch.stack(found).view(self.rows, self.slots, -1)
 
 
 @pytest.mark.parametrize("settings", [["algorithm.accumulate=2"], ["node.precision=fp16"]])

@@ -114,9 +114,10 @@ def accuracy(ranks: World, one: Any, shared: Any) -> float:
         model = (
             one.averaged() if isinstance(one, Gossip) else peers.averaged(one.module, ranks.comm)
         )
-    sums = measure(model, shared.loader, ranks.rank, ranks.size)
+    objective = shared.trainer.replicas.objective
+    sums = measure(objective, model, shared.loader, ranks.rank, ranks.size)
     total = np.sum(ranks.comm.allgather(sums.numpy()), axis=0)
-    return float(total[1] / total[2])
+    return float(total[1, 0] / total[1, 1])
 
 
 def turn(ranks: World, one: Any, steps: range) -> float:

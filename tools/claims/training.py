@@ -122,7 +122,7 @@ def train(
     return {
         "accuracy": final.accuracy,
         "loss": final.loss,
-        "local_accuracy": final.mean_local_accuracy,
+        "local_accuracy": final.mean_local["accuracy"],
         "train_loss": float(np.mean(losses[-steps // 20 :])),
         "consensus": float(np.nanmean(apart)),
         "bytes": trainer.mixer.bytes_sent[0],
@@ -137,8 +137,8 @@ def _accuracy(assembly: assemble.Assembly, every: int) -> float:
     """Of the averaged model, on every so-many-th test image."""
     trainer = assembly.trainer
     module = evaluate.averaged_model(trainer.replicas, trainer.mixer)
-    sums = evaluate.measure(module, assembly.loader, 0, every)
-    return float(sums[1] / sums[2])
+    sums = evaluate.measure(trainer.replicas.objective, module, assembly.loader, 0, every)
+    return float(sums[1, 0] / sums[1, 1])
 
 
 def _do(task: Task, source: Path, until: float) -> dict[str, Any]:

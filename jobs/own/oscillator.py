@@ -1,0 +1,63 @@
+"""A physics-informed network: the damped oscillator u'' + 2 d u' + w² u = 0, u(0) = 1, u'(0) = 0.
+
+    PYTHONPATH=jobs/own mpirun -n 4 mpigossip train jobs/own/oscillator.toml
+
+Nothing is fitted to the solution: the loss is the equation's residual at random times and the two
+initial conditions. What is tested is the distance to the closed form.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+DAMPING, FREQUENCY, END = 0.4, 4.0, 4.0
+
+
+def solution(t):
+    """The closed form of u(t)."""
+    w = math.sqrt(FREQUENCY**2 - DAMPING**2)
+    return torch.exp(-DAMPING * t) * (torch.cos(w * t) + DAMPING / w * torch.sin(w * t))
+
+
+def times(samples, test_samples):
+    """Random times to train on, and a grid of times with the solution to test on; both (N, 1)."""
+    grid = torch.linspace(0, END, test_samples).unsqueeze(1)
+    train = END * torch.rand(samples, 1)
+    return {
+        "train": TensorDataset(train, solution(train)),  # the second is only measured against
+        "test": TensorDataset(grid, solution(grid)),
+    }
+
+
+def network(width=32):
+    """Time (B, 1) to u (B, 1)."""
+    return nn.Sequential(
+        nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
+    )
+
+
+class Residual:
+    """The task: squares of the residual and of the initial conditions."""
+
+    def __init__(self, *, start=10.0):
+        """``start``: weight of the initial conditions."""
+        self.start = start
+
+    def loss(self, model, batch):
+        """The loss; the residual alone, and the squared distance to the solution."""
+        t, known = batch
+        with torch.enable_grad():  # derivatives by t are part of the loss in evaluation, too
+            t = torch.cat([torch.zeros_like(t[:1]), t]).requires_grad_()
+            u = model(t)
+            (speed,) = torch.autograd.grad(u.sum(), t, create_graph=True)
+            (force,) = torch.autograd.grad(speed.sum(), t, create_graph=True)
+            residual = (force + 2 * DAMPING * speed + FREQUENCY**2 * u)[1:] / FREQUENCY**2
+            first = (u[0] - 1).square().sum() + (speed[0] / FREQUENCY).square().sum()
+            loss = residual.square().mean() + self.start * first
+        error = (u[1:].detach() - known).square().sum()
+        return loss, {
+            "residual": (residual.detach().square().sum(), len(known)),
+            "squared_error": (error, len(known)),
+        }

@@ -1,0 +1,206 @@
+"""Data sets of torch as a job's data: what one's own function in `data.source` returns."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+from mpigossip.config import Data, JobError
+from mpigossip.config.own_parts import given, parameters, raised
+from mpigossip.data.nested import Nested, leaves
+from mpigossip.data.philox import mixed
+
+SPLITS = ("train", "test")
+WANTED = (
+    'it should return a mpigossip.data.sources.Source, or {"train": …, "test": …} of torch '
+    "Datasets (and \"collate\", a function that makes a batch of samples where torch's own doesn't)"
+)
+
+
+class Datasets:
+    """The training and test samples of a user's function; what a Source is for its own.
+
+    ``sets``: per node that lives here its "train" and "test"; one and the same for all nodes,
+    unless the function asked for `node`: then these are streams, a node's own each.
+    """
+
+    def __init__(self, sets: Sequence[Mapping[str, Any]], data: Data, seed: int, dealt: bool):
+        """``dealt``: a stream's rows go to the nodes in turn, as no node has a stream of its own.
+
+        JobError for what isn't a data set, or has no sample.
+        """
+        self.name, self.section, self.seed, self.dealt = data.source, data, seed, dealt
+        self.sets = sets
+        self.train, self.test = (sets[0][split] for split in SPLITS)
+        self.collate: Callable = sets[0].get("collate", default_collate)
+        self.streams = isinstance(self.train, IterableDataset)
+        self.in_memory = all(isinstance(one, TensorDataset) for one in (self.train, self.test))
+        for split, one in zip(SPLITS, (self.train, self.test), strict=True):
+            if _length(one) == 0:
+                raise self.mistake(f'its "{split}" has no sample; nothing can be done with it')
+        first = next(leaves(self.sample("train")), torch.empty(0))
+        self.shape, self.classes, self.dtype = tuple(first.shape[1:]), data.classes, None
+
+    def mistake(self, text: str) -> JobError:
+        """A mistake in the function, or in what it returned."""
+        return JobError([f'data.source = "{self.name}": {text}'])
+
+    @property
+    def train_size(self) -> int:
+        """Training samples of an epoch, over all nodes."""
+        known = _length(self.train)
+        return self.section.samples if known is None or not self.dealt else known
+
+    @property
+    def test_size(self) -> int:
+        """Test samples; of a stream at most so many."""
+        known = _length(self.test)
+        if not isinstance(self.test, IterableDataset):
+            return known or 0
+        return self.section.test_samples if known is None else known
+
+    @property
+    def train_labels(self) -> np.ndarray:
+        """The `targets` of the training samples, as data sets of torchvision have them, or zeros.
+
+        JobError where a partition needs labels and there are none.
+        """
+        found = getattr(self.train, "targets", None)
+        if found is not None and len(found) == self.train_size:
+            return np.asarray(found)
+        if self.section.partition not in ("shuffled",):
+            raise self.mistake(
+                f'data.partition = "{self.section.partition}" goes by labels, and its "train" has '
+                'no `targets` (one number for each sample); add them, or use "shuffled"'
+            )
+        return np.zeros(self.train_size, np.int64)
+
+    def sample(self, split: str) -> Nested:
+        """A batch of one sample, made here and now: what a task and a model are tried on."""
+        one = self.train if split == "train" else self.test
+        with drawing(Draws(self.seed)):
+            try:
+                found = next(iter(one), NONE) if isinstance(one, IterableDataset) else one[0]
+                if found is NONE:
+                    raise self.mistake(f'its "{split}" has no sample; nothing can be done with it')
+                return self.collate([found])
+            except JobError:
+                raise
+            except Exception as error:
+                raise self.mistake(f'a first sample of "{split}": {raised(error)}') from error
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+NONE = object()
+
+
+def _length(one: Dataset) -> int | None:
+    """Samples of a data set; None for a stream that doesn't say."""
+    try:
+        return len(one)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> Any:
+    """What a user's function in `data.source` returns: Datasets, or anything else as it is.
+
+    The function is given what it names: `seed`, `node` and `nodes`, settings of `[data]`, and the
+    section's further keys; or (data, seed), where it has other parameters without a default.
+    ``rows``: the nodes that live here, of ``n``. Raises JobError.
+    """
+    known = {f.name: getattr(data, f.name) for f in fields(Data) if f.name != "options"}
+    known |= {"seed": seed, "nodes": n}
+    own = "node" in parameters(make)[0]
+
+    def made(node: int) -> Any:
+        with drawing(Draws(seed)):
+            return given(make, known | {"node": node}, data.options, (data, seed))
+
+    try:
+        found = [made(node) for node in (rows if own else rows[:1])]
+    except TypeError as error:
+        raise JobError([f'data.source = "{data.source}": {error}; {WANTED}']) from error
+    first = found[0]
+    if not isinstance(first, Mapping):
+        return first
+    _check(first, data, own)
+    return Datasets(found, data, seed, dealt=not own)
+
+
+def _check(found: Mapping, data: Data, own: bool) -> None:
+    def mistake(text: str) -> JobError:
+        return JobError([f'data.source = "{data.source}": {text}'])
+
+    extra = found.keys() - {*SPLITS, "collate"}
+    if extra or not found.keys() >= set(SPLITS):
+        raise mistake(f"returned {{{', '.join(map(repr, found))}}}; {WANTED}")
+    for split in SPLITS:
+        if not isinstance(found[split], Dataset):
+            raise mistake(f'"{split}" is {type(found[split]).__name__}, no torch Dataset; {WANTED}')
+    if own and not isinstance(found["train"], IterableDataset):
+        raise mistake(
+            "asks for `node` and returns a Dataset with a length: leave `node` out and return the "
+            "samples of all nodes (data.partition shares them out), or return an IterableDataset"
+        )
+    if isinstance(found["train"], IterableDataset) and data.partition != "shuffled":
+        raise mistake(
+            f'data.partition = "{data.partition}": a stream can\'t be sorted; its function takes '
+            "`node` and `nodes` and shares it out, or its rows go to the nodes in turn"
+        )
+    if data.augment != "none":
+        raise mistake(
+            f'data.augment = "{data.augment}" is for packed images; a Dataset changes its samples '
+            'itself: use data.augment = "none"'
+        )
+    if not callable(found.get("collate", default_collate)):
+        raise mistake(f'"collate" is {type(found["collate"]).__name__}, no function')
+
+
+class Draws(NamedTuple):
+    """A place in the random numbers of torch, NumPy and Python, by the numbers that it is from."""
+
+    seed: int
+    key: tuple[int, ...] = ()
+
+
+@contextlib.contextmanager
+def drawing(draws: Draws | list) -> Iterator[None]:
+    """Let what runs inside draw its own random numbers, and leave the program's as they were.
+
+    ``draws``: a place to begin at; or a list with one, which is left where the drawing stopped.
+    """
+    outside = _states()
+    begin = draws[0] if isinstance(draws, list) else draws
+    if isinstance(begin, Draws):
+        seed = mixed(begin.seed, *begin.key)
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        random.seed(seed)
+    else:
+        _set(begin)
+    try:
+        yield
+        if isinstance(draws, list):
+            draws[0] = _states()
+    finally:
+        _set(outside)
+
+
+def _states() -> tuple:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set(states: tuple) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])

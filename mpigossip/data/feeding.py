@@ -1,0 +1,342 @@
+"""Batches of torch's data sets: `DataLoader` loads, here or in processes that know no launcher.
+
+What is loaded follows from the step's number alone. Of a Dataset the samples are those of its
+node's order, and random numbers that it draws are from (seed, step, node, slot): exact after a
+resume. A stream is read again from its beginning, as far as the run had come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from mpigossip.config import JobError
+from mpigossip.config.errors import Failure
+from mpigossip.config.own_parts import raised
+from mpigossip.data.datasets import Datasets, Draws, drawing
+from mpigossip.data.nested import Nested, mapped
+from mpigossip.data.partition import Order
+from mpigossip.data.worker import LAUNCHER
+
+TRAIN, TEST = 0, 1
+"""What the random numbers of a batch are for."""
+
+
+class DataError(Failure):
+    """A data set that fails in the middle of a run."""
+
+
+class Share(NamedTuple):
+    """The part of a stream that a node reads."""
+
+    node: int
+    n: int
+    steps_per_epoch: int
+    batch: int
+    """samples a step, over all slots"""
+
+
+class Request(NamedTuple):
+    """Samples that become a batch, and where their random numbers begin."""
+
+    split: str
+    key: tuple[int, ...]
+    indices: Sequence[int]
+
+
+class Refused(NamedTuple):
+    """What comes in place of a batch: exceptions would lose their words between processes."""
+
+    text: str
+
+
+class Sent:
+    """Something of the user's that is taken to a process: what unpacks it there cleans up first."""
+
+    def __reduce__(self):
+        return unpacked, (type(self), bytes(ForkingPickler.dumps(vars(self))))
+
+
+def unpacked(kind: type, state: bytes) -> Any:
+    """Make it anew in a process of its own, without the launcher's variables and without GPUs."""
+    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
+        del os.environ[name]
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    # the launcher sends a stop signal to every process of the job; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    made: Any = object.__new__(kind)
+    vars(made).update(ForkingPickler.loads(state))
+    return made
+
+
+class Samples(Sent, Dataset):
+    """Batches of Datasets by request."""
+
+    def __init__(self, data: Datasets):
+        self.name, self.seed, self.collate = data.name, data.seed, data.collate
+        self.sets = {"train": data.train, "test": data.test}
+
+    def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
+        """The batch of a request, or why there is none."""
+        one, at = self.sets[request.split], None
+        try:
+            with drawing(Draws(self.seed, request.key)):
+                if hasattr(one, "__getitems__"):
+                    found = one.__getitems__(list(request.indices))
+                else:
+                    found = [one[at := int(index)] for index in request.indices]
+                at = None
+                return self.collate(found)
+        except Exception as error:
+            which = f"sample {at}" if at is not None else (
+                f"a batch of the samples {request.indices[0]}, …"
+            )  # fmt: skip
+            return Refused(f'data.source = "{self.name}": {which} of "{request.split}": '
+                           f"{raised(error)}")  # fmt: skip
+
+
+class Stream(Sent, IterableDataset):
+    """Batches of the streams of some nodes: step after step, node after node, slot after slot."""
+
+    def __init__(
+        self, data: Datasets, shares: Sequence[Share], slots: int, mine: Sequence[int], step: int
+    ):
+        """``slots``: of a node, and ``mine``, those that live here; ``step``: the first.
+
+        What other slots take, and all before that step, is read and left out.
+        """
+        self.name, self.seed, self.collate = data.name, data.seed, data.collate
+        sets = data.sets if len(data.sets) == len(shares) else list(data.sets) * len(shares)
+        self.streams = [each["train"] for each in sets]
+        self.dealt, self.shares, self.step = data.dealt, shares, step
+        self.slots, self.mine = slots, mine
+
+    def __iter__(self) -> Iterator[Nested]:
+        readers: list[tuple[Iterator, list, int]] = []
+        try:
+            for share, one in zip(self.shares, self.streams, strict=True):
+                rows = _endless(one, *((share.node, share.n) if self.dealt else (0, 1)))
+                state: list = [Draws(self.seed, (TRAIN, share.node))]
+                with drawing(state):
+                    _skip(rows, self.step * share.batch)
+                readers.append((rows, state, share.batch // self.slots))
+            while True:
+                for rows, state, count in readers:
+                    for slot in range(self.slots):
+                        with drawing(state):
+                            samples = list(itertools.islice(rows, count))
+                            batch = self.collate(samples) if slot in self.mine else None
+                        if slot in self.mine:
+                            yield batch
+        except Exception as error:
+            yield Refused(f'data.source = "{self.name}": the stream of "train": {raised(error)}')
+
+
+def _endless(one: IterableDataset, turn: int, of: int) -> Iterator[Any]:
+    """Every ``of``-th sample from the ``turn``-th on, pass after pass."""
+    for number in itertools.count():
+        if hasattr(one, "set_epoch"):
+            one.set_epoch(number)
+        rows = iter(one)
+        if rows is one:
+            raise ValueError("iter() of it is itself, so it can't be read anew or by several "
+                             "nodes; let __iter__ be a generator")  # fmt: skip
+        seen = False
+        for sample in itertools.islice(rows, turn, None, of):
+            seen = True
+            yield sample
+        if not seen:
+            raise ValueError(f"it gave no sample for node {turn} of {of} in a whole pass")
+
+
+def _skip(rows: Iterator, count: int) -> None:
+    next(itertools.islice(rows, count, count), None)
+
+
+class DatasetLoader:
+    """The batches of some nodes, each with L slots, of a user's data sets; see `loader.Loader`.
+
+    ``orders``: of the nodes that live here; ``slots``: of a node, and ``mine``, those that live
+    here (unset: all). Data sets whose samples are tensors in memory are read
+    here, all others by ``workers`` processes: started afresh, so that neither MPI nor CUDA are in
+    them. One process reads a stream.
+    """
+
+    def __init__(
+        self,
+        data: Datasets,
+        orders: Sequence[Order | Share],
+        *,
+        devices: Sequence[torch.device | str] = ("cpu",),
+        workers: int = 0,
+        timeout_s: float = 300.0,
+        slots: int | None = None,
+        mine: range | None = None,
+    ) -> None:
+        self.source, self.orders, self.timeout_s = data, list(orders), timeout_s
+        self.devices = [torch.device(device) for device in devices]
+        self.slots = slots or len(self.devices)
+        self.mine = mine or range(self.slots)
+        self.workers = 0 if data.in_memory else min(workers, 1) if data.streams else workers
+        self._batches: Iterator[Nested] | None = None
+        self._next = 0
+        self._test: DataLoader | None = None
+        self._wanted: list[Request] = []
+
+    def step(self, step: int) -> list[Nested]:
+        """The batches of a step: node after node, slot after slot, on the slots' devices."""
+        if self._batches is None or step != self._next:
+            self._batches = self._begin(step)
+        self._next = step + 1
+        return [
+            self._moved(self._received(self._batches, f"step {step}"), device)
+            for _ in self.orders
+            for device in self.devices
+        ]
+
+    def share(self, node: int, n: int) -> Iterator[Nested]:
+        """The test samples ``node``, ``node + n``, …, in batches, on the first device."""
+        size = self.source.section.batch
+        if isinstance(self.source.test, IterableDataset):
+            batches: Iterator[Nested] = self._test_stream(node, n, size)
+        else:
+            indices = np.arange(node, self.source.test_size, n)
+            cuts = [indices[at : at + size] for at in range(0, len(indices), size)]
+            batches = self._tests(
+                [Request("test", (TEST, int(cut[0])), cut.tolist()) for cut in cuts]
+            )
+        while (batch := self._received(batches, "the test")) is not Refused:
+            yield self._moved(batch, self.devices[0])
+
+    def note(self, step: int) -> list[str]:
+        """What to say of a run that goes on at a step."""
+        if not self.source.streams or not step:
+            return []
+        count = step * self.orders[0].batch
+        return [f"the stream is read again from its beginning, {count:,} samples a node"]
+
+    def close(self) -> None:
+        """End the processes. A second call does nothing."""
+        for one in (self._batches, self._test and self._test._iterator):
+            if hasattr(one, "_shutdown_workers"):
+                one._shutdown_workers()
+        self._batches = self._test = None
+
+    def __enter__(self) -> DatasetLoader:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Close."""
+        self.close()
+
+    def _begin(self, step: int) -> Iterator[Nested]:
+        """The training batches from a step on."""
+        if self._batches is not None and hasattr(self._batches, "_shutdown_workers"):
+            self._batches._shutdown_workers()
+        if self.source.streams:
+            shares: Any = self.orders
+            data: Any = Stream(self.source, shares, self.slots, self.mine, step)
+            return self._started(DataLoader(data, batch_size=None, **self._how()))
+        return self._started(self._by_request(self._requests(step)))
+
+    def _requests(self, step: int) -> Iterator[Request]:
+        for now in itertools.count(step):
+            order: Any  # an Order, as this is no stream
+            for order in self.orders:
+                cuts = np.split(order.batch_indices(now), self.slots)
+                for slot in self.mine:
+                    key = (TRAIN, now, order.node, slot)
+                    yield Request("train", key, cuts[slot].tolist())
+
+    def _tests(self, requests: list[Request]) -> Iterator[Nested]:
+        if self._test is None:
+            self._test = self._by_request(self._wanted, persistent_workers=self.workers > 0)
+        self._wanted[:] = requests
+        return self._started(self._test)
+
+    def _test_stream(self, node: int, n: int, size: int) -> Iterator[Nested]:
+        """In this process: every n-th row of one stream for all, or all of a node's own."""
+        data = self.source
+        at = [order.node for order in self.orders].index(node) if not data.dealt else 0
+        one = data.sets[at]["test"]
+        turn, of = (node, n) if data.dealt else (0, 1)
+        try:
+            with drawing(Draws(data.seed, (TEST, node))):
+                rows = itertools.islice(one, turn, data.section.test_samples, of)
+                found = list(rows)
+                batches = [data.collate(found[i : i + size]) for i in range(0, len(found), size)]
+        except Exception as error:
+            batches = [Refused(f'data.source = "{data.name}": the stream of "test": '
+                               f"{raised(error)}")]  # fmt: skip
+        return iter(batches)
+
+    def _by_request(self, requests: Any, **more: Any) -> DataLoader:
+        data = Samples(self.source)
+        return DataLoader(data, batch_sampler=requests, collate_fn=same, **self._how(), **more)
+
+    def _how(self) -> dict[str, Any]:
+        """Settings of all loaders; their own generator leaves the program's numbers alone."""
+        made: dict[str, Any] = {"num_workers": self.workers, "generator": torch.Generator()}
+        if self.workers:
+            made |= {"multiprocessing_context": "spawn", "timeout": self.timeout_s}
+        return made
+
+    def _started(self, loader: DataLoader) -> Iterator[Nested]:
+        """Its iterator; JobError where the data can't be taken to other processes."""
+        try:
+            with no_program():
+                return iter(loader)
+        except Exception as error:
+            if not self.workers:
+                raise
+            raise JobError([
+                f'data.source = "{self.source.name}": what it returned can\'t be sent to the '
+                f"{self.workers} loading processes ({raised(error)}); define its classes and "
+                "functions at the top of a module, or load in the training process: "
+                "data.workers = 0"
+            ]) from error  # fmt: skip
+
+    def _received(self, batches: Iterator[Nested], what: str) -> Nested:
+        try:
+            batch = next(batches, Refused)
+        except RuntimeError as error:  # DataLoader's own: a process that died or hangs
+            raise DataError(
+                f'data.source = "{self.source.name}": a loading process ended or gives nothing '
+                f"for node.timeout_s = {self.timeout_s:g} s at {what} ({raised(error)}); with "
+                "data.workers = 0 the training process loads by itself"
+            ) from error
+        if isinstance(batch, Refused):
+            raise DataError(f"{batch.text} ({what})")
+        return batch
+
+    def _moved(self, batch: Nested, device: torch.device) -> Nested:
+        return mapped(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def same(batch: Nested) -> Nested:
+    """A batch as it is: requests are answered with whole ones."""
+    return batch
+
+
+@contextlib.contextmanager
+def no_program() -> Iterator[None]:
+    """Hide the running program from processes that begin: they would import it, and MPI with it."""
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program

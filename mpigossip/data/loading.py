@@ -1,0 +1,41 @@
+"""Orders and loaders of whatever data a job has: sources, data sets of torch, streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpigossip.config import Data, JobError
+from mpigossip.data.datasets import Datasets
+from mpigossip.data.feeding import DatasetLoader, Share
+from mpigossip.data.loader import Loader
+from mpigossip.data.partition import Order, orders, partition
+from mpigossip.data.sources import Source
+
+AnyData = Source | Datasets
+AnyLoader = Loader | DatasetLoader
+
+
+def make_orders(
+    data: AnyData, section: Data, seed: int, n: int, per_step: int
+) -> Sequence[Order | Share]:
+    """What each of n nodes takes, ``per_step`` samples a step. Raises JobError for too few."""
+    if isinstance(data, Datasets) and data.streams:
+        steps = data.train_size // n // per_step
+        if not steps:
+            raise JobError([
+                f"an epoch of {data.train_size} samples (data.samples, or the stream's own length) "
+                f"has no step of {n} nodes x {per_step}: make data.samples larger, or data.batch "
+                "smaller"
+            ])  # fmt: skip
+        return [Share(node, n, steps, per_step) for node in range(n)]
+    share, alpha = section.shuffled_percent, section.dirichlet_alpha
+    parts = partition(data.train_labels, n, section.partition, seed, share, alpha)
+    return orders(parts, seed, per_step)
+
+
+def open_loader(data: AnyData, here: Sequence[Any], *, seed: int, **how: Any) -> AnyLoader:
+    """The loader of these data for the nodes that live here; ``how``: devices, workers, timeout."""
+    if isinstance(data, Datasets):
+        return DatasetLoader(data, here, **how)
+    return Loader(data, here, seed=seed, **how)

@@ -1,0 +1,76 @@
+"""Batches of any form: tensors in tuples, lists and mappings, nested as the data have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Nested = Any
+"""A tensor, or a tuple, list or mapping of such; whatever else is in it stays as it is."""
+
+
+def mapped(change: Callable[[torch.Tensor], Any], batch: Nested) -> Nested:
+    """The same form with every tensor changed; any mapping becomes a dict."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: mapped(change, value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(change, value) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(mapped(change, value) for value in batch)
+    return batch
+
+
+def leaves(batch: Nested) -> Iterator[torch.Tensor]:
+    """Every tensor, in the order in which :func:`mapped` meets them."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | tuple | list):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from leaves(value)
+
+
+def size(batch: Nested) -> int:
+    """Samples in a batch: the length of its first tensor that has one, or else 1."""
+    return next((len(tensor) for tensor in leaves(batch) if tensor.ndim), 1)
+
+
+def parts(batch: Nested, count: int) -> list[Nested]:
+    """The samples in ``count`` equal parts; tensors without a dimension are in each of them.
+
+    Raises ValueError where a tensor doesn't have a row for each sample.
+    """
+    if count == 1:
+        return [batch]
+    lengths = {len(tensor) for tensor in leaves(batch) if tensor.ndim}
+    if len(lengths) != 1 or lengths.pop() % count:
+        raise ValueError(
+            f"algorithm.accumulate = {count}: a batch of {form(batch)} can't be cut into so many "
+            "equal parts, since its tensors don't have one row for each sample"
+        )
+
+    def part(number: int) -> Nested:
+        return mapped(lambda one: one.chunk(count)[number] if one.ndim else one, batch)
+
+    return [part(number) for number in range(count)]
+
+
+def stacked(batches: Sequence[Nested]) -> Nested:
+    """Batches of one form as one, with a new first dimension."""
+    columns = zip(*map(leaves, batches), strict=True)
+    tensors = iter([torch.stack(column) for column in columns])
+    return mapped(lambda _: next(tensors), batches[0])
+
+
+def form(batch: Nested) -> str:
+    """The form in words: `(float32 (8, 2), {"y": int64 (8,)})`."""
+    if isinstance(batch, torch.Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f'"{key}": {form(value)}' for key, value in batch.items()) + "}"
+    if isinstance(batch, tuple | list):
+        return "(" + ", ".join(map(form, batch)) + ")"
+    return type(batch).__name__

@@ -1,0 +1,227 @@
+"""What a model is trained for: its loss and its metrics, by name or "package.module:factory".
+
+A task more is a class with a `loss` and its line in `TASKS`; one that a user brings needs no line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mpigossip import config
+from mpigossip.config import JobError, Part
+from mpigossip.config.errors import Failure, Mistake
+from mpigossip.config.own_parts import imported, raised
+from mpigossip.data.nested import Nested, form, size
+from mpigossip.models import loss_and_correct, scores
+
+Metrics = Mapping[str, tuple[Any, Any]]
+"""By name a sum and what it is divided by, numbers or tensors of one: both are added up over
+batches, slots and nodes."""
+
+TAKEN = frozenset(
+    ("step", "at_step", "node", "epoch", "epochs", "seconds", "lr", "kind", "gradient_norm",
+     "mixed_distance", "consensus_distance", "samples_per_second", "staleness", "bytes_sent",
+     "compute_s", "node_s", "exchange_s", "idle_s", "finished", "steps", "nodes", "slots", "lost",
+     "warnings", "metrics", "checkpoint", "digest")
+)  # fmt: skip
+"""Names of columns and of lines of the summary that are no task's own."""
+NAME = r"(?!local_|share_)[A-Za-z][A-Za-z0-9_.-]{0,31}"
+"""The form of a metric's name; local_NAME and share_NAME are columns beside it."""
+
+
+class Task(Protocol):
+    """What a job's `[task]` names: the factory's options are the further keys of that section.
+
+    It may have `units`, a mapping from "loss" and metrics' names; "1" where it is silent.
+    """
+
+    def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
+        """The mean loss of a batch, to be differentiated, and metrics by name: (sum, count).
+
+        ``batch``: as the data give it, on the model's device. Also called in evaluation, without
+        gradients and with the model in `eval()`. A metric "loss" says with which weight the
+        batch counts in the mean test loss; else that is its number of samples.
+        """
+
+
+class TaskError(Failure, RuntimeError):
+    """A task that fails on a batch, in the middle of a run."""
+
+
+class Classification:
+    """Cross-entropy of scores (B, classes) against (B,) int64, and the share that is right."""
+
+    units = {"loss": "nat"}
+
+    def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
+        """Batches are (inputs, targets); scores and targets may have a time axis before classes."""
+        inputs, targets = batch
+        loss, correct = loss_and_correct(scores(model(inputs)), targets)
+        count = targets.numel()
+        return loss, {"loss": (loss.detach().double() * count, count), "accuracy": (correct, count)}
+
+
+class LanguageModel:
+    """Cross-entropy of the next token, and the share of tokens that is right.
+
+    Batches are (tokens, the tokens after them), or a mapping with `input_ids` (B, T), as
+    tokenizers give it: there the labels are its `labels`, or the tokens themselves, shifted here
+    by one; -100 doesn't count. The mapping's other tensors are the model's too.
+    """
+
+    units = {"loss": "nat"}
+    IGNORED = -100
+
+    def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
+        """The mean loss over tokens."""
+        if not isinstance(batch, Mapping):
+            return Classification.loss(self, model, batch)  # type: ignore[arg-type]
+        given = dict(batch)
+        targets = given.pop("labels", given["input_ids"])[:, 1:]
+        found = scores(model(**given))[:, :-1].flatten(0, -2).float()
+        wanted = targets.flatten()
+        counted = wanted != self.IGNORED
+        count = counted.sum()
+        loss = functional.cross_entropy(found, wanted, ignore_index=self.IGNORED)
+        right = ((found.detach().argmax(-1) == wanted) & counted).sum()
+        return loss, {"loss": (loss.detach().double() * count, count), "accuracy": (right, count)}
+
+
+TASKS: dict[str, Part | Callable] = {
+    "classification": Classification,
+    "language-model": LanguageModel,
+}
+"""What `task.name` can be; keyword-only parameters are the options of section `[task]`."""
+
+
+class Objective:
+    """A job's task, and what one batch has shown of it: the names of its metrics."""
+
+    def __init__(self, task: Task, name: str = "classification", metrics: tuple[str, ...] = ()):
+        """``metrics``: without "loss"."""
+        self.task, self.name, self.metrics = task, name, metrics
+        self.width = 1 + 2 * len(metrics)
+        """of :meth:`figures`"""
+
+    def unit(self, name: str) -> str:
+        """The unit of the loss or a metric."""
+        return dict(getattr(self.task, "units", {})).get(name, "1")
+
+    def __call__(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
+        """The task's loss and metrics; TaskError, which says where, for what they raise."""
+        try:
+            loss, metrics = self.task.loss(model, batch)
+            if self.name in TASKS:
+                return loss, metrics
+            wrong = _wrong(loss, metrics)
+        except (Failure, Mistake):
+            raise
+        except Exception as error:
+            raise TaskError(self._says(f"{raised(error)}, on a batch of {form(batch)}")) from error
+        if not wrong and self.metrics and metrics.keys() - {"loss"} != set(self.metrics):
+            wrong = (
+                f"gave the metrics {', '.join(metrics) or 'none'} for a batch of {form(batch)}, "
+                f"where the first gave {', '.join(self.metrics)}; give all of them each time, with "
+                "the count 0 where there is nothing to count"
+            )
+        if wrong:
+            raise TaskError(self._says(wrong))
+        return loss, metrics
+
+    def figures(self, loss: Tensor, metrics: Metrics, accumulate: int) -> Tensor:
+        """A part's share of the mean loss, then sum and count of each metric: float64 (width,)."""
+        found = [_double(one, loss) for name in self.metrics for one in metrics[name]]
+        return torch.stack([_double(loss, loss) / accumulate, *found])
+
+    def tested(self, model: Callable, batch: Nested) -> Tensor:
+        """Sum and count of the loss and of each metric: float64 (1 + metrics, 2) on the CPU."""
+        loss, metrics = self(model, batch)
+        samples = size(batch)
+        pairs = [metrics.get("loss", (loss.detach().double() * samples, samples))]
+        pairs += [metrics[name] for name in self.metrics]
+        return torch.tensor([[float(a), float(b)] for a, b in pairs], dtype=torch.float64)
+
+    def tried(self, model: nn.Module, batch: Nested) -> Objective:
+        """The same with the names of its metrics, from a first batch, as evaluations call it.
+
+        JobError for what isn't a task's answer. The generators of random numbers stay as they were.
+        """
+        training = model.training
+        try:
+            with torch.random.fork_rng(devices=()), torch.no_grad():
+                _, metrics = self(model.eval(), batch)
+        except TaskError as error:
+            raise JobError([str(error)]) from error
+        finally:
+            model.train(training)
+        names = tuple(name for name in metrics if name != "loss")
+        for name in names:
+            if name in TAKEN:
+                raise JobError([self._says(f'its metric "{name}" has the name of a column that '
+                                           "every log has; choose another name")])  # fmt: skip
+            if re.fullmatch(NAME, name) is None:
+                raise JobError([self._says(
+                    f'its metric "{name}" has a name that no column can have: letters, digits and '
+                    "_ . - only, at most 32, not local_… or share_…"
+                )])  # fmt: skip
+        return Objective(self.task, self.name, names)
+
+    def _says(self, text: str) -> str:
+        return f'task.name = "{self.name}": {text}'
+
+
+def make(section: config.TaskSection) -> Objective:
+    """The task that section `[task]` names, not tried yet. Raises JobError."""
+    if section.name in TASKS:
+        return Objective(Part.of(TASKS, section.name)(**section.options), section.name)
+    factory = imported("task.name", section.name, "(**options) that returns a task")
+    try:
+        task = factory(**section.options)
+    except TypeError as error:
+        raise JobError([f'task.name = "{section.name}": {error}; its options are '
+                        f"{section.options}"]) from error  # fmt: skip
+    if not callable(getattr(task, "loss", None)):
+        raise JobError([
+            f'task.name = "{section.name}" returned {type(task).__name__}; it should return '
+            "something with loss(model, batch) -> (loss, {name: (sum, count)})"
+        ])  # fmt: skip
+    return Objective(task, section.name)
+
+
+def _wrong(loss: Any, metrics: Any) -> str:
+    """What isn't right about a task's answer, in words; empty where all is."""
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+        what = form(loss) if isinstance(loss, Tensor) else type(loss).__name__
+        return f"its loss is {what}; it has to be one number, a float tensor of shape (): the mean"
+    if not isinstance(metrics, Mapping):
+        return f"its metrics are a {type(metrics).__name__}, not {{name: (sum, count)}}"
+    for name, pair in metrics.items():
+        if not isinstance(name, str):
+            return f"its metric {name!r} has no text for a name"
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_number, pair))):
+            what = form(pair)
+            return f'its metric "{name}" is {what}; it has to be two numbers, (sum, count)'
+    return ""
+
+
+def _number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    return isinstance(value, int | float)
+
+
+def _double(value: Any, beside: Tensor) -> Tensor:
+    """As float64 on the device of another one; numbers too, without waiting for it."""
+    if isinstance(value, Tensor):
+        return value.detach().to(beside.device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=beside.device)
+
+
+CLASSIFICATION = Objective(Classification(), metrics=("accuracy",))
+"""What replicas are trained for where nobody says."""

@@ -1,0 +1,290 @@
+"""Data sets of torch as a job's data: what a function may return, loading, positions, mistakes."""
+
+import itertools
+import os
+import random
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from mpigossip.config import Data, JobError
+from mpigossip.data import datasets, nested
+from mpigossip.data.feeding import DataError, Share
+from mpigossip.data.loading import make_orders, open_loader
+from mpigossip.data.sources import source
+
+
+class Squares(Dataset):
+    """Sample i is (i, i²) and three draws of random numbers."""
+
+    def __init__(self, count=64):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if index == 13 and self.count == 63:
+            raise ValueError("no thirteen")
+        drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
+        return {"x": torch.tensor([float(index)]), "y": index**2, "drawn": torch.tensor(drawn)}
+
+
+class Launched(Dataset):
+    """Says what the process that loads knows of a launcher, of MPI, and of CUDA."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        known = [name for name in os.environ if name.startswith(("PMI", "OMPI_", "SLURM_"))]
+        loaded = "mpi4py.MPI" in sys.modules
+        return torch.tensor([len(known), loaded, os.environ.get("CUDA_VISIBLE_DEVICES") == ""])
+
+
+class Counts(IterableDataset):
+    """0, 1, 2, … with a random number each, up to a number or without an end."""
+
+    def __init__(self, end=None, start=0):
+        self.start, self.end = start, end
+
+    def __iter__(self):
+        numbers = itertools.count(self.start) if self.end is None else range(self.start, self.end)
+        for number in numbers:
+            yield torch.tensor([float(number), torch.rand(()).item()])
+
+
+def squares(samples=64):
+    return {"train": Squares(samples), "test": Squares(10)}
+
+
+def counts(end=None):
+    return {"train": Counts(end), "test": Counts()}
+
+
+def own_counts(node, nodes):
+    return {"train": Counts(start=1000 * node), "test": Counts(6 * node + 6, 6 * node)}
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    """`mine(name=function)`: a module that a job can name."""
+
+    def put(**functions):
+        module = ModuleType("mine")
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, "mine", module)
+
+    return put
+
+
+def opened(name, n=2, rows=None, workers=0, slots=1, **settings):
+    """The loader of all nodes, or of some."""
+    section = Data(source=f"mine:{name}", batch=settings.pop("batch", 4), **settings)
+    rows = range(n) if rows is None else rows
+    data = source(section, 3, rows, n)
+    each = make_orders(data, section, 3, n, slots * section.batch)
+    devices = ("cpu",) * slots
+    return open_loader(
+        data, [each[row] for row in rows], seed=3, devices=devices, workers=workers, timeout_s=60
+    )
+
+
+def test_nested_batches_keep_their_form():
+    Pair = __import__("collections").namedtuple("Pair", "a b")
+    batch = {"a": [torch.arange(4), (torch.ones(4, 2), "text")], "b": Pair(torch.zeros(()), 7)}
+    twice = nested.mapped(lambda one: one * 2, batch)
+    assert twice["a"][0].tolist() == [0, 2, 4, 6] and twice["a"][1][1] == "text"
+    assert isinstance(twice["b"], Pair) and twice["b"].b == 7 and isinstance(twice["a"][1], tuple)
+    assert nested.size(batch) == 4 and nested.size("text") == 1
+    first, second = nested.parts(batch, 2)
+    assert first["a"][0].tolist() == [0, 1] and second["a"][1][0].shape == (2, 2)
+    assert nested.parts(batch, 1)[0] is batch
+    assert nested.form((torch.ones(2, 1), {"y": 3})) == '(float32 (2, 1), {"y": int})'
+    together = nested.stacked([batch, twice])
+    assert together["a"][0].shape == (2, 4) and together["b"].a.shape == (2,)
+    with pytest.raises(ValueError, match=r"accumulate = 3.*int64 \(4,\).*can't be cut"):
+        nested.parts(batch, 3)
+
+
+def test_a_function_is_given_what_it_names(mine):
+    seen = []
+
+    def asks(seed, nodes, samples, *, width: int = 3):
+        seen.append((seed, nodes, samples, width, torch.rand(()).item()))
+        return squares()
+
+    mine(asks=asks, old=lambda data, seed: seen.append((data.batch, seed)) or squares())
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    source(Data(source="mine:asks", samples=7, options={"width": 5}), 11, (1,), 4)
+    source(Data(source="mine:asks", samples=7), 11, (1, 2), 4)
+    source(Data(source="mine:old", batch=9), 12)
+    assert [one[:4] for one in seen[:2]] == [(11, 4, 7, 5), (11, 4, 7, 3)] and seen[2] == (9, 12)
+    assert seen[0][4] == seen[1][4], "what it draws is from the job's seed"
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
+
+
+def figures(batches):
+    return [torch.cat([b["x"].flatten(), b["drawn"].flatten()]).tolist() for b in batches]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_follows_from_its_step_alone(mine, workers):
+    """Samples and what they draw: from the start, from the middle, of all nodes or of one."""
+    mine(squares=squares)
+    with opened("squares", slots=2, batch=2) as loader:
+        whole = [figures(loader.step(step)) for step in range(6)]
+        outside = torch.get_rng_state()
+        tests = [figures(loader.share(node, 2)) for node in range(2)]
+        assert torch.equal(outside, torch.get_rng_state())
+    assert len(whole[0]) == 4
+    numbers = [batch[:2] for step in whole for batch in step]
+    assert len({x for pair in numbers for x in pair}) == 48  # of 64, no one twice
+    with opened("squares", rows=[1], slots=2, batch=2, workers=workers) as late:
+        assert [figures(late.step(step)) for step in (3, 4, 5)] == [one[2:] for one in whole[3:]]
+        assert figures(late.step(1)) == whole[1][2:]
+        for _ in range(2):
+            assert figures(late.share(1, 2)) == tests[1]
+        assert figures(late.step(2)) == whole[2][2:]
+    assert sorted(x for share in tests for b in share for x in b[: len(b) // 4]) == list(range(10))
+
+
+def test_loading_processes_know_no_launcher(mine, monkeypatch):
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "0")
+    mine(launched=lambda: {"train": Launched(), "test": Launched()})
+    import mpi4py.MPI  # noqa: F401  what a rank has loaded
+
+    with opened("launched", workers=1) as loader:
+        known, mpi, hidden = loader.step(0)[0].unbind(1)
+    assert not known.any() and not mpi.any() and hidden.all()
+    assert os.environ["PMI_RANK"] == "0", "this process keeps them"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_of_a_stream_are_dealt(mine, workers):
+    """In turn, pass after pass; a later step reads all before it again, random numbers too."""
+    mine(counts=counts)
+    with opened("counts", workers=workers, options={"end": 12}, test_samples=5) as loader:
+        steps = [torch.cat(loader.step(step)) for step in range(4)]
+        tests = [torch.cat(list(loader.share(node, 2)))[:, 0].tolist() for node in range(2)]
+        assert loader.note(3) == ["the stream is read again from its beginning, 12 samples a node"]
+    assert steps[0][:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert steps[1][:, 0].tolist() == [8, 10, 0, 2, 9, 11, 1, 3]
+    assert tests == [[0, 2, 4], [1, 3]]
+    with opened("counts", rows=[1], options={"end": 12}) as late:
+        assert torch.equal(late.step(3)[0], steps[3][4:])
+
+
+def test_a_stream_of_each_node(mine):
+    mine(own_counts=own_counts)
+    with opened("own_counts", n=3, rows=[0, 2], samples=48) as loader:
+        first = [batch[:, 0].tolist() for batch in loader.step(0)]
+        assert first == [[0, 1, 2, 3], [2000, 2001, 2002, 2003]]
+        assert loader.orders[1] == Share(2, 3, 4, 4)
+        assert next(loader.share(2, 3))[:, 0].tolist() == [12, 13, 14, 15]
+
+
+def test_samples_in_memory_need_no_process(mine):
+    one = TensorDataset(torch.ones(32, 2), torch.zeros(32))
+    mine(memory=lambda: {"train": one, "test": one})
+    with opened("memory", workers=2) as loader:
+        assert loader.workers == 0 and loader.step(0)[0][0].shape == (4, 2)
+
+
+class Endless(Counts):
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return torch.zeros(2)
+
+
+class Ragged(Squares):
+    def __getitem__(self, index):
+        return torch.zeros(1 + index % 2)
+
+
+def given(train, test=None, **more):
+    return lambda: {"train": train, "test": Squares(4) if test is None else test} | more
+
+
+@pytest.mark.parametrize(
+    "function, settings, says",
+    [
+        (given(Squares(0)), {}, 'its "train" has no sample'),
+        (given(Squares(4), TensorDataset(torch.ones(0))), {}, 'its "test" has no sample'),
+        (given(Counts(0)), {}, 'its "train" has no sample'),
+        (given([1, 2]), {}, '"train" is list, no torch Dataset'),
+        (lambda: {"train": Squares()}, {}, r"returned {'train'}; it should return"),
+        (given(Squares(), collate=3), {}, '"collate" is int'),
+        (given(Squares()), {"augment": "crop-flip"}, "augment.*for packed images"),
+        (given(Squares()), {"partition": "sorted"}, "has no `targets`"),
+        (given(Counts()), {"partition": "dirichlet"}, "a stream can't be sorted"),
+        (given(Squares()), {"options": {"wide": 3}}, "unexpected keyword argument 'wide'"),
+        (lambda node: squares(), {}, "asks for `node` and returns a Dataset with a length"),
+        (given(Squares(6)), {}, "has 3 training samples but takes 4"),
+        (given(Counts()), {"samples": 7}, "has no step of 2 nodes x 4"),
+        (given(Ragged(), collate=lambda rows: 1 / 0), {}, "ZeroDivisionError at .*test_datasets"),
+    ],
+)
+def test_what_is_no_data_is_named_before_anything_starts(mine, function, settings, says):
+    mine(wrong=function)
+    with pytest.raises(JobError, match=says):
+        opened("wrong", **settings)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "function, says",
+    [
+        (given(Squares(63)), r'sample 13 of "train": ValueError at .*py:\d+: no thirteen \(step'),
+        (given(Ragged()), r'a batch of the samples \d+, … of "train": RuntimeError.*equal size'),
+        (given(Endless()), r'stream of "train": ValueError.*iter\(\) of it is itself'),
+        (given(Counts(1)), r"gave no sample for node 1 of 2 in a whole pass"),
+    ],
+)
+def test_data_that_fail_on_the_way_are_named(mine, function, says, workers):
+    mine(wrong=function)
+    with opened("wrong", workers=workers) as loader, pytest.raises(DataError, match=says) as caught:
+        for step in range(16):
+            loader.step(step)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_sent_to_a_process_is_named(mine):
+    class Inside(Squares):
+        """Known to this function alone."""
+
+    mine(inside=given(Inside()))
+    with opened("inside", workers=1) as loader, pytest.raises(JobError) as caught:
+        loader.step(0)
+    assert "can't be sent to the 1 loading processes" in str(caught.value)
+    assert "data.workers = 0" in str(caught.value)
+
+
+def test_labels_of_a_data_set_are_its_targets(mine):
+    labelled = Squares(40)
+    labelled.targets = [i % 2 for i in range(40)]
+    mine(labelled=given(labelled))
+    with opened("labelled", partition="sorted") as loader:
+        (even, odd) = (batch["x"] % 2 for batch in loader.step(0))
+    assert not even.any() and odd.all()
+
+
+def test_draws_go_on_where_they_stopped():
+    state = [datasets.Draws(5, (1,))]
+    with datasets.drawing(state):
+        first = torch.rand(2).tolist() + [random.random(), np.random.rand()]
+    with datasets.drawing(state):
+        second = torch.rand(2).tolist() + [random.random(), np.random.rand()]
+    with datasets.drawing(datasets.Draws(5, (1,))):
+        assert first[:2] == torch.rand(2).tolist() and first[2:] == [
+            random.random(), np.random.rand(),
+        ]  # fmt: skip
+    assert first != second

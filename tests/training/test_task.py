@@ -1,0 +1,299 @@
+"""Tasks: losses and metrics of one's own and their columns, those built in, wrong answers."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.runs import launch
+from mpigossip.store.log import read
+from mpigossip.training import assemble, task
+from mpigossip.training.task import Objective, TaskError
+
+POINTS = torch.linspace(-1, 1, 96).unsqueeze(1)
+
+
+def points():
+    return {
+        "train": TensorDataset(POINTS, POINTS.square()),
+        "test": TensorDataset(POINTS[1::4], POINTS[1::4].square()),
+    }
+
+
+def curve(width=8):
+    return nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1))
+
+
+class Fit:
+    """Squares, and two metrics of which one counts nothing on the left."""
+
+    units = {"loss": "m2", "distance": "m"}
+
+    def __init__(self, *, weight: float = 1.0):
+        self.weight = weight
+
+    def loss(self, model, batch):
+        x, y = batch
+        apart = model(x) - y
+        right = x > 0
+        return self.weight * apart.square().mean(), {
+            "distance": (apart.detach().abs().sum(), y.numel()),
+            "right": ((apart.detach().abs() * right).sum(), right.sum()),
+        }
+
+
+def answers(answer):
+    """A task that gives one answer."""
+    return SimpleNamespace(loss=lambda model, batch: answer(model, batch))
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    import sys
+    from types import ModuleType
+
+    def put(**names):
+        module = ModuleType("mine")
+        vars(module).update({"points": points, "curve": curve, "Fit": Fit} | names)
+        monkeypatch.setitem(sys.modules, "mine", module)
+
+    put()
+    return put
+
+
+def job(folder, *settings):
+    table = {
+        "run": {"output": str(folder), "epochs": 3},
+        "task": {"name": "mine:Fit", "weight": 0.5},
+        "data": {"source": "mine:points", "batch": 8},
+        "model": {"name": "mine:curve", "width": 6},
+        "algorithm": {"name": "dsgd"},
+        "schedule": {"lr": 0.1, "scale": "none"},
+    }
+    return assemble.load(table, settings)
+
+
+def train(made, nodes=3):
+    with Alone() as alone:
+        return launch.train(made, alone, nodes)
+
+
+def test_a_task_of_ones_own_is_logged_by_its_names(mine, tmp_path, capsys):
+    summary = train(job(tmp_path / "run"))
+    log = read(tmp_path / "run" / "log.h5")
+    assert log.steps["distance"].shape == (12, 3) and log.evaluations["right"].shape == (3,)
+    assert log.units["loss"] == "m2" and log.units["distance"] == "m" and log.units["right"] == "1"
+    assert {"local_right", "share_right", "local_loss"} <= log.evaluations.keys()
+    assert "accuracy" not in log.evaluations | log.steps and "weight = 0.5" in log.job
+    assert summary["metrics"] == "distance right"
+    assert summary["distance"] == log.evaluations["distance"][-1]
+    printed = capsys.readouterr().out
+    assert "train loss  test loss  distance    local     right  consensus" in printed
+    assert f"distance   {summary['distance']:.4f} (averaged model), right" in printed
+
+
+def test_what_is_tested_is_the_averaged_model_on_all_samples(mine, tmp_path):
+    """Sums over slots and nodes, divided once: what one pass over all test samples gives."""
+    made = assemble.assemble(job(tmp_path, "node.devices=cpu:2", "data.batch=4"), Alone(), 3)
+    try:
+        for _ in range(4):
+            record = made.trainer.step()
+        trainer = made.trainer
+        from mpigossip.training.evaluate import averaged_model, evaluate
+
+        found = evaluate(trainer.replicas, trainer.mixer, made.loader)
+        module = averaged_model(trainer.replicas, trainer.mixer).eval()
+        with torch.no_grad():
+            loss, metrics = Fit(weight=0.5).loss(module, points()["test"][:])
+        assert found.loss == pytest.approx(float(loss), rel=1e-6)
+        for name, (total, count) in metrics.items():
+            assert found.averaged[name] == pytest.approx(float(total / count), rel=1e-6)
+        assert record.figures["distance"].shape == (3,)
+    finally:
+        made.close()
+
+
+def test_a_metric_that_counts_nothing_is_unknown_and_said_once(mine, tmp_path, capsys):
+    left = TensorDataset(-POINTS[50:], POINTS[50:])
+    mine(points=lambda: points() | {"test": left})
+    summary = train(job(tmp_path / "run"))
+    assert (
+        math.isnan(summary["right"])
+        and np.isnan(read(tmp_path / "run" / "log.h5").evaluations["right"]).all()
+    )
+    err = capsys.readouterr().err
+    assert err.count('"right" is nan at step 4') == err.count('"right" is nan') == 1
+    assert "a count of 0 over the whole test set" in summary["warnings"]
+
+
+@pytest.mark.parametrize("settings", [(), ("algorithm.accumulate=2", "data.batch=4")])
+def test_stopped_and_resumed_to_the_bit(mine, tmp_path, settings):
+    """Dropout too: a model's random numbers follow from the step."""
+    whole = train(job(tmp_path / "whole", *settings))
+    train(job(tmp_path / "half", "run.steps=5", *settings))
+    torch.rand(3)
+    with Alone() as alone:
+        again = launch.resume(tmp_path / "half", ["run.steps=none"], alone, None)
+    assert again["digest"] == whole["digest"]
+
+
+def on_ranks(comm, folder):
+    import sys
+    from types import ModuleType
+
+    from mpigossip.cluster.ranks import World
+
+    sys.modules["mine"] = ModuleType("mine")
+    vars(sys.modules["mine"]).update(points=points, curve=curve, Fit=Fit)
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        return launch.train(job(folder), world, world.size).get("digest")
+
+
+def test_ranks_have_the_simulators_digest(ranks, mine, tmp_path):
+    assert ranks(3)(on_ranks, tmp_path / "ranks")[0] == train(job(tmp_path / "alone"))["digest"]
+
+
+def test_vmap_counts_what_the_loop_counts(mine, tmp_path):
+    mine(curve=lambda width: nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1)))
+    found = []
+    for vmap in ("false", "true"):
+        made = assemble.assemble(job(tmp_path, f"node.vmap={vmap}"), Alone(), 3)
+        found.append(made.trainer.step())
+        made.close()
+    for name in ("distance", "right"):
+        torch.testing.assert_close(found[0].figures[name], found[1].figures[name])
+    torch.testing.assert_close(found[0].loss, found[1].loss)
+
+
+X = (torch.ones(4, 1), torch.ones(4, 1))
+
+
+@pytest.mark.parametrize(
+    "answer, says",
+    [
+        (lambda m, b: (m(b[0]) - b[1], {}), r"its loss is float32 \(1, 1\); it has to be one num"),
+        (lambda m, b: (3.0, {}), "its loss is float; it has to be one number"),
+        (lambda m, b: m(b[0]).mean(), "TypeError.*iteration over a 0-d tensor"),
+        (lambda m, b: (m(b[0]).mean(), 3), "its metrics are a int, not"),
+        (lambda m, b: (m(b[0]).mean(), {"a": 3}), r'metric "a" is int; .* \(sum, count\)'),
+        (lambda m, b: (m(b[0]).mean(), {"a": (b[0], 1)}), r'metric "a" is \(float32 \(1, 1\), int'),
+        (lambda m, b: (m(b[0]).mean(), {3: (1, 1)}), "metric 3 has no text for a name"),
+        (lambda m, b: (m(b[0]).mean(), {"lr": (1, 1)}), '"lr" has the name of a column that every'),
+        (lambda m, b: (m(b[0]).mean(), {"a/b": (1, 1)}), '"a/b" has a name that no column can'),
+        (lambda m, b: (m(b[0]).mean(), {"local_a": (1, 1)}), '"local_a" has a name that no col'),
+        (lambda m, b: m(b["x"]), r"TypeError at .*test_task.py:\d+: .*on a batch of \(float32"),
+    ],
+)
+def test_an_answer_that_is_none_is_named_before_the_first_step(mine, tmp_path, answer, says):
+    mine(Fit=lambda weight: answers(answer))
+    with pytest.raises(JobError, match='task.name = "mine:Fit": .*' + says) as caught:
+        train(job(tmp_path / "run"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ("task.name=mine:three", "is a int; it should be a function"),
+        ("task.name=mine:points", "returned dict; it should return something with loss"),
+        ("task.wait=2", "unexpected keyword argument 'wait'"),
+        ("task.name=classifikation", 'unknown task; did you mean "classification"'),
+        ("task.name=classification", "on a batch of"),
+    ],
+)
+def test_a_wrong_task_is_named(mine, tmp_path, settings, says):
+    mine(three=3)
+    with pytest.raises(JobError, match=says):
+        train(job(tmp_path / "run", settings))
+
+
+class Changing(Dataset):
+    """The tenth sample has another form."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        return {"x" if index != 9 else "y": torch.ones(1)}
+
+
+def test_failures_on_the_way_say_where_and_on_what(mine, tmp_path):
+    def loss(model, batch):
+        return model(batch["x"]).mean(), {}
+
+    mine(points=lambda: {"train": Changing(), "test": Changing()},
+         Fit=lambda weight: SimpleNamespace(loss=loss))  # fmt: skip
+    with pytest.raises(TaskError, match=r'KeyError at .*: \'x\', on a batch of {"y": float32') as e:
+        train(job(tmp_path / "run", "data.batch=1", "data.workers=0"))
+    assert "\n" not in str(e.value)
+    seen = []
+
+    def forgets(model, batch):
+        seen.append(batch)
+        return model(batch[0]).mean(), {"a": (1, 1)} if len(seen) < 3 else {}
+
+    mine(Fit=lambda weight: SimpleNamespace(loss=forgets))
+    with pytest.raises(TaskError, match="gave the metrics none for .* where the first gave a;"):
+        train(job(tmp_path / "other"))
+
+
+def test_a_loss_that_is_no_number_stops_the_run(mine, tmp_path):
+    from mpigossip.training.loop import NotFinite
+
+    def loss(model, batch):
+        return model(batch[0]).mean() * (math.nan if model.training else 1.0), {}
+
+    mine(Fit=lambda weight: SimpleNamespace(loss=loss))
+    with pytest.raises(NotFinite, match="the loss of node 0 is nan at step 0"):
+        train(job(tmp_path / "run"))
+
+
+# the tasks of the package
+
+
+class Output(SimpleNamespace):
+    """As models of transformers give it."""
+
+
+def test_a_language_model_takes_what_tokenizers_and_transformers_give():
+    table = nn.Embedding(11, 11)
+
+    def model(input_ids, attention_mask=None):
+        assert attention_mask is not None
+        return Output(logits=table(input_ids))
+
+    tokens = torch.randint(0, 11, (3, 7), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    loss, metrics = task.LanguageModel().loss(model, batch)
+    plain, same = task.LanguageModel().loss(table, (tokens[:, :-1], tokens[:, 1:]))
+    assert torch.equal(loss, plain) and metrics["accuracy"] == same["accuracy"]
+    labels = tokens.clone()
+    labels[:, 4:] = -100
+    loss, metrics = task.LanguageModel().loss(model, batch | {"labels": labels})
+    wanted = F.cross_entropy(table(tokens[:, :3]).flatten(0, 1), tokens[:, 1:4].flatten())
+    torch.testing.assert_close(loss, wanted)
+    assert int(metrics["accuracy"][1]) == int(metrics["loss"][1]) == 9
+
+
+def test_the_mean_loss_weighs_batches_by_their_samples_or_as_the_task_says():
+    objective = Objective(Fit(), "mine:Fit", ("distance", "right"))
+    found = objective.tested(lambda x: x, (torch.ones(6, 1), torch.zeros(6, 1)))
+    assert found.tolist() == [[6.0, 6.0]] * 3
+    own = answers(lambda m, b: (torch.tensor(2.0), {"loss": (10, 4)}))
+    assert Objective(own, "mine:x").tested(None, X).tolist() == [[10.0, 4.0]]
+
+
+def test_classification_and_text_have_the_same_loss():
+    scores, wanted = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5))
+    for one in (task.Classification(), task.LanguageModel()):
+        loss, metrics = one.loss(lambda x: x, (scores, wanted))
+        assert torch.equal(loss, F.cross_entropy(scores.flatten(0, 1), wanted.flatten()))
+        assert metrics["accuracy"][1] == 20
