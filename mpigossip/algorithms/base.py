@@ -56,6 +56,8 @@ class Algorithm(NamedTuple):
     by_columns: bool = False
     """send and receive may be called block by block of columns, in any order: elementwise, the
     state changed in place only, x not before receive; no scalars, one exchange a step"""
+    takes_mixed: bool = False
+    """receive makes mixed[0] x, first of all and without reading x: the two may be one array"""
     raw: bool = False
     """the gradient goes to the local step alone, which takes the parameters' own: g is None"""
     needs: frozenset = frozenset()

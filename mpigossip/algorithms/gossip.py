@@ -63,12 +63,19 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
             receive_combined,
             alone,
             by_columns=True,
+            takes_mixed=True,
             raw=local.raw,
             needs=AVERAGING,
         )
     needs = AVERAGING | {"never-global"}
     return Algorithm(
-        local.init, send_as_is, receive_then_adapt, ahead=True, raw=local.raw, needs=needs
+        local.init,
+        send_as_is,
+        receive_then_adapt,
+        ahead=True,
+        takes_mixed=True,
+        raw=local.raw,
+        needs=needs,
     )
 
 

@@ -14,6 +14,7 @@ from mpigossip.algorithms.local import Local
 from mpigossip.config import JobError
 from mpigossip.doors.wrapper import Wrapper
 from mpigossip.engine.module import Parameters
+from mpigossip.mixing.combine import duplicate
 
 
 def borrowed(
@@ -31,7 +32,7 @@ def borrowed(
     def adapt(x, g, state: Empty, step: Step, out):
         out.unbind()  # not elementwise: a pass over GPU memory leaves all of this to torch
         if out is not x:
-            out.copy_(x)
+            duplicate(x, out)
         for row, optimizer in enumerate(optimizers):
             if row not in step.skipped:
                 with held, vector.lent(row, out, g):

@@ -17,7 +17,7 @@ from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.state import joined, leaves, split
 from mpigossip.engine.vector import Vector
 from mpigossip.groups.base import Group, held
-from mpigossip.mixing.base import ByBlocks, Kind, Mixer
+from mpigossip.mixing.base import ByBlocks, Into, Kind, Mixer
 from mpigossip.mixing.kernels import onepass
 
 NAN = float("nan")
@@ -70,6 +70,7 @@ class Engine:
         ``inspect``: is shown some columns of the vectors that are about to be sent, and the step.
         """
         self.mixer, self.group, self.vector = mixer, group, vector
+        self._into = mixer if isinstance(mixer, Into) else None
         self.methods, self.method, self.cadence = methods, methods[0], cadence
         self.measure_every = measure_every
         self.index, self.born, self.round = 0, 0, 0
@@ -129,7 +130,7 @@ class Engine:
         else:
             if not self._sent:
                 self._send(self.vector.g, now)
-            self.settle()
+            self.settle(self._direct())
             assert self._came is not None
             sent, mixed = self._came
             apart = self._distance(sent, mixed, kind)
@@ -149,14 +150,27 @@ class Engine:
         self.index += 1
         return record
 
-    def settle(self) -> None:
-        """Wait for the neighbours of an exchange that has begun; the step takes it in later."""
+    def settle(self, into: torch.Tensor | None = None) -> None:
+        """Wait for the neighbours of an exchange that has begun; the step takes it in later.
+
+        ``into``: where what they sent may be summed, the old values being spent.
+        """
         if self._sent and self._came is None:
-            self._came = self.mixer.finish()
+            direct = None if into is None else self._into
+            self._came = direct.finish_into(into) if direct else self.mixer.finish()
+
+    def _direct(self) -> torch.Tensor | None:
+        """The array x, where the method makes it what is mixed and nobody needs it any more."""
+        layout = self.mixer.layout
+        one = len(self.vector.x) == layout.vectors == 1 and not layout.scalars
+        if not (one and self.method.takes_mixed and self._kind is Kind.GOSSIP):
+            return None
+        return self.vector.x[0] if layout.raw_bytes is None else None
 
     def adopt(self, mixer: Mixer) -> None:
         """Go on with another mixer; a step that has begun begins again."""
         self.mixer, self.clock = mixer, Clock(mixer)
+        self._into = mixer if isinstance(mixer, Into) else None
         self._kind, self._sent, self._came = None, False, None
 
     def average(self, lr: float) -> None:

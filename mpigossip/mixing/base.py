@@ -206,6 +206,17 @@ class ByBlocks(Mixer, Protocol):
         """These columns of every vector are filled; returns at once. ``finish`` says the rest."""
 
 
+@runtime_checkable
+class Into(Mixer, Protocol):
+    """A mixer that can leave the sum of a GOSSIP round where it is wanted."""
+
+    def finish_into(self, x: torch.Tensor) -> tuple[Segments, Segments]:
+        """:meth:`finish`, ``mixed`` being ``x`` (1, p) itself where the sum is formed only now.
+
+        On all ranks alike. For messages of one float32 vector, which ``x`` is no part of.
+        """
+
+
 class Common:
     """What every mixer has: the nodes that live here, and what they have sent and waited."""
 

@@ -51,6 +51,11 @@ def combine(
     return out
 
 
+def duplicate(array: torch.Tensor, out: torch.Tensor) -> None:
+    """``out ← array``, past the cache where it is too large for it anyway: 1 · a is a."""
+    combine([1.0], [array], out)
+
+
 def _sum_scaled(weight: float, pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     if len(pieces) == 1:
         torch.mul(pieces[0], weight, out=out)

@@ -249,6 +249,13 @@ class Windows(OfRank):
 
     def finish(self) -> tuple[Segments, Segments]:
         """``sent`` and ``mixed`` of the open round."""
+        return self._finish(None)
+
+    def finish_into(self, x: torch.Tensor) -> tuple[Segments, Segments]:
+        """The same, ``mixed`` being ``x`` where neighbours' outboxes are summed now."""
+        return self._finish(x)
+
+    def _finish(self, into: torch.Tensor | None) -> tuple[Segments, Segments]:
         now = self._round
         now.finished = True
         for block in tuple(now.empty):
@@ -259,10 +266,11 @@ class Windows(OfRank):
             self._finish_global(now)
             return self._out, self._segments(self._result)
         # a pair on this host: the partner's outbox, then its half of the one result
-        if now.partner is not None:
+        if now.partner is not None and into is None:
             other, parts = self._places_on_host[now.partner], self.layout.parts
             shared = self._host.average_pair(parts, now.weights[0], other, now.t)
             return self._out, self._segments(shared)
+        now.partner = None  # summed here alone: less to write than two halves and a copy
         # the sources on this host: their outboxes are whole
         if self._host:
             self._host.await_ready(self._on_host(now.sources), now.t)
@@ -278,6 +286,7 @@ class Windows(OfRank):
         mixed = self._segments(self._result_of(now))
         if not now.sources or self._on_host(now.sources):
             sources = self._sources(now)
+            mixed = mixed if into is None else [(into,)]
             add_up(self.layout, now.weights, sources, mixed, self.layout.stretches)
         if self._host:
             self._host.release(self._on_host(now.sources), now.t)

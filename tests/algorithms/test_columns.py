@@ -1,10 +1,11 @@
-"""Methods that say they act by columns give the same bits block by block."""
+"""What methods say of themselves: by columns the same bits, and with the sum in the place of x."""
 
 import pytest
 import torch
 
 from mpigossip import algorithms
 from mpigossip.engine.overlap import _columns
+from mpigossip.mixing.base import Kind
 from mpigossip.training import assemble
 from tests import battery
 
@@ -65,3 +66,30 @@ def test_blocks_of_columns_have_the_bits_of_the_whole(settings):
     whole = battery.Driver(settings, 4, noise=0.1, steps=9).run(9).whole()
     cut = Cut(settings, 4, noise=0.1, steps=9).run(9).whole()
     assert torch.equal(whole, cut)
+
+
+class InPlace(battery.Driver):
+    """The driver with every sum formed where x was: the old x is gone."""
+
+    def __init__(self, settings, n, **options):
+        super().__init__(settings, n, **options)
+        self.methods = [m._replace(receive=self._over(m.receive)) for m in self.methods]
+        self.method = self.methods[0]
+
+    def _over(self, receive):
+        def work(x, g, state, sent, mixed, step):
+            if step.kind is Kind.GOSSIP and self.layout.wire.exact:
+                x.copy_(mixed[0])
+                mixed = (x, *mixed[1:])
+            return receive(x, g, state, sent, mixed, step)
+
+        return work
+
+
+IN_PLACE = [s for s in battery.cases() if battery.Driver(s, 4, steps=4).method.takes_mixed]
+
+
+@pytest.mark.parametrize("settings", IN_PLACE)
+def test_sums_in_the_place_of_x_have_the_bits_of_those_elsewhere(settings):
+    elsewhere = battery.Driver(settings, 4, noise=0.1, steps=9).run(9).whole()
+    assert torch.equal(elsewhere, InPlace(settings, 4, noise=0.1, steps=9).run(9).whole())

@@ -52,8 +52,13 @@ def graphs_for(n, names=GRAPHS):
             assert name == "one-peer-hypercube" and n & (n - 1)
 
 
-def compare(comm, names, same_host, steps, first=0, delay=0.004, mutate=None, layout=LAYOUT):
-    """Run windows beside the simulator on every rank; {graph: rank-rounds that differ}."""
+def compare(
+    comm, names, same_host, steps, first=0, delay=0.004, mutate=None, layout=LAYOUT, into=None
+):
+    """Run windows beside the simulator on every rank; {graph: rank-rounds that differ}.
+
+    ``into``: an array for the sums of most GOSSIP rounds.
+    """
     from mpigossip.cluster.ranks import World
     from mpigossip.mixing.windows import Windows
 
@@ -76,7 +81,11 @@ def compare(comm, names, same_host, steps, first=0, delay=0.004, mutate=None, la
             for one in (mixer, reference):
                 one.start(kind, t)
                 time.sleep(delays.random() * delay * (delays.random() < 0.2))
-            (_, mixed), (_, expected) = mixer.finish(), reference.finish()
+            direct = into is not None and kind is Kind.GOSSIP and step % 3
+            _, mixed = mixer.finish_into(into) if direct else mixer.finish()
+            _, expected = reference.finish()
+            if direct and same_host == "read" and not plan.is_average(made, t):
+                wrong += mixed[0][0] is not into
             for segment, wanted in zip(mixed, expected, strict=True):
                 for array, rows in zip(segment, wanted, strict=True):
                     wrong += not torch.equal(array[0], rows[comm.rank])
@@ -93,6 +102,19 @@ def compare(comm, names, same_host, steps, first=0, delay=0.004, mutate=None, la
 @pytest.mark.parametrize("n", SIZES)
 def test_windows_equal_the_simulator_under_random_delays(ranks, n, same_host):
     for found in ranks(n)(compare, GRAPHS, same_host, 20, timeout=120):
+        assert found and not any(found.values()), found
+
+
+def summed_in_place(comm, same_host):
+    layout = Layout((9216,))
+    into = torch.empty(1, *layout.widths)
+    return compare(comm, GRAPHS, same_host, 20, layout=layout, into=into)
+
+
+@pytest.mark.parametrize("same_host", ["read", "put"])
+@pytest.mark.parametrize("n", (1, 2, 3, 4))
+def test_sums_may_be_formed_where_they_are_wanted(ranks, n, same_host):
+    for found in ranks(n)(summed_in_place, same_host):
         assert found and not any(found.values()), found
 
 

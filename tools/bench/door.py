@@ -28,9 +28,8 @@ TENSORS, SIZE = 160, 156_250
 DEPTH, WIDTH = 12, 1024
 COPIES = {
     "x -> outbox": "the model as it is, where AdamW then steps (dsgd, adapt-then-combine)",
-    "mixed -> x": "the sum of own and received models, into the parameters",
 }
-"""Passes over model-sized memory beside AdamW's own and the exchange's sum."""
+"""Passes over model-sized memory beside AdamW's own and the sum, which is formed in x."""
 
 
 class Sum(nn.Module):
