@@ -35,6 +35,8 @@ def check(job: Job, graph: Graph, optimizer: torch.optim.Optimizer, slots: int) 
         why += "before there is a gradient" if method.ahead else "whole models only"
     elif job.node.mixer != "synchronous":
         why = f'node.mixer = "{job.node.mixer}" shows whole models only'
+    elif job.run.survive:
+        why = "run.survive = true: a loss in the middle of backward can't be taken back"
     elif slots > 1:
         why = f"gradients of {slots} devices are averaged after backward"
     if why is not None:
@@ -50,17 +52,18 @@ class Used(NamedTuple):
     version: int
     value: str
     """one of its values: all-reduces write memory without telling torch"""
-    parameter: int
-    """how often the parameter had been changed in place"""
+    parameter: tuple[int, int]
+    """its memory, and how often it had been changed in place"""
 
     @classmethod
     def of(cls, p: torch.Tensor) -> Used:
         """As it is now."""
+        parameter = p.data_ptr(), p._version
         if p.grad is None:
-            return cls(None, 0, "", p._version)
+            return cls(None, 0, "", parameter)
         one = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
         value = float(one[(0,) * one.dim()]) if one.numel() else 0.0
-        return cls(p.grad, p.grad._version, value.hex(), p._version)
+        return cls(p.grad, p.grad._version, value.hex(), parameter)
 
     def same(self, other: Used) -> bool:
         """Whether it is this very gradient, unchanged."""
@@ -143,7 +146,7 @@ class Layers:
         """Send nothing more during backward until :meth:`begin`."""
         if self._blocks is not None:
             self._blocks.unwatch()
-        self._blocks = None
+        self._blocks, self._used = None, {}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -172,13 +172,14 @@ class Gossip(Wrapper):
     def _step(self) -> None:
         self._laid_out()
         node = self._node
+        sent = node.layers is not None and node.layers.end()
         node.check()
         engine = node.engine
         self._stale.check()
         node.slots.average_gradients()
         skipped = self._unscale()
         lr = self._rate()
-        if not (node.layers and node.layers.end()):
+        if not sent:
             node.gather()
         if skipped and not engine.method.raw:
             node.vector.g[0].zero_()

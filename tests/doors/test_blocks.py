@@ -252,6 +252,7 @@ def test_what_would_be_another_method_is_refused_with_the_reason():
     refused(r'"dsgd" sends before there is a gradient', style="awc")
     refused(r'"parallel" sends whole models only', algorithm="parallel")
     refused(r'node\.mixer = "asynchronous" shows whole models', mixer="asynchronous")
+    refused(r"run\.survive = true: a loss in the middle", survive=True)
     refused(r"gradients of 2 devices are averaged after backward", devices=("cpu", "cpu"))
     model = net()
     with pytest.raises(JobError, match='overlap = "always": choose one of auto, layers, never'):
@@ -280,6 +281,10 @@ def new_rate(model, made):
 def clamped(model, made):
     with torch.no_grad():
         model.scale.clamp_(0, 0.5)
+
+
+def elsewhere(model, made):
+    model.scale.data = model.scale.data * 2
 
 
 def again(model, made):
@@ -314,6 +319,7 @@ MEANWHILE = {
     zeroed: r"gradient of \S+ was changed between",
     new_rate: r"numbers \(learning rate.*were changed between.*before backward",
     clamped: r"parameter scale was changed between",
+    elsewhere: r"parameter scale was changed between",
     again: r"gradient of \S+ changed after it was sent.*no_sync\(\)",
     saved: r"state_dict\(\) between backward and step",
     loaded: r"load_state_dict\(\) between backward and step",
