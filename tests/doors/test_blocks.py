@@ -252,7 +252,7 @@ def test_what_would_be_another_method_is_refused_with_the_reason():
     refused(r'"dsgd" sends before there is a gradient', style="awc")
     refused(r'"parallel" sends whole models only', algorithm="parallel")
     refused(r'node\.mixer = "asynchronous" shows whole models', mixer="asynchronous")
-    refused(r"run\.survive = true: a loss in the middle", survive=True)
+    refused(r"run\.survive = true: a loss in the middle", survive=True, on_change=print)
     refused(r"gradients of 2 devices are averaged after backward", devices=("cpu", "cpu"))
     model = net()
     with pytest.raises(JobError, match='overlap = "always": choose one of auto, layers, never'):
