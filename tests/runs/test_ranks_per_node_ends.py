@@ -1,0 +1,87 @@
+"""Nodes of several ranks that lose one, fail, or are stopped: all end, files are whole."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config.errors import STOPPED
+from mpigossip.runs import launch
+from mpigossip.runs.hooks import Hook
+from mpigossip.store import checkpoint
+from mpigossip.training import assemble
+
+BASE = ["model.name=mlp", "data.batch=2", "schedule.scale=none", "node.timeout_s=20",
+        "checkpoint.every_steps=4", "log.flush_steps=4", "run.evaluate_every=0"]  # fmt: skip
+SEVERAL = ["node.ranks_per_node=2", "node.devices=cpu:1"]
+
+
+class Raiser(Hook):
+    """Fails on the world's last rank, the second of its node."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def step(self, progress, record):
+        if record.index == 14 and self.world.rank == self.world.size - 1:
+            raise ArithmeticError("a hook that fails")
+
+
+def train(folder, *settings):
+    return ["mpigossip", "train", "jobs/digits.toml", *BASE, f"run.output={folder}", *settings]
+
+
+def expected(folder, steps, *more):
+    """The digest of two simulated nodes of two slots."""
+    job = assemble.load(
+        "jobs/digits.toml",
+        [*BASE, f"run.output={folder}", f"run.steps={steps}", "node.devices=cpu:2", *more],
+    )
+    with Alone() as alone:
+        return launch.train(job, alone, 2)["digest"]
+
+
+def digest_of(done):
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_node_that_loses_a_rank_ends_the_job_and_can_be_gone_on_with(mpirun, tmp_path, how):
+    run = tmp_path / "run"
+    where = "tests.victim:Victim" if how == "killed" else f"{__name__}:Raiser"
+    env = {"VICTIMS": "3@14"}
+    done = mpirun(4, train(run, "run.steps=20", *SEVERAL, f'log.hooks=["{where}"]'), env=env)
+    assert done.returncode not in (0, STOPPED)  # and the fixture finds no process left
+    if how == "raises":
+        assert "rank 3 of 4" in done.stderr
+        assert "a hook that fails" in done.stderr
+    newest = checkpoint.latest(run)
+    assert newest is not None  # of a step that all had done some steps before
+    assert checkpoint.verify(newest) == []
+    # by one rank a node, with a slot for each of the ranks
+    shape = ["node.ranks_per_node=1", "node.devices=cpu:2", "log.hooks=[]"]
+    done = mpirun(2, ["mpigossip", "resume", str(run), *shape])
+    assert digest_of(done) == expected(tmp_path / "simulated", 20)
+
+
+@pytest.mark.parametrize("how", ["STOP", "SIGTERM"])
+def test_a_node_of_ranks_stops_together_and_goes_on(mpistart, mpirun, tmp_path, how):
+    run = tmp_path / "run"
+    started = mpistart(4, train(run, "run.epochs=100000", *SEVERAL))
+    until = time.monotonic() + 60
+    while checkpoint.latest(run) is None and time.monotonic() < until:
+        time.sleep(0.1)
+    if how == "STOP":
+        (run / "STOP").touch()
+    else:
+        os.kill(started.ranks()[3], signal.SIGTERM)
+    done = started.finish(60)
+    assert done.returncode == STOPPED, done.stderr
+    step = checkpoint.read_manifest(checkpoint.latest(run)).step
+    assert checkpoint.verify(checkpoint.latest(run)) == []
+    steps = step + 3
+    done = mpirun(4, ["mpigossip", "resume", str(run), f"run.steps={steps}", "run.epochs=100000"])
+    assert digest_of(done) == expected(tmp_path / "simulated", steps, "run.epochs=100000")
