@@ -50,6 +50,7 @@ class Meetings:
         """`comm` belongs to this object from now on."""
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.hosts, self.timeout_s = hosts, timeout_s
+        self._votes = comm  # that agreements are begun on
         self._family = [comm]  # all are revoked when a rank is lost
         self._asked: list[Agreement] = []
 
@@ -78,7 +79,7 @@ class Meetings:
         from mpi4py import MPI
 
         value = np.array([flag], np.int64)
-        request = self.comm.Iallreduce(MPI.IN_PLACE, value, MPI.MAX)
+        request = self._votes.Iallreduce(MPI.IN_PLACE, value, MPI.MAX)
         agreement = Agreement(value, request, self.timeout_s)
         if self.survives:  # one that is given up must keep its buffer
             self._asked = [one for one in self._asked if not one.ready()] + [agreement]

@@ -130,6 +130,8 @@ class World(Meetings):
         self.names = tuple(range(self.size))
         self.nodes = Nodes.of_ranks(self)
         self._first = (self.comm.group, self.hosts)
+        # agreements are begun at steps, which ranks of a user's loop may miss
+        self._votes = self.duplicate()
         self._open = True
         self.resources = contextlib.ExitStack()
         self._roll = None if self.size == 1 else Roll(self.comm.Dup(), self.hosts)
@@ -158,7 +160,8 @@ class World(Meetings):
         """
         comm = ulfm.shrunken([comm for comm in self._family if comm], self.timeout_s)
         ulfm.given_up.append((self._family, self._asked))
-        self._family, self._asked = [comm], []
+        self._votes = comm.Dup()
+        self._family, self._asked = [comm, self._votes], []
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.nodes = Nodes.of_ranks(self)
         group, hosts = self._first
@@ -185,6 +188,7 @@ class World(Meetings):
             if not self.diminished:
                 if self._roll is not None:
                     self._roll.close()
+                self._votes.Free()
                 self.comm.Free()
 
     def __enter__(self) -> Self:

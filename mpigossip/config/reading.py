@@ -7,7 +7,7 @@ TOML, so that `load(dump(job)) == job`.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -143,10 +143,15 @@ def as_dict(job: Job) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def dump(job: Job) -> str:
-    """The complete job as TOML, with `load(dump(job)) == job`; what isn't set is a comment."""
+def dump(job: Job, sections: Collection[str] = tuple(SECTIONS)) -> str:
+    """The complete job as TOML, with `load(dump(job)) == job`; what isn't set is a comment.
+
+    Or some `sections` of it.
+    """
     lines = []
     for name, table in as_dict(job).items():
+        if name not in sections:
+            continue
         lines += [f"[{name}]"]
         for key, value in table.items():
             unset = value is None and key in _keys(name)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -13,11 +14,13 @@ from mpigossip.algorithms import takes_local
 from mpigossip.cluster import deadline
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
+from mpigossip.config.errors import STOPPED
 from mpigossip.doors import around, blocks, given, saved
 from mpigossip.doors.averaged import averaged, distance
-from mpigossip.doors.inner import check, check_group, check_plain_sgd, rate
+from mpigossip.doors.inner import check, check_group, check_plain_sgd, one_rate, unscaled
+from mpigossip.doors.loop.run import LoopRun
 from mpigossip.doors.node import Node
-from mpigossip.doors.settings import DIVIDES, settings
+from mpigossip.doors.settings import settings
 from mpigossip.doors.stale import Stale
 from mpigossip.doors.survive import Survival, check_callback
 from mpigossip.doors.wrapper import Wrapper
@@ -61,6 +64,23 @@ class Gossip(Wrapper):
       backward and ``step()``: clipping, a scaler, closures; parameter groups and parameters that
       come later; and optimizers that aren't elementwise.
 
+    Names are those of a job, None its default; ``graph`` may be a networkx graph. ``options``:
+    of the algorithm, graph and cadence, and ``seed``, ``weights``, ``lazy``, ``levels``,
+    ``kept``, ``same_host``, ``timeout_s``. ``overlap = "auto"``: methods that are
+    ahead travel during forward and backward, others begin with the step, as all do by "never".
+    "layers": adapt-then-combine sends layers while backward still runs, where no neighbour is
+    on the same host (else whole models, to the same bits). ``devices``: slots of this node,
+    one a device, see :meth:`run`; as in a job ("cpu:2"), or a tuple; None: where the model is.
+    ``measure_every``: steps between two consensus distances in :attr:`record`; None: 10 in a
+    run, else never. ``model``: all that the optimizer moves; several modules as a list. Frozen
+    parameters are rank 0's, and join what is exchanged at the step at which they require
+    gradients. ``survive = True`` with ``on_change``, without ``run``: see
+    :class:`~mpigossip.doors.survive.Survival`.
+
+    ``run``: a folder for the log, checkpoints and what else a job's run has; then also
+    ``steps`` (the whole loop's, for the time left), ``flush_steps``, ``keep``, ``keep_every``,
+    ``wall_clock_s``, ``on_error``, ``hooks`` and others of [log] and [checkpoint].
+
     parallel, dsgt and momentum-tracking give every parameter a gradient, zero where a node had
     none; all others leave parameters without a gradient to the optimizer, which skips them.
     """
@@ -78,24 +98,12 @@ class Gossip(Wrapper):
         mixer: str = "synchronous",
         *,
         devices: str | tuple[str, ...] | None = None,
-        measure_every: int = 0,
+        measure_every: int | None = None,
+        run: str | Path | None = None,
         on_change: Callable[[World], object] | None = None,
         **options: Any,
     ):
-        """Collective: all nodes begin with the exact average of their models.
-
-        Names are those of a job, None its default; ``graph`` may be a networkx graph. ``options``:
-        of the algorithm, graph and cadence, and ``seed``, ``weights``, ``lazy``, ``levels``,
-        ``kept``, ``same_host``, ``timeout_s``. ``overlap = "auto"``: methods that are
-        ahead travel during forward and backward, others begin with the step, as all do by "never".
-        "layers": adapt-then-combine sends layers while backward still runs, where no neighbour is
-        on the same host (else whole models, to the same bits). ``devices``: slots of this node,
-        one a device, see :meth:`run`; as in a job ("cpu:2"), or a tuple; None: where the model is.
-        ``measure_every``: steps between two consensus distances in :attr:`record`. ``model``: all
-        that the optimizer moves; several modules as a list. Frozen parameters are rank 0's, and
-        join what is exchanged at the step at which they require gradients.
-        ``survive = True`` with ``on_change``: see :class:`~mpigossip.doors.survive.Survival`.
-        """
+        """Collective: all nodes begin with the exact average of their models."""
         with given.told_to_all(world):
             whole = given.check(world, model, optimizer)
             slots = given.slots(devices)
@@ -107,14 +115,18 @@ class Gossip(Wrapper):
         with world.together(JobError, ValueError):
             around.check(whole, optimizer, world)
             check(self._model, optimizer)
+            folder = Path(run) if run else None
             self._job, self._graph = settings(
-                world, where, algorithm, graph, cadence, wire, mixer, options
+                world, where, algorithm, graph, cadence, wire, mixer, folder, options
             )
             if not takes_local(algorithm):
                 check_plain_sgd(algorithm, optimizer)
             check_callback(self._job, on_change)
             if overlap == "layers":
                 blocks.check(self._job, self._graph, optimizer, len(slots or (where,)))
+        self._run = LoopRun(world, self._job) if run else None
+        if measure_every is None:
+            measure_every = self._job.log.consensus_every if run else 0
         self._overlap = overlap
         self._loaded: dict | None = None
         self._stale = Stale()
@@ -170,14 +182,17 @@ class Gossip(Wrapper):
         return value
 
     def _step(self) -> None:
-        self._laid_out()
-        node = self._node
+        node, engine = self._node, self._laid_out()
+        if engine.counting:
+            engine.clock.lap("compute_s")
         sent = node.layers is not None and node.layers.end()
+        if self._run:
+            self._run.before(node)
         node.check()
         engine = node.engine
         self._stale.check()
         node.slots.average_gradients()
-        skipped = self._unscale()
+        skipped = unscaled(self, engine, node.vector.rows[0], self._overlap == "layers")
         lr = self._rate()
         if not sent:
             node.gather()
@@ -188,6 +203,9 @@ class Gossip(Wrapper):
         node.publish()
         if self._survival is not None:
             self._survival.keep()
+        if self._run:
+            self._run.after(self.record)
+        engine.count()
         node.go_ahead()
 
     def _laid_out(self) -> Engine:
@@ -212,38 +230,8 @@ class Gossip(Wrapper):
         return self.engine
 
     def _rate(self) -> float:
-        """The learning rate, where the method has one."""
-        name = self._job.algorithm.name
-        lr, one = rate(self._inner)
-        if not one and (name in DIVIDES or not takes_local(name)):
-            raise JobError(
-                [f'algorithm.name = "{name}" has one learning rate for all parameters; the '
-                 "optimizer's groups have several: give them the same"]
-            )  # fmt: skip
-        if lr == 0 and name in DIVIDES:
-            raise JobError(
-                [f'algorithm.name = "{name}" divides by the learning rate, which is 0 at step '
-                 f"{self.engine.index}: begin the warm-up above it"]
-            )  # fmt: skip
-        return lr
-
-    def _unscale(self) -> tuple[int, ...]:
-        """Take GradScaler's scale out of the gradients; (0,) where they overflowed."""
-        found = getattr(self, "found_inf", None)
-        if found is None:
-            return ()
-        if self._overlap == "layers":
-            raise JobError(
-                ['a GradScaler has its gradients unscaled in step(), when overlap="layers" has '
-                 'sent them; use bf16 autocast without a scaler, or give Gossip overlap="auto"']
-            )  # fmt: skip
-        wrong = torch.as_tensor(float(found) > 0, dtype=torch.float64).reshape(1, 1)
-        if self.engine.method.always_global:  # used by all or by none
-            wrong = self.mixer.mean_scalars(wrong)
-        if float(wrong.reshape(-1)[0]) > 0:
-            return (0,)
-        self.unscale(self.vector.rows[0])
-        return ()
+        index = self.engine.index if self._node.laid_out else 0
+        return one_rate(self._job.algorithm.name, self._inner, index)
 
     # -- where everything lies ------------------------------------------------------------------
 
@@ -276,7 +264,7 @@ class Gossip(Wrapper):
         """The replicas, one a slot; the model itself first."""
         return self._node.slots.models
 
-    # -- state, looks at all nodes, several slots -----------------------------------------------
+    # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and as "gossip" this node's model, method and counters.
@@ -305,6 +293,65 @@ class Gossip(Wrapper):
         if self._node.layers:  # the next step's exchange begins anew, with the step
             self._node.layers.stop()
         self._run_hooks("load_state_dict_post")
+
+    # -- a run with a folder --------------------------------------------------------------------
+
+    def log(self, *said: int | Mapping[str, Any], **figures: Any) -> None:
+        """Figures of this node's step, by name: columns of the log beside the engine's own.
+
+        ``said``: the step's number, from 0, else it is the last one (before any, the first); and
+        tables of figures. "loss", "lr" and "gradient_norm" fill the columns of a job's; "samples",
+        those of the step, give the speed. A step is written when the next begins, and by save().
+        """
+        self._own_run("log").log(*said, figures)
+
+    def keep(self, **things: Any) -> None:
+        """Let checkpoints hold these, too: all with ``state_dict()``, and torch's generators.
+
+        To be called before :meth:`resume`, which gives their state back.
+        """
+        self._own_run("keep").keeps |= things
+
+    def save(self) -> None:
+        """A checkpoint of the present step, written while the loop goes on. Collective."""
+        run = self._own_run("save")
+        self._laid_out()
+        with self.engine.uncounted(), torch.no_grad():
+            run.save(self._node)
+
+    def resume(self) -> int:
+        """Go on from the folder's newest checkpoint; steps made so far, 0 without one. Collective.
+
+        To the bit with as many nodes: model, optimizer, method, torch's random numbers, and what
+        :meth:`keep` was given. With another number from the exact average; says what was dropped.
+        """
+        run = self._own_run("resume")
+        self._laid_out()
+        return run.resume(self._node)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether to stop, on all ranks from the same step on: then call :meth:`exit`.
+
+        After SIGTERM, SIGUSR1, SIGUSR2, ``touch RUN/STOP``, or before the allocation ends.
+        """
+        return self._own_run("stopping").stopping
+
+    def exit(self) -> NoReturn:
+        """Save, and leave with the exit code on which batch scripts queue a job again."""
+        run = self._own_run("exit")
+        self._laid_out()
+        with torch.no_grad():
+            run.finish(stopped=True)
+        self._world.close()
+        raise SystemExit(STOPPED)
+
+    def _own_run(self, call: str) -> LoopRun:
+        if self._run is None:
+            raise JobError([f'{call}: needs the folder of a run: give Gossip run="runs/mine"'])
+        return self._run
+
+    # -- looks at all nodes, several slots ------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -347,4 +394,7 @@ class Gossip(Wrapper):
 
     def close(self) -> None:
         """Free windows and threads; collective, and done by the world where it ends."""
+        if self._run:
+            with torch.no_grad():
+                self._run.finish()
         self._node.close(together=self._survival is None or self._survival.leave())

@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpigossip.algorithms import takes_local
 from mpigossip.algorithms.base import Empty, Step, no_state
 from mpigossip.algorithms.local import Local
 from mpigossip.config import JobError
 from mpigossip.doors.wrapper import Wrapper
 from mpigossip.engine.module import Parameters
+from mpigossip.engine.step import Engine
 from mpigossip.mixing.combine import duplicate
+
+DIVIDES = {"slowmo", "qg-dmsgd", "decentlam"}
+"""Methods that divide by the learning rate."""
 
 
 def borrowed(
@@ -112,3 +117,43 @@ def rate(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
     """The learning rate of the first group, and whether all groups have it."""
     rates = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
     return rates[0], len(set(rates)) == 1
+
+
+def one_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> float:
+    """The learning rate, where the method has one; JobError for what it can't do at step index."""
+    lr, one = rate(optimizer)
+    if not one and (algorithm in DIVIDES or not takes_local(algorithm)):
+        raise JobError(
+            [f'algorithm.name = "{algorithm}" has one learning rate for all parameters; the '
+             "optimizer's groups have several: give them the same"]
+        )  # fmt: skip
+    if lr == 0 and algorithm in DIVIDES:
+        raise JobError(
+            [f'algorithm.name = "{algorithm}" divides by the learning rate, which is 0 at step '
+             f"{index}: begin the warm-up above it"]
+        )  # fmt: skip
+    return lr
+
+
+def unscaled(
+    optimizer: Wrapper, engine: Engine, parameters: Sequence[nn.Parameter], sent: bool
+) -> tuple[int, ...]:
+    """Take GradScaler's scale out of the gradients; (0,) where they overflowed.
+
+    ``sent``: layers have gone out during backward.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    if found is None:
+        return ()
+    if sent:
+        raise JobError(
+            ['a GradScaler has its gradients unscaled in step(), when overlap="layers" has '
+             'sent them; use bf16 autocast without a scaler, or give Gossip overlap="auto"']
+        )  # fmt: skip
+    wrong = torch.as_tensor(float(found) > 0, dtype=torch.float64).reshape(1, 1)
+    if engine.method.always_global:  # used by all or by none
+        wrong = engine.mixer.mean_scalars(wrong)
+    if float(wrong.reshape(-1)[0]) > 0:
+        return (0,)
+    optimizer.unscale(parameters)
+    return ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mpigossip import algorithms, graphs
@@ -23,9 +24,13 @@ KEYS = {
     "graph": ("weights", "lazy", "slack"),
     "node": ("levels", "kept", "same_host", "timeout_s", "gpu_window"),
 }
+OF_RUN = {
+    "run": ("steps",),
+    "checkpoint": ("keep", "keep_every", "wall_clock_s", "on_error"),
+    "log": ("flush_steps", "on_error", "hooks", "straggler_times", "straggler_s"),
+}
+"""And those of a run with a folder."""
 """Settings of a job that may be given by their plain names, beside the options of its parts."""
-DIVIDES = {"slowmo", "qg-dmsgd", "decentlam"}
-"""Methods that divide by the learning rate."""
 
 
 def settings(
@@ -36,6 +41,7 @@ def settings(
     cadence: str | None,
     wire: str | None,
     mixer: str,
+    folder: Path | None,
     options: Mapping[str, Any],
 ) -> tuple[Job, Graph]:
     """The job, and the graph over the world's ranks; JobError with all that doesn't fit."""
@@ -44,7 +50,12 @@ def settings(
         raise JobError([f"the fourth argument is the algorithm now: write graph={algorithm!r}"])
     if "local" in options:
         raise JobError([f"local = {options['local']!r}: the optimizer is the local step here"])
-    sections = _sections(algorithm, None if drawn else graph, cadence, options)
+    plain = {section: set(keys) for section, keys in KEYS.items()}
+    for section, keys in OF_RUN.items() if folder else ():
+        plain[section] = plain.get(section, set()).union(keys)
+    sections = _sections(algorithm, None if drawn else graph, cadence, options, plain)
+    if folder is not None:
+        sections["run"] |= {"output": str(folder), "name": folder.name or "run"}
     sections["node"] |= {"mixer": mixer, "devices": "cpu:1" if device == "cpu" else device}
     if wire is not None:
         sections["node"]["wire"] = wire
@@ -61,6 +72,16 @@ def settings(
     found = unfit(job, made, method, assemble.make_cadence(job, method, made))
     found += _unseen(job, method, made)
     found += _of_several(job, world)
+    if folder is not None and world.nodes.per_node > 1:
+        found.append(
+            f'run = "{folder}": a loop\'s run takes nodes of one rank; save state_dict() on every '
+            "rank, or use ranks_per_node = 1"
+        )
+    if folder is not None and job.run.survive:
+        found.append(
+            f'survive = True with run = "{folder}": a loop with a folder goes on after a loss by '
+            "starting again and resume(); leave one of the two out"
+        )
     if drawn and job.run.survive:
         found.append(
             "survive = True: a graph that is given has its number of nodes, and those who outlive "
@@ -91,11 +112,15 @@ def _of_several(job: Job, world: World) -> list[str]:
 
 
 def _sections(
-    algorithm: str, graph: str | None, cadence: str | None, options: Mapping[str, Any]
+    algorithm: str,
+    graph: str | None,
+    cadence: str | None,
+    options: Mapping[str, Any],
+    plain: Mapping[str, set[str]],
 ) -> dict[str, dict[str, Any]]:
     """A job's sections; an option goes wherever a part of the job has it."""
     sections: dict[str, dict[str, Any]] = {"run": {}, "algorithm": {"name": algorithm}}
-    sections |= {"graph": {}, "cadence": {}, "node": {}}
+    sections |= {"graph": {}, "cadence": {}, "node": {}, "checkpoint": {}, "log": {}}
     for section, name in (("graph", graph), ("cadence", cadence)):
         if name is not None:
             sections[section]["name"] = name
@@ -103,7 +128,7 @@ def _sections(
     brought = part.brings if part else {}
     graph = graph or brought.get("graph.name", GraphSection.name)
     cadence = cadence or brought.get("cadence.name", CadenceSection.name)
-    known = {section: set(KEYS.get(section, ())) for section in sections}
+    known = {section: set(plain.get(section, ())) for section in sections}
     known["algorithm"] |= {*options_of(algorithms.BUILDERS, algorithm)}
     known["graph"] |= {*options_of(graphs.BUILDERS, graph)}
     known["cadence"] |= {*options_of(cadences.BUILDERS, cadence)}
@@ -112,6 +137,8 @@ def _sections(
         if not homes:
             every = sorted(set().union(*known.values()))
             near = difflib.get_close_matches(key, every, n=1)
+            if any(key in keys for keys in OF_RUN.values()):
+                raise JobError([f'{key}: goes with a run\'s folder: give Gossip run="runs/mine"'])
             hint = f'did you mean "{near[0]}"?' if near else f"options here are {', '.join(every)}"
             raise JobError([f"{key}: unknown; {hint}"])
         for section in homes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +78,7 @@ class Engine:
         self.states: list[Any] = []
         self.rhythm: Any = None
         self.restart()
-        self.clock = Clock(mixer)
+        self.clock, self.counting = Clock(mixer), False
         self._kind: Kind | None = None  # of the step that has begun
         self._sent = False  # whether its exchange has
         self._came: tuple | None = None  # what it brought
@@ -89,11 +90,24 @@ class Engine:
 
     def ahead(self) -> None:
         """Begin the next step; send, where the method can before there is a gradient."""
-        self.clock = Clock(self.mixer)
+        if not self.counting:
+            self.count()
         self._kind = self.cadence.kind(self.rhythm, self.index - self.born)
         if self.method.ahead:
             self._send(None, self._now(None))
         self.clock.lap("exchange_s")
+
+    def count(self) -> None:
+        """Time from now on is the next step's, also before it begins."""
+        self.clock, self.counting = Clock(self.mixer), True
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is done inside is none of a step's time."""
+        if self.counting:
+            self.clock.lap("compute_s")
+        yield
+        self.clock.skip()
 
     def early(self, block: int, lr: float) -> None:
         """Send a block of layers that backward is through with; the rest of it goes on."""
@@ -137,6 +151,7 @@ class Engine:
             self._receive(sent, mixed, now)
         self.round += kind is Kind.GOSSIP
         self._kind, self._sent, self._came = None, False, None
+        self.counting = False
         self.clock.lap("exchange_s")
         self.group.all_gather(self.vector.x, self.vector.full)
         self.clock.lap("node_s")
@@ -169,7 +184,7 @@ class Engine:
 
     def adopt(self, mixer: Mixer) -> None:
         """Go on with another mixer; a step that has begun begins again."""
-        self.mixer, self.clock = mixer, Clock(mixer)
+        self.mixer, self.clock, self.counting = mixer, Clock(mixer), False
         self._into = mixer if isinstance(mixer, Into) else None
         self._kind, self._sent, self._came = None, False, None
 
@@ -370,3 +385,7 @@ class Clock:
         self.seconds[name] += at - self._at - idle
         self.seconds["idle_s"] += idle
         self._at, self._waited = at, waited
+
+    def skip(self) -> None:
+        """The time since the last lap is none of the step's."""
+        self._at, self._waited = time.perf_counter(), self._mixer.waited

@@ -22,6 +22,7 @@ from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.runs.summary import describe
 from mpigossip.runs.survive import prepare, without_the_lost
 from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.checkpoint import Manifest
 from mpigossip.store.log import read
 from mpigossip.training.assemble import Assembly, assemble, load
 
@@ -95,11 +96,11 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
     """
     n = n or _nodes(job, world)
     with locked(job.run.folder, world):
-        newest = _newest(job.run.folder, world)
+        found = newest(job.run.folder, world)
         with world.together(Mistake):
-            if newest is not None:
-                _same_job(job, n, newest)
-        return run(job, world, n, newest)
+            if found is not None:
+                _same_job(job, n, found)
+        return run(job, world, n, found)
 
 
 def _nodes(job: Job, world: World) -> int:
@@ -109,7 +110,7 @@ def _nodes(job: Job, world: World) -> int:
     return world.nodes.count
 
 
-def _newest(folder: Path, world: World) -> Path | None:
+def newest(folder: Path, world: World) -> Path | None:
     """The checkpoint to go on from, as rank 0 sees it: ranks may see a shared disk differently."""
     found = None
     with world.together(Mistake):
@@ -127,20 +128,31 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
         if not folder.is_dir():
             raise JobError([f'"{folder}" is no run directory: there is no such folder'])
     with locked(folder, world):
-        newest = _newest(folder, world)
+        found = newest(folder, world)
         with world.together(Mistake):
-            if newest is None:
+            if found is None:
                 raise JobError(
                     [f'"{folder}" has no whole checkpoint to resume from; start it with '
                      "`mpigossip train JOB.toml`"]
                 )  # fmt: skip
-            manifest = checkpoint.read_manifest(newest)
+            manifest = _of_a_job(found)
             job = load(manifest.job, overrides)
             # the folder may have been moved since
             job = replace(job, run=replace(job.run, output=str(folder)))
         if world.comm is not None:
             n = n or _nodes(job, world)
-        return run(job, world, n or manifest.n, newest)
+        return run(job, world, n or manifest.n, found)
+
+
+def _of_a_job(path: Path) -> Manifest:
+    """The manifest; JobError where a loop of the user's own wrote the checkpoint."""
+    manifest = checkpoint.read_manifest(path)
+    if manifest.meta.get("door") == "loop":
+        raise JobError(
+            [f'"{path.parents[1]}" holds the run of a program with a loop of its own: start that '
+             "again, its optimizer.resume() goes on (`mpigossip checkpoint show` prints which)"]
+        )  # fmt: skip
+    return manifest
 
 
 def _same_job(job: Job, n: int, newest: Path) -> None:
@@ -148,7 +160,7 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
 
     A run that has lost nodes since goes on with all that it was started with.
     """
-    manifest = checkpoint.read_manifest(newest)
+    manifest = _of_a_job(newest)
     if n != asked_of(manifest):
         raise JobError(
             [f'run.output: "{job.run.folder}" holds a run of {asked_of(manifest)} nodes, here are '

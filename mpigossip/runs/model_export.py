@@ -43,7 +43,8 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
             "average"
         )
     values = averaged(path, manifest.n) if node is None else model_of(path, node)
-    state, note = _completed(manifest, values) if trust_model else _as_saved(manifest, values)
+    made = trust_model and manifest.meta.get("door") != "loop"
+    state, note = _completed(manifest, values) if made else _as_saved(manifest, values)
     who = f"the average of {manifest.n} nodes" if node is None else f"node {node} of {manifest.n}"
     with replacing(out) as beside:
         _write(state, beside, manifest, "average" if node is None else str(node))
@@ -81,9 +82,15 @@ def _as_saved(
 ) -> tuple[dict[str, torch.Tensor], str]:
     """The values by the checkpoint's own names; nothing that its job names is looked at."""
     try:
-        name = tomllib.loads(manifest.job).get("model", {}).get("name", "")
+        job = tomllib.loads(manifest.job)
+        name, left_out = job.get("model", {}).get("name", ""), job.get("loop", {}).get("left_out")
     except (tomllib.TOMLDecodeError, AttributeError):
-        name = "?"
+        name, left_out = "?", None
+    if left_out is not None:  # a user's own program
+        note = (
+            "frozen parameters and second names of tied ones are left out: load with strict=False"
+        )
+        return _tensors(values), note if left_out else ""
     note = (
         f'frozen parameters and second names of tied ones are left out: model.name = "{name}" is '
         "code that the checkpoint names, which isn't imported by itself; give --trust-model where "

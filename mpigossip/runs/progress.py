@@ -27,6 +27,8 @@ class Progress:
     """over all nodes; 0: not known"""
     objective: Objective = CLASSIFICATION
     """the task of a job"""
+    text: str = ""
+    """the job as it stands in the log"""
     about: Callable[[], Sequence[tuple[str, str]]] = tuple
     """what the first screen says, as (word, text)"""
     asked: int = 0

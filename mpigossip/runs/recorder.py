@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpigossip import config
 from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.engine.step import Record
@@ -57,9 +56,9 @@ def evaluation_columns(objective: Objective) -> dict[str, Column]:
 class Recorder(Hook):
     """Gathers the steps of all nodes to rank 0 at each flush, which appends them to the log."""
 
-    def __init__(self, world: World, rows: int):
-        """``rows``: nodes that live in this process."""
-        self._world, self._rows = world, rows
+    def __init__(self, world: World, rows: int, by_itself: bool = True):
+        """``rows``: nodes that live in this process; ``by_itself``: writes every so many steps."""
+        self._world, self._rows, self._by_itself = world, rows, by_itself
         self._kept: list[dict[str, Any]] = []
         self._evaluations: list[tuple[dict, dict[str, np.ndarray]]] = []
         self._writer: LogWriter | None = None
@@ -91,7 +90,7 @@ class Recorder(Hook):
         return LogWriter(
             progress.folder / "log.h5",
             nodes=nodes,
-            job=config.dump(progress.job),
+            job=progress.text,
             columns=self._columns,
             evaluation_columns=evaluation_columns(progress.objective),
             environment=environment() | lost,
@@ -141,7 +140,7 @@ class Recorder(Hook):
             | {name: ones * value for name, value in record.seconds.items()}
             | {name: ones * np.asarray(value) for name, value in record.figures.items()}
         )
-        if len(self._kept) % self._flush_every == 0:
+        if self._by_itself and len(self._kept) % self._flush_every == 0:
             self.flush()
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:

@@ -108,6 +108,7 @@ class Run:
             total_steps=assembly.total_steps,
             samples_per_step=trainer.mixer.n * slots * job.data.batch * job.algorithm.accumulate,
             objective=trainer.replicas.objective,
+            text=config.dump(job),
             about=lambda: overview(self.progress, assembly, world),
         )
 

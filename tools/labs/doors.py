@@ -137,7 +137,7 @@ def refusal(n: int, name: str, inner: str, mixer: str, wire: str) -> str | None:
     """What the door says to n nodes without opening it."""
     options = dict(OPTIONS.get(name, {}))
     try:
-        settings(Many(n), "cpu", name, options.pop("graph", None), None, wire, mixer, options)
+        settings(Many(n), "cpu", name, options.pop("graph", None), None, wire, mixer, None, options)
         if not algorithms.takes_local(name):
             check_plain_sgd(name, optimizer(inner, model(0)))
     except JobError as error:

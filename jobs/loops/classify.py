@@ -1,0 +1,75 @@
+"""Points of ten clouds told apart, as a run with a folder; the lines marked <- are of mpigossip.
+
+    mpirun -n 4 python jobs/loops/classify.py --out runs/clouds
+
+A log, a live line, checkpoints and a summary, as a job has them. Started again it goes on from its
+last checkpoint, to the bit. SIGTERM, SIGUSR1, ``touch runs/clouds/STOP`` and the end of the
+allocation stop it with one, and with the exit code on which batch scripts queue it again.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mpigossip  # <-
+
+
+def clouds(count, draw):
+    """Points (count, 64) of ten overlapping clouds, and which cloud each is of."""
+    centres = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(10, (count,), generator=draw)
+    return centres[labels] + 3 * torch.randn(count, 64, generator=draw), labels
+
+
+def accuracy(model, points, labels):
+    """Share of the points that the model gets right."""
+    model.eval()
+    with torch.no_grad():
+        right = (model(points).argmax(1) == labels).float().mean()
+    model.train()
+    return float(right)
+
+
+def main():
+    """Train to the last step, from wherever the folder stands."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--out", default="runs/clouds")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    test = clouds(1000, torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10)
+    )
+    with mpigossip.world() as world:  # <-
+        draw = torch.Generator().manual_seed(10 + world.rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer = mpigossip.Gossip(  # <-
+            world, model, optimizer, run=options.out, steps=options.steps
+        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, options.steps)
+        optimizer.keep(schedule=schedule, draw=draw)  # <-
+        torch.manual_seed(world.rank)  # dropout
+        for step in range(optimizer.resume(), options.steps):  # <-
+            points, labels = clouds(32, draw)
+            loss = F.cross_entropy(model(points), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            optimizer.log(loss=loss, samples=len(points))  # <-
+            if (step + 1) % options.save_every == 0:
+                with optimizer.averaged():  # <-
+                    right = accuracy(model, *test)
+                optimizer.log(test_accuracy=right)  # <-
+                optimizer.save()  # <-
+            if optimizer.stopping:  # <-
+                optimizer.exit()  # <-
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The inner optimizer's state in a checkpoint: arrays ``torch/<parameter>/<key>``, and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mpigossip.doors.loop.plain import packed, unpacked
+from mpigossip.store import StoreError
+
+
+def written(
+    optimizer: torch.optim.Optimizer, model: nn.Module, arrays: dict[str, np.ndarray]
+) -> str:
+    """The state's JSON; tensors go into ``arrays``."""
+    state, names = optimizer.state_dict(), _names(optimizer, model)
+    groups = [
+        {key: names[k] if key == "params" else value for key, value in group.items()}
+        for k, group in enumerate(state["param_groups"])
+    ]
+    flat = [name for group in names for name in group]
+    of = {flat[k]: packed(one, f"torch/{flat[k]}", arrays) for k, one in state["state"].items()}
+    return json.dumps({"groups": packed(groups, "torch/#groups", arrays), "state": of})
+
+
+def read(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    text: str,
+    arrays: Mapping[str, np.ndarray],
+) -> tuple[dict[str, Any], list[str]]:
+    """What its ``load_state_dict`` takes, and parameters whose state ``arrays`` lacks.
+
+    StoreError where the groups have other parameters.
+    """
+    saved, names = json.loads(text), _names(optimizer, model)
+    groups = unpacked(saved["groups"], arrays)
+    was = [group["params"] for group in groups]
+    if was != names:
+        raise StoreError(
+            f"the optimizer's groups have {_counts(names)} parameters, those that were saved "
+            f"{_counts(was)}, or in another order: make it as it was"
+        )
+    place = {name: k for k, name in enumerate(name for group in names for name in group)}
+    found, lacking = {}, []
+    for name, one in saved["state"].items():
+        try:
+            found[place[name]] = unpacked(one, arrays)
+        except KeyError:
+            lacking.append(name)
+    now = optimizer.state_dict()["param_groups"]
+    for group, present in zip(groups, now, strict=True):
+        group["params"] = present["params"]
+    return {"state": found, "param_groups": groups}, lacking
+
+
+def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The model's names of each group's parameters."""
+    name = {id(p): n for n, p in model.named_parameters()}
+    return [[name[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _counts(names: list[list[str]]) -> str:
+    return " + ".join(str(len(group)) for group in names)

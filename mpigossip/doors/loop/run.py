@@ -1,0 +1,309 @@
+"""A user's own loop as a run: log, live line, checkpoints, lock and stopping, as a job has them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpigossip import config
+from mpigossip.cluster.meetings import AgreedError
+from mpigossip.cluster.world import World
+from mpigossip.config import Job, JobError
+from mpigossip.config.errors import Mistake
+from mpigossip.config.readable import size
+from mpigossip.doors.loop import state as loop_state
+from mpigossip.doors.node import Node
+from mpigossip.engine.step import Record
+from mpigossip.runs.hooks import named_hooks
+from mpigossip.runs.launch import newest
+from mpigossip.runs.lock import Guard, locked
+from mpigossip.runs.overview import between, nodes
+from mpigossip.runs.printer import Printer, say
+from mpigossip.runs.progress import Progress
+from mpigossip.runs.recorder import COLUMNS, Recorder
+from mpigossip.runs.run import meet
+from mpigossip.runs.saver import Saver
+from mpigossip.runs.stopper import Stopper, end_of_allocation
+from mpigossip.runs.tally import Tally, shares
+from mpigossip.store import StoreError, checkpoint
+
+OWN = COLUMNS.keys() - {"loss", "lr", "gradient_norm"} | {"step", "node"}
+"""Columns that a program can't fill: they are measured."""
+IGNORED = 100
+"""Steps after a stop was agreed on without a look at it, until that is said."""
+
+
+class LoopRun:
+    """What the run of a job is to its trainer, for the node of a user's loop.
+
+    Between two steps the last record waits for what the program says of it; it goes to the log
+    with the next step, or with a checkpoint. Synchronous nodes write at equal steps. Asynchronous
+    ones may differ in steps: one that ends waits, and takes part in writing until all have ended.
+    """
+
+    def __init__(self, world: World, job: Job):
+        """Collective. JobError where the folder is another program's, or a job's."""
+        self.world, self.job, self.folder = world, job, job.run.folder
+        world.resources.enter_context(locked(self.folder, world, "run"))
+        self._there = newest(self.folder, world)
+        with world.together(Mistake):
+            if self._there is not None:
+                loop_state.check_door(self._there)
+        self._together = world.comm is None or job.node.mixer == "synchronous"
+        every = job.log.flush_steps
+        end = end_of_allocation(job.checkpoint.wall_clock_s)
+        lag = Stopper.LAG if self._together else every
+        self._recorder = Recorder(world, 1, by_itself=False)
+        self._stopper = Stopper(world, self.folder, end, lag)
+        world.resources.enter_context(self._stopper)
+        self._hooks = [self._recorder, Printer(world), Guard(world)]
+        self._hooks += [*named_hooks(job.log.hooks, world), self._stopper]
+        self._node: Node | None = None
+        self._tally, self._before_s = Tally(), 0.0
+        self._last: Record | None = None
+        self._figures: dict[int, dict[str, float]] = {}
+        self._shown: dict[str, float] = {}
+        self._saved_at: int | None = None
+        self._asked_at: int | None = None
+        self.keeps: dict[str, Any] = {}
+        """what else a checkpoint takes: objects with state_dict() or get_state()"""
+        self.closed = False
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def begin(self, node: Node) -> None:
+        """Before the first step, or what comes earlier: open the log, say what begins."""
+        if self._node is not None:
+            return
+        if self._there is not None:
+            raise JobError(
+                [f'run: "{self.folder}" holds a run that has {self._there.name} as its newest '
+                 "checkpoint: call optimizer.resume() to go on from there, or name another folder"]
+            )  # fmt: skip
+        self._node, job = node, self.job
+        self.progress = Progress(
+            job=job, folder=self.folder, nodes=node.mixer.n, asked=node.mixer.n,
+            steps_per_epoch=0, total_steps=job.run.steps or 0, samples_per_step=0,
+            text=self._text(node), first_step=node.engine.index, seconds_before=self._before_s,
+            about=lambda: self._about(node),
+        )  # fmt: skip
+        self._saver = Saver(self.world, self.folder, self.progress.text, job.checkpoint)
+        for hook in self._hooks:
+            hook.start(self.progress, node)
+
+    def before(self, node: Node) -> None:
+        """A step begins: nothing more is said of the last one."""
+        self.begin(node)
+        self._hand_over()
+        if self._together and node.engine.index % self.job.log.flush_steps == 0:
+            self._same_step("step()")
+            self._recorder.flush()
+
+    def after(self, record: Record) -> None:
+        """A step was made: its record waits; whether to stop is asked."""
+        assert self._node is not None
+        self._last, done = record, record.index + 1
+        self._saver.poll(done)
+        self.progress.checkpoint = self._saver.last or self.progress.checkpoint
+        if self._asked_at is None:
+            every = self.job.log.flush_steps
+            stops = done % every == 0 and self._round(done)[0] if not self._together else (
+                any([hook.wants_stop(done) for hook in self._hooks]))  # fmt: skip
+            self._asked_at = done if stops else None
+        elif done == self._asked_at + IGNORED and self.world.rank == 0:
+            self.progress.warn(
+                f"a stop was agreed on at step {self._asked_at}, and the loop goes on: look at "
+                "optimizer.stopping after each step, and call optimizer.exit()"
+            )
+
+    def _round(self, done: int, ended: bool = False) -> tuple[bool, bool]:
+        """Where asynchronous nodes meet: the log is written. Whether to stop; whether all ended."""
+        assert self._node is not None
+        meet(self._node, self.world)
+        self._recorder.flush()
+        stops = any([hook.wants_stop(done) for hook in self._hooks])
+        return stops, not self.world.agree(int(not ended))
+
+    @property
+    def stopping(self) -> bool:
+        """Whether all ranks have agreed to stop."""
+        return self._asked_at is not None
+
+    def log(self, *said: int | Mapping[str, Any]) -> None:
+        """Figures of this node for a step: the last one made, or the one at hand."""
+        figures = {k: v for one in said if isinstance(one, Mapping) for k, v in one.items()}
+        step = next((one for one in said if not isinstance(one, Mapping)), None)
+        done = self._node.engine.index if self._node else None
+        open_steps = [] if done is None else [done - 1] * (self._last is not None) + [done]
+        at = step if step is not None else open_steps[0] if open_steps else None
+        if at is not None and open_steps and at not in open_steps:
+            raise JobError(
+                [f"log: step {at} is not open: {done} steps are made, counted from 0 by "
+                 f"optimizer.step(), and {' or '.join(map(str, open_steps))} can be logged (a step "
+                 "is written when the next begins, and by save(): log before that)"]
+            )  # fmt: skip
+        of_step = self._figures.setdefault(-1 if at is None else at, {})
+        for name, value in figures.items():
+            wrong = "is measured already" if name in OWN else ""
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+                wrong = "is no name of a column, which has letters, digits, _, . and -"
+            if wrong:
+                raise JobError([f'log: "{name}" {wrong}; give the figure another name'])
+            of_step[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+    def _hand_over(self) -> None:
+        record, self._last = self._last, None
+        if record is None:
+            return
+        figures = self._figures.pop(-1, {}) | self._figures.pop(record.index, {})
+        samples = int(figures.pop("samples", 0))
+        if samples:
+            self.progress.samples_per_step = samples * self.progress.nodes
+        record.figures = figures
+        record.loss = torch.tensor([figures.get("loss", float("nan"))], dtype=torch.float64)
+        self._shown |= figures
+        self._tally.add(record, samples)
+        for hook in self._hooks:
+            hook.step(self.progress, record)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save(self, node: Node) -> None:
+        """Take a snapshot of the present step; it is written while training goes on. Collective."""
+        self.begin(node)
+        node.between("save()")
+        meet(node, self.world)
+        index = self._same_step("save()")
+        self._hand_over()
+        for hook in self._hooks:
+            hook.flush()
+        numbers = node.engine.numbers() | self._tally.numbers() | {
+            "index": index, "shift": 0, "seconds": self.progress.seconds,
+            "samples": self._tally.samples, "bytes_sent": node.mixer.bytes_sent[0],
+        }  # fmt: skip
+        with self.world.together(JobError):
+            state = loop_state.snapshot(node, self.keeps, numbers)
+        meta = {"door": "loop", "nodes": node.mixer.n, "asked": node.mixer.n,
+                "slots": len(node.slots.models)}  # fmt: skip
+        self._saver.finish()
+        self._saver.begin(index, {node.mixer.rows[0]: state}, meta)
+        self._saved_at = index
+
+    def _same_step(self, call: str) -> int:
+        """The steps made, equal on all ranks or JobError; asynchronous: the most that one made."""
+        assert self._node is not None
+        index = self._node.engine.index
+        if not self._together:
+            return self.world.agree(index)
+        stands = self.world.broadcast(self.world.gather((index, call)))
+        if len(set(stands)) > 1:
+            some = ", ".join(f"rank {r} {c} ({what})" for r, (c, what) in enumerate(stands[:8]))
+            raise AgreedError(
+                [f"ranks have made different numbers of steps: {some}; synchronous nodes take "
+                 "equally many, and meet in the same calls: give all as many batches (drop_last), "
+                 'or use mixer="asynchronous"']
+            )  # fmt: skip
+        return index
+
+    def resume(self, node: Node) -> int:
+        """Put the node to where the folder's newest checkpoint stands; its step, 0 without one."""
+        path, self._there = self._there, None
+        if self._node is not None:
+            raise JobError(["resume() comes before the first step, and before save() and log()"])
+        if path is None:
+            return 0
+        node.begin_anew()
+        with self.world.together(Mistake):
+            told, numbers = loop_state.restore(node, path, self.keeps)
+        with torch.no_grad():
+            node.publish()
+        self._tally.restore(numbers)
+        self._before_s = float(numbers["seconds"])
+        self._saved_at = node.engine.index if not told else None
+        if told and self.world.rank == 0:
+            say(f"{path}: {'; '.join(told)}")
+        return node.engine.index
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def finish(self, stopped: bool = False) -> None:
+        """Save the last step, write the summary; collective. After an error: nothing of that."""
+        if self.closed:
+            return
+        self.closed, node = True, self._node
+        if sys.exception() is not None or node is None:
+            if node is not None:
+                self._saver.abandon()
+            return
+        if not self._together:
+            self._hand_over()
+            done, every = node.engine.index, self.job.log.flush_steps
+            while not self._round(done := (done // every + 1) * every, ended=True)[1]:
+                pass
+        if self._saved_at != self._same_step("the end of the loop"):
+            self.save(node)
+        self._saver.close()
+        summary = self._summary(node, stopped)
+        with self.world.together(StoreError):
+            if "checkpoint" in summary:
+                summary["digest"] = checkpoint.digest(self._saver.last)
+        for hook in self._hooks:
+            hook.stop(self.progress, summary)
+
+    def _summary(self, node: Node, stopped: bool) -> dict[str, Any]:
+        """As a job's; figures as the program last said them, mean over nodes that did."""
+        mine = self._tally.spent, self._tally.samples, node.mixer.bytes_sent[0], self._shown
+        gathered = self.world.gather(mine)
+        if gathered is None:
+            return {}
+        spent, samples, sent, shown = zip(*gathered, strict=True)
+        summary: dict[str, Any] = {
+            "finished": not stopped, "steps": node.engine.index, "nodes": self.progress.nodes,
+            "slots": len(node.slots.models), "seconds": self.progress.seconds,
+            "bytes_sent": float(np.mean(sent)),
+        }  # fmt: skip
+        summary |= shares(spent, sum(samples))
+        names = dict.fromkeys(name for one in shown for name in one)
+        means = {name: np.mean([one[name] for one in shown if name in one]) for name in names}
+        if means:
+            summary["figures"] = ", ".join(f"{name} {mean:.5g}" for name, mean in means.items())
+        if self.progress.warnings:
+            summary["warnings"] = "; ".join(self.progress.warnings)
+        if self._saver.last is not None:
+            summary["checkpoint"] = str(self._saver.last)
+        return summary
+
+    # -- what it is -------------------------------------------------------------------------------
+
+    def _about(self, node: Node) -> list[tuple[str, str]]:
+        job, flat = self.job, node.flat
+        cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
+        method = f"{job.algorithm.name} ({type(node.inner).__name__}) on {job.graph.name}{cadence}"
+        model = f"{type(node.model).__name__}, {flat.count:,} parameters, {size(4 * flat.count)}"
+        devices = [str(next(each.parameters()).device) for each in node.slots.models]
+        return [
+            ("nodes", nodes(node.mixer.n, devices, self.world)),
+            ("model", model),
+            ("method", method),
+            *between(node.engine, node.graph, job.node, self.world),
+            ("files", f"{self.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ "
+                      "by save() and at the end"),
+        ]  # fmt: skip
+
+    def _text(self, node: Node) -> str:
+        """The settings, as a job's, and what the program brings."""
+        named = {name for name, _ in node.model.named_buffers()} | set(node.flat.names)
+        about = {
+            "program": " ".join(sys.argv),
+            "model": type(node.model).__name__,
+            "optimizer": type(node.inner).__name__,
+            "left_out": len(node.model.state_dict().keys() - named),
+        }
+        lines = [f"{key} = {json.dumps(value)}" for key, value in about.items()]
+        return config.dump(self.job, loop_state.SECTIONS) + "\n".join(["\n[loop]", *lines, ""])
