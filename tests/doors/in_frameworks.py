@@ -134,7 +134,8 @@ def refused(world, optimizer):
 
 def main(world):
     fp16 = torch.float16
-    scaled = plain(world, scaling=scaler(), dtype=fp16)
+    scaling = scaler()
+    scaled = plain(world, scaling=scaling, dtype=fp16)
     clipped = plain(world, clip=CLIP, scaling=scaler(), dtype=fp16)
     low = plain(world, clip=CLIP, dtype=torch.bfloat16)
     sgd = torch.optim.SGD(nn.Linear(1, 1).parameters())
@@ -153,7 +154,7 @@ def main(world):
         "lightning's optimizer refused": refused(world, LightningOptimizer(sgd)),
         "all steps taken": all(x[1].engine.index == STEPS for x in (scaled, clipped, low)),
         "an overflow is left out": finite(scaled) and finite(clipped),
-        "which would matter": not finite(plain(world, dtype=fp16)),
+        "there was one, on rank 1": scaling.get_scale() == (8.0 if world.rank == 1 else 16.0),
     }
     for name, good in checks.items():
         print(f"rank {world.rank}: {name}: {good}", flush=True)
