@@ -52,12 +52,14 @@ class Averager:
         all ranks, for what can't be averaged or differs between ranks.
         """
         with world.together(Mistake):
-            if getattr(like, "dtype", None) not in TYPES or not isinstance(
-                like, np.ndarray | torch.Tensor
+            if (
+                getattr(like, "dtype", None) not in TYPES
+                or not isinstance(like, np.ndarray | torch.Tensor)
+                or isinstance(like, np.ma.MaskedArray)
             ):
                 raise JobError(
                     [f"like is {_told(like)}: arrays of numpy and torch are averaged, of float32 "
-                     "or float64 in the processor's byte order; convert it"]
+                     "or float64 in the processor's byte order, without a mask; convert it"]
                 )  # fmt: skip
             self.graph = make_graph(graph, world.size, **options)
         self._dtype, self._shape, self._tensor = like.dtype, like.shape, torch.is_tensor(like)
@@ -126,6 +128,7 @@ class Averager:
             raise JobError([f"{what}: this Averager is closed, as its world is; make another"])
         if array is not None and (
             torch.is_tensor(array) is not self._tensor
+            or isinstance(array, np.ma.MaskedArray)
             or getattr(array, "dtype", None) != self._dtype
             or array.shape != self._shape
         ):

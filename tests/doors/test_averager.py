@@ -209,3 +209,13 @@ def test_the_readme_s_average_runs_as_pasted(mpirun, tmp_path):
         done = mpirun(n, [sys.executable, "average.py"], cwd=tmp_path)
         mean = (max(n, 1) - 1) / 2
         assert sorted(done.stdout.split("\n")[:-1]) == [f"node {i}: {mean}" for i in range(n or 1)]
+
+
+def test_a_mask_is_not_lost_in_silence():
+    masked = np.ma.masked_array(np.ones(3), [True, False, False])
+    with Alone() as world:
+        with pytest.raises(JobError, match=r"\(MaskedArray\): .* without a mask; convert it"):
+            mpigossip.Averager(world, "ring", like=masked)
+        averager = mpigossip.Averager(world, "ring", like=np.ones(3))
+        with pytest.raises(JobError, match=r"start: .*\(MaskedArray\)"):
+            averager.average(masked)
