@@ -187,7 +187,7 @@ class Waits(torch.nn.Module):
 
 
 def test_a_model_that_waits_for_the_gpu_trains_eagerly():
-    settings = ["model.name=test_gpu:Waits"]
+    settings = ["model.name=tests.test_gpu:Waits"]
     assembly = assemble.assemble(job("mlp", "cuda:0", *settings), Alone(), 1)
     with pytest.warns(UserWarning, match="can't be captured"):
         assembly.trainer.step()

@@ -242,7 +242,8 @@ class Windows(OfRank):
             return self._average_whole(comm, self._message, self._result)
         everyone = torch.empty(self.n, layout.sent_bytes, dtype=torch.uint8)
         waited = gather(comm, self._codes, everyone, self._timeout_s)
-        sources = [self._out if rank == self.rank else everyone[rank] for rank in range(self.n)]
+        own = self._segments(self._message)  # in host memory, also where the outbox is a GPU's
+        sources = [own if rank == self.rank else everyone[rank] for rank in range(self.n)]
         out, weights = self._segments(self._result), [1 / self.n] * self.n
         add_up(layout, weights, sources, out, layout.stretches)
         return waited

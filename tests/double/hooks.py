@@ -1,0 +1,115 @@
+"""Where the package hands memory to MPI or to other processes: what streams do must be over."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.double import cupy
+from tests.double.checker import HOST, checker, spans
+
+
+class _Patches(importlib.abc.MetaPathFinder):
+    """Calls a function with a module once it is loaded."""
+
+    def __init__(self, patches: dict):
+        """By the modules' names."""
+        self.patches = patches
+
+    def find_spec(self, name, path, target=None):
+        """Of the modules asked for, with what is to be done behind."""
+        if name not in self.patches:
+            return None
+        patch = self.patches.pop(name)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            if isinstance(patch, tuple):  # a mutant: the module with a text in another's place
+                source = Path(spec.origin).read_text()
+                if source.count(patch[0]) != 1:
+                    raise ValueError(f"{name}: {source.count(patch[0])} times {patch[0]!r}")
+                source = source.replace(*patch)
+                exec(compile(source, spec.origin, "exec"), module.__dict__)
+            else:
+                load(module)
+            if name in WATCHED:
+                WATCHED[name](module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _raw(module) -> None:
+    """Memory for MPI: read or written by the host from now on."""
+    original = module.raw
+
+    def raw(memory: torch.Tensor):
+        if memory.device.type == "cuda":
+            checker.host_must_know([memory.untyped_storage().data_ptr()], "MPI", reads=False)
+        return original(memory)
+
+    module.raw = raw
+
+
+def _shared(module) -> None:
+    """Neighbours read this rank's memory when it says so, and write again when it lets go."""
+    publish, release = module.SharedHost.publish, module.SharedHost.release
+
+    def published(self, *arguments):
+        what = "saying that the outbox is whole"
+        checker.host_must_know(cupy.exported, what, reads=False)
+        own, caller = self.outboxes[self.rank], sys._getframe(1).f_locals
+        inside = None
+        if "piece" in caller:  # of every slot's message: later ones are still on their way
+            mixer, piece = caller["self"], caller["piece"]
+            slots = range(len(mixer.layout.widths))
+            inside = [span for s in slots for span in spans(own[mixer.layout.span(s)][piece])]
+        checker.host_must_know(_allocations(own), what, reads=False, inside=inside)
+        return publish(self, *arguments)
+
+    def released(self, *arguments):
+        keys = [*cupy.mapped, *_allocations(*self.outboxes)]
+        checker.host_must_know(keys, "saying that a neighbour's outbox is read", reads=True)
+        return release(self, *arguments)
+
+    module.SharedHost.publish, module.SharedHost.release = published, released
+
+
+def _allocations(*memory: torch.Tensor) -> list[int]:
+    return [one.untyped_storage().data_ptr() for one in memory]
+
+
+def _push(module) -> None:
+    """A message in host memory is put: the copy out must be over."""
+    put = module.PiecePush.put
+
+    def checked(self, memory, spans_, *arguments):
+        key = memory.untyped_storage().data_ptr()
+        for span in spans_:
+            checker.touch(HOST, key, spans(memory[span]), False, "a put")
+        return put(self, memory, spans_, *arguments)
+
+    module.PiecePush.put = checked
+
+
+WATCHED = {
+    "mpigossip.mixing.averages": _raw,
+    "mpigossip.mixing.shared": _shared,
+    "mpigossip.mixing.device.push": _push,
+}
+
+
+def install() -> None:
+    """Watch the modules as they are imported; MPIGOSSIP_DOUBLE_MUTANT: JSON [module, old, new]."""
+    patches: dict = dict(WATCHED)
+    if mutant := os.environ.get("MPIGOSSIP_DOUBLE_MUTANT"):
+        module, old, new = json.loads(mutant)
+        patches[module] = (old, new)
+    sys.meta_path.insert(0, _Patches(patches))

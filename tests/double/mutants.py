@@ -1,0 +1,106 @@
+"""Waits, events and orders taken away one by one: `python tests/double/mutants.py` prints a table.
+
+Each mutant is a module with one text in another's place, under which a training or an exchange on
+the double has to fail: by an unordered access, wrong bits, or an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.double.__main__ import environment
+
+WINDOWS, PUSH = "mpigossip.mixing.device.windows", "mpigossip.mixing.device.push"
+AVERAGES, NCCL = "mpigossip.mixing.device.averages", "mpigossip.groups.nccl"
+LOADER, CAPTURE = "mpigossip.data.loader", "mpigossip.training.capture"
+TRAINING = "tests/double/test_training.py::test_two_ranks_of_two_devices_have_the_cpus_bits"
+IPC, HOST = f"{TRAINING}[read-auto]", f"{TRAINING}[put-host]"
+STAGED = f"{TRAINING}[read-host]"
+EXCHANGES = "tests/test_gpu.py::test_windows_of_gpu_memory_equal_the_simulator"
+WIRES = "tests/test_gpu.py::test_lossy_wires_on_a_gpu[put]"
+REPLAYED = "tests/test_gpu.py::test_captured_replicas_train_as_eager_ones[fp32-lenet]"
+EAGER = "tests/test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
+MUTANTS = [
+    ("no wait for the outbox before others read it", WINDOWS,
+     "for event in copied[k] or ready:\n                _ = event and event.synchronize()",
+     "pass", IPC),
+    ("no wait for a piece's copy to the host", WINDOWS,
+     "for event in copied[k] or ready:\n                _ = event and event.synchronize()",
+     "for event in ready:\n                _ = event and event.synchronize()", HOST),
+    ("a global average begins before the outbox is filled", WINDOWS,
+     "for event in ready:\n            _ = event and event.synchronize()\n        timeout_s",
+     "timeout_s", IPC),
+    ("sums begin before the outbox is filled", WINDOWS, "lane.follow(event)", "pass", IPC),
+    ("what was read in place is let go while it is summed", WINDOWS,
+     "for lane in self._lanes:\n            lane.drain()\n        if host:",
+     "if host:", IPC),
+    ("the copies of a staged average aren't awaited", WINDOWS,
+     "for event in events:\n                _ = event and event.synchronize()", "pass", STAGED),
+    ("copies out before the outbox is filled", PUSH,
+     "for stream in (self.out, self.into) if event else ():",
+     "for stream in (self.into,) if event else ():", HOST),
+    ("sums before the outbox is filled", PUSH,
+     "for stream in (self.out, self.into) if event else ():",
+     "for stream in (self.out,) if event else ():", IPC),
+    ("drain waits for nothing", PUSH,
+     "            event.record(self.into)\n            event.synchronize()", "            pass", IPC),
+    ("the event behind a copy is on the wrong stream", PUSH, "event.record(self.out)",
+     "event.record(self.into)", HOST),
+    ("the event behind the step's work is never recorded", PUSH, "event.record(stream)", "pass", IPC),
+    ("an average is handed round before it is summed", AVERAGES,
+     "    for lane in lanes:\n        lane.drain()\n    host.release", "    host.release", IPC),
+    ("NCCL begins before the gradients are there", NCCL,
+     "stream.wait_stream(torch.cuda.default_stream(device))", "pass", IPC),
+    ("the step goes on before NCCL is done", NCCL,
+     "torch.cuda.default_stream(device).wait_stream(stream)", "pass", IPC),
+    ("one slot's NCCL call is left out", NCCL,
+     "for slot, comm in enumerate(self._comms):", "for slot, comm in enumerate(self._comms[:1]):",
+     IPC),
+    ("the scale of a mean on another stream", NCCL,
+     "with torch.cuda.stream(self._streams[slot]):", "if True:", IPC),
+    ("a batch is used before its copy", LOADER, "compute.wait_event(there.copied)", "pass", IPC),
+    ("a capture begins before the batches are there", CAPTURE, "side.wait_stream(current)", "pass",
+     REPLAYED),
+    ("a replay's first use before the capture's stream is done", CAPTURE,
+     "current.wait_stream(side)", "pass", REPLAYED),
+    ("a failed capture leaves its stream current", CAPTURE, "torch.cuda.set_stream(current)",
+     "pass", EAGER),
+]  # fmt: skip
+
+
+def caught(mutant: tuple, env: dict[str, str]) -> str:
+    """What gave the mutant away; "" where nothing did."""
+    _, module, old, new, test = mutant
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", test]
+    env = env | {"MPIGOSSIP_DOUBLE_MUTANT": json.dumps([module, old, new])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    if done.returncode == 0:
+        return ""
+    found = re.findall(r"(?:Unordered|AssertionError|Error): .*", done.stdout)
+    return found[0][:150] if found else done.stdout[-150:]
+
+
+def main(wanted: str = "") -> int:
+    """Try them all, or those whose text has a word; how many weren't caught."""
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        env = environment(Path(folder))
+        env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        print("| taken away | found by |\n|---|---|")
+        for mutant in MUTANTS:
+            if wanted in mutant[0]:
+                how = caught(mutant, env)
+                missed += not how
+                print(f"| {mutant[0]} | {how or '**not caught**'} |", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
