@@ -1,4 +1,4 @@
-"""`python -m tests.double [pytest's arguments]`: the tests for GPUs, with the double in their place.
+"""`python -m tests.double [pytest's arguments]`: the tests for GPUs, on the double.
 
 Needs a C++ compiler, for a guard of 50 lines and to run kernels on this processor.
 """

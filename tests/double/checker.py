@@ -108,9 +108,9 @@ class Checker:
                 kept = []
                 for old in self.touched[key]:
                     apart = old.span[1] <= low or high <= old.span[0]
-                    if not apart and (writes or old.writes) and old.timeline != timeline:
-                        if mine.get(old.timeline, 0) < old.tick:
-                            raise Unordered(self._said(timeline, writes, what, old))
+                    raced = (writes or old.writes) and old.timeline != timeline
+                    if not apart and raced and mine.get(old.timeline, 0) < old.tick:
+                        raise Unordered(self._said(timeline, writes, what, old))
                     inside = low <= old.span[0] and old.span[1] <= high
                     again = old.timeline == timeline and old.writes == writes
                     if apart or not inside or not (writes or again):
@@ -133,9 +133,9 @@ class Checker:
                         low < old.span[1] and old.span[0] < high for low, high in inside
                     ):
                         continue
-                    if (old.writes or reads) and old.timeline != HOST:
-                        if mine.get(old.timeline, 0) < old.tick:
-                            raise Unordered(self._said(HOST, False, what, old))
+                    matters = (old.writes or reads) and old.timeline != HOST
+                    if matters and mine.get(old.timeline, 0) < old.tick:
+                        raise Unordered(self._said(HOST, False, what, old))
 
     @staticmethod
     def _said(timeline: str, writes: bool, what: str, old: Access) -> str:

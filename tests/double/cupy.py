@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -44,7 +45,7 @@ class Memory:
     def __del__(self):
         """Its name goes; the memory lives as long as it is mapped."""
         exported.pop(self.ptr, None)
-        os.unlink(self.path)
+        Path(self.path).unlink()
 
 
 class UnownedMemory:
@@ -83,7 +84,7 @@ def _handle(pointer: int) -> bytes:
 
 def _open(handle: bytes) -> int:
     path = handle.decode()
-    memory = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
+    memory = torch.from_file(path, shared=True, size=Path(path).stat().st_size, dtype=torch.uint8)
     mapped[memory.data_ptr()] = memory
     return memory.data_ptr()
 

@@ -1,4 +1,4 @@
-"""What is to go wrong: MPIGOSSIP_DOUBLE_FAILS="capture,pin:2" lets captures and the 2nd pin fail."""
+"""What is to go wrong: MPIGOSSIP_DOUBLE_FAILS="capture,pin:2" fails captures and the 2nd pin."""
 
 from __future__ import annotations
 

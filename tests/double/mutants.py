@@ -37,7 +37,6 @@ MUTANTS = [
     ("a global average begins before the outbox is filled", WINDOWS,
      "for event in ready:\n            _ = event and event.synchronize()\n        timeout_s",
      "timeout_s", IPC),
-    ("sums begin before the outbox is filled", WINDOWS, "lane.follow(event)", "pass", IPC),
     ("what was read in place is let go while it is summed", WINDOWS,
      "for lane in self._lanes:\n            lane.drain()\n        if host:",
      "if host:", IPC),
@@ -46,14 +45,13 @@ MUTANTS = [
     ("copies out before the outbox is filled", PUSH,
      "for stream in (self.out, self.into) if event else ():",
      "for stream in (self.into,) if event else ():", HOST),
-    ("sums before the outbox is filled", PUSH,
-     "for stream in (self.out, self.into) if event else ():",
-     "for stream in (self.out,) if event else ():", IPC),
     ("drain waits for nothing", PUSH,
-     "            event.record(self.into)\n            event.synchronize()", "            pass", IPC),
+     "            event.record(self.into)\n            event.synchronize()", "            pass",
+     IPC),
     ("the event behind a copy is on the wrong stream", PUSH, "event.record(self.out)",
      "event.record(self.into)", HOST),
-    ("the event behind the step's work is never recorded", PUSH, "event.record(stream)", "pass", IPC),
+    ("the event behind the step's work is never recorded", PUSH, "event.record(stream)", "pass",
+     IPC),
     ("an average is handed round before it is summed", AVERAGES,
      "    for lane in lanes:\n        lane.drain()\n    host.release", "    host.release", IPC),
     ("NCCL begins before the gradients are there", NCCL,
@@ -83,8 +81,10 @@ def caught(mutant: tuple, env: dict[str, str]) -> str:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     if done.returncode == 0:
         return ""
-    found = re.findall(r"(?:Unordered|AssertionError|Error): .*", done.stdout)
-    return found[0][:150] if found else done.stdout[-150:]
+    for pattern in (r"Unordered: .*", r"\w*Error: (?!tests\.).*", r"Failed: .*"):
+        if found := re.findall(pattern, done.stdout):
+            return found[0][:160]
+    return done.stdout[-160:]
 
 
 def main(wanted: str = "") -> int:
