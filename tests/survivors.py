@@ -82,6 +82,11 @@ def mixed(nodes, t):
 
 def expected(n, steps, losses=()):
     """Digests by name at the end; ``losses``: what :func:`lost` returns."""
+    return {node.name: node.digest() for node in after(n, steps, losses)}
+
+
+def after(n, steps, losses=()):
+    """The nodes that are left."""
     torch.set_num_threads(1)
     loop = script()
     nodes, t = [Node(name, loop) for name in range(n)], 0
@@ -98,7 +103,7 @@ def expected(n, steps, losses=()):
             node.step(rank, len(nodes), step)
         mixed(nodes, t)
         t += 1
-    return {node.name: node.digest() for node in nodes}
+    return nodes
 
 
 def become_average(nodes, which, dtype):

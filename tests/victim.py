@@ -43,21 +43,28 @@ class Victim(Hook):
 
 
 def armed():
-    """The same for a user's own loop: SIGKILL in the exchange of the step, or in an average."""
+    """The same for a user's own loop: SIGKILL in the exchange of the step, in an average (`g`), or
+    before the step's message is sent (`s`).
+    """
     from mpigossip.engine.step import Engine
 
     plan = dict(one.split("@") for one in os.environ["VICTIMS"].split())
     at = plan.get(os.environ["OMPI_COMM_WORLD_RANK"], "-1")
-    settle = Engine.settle
+    settle, send = Engine.settle, Engine._send
 
     def settled(engine):
-        if engine.index == int(at.rstrip("g")):
+        if engine.index == int(at.rstrip("gs")):
             if at.isdigit():
                 die("training")
             averages.wait_all = lambda *_, **__: die("a global average")
         settle(engine)
 
-    Engine.settle = settled
+    def sent(engine, *given):
+        if f"{engine.index}s" == at:
+            die("training")
+        send(engine, *given)
+
+    Engine.settle, Engine._send = settled, sent
 
 
 if __name__ == "__main__":

@@ -15,6 +15,24 @@ from tests import launch, survivors
 N, STEPS = 4, 30
 
 
+@pytest.fixture
+def tolerant(mpirun, monkeypatch):
+    """The loop on four ranks that outlive others, of which `victims` die: a finished process."""
+    if not launch.is_open_mpi():
+        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
+    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
+
+    def run(victims):
+        command = [sys.executable, launch.REPO / "tests/victim.py", survivors.SCRIPT]
+        words = ["--steps", STEPS, "--evaluate-every", 10]
+        plan = " ".join(f"{rank}@{at}" for rank, at in victims.items())
+        done = mpirun(N, [*command, *words], 120, env={"VICTIMS": plan})
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done
+
+    return run
+
+
 @pytest.mark.parametrize(
     "victims",
     [
@@ -24,15 +42,8 @@ N, STEPS = 4, 30
         {0: "3", 1: "3", 2: "3"},  # all but one
     ],
 )
-def test_survivors_have_the_exact_values(mpirun, monkeypatch, victims):
-    if not launch.is_open_mpi():
-        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
-    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
-    command = [sys.executable, launch.REPO / "tests/victim.py", survivors.SCRIPT]
-    words = ["--steps", STEPS, "--evaluate-every", 10]
-    plan = " ".join(f"{rank}@{at}" for rank, at in victims.items())
-    done = mpirun(N, [*command, *words], 90, env={"VICTIMS": plan})
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_survivors_have_the_exact_values(tolerant, victims):
+    done = tolerant(victims)
     lost = survivors.lost(done.stderr)
     steps = {rank: step for names, step in lost for rank in names}
     assert steps.keys() == victims.keys(), done.stderr
@@ -40,6 +51,18 @@ def test_survivors_have_the_exact_values(mpirun, monkeypatch, victims):
     assert survivors.digests(done.stdout) == survivors.expected(N, STEPS, lost), done.stderr
     assert f"of {N - len(victims)}: " in done.stdout
     assert done.stdout.count(f"step {STEPS}: ") == 1
+
+
+def test_whoever_is_behind_others_that_are_done_ends_alone(tolerant):
+    """Rank 2 dies before it sends its last message, to rank 0; 1 and 3 exchange with each other."""
+    done = tolerant({2: f"{STEPS - 1}s"})
+    found = survivors.digests(done.stdout)
+    whole = survivors.expected(N, STEPS)
+    assert [found[1], found[3]] == [whole[1], whole[3]], done.stderr
+    first = survivors.after(N, STEPS - 1)[0]
+    first.step(0, N - 1, STEPS - 1)
+    assert found[0] == first.digest(), done.stderr
+    assert "the others have left their loops" in done.stderr
 
 
 def test_without_a_loss_the_loop_is_any_other(mpirun):
