@@ -19,10 +19,10 @@ from mpigossip.doors import around, blocks, given, saved
 from mpigossip.doors.averaged import averaged, distance
 from mpigossip.doors.inner import check, check_group, check_plain_sgd, one_rate, unscaled
 from mpigossip.doors.loop.run import LoopRun
+from mpigossip.doors.loop.survive import Survival, check_callback
 from mpigossip.doors.node import Node
 from mpigossip.doors.settings import settings
 from mpigossip.doors.stale import Stale
-from mpigossip.doors.survive import Survival, check_callback
 from mpigossip.doors.wrapper import Wrapper
 from mpigossip.engine.module import Parameters
 from mpigossip.engine.step import Engine, Record
@@ -75,7 +75,7 @@ class Gossip(Wrapper):
     run, else never. ``model``: all that the optimizer moves; several modules as a list. Frozen
     parameters are rank 0's, and join what is exchanged at the step at which they require
     gradients. ``survive = True`` with ``on_change``, without ``run``: see
-    :class:`~mpigossip.doors.survive.Survival`.
+    :class:`~mpigossip.doors.loop.survive.Survival`.
 
     ``run``: a folder for the log, checkpoints and what else a job's run has; then also
     ``steps`` (the whole loop's, for the time left), ``flush_steps``, ``keep``, ``keep_every``,

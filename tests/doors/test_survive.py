@@ -9,7 +9,7 @@ import torch
 import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
-from mpigossip.doors.survive import copied, put_back
+from mpigossip.doors.loop.survive import copied, put_back
 from tests import launch, survivors
 
 N, STEPS = 4, 30
