@@ -52,12 +52,12 @@ def armed():
     at = plan.get(os.environ["OMPI_COMM_WORLD_RANK"], "-1")
     settle, send = Engine.settle, Engine._send
 
-    def settled(engine):
+    def settled(engine, *given):
         if engine.index == int(at.rstrip("gs")):
             if at.isdigit():
                 die("training")
             averages.wait_all = lambda *_, **__: die("a global average")
-        settle(engine)
+        settle(engine, *given)
 
     def sent(engine, *given):
         if f"{engine.index}s" == at:
