@@ -1,1 +1,1 @@
-"""A user's own loop with a folder: the run, and what its checkpoints hold."""
+"""What a user's own loop may have of a job's: its run, its checkpoints, survival of lost ranks."""

@@ -110,7 +110,7 @@ class Survival:
         if isinstance(mine, Whole):
             put_back(node.inner, mine.inner)
         means = together(world, node.mixer, node.inner)
-        told += [f"averaged: {', '.join(means)}"] if means else []
+        told += [f"averaged: {', '.join(means)}"] if means and not left else []
         node.publish()
         gone = [at for at, name in enumerate(self._names) if name not in here.names]
         lost = [f"rank {self._names[at]} on {self._hosts[at]}" for at in gone]
