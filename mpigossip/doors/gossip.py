@@ -15,9 +15,10 @@ from mpigossip.cluster import deadline
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.errors import STOPPED
-from mpigossip.doors import around, blocks, given, saved
+from mpigossip.doors import around, blocks, given
 from mpigossip.doors.averaged import averaged, distance
 from mpigossip.doors.inner import check, check_group, check_plain_sgd, one_rate, unscaled
+from mpigossip.doors.loop import saved
 from mpigossip.doors.loop.run import LoopRun
 from mpigossip.doors.loop.survive import Survival, check_callback
 from mpigossip.doors.node import Node
