@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-DAMPING, FREQUENCY, END = 0.4, 4.0, 4.0
+DAMPING, FREQUENCY, END = 0.4, 2.0, 4.0
 
 
 def solution(t):
@@ -41,7 +41,7 @@ def network(width=32):
 class Residual:
     """The task: squares of the residual and of the initial conditions."""
 
-    def __init__(self, *, start=10.0):
+    def __init__(self, *, start=3.0):
         """``start``: weight of the initial conditions."""
         self.start = start
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from mpigossip.config import Data, JobError
+from mpigossip.config.errors import Failure, Mistake
 from mpigossip.config.own_parts import given, parameters, raised
 from mpigossip.data.nested import Nested, leaves
 from mpigossip.data.philox import mixed
@@ -130,6 +131,10 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
         found = [made(node) for node in (rows if own else rows[:1])]
     except TypeError as error:
         raise JobError([f'data.source = "{data.source}": {error}; {WANTED}']) from error
+    except (Mistake, Failure):
+        raise
+    except Exception as error:
+        raise JobError([f'data.source = "{data.source}": {raised(error)}']) from error
     first = found[0]
     if not isinstance(first, Mapping):
         return first

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpigossip.config import JobError
-from mpigossip.config.own_parts import given, imported, is_own
+from mpigossip.config.errors import Mistake
+from mpigossip.config.own_parts import given, imported, is_own, raised
 from mpigossip.models.gpt import gpt
 from mpigossip.models.resnet import image_shape, resnet20, resnet50, resnet56
 
@@ -74,10 +75,12 @@ def model(
         torch.default_generator.manual_seed(seed)
         try:
             network = given(builder, {"shape": tuple(shape), "classes": classes}, options)
-        except (TypeError, AttributeError) as error:
+        except Mistake:
+            raise
+        except Exception as error:
             raise JobError(
                 [f'model "{name}" can\'t be built with the options {options} for samples of shape '
-                 f"{tuple(shape)} and {classes} classes: {error}"]
+                 f"{tuple(shape)} and {classes} classes: {raised(error)}"]
             ) from error  # fmt: skip
         if not isinstance(network, nn.Module):
             raise JobError(

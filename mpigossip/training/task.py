@@ -183,9 +183,11 @@ def make(section: config.TaskSection) -> Objective:
     factory = imported("task.name", section.name, "(**options) that returns a task")
     try:
         task = factory(**section.options)
-    except TypeError as error:
-        raise JobError([f'task.name = "{section.name}": {error}; its options are '
-                        f"{section.options}"]) from error  # fmt: skip
+    except Mistake:
+        raise
+    except Exception as error:
+        raise JobError([f'task.name = "{section.name}" with the options {section.options}: '
+                        f"{raised(error)}"]) from error  # fmt: skip
     if not callable(getattr(task, "loss", None)):
         raise JobError([
             f'task.name = "{section.name}" returned {type(task).__name__}; it should return '

@@ -1,0 +1,93 @@
+"""jobs/own: a PINN, a segmentation, a stream, a model of transformers; small, as they are."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.analysis import plot, report
+from mpigossip.cluster.ranks import Alone, World
+from mpigossip.runs import launch
+from mpigossip.store.log import read
+from mpigossip.training import assemble
+
+OWN = Path(__file__).parents[2] / "jobs" / "own"
+SMALL = {
+    "oscillator": "data.samples=192 run.epochs=4",
+    "shapes": "data.samples=48 data.test_samples=10 run.epochs=2 data.workers=0 data.size=16",
+    "stream": "data.samples=384 data.test_samples=32 run.epochs=2",
+    "letters": "data.samples=96 data.test_samples=8 run.epochs=2 data.context=8",
+}
+"""Settings that make each a matter of a second on 3 nodes."""
+METRICS = {
+    "oscillator": ["residual", "squared_error"],
+    "shapes": ["overlap", "pixels"],
+    "stream": ["distance"],
+    "letters": ["accuracy"],
+}
+
+
+def job(name, folder, *more):
+    if name == "letters":
+        pytest.importorskip("transformers", reason="transformers isn't installed")
+    return assemble.load(
+        OWN / f"{name}.toml", [f"run.output={folder}", *SMALL[name].split(), *more]
+    )
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(OWN)
+    yield
+    for name in SMALL:
+        sys.modules.pop(name, None)
+
+
+def train(made, nodes=3):
+    with Alone() as alone:
+        return launch.train(made, alone, nodes)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_trains_evaluates_resumes_and_is_shown_by_its_own_metrics(name, tmp_path):
+    summary = train(job(name, tmp_path / "whole"))
+    half = summary["steps"] // 2 + 1
+    cut = train(job(name, tmp_path / "cut", f"run.steps={half}"))
+    torch.rand(5)
+    with Alone() as alone:
+        again = launch.resume(tmp_path / "cut", ["run.steps=none"], alone, None)
+    assert cut["steps"] == half and again["digest"] == summary["digest"]
+    log = read(tmp_path / "whole" / "log.h5")
+    assert log.evaluations["loss"][-1] < log.steps["loss"][0].mean(), "it learns"
+    drawn = plot.figure(plot.load([tmp_path / "whole"]))
+    titles = {axes._left_title.get_text() for axes in drawn.axes}
+    for metric in METRICS[name]:
+        assert np.isfinite(log.steps[metric]).all() and f"Test {metric}" in titles
+        assert metric in report.table(log) and metric in summary
+
+
+def test_a_stream_that_is_resumed_says_that_it_is_read_again(tmp_path, capsys):
+    train(job("stream", tmp_path / "run", "run.steps=3"))
+    with Alone() as alone:
+        launch.resume(tmp_path / "run", ["run.steps=4"], alone, None)
+    assert (
+        "the stream is read again from its beginning, 48 samples a node" in capsys.readouterr().out
+    )
+
+
+def on_ranks(comm, name, folder):
+    sys.path.insert(0, str(OWN))
+    torch.set_num_threads(1)
+    try:
+        with World(comm) as world:
+            return launch.train(job(name, folder), world, world.size).get("digest")
+    finally:
+        sys.path.remove(str(OWN))
+
+
+@pytest.mark.parametrize("name", ["shapes", "stream"])
+def test_ranks_have_the_simulators_digest(ranks, name, tmp_path):
+    there = ranks(3)(on_ranks, name, tmp_path / "ranks")[0]
+    assert there == train(job(name, tmp_path / "alone"))["digest"]
