@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from mpigossip.config import JobError
-from mpigossip.doors import saved
 from mpigossip.doors.loop import optimizer as optimizer_state
+from mpigossip.doors.loop import saved
 from mpigossip.doors.loop.plain import packed, unpacked
 from mpigossip.doors.node import Node
 from mpigossip.runs.elastic import begin_at, same_method, same_model, same_rhythm
