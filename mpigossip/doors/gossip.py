@@ -212,13 +212,12 @@ class Gossip(Wrapper):
     def _laid_out(self) -> Engine:
         """The engine, where it is to go on from."""
         first = not self._node.laid_out
-        if (first or self._loaded is not None) and self.mixer.synchronous:
+        anew = first or self._loaded is not None
+        if anew and self.mixer.synchronous:
             saved.check_step(self._world, self._loaded)
         if first:
             self._node.lay_out()
             self._stale.watch(self.vector.rows[0])
-            if self._survival is not None:
-                self._survival.keep()
         if self._loaded is not None:
             saved.check_method(self._world, self._loaded, self.engine)
             self._node.begin_anew()
@@ -226,8 +225,8 @@ class Gossip(Wrapper):
             saved.restore(state, self.engine, self.vector)
             with torch.no_grad():
                 self._node.publish()
-            if self._survival is not None:
-                self._survival.keep()
+        if anew and self._survival is not None:
+            self._survival.keep()
         return self.engine
 
     def _rate(self) -> float:
