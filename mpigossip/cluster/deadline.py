@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpigossip.cluster.roll import Roll
-
 from mpigossip.config.errors import Failure
 
 SPIN_S = 50e-6
@@ -21,8 +19,10 @@ SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 PR_SET_TIMERSLACK = 29
 
 
-roll: "Roll | None" = None
-"""What the ranks tell each other about their waits, while a world of several is open."""
+ALL, NOBODY, PAUSED = -1, -2, -3
+"""Whom a rank waits for: all of them, in a meeting; none; none, as it works on purpose."""
+roll: Any = None
+"""What the ranks tell each other about their waits, a `Roll`, while a world of several is open."""
 
 
 def numbers(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
@@ -33,8 +33,8 @@ def numbers(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
     return list(ranks) if roll is None else roll.numbers(comm, ranks)
 
 
-call = ""
-"""What of a user's program this rank is in, that all ranks have to call."""
+call, steps = "", 0
+"""What of a user's program this rank is in, that all ranks have to call, and steps that it made."""
 
 
 @contextlib.contextmanager
@@ -46,6 +46,32 @@ def calling(name: str) -> Iterator[None]:
         yield
     finally:
         call = before
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Inside, this rank works on purpose: waits for it, and for who waits for it, have no limit."""
+    if roll is not None:
+        roll.tell_all(PAUSED)
+    try:
+        yield
+    finally:
+        if roll is not None:
+            roll.tell_all(NOBODY)
+
+
+def excused() -> bool:
+    """Whether some rank is paused, as far as was heard."""
+    return roll is not None and roll.excused()
+
+
+def ends(made: int) -> None:
+    """Tell all ranks that this one has come to the end of its loop, after so many steps."""
+    global steps
+    steps = made
+    with calling("the end of its loop"):
+        if roll is not None:
+            roll.tell_all(ALL)
 
 
 class LateError(Failure, TimeoutError):
@@ -79,6 +105,8 @@ class Deadline:
         pause = SHORTEST_S
         while not predicate():
             now = time.monotonic()
+            if now - self._start >= self.seconds and excused():
+                self._start = now  # a whole limit more, from when the pause ends on
             if now - self._start >= self.seconds:
                 fault = wait.fault() if wait is not None else ""
                 told = f", in {call}, which all ranks have to call" if call else ""

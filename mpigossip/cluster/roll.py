@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpigossip.cluster import deadline
+from mpigossip.cluster.deadline import ALL, NOBODY, PAUSED
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 TAG = 5
-ALL, NOBODY = -1, -2
-"""Instead of a rank: all of them, in a meeting; none any more."""
 LISTEN_S = 0.5
 """Seconds of a wait after which it listens to what others tell: short waits cost nothing."""
-TOLD_AS = np.dtype([("whom", np.int64), ("call", "S48")])
+TOLD_AS = np.dtype([("whom", np.int64), ("call", "S48"), ("steps", np.int64)])
 TOLD = 64
 """Ranks that are told, at most, besides those that are waited for: the first ones."""
 
@@ -40,8 +39,8 @@ class Roll:
         self._comm, self._hosts = comm, hosts
         self._heard: dict[int, int] = {}
         """whom the others wait for, by rank"""
-        self._calls: dict[int, str] = {}
-        """what they have called, if all ranks have to"""
+        self._calls: dict[int, tuple[str, str]] = {}
+        """what they have called, if all ranks have to, and after how many steps"""
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
         self._lock = threading.Lock()
 
@@ -59,9 +58,11 @@ class Roll:
 
     def tell(self, ranks: Iterable[int], word: int) -> None:
         """Say whom this rank waits for, and in which call."""
+        self._sent = [one for one in self._sent if not one[0].Test()]
         for rank in ranks:
             with contextlib.suppress(Exception):  # one that is lost
-                value = np.array((word, deadline.call.encode()), TOLD_AS).reshape(1).view(np.uint8)
+                told = (word, deadline.call.encode(), deadline.steps)
+                value = np.array(told, TOLD_AS).reshape(1).view(np.uint8)
                 self._sent.append((self._comm.Isend(value, rank, TAG), value))
 
     def listen(self) -> bool:
@@ -75,12 +76,23 @@ class Roll:
                 while self._comm.Iprobe(MPI.ANY_SOURCE, TAG, status):
                     value = np.empty(TOLD_AS.itemsize, np.uint8)
                     self._comm.Recv(value, status.source, TAG)
-                    word, called = value.view(TOLD_AS)[0]
+                    word, called, steps = value.view(TOLD_AS)[0]
                     self._heard[status.source] = int(word)
-                    self._calls[status.source] = bytes(called).decode()
+                    after = f" after {steps} steps" if called else ""
+                    self._calls[status.source] = bytes(called).decode(), after
                     found = True
             self._lock.release()
         return found
+
+    def tell_all(self, word: int) -> None:
+        """The same to all ranks, as who waits for this one may not be known here; listens, too."""
+        self.tell((rank for rank in range(self._comm.size) if rank != self._comm.rank), word)
+        self.listen()
+
+    def excused(self) -> bool:
+        """Whether a rank is paused, as far as was heard."""
+        self.listen()
+        return PAUSED in self._heard.values()
 
     def others(self, more: Iterable[int]) -> set[int]:
         """Those who are told: ``more``, and the first ranks."""
@@ -107,9 +119,9 @@ class Roll:
     def _elsewhere(self) -> list[str]:
         """A clause on ranks that wait in another call than this one."""
         calls: dict[str, list[int]] = {}
-        for rank, called in sorted(self._calls.items()):
+        for rank, (called, after) in sorted(self._calls.items()):
             if self._heard.get(rank, NOBODY) != NOBODY and called and called != deadline.call:
-                calls.setdefault(called, []).append(rank)
+                calls.setdefault(called + after, []).append(rank)
         return [
             f"rank {ranks[0]} on {self._hosts[ranks[0]]}"
             + (f" and {len(ranks) - 1} more" if len(ranks) > 1 else "")

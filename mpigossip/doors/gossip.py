@@ -22,6 +22,7 @@ from mpigossip.doors.loop import saved
 from mpigossip.doors.loop.run import LoopRun
 from mpigossip.doors.loop.survive import Survival, check_callback
 from mpigossip.doors.node import Node
+from mpigossip.doors.paused import paused
 from mpigossip.doors.settings import settings
 from mpigossip.doors.stale import Stale
 from mpigossip.doors.wrapper import Wrapper
@@ -126,8 +127,7 @@ class Gossip(Wrapper):
             if overlap == "layers":
                 blocks.check(self._job, self._graph, optimizer, len(slots or (where,)))
         self._run = LoopRun(world, self._job) if run else None
-        if measure_every is None:
-            measure_every = self._job.log.consensus_every if run else 0
+        every = self._job.log.consensus_every if run else 0
         self._overlap = overlap
         self._loaded: dict | None = None
         self._stale = Stale()
@@ -137,7 +137,8 @@ class Gossip(Wrapper):
             prepare(self._job, world)
         self._node = Node(
             world, self._model, optimizer, self._job, self._graph, slots,
-            overlap=overlap, rate=self._rate, measure_every=measure_every,
+            overlap=overlap, rate=self._rate,
+            measure_every=every if measure_every is None else measure_every,
         )  # fmt: skip
         self._survival: Survival | None = None
         if on_change is not None and world.survives:
@@ -175,6 +176,7 @@ class Gossip(Wrapper):
                 )  # fmt: skip
             with torch.enable_grad():
                 value = closure()
+        deadline.steps = self.steps
         with torch.no_grad(), deadline.calling("step()"):
             if self._survival is None:
                 self._step()
@@ -230,8 +232,7 @@ class Gossip(Wrapper):
         return self.engine
 
     def _rate(self) -> float:
-        index = self.engine.index if self._node.laid_out else 0
-        return one_rate(self._job.algorithm.name, self._inner, index)
+        return one_rate(self._job.algorithm.name, self._inner, self.steps)
 
     # -- where everything lies ------------------------------------------------------------------
 
@@ -273,14 +274,12 @@ class Gossip(Wrapper):
         """
         self._node.between("state_dict()")
         self._run_hooks("state_dict_pre")
-        state = self._inner.state_dict() | {"gossip": self._loaded or self._state()}
+        mine = self._loaded
+        if mine is None and self._node.laid_out:
+            self.vector.check()
+            mine = saved.state(self.engine, self.vector)
+        state = self._inner.state_dict() | {"gossip": mine}
         return self._run_hooks("state_dict_post", state) or state
-
-    def _state(self) -> dict[str, Any] | None:
-        if not self._node.laid_out:
-            return None
-        self.vector.check()
-        return saved.state(self.engine, self.vector)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` stood, to the bit, at the next step; on all nodes."""
@@ -306,16 +305,12 @@ class Gossip(Wrapper):
         self._own_run("log").log(*said, figures)
 
     def keep(self, **things: Any) -> None:
-        """Let checkpoints hold these, too: all with ``state_dict()``, and torch's generators.
-
-        To be called before :meth:`resume`, which gives their state back.
-        """
+        """Before :meth:`resume`: what checkpoints hold, too, by ``state_dict`` or ``get_state``."""
         self._own_run("keep").keeps |= things
 
     def save(self) -> None:
         """A checkpoint of the present step, written while the loop goes on. Collective."""
-        run = self._own_run("save")
-        self._laid_out()
+        run, _ = self._own_run("save"), self._laid_out()
         with self.engine.uncounted(), torch.no_grad():
             run.save(self._node)
 
@@ -325,8 +320,7 @@ class Gossip(Wrapper):
         To the bit with as many nodes: model, optimizer, method, torch's random numbers, and what
         :meth:`keep` was given. With another number from the exact average; says what was dropped.
         """
-        run = self._own_run("resume")
-        self._laid_out()
+        run, _ = self._own_run("resume"), self._laid_out()
         return run.resume(self._node)
 
     @property
@@ -339,10 +333,8 @@ class Gossip(Wrapper):
 
     def exit(self) -> NoReturn:
         """Save, and leave with the exit code on which batch scripts queue a job again."""
-        run = self._own_run("exit")
-        self._laid_out()
         with torch.no_grad():
-            run.finish(stopped=True)
+            self._own_run("exit").finish(stopped=True)
         self._world.close()
         raise SystemExit(STOPPED)
 
@@ -353,18 +345,23 @@ class Gossip(Wrapper):
 
     # -- looks at all nodes, several slots ------------------------------------------------------
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """For all backward passes of a step but the last: their gradients only add up.
 
         Of use with ``overlap = "layers"``, which sends during backward; else nothing does.
         """
-        with self._node.no_sync():
-            yield
+        return self._node.no_sync()
 
     def average(self) -> None:
         """An exchange without a step, while others are waited for (asynchronous mixers)."""
         self._node.average()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A block for work of this rank that takes long, such as an evaluation on rank 0.
+
+        Neighbours wait beyond ``timeout_s``; asynchronous ones go on, and this node with them.
+        """
+        return paused(self._node)
 
     @contextmanager
     def averaged(
@@ -394,7 +391,8 @@ class Gossip(Wrapper):
 
     def close(self) -> None:
         """Free windows and threads; collective, and done by the world where it ends."""
+        deadline.ends(self.steps)
         if self._run:
-            with torch.no_grad():
+            with torch.no_grad(), deadline.calling("the end of its loop"):
                 self._run.finish()
         self._node.close(together=self._survival is None or self._survival.leave())

@@ -111,6 +111,20 @@ class Parameters:
                 if p.grad is not grads[k]:
                     p.grad = grads[k]
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, the parameters have memory of their own, with the values of now."""
+        for row, parameters in enumerate(self.rows):
+            for k, p in enumerate(parameters):
+                if not self.low[k]:
+                    p.data = _alone(self._own[row][k].clone())
+        try:
+            yield
+        finally:
+            for row, parameters in enumerate(self.rows):
+                for k, p in enumerate(parameters):
+                    p.data = self._own[row][k]
+
     def publish(self) -> None:
         """Round the masters to 16-bit parameters."""
         for k, low in enumerate(self.low):

@@ -100,6 +100,11 @@ class Asynchronous(OfRank):
         self._round: tuple[Kind, int, Future | None] | None = None
         self._pushed: Future | None = None
 
+    @property
+    def threaded(self) -> bool:
+        """Whether any thread may make its rounds, one at a time."""
+        return self._courier.threaded
+
     @staticmethod
     def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
         """Memory: the published model, a result (two for averages), copies, places of deposits.

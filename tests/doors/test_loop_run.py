@@ -1,5 +1,6 @@
 """A user's loop with a folder has what a job's run has: log, checkpoints, lock, stopping."""
 
+import contextlib
 import hashlib
 import re
 import signal
@@ -17,6 +18,7 @@ from mpigossip.cluster.ranks import Alone, World
 from mpigossip.config import JobError
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
+from tests.rankpool import RankError
 
 SCRIPT = Path(__file__).parents[2] / "jobs/loops/classify.py"
 STEPS, HALF = 7, 4
@@ -315,8 +317,56 @@ def test_a_loop_is_killed_stopped_and_goes_on_to_the_same_digest(mpistart, tmp_p
 
 
 def killed_by(pid, number):
-    import contextlib
+
     import os
 
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def at_work(comm, folder, mixer, inside):
+    """Rank 0 works for thrice the limit; the others' steps, and how far nodes then are apart."""
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, draw, schedule = begin(
+            world, folder, mixer=mixer, timeout_s=1.0, flush_steps=1000
+        )
+        train(model, gossip, draw, schedule, range(2))
+        if world.rank == 0:
+            before = digest(model)
+            with gossip.paused() if inside else contextlib.nullcontext():
+                rounds = gossip.engine.round
+                time.sleep(3.0)
+                assert digest(model) == before
+            assert (gossip.engine.round > rounds + 10) == (mixer == "asynchronous")
+        train(model, gossip, draw, schedule, range(2))
+        return gossip.steps, gossip.record.seconds
+
+
+@pytest.mark.parametrize("mixer", ["synchronous", "asynchronous"])
+def test_a_rank_may_work_beyond_the_limit(ranks, tmp_path, mixer):
+    for steps, seconds in ranks(2)(at_work, tmp_path, mixer, True):
+        assert steps == 4 and seconds["compute_s"] < 1.0
+
+
+def test_without_a_pause_the_limit_holds(ranks, tmp_path):
+    with pytest.raises(RankError, match="LateError"):
+        ranks(2)(at_work, tmp_path, "synchronous", False)
+
+
+def early(comm):
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, optimizer = make(world.rank)
+        gossip = mpigossip.Gossip(world, model, optimizer, timeout_s=2.0)
+        for _ in range(5 + world.rank):
+            gossip.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            gossip.step()
+
+
+def test_a_rank_with_fewer_batches_is_named_with_its_steps(ranks):
+    with pytest.raises(
+        RankError, match=r"rank 0 on \S+ waits in the end of its loop after 5 steps"
+    ):
+        ranks(2)(early)
