@@ -6,7 +6,7 @@
 #flux: --output=@name@-{{id}}.out
 @directives@
 # @title@: @tried@.
-# Made by `mpigossip job`. One rank a node, which sees all GPUs of it.
+# Made by `mpigossip job`. @shape@
 NODES=@nodes@
 # this script runs in an instance of its own: the next life goes to the one that started it
 again() { flux --parent batch "$0"; }

@@ -1,13 +1,13 @@
 #!/bin/bash
 #PBS -N @name@
-#PBS -l select=@nodes@@chunk@:mpiprocs=1
+#PBS -l select=@nodes@@chunk@:mpiprocs=@ranks@
 #PBS -l walltime=@clock@
 #PBS -j oe
 #PBS -k oed
 #PBS -r y
 @directives@
 # @title@: @tried@.
-# Made by `mpigossip job`. One rank a node, which sees all GPUs of it.
+# Made by `mpigossip job`. @shape@
 cd "$PBS_O_WORKDIR" || exit 1
 NODES=@nodes@
 # a user may not requeue a running job here: the same script is submitted anew

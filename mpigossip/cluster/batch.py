@@ -60,6 +60,10 @@ class Site:
     """the day on which this file was last tried on the machine itself, or false"""
     launcher: Line
     """starts one rank a node; `$NAME` stands for a variable of the environment"""
+    several: Line = ""
+    """starts $RANKS ranks a node, $TASKS in all, with $CORES cores each; all see all GPUs of it"""
+    habit: Literal["node", "gpu"] = "node"
+    """what the centre's own examples start: a rank a node, or a rank a GPU"""
     gpus: Count = 0
     """a node, 0 unknown"""
     nics: Count = 0
@@ -81,6 +85,8 @@ class Wish:
 
     nodes: int
     seconds: int
+    ranks: int = 1
+    """on each"""
     name: str = "mpigossip"
     account: str | None = None
     partition: str | None = None
@@ -195,7 +201,11 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, wish: Wish)
         ),
         "directives": "\n".join(_directives(site, wish)),
         "environment": "\n".join(_environment(site, wish)),
-        "launcher": _words(wish.launcher or site.launcher),
+        "ranks": str(wish.ranks),
+        "shape": "One rank a node, which sees all GPUs of it."
+        if wish.ranks == 1
+        else f"{wish.ranks} ranks a node; each sees all GPUs of it and takes its own.",
+        "launcher": _words(wish.launcher or (site.several if wish.ranks > 1 else site.launcher)),
         "arguments": shlex.join([job, *settings]),
         "run": shlex.quote(str(run)),
         "wrong": str(WRONG),
@@ -215,6 +225,11 @@ def _mistakes(site: Site, texts: Iterable[str], wish: Wish) -> list[str]:
         for text in texts
         if not text.isprintable()
     ]
+    if wish.ranks > 1 and not (site.several or wish.launcher):
+        found.append(
+            f"{site.title} doesn't say how several ranks a node are started: add a line `several` "
+            "to its file, or give --launcher"
+        )
     if wish.nodes < 1:
         found.append(f"--nodes {wish.nodes}: at least 1 node is needed")
     for what in ("account", "partition", "qos"):
@@ -242,6 +257,9 @@ def _environment(site: Site, wish: Wish) -> list[str]:
     lines += [f"module load {shlex.join(site.modules)}"] if site.modules else []
     lines += [f"source {shlex.quote(wish.venv + '/bin/activate')}"] if wish.venv else []
     lines += [f"export {name}={_word(value)}" for name, value in site.environment.items()]
+    if wish.ranks > 1:
+        each = site.cores // wish.ranks or f'"$(($(nproc) / {wish.ranks}))"'
+        lines += [f"RANKS={wish.ranks} TASKS={wish.nodes * wish.ranks} CORES={each}"]
     for one in site.workarounds:
         lines += [f"# {one.what} (since {one.since}: {one.link})"]
         lines += [f"export {name}={_word(value)}" for name, value in one.environment.items()]

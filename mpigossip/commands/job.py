@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpigossip.commands.arguments import command, settings
+
+if TYPE_CHECKING:
+    from mpigossip.cluster.batch import Site
+    from mpigossip.config import Job
 
 EXAMPLES = """
 mpigossip job generic-slurm jobs/digits.toml --nodes 4 --time 10m
@@ -21,6 +26,11 @@ def add(commands) -> None:
     job.add_argument("job", type=Path, metavar="JOB.toml")
     settings(job)
     job.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes to ask for")
+    job.add_argument(
+        "--ranks", type=int, metavar="R",
+        help="ranks on each, where node.ranks_per_node asks for several; default: as many as it "
+        'says, with "host" as the site has GPUs',
+    )  # fmt: skip
     job.add_argument("--time", required=True, metavar="T", help="30m, 2h, 4:00:00, 1-12:00:00")
     job.add_argument("--account", help="project that pays; some sites need it")
     job.add_argument("--partition", help="partition or queue")
@@ -39,10 +49,13 @@ def run(options) -> None:
     site = batch.read_site(options.site)
     found = []
     job = assemble.load(options.job, options.settings)
+    ranks = _ranks(job, site, options.ranks)
+    asked = job.node.ranks_per_node
+    nodes = options.nodes * ranks // (asked if isinstance(asked, int) else ranks)
     if options.nodes > 0:
         found = [
             m
-            for m in assemble.mistakes(job, options.nodes)
+            for m in assemble.mistakes(job, nodes)
             if not m.startswith(("node.devices", "node.cuda_graphs"))
         ]
     devices = [d for d in slots_of(job.node.devices) if d.startswith("cuda")]
@@ -56,12 +69,13 @@ def run(options) -> None:
     if site.gpus and job.node.devices.startswith("cpu"):
         print(
             f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a node '
-            f"idle; node.devices=cuda:0-{site.gpus - 1} uses them",
+            f"idle; node.devices={'auto' if ranks > 1 else f'cuda:0-{site.gpus - 1}'} uses them",
             file=sys.stderr,
         )
     wish = batch.Wish(
         nodes=options.nodes,
         seconds=batch.seconds_of(options.time),
+        ranks=ranks,
         name=job.run.name,
         account=options.account,
         partition=options.partition,
@@ -70,6 +84,25 @@ def run(options) -> None:
         launcher=options.launcher,
     )
     print(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
+
+
+def _ranks(job: Job, site: Site, given: int | None) -> int:
+    """Ranks on each of the nodes that the scheduler gives."""
+    from mpigossip.config import JobError
+
+    asked = job.node.ranks_per_node
+    ranks = given or (asked if isinstance(asked, int) else site.gpus)
+    if ranks < 1:
+        raise JobError(
+            [f'node.ranks_per_node = "host": {site.title} doesn\'t say how many GPUs a node has; '
+             "give --ranks R, how many ranks are to be started on each"]
+        )  # fmt: skip
+    if isinstance(asked, int) and ranks % asked:
+        raise JobError(
+            [f"--ranks {ranks}: node.ranks_per_node = {asked} makes nodes of {asked}; give a "
+             "multiple of it"]
+        )  # fmt: skip
+    return ranks
 
 
 def _venv(given: Path | None) -> str | None:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,45 @@ def test_pbs_and_flux_ask_for_the_same():
     for text in ("--nodes=4", "--time-limit=3600s", "--bank=m1_g", "--queue=gpu",
                  'flux run --nodes="$NODES"', 'flux --parent batch "$0"'):  # fmt: skip
         assert text in flux
+
+
+@pytest.mark.parametrize("name", batch.sites())
+def test_every_site_starts_several_ranks_a_node_too(name):
+    one, several = made(name), made(name, ranks=4)
+    assert "One rank a node" in one and "RANKS=" not in one
+    assert "4 ranks a node; each sees all GPUs of it and takes its own." in several
+    assert "RANKS=4 TASKS=16 CORES=" in several
+    launch = next(line for line in several.splitlines() if " mpigossip train " in line)
+    if batch.read_site(name).scheduler == "slurm":
+        assert "#SBATCH --ntasks-per-node=4" in several
+        assert '--ntasks-per-node="$RANKS" --cpus-per-task="$CORES"' in launch
+    else:
+        assert '"$TASKS"' in launch
+    done = subprocess.run(["bash", "-n"], input=several, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_site_without_a_way_to_several_ranks_says_so():
+    site = replace(batch.read_site("generic-slurm"), several="")
+    with pytest.raises(JobError, match="add a line `several`"):
+        batch.script(site, "a.toml", [], Path("run"), batch.Wish(nodes=2, seconds=600, ranks=2))
+
+
+@pytest.mark.parametrize(
+    "settings, more, says",
+    [
+        (["node.ranks_per_node=host", "node.devices=auto"], [], "--ntasks-per-node=4"),
+        (["node.ranks_per_node=2"], ["--ranks", "8"], "RANKS=8 TASKS=24"),
+        (["node.ranks_per_node=2"], ["--ranks", "3"], "--ranks 3: node.ranks_per_node = 2 makes"),
+        # three of the scheduler's nodes with two of ours each
+        (["node.ranks_per_node=2", "graph.name=one-peer-hypercube"], ["--ranks", "4"],
+         "power of two nodes, got 6"),
+    ],
+)  # fmt: skip
+def test_the_command_counts_ranks_and_nodes(tmp_path, settings, more, says):
+    done = job_command("perlmutter", JOB, "--nodes", "3", "--time", "2h", "--account", "a", "--qos",
+                       "b", *more, *settings, cwd=tmp_path)  # fmt: skip
+    assert says in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
