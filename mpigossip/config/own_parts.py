@@ -68,10 +68,11 @@ def given(
 
 def raised(error: BaseException) -> str:
     """What somebody else's code raised, in a sentence, with the innermost line that is theirs."""
-    ours = str(Path(__file__).parents[1]) + os.sep
-    installed = f"site-packages{os.sep}"
+    # this package, Python's own modules, and what is installed
+    others = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<frozen ")
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith(ours) and installed not in f.filename]
+    theirs = [frame for frame in frames if not frame.filename.startswith(others)]
+    theirs = [frame for frame in theirs if f"site-packages{os.sep}" not in frame.filename]
     where = f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}{where}: {text[:300] or 'without a word'}"

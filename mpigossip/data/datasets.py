@@ -65,7 +65,7 @@ class Datasets:
         known = _length(self.test)
         if not isinstance(self.test, IterableDataset):
             return known or 0
-        return self.section.test_samples if known is None else known
+        return self.section.test_samples if known is None or not self.dealt else known
 
     @property
     def train_labels(self) -> np.ndarray:

@@ -12,6 +12,7 @@ import itertools
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
@@ -297,7 +298,8 @@ class DatasetLoader:
     def _started(self, loader: DataLoader) -> Iterator[Nested]:
         """Its iterator; JobError where the data can't be taken to other processes."""
         try:
-            with no_program():
+            with no_program(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Got pickle error")  # said below
                 return iter(loader)
         except Exception as error:
             if not self.workers:

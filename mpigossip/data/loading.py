@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mpigossip.cluster.world import World
 from mpigossip.config import Data, JobError
 from mpigossip.data.datasets import Datasets
 from mpigossip.data.feeding import DatasetLoader, Share
@@ -32,6 +33,20 @@ def make_orders(
     share, alpha = section.shuffled_percent, section.dirichlet_alpha
     parts = partition(data.train_labels, n, section.partition, seed, share, alpha)
     return orders(parts, seed, per_step)
+
+
+def check_alike(name: str, data: AnyData, world: World) -> None:
+    """JobError where ranks don't see the same data, by their numbers; collective."""
+    mine = data.train_size, data.test_size
+    told = world.gather(mine)
+    with world.together(JobError):
+        for rank, (train, test) in enumerate(told or ()):
+            if (train, test) != mine:
+                raise JobError([
+                    f'data.source = "{name}": rank 0 on {world.hosts[0]} has {mine[0]:,} training '
+                    f"and {mine[1]:,} test samples, rank {rank} on {world.hosts[rank]} has "
+                    f"{train:,} and {test:,}; all ranks need the same data"
+                ])  # fmt: skip
 
 
 def open_loader(data: AnyData, here: Sequence[Any], *, seed: int, **how: Any) -> AnyLoader:

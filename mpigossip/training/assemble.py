@@ -16,7 +16,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError, Part
 from mpigossip.config.choices import Tables
 from mpigossip.config.errors import Mistake
-from mpigossip.data.loading import AnyData, AnyLoader, make_orders, open_loader
+from mpigossip.data.loading import AnyData, AnyLoader, check_alike, make_orders, open_loader
 from mpigossip.data.sources import SOURCES, Source, source
 from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.step import Engine
@@ -337,6 +337,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         decayed = None if section.decay_all else models.decayed(module)
         flat = flatten(module, slots if job.node.shard else 1, decayed)
         graph = make_graph(job, n)
+    check_alike(job.data.source, data, world)
     graph = placed(job, graph, world)
     group = shape.make_group(job, world)
     methods = make_algorithms(job, flat, graph, here=held(group))

@@ -265,7 +265,7 @@ def test_what_cannot_be_sent_to_a_process_is_named(mine):
     with opened("inside", workers=1) as loader, pytest.raises(JobError) as caught:
         loader.step(0)
     assert "can't be sent to the 1 loading processes" in str(caught.value)
-    assert "data.workers = 0" in str(caught.value)
+    assert "data.workers = 0" in str(caught.value) and "/multiprocessing/" not in str(caught.value)
 
 
 def test_labels_of_a_data_set_are_its_targets(mine):
@@ -275,6 +275,27 @@ def test_labels_of_a_data_set_are_its_targets(mine):
     with opened("labelled", partition="sorted") as loader:
         (even, odd) = (batch["x"] % 2 for batch in loader.step(0))
     assert not even.any() and odd.all()
+
+
+def sizes(comm):
+    """What each rank says of data that differ."""
+    from types import SimpleNamespace
+
+    from mpigossip.cluster.ranks import World
+    from mpigossip.data.loading import check_alike
+
+    with World(comm) as world:
+        check_alike("mine:same", SimpleNamespace(train_size=8, test_size=2), world)
+        differing = SimpleNamespace(train_size=8 + comm.rank // 2, test_size=2)
+        with pytest.raises(JobError) as caught:
+            check_alike("mine:other", differing, world)
+        return str(caught.value)
+
+
+def test_data_that_differ_between_ranks_are_named_on_all(ranks):
+    for text in ranks(3)(sizes):
+        assert '"mine:other": rank 0 on' in text and "has 8 training and 2 test samples" in text
+        assert "rank 2 on" in text and "has 9 and 2" in text
 
 
 def test_draws_go_on_where_they_stopped():
