@@ -19,10 +19,10 @@ from mpigossip.doors import around, blocks, given
 from mpigossip.doors.averaged import averaged, distance
 from mpigossip.doors.inner import check, check_group, check_plain_sgd, one_rate, unscaled
 from mpigossip.doors.loop import saved
+from mpigossip.doors.loop.paused import paused
 from mpigossip.doors.loop.run import LoopRun
 from mpigossip.doors.loop.survive import Survival, check_callback
 from mpigossip.doors.node import Node
-from mpigossip.doors.paused import paused
 from mpigossip.doors.settings import settings
 from mpigossip.doors.stale import Stale
 from mpigossip.doors.wrapper import Wrapper
