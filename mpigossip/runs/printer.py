@@ -20,6 +20,7 @@ from mpigossip.config.readable import clock
 from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.summary import describe, mean, number
+from mpigossip.store.log import COLUMNS
 from mpigossip.training.evaluate import Evaluation
 
 LIVE_S, PLAIN_S = 0.2, 30.0
@@ -85,7 +86,7 @@ class Printer(Hook):
         now = time.monotonic()
         self._losses.append(float(record.loss.mean()))
         self._recent.append((now, record.seconds))
-        self._figures = record.figures
+        self._figures = {n: v for n, v in record.figures.items() if n not in COLUMNS}
         if record.consensus_distance == record.consensus_distance:
             self._consensus = record.consensus_distance
         if now - self._shown < (LIVE_S if self._live else self._plain_s):

@@ -115,6 +115,31 @@ def test_the_time_limit_is_seen_coming(lab, tmp_path):
     assert list((tmp_path / "runs/digits/checkpoints").glob("step-*/checkpoint.h5"))
 
 
+def test_a_loop_of_ones_own_queues_itself_and_ends_with_the_same_bits(lab, tmp_path):
+    loops = REPO / "jobs" / "loops"
+
+    def queued(out, *options):
+        return lab("sbatch", "--parsable", "--nodes=2", *options, loops / "loop.sbatch",
+                   loops / "classify.py", "--out", out, "--steps", 1500, "--save-every", 9999,
+                   cwd=tmp_path).strip()  # fmt: skip
+
+    job = queued("cut")
+    output = tmp_path / f"loop-{job}.out"
+    wait_for(lambda: output.exists() and "files " in output.read_text(), 90, lambda: "start")
+    time.sleep(2)
+    lab("scancel", "--signal=USR1", job)
+    wait_for(lambda: state(lab, job) == ("PENDING", 1), 60, lambda: f"requeue: {state(lab, job)}")
+    assert "stopped, to be resumed at step" in output.read_text()
+    time.sleep(5)
+    lab("scontrol", "update", f"JobId={job}", "StartTime=now+5")
+    wait_for(lambda: state(lab, job)[0] == "COMPLETED", 180, output.read_text)
+    assert output.read_text().count("going on at step") == 1
+    whole = queued("whole")
+    wait_for(lambda: state(lab, whole)[0] == "COMPLETED", 180, lambda: "end of the other")
+    cut, whole = (read(tmp_path / name / "log.h5") for name in ("cut", "whole"))
+    assert cut.summary["digest"] == whole.summary["digest"]
+
+
 def test_a_job_that_is_cancelled_stays_so(lab, tmp_path):
     job = submit(lab, tmp_path, *SMALL, "run.epochs=100000")
     output = tmp_path / f"digits-{job}.out"
