@@ -241,7 +241,8 @@ def hosts(machines: Sequence[Machine]) -> Finding:
     data = {"hosts": names}
     if len(count) > 1 and max(count.values()) > 1:
         remedy = (
-            "several ranks share a host: meant is one rank a host with all its GPUs "
+            "several ranks share a host: each is a node of its own unless a job says "
+            'node.ranks_per_node = "host"; else start one rank a host with all its GPUs '
             "(srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, mpiexec -ppn 1)"
         )
         return Finding("hosts", text, "note", remedy, data)

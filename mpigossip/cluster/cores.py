@@ -62,14 +62,19 @@ def for_messages(
     return frozenset({near[-1 - place]})
 
 
-def own_core(comm: MPI.Comm, threads: int) -> frozenset[int]:
-    """The core of this rank's communication thread, of a rank with so many threads; collective."""
+def own_core(comm: MPI.Comm, threads: int, beside: tuple[int, int] = (0, 1)) -> frozenset[int]:
+    """The core of this rank's communication thread, of a rank with so many threads; collective.
+
+    ``beside``: this rank's place among the ranks of its node, and their number, where ``comm`` has
+    one rank of each.
+    """
     mine = np.array([fingerprint(allowed())], np.int64)
     everyone = np.empty(comm.size, np.int64)
     comm.Allgather(mine, everyone)
     same = everyone == mine
     place = int(same[: comm.rank].sum())
-    return for_messages(allowed(), threads, int(same.sum()), place)
+    mine_of, each = beside
+    return for_messages(allowed(), threads, int(same.sum()) * each, place * each + mine_of)
 
 
 def _rdma(sysfs: Path) -> list[Path]:

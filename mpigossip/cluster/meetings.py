@@ -45,6 +45,7 @@ class Meetings:
     """
 
     survives = False
+    beside = (0, 1)
 
     def __init__(self, comm: "MPI.Intracomm", hosts: tuple[str, ...], timeout_s: float):
         """`comm` belongs to this object from now on."""

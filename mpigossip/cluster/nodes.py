@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from mpigossip.cluster.meetings import Meetings
 from mpigossip.cluster.world import Nodes, World
 from mpigossip.config import JobError
+from mpigossip.config.readable import counted
 
 SETTING = "node.ranks_per_node"
 
@@ -70,6 +71,7 @@ def arranged(world: World, ranks_per_node: int | str) -> Nodes:
         return Nodes.of_ranks(world)
     node, place = where[world.rank]
     column, inside = Part(world, place, node), Part(world, node, place)
+    column.beside = place, inside.size
     return Nodes(tuple(node for node, _ in where), column, inside)
 
 
@@ -96,7 +98,7 @@ def places(
         whole = on[odd] // size * size
         fitting = f"{whole} or {whole + size}" if whole else f"{size}"
         raise JobError(
-            [f"{says}: {called[odd]} has {on[odd]} ranks, which aren't nodes of {size}; start "
+            [f"{says}: {called[odd]} has {counted(on[odd], 'rank')}, no nodes of {size}; start "
              f"{fitting} there, or set {SETTING} to a divisor of {on[odd]}"]
         )  # fmt: skip
     found: list[tuple[int, int]] = []

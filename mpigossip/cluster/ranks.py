@@ -44,6 +44,7 @@ class Alone:
     size = 1
     comm = None
     names: tuple[int, ...] = (0,)
+    beside = (0, 1)
     launched = fault_tolerant = survives = diminished = False
     timeout_s = TIMEOUT_S
 

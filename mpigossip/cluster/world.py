@@ -31,6 +31,8 @@ class World(Protocol):
     """host name of each rank"""
     nodes: Nodes
     """which ranks are which node"""
+    beside: tuple[int, int]
+    """of a column: this rank's place in its node, and how many have one; else (0, 1)"""
     names: tuple[int, ...]
     """the numbers that the ranks began with: those that outlive a loss get new ones"""
     timeout_s: float

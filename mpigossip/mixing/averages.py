@@ -99,6 +99,7 @@ class OfRank(Common):
             )
         super().__init__(graph, layout, range(world.rank, world.rank + 1))
         self.rank, self._comm, self._timeout_s = world.rank, world.duplicate(), timeout_s
+        self._beside = world.beside
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits."""

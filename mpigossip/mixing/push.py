@@ -39,10 +39,12 @@ class PushWindow:
         poll: bool,
         computing: int,
         timeout_s: float,
+        beside: tuple[int, int] = (0, 1),
     ):
         """Collective. ``places``: in-neighbours at most; ``outbox``: room for an own message.
 
         ``poll``: messages come from other hosts; ``computing``: threads that compute here.
+        ``beside``: this rank's place among those of its node, and their number.
         """
         self.nbytes, self.places = nbytes, places
         self._others_places = comm.allgather(places)
@@ -56,7 +58,7 @@ class PushWindow:
         ]
         self._tokens = Tokens(comm, timeout_s)
         self.comm, self.timeout_s = self._tokens.comm, timeout_s
-        cores = own_core(self.comm, computing) if poll else frozenset()
+        cores = own_core(self.comm, computing, beside) if poll else frozenset()
         self.courier = Courier(
             self.comm, threaded=threaded, poll=poll, timeout_s=timeout_s, cores=cores
         )

@@ -98,6 +98,7 @@ class Windows(OfRank):
             "poll": poll,
             "computing": torch.get_num_threads() * len(self.layout.widths),
             "timeout_s": self._timeout_s,
+            "beside": self._beside,
         }
 
     def _own_memory(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -56,6 +56,7 @@ def columns(comm, per):
         "column": nodes.column.gather(world.rank), "count": nodes.count,
         "inside": nodes.inside.gather(world.rank) if nodes.inside else None,
         "hosts": len(nodes.column.hosts), "whole": nodes.column is world,
+        "beside": nodes.column.beside,
     }  # fmt: skip
     world.close()
     return found
@@ -71,6 +72,7 @@ def test_columns_join_the_ranks_of_equal_place(ranks, per):
         assert one["of"] == tuple(r // each for r in range(6))
         assert one["hosts"] == one["count"]
         assert one["whole"] is (each == 1)
+        assert one["beside"] == (place, each)
         if node == 0:
             assert one["column"] == list(range(place, 6, each))
         if each > 1 and place == 0:
@@ -91,5 +93,5 @@ def refused(comm):
 
 def test_all_ranks_learn_that_one_is_too_many(ranks):
     (first, *others) = ranks(3)(refused)
-    assert "has 3 ranks, which aren't nodes of 2; start 2 or 4 there" in first[0]
+    assert "has 3 ranks, no nodes of 2; start 2 or 4 there" in first[0]
     assert all(one == first for one in others)

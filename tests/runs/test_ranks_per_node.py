@@ -150,7 +150,7 @@ def refusals(comm, settings):
 
 
 REFUSED = [
-    (["node.ranks_per_node=4"], "has 6 ranks, which aren't nodes of 4; start 4 or 8 there"),
+    (["node.ranks_per_node=4"], "has 6 ranks, no nodes of 4; start 4 or 8 there"),
     (["node.ranks_per_node=2 node.shard=false"], "node.shard = false: with node.ranks_per_node"),
     (["node.ranks_per_node=2 run.survive=true"], "run.survive = true: with node.ranks_per_node"),
     (["node.ranks_per_node=2 graph.name=one-peer-hypercube"], "(6 ranks, 2 a node"),

@@ -85,3 +85,13 @@ def test_a_node_of_ranks_stops_together_and_goes_on(mpistart, mpirun, tmp_path, 
     steps = step + 3
     done = mpirun(4, ["mpigossip", "resume", str(run), f"run.steps={steps}", "run.epochs=100000"])
     assert digest_of(done) == expected(tmp_path / "simulated", steps, "run.epochs=100000")
+
+
+def test_an_asynchronous_run_meets_by_nodes(mpirun, tmp_path):
+    """Evaluations and checkpoints wait for all nodes, whose ranks average meanwhile together."""
+    settings = ["node.mixer=asynchronous", "algorithm.name=dsgd", "run.steps=24"]
+    done = mpirun(4, train(tmp_path / "run", *SEVERAL, *settings))
+    assert done.returncode == 0, done.stderr
+    newest = checkpoint.latest(tmp_path / "run")
+    assert checkpoint.read_manifest(newest).step == 24
+    assert checkpoint.verify(newest) == []
