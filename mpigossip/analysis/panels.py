@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 ROUNDING = 1e-12
 """Relative squared distances below this are float32's rounding, not disagreement."""
 OWN_PART = "nodes: each on its own part of the test set"
+LONG = 8
+"""Letters of a metric's name that leave room for a legend beside them."""
 BANDS = 6
 """Runs of which the range over nodes can still be told apart."""
 SHADES = (("#1B4F72", ""), ("#7FB3D5", "////"), ("#F5B041", "...."), ("#E5E7E9", ""))
@@ -83,9 +85,14 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
     several = len(runs) <= BANDS and any(run.log.nodes > 1 for run in shown)
     bands = [_band("range of nodes' own")] * several
     if several:
-        _note(axes, OWN_PART, right=True)
+        last = shown[0].log.evaluations[name][-1:]
+        falls = name != "accuracy" and bool((last < np.mean(axes.get_ylim())).any())
+        _note(axes, OWN_PART, right=True, above=falls)
     thin = [_sample("training", lw=0.9)] * bool(trained)
-    _key(axes, [_sample("averaged model", lw=1.8, marker="o", ms=3.5), *bands, *thin])
+    long = len(name) > LONG
+    if long:  # the legend is as wide as the axes without its name: below the title
+        axes.set_title(f"Test {name}", loc="left", fontsize=11, fontweight="bold", pad=22)
+    _key(axes, [_sample("averaged model", lw=1.8, marker="o", ms=3.5), *bands, *thin], left=long)
 
 
 def _wide(axes: Axes, values: np.ndarray) -> None:
@@ -295,9 +302,10 @@ def _band(label: str) -> Any:
     return Patch(color="#444444", alpha=0.2, label=label)
 
 
-def _note(axes: Axes, text: str, right: bool = False) -> None:
+def _note(axes: Axes, text: str, right: bool = False, above: bool = False) -> None:
     place = {"ha": "right", "x": 0.99} if right else {"x": 0.01}
-    axes.text(y=0.02, s=text, transform=axes.transAxes, fontsize=8.5, color="#666666", **place)
+    place |= {"va": "top", "y": 0.98} if above else {"y": 0.02}
+    axes.text(s=text, transform=axes.transAxes, fontsize=8.5, color="#666666", **place)
 
 
 def _nothing(axes: Axes, text: str) -> None:

@@ -12,6 +12,7 @@ from mpigossip.cluster.ranks import Alone, World
 from mpigossip.runs import launch
 from mpigossip.store.log import read
 from mpigossip.training import assemble
+from tests.analysis.test_report import overlapping
 
 OWN = Path(__file__).parents[2] / "jobs" / "own"
 SMALL = {
@@ -63,6 +64,10 @@ def test_trains_evaluates_resumes_and_is_shown_by_its_own_metrics(name, tmp_path
     assert log.evaluations["loss"][-1] < log.steps["loss"][0].mean(), "it learns"
     drawn = plot.figure(plot.load([tmp_path / "whole"]))
     titles = {axes._left_title.get_text() for axes in drawn.axes}
+    drawn.canvas.draw()
+    for axes in drawn.axes:
+        if legend := axes.get_legend():
+            assert not overlapping([axes._left_title, legend], drawn.canvas)
     for metric in METRICS[name]:
         assert np.isfinite(log.steps[metric]).all() and f"Test {metric}" in titles
         assert metric in report.table(log) and metric in summary
