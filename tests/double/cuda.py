@@ -235,7 +235,9 @@ def install() -> None:
     torch.autograd.backward = backward(torch.autograd.backward)
     torch.autograd.grad = backward(torch.autograd.grad)
     torch.Tensor.record_stream = lambda self, stream: None
-    generator = SimpleNamespace(graphsafe_set_state=lambda state: None)
+    generator = SimpleNamespace(
+        graphsafe_set_state=lambda state: None, manual_seed=torch.default_generator.manual_seed
+    )
     names = {
         "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": lambda: None,
         "device_count": lambda: COUNT, "current_device": current_device, "set_device": set_device,
