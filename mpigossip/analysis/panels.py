@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ROUNDING = 1e-12
 """Relative squared distances below this are float32's rounding, not disagreement."""
 OWN_PART = "nodes: each on its own part of the test set"
-LONG = 8
+LONG = 7
 """Letters of a metric's name that leave room for a legend beside them."""
 BANDS = 6
 """Runs of which the range over nodes can still be told apart."""
@@ -89,7 +89,7 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
         falls = name != "accuracy" and bool((last < np.mean(axes.get_ylim())).any())
         _note(axes, OWN_PART, right=True, above=falls)
     thin = [_sample("training", lw=0.9)] * bool(trained)
-    long = len(name) > LONG
+    long = len(name) > LONG and bool(trained)
     if long:  # the legend is as wide as the axes without its name: below the title
         axes.set_title(f"Test {name}", loc="left", fontsize=11, fontweight="bold", pad=22)
     _key(axes, [_sample("averaged model", lw=1.8, marker="o", ms=3.5), *bands, *thin], left=long)
