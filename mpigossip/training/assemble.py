@@ -307,6 +307,14 @@ def make_engine(
     )
 
 
+def _check_vmap(job: Job, module: torch.nn.Module) -> None:
+    if job.node.vmap and any(b.is_floating_point() for b in module.buffers()):
+        raise JobError(
+            [f'node.vmap = true: model "{job.model.name}" keeps norm statistics, which can\'t be '
+             "vectorized over nodes; leave node.vmap out"]
+        )  # fmt: skip
+
+
 def assemble(job: Job, world: World, n: int) -> Assembly:
     """Build all that a run on n nodes needs; collective under MPI.
 
@@ -327,13 +335,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         each = make_orders(data, job.data, job.run.seed, n, per_step)
         module = make_model(job, data)
         objective = task.make(job.task).tried(module, data.sample("test"))
-        if job.node.vmap and any(b.is_floating_point() for b in module.buffers()):
-            raise JobError(
-                [
-                    f'node.vmap = true: model "{job.model.name}" keeps norm statistics, which '
-                    "can't be vectorized over nodes; leave node.vmap out"
-                ]
-            )
+        _check_vmap(job, module)
         decayed = None if section.decay_all else models.decayed(module)
         flat = flatten(module, slots if job.node.shard else 1, decayed)
         graph = make_graph(job, n)
