@@ -125,21 +125,23 @@ class Stream(Sent, IterableDataset):
         self.slots, self.mine = slots, mine
 
     def __iter__(self) -> Iterator[Nested]:
-        readers: list[tuple[Iterator, list, int]] = []
+        readers: list[tuple[Iterator, list, Share]] = []
         try:
             for share, one in zip(self.shares, self.streams, strict=True):
                 rows = _endless(one, *((share.node, share.n) if self.dealt else (0, 1)))
                 state: list = [Draws(self.seed, (TRAIN, share.node))]
                 with drawing(state):
                     _skip(rows, self.step * share.batch)
-                readers.append((rows, state, share.batch // self.slots))
-            while True:
-                for rows, state, count in readers:
+                readers.append((rows, state, share))
+            for now in itertools.count(self.step):
+                for rows, state, share in readers:
                     for slot in range(self.slots):
                         with drawing(state):
-                            samples = list(itertools.islice(rows, count))
-                            batch = self.collate(samples) if slot in self.mine else None
+                            samples = list(itertools.islice(rows, share.batch // self.slots))
                         if slot in self.mine:
+                            # what is skipped isn't collated: it may not draw from the stream's
+                            with drawing(Draws(self.seed, (TRAIN, now, share.node, slot))):
+                                batch = self.collate(samples)
                             yield batch
         except Exception as error:
             yield Refused(f'data.source = "{self.name}": the stream of "train": {raised(error)}')

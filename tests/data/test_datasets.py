@@ -66,6 +66,15 @@ def counts(end=None):
     return {"train": Counts(end), "test": Counts()}
 
 
+def noisy(samples):
+    """A collate that draws by itself, as one that masks tokens does."""
+    return torch.cat([torch.stack(samples), torch.rand(len(samples), 1)], 1)
+
+
+def masked():
+    return counts() | {"collate": noisy}
+
+
 def own_counts(node, nodes):
     return {"train": Counts(start=1000 * node), "test": Counts(6 * node + 6, 6 * node)}
 
@@ -179,6 +188,16 @@ def test_rows_of_a_stream_are_dealt(mine, workers):
     assert tests == [[0, 2, 4], [1, 3]]
     with opened("counts", rows=[1], options={"end": 12}) as late:
         assert torch.equal(late.step(3)[0], steps[3][4:])
+
+
+def test_a_collate_of_a_stream_draws_the_same_after_a_resume(mine):
+    mine(masked=masked)
+    with opened("masked", slots=2, batch=2) as loader:
+        steps = [loader.step(step) for step in range(3)]
+    assert len({x for step in steps for batch in step for x in batch[:, 2].tolist()}) == 24
+    with opened("masked", rows=[1], slots=2, batch=2) as late:
+        for found, batch in zip(late.step(2), steps[2][2:], strict=True):
+            assert torch.equal(found, batch)
 
 
 def test_a_stream_of_each_node(mine):
