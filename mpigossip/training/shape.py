@@ -79,16 +79,24 @@ def config_text(value: int | str) -> str:
 
 
 def check_alike(job: Job, world: World) -> None:
-    """JobError on every rank where they don't have equally many slots; collective."""
+    """JobError on every rank where they don't have equally many slots of a kind; collective."""
     if world.nodes.per_node == 1:
         return
-    counts = world.broadcast(world.gather(len(slots_of(job.node.devices))))
+    found = world.broadcast(world.gather(slots_of(job.node.devices)))
+    counts, kinds = [len(slots) for slots in found], [slots[0].split(":")[0] for slots in found]
     if len(set(counts)) > 1:
         most, least = counts.index(max(counts)), counts.index(min(counts))
         raise JobError(
             [f'node.devices = "{job.node.devices}": rank {most} on {world.hosts[most]} has '
              f"{max(counts)} slots, rank {least} on {world.hosts[least]} has {min(counts)}; every "
              "rank needs as many: name them, or have the scheduler give each rank as many GPUs"]
+        )  # fmt: skip
+    if len(set(kinds)) > 1:  # slots of one kind sum by NCCL, of the other in shared memory
+        cpu, gpu = kinds.index("cpu"), kinds.index("cuda")
+        raise JobError(
+            [f'node.devices = "{job.node.devices}": rank {gpu} on {world.hosts[gpu]} has a GPU, '
+             f"rank {cpu} on {world.hosts[cpu]} sees none; every rank needs one where nodes have "
+             'several: have the scheduler give each rank a GPU, or use node.devices = "cpu:1"']
         )  # fmt: skip
 
 
