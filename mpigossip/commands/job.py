@@ -91,6 +91,8 @@ def _ranks(job: Job, site: Site, given: int | None) -> int:
     from mpigossip.config import JobError
 
     asked = job.node.ranks_per_node
+    if given is not None and given < 1:
+        raise JobError([f"--ranks {given}: a node has at least one; give 1 or more"])
     ranks = given or (asked if isinstance(asked, int) else site.gpus)
     if ranks < 1:
         raise JobError(

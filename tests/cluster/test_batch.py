@@ -120,6 +120,7 @@ def test_a_site_without_a_way_to_several_ranks_says_so():
         (["node.ranks_per_node=host", "node.devices=auto"], [], "--ntasks-per-node=4"),
         (["node.ranks_per_node=2"], ["--ranks", "8"], "RANKS=8 TASKS=24"),
         (["node.ranks_per_node=2"], ["--ranks", "3"], "--ranks 3: node.ranks_per_node = 2 makes"),
+        (["node.ranks_per_node=2"], ["--ranks", "0"], "--ranks 0: a node has at least one"),
         # three of the scheduler's nodes with two of ours each
         (["node.ranks_per_node=2", "graph.name=one-peer-hypercube"], ["--ranks", "4"],
          "power of two nodes, got 6"),
