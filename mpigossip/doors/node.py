@@ -60,7 +60,7 @@ class Node:
         self._overlap, self._rate, self._every = overlap, rate, measure_every
         self._sent: list[int] = []
         self.layers: Layers | None = None
-        self.laid_out = self.looking = False
+        self.laid_out = self.looking = self.serving = False
         self._facts = equal_start.layout(model)
         equal_start.agree(world, [*equal_start.settings_of(job), *self._facts])
         self.noticed: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -171,6 +171,7 @@ class Node:
                 ["step() inside averaged(): all that is done to the model there is taken back when "
                  "the block ends; leave it first"]
             )  # fmt: skip
+        self.not_serving("step()")
         changed = self.vector.check()
         if names := self.vector.thawed():
             self.lay_out_again(names)
@@ -212,9 +213,18 @@ class Node:
             self.layers.begin(self.engine)
 
     def between(self, what: str) -> None:
-        """JobError where backward has begun the step already."""
+        """JobError where backward has begun the step already, or a thread exchanges the model."""
+        self.not_serving(what)
         if self.layers:
             self.layers.between(what)
+
+    def not_serving(self, what: str) -> None:
+        """JobError where :func:`~mpigossip.doors.loop.paused.paused` exchanges in a thread."""
+        if self.serving:
+            raise JobError(
+                [f"{what} inside paused(): an asynchronous node goes on exchanging there, in a "
+                 "thread; leave the block first"]
+            )  # fmt: skip
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

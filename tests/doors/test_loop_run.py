@@ -337,6 +337,10 @@ def at_work(comm, folder, mixer, inside):
             with gossip.paused() if inside else contextlib.nullcontext():
                 rounds = gossip.engine.round
                 time.sleep(3.0)
+                if mixer == "asynchronous":  # the model is on its way to others in a thread
+                    for call in (gossip.state_dict, gossip.step):
+                        with pytest.raises(JobError, match=r"\(\) inside paused\(\)"):
+                            call()
                 assert digest(model) == before
             assert (gossip.engine.round > rounds + 10) == (mixer == "asynchronous")
         train(model, gossip, draw, schedule, range(2))

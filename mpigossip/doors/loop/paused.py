@@ -21,6 +21,7 @@ def paused(node: Node) -> Iterator[None]:
     The model is as it was before, until the block ends. Not collective. An MPI that doesn't let
     threads call it leaves an asynchronous node silent, as a step that takes long does.
     """
+    node.not_serving("paused()")
     serves = node.laid_out and not node.mixer.synchronous and getattr(node.mixer, "threaded", False)
     with deadline.paused(), node.engine.uncounted() if node.laid_out else nullcontext():
         if not serves:
@@ -46,11 +47,13 @@ def _serving(node: Node) -> Iterator[None]:
             failed.append(error)
 
     thread = threading.Thread(target=serve, name="mpigossip-serving", daemon=True)
+    node.serving = True
     thread.start()
     try:
         yield
     finally:
         done.set()
         thread.join()
+        node.serving = False
     if failed:
         raise failed[0]
