@@ -204,6 +204,7 @@ class Gossip(Wrapper):
         self._stale.spent()
         self.record = engine.step(lr, skipped)
         node.publish()
+        node.slots.spent()
         if self._survival is not None:
             self._survival.keep()
         if self._run:
@@ -288,6 +289,7 @@ class Gossip(Wrapper):
         given = dict(state_dict)
         mine = given.pop("gossip", None)
         saved.load(given, mine, self._inner, self._node.model, self._node.flat)
+        self._node.slots.follow()
         self._loaded = mine
         if self._node.layers:  # the next step's exchange begins anew, with the step
             self._node.layers.stop()

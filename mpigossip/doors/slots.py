@@ -44,11 +44,16 @@ class Slots:
             if parameter.grad is not None:
                 parameter.grad.div_(len(self.models))
 
+    @torch.no_grad()
     def follow(self) -> None:
-        """The parameters of slot 0 into the other slots, whose gradients are spent."""
+        """The parameters of slot 0 into the other slots."""
         for model in self.models[1:]:
             for own, new in zip(model.parameters(), self.models[0].parameters(), strict=True):
                 own.copy_(new)
+
+    def spent(self) -> None:
+        """A step has used the gradients: those of the other slots, which nobody sees, are zero."""
+        for model in self.models[1:]:
             model.zero_grad()
 
     def buffers(self) -> list[dict[str, torch.Tensor]]:

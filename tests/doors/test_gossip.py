@@ -1,5 +1,6 @@
 """The three-line interface: a user's own loop around a torch optimizer."""
 
+import copy
 import re
 import sys
 from pathlib import Path
@@ -135,6 +136,32 @@ def test_gradients_of_parameters_that_the_first_slot_left_out_count():
         gossip.step()
         first, _, last = model
         assert (first.weight.grad == 0.5).all() and (last.weight.grad == 0.5).all()
+
+
+def test_slots_go_on_from_a_state_and_look_at_nodes_between_backward_and_step():
+    def train(gossip, steps, look=False):
+        for step in steps:
+            gossip.zero_grad()
+            gossip.run(
+                lambda slot, m, step=step: m(batch(0, step, slot)).square().mean().backward()
+            )
+            if look:
+                with gossip.averaged():
+                    pass
+            gossip.step()
+
+    with Alone() as world:
+        model, optimizer = make(0)
+        gossip = mpigossip.Gossip(world, model, optimizer, devices="cpu:2")
+        train(gossip, range(2))
+        state = copy.deepcopy(gossip.state_dict())
+        train(gossip, range(2, 4))
+        for look in (False, True):
+            again, optimizer = make(1)
+            gossip = mpigossip.Gossip(world, again, optimizer, devices="cpu:2")
+            gossip.load_state_dict(copy.deepcopy(state))  # torch goes on in what it is given
+            train(gossip, range(2, 4), look)
+            assert torch.equal(vector(model), vector(again))
 
 
 def test_an_optimizer_of_another_model_is_refused():

@@ -112,6 +112,7 @@ class Survival:
         means = together(world, node.mixer, node.inner)
         told += [f"averaged: {', '.join(means)}"] if means and not left else []
         node.publish()
+        node.slots.spent()
         gone = [at for at, name in enumerate(self._names) if name not in here.names]
         lost = [f"rank {self._names[at]} on {self._hosts[at]}" for at in gone]
         told += ["the others have left their loops"] if left else []
