@@ -7,8 +7,14 @@ from typing import Any
 
 import torch
 
+from mpigossip.config.errors import Failure
+
 Nested = Any
 """A tensor, or a tuple, list or mapping of such; whatever else is in it stays as it is."""
+
+
+class CutError(Failure, ValueError):
+    """A batch that has no equal parts; the message says which, and why."""
 
 
 def mapped(change: Callable[[torch.Tensor], Any], batch: Nested) -> Nested:
@@ -41,15 +47,16 @@ def size(batch: Nested) -> int:
 def parts(batch: Nested, count: int) -> list[Nested]:
     """The samples in ``count`` equal parts; tensors without a dimension are in each of them.
 
-    Raises ValueError where a tensor doesn't have a row for each sample.
+    CutError where a tensor doesn't have a row for each sample.
     """
     if count == 1:
         return [batch]
     lengths = {len(tensor) for tensor in leaves(batch) if tensor.ndim}
     if len(lengths) != 1 or lengths.pop() % count:
-        raise ValueError(
+        raise CutError(
             f"algorithm.accumulate = {count}: a batch of {form(batch)} can't be cut into so many "
-            "equal parts, since its tensors don't have one row for each sample"
+            "equal parts, since its tensors don't have one row for each sample; use "
+            "algorithm.accumulate = 1"
         )
 
     def part(number: int) -> Nested:

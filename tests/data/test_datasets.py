@@ -116,7 +116,7 @@ def test_nested_batches_keep_their_form():
     assert nested.form((torch.ones(2, 1), {"y": 3})) == '(float32 (2, 1), {"y": int})'
     together = nested.stacked([batch, twice])
     assert together["a"][0].shape == (2, 4) and together["b"].a.shape == (2,)
-    with pytest.raises(ValueError, match=r"accumulate = 3.*int64 \(4,\).*can't be cut"):
+    with pytest.raises(nested.CutError, match=r"accumulate = 3.*int64 \(4,\).*can't be cut"):
         nested.parts(batch, 3)
 
 
