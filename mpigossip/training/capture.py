@@ -25,7 +25,7 @@ Pass = Callable[[int, int, Nested], torch.Tensor]
 
 
 class CannotCapture(RuntimeError):
-    """The model does something that a CUDA graph can't repeat."""
+    """The model does something that a CUDA graph can't repeat, or a batch has another form."""
 
 
 class Captured:
@@ -104,14 +104,20 @@ class Captured:
             raise
 
     def launch(self, batches: Sequence[Nested]) -> None:
-        """Begin a pass of all replicas on each device's current stream."""
-        for fixed, batch, graph in zip(self._inputs, batches, self._graphs, strict=True):
+        """Begin a pass of all replicas on each device's current stream.
+
+        CannotCapture, before anything has begun, where a batch has other shapes.
+        """
+        pairs = []
+        for fixed, batch in zip(self._inputs, batches, strict=True):
             places, values = list(leaves(fixed)), list(leaves(batch))
             if [one.shape for one in places] != [one.shape for one in values]:
-                raise ValueError(
+                raise CannotCapture(
                     f"a batch of {form(batch)} where the captured one has {form(fixed)}; "
                     'node.cuda_graphs = "never" takes any shape'
                 )
+            pairs.append((places, values))
+        for (places, values), graph in zip(pairs, self._graphs, strict=True):
             with torch.cuda.device(places[0].device):
                 for place, value in zip(places, values, strict=True):
                     place.copy_(value, non_blocking=True)

@@ -106,9 +106,8 @@ class Replicas:
             found = [one(row, slot, batches[row * slots + slot]) for row in range(self.rows)]
             return torch.stack(found).cpu()
 
-        captured = self._capture(one, batches)
-        per_slot = list(captured.replay(batches).unbind(1)) if captured else self.group.run(work)
-        figures = self.group.sum_scalars(per_slot)
+        per_slot = self._replayed(one, batches)
+        figures = self.group.sum_scalars(self.group.run(work) if per_slot is None else per_slot)
         figures[:, 0] /= self.group.slots
         return figures
 
@@ -129,17 +128,19 @@ class Replicas:
             found += self.objective.figures(loss, metrics, accumulate)
         return found
 
-    def _capture(self, one: Pass, batches: Sequence[Nested]) -> Captured | None:
-        """The replicas as CUDA graphs, recorded at the first step; None: a thread a slot."""
-        if self._captured is None and self.graphs != "never":
-            try:
-                self._captured = Captured(one, self.modules, batches)
-            except CannotCapture as error:
-                if self.graphs == "always":
-                    raise
-                self.graphs = "never"
-                warnings.warn(f"{error}; training goes on with a thread a slot", stacklevel=2)
-        return self._captured
+    def _replayed(self, one: Pass, batches: Sequence[Nested]) -> list[torch.Tensor] | None:
+        """Figures of the CUDA graphs, recorded at the first step; None: a thread a slot."""
+        if self.graphs == "never":
+            return None
+        try:
+            self._captured = self._captured or Captured(one, self.modules, batches)
+            return list(self._captured.replay(batches).unbind(1))
+        except CannotCapture as error:
+            if self.graphs == "always":
+                raise
+            self.graphs, self._captured = "never", None
+            warnings.warn(f"{error}; training goes on with a thread a slot", stacklevel=2)
+            return None
 
     def _all_rows(
         self,

@@ -226,6 +226,23 @@ def test_a_model_that_cannot_be_captured_falls_back_to_threads(monkeypatch):
     assembly.close()
 
 
+class Strict:
+    """Graphs that have recorded a batch of another shape."""
+
+    def __init__(self, *args):
+        self.replay = cannot
+
+
+def test_batches_of_other_shapes_fall_back_to_threads(monkeypatch):
+    monkeypatch.setattr(replicas, "Captured", Strict)
+    assembly = assemble.assemble(job("node.devices=cpu:2"), Alone(), 2)
+    assembly.trainer.replicas.graphs = "auto"
+    with pytest.warns(UserWarning, match="goes on with a thread a slot"):
+        assembly.trainer.step()
+    assert assembly.trainer.replicas._captured is None
+    assembly.close()
+
+
 class FakeGraphs:
     """CUDA's graphs, noted down: what is captured runs at once, and a replay is only noted."""
 
@@ -237,7 +254,7 @@ class FakeGraphs:
             "Stream": lambda: stream, "current_stream": lambda: stream, "graph": self.graph,
             "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.log.append("replay")),
             "current_device": lambda: 0, "graph_pool_handle": iter(range(9)).__next__,
-            "stream": lambda s: quiet(), "device": lambda d: quiet(),
+            "stream": lambda s: quiet(), "device": lambda d: quiet(), "set_stream": lambda s: None,
         }  # fmt: skip
         states = {name: getattr(self, name) for name in ("clone_state", "graphsafe_set_state")}
         fakes["default_generators"] = (SimpleNamespace(**states),)
@@ -298,8 +315,10 @@ def test_graphs_of_a_device_share_a_pool_and_replay_in_their_order(monkeypatch):
     graphs.launch([(inputs + 1, targets)] * 2)
     for fixed, _ in graphs._inputs:
         assert torch.equal(fixed, inputs + 1), "new values lie where the graph reads them"
-    with pytest.raises(ValueError, match=r'\(1, 2\).*\(3, 2\).*cuda_graphs = "never"'):
-        graphs.launch([(inputs[:1], targets[:1])] * 2)
+    done = list(fake.log)
+    with pytest.raises(capture.CannotCapture, match=r'\(1, 2\).*\(3, 2\).*cuda_graphs = "never"'):
+        graphs.launch([(inputs, targets), (inputs[:1], targets[:1])])
+    assert fake.log == done, "what goes on without graphs begins at the first replica"
 
 
 def test_a_capture_that_fails_is_waited_for_before_buffers_are_put_back(monkeypatch):
