@@ -268,8 +268,10 @@ def unhurried(comm, folder):
     torch.set_num_threads(1)
     with World(comm) as world:
         model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=3)
-        for _ in range(5 + 3 * world.rank):
+        for step in range(5 + 3 * world.rank):
             train(model, gossip, draw, schedule, range(1))
+            if step == 2:
+                gossip.save()  # rank 0 ends while others may still look at whether it is written
             if schedule.last_epoch == STEPS:
                 schedule = torch.optim.lr_scheduler.ConstantLR(gossip)
     return digest(model)
@@ -282,6 +284,23 @@ def test_asynchronous_nodes_may_take_unequally_many_steps(ranks, tmp_path):
     known = np.isfinite(log.steps["loss"]).sum(0)
     assert known.tolist() == [5, 8, 11] and (log.steps["kind"][5:, 0] == -1).all()
     assert checkpoint.latest(tmp_path).name == "step-00000011"
+    assert (tmp_path / "checkpoints/step-00000003").is_dir()
+
+
+def elsewhere(comm, folder):
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=3)
+        with pytest.raises(JobError) as found:
+            train(model, gossip, draw, schedule, range(2 + world.rank))
+            gossip.save()
+        gossip._run.closed = True
+        return str(found.value)
+
+
+def test_asynchronous_nodes_that_meet_in_different_calls_are_named(ranks, tmp_path):
+    for said in ranks(2)(elsewhere, tmp_path):
+        assert "different calls: rank 0 in save(), rank 1 in the log's writing; " in said
 
 
 def start(mpistart, out, *more):

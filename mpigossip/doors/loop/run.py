@@ -109,7 +109,8 @@ class LoopRun:
         """A step was made: its record waits; whether to stop is asked."""
         assert self._node is not None
         self._last, done = record, record.index + 1
-        self._saver.poll(done)
+        if self._together:
+            self._saver.poll(done)
         self.progress.checkpoint = self._saver.last or self.progress.checkpoint
         if self._asked_at is None:
             every = self.job.log.flush_steps
@@ -124,11 +125,25 @@ class LoopRun:
 
     def _round(self, done: int, ended: bool = False) -> tuple[bool, bool]:
         """Where asynchronous nodes meet: the log is written. Whether to stop; whether all ended."""
-        assert self._node is not None
-        meet(self._node, self.world)
+        self._meet("the log's writing")
+        for _ in range(2):  # all are here: asked and answered at once
+            self._saver.poll(0)
         self._recorder.flush()
         stops = any([hook.wants_stop(done) for hook in self._hooks])
         return stops, not self.world.agree(int(not ended))
+
+    def _meet(self, call: str) -> None:
+        """All nodes are here, in the same call; else JobError on all of them. Collective."""
+        assert self._node is not None
+        meet(self._node, self.world)
+        calls = [call] if self._together else self.world.broadcast(self.world.gather(call))
+        if len(set(calls)) > 1:
+            some = ", ".join(f"rank {rank} in {one}" for rank, one in enumerate(calls[:8]))
+            raise AgreedError(
+                [f"asynchronous nodes meet in different calls: {some}; the log is written every "
+                 f"{self.job.log.flush_steps} steps (flush_steps): let all nodes call save() after "
+                 "equally many"]
+            )  # fmt: skip
 
     @property
     def stopping(self) -> bool:
@@ -178,7 +193,7 @@ class LoopRun:
         """Take a snapshot of the present step; it is written while training goes on. Collective."""
         self.begin(node)
         node.between("save()")
-        meet(node, self.world)
+        self._meet("save()")
         index = self._same_step("save()")
         self._hand_over()
         for hook in self._hooks:

@@ -41,8 +41,8 @@ def snapshot(node: Node, keeps: Mapping[str, Any], numbers: dict[str, Number]) -
     arrays = state.arrays
     numbers["torch"] = optimizer_state.written(node.inner, node.model, arrays)
     arrays["rng/torch"] = torch.get_rng_state().numpy()
-    if next(node.model.parameters()).is_cuda:
-        arrays["rng/cuda"] = torch.cuda.get_rng_state(next(node.model.parameters()).device).numpy()
+    if gpus := _gpus(node):
+        arrays["rng/cuda"] = np.stack([torch.cuda.get_rng_state(gpu).numpy() for gpu in gpus])
     own = {name: _state_of(thing) for name, thing in keeps.items()}
     numbers["own"] = json.dumps(packed(own, "own", arrays))
     return state
@@ -78,9 +78,15 @@ def _exactly(node: Node, first: NodeState, keeps: Mapping[str, Any]) -> list[str
     _load_optimizer(node, first, first.arrays)
     torch.set_rng_state(torch.from_numpy(np.array(first.arrays["rng/torch"])))
     if "rng/cuda" in first.arrays:
-        device = next(node.model.parameters()).device
-        torch.cuda.set_rng_state(torch.from_numpy(np.array(first.arrays["rng/cuda"])), device)
+        for gpu, state in zip(_gpus(node), np.atleast_2d(first.arrays["rng/cuda"]), strict=False):
+            torch.cuda.set_rng_state(torch.from_numpy(np.array(state)), gpu)
     return _load_own(first, keeps, draws=True)
+
+
+def _gpus(node: Node) -> list[torch.device]:
+    """Of the slots, each of which draws its own random numbers."""
+    devices = [next(model.parameters()).device for model in node.slots.models]
+    return [device for device in devices if device.type == "cuda"]
 
 
 def _from_average(
