@@ -206,6 +206,11 @@ class Node:
     def average(self) -> None:
         """An exchange without a step."""
         self.between("average()")
+        if self.engine.under_way:  # its readers would wait for this node, and it for them
+            raise JobError(
+                ["average(): the next step's exchange is under way, as this method sends before "
+                 'the gradient is there; give Gossip overlap="never"']
+            )  # fmt: skip
         self.vector.gather()
         self.engine.average(rate(self.inner)[0])
         self.publish()

@@ -165,6 +165,11 @@ class Engine:
         self.index += 1
         return record
 
+    @property
+    def under_way(self) -> bool:
+        """Whether the exchange of a step that is still to come has begun."""
+        return self._sent
+
     def settle(self, into: torch.Tensor | None = None) -> None:
         """Wait for the neighbours of an exchange that has begun; the step takes it in later.
 

@@ -164,6 +164,19 @@ def test_slots_go_on_from_a_state_and_look_at_nodes_between_backward_and_step():
             assert torch.equal(vector(model), vector(again))
 
 
+def test_an_exchange_without_a_step_is_refused_while_one_is_under_way():
+    for overlap in ("auto", "never"):
+        model, optimizer = make(0)
+        gossip = mpigossip.Gossip(Alone(), model, optimizer, style="awc", overlap=overlap)
+        model(batch(0, 0)).square().mean().backward()
+        gossip.step()
+        if overlap == "auto":
+            with pytest.raises(ValueError, match=r'average\(\).*under way.*overlap="never"'):
+                gossip.average()
+        else:
+            gossip.average()
+
+
 def test_an_optimizer_of_another_model_is_refused():
     model, _ = make(0)
     _, optimizer = make(1)
