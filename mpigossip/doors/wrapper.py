@@ -32,11 +32,7 @@ class Wrapper(torch.optim.Optimizer):
         Where it has unscaled them by itself, step() leaves them alone.
         """
         asking = sys._getframe(1).f_globals.get("__name__", "")
-        return asking.partition(".")[0] not in (
-            "lightning",
-            "lightning_fabric",
-            "pytorch_lightning",
-        )
+        return asking.partition(".")[0] not in LIGHTNING
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
