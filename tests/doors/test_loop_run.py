@@ -393,3 +393,19 @@ def test_a_rank_with_fewer_batches_is_named_with_its_steps(ranks):
         RankError, match=r"rank 0 on \S+ waits in the end of its loop after 5 steps"
     ):
         ranks(2)(early)
+
+
+def test_exit_saves_also_where_the_program_handles_an_exception(tmp_path):
+    def stopped_in_its_handler():
+        with Alone() as world:
+            model, gossip, draw, schedule = begin(world, tmp_path / "run")
+            train(model, gossip, draw, schedule, range(3))
+            try:
+                raise TimeoutError("of the program's own")
+            except TimeoutError:
+                gossip.exit()
+
+    with pytest.raises(SystemExit) as left:
+        stopped_in_its_handler()
+    assert left.value.code == 75
+    assert checkpoint.latest(tmp_path / "run").name == "step-00000003"

@@ -252,7 +252,8 @@ class LoopRun:
         if self.closed:
             return
         self.closed, node = True, self._node
-        if sys.exception() is not None or node is None:
+        # exit() may be called where the program handles an exception of its own
+        if (sys.exception() is not None and not stopped) or node is None:
             if node is not None:
                 self._saver.abandon()
             return
