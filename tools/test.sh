@@ -54,7 +54,8 @@ stage "codespell" codespell
 stage "mypy" mypy
 stage "tests with MPICH" tests -n 2 "$@"
 stage "what computes, with another processor's bits" elsewhere -n 2 -m "not mpi" "$@" \
-    tests/graphs tests/algorithms tests/mixing tests/models tests/training
+    tests/graphs tests/algorithms tests/mixing tests/models tests/training \
+    --ignore=tests/mixing/kernels/test_nvrtc.py
 # What needs a GPU, on CUDA's names over the CPU's memory; arguments select among the tests above.
 [ "$selected" -gt 0 ] || stage "tests for GPUs, on the double" python -m tests.double -n 2 --durations=5
 # The labs make hosts and install Slurm: where that is nobody's own machine, or on demand.

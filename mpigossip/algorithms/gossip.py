@@ -67,7 +67,6 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
             raw=local.raw,
             needs=AVERAGING,
         )
-    needs = AVERAGING | {"never-global"}
     return Algorithm(
         local.init,
         send_as_is,
@@ -75,7 +74,7 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
         ahead=True,
         takes_mixed=True,
         raw=local.raw,
-        needs=needs,
+        needs=AVERAGING | {"never-global"},
     )
 
 

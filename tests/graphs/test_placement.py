@@ -163,6 +163,7 @@ def test_a_job_places_its_ranks(tmp_path):
         comm=object(), hosts=hosts, size=8, together=lambda *_: contextlib.nullcontext(),
         gather=lambda value: told, broadcast=lambda value: value,
     )  # fmt: skip
+    world.nodes = SimpleNamespace(column=world)
     racks = [host[:2] for host in hosts]
     made = graph("one-peer-exponential", 8)
     for placement in ("hostnames", "scheduler", f"file:{path}"):

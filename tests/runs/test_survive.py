@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs import recorder, survive
+from mpigossip.runs.progress import Progress
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -146,8 +146,8 @@ def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
 
     def progress(nodes, first):
         job = assemble.load({}, [f"run.output={tmp_path}"])
-        return SimpleNamespace(job=job, folder=tmp_path, nodes=nodes, first_step=first,
-                               lost=[], samples_per_step=1)  # fmt: skip
+        return Progress(job, tmp_path, nodes, steps_per_epoch=1, total_steps=9,
+                        samples_per_step=1, first_step=first)  # fmt: skip
 
     world = Alone()
     log = recorder.Recorder(world, 3)

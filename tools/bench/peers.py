@@ -29,7 +29,8 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from mpigossip.cluster.ranks import Deadline, World
+from mpigossip.cluster.deadline import Deadline
+from mpigossip.cluster.ranks import World
 from mpigossip.models import loss_and_correct
 
 MIB = 1 << 20

@@ -92,7 +92,7 @@ def simulated(n: int, name: str, inner: str, wire: str) -> list[torch.Tensor]:
     options = dict(OPTIONS.get(name, {}))
     job, graph = settings(
         Many(n), "cpu", name, options.pop("graph", None), None, wire, "synchronous",
-        options | {"seed": 3},
+        None, options | {"seed": 3},
     )  # fmt: skip
     models = [model(node) for node in range(n)]
     inners = [optimizer(inner, made) for made in models]
