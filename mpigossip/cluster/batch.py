@@ -46,6 +46,8 @@ class Workaround:
     since: Line
     link: Line
     environment: dict[str, Any] = field(default_factory=dict)
+    several: bool = True
+    """also where several ranks share a node's GPUs"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,8 @@ class Site:
     environment: dict[str, Any] = field(default_factory=dict)
     notes: tuple[Line, ...] = ()
     workarounds: tuple[Workaround, ...] = ()
+    checked: Literal[False] | Line = False
+    """of which day the centre's own page is that this file was last compared with, or false"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +265,8 @@ def _environment(site: Site, wish: Wish) -> list[str]:
         each = site.cores // wish.ranks or f'"$(($(nproc) / {wish.ranks}))"'
         lines += [f"RANKS={wish.ranks} TASKS={wish.nodes * wish.ranks} CORES={each}"]
     for one in site.workarounds:
+        if wish.ranks > 1 and not one.several:
+            continue
         lines += [f"# {one.what} (since {one.since}: {one.link})"]
         lines += [f"export {name}={_word(value)}" for name, value in one.environment.items()]
     return lines

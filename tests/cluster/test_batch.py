@@ -32,9 +32,22 @@ def test_all_sites_are_there_say_that_they_are_untried_and_name_their_source():
         site = read_site(name)
         assert site.tried is False
         assert site.link.startswith("https://")
+        assert "checked = " in sites()[name].read_text()
+        assert site.checked is False or re.fullmatch(r"\d{4}-\d\d-\d\d", site.checked)
         for workaround in site.workarounds:
             assert re.match(r"\d{4}-\d\d", workaround.since)
             assert workaround.link.startswith("https://")
+
+
+@pytest.mark.parametrize("name", ["juwels-booster", "leonardo"])
+def test_a_rank_of_several_gpus_asks_ucx_for_the_card_nearest_to_each(name):
+    assert "export UCX_SELECT_DISTANCE_MD=''" in made(name)
+    assert "UCX_SELECT" not in made(name, ranks=4)
+
+
+@pytest.mark.parametrize("name", ["frontier", "lumi"])
+def test_the_centres_own_cache_monitor_stays(name):
+    assert "export FI_MR_CACHE_MONITOR" not in made(name)
 
 
 @pytest.mark.parametrize("name", SITES)
