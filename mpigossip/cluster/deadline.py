@@ -83,6 +83,10 @@ class Deadline:
 
     def __init__(self, seconds: float):
         self.seconds = seconds
+        self.renew()
+
+    def renew(self) -> None:
+        """Count the seconds from now on."""
         self._start = time.monotonic()
 
     def wait(

@@ -35,7 +35,7 @@ class Part(Meetings):
 
     def arrange(self, ranks_per_node: int | str) -> None:
         """Only a whole world is made into nodes."""
-        raise NotImplementedError
+        raise RuntimeError(f"{SETTING} is of a whole world; these are {self.size} of its ranks")
 
     def lost_by(self, error: BaseException) -> bool:
         """A node can't go on without one of its ranks."""
@@ -43,7 +43,10 @@ class Part(Meetings):
 
     def shrink(self) -> None:
         """Only a whole world can go on without a rank."""
-        raise NotImplementedError
+        raise RuntimeError(
+            f"a rank was lost, and these {self.size} ranks are a part of the world: going on takes "
+            f"a world without nodes of several ranks ({SETTING} = 1)"
+        )
 
     def abort(self, code: int = 1) -> None:
         """End all ranks of the world."""

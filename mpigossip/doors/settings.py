@@ -104,9 +104,9 @@ def _of_several(job: Job, world: World) -> list[str]:
         )
     if job.run.survive and world.nodes.per_node > 1:
         found.append(
-            "survive = True: a lost rank takes its node's part of what is exchanged with it, and "
-            "the node's other ranks would have to leave; use ranks_per_node = 1, or go on from "
-            "what was saved"
+            "survive = True: a lost rank takes its part of its node with it; to go on, the node's "
+            "other ranks would have to leave, and all columns to shrink by the same node; use "
+            "ranks_per_node = 1, or go on from what was saved"
         )
     return found
 

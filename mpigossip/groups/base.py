@@ -59,6 +59,9 @@ class Group(Protocol):
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum over slots, in slot order, of small float64 arrays (rows, k)."""
 
+    def works(self) -> None:
+        """Tell the node's other processes that this one is at work: who waits for it waits on."""
+
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The arrays of all slots, in slot order, in the node's first process; None elsewhere.
 
@@ -137,6 +140,9 @@ class Single:
         """The only term."""
         return per_slot[0]
 
+    def works(self) -> None:
+        """Nobody waits."""
+
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The array itself."""
         return list(per_slot)
@@ -159,7 +165,7 @@ class Whole:
         """``inner``: the slots; closed with this."""
         self._inner = inner
         self.slots, self.mine, self.devices = inner.slots, inner.mine, inner.devices
-        self.zeros, self.to_first = inner.zeros, inner.to_first
+        self.zeros, self.works, self.to_first = inner.zeros, inner.works, inner.to_first
         self.run, self.reduce_mean, self.broadcast = inner.run, inner.reduce_mean, inner.broadcast
 
     def on_shards(self, work: Callable[[int], T]) -> list[T]:

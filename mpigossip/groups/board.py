@@ -46,7 +46,10 @@ class Board:
     def __init__(self, node: World):
         """``node``: its ranks; collective."""
         self._node, self._shared = node, Shared(node.comm, LINE + 2 * 8 * ROOM)
-        self._come = [piece[:8].numpy().view(np.int64) for piece in self._shared.pieces]
+        self._come, self._works = (
+            [piece[at : at + 8].numpy().view(np.int64) for piece in self._shared.pieces]
+            for at in (0, 8)
+        )
         self._shown = [piece[LINE:].view(torch.float64).view(2, ROOM) for piece in
                        self._shared.pieces]  # fmt: skip
         self._count = 0
@@ -55,7 +58,7 @@ class Board:
     def meet(self, what: str) -> None:
         """Wait until all ranks of the node have come; what they wrote before is then seen.
 
-        LateError at the time limit of the node.
+        LateError at the time limit of the node, which counts anew while who is awaited works.
         """
         node, window = self._node, self._shared.window
         self._count += 1
@@ -70,10 +73,22 @@ class Board:
             world = numbers(node.comm, missing())
             return f"{what}: rank {', '.join(map(str, world))} of this node didn't come"
 
-        Deadline(2 * node.timeout_s).wait(
-            lambda: not missing(), late, whom=lambda: numbers(node.comm, missing())
-        )
+        deadline, heard = Deadline(2 * node.timeout_s), [-1]
+
+        def come() -> bool:
+            awaited = missing()
+            signs = [int(self._works[rank][0]) for rank in awaited]
+            if signs != heard:
+                heard[:] = signs
+                deadline.renew()
+            return not awaited
+
+        deadline.wait(come, late, whom=lambda: numbers(node.comm, missing()))
         window.Sync()
+
+    def works(self) -> None:
+        """This rank is at a long piece of work, and still alive."""
+        self._works[self._node.rank][0] += 1
 
     def show(self, values: Sequence[float] | torch.Tensor) -> list[torch.Tensor]:
         """What each rank shows, at most `ROOM` float64 values, by rank; equally many of each."""
@@ -86,5 +101,5 @@ class Board:
 
     def close(self) -> None:
         """Give the memory back; collective."""
-        self._come, self._shown = [], []
+        self._come, self._works, self._shown = [], [], []
         self._shared.free()

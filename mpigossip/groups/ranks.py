@@ -140,6 +140,10 @@ class Ranks:
             pieces.append(added([row for rank in shown for row in rank.view(own, -1)]))
         return torch.cat(pieces).view(shape)
 
+    def works(self) -> None:
+        """Whoever waits for this rank counts the limit anew."""
+        self._board.works()
+
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The arrays of all slots in the node's first rank, by messages; None elsewhere."""
         own = [values.detach().cpu().contiguous() for values in per_slot]

@@ -124,6 +124,9 @@ class Threads:
         """Sum in slot order."""
         return added(per_slot)
 
+    def works(self) -> None:
+        """All slots are here."""
+
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The arrays themselves."""
         return list(per_slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -50,8 +51,9 @@ def evaluate(replicas: Replicas, mixer: Mixer, loader: AnyLoader) -> Evaluation:
     """Average parameters and norm buffers exactly, and test on the shared test set.
 
     Node i tests on samples i, i + n, i + 2n, …, the averaged model and its own, so that all
-    nodes together run through the test set once for each; its slot 0 does. Uses the gradients'
-    memory. Collective over nodes and their slots.
+    nodes together run through the test set once for each; its slot 0 does, for which the node's
+    other ranks wait however long it takes. Uses the gradients' memory. Collective over nodes and
+    their slots.
     """
     objective, group = replicas.objective, replicas.group
     averaged = averaged_model(replicas, mixer)
@@ -59,8 +61,8 @@ def evaluate(replicas: Replicas, mixer: Mixer, loader: AnyLoader) -> Evaluation:
     # (rows, averaged or own, loss and metrics, sum or count)
     rows = torch.zeros(len(mixer.rows), 2, len(names), 2, dtype=torch.float64)
     for row, node in enumerate(mixer.rows if 0 in group.mine else ()):
-        rows[row, 0] = measure(objective, averaged, loader, node, mixer.n)
-        rows[row, 1] = measure(objective, replicas.modules[row][0], loader, node, mixer.n)
+        for which, module in enumerate((averaged, replicas.modules[row][0])):
+            rows[row, which] = measure(objective, module, loader, node, mixer.n, group.works)
     flat, nothing = rows.flatten(1), torch.zeros_like(rows.flatten(1))
     rows = group.sum_scalars([nothing if slot else flat for slot in group.mine]).view(rows.shape)
     total = mixer.mean_scalars(rows.flatten(1)).view(rows.shape[1:])
@@ -114,14 +116,23 @@ def _floats(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def measure(
-    objective: Objective, module: nn.Module, loader: AnyLoader, node: int, n: int
+    objective: Objective,
+    module: nn.Module,
+    loader: AnyLoader,
+    node: int,
+    n: int,
+    works: Callable[[], None],
 ) -> torch.Tensor:
-    """Sum and count, on the node's share, of the loss and each metric: float64 (1 + metrics, 2)."""
+    """Sum and count, on the node's share, of the loss and each metric: float64 (1 + metrics, 2).
+
+    ``works`` is called after each batch.
+    """
     training = module.training
     module.eval()
     sums = torch.zeros(1 + len(objective.metrics), 2, dtype=torch.float64)
     with torch.no_grad():
         for batch in loader.share(node, n):
             sums += objective.tested(module, batch)
+            works()
     module.train(training)
     return sums

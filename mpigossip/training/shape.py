@@ -49,9 +49,9 @@ def mistakes(job: Job, world: World) -> list[str]:
     says = f"node.ranks_per_node = {config_text(node.ranks_per_node)}"
     if job.run.survive:
         found.append(
-            f"run.survive = true: with {says} a lost rank takes its node's shards with it, and the "
-            "node's other ranks would have to leave; use node.ranks_per_node = 1, or restart from "
-            "checkpoints"
+            f"run.survive = true: with {says} a lost rank takes its part of its node with it; to "
+            "go on, the node's other ranks would have to leave, and all columns to shrink by the "
+            "same node; use node.ranks_per_node = 1, or restart from checkpoints"
         )
     if not node.shard:
         found.append(
@@ -79,7 +79,10 @@ def config_text(value: int | str) -> str:
 
 
 def check_alike(job: Job, world: World) -> None:
-    """JobError on every rank where they don't have equally many slots of a kind; collective."""
+    """JobError on every rank where they don't have equally many slots of a kind; collective.
+
+    Or where two ranks have the same GPU.
+    """
     if world.nodes.per_node == 1:
         return
     found = world.broadcast(world.gather(slots_of(job.node.devices)))
@@ -98,6 +101,33 @@ def check_alike(job: Job, world: World) -> None:
              f"rank {cpu} on {world.hosts[cpu]} sees none; every rank needs one where nodes have "
              'several: have the scheduler give each rank a GPU, or use node.devices = "cpu:1"']
         )  # fmt: skip
+    if kinds[0] == "cuda":
+        _check_gpus(job, world, found[world.rank])
+
+
+def _check_gpus(job: Job, world: World, mine: tuple[str, ...]) -> None:
+    """JobError on every rank where two of a host have one GPU, which NCCL can't join; collective.
+
+    A rank that sees only its own calls it cuda:0: GPUs are told apart by what they say they are.
+    """
+    owners: dict[tuple[str, str], int] = {}
+    said = world.broadcast(world.gather([gpu_of(slot) for slot in dict.fromkeys(mine)]))
+    for rank, gpus in enumerate(said):
+        for gpu in filter(None, gpus):
+            other = owners.setdefault((world.hosts[rank], gpu), rank)
+            if other != rank:
+                host = world.hosts[rank]
+                raise JobError(
+                    [f'node.devices = "{job.node.devices}": ranks {other} and {rank} on {host} '
+                     f"have the same GPU ({gpu}), and NCCL joins slots on GPUs of their own; start "
+                     "one rank for each GPU, have the scheduler give each rank its own, or use "
+                     "node.ranks_per_node = 1"]
+                )  # fmt: skip
+
+
+def gpu_of(device: str) -> str:
+    """What tells a GPU from all others of its host; "" where torch doesn't say."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def make_group(job: Job, world: World) -> Group:

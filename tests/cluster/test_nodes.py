@@ -56,8 +56,13 @@ def columns(comm, per):
         "column": nodes.column.gather(world.rank), "count": nodes.count,
         "inside": nodes.inside.gather(world.rank) if nodes.inside else None,
         "hosts": len(nodes.column.hosts), "whole": nodes.column is world,
-        "beside": nodes.column.beside,
+        "beside": nodes.column.beside, "says": [],
     }  # fmt: skip
+    for alone in (lambda: nodes.column.arrange(2), nodes.column.shrink):
+        if nodes.column is not world:
+            with pytest.raises(RuntimeError) as refused:
+                alone()
+            found["says"].append(str(refused.value))
     world.close()
     return found
 
@@ -73,6 +78,8 @@ def test_columns_join_the_ranks_of_equal_place(ranks, per):
         assert one["hosts"] == one["count"]
         assert one["whole"] is (each == 1)
         assert one["beside"] == (place, each)
+        assert all("node.ranks_per_node" in text for text in one["says"])
+        assert len(one["says"]) == 2 * (each > 1)
         if node == 0:
             assert one["column"] == list(range(place, 6, each))
         if each > 1 and place == 0:

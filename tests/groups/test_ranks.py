@@ -144,3 +144,36 @@ def test_foreign_arrays_and_a_rank_that_stays_away_are_named(ranks):
     first, second = ranks(2)(mistakes)
     assert "only arrays that the group made itself" in first[0] == second[0]
     assert "sums over the node's slots: rank 1 of this node didn't come" in first[1]
+
+
+def working(comm, signs):
+    """Rank 0 has work of 4 limits' length before it meets rank 1."""
+    from mpigossip.cluster.deadline import LateError
+    from mpigossip.cluster.ranks import World
+    from mpigossip.groups.ranks import Ranks
+
+    world = World(comm, timeout_s=30)
+    world.arrange(comm.size)
+    node = world.nodes.inside
+    group, late = Ranks(Single(), node), ""
+    node.timeout_s = 0.25  # Board waits twice as long
+    if comm.rank == 0:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            if signs:
+                group.works()
+    try:
+        group.sum_scalars([torch.ones(1, 1, dtype=torch.float64)])
+    except LateError as error:
+        late = str(error)
+    comm.Barrier()
+    node.timeout_s = 30
+    group.close()
+    world.close()
+    return late
+
+
+def test_a_rank_that_says_it_works_is_waited_for(ranks):
+    assert ranks(2)(working, True) == ["", ""]
+    assert "rank 0 of this node didn't come" in ranks(2)(working, False)[1]

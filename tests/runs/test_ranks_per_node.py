@@ -3,6 +3,8 @@
 `tools/labs/shapes.py` runs the whole table; here is a covering of it by a few small trainings.
 """
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -136,6 +138,46 @@ def test_runs_go_on_in_the_other_shape_to_the_bit(ranks, tmp_path, first, second
                 assert np.array_equal(state.arrays[key], array), key
 
 
+def evaluated(comm):
+    """An evaluation of 4 times the time that ranks of a node wait for each other."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.data import loader
+    from mpigossip.training.evaluate import evaluate
+
+    torch.set_num_threads(1)
+    world = World(comm)
+    world.arrange(2)
+    shape = ["node.ranks_per_node=2", "node.devices=cpu:1", "data.batch=64"]
+    assembly = assemble.assemble(job(*shape), world, 2)
+    replicas, node = assembly.trainer.replicas, world.nodes.inside
+    objective, batches = replicas.objective, []
+
+    class Slow:
+        metrics = objective.metrics
+
+        def tested(self, module, batch):
+            batches.append(1)
+            time.sleep(0.1)
+            return objective.tested(module, batch)
+
+    replicas.objective = Slow()
+    node.timeout_s, whole, loader.TEST_BATCH = 0.2, loader.TEST_BATCH, 16
+    began = time.monotonic()
+    found = evaluate(replicas, assembly.trainer.mixer, assembly.loader)
+    spent, node.timeout_s, loader.TEST_BATCH = time.monotonic() - began, 30, whole
+    assembly.close()
+    world.close()
+    return found.accuracy, spent, len(batches)
+
+
+def test_the_ranks_of_a_node_wait_for_a_long_evaluation(ranks):
+    """Slot 0 tests; the limit counts from its last batch."""
+    found = ranks(4)(evaluated)
+    assert len({accuracy for accuracy, _, _ in found}) == 1
+    assert all(spent > 4 * 2 * 0.2 for _, spent, _ in found), found
+    assert [bool(count) for _, _, count in found] == [True, False] * 2
+
+
 def refusals(comm, settings):
     from mpigossip.cluster.ranks import World
 
@@ -152,7 +194,7 @@ def refusals(comm, settings):
 REFUSED = [
     (["node.ranks_per_node=4"], "has 6 ranks, no nodes of 4; start 4 or 8 there"),
     (["node.ranks_per_node=2 node.shard=false"], "node.shard = false: with node.ranks_per_node"),
-    (["node.ranks_per_node=2 run.survive=true"], "run.survive = true: with node.ranks_per_node"),
+    (["node.ranks_per_node=2 run.survive=true"], "all columns to shrink by the same node"),
     (["node.ranks_per_node=2 graph.name=one-peer-hypercube"], "(6 ranks, 2 a node"),
 ]
 

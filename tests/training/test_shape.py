@@ -28,3 +28,24 @@ def test_ranks_have_as_many_slots_of_one_kind(monkeypatch, devices, other, says)
     world.gather = lambda mine: [mine, other]
     with pytest.raises(JobError, match=says):
         shape.check_alike(job, world)
+
+
+def test_more_ranks_than_gpus_are_told_before_nccl_finds_one_twice(monkeypatch):
+    """Each of the ranks sees one GPU and calls it cuda:0; the third has that of the first."""
+    job = load({"node": {"devices": "cuda:0", "ranks_per_node": 3}})
+    gpus = ["GPU-1", "GPU-2", "GPU-1"]
+    world = SimpleNamespace(
+        nodes=SimpleNamespace(per_node=3), hosts=("a",) * 3, broadcast=lambda found: found, rank=0
+    )
+    world.gather = lambda mine: [mine] * 3 if mine == ("cuda:0",) else [[gpu] for gpu in gpus]
+    monkeypatch.setattr(shape, "gpu_of", lambda device: "GPU-1")
+    with pytest.raises(JobError) as refused:
+        shape.check_alike(job, world)
+    (text,) = refused.value.messages
+    assert "ranks 0 and 2 on a have the same GPU (GPU-1)" in text and "\n" not in text
+    gpus[2] = "GPU-3"
+    shape.check_alike(job, world)
+    world.hosts, gpus[2] = ("a", "a", "b"), "GPU-1"
+    shape.check_alike(job, world)
+    gpus[:] = ["", "", ""]  # a torch that doesn't tell them apart
+    shape.check_alike(job, world)

@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
     def settings(self) -> list[str]:
         """Of the job, without its shape."""
-        graph = {"choco": ["graph.name=ring"], "d2": ["graph.name=ring"]}
+        graph = dict.fromkeys(("choco", "d2", "decentlam"), ["graph.name=ring"])
         return [*COMMON, f"algorithm.name={self.algorithm}", f"node.wire={self.wire}",
                 f"node.same_host={self.same_host}", *graph.get(self.algorithm, [])]  # fmt: skip
 
