@@ -54,6 +54,7 @@ class Meetings:
         self._votes = comm  # that agreements are begun on
         self._family = [comm]  # all are revoked when a rank is lost
         self._asked: list[Agreement] = []
+        self._begun = 0  # agreements so far
 
     def gather(self, value: Any) -> list | None:
         """All ranks' values in rank order on rank 0, None elsewhere. Pickles: for small reports."""
@@ -82,9 +83,24 @@ class Meetings:
         value = np.array([flag], np.int64)
         request = self._votes.Iallreduce(MPI.IN_PLACE, value, MPI.MAX)
         agreement = Agreement(value, request, self.timeout_s)
-        if self.survives:  # one that is given up must keep its buffer
-            self._asked = [one for one in self._asked if not one.ready()] + [agreement]
+        # one that is given up must keep its buffer, and `settle` waits for it
+        self._asked = [one for one in self._asked if not one.ready()] + [agreement]
+        self._begun += 1
         return agreement
+
+    def settle(self) -> None:
+        """Bring every agreement to an end, also those that only some ranks began; collective.
+
+        A communicator that is freed before leaves messages to the one that gets its number next.
+        """
+        from mpi4py import MPI
+
+        most = np.array([self._begun], np.int64)
+        Agreement(most, self.comm.Iallreduce(MPI.IN_PLACE, most, MPI.MAX), self.timeout_s).read()
+        for _ in range(self._begun, int(most[0])):
+            self.start_agree(0)
+        for one in self._asked:
+            one.read()
 
     def agree(self, flag: int) -> int:
         """The maximum of all ranks' flags; waits for all."""

@@ -187,8 +187,9 @@ class World(Meetings):
             if deadline.roll is self._roll:
                 deadline.roll = None
             if not self.diminished:
+                self.settle()
                 if self._roll is not None:
-                    self._roll.close()
+                    self._roll.close(self.timeout_s)
                 self._votes.Free()
                 self.comm.Free()
 

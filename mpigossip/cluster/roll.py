@@ -42,7 +42,11 @@ class Roll:
         self._calls: dict[int, tuple[str, str]] = {}
         """what they have called, if all ranks have to, and after how many steps"""
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
-        self._lock = threading.Lock()
+        self._told = np.zeros(comm.size, np.int64)
+        """messages sent to each rank so far"""
+        self._taken = 0
+        """messages taken in so far"""
+        self._lock, self._telling = threading.Lock(), threading.Lock()
 
     def numbers(self, comm: MPI.Comm, ranks: Iterable[int]) -> list[int]:
         """The numbers here of ranks of another communicator; of those that are left."""
@@ -58,12 +62,14 @@ class Roll:
 
     def tell(self, ranks: Iterable[int], word: int) -> None:
         """Say whom this rank waits for, and in which call."""
-        self._sent = [one for one in self._sent if not one[0].Test()]
-        for rank in ranks:
-            with contextlib.suppress(Exception):  # one that is lost
-                told = (word, deadline.call.encode(), deadline.steps)
-                value = np.array(told, TOLD_AS).reshape(1).view(np.uint8)
-                self._sent.append((self._comm.Isend(value, rank, TAG), value))
+        with self._telling:
+            self._sent = [one for one in self._sent if not one[0].Test()]
+            for rank in ranks:
+                with contextlib.suppress(Exception):  # one that is lost
+                    told = (word, deadline.call.encode(), deadline.steps)
+                    value = np.array(told, TOLD_AS).reshape(1).view(np.uint8)
+                    self._sent.append((self._comm.Isend(value, rank, TAG), value))
+                    self._told[rank] += 1
 
     def listen(self) -> bool:
         """Take in what was told; whether anything was."""
@@ -76,6 +82,7 @@ class Roll:
                 while self._comm.Iprobe(MPI.ANY_SOURCE, TAG, status):
                     value = np.empty(TOLD_AS.itemsize, np.uint8)
                     self._comm.Recv(value, status.source, TAG)
+                    self._taken += 1
                     word, called, steps = value.view(TOLD_AS)[0]
                     self._heard[status.source] = int(word)
                     after = f" after {steps} steps" if called else ""
@@ -150,9 +157,22 @@ class Roll:
             time.sleep(1e-3)
         return [word.tobytes() for word in every]
 
-    def close(self) -> None:
-        """Free the communicator; collective."""
-        self.listen()
+    def close(self, timeout_s: float) -> None:
+        """Take in all that was told here, then free the communicator; collective.
+
+        What comes later would be taken for a message of the next communicator, which gets the
+        number of this one: with Open MPI all that is sent there then waits for ever.
+        """
+        from mpi4py import MPI
+
+        coming = np.empty(1, np.int64)
+        all_told = self._comm.Ireduce_scatter_block(self._told, coming, MPI.SUM)
+
+        def taken_in() -> bool:
+            self.listen()
+            return all_told.Test() and self._taken == coming[0]
+
+        deadline.Deadline(timeout_s).wait(taken_in, lambda: "not all ranks closed the world")
         self._comm.Free()
 
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from mpigossip.cluster import deadline
 from mpigossip.cluster.deadline import Deadline, LateError
 from mpigossip.cluster.launcher import LaunchError, check_launcher, check_library
 from mpigossip.cluster.ranks import Alone, world
@@ -55,6 +56,19 @@ def agreement_with_a_late_rank(comm):
                 late._timeout_s = 30
                 return str(error), late.read()
         return None, late.read()
+
+
+def one_world_after_another(comm):
+    found = []
+    for _ in range(10):
+        with world() as w:
+            if w.rank == 0:
+                time.sleep(0.05)  # the others close before
+                deadline.ends(3)  # tells all ranks
+                w.start_agree(5)  # which the others never begin
+        with world(timeout_s=20) as w:
+            found.append(w.agree(w.rank))
+    return found
 
 
 def barrier_without_all(comm):
@@ -121,6 +135,10 @@ def test_agreement_has_a_time_limit(ranks):
         late[0],
     )
     assert good == (None, 1)
+
+
+def test_worlds_follow_each_other_whatever_was_left_untold(ranks):
+    assert ranks(3)(one_world_after_another, timeout=90) == [[2] * 10] * 3
 
 
 def test_barrier_has_a_time_limit(ranks):

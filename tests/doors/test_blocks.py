@@ -11,17 +11,7 @@ import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.doors.sliced import ELEMENTWISE
-from tests import launch
 from tests.engine.test_overlap import SIZE, short_chunks
-
-
-@pytest.fixture(autouse=True)
-def not_with_open_mpi(request):
-    if launch.is_open_mpi() and "ranks" in request.fixturenames:
-        pytest.skip(
-            "each passes alone; one after another in the same processes, with Open MPI 5.0.11, a "
-            "rank stays in the agreement before the first step (cause not found)"
-        )
 
 
 STEPS = 5
