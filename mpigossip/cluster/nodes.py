@@ -32,6 +32,7 @@ class Part(Meetings):
         self.resources = world.resources
         self.nodes = Nodes.of_ranks(self)
         world.resources.callback(comm.Free)
+        world.resources.callback(self.settle)
 
     def arrange(self, ranks_per_node: int | str) -> None:
         """Only a whole world is made into nodes."""
