@@ -329,7 +329,7 @@ def gpu_awareness(world: World, slots: Sequence[str], now: list[str]) -> Finding
     now.append("a put into GPU memory (an MPI that isn't GPU-aware may end here)")
     if world.rank == 0 and any(said.values()):
         complain("trying a put into GPU memory; should the job end here, MPI is not GPU-aware")
-    works, why = proven(world.comm, torch.device(slots[0]))
+    works, why = proven(world.comm, [torch.device(slot) for slot in slots])
     data = said | {"proven": works}
     if works:
         return Finding("gpu-aware", why, data=data)

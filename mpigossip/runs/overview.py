@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 ROUNDS = 64
 """Rounds of a long or random graph that neighbours and bytes are taken from."""
+WAYS = {"ipc": "read in place", "device": "put from GPU to GPU", "nccl": "NCCL",
+        "host": "host staging, because"}  # fmt: skip
+"""How vectors on GPUs are exchanged, by the first word of a mixer's routes."""
 
 
 def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple[str, str]]:
@@ -126,8 +129,17 @@ def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> 
     far = [j for j in peers if j not in near]
     words = "put into MPI windows" + ("" if engine.mixer.synchronous else ", not waited for")
     ways = [(near, "read in place (same host)"), (far, words)]
+    if routes := getattr(engine.mixer, "routes", None):
+        said = {route: _way(route) for route in map(routes.get, peers)}
+        ways = [([j for j in peers if routes[j] == route], said[route]) for route in said]
     told = [f"from {_listed(some)}: {how}" for some, how in ways if some]
     return f"node {mine} takes " + "; ".join(told) + over
+
+
+def _way(route: str) -> str:
+    """A route of GPUs' vectors in words, with its reason."""
+    name, _, why = route.partition(" ")
+    return f"{WAYS[name]} {why[1:-1] if name == 'host' else why}".rstrip()
 
 
 def _listed(nodes: list[int]) -> str:

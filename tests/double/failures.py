@@ -8,6 +8,11 @@ from collections import Counter
 _calls: Counter[str] = Counter()
 
 
+def forget() -> None:
+    """Count calls anew."""
+    _calls.clear()
+
+
 def fails(what: str) -> bool:
     """Whether this call of its kind is to fail."""
     _calls[what] += 1

@@ -1,4 +1,8 @@
-"""Where the package hands memory to MPI or to other processes: what streams do must be over."""
+"""Where the package hands memory to MPI or to other processes: what streams do must be over.
+
+And the memory's device must be the current one, as MPI libraries want it; and what a network card
+wrote into it is flushed before it is read.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,17 @@ import importlib.abc
 import importlib.util
 import json
 import os
+import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from mpi4py import MPI
 
-from tests.double import cupy
-from tests.double.checker import HOST, checker, spans
+from tests.double import cuda, cupy
+from tests.double.checker import HOST, Unordered, checker, spans
+from tests.double.failures import fails
 
 
 class _Patches(importlib.abc.MetaPathFinder):
@@ -52,6 +60,8 @@ def _raw(module) -> None:
 
     def raw(memory: torch.Tensor):
         if memory.device.type == "cuda":
+            if memory.device.index != cuda.current_device():
+                raise RuntimeError(f"{memory.device} isn't current where MPI gets its memory")
             checker.host_must_know([memory.untyped_storage().data_ptr()], "MPI", reads=False)
         return original(memory)
 
@@ -64,7 +74,8 @@ def _shared(module) -> None:
 
     def published(self, *arguments):
         what = "saying that the outbox is whole"
-        checker.host_must_know(cupy.exported, what, reads=False)
+        # all or none of a host's ranks map each other's memory
+        checker.host_must_know(cupy.exported if cupy.mapped else (), what, reads=False)
         own, caller = self.outboxes[self.rank], sys._getframe(1).f_locals
         inside = None
         if "piece" in caller:  # of every slot's message: later ones are still on their way
@@ -97,12 +108,51 @@ def _push(module) -> None:
         return put(self, memory, spans_, *arguments)
 
     module.PiecePush.put = checked
+    await_arrived = module.DevicePush.await_arrived
+
+    def awaited(self, *arguments):
+        flushed.clear()
+        await_arrived(self, *arguments)
+        if missing := {device.index for device in self._devices} - flushed:
+            raise Unordered(f"what came by the network isn't flushed on {missing}")
+
+    module.DevicePush.await_arrived = awaited
+
+
+flushed: set[int] = set()
+
+
+def _ordering(module) -> None:
+    """The driver's flush: these devices need it."""
+
+    def flush(target, scope):
+        flushed.add(cuda.current_device())
+        return 999 if fails("flush") else 0
+
+    module.driver = lambda: SimpleNamespace(cuFlushGPUDirectRDMAWrites=flush)
+
+
+def _proof(module) -> None:
+    """Puts of the proof, in a rank or ("alone") in a process of its own, that go wrong."""
+    original = module.put
+
+    def put(*arguments):
+        where = " alone" if MPI.COMM_WORLD.size == 1 else ""
+        if fails("put" + where):
+            raise RuntimeError("MPI_ERR_RMA_RANGE: invalid RMA address range")
+        if fails("crash" + where):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        _ = None if fails("lost put" + where) else original(*arguments)
+
+    module.put = put
 
 
 WATCHED = {
     "mpigossip.mixing.averages": _raw,
     "mpigossip.mixing.shared": _shared,
     "mpigossip.mixing.device.push": _push,
+    "mpigossip.mixing.device.ordering": _ordering,
+    "mpigossip.mixing.device.proof": _proof,
 }
 
 

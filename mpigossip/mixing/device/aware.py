@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.libraries import loaded
-from mpigossip.mixing.averages import raw
-from mpigossip.mixing.courier import Courier
-from mpigossip.mixing.device.memory import MemoryRefused, current, private
-from mpigossip.mixing.tokens import wait_all
+from mpigossip.mixing.device import alone
+from mpigossip.mixing.device.proof import PROOF_S, arrives
 
-PROBE = 1 << 16
-"""Bytes of the proof's messages: above the size that libraries send along with the envelope."""
-PROOF_S = 60.0
-"""Seconds that each wait of the proof may take."""
+SEVERAL_GPUS = (1, 19)
+"""UCX's first version that serves several GPUs in one process."""
 
 
 def asked(comm: MPI.Intracomm, environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
@@ -56,86 +52,46 @@ def _library_says() -> bool:
     return False
 
 
+def ucx_version() -> tuple[int, ...]:
+    """Of the UCX in this process, such as (1, 19, 0); empty where there is none."""
+    for path in loaded():
+        if path.rpartition("/")[2].startswith("libucp"):
+            numbers = [ctypes.c_uint() for _ in range(3)]
+            ctypes.CDLL(path).ucp_get_version(*map(ctypes.byref, numbers))
+            return tuple(number.value for number in numbers)
+    return ()
+
+
 def proven(
-    comm: MPI.Intracomm, device: torch.device, timeout_s: float = PROOF_S
+    comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float = PROOF_S
 ) -> tuple[bool, str]:
-    """Whether MPI moves GPU memory on all ranks, and why (not); collective.
+    """Whether MPI moves memory of all slots' devices on all ranks, and why (not); collective.
 
     A library that says no anywhere is believed: a put into a GPU's memory would kill the process.
-    One that says yes has to deliver a put and a message from GPU to GPU. Raises LateError where
-    it doesn't come back.
+    One that says yes has to do it in a process of its own, and then to deliver a put and a message
+    from every slot to the same slot of a neighbour. Raises LateError where it doesn't come back.
     """
     said = asked(comm)
     names = [name for name, yes in said.items() if yes]
     if not all(comm.allgather(bool(names))):
         return False, f"this MPI doesn't say that it is GPU-aware ({', '.join(said)})"
-    try:
-        error = "" if arrives(comm, device, timeout_s) else "a put into GPU memory gave wrong data"
-    except (MPI.Exception, RuntimeError) as wrong:
-        error = f"a put into GPU memory failed: {wrong}"
-    wrong_somewhere = next((text for text in comm.allgather(error) if text), None)
-    if wrong_somewhere:
-        return False, f"{' and '.join(names)} says GPU-aware, but {wrong_somewhere}"
-    return True, f"{' and '.join(names)} says GPU-aware, and a put into GPU memory arrived"
+    ucx = ucx_version()
+    over = f" over UCX {'.'.join(map(str, ucx))}" if ucx else ""
+    says = f"{' and '.join(names)} says GPU-aware{over}"
+    many = len(set(devices))
+    old = many > 1 and ucx and ucx[:2] < SEVERAL_GPUS
+    refusal = f"that serves one GPU a process, here are {many}: 1.19 serves several" if old else ""
+    note = ""
+    if not (refused := _first(comm, refusal)):
+        able, note = alone.tried(devices, timeout_s)
+        refused = _first(comm, "" if able else note)
+    refused = refused or arrives(comm, devices, timeout_s)
+    if refused:
+        return False, f"{says}, but {refused}"
+    note = note and f" ({note})"
+    return True, f"{says}, and puts into the memory of every slot arrived{note}"
 
 
-def arrives(comm: MPI.Intracomm, device: torch.device, timeout_s: float) -> bool:
-    """Whether what every rank puts and sends to its right neighbour's device memory comes whole.
-
-    Runs in a thread of its own, given up after a while, as a flush that hangs never returns.
-    """
-    refused = ""
-    try:
-        memory = private(3 * PROBE, device)
-    except MemoryRefused as error:
-        refused = str(error)
-    if any(comm.allgather(refused)):
-        raise MemoryRefused(refused or "another rank has no memory for the proof")
-    found: list[bool] = []
-    threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    courier = Courier(comm, threaded=threaded, poll=False, timeout_s=timeout_s)
-
-    def work() -> None:
-        with current(device):
-            found.append(_put_and_sent(comm, memory, device, timeout_s))
-
-    try:
-        courier.wait(courier.submit(work), "the proof that this MPI moves GPU memory")
-    finally:
-        courier.close()
-    return found[0]
-
-
-def _put_and_sent(
-    comm: MPI.Intracomm, memory: torch.Tensor, device: torch.device, timeout_s: float
-) -> bool:
-    source, inbox, letter = memory.split(PROBE)
-    source.fill_(comm.rank % 251 + 1)
-    synchronize(device)
-    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-
-    def late(rank: int) -> str:
-        return f"proof that this MPI moves GPU memory: rank {rank} doesn't answer"
-
-    window = MPI.Win.Create(raw(memory), 1, comm=comm)
-    window.Lock_all()
-    window.Put([raw(source), MPI.BYTE], right, [PROBE, PROBE, MPI.BYTE])
-    window.Flush(right)
-    received = {left: comm.Irecv([raw(letter), MPI.BYTE], left)}
-    sent = {right: comm.Isend([raw(source), MPI.BYTE], right)}
-    wait_all(received, timeout_s, late, comm=comm)
-    wait_all(sent, timeout_s, late, comm=comm)
-    wait_all({right: comm.Ibarrier()}, timeout_s, late, comm=comm)
-    window.Sync()
-    expected = left % 251 + 1
-    arrived = bool((inbox.cpu() == expected).all() and (letter.cpu() == expected).all())
-    # not after an error: freeing is collective, and the others may not come
-    window.Unlock_all()
-    window.Free()
-    return arrived
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _first(comm: MPI.Intracomm, text: str) -> str:
+    """The first rank's text that isn't empty; collective."""
+    return next(filter(None, comm.allgather(text)), "")

@@ -35,17 +35,17 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
     """An allocation of its own (cudaMalloc) as uint8 (nbytes,); zeros on the CPU."""
     if device.type == "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8)
-    cupy = _cupy(device)
+    cupy, taken = _cupy(device), -(-max(nbytes, 1) // UNIT) * UNIT
     try:
         with current(device), cupy.cuda.Device(device.index):
-            memory = cupy.cuda.Memory(-(-max(nbytes, 1) // UNIT) * UNIT)
+            memory = cupy.cuda.Memory(taken)
             array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
             array.fill(0)
             cupy.cuda.runtime.deviceSynchronize()
             return torch.from_dlpack(array)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise MemoryRefused(
-            f"cudaMalloc of {nbytes >> 20} MiB for windows on {device} failed: {error}; torch may "
+            f"cudaMalloc of {taken >> 20} MiB for windows on {device} failed: {error}; torch may "
             "hold the rest in its cache (a smaller data.batch leaves more)"
         ) from error
 

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mpigossip.mixing.averages import raw
 from mpigossip.mixing.base import Layout, Segments
 from mpigossip.mixing.device.memory import MemoryRefused, current, private
+from mpigossip.mixing.device.ordering import arrived_whole
 from mpigossip.mixing.push import ARRIVED, ARRIVING, CUT, PushWindow
 
 
@@ -164,8 +165,9 @@ class DevicePush(PiecePush):
     def await_arrived(self, sources: Sequence[int], count: int) -> None:
         """Wait for the messages of a piece; runs in the courier."""
         super().await_arrived(sources, count)
-        for window in self._windows:
+        for window, device in zip(self._windows, self._devices, strict=True):
             window.Sync()
+            arrived_whole(device)
 
     def slot_inbox(self, count: int, place: int, slot: int) -> torch.Tensor:
         """A slot's part of the message in a place of the ``count``-th round."""

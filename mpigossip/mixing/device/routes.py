@@ -134,7 +134,7 @@ class DeviceMemory(Windows):
         options, places = self._push_options(poll), self._plans.places
         able, why = False, 'node.gpu_window = "host"'
         if self._asked != "host":
-            able, why = proven(self._comm, self._devices[0])
+            able, why = proven(self._comm, self._devices)
         if able:
             try:
                 push = DevicePush(self._comm, self.layout, self._devices, places, **options)

@@ -1,0 +1,24 @@
+"""What the first screen says of the ways between nodes."""
+
+from types import SimpleNamespace
+
+from mpigossip.config import NodeSection
+from mpigossip.graphs import graph
+from mpigossip.mixing.base import Kind
+from mpigossip.runs import overview
+
+
+def test_the_ways_of_gpus_are_said_with_their_reasons():
+    routes = {1: "ipc (mapped from a process of the same host)", 2: "host (no GPU-aware MPI)",
+              3: "host (no GPU-aware MPI)"}  # fmt: skip
+    engine = SimpleNamespace(
+        mixer=SimpleNamespace(rows=[0], synchronous=True, routes=routes),
+        cadence=SimpleNamespace(kinds={Kind.GOSSIP}),
+    )
+    column = SimpleNamespace(hosts=["a", "a", "b", "b"])
+    world = SimpleNamespace(comm=object(), survives=False, nodes=SimpleNamespace(column=column))
+    said = overview._exchange(engine, graph("complete", 4), NodeSection(), world)
+    assert said == (
+        "node 0 takes from 1: read in place (mapped from a process of the same host); "
+        "from 2, 3: host staging, because no GPU-aware MPI"
+    )
