@@ -253,6 +253,9 @@ class CheckpointSection:
     """Newest checkpoints kept."""
     keep_every: Count = 0
     """Checkpoints at multiples of so many steps are kept for good; 0 keeps none besides `keep`."""
+    one_file_gb: NotNegative = 4.0
+    """GB of a node's model and state up to which its ranks bring their parts to the first, which
+    writes one file; above, each slot writes its own, as one process would be waited for."""
     on_error: Literal["stop", "continue"] = "stop"
     """What a checkpoint that can't be written does to the run."""
     wall_clock_s: NotNegative = 0.0

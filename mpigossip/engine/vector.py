@@ -100,6 +100,18 @@ class Flat:
             torch.cat(views, out=out) if row.device == out.device else out.copy_(torch.cat(views))
         )
 
+    def inside(self, shard: torch.Tensor, slot: int) -> list[torch.Tensor]:
+        """What a slot's columns (P / slots,) have of each parameter: views, some of them empty.
+
+        Those of all slots, joined, are what `pack` makes of the whole.
+        """
+        begin = slot * shard.numel()
+        ends = (at + prod(shape) for at, shape in zip(self.offsets, self.shapes, strict=True))
+        return [
+            shard[max(at - begin, 0) : max(end - begin, 0)]
+            for at, end in zip(self.offsets, ends, strict=True)
+        ]
+
     def unpack(self, packed: torch.Tensor, row: torch.Tensor) -> None:
         """Fill the row (P,) from (count,); the padding becomes zero."""
         row.zero_()

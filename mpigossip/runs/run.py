@@ -27,7 +27,7 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import MOST
 from mpigossip.training.assemble import Assembly
 from mpigossip.training.evaluate import Evaluation, evaluate
-from mpigossip.training.snapshot import snapshot
+from mpigossip.training.snapshot import by_slot, snapshot
 
 IDLE_S = 1e-3
 """Between the exchanges of a node that only waits: they take the core from one that computes."""
@@ -246,15 +246,28 @@ class Run:
         }
         self.saver.finish()  # and so the last snapshot can be overwritten
         self.saved = self._states(self.saved)
-        states = dict(zip(trainer.mixer.rows, self.saved, strict=False))
-        self.saver.begin(trainer.index, states, meta)
+        rows = trainer.mixer.rows
+        here = [rows[0 if one.slot is not None else row] for row, one in enumerate(self.saved)]
+        self.saver.begin(trainer.index, list(zip(here, self.saved, strict=True)), meta)
+
+    @property
+    def _by_slot(self) -> bool:
+        """Whether each slot of a node writes a file of its own."""
+        engine = self.trainer.engine
+        large = sum(parts[0].shape[1] > 1 for parts in engine.parts().values())
+        nbytes = 4 * self.trainer.replicas.flat.count * (1 + large)
+        limit = self.progress.job.checkpoint.one_file_gb
+        return self.world.nodes.per_node > 1 and nbytes > 1e9 * limit
 
     def _states(self, spare: Sequence[NodeState]) -> list[NodeState]:
         """A copy of every node that lives here, in the memory of an earlier one.
 
-        Collective over a node; nothing but in its first process.
+        Collective over a node; nothing but in its first process, or of the slots here each.
         """
         trainer, numbers, sent = self.trainer, self.numbers(), self._sent()
+        if self._by_slot:
+            own = numbers | self._own(0, sent[0])
+            return by_slot(trainer.engine, trainer.replicas.buffers(0), own, spare)
         states = [
             snapshot(
                 trainer.engine,

@@ -48,10 +48,12 @@ class Saver:
         self.last: Path | None = None
         """the newest whole checkpoint of this run, on rank 0"""
 
-    def begin(self, step: int, states: Mapping[int, NodeState], meta: Mapping[str, Any]) -> None:
-        """Start to write the nodes that live here; collective.
+    def begin(
+        self, step: int, states: Sequence[tuple[int, NodeState]], meta: Mapping[str, Any]
+    ) -> None:
+        """Start to write the nodes that live here, or a node's slots; collective.
 
-        The states must not change before `finish` has returned.
+        ``states``: with the number of the node. They must not change before `finish` has returned.
         """
         self.finish()
         place, error = None, None
@@ -153,8 +155,5 @@ class Saver:
         self._pool.shutdown()
 
 
-def _write(folder: Path, states: Mapping[int, NodeState]) -> list[Entry]:
-    entries = []
-    for node in sorted(states):
-        entries.append(checkpoint.write_node(folder, node, states[node]))
-    return entries
+def _write(folder: Path, states: Sequence[tuple[int, NodeState]]) -> list[Entry]:
+    return [checkpoint.write_node(folder, node, state) for node, state in states]

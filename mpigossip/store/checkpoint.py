@@ -3,6 +3,9 @@
     RUN/checkpoints/step-00001200/node-0000.h5 … node-0003.h5   each written by its node
     RUN/checkpoints/step-00001200/checkpoint.h5                 the manifest, written last
 
+Where nodes are large, each slot writes its part: node-0000-0000.h5 … node-0003-0007.h5; readers
+join them.
+
 Everything is written into `step-00001200.writing` and renamed when whole, so a directory under its
 final name is whole. Nodes call `write_node`; one process calls `begin` before and `commit` after.
 A checkpoint is read without pickle, and no byte reaches the HDF5 library unless its checksum is
@@ -20,7 +23,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,10 @@ class NodeState:
 
     `parameters` (P,) float32 holds the named arrays of `shapes`, raveled and joined in order.
     `arrays` are further arrays by a path such as "state/momentum"; `numbers` are plain values.
+
+    Of one `slot` (None: of a whole node): `parameters` are its part, the next after that of the
+    slot before; `pieces` are parts of arrays, likewise; what is in `arrays` is in no other slot's.
+    Names and shapes are those of the node.
     """
 
     parameters: np.ndarray
@@ -49,6 +56,8 @@ class NodeState:
     shapes: tuple[tuple[int, ...], ...]
     arrays: dict[str, np.ndarray]
     numbers: dict[str, Number]
+    slot: int | None = None
+    pieces: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def folder(run: Path, step: int) -> Path:
@@ -76,10 +85,11 @@ def begin(run: Path, step: int) -> Path:
 def write_node(folder: Path, node: int, state: NodeState) -> Entry:
     """Write and fsync `node-0003.h5` in the temporary folder; returns its manifest entry."""
     length = sum(map(math.prod, state.shapes))
-    flat = state.parameters
-    if flat.dtype != np.float32 or flat.shape != (length,) or len(state.names) != len(state.shapes):
+    flat, slot = state.parameters, state.slot
+    fits = flat.shape == (length,) if slot is None else flat.ndim == 1 and flat.size <= length
+    if flat.dtype != np.float32 or not fits or len(state.names) != len(state.shapes):
         raise ValueError(f"parameters {flat.dtype} {flat.shape} don't fit {length} in the layout")
-    path = Path(folder) / f"node-{node:04d}.h5"
+    path = Path(folder) / manifests.name(node, slot)
     with writing(path):
         large = []
         with create(path, **direct.LAYOUT) as file:
@@ -87,6 +97,10 @@ def write_node(folder: Path, node: int, state: NodeState) -> Entry:
             file.attrs["node"] = node
             file.create_group("arrays")
             arrays = {f"arrays/{name}": array for name, array in state.arrays.items()}
+            if slot is not None:
+                file.attrs["slot"] = slot
+                file.create_group("pieces")
+                arrays |= {f"pieces/{name}": array for name, array in state.pieces.items()}
             for name, array in {"parameters": flat.astype("<f4", copy=False), **arrays}.items():
                 if np.asarray(array).dtype.hasobject or {"", ".", ".."} & set(name.split("/")):
                     raise ValueError(f'array "{name}" of {array.dtype} has no place in HDF5')
@@ -97,7 +111,7 @@ def write_node(folder: Path, node: int, state: NodeState) -> Entry:
             file.create_dataset("layout", data=_layout(state.names, state.shapes))
             write_text(file, "numbers", json.dumps(state.numbers, default=lambda v: v.item()))
         checksum = direct.fill(path, large)
-    return Entry(node, path.name, path.stat().st_size, checksum, length)
+    return Entry(node, path.name, path.stat().st_size, checksum, flat.size)
 
 
 def commit(
@@ -110,10 +124,8 @@ def commit(
 ) -> Path:
     """Write the manifest over all nodes' `entries` and give the checkpoint its final name."""
     entries = sorted(entries)
-    if [entry.node for entry in entries] != list(range(len(entries))) or not entries:
-        raise ValueError(f"a checkpoint has one entry per node, got {[e.node for e in entries]}")
-    if len({entry.parameters for entry in entries}) > 1:
-        raise ValueError("all nodes hold the same number of parameters")
+    n = len({entry.node for entry in entries})
+    manifests.check_table(entries, n)
     if not temporary.is_dir():
         raise StoreError(f"{temporary} was deleted while it was being written")
     for entry in entries:
@@ -126,7 +138,7 @@ def commit(
     final = folder(run, step)
     old = final.with_suffix(".old")
     with writing(final):
-        whole = Manifest(step, len(entries), job, dict(meta), tuple(entries))
+        whole = Manifest(step, n, job, dict(meta), tuple(entries))
         manifests.write(temporary / MANIFEST, whole)
         sync(temporary)
         if final.exists():
@@ -173,25 +185,52 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_node(path: Path, node: int) -> NodeState:
-    """The state of one node; its file is checked against the manifest first."""
+    """The state of one node, joined over its slots; its files are checked against the manifest."""
     manifest = read_manifest(path)
     if not 0 <= node < manifest.n:
         raise StoreError(
             f"{path} holds nodes 0 to {manifest.n - 1}, node {node} was asked for; "
             "start with as many nodes, or resume from the average"
         )
-    entry = manifest.entries[node]
+    length = sum(entry.parameters for entry in manifest.of(node))
+    parts = [_read_file(path, entry, length, manifest) for entry in manifest.of(node)]
+    if manifest.each == 1:
+        return parts[0]
+    with reading(Path(path) / manifest.of(node)[0].file):
+        return _joined(parts)
+
+
+def _read_file(path: Path, entry: Entry, length: int, manifest: Manifest) -> NodeState:
+    """What a file holds, of a node of ``length`` parameters."""
     with _node_file(path, entry) as found:
-        names, shapes = _read_layout(guard.array(found, "layout", "V", 1), entry.parameters)
+        names, shapes = _read_layout(guard.array(found, "layout", "V", 1), length)
         parameters = guard.array(found, "parameters", "<f4", 1)
-        arrays = {
-            name.removeprefix("arrays/"): guard.array(found, name)
-            for name, item in sorted(found.items(), key=lambda one: one[0].split("/"))
-            if name.startswith("arrays/") and isinstance(item, h5py.Dataset)
-        }
+        arrays, pieces = (
+            {
+                name.removeprefix(group): guard.array(found, name)
+                for name, item in sorted(found.items(), key=lambda one: one[0].split("/"))
+                if name.startswith(group) and isinstance(item, h5py.Dataset)
+            }
+            for group in ("arrays/", "pieces/")
+        )
         numbers = manifests.plain(guard.text(found, "numbers"), "numbers")
         manifests.counted(numbers, manifest.step)
-        return NodeState(parameters, names, shapes, arrays, numbers)
+        return NodeState(parameters, names, shapes, arrays, numbers, entry.slot, pieces)
+
+
+def _joined(parts: Sequence[NodeState]) -> NodeState:
+    """A node from its slots; ValueError where they are of different ones."""
+    first, arrays = parts[0], dict[str, np.ndarray]()
+    for part in parts:
+        same = (part.names, part.shapes, part.pieces.keys())
+        twice = arrays.keys() & (part.arrays.keys() | first.pieces.keys())
+        if same != (first.names, first.shapes, first.pieces.keys()) or twice:
+            raise ValueError(f"slots 0 and {part.slot} of a node hold different things")
+        arrays |= part.arrays
+    for name in first.pieces:
+        arrays[name] = np.concatenate([part.pieces[name] for part in parts])
+    parameters = np.concatenate([part.parameters for part in parts])
+    return NodeState(parameters, first.names, first.shapes, arrays, first.numbers)
 
 
 def digest(path: Path) -> str:
@@ -216,14 +255,12 @@ def verify(path: Path) -> list[str]:
     named = re.fullmatch(r"step-(\d+)(\.old)?", path.resolve().name)
     if named and int(named[1]) != manifest.step:
         problems.append(f"{path / MANIFEST} is of step {manifest.step}: another one's manifest")
-    if [entry.node for entry in manifest.entries] != list(range(manifest.n)):
-        problems.append(f"{path / MANIFEST} names {len(manifest.entries)} of {manifest.n} nodes")
     extra = {p.name for p in path.glob("node-*.h5")} - {entry.file for entry in manifest.entries}
     problems += [f"{path / name} isn't in the manifest" for name in sorted(extra)]
     layouts = set()
-    for entry in manifest.entries:
+    for node in range(manifest.n):
         try:
-            state = read_node(path, entry.node)
+            state = read_node(path, node)
         except StoreError as error:
             problems.append(str(error))
         else:
@@ -312,9 +349,12 @@ def _node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
             _check_bytes(place, file, entry)
             with guard.opened(file) as (content, found):
                 facts = guard.attributes(content)
-                if facts != {"format": FORMAT, "node": entry.node}:
-                    raise ValueError(f"it says {str(facts)[:100]}, not node {entry.node}")
-                manifests.only(found, {"parameters", "arrays", "layout", "numbers"})
+                of = {"node": entry.node} | ({} if entry.slot is None else {"slot": entry.slot})
+                if facts != {"format": FORMAT, **of}:
+                    told = ", ".join(f"{kind} {number}" for kind, number in of.items())
+                    raise ValueError(f"it says {str(facts)[:100]}, not {told}")
+                names = {"parameters", "arrays", "layout", "numbers"}
+                manifests.only(found, names | ({"pieces"} if "slot" in of else set()))
                 parameters = guard.dataset(found, "parameters")
                 if parameters.dtype.str != "<f4" or parameters.shape != (entry.parameters,):
                     raise ValueError(f"parameters are {parameters.dtype} {parameters.shape}")

@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,13 +31,23 @@ Number = int | float | str
 
 
 class Entry(NamedTuple):
-    """One node's file: name, bytes, checksum (CRC-32 of all bytes), length P of its parameters."""
+    """A node's file, or that of one of its slots.
+
+    Name, bytes, checksum (CRC-32 of all bytes), and the length of its parameters: P, or the slot's
+    part of it.
+    """
 
     node: int
     file: str
     bytes: int
     checksum: str
     parameters: int
+
+    @property
+    def slot(self) -> int | None:
+        """The slot that the file is of; None: a whole node."""
+        found = re.fullmatch(r"node-\d+-(\d+)\.h5", self.file, re.ASCII)
+        return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,34 @@ class Manifest:
     job: str
     meta: dict[str, Number]
     entries: tuple[Entry, ...]
+    """by node, then by slot: one of each node, or one of each of its slots"""
+
+    @property
+    def each(self) -> int:
+        """Files of a node."""
+        return len(self.entries) // self.n if self.n else 0
+
+    def of(self, node: int) -> tuple[Entry, ...]:
+        """The files of one."""
+        return self.entries[node * self.each : (node + 1) * self.each]
+
+
+def name(node: int, slot: int | None = None) -> str:
+    """The name of a node's file, or of that of one of its slots."""
+    return f"node-{node:04d}.h5" if slot is None else f"node-{node:04d}-{slot:04d}.h5"
+
+
+def check_table(entries: Sequence[Entry], n: int) -> None:
+    """ValueError unless these are the files of n nodes, equally many and as long of each."""
+    each = len(entries) // n if n else 0
+    if not each or len(entries) != n * each:
+        raise ValueError(f"n = {n}, but its table names {len(entries)} files")
+    for row, entry in enumerate(entries):
+        node, slot = divmod(row, each)
+        if (entry.node, entry.file) != (node, name(node, slot if each > 1 else None)):
+            raise ValueError(f'row {row} of its table is of node {entry.node}, "{entry.file}"')
+        if entry.parameters != entries[slot].parameters:
+            raise ValueError(f"node {node} has another number of parameters than node 0")
 
 
 def write(path: Path, manifest: Manifest) -> None:
@@ -56,7 +94,7 @@ def write(path: Path, manifest: Manifest) -> None:
     names = max(len(entry.file) for entry in manifest.entries)
     kind = [("node", "<i8"), ("file", f"S{names}"), ("bytes", "<i8")]
     kind += [("checksum", "S8"), ("parameters", "<i8")]
-    length = manifest.entries[0].parameters
+    length = sum(entry.parameters for entry in manifest.of(0))
     with create(path, userblock_size=HEADER) as file:
         file.attrs["format"] = np.bytes_(FORMAT)
         file.attrs["step"], file.attrs["n"] = manifest.step, manifest.n
@@ -67,8 +105,9 @@ def write(path: Path, manifest: Manifest) -> None:
         file.create_dataset("nodes", data=np.array(rows, np.dtype(kind)))
         if length:
             joined = h5py.VirtualLayout((manifest.n, length), "<f4")
-            for entry in manifest.entries:
-                joined[entry.node] = h5py.VirtualSource(entry.file, "parameters", (length,), "<f4")
+            for entry, columns in _parts(manifest.entries):
+                source = h5py.VirtualSource(entry.file, "parameters", (entry.parameters,), "<f4")
+                joined[entry.node, columns] = source
             file.create_virtual_dataset("parameters", joined, fillvalue=np.nan)
     with path.open("r+b") as raw:
         raw.seek(HEADER)
@@ -76,6 +115,16 @@ def write(path: Path, manifest: Manifest) -> None:
         raw.seek(0)
         raw.write(header)
     sync(path)
+
+
+def _parts(entries: Iterable[Entry]) -> Iterator[tuple[Entry, slice]]:
+    """The files that have parameters, and which of its node's they are."""
+    node, at = -1, 0
+    for entry in entries:
+        node, at = entry.node, at if entry.node == node else 0
+        if entry.parameters:
+            yield entry, slice(at, at + entry.parameters)
+        at += entry.parameters
 
 
 def _header(content: bytes) -> bytes:
@@ -122,17 +171,14 @@ def _content(file: h5py.File, found: dict[str, Any]) -> Manifest:
         for node, file, size, checksum, parameters in table
     )
     n = counter(facts["n"], "n", MOST)
-    if not entries or len(entries) != n:
-        raise ValueError(f"n = {n}, but its table names {len(entries)} files")
-    for node, entry in enumerate(entries):
-        right = entry.node == node and entry.file == f"node-{node:04d}.h5"
-        if not right or not re.fullmatch("[0-9a-f]{8}", entry.checksum):
-            raise ValueError(f'row {node} of its table is of node {entry.node}, "{entry.file}"')
-        counter(entry.bytes, f"bytes of node {node}", MOST)
-        if counter(entry.parameters, "parameters", MOST) != entries[0].parameters:
-            raise ValueError(f"node {node} has another number of parameters than node 0")
+    check_table(entries, n)
+    for entry in entries:
+        if not re.fullmatch("[0-9a-f]{8}", entry.checksum):
+            raise ValueError(f'"{entry.file}" has {entry.checksum[:20]!r} as its checksum')
+        counter(entry.bytes, f"bytes of {entry.file}", MOST)
+        counter(entry.parameters, "parameters", MOST)
     if "parameters" in found:
-        _check_view(found["parameters"], n, entries[0].parameters)
+        _check_view(found["parameters"], n, entries)
     job, meta = guard.text(found, "job"), plain(guard.text(found, "meta"), "meta")
     return Manifest(counter(facts["step"], "step", MOST), n, job, meta, entries)
 
@@ -183,17 +229,19 @@ def counted(numbers: dict[str, Number], step: int) -> dict[str, Number]:
     return numbers
 
 
-def _check_view(view: Any, n: int, length: int) -> None:
-    """The view for other programs shows the nodes' files, one a row, and nothing else."""
+def _check_view(view: Any, n: int, entries: Sequence[Entry]) -> None:
+    """The view for other programs shows the nodes' files, a row a node, and nothing else."""
+    length = sum(entry.parameters for entry in entries if entry.node == 0)
+    parts = list(_parts(entries))
     made = view.id.get_create_plist() if isinstance(view, h5py.Dataset) else None
     right = made is not None and made.get_layout() == h5py.h5d.VIRTUAL
     if not right or view.shape != (n, length) or view.dtype != "<f4":
         raise ValueError(f'"parameters" is no view of {n} nodes of {length} parameters')
-    if made.get_virtual_count() != n:
-        raise ValueError(f'"parameters" shows {made.get_virtual_count()} files, not {n}')
-    for node in range(n):
-        source = made.get_virtual_filename(node), made.get_virtual_dsetname(node)
-        low, high = made.get_virtual_vspace(node).get_select_bounds()
-        rows = (low, high) == ((node, 0), (node, length - 1))
-        if source != (f"node-{node:04d}.h5", "parameters") or not rows:
-            raise ValueError(f'"parameters" shows {source[0][:100]!r} as node {node}')
+    if made.get_virtual_count() != len(parts):
+        raise ValueError(f'"parameters" shows {made.get_virtual_count()} files, not {len(parts)}')
+    for at, (entry, columns) in enumerate(parts):
+        source = made.get_virtual_filename(at), made.get_virtual_dsetname(at)
+        low, high = made.get_virtual_vspace(at).get_select_bounds()
+        there = (low, high) == ((entry.node, columns.start), (entry.node, columns.stop - 1))
+        if source != (entry.file, "parameters") or not there:
+            raise ValueError(f'"parameters" shows {source[0][:100]!r} as node {entry.node}')

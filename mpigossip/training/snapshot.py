@@ -10,6 +10,7 @@ import torch
 from mpigossip.engine.state import joined, split
 from mpigossip.engine.step import Engine
 from mpigossip.groups.base import held
+from mpigossip.store import direct
 from mpigossip.store.checkpoint import NodeState
 
 
@@ -43,6 +44,47 @@ def snapshot(
         arrays=arrays,
         numbers=numbers,
     )
+
+
+def by_slot(
+    engine: Engine,
+    buffers: Sequence[Mapping[str, torch.Tensor]],
+    numbers: dict,
+    spare: Sequence[NodeState] = (),
+) -> list[NodeState]:
+    """The same of the slots that live here, each its own part: nothing goes to another process.
+
+    For the one node of a process.
+    """
+    flat, state, found = engine.vector.flat, engine.parts(), []
+    for place, slot in enumerate(engine.group.mine):
+        before = spare[place] if spare else None
+        of_slot = buffers[place] if buffers else {}
+        arrays = {f"buffers/{slot}/{name}": plain(one).copy() for name, one in of_slot.items()}
+        pieces: dict[str, np.ndarray] = {}
+        for name, parts in state.items():
+            values = parts[place][0]
+            if len(values) > 1:
+                again = before.pieces[name] if before else None
+                pieces[name] = _packed(flat.inside(values, slot), again)
+            elif slot == 0:  # one number, the same in all of them
+                arrays[name] = values.cpu().numpy().copy()
+        x = flat.inside(engine.vector.x[place][0], slot)
+        own = _packed(x, before.parameters if before else None)
+        found.append(NodeState(own, flat.names, flat.shapes, arrays, numbers, slot, pieces))
+    return found
+
+
+def _packed(parts: Sequence[torch.Tensor], place: np.ndarray | None) -> np.ndarray:
+    """The parts one after the other, in ``place`` if that is given, else in pages of their own."""
+    count = sum(part.numel() for part in parts)
+    if place is None and count:
+        pages = torch.from_numpy(direct.pages(count * parts[0].element_size()))
+        place = pages.view(parts[0].dtype).numpy()
+    if place is None:  # columns of padding alone
+        return torch.cat(parts).numpy()
+    torch.from_numpy(place).copy_(torch.cat(parts))
+    return place
 
 
 def plain(tensor: torch.Tensor) -> np.ndarray:

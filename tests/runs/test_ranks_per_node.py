@@ -12,6 +12,7 @@ import torch
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.runs import launch
+from mpigossip.runs.model_export import export
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -92,14 +93,15 @@ def test_a_simulated_job_counts_the_ranks_of_a_node():
     assert np.array_equal(found, expected)
 
 
-def whole_runs(comm, folder, per, own, model, second):
+def whole_runs(comm, folder, per, own, model, second, one_file_gb):
     """A run of 12 steps, and one that goes on from where the other shape stopped at 6."""
     from mpigossip.cluster.ranks import World
 
     torch.set_num_threads(1)
     world = World(comm)
     settings = ["run.steps=12", "checkpoint.every_steps=6", "log.flush_steps=3",
-                "run.evaluate_every=0", "checkpoint.keep=5"]  # fmt: skip
+                "run.evaluate_every=0", "checkpoint.keep=5",
+                f"checkpoint.one_file_gb={one_file_gb}"]  # fmt: skip
     shape = [f"node.ranks_per_node={per}", f"node.devices=cpu:{own}"]
     name = f"{per}x{own}"
     whole = job(*settings, *shape, folder=f"{folder}/{name}", model=model)
@@ -114,28 +116,49 @@ def whole_runs(comm, folder, per, own, model, second):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(((4, 1), 2), ((8, 2), 1)), (((8, 2), 1), ((4, 1), 2))]
+    ("first", "second", "one_file_gb"),
+    [
+        (((4, 1), 2), ((8, 2), 1), 4),
+        (((8, 2), 1), ((4, 1), 2), 4),
+        (((4, 1), 2), ((8, 2), 1), 0),
+        (((4, 2), 2), ((2, 1), 4), 0),
+    ],
 )
-def test_runs_go_on_in_the_other_shape_to_the_bit(ranks, tmp_path, first, second):
-    """The model has norm buffers, one set a slot; files, log and summary are those of one rank."""
+def test_runs_go_on_in_the_other_shape_to_the_bit(ranks, tmp_path, first, second, one_file_gb):
+    """The model has norm buffers, one set a slot; files, log and summary are those of one rank.
+
+    With one file a slot, too.
+    """
     found = []
     for at, ((size, per), own) in enumerate((first, second)):
-        found += ranks(size)(whole_runs, tmp_path, per, own, "resnet20", at == 1, timeout=300)[0]
+        given = tmp_path, per, own, "resnet20", at == 1, one_file_gb
+        found += ranks(size)(whole_runs, *given, timeout=300)[0]
     digests = {one["digest"] for one in found}
     assert len(digests) == 1
     assert len({one["accuracy"] for one in found}) == len({one["bytes_sent"] for one in found}) == 1
-    logs = [read(tmp_path / name / "log.h5") for name in ("1x2", "2x1")]
+    names = [f"{per}x{own}" for (_, per), own in (first, second)]
+    nodes = first[0][0] // first[0][1]
+    logs = [read(tmp_path / name / "log.h5") for name in names]
     for name in ("loss", "bytes_sent", "kind"):
         one, other = (log.steps[name] for log in logs)
-        assert one.shape == (12, 4)
+        assert one.shape == (12, nodes)
         assert np.array_equal(one, other), name
-    saved = [checkpoint.folder(tmp_path / name, 12) for name in ("1x2", "2x1", "other")]
-    for node in range(4):
+    saved = [checkpoint.folder(tmp_path / name, 12) for name in (*names, "other")]
+    for node in range(nodes):
         states = [checkpoint.read_node(path, node) for path in saved]
         for state in states[1:]:
+            assert np.array_equal(state.parameters, states[0].parameters)
             assert state.arrays.keys() == states[0].arrays.keys()
             for key, array in states[0].arrays.items():
                 assert np.array_equal(state.arrays[key], array), key
+    assert [checkpoint.verify(path) for path in saved] == [[]] * 3
+    (cut,) = [path for path, name in zip(saved, names, strict=False) if not name.startswith("1x")]
+    files = {path.name for path in cut.glob("node-*.h5")}
+    assert ("node-0000-0001.h5" in files) == (one_file_gb == 0)
+    assert len(files) == nodes * (1 if one_file_gb else first[0][1] * first[1])
+    for path in saved:
+        export(path, tmp_path / f"{path.parents[1].name}.safetensors")
+    assert len({(tmp_path / f"{name}.safetensors").read_bytes()[-1000:] for name in names}) == 1
 
 
 def evaluated(comm):

@@ -81,6 +81,66 @@ def test_round_trip(tmp_path):
     assert checkpoint.latest(tmp_path) == path and checkpoint.steps(tmp_path) == [1200]
 
 
+def by_slot(node, step=0):
+    """The same as `state`, of three slots: the last one's columns are padding alone."""
+    whole, ends = state(node, step), (0, 600, 1006, 1006)
+    for slot, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        pieces = {"state/momentum": whole.arrays["state/momentum"][begin:end]}
+        rest = {k: v for k, v in whole.arrays.items() if k not in pieces}
+        arrays = {k: v for at, (k, v) in enumerate(rest.items()) if at % 3 == slot}
+        parameters = whole.parameters[begin:end]
+        yield NodeState(parameters, whole.names, whole.shapes, arrays, whole.numbers, slot, pieces)
+
+
+def write_by_slot(run, step, n=2):
+    temporary = checkpoint.begin(run, step)
+    entries = [
+        checkpoint.write_node(temporary, node, part)
+        for node in reversed(range(n))
+        for part in by_slot(node, step)
+    ]
+    return checkpoint.commit(temporary, run, step, entries, JOB, {"slots": 3})
+
+
+def test_a_file_a_slot_is_read_as_a_file_a_node(tmp_path):
+    path = write_by_slot(tmp_path, 7)
+    assert sorted(p.name for p in path.iterdir())[1:] == [
+        f"node-000{node}-000{slot}.h5" for node in range(2) for slot in range(3)
+    ]
+    for node in range(2):
+        same(checkpoint.read_node(path, node), state(node, 7))
+    assert checkpoint.verify(path) == []
+    assert checkpoint.latest(tmp_path) == path
+    assert checkpoint.digest(path) == expected_digest(7, n=2)
+    with h5py.File(path / "checkpoint.h5") as file:
+        assert (
+            file["parameters"][()] == np.stack([state(i, 7).parameters for i in range(2)])
+        ).all()
+    entries = checkpoint.read_manifest(path).entries
+    for forged in ((*entries[:2], entries[3], entries[2], *entries[4:]), entries[:5]):
+        with pytest.raises(ValueError, match="its table"):
+            manifests.check_table(forged, 2)
+    (path / "node-0001-0001.h5").unlink()
+    assert "node-0001-0001.h5 is missing" in " ".join(checkpoint.verify(path))
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_slots_of_a_node_that_hold_different_things_are_refused(tmp_path):
+    temporary = checkpoint.begin(tmp_path, 1)
+    first, second, third = by_slot(0, 1)
+    second.arrays["flags"] = second.pieces["state/momentum"]  # as the first has it
+    first.arrays["flags"] = first.pieces["state/momentum"]
+    entries = [checkpoint.write_node(temporary, 0, one) for one in (first, second, third)]
+    path = checkpoint.commit(temporary, tmp_path, 1, entries, JOB, {})
+    with pytest.raises(StoreError, match="slots 0 and 1 of a node hold different things"):
+        checkpoint.read_node(path, 0)
+    temporary = checkpoint.begin(tmp_path, 2)
+    entries = [checkpoint.write_node(temporary, 0, one) for one in by_slot(0, 2)]
+    for wrong in (entries[1:], [*entries, checkpoint.write_node(temporary, 1, state(1, 2))]):
+        with pytest.raises(ValueError, match="its table"):
+            checkpoint.commit(temporary, tmp_path, 2, wrong, JOB, {})
+
+
 def test_anyone_can_read_it_and_recompute_the_digest(tmp_path):
     path = write(tmp_path, 5)
     sha = hashlib.sha256()
@@ -163,7 +223,7 @@ def test_wrong_calls_are_refused(tmp_path):
             )
     entries = [checkpoint.write_node(temporary, i, good) for i in (0, 2)]
     for wrong in ([], entries, entries[:1] * 2):
-        with pytest.raises(ValueError, match="one entry per node"):
+        with pytest.raises(ValueError, match="its table"):
             checkpoint.commit(temporary, tmp_path, 1, wrong, "", {})
     (temporary / "node-0000.h5").unlink()
     with pytest.raises(StoreError, match="file system that all nodes share"):

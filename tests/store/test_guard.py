@@ -179,7 +179,7 @@ def test_a_forged_manifest_with_a_right_checksum_is_refused(tmp_path, forged):
     manifest = checkpoint.read_manifest(path)
     facts = {name: getattr(manifest, name) for name in ("step", "n", "job", "meta", "entries")}
     forged_one = checkpoint.Manifest(**facts | change(manifest))
-    view = forged_one.n == manifest.n and forged not in ("lengths", "outside")
+    view = forged_one.n == manifest.n and forged not in ("lengths", "outside", "twice")
     if not view:  # of the view for other programs there is only one that HDF5 can make
         first = forged_one.entries[0]._replace(parameters=0)
         entries = (first, *forged_one.entries[1:])

@@ -207,7 +207,7 @@ class LoopRun:
         meta = {"door": "loop", "nodes": node.mixer.n, "asked": node.mixer.n,
                 "slots": len(node.slots.models)}  # fmt: skip
         self._saver.finish()
-        self._saver.begin(index, {node.mixer.rows[0]: state}, meta)
+        self._saver.begin(index, [(node.mixer.rows[0], state)], meta)
         self._saved_at = index
 
     def _same_step(self, call: str) -> int:

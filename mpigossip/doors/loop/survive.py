@@ -27,7 +27,7 @@ Inner = list[dict[str, Any]]
 """The inner optimizer's state, parameter by parameter."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Whole(NodeState):
     """A node after a whole step, and the inner optimizer's state."""
 
