@@ -13,7 +13,6 @@ from mpigossip.config import JobError
 from mpigossip.doors.sliced import ELEMENTWISE
 from tests.engine.test_overlap import SIZE, short_chunks
 
-
 STEPS = 5
 OPTIMIZERS = {
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
