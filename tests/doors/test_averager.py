@@ -208,7 +208,8 @@ def test_the_page_s_average_runs_as_pasted(mpirun, tmp_path):
     for n in (0, 4):
         done = mpirun(n, [sys.executable, "average.py"], cwd=tmp_path)
         mean = (max(n, 1) - 1) / 2
-        assert sorted(done.stdout.split("\n")[:-1]) == [f"node {i}: {mean}" for i in range(n or 1)]
+        said = re.findall(r"node \d: [\d.]+", done.stdout)  # ranks may share a line
+        assert sorted(said) == [f"node {i}: {mean}" for i in range(n or 1)], done
 
 
 def test_a_mask_is_not_lost_in_silence():
