@@ -203,7 +203,9 @@ def test_alone_it_needs_no_mpi():
 
 
 def test_the_page_s_average_runs_as_pasted(mpirun, tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (REPO / "mpigossip/doors/README.md").read_text(), re.S)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (REPO / "mpigossip/doors/README.md").read_text(), re.S
+    )
     (tmp_path / "average.py").write_text(next(one for one in blocks if "Averager(" in one))
     for n in (0, 4):
         done = mpirun(n, [sys.executable, "average.py"], cwd=tmp_path)
