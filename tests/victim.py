@@ -43,17 +43,19 @@ class Victim(Hook):
 
 
 def armed():
-    """The same for a user's own loop: SIGKILL in the exchange of the step, in an average (`g`), or
-    before the step's message is sent (`s`).
+    """The same for a user's own loop: SIGKILL in the exchange of the step, in an average (`g`),
+    before the step's message is sent (`s`), in a checkpoint (`c`), or in the run's end ("end").
     """
     from mpigossip.engine.step import Engine
+    from mpigossip.runs.recorder import Recorder
+    from mpigossip.store import checkpoint
 
     plan = dict(one.split("@") for one in os.environ["VICTIMS"].split())
     at = plan.get(os.environ["OMPI_COMM_WORLD_RANK"], "-1")
-    settle, send = Engine.settle, Engine._send
+    settle, send, write = Engine.settle, Engine._send, checkpoint.write_node
 
     def settled(engine, *given):
-        if engine.index == int(at.rstrip("gs")):
+        if at in (f"{engine.index}", f"{engine.index}g"):
             if at.isdigit():
                 die("training")
             averages.wait_all = lambda *_, **__: die("a global average")
@@ -64,7 +66,14 @@ def armed():
             die("training")
         send(engine, *given)
 
-    Engine.settle, Engine._send = settled, sent
+    def written(folder, node, state):
+        if at == f"{state.numbers['index']}c":
+            die("a checkpoint")
+        return write(folder, node, state)
+
+    Engine.settle, Engine._send, checkpoint.write_node = settled, sent, written
+    if at == "end":
+        Recorder.stop = lambda *_: die("the end of its loop")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--evaluate-every", type=int, default=50)
+    parser.add_argument("--out", help="a folder for the log and checkpoints")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with mpigossip.world() as world:
@@ -49,14 +50,18 @@ def main():
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         optimizer = mpigossip.Gossip(
-            world, model, optimizer, survive=True, on_change=changed  # <-
+            world, model, optimizer, run=options.out, survive=True, on_change=changed  # <-
         )  # fmt: skip
+        if options.out:
+            optimizer.resume()
         while optimizer.steps < options.steps:  # <-
             inputs, targets = loader.batch(optimizer.steps)
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(inputs), targets)
             loss.backward()
             optimizer.step()
+            if options.out:
+                optimizer.log(loss=loss, samples=len(inputs))
             if optimizer.steps % options.evaluate_every == 0:
                 with optimizer.averaged() as averaged, torch.no_grad():
                     inputs, targets = loader.batch(0)
@@ -65,6 +70,8 @@ def main():
                     worst = world.agree(int(1e6 * error))
                     if world.rank == 0:
                         print(f"step {optimizer.steps}: {worst / 1e6:.4f}", flush=True)
+                if options.out:
+                    optimizer.save()
         flat = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
         print(f"node {world.names[world.rank]} of {world.size}: loss {float(loss.detach()):.4f}, "
               f"{hashlib.sha256(flat.tobytes()).hexdigest()}", flush=True)  # fmt: skip

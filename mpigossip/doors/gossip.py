@@ -21,7 +21,7 @@ from mpigossip.doors.inner import check, check_group, check_plain_sgd, one_rate,
 from mpigossip.doors.loop import saved
 from mpigossip.doors.loop.paused import paused
 from mpigossip.doors.loop.run import LoopRun
-from mpigossip.doors.loop.survive import Survival, check_callback
+from mpigossip.doors.loop.survive import Survival, check_callback, end
 from mpigossip.doors.node import Node
 from mpigossip.doors.settings import settings
 from mpigossip.doors.stale import Stale
@@ -76,7 +76,7 @@ class Gossip(Wrapper):
     ``measure_every``: steps between two consensus distances in :attr:`record`; None: 10 in a
     run, else never. ``model``: all that the optimizer moves; several modules as a list. Frozen
     parameters are rank 0's, and join what is exchanged at the step at which they require
-    gradients. ``survive = True`` with ``on_change``, without ``run``: see
+    gradients. ``survive = True`` with ``on_change``: see
     :class:`~mpigossip.doors.loop.survive.Survival`.
 
     ``run``: a folder for the log, checkpoints and what else a job's run has; then also
@@ -142,7 +142,7 @@ class Gossip(Wrapper):
         )  # fmt: skip
         self._survival: Survival | None = None
         if on_change is not None and world.survives:
-            self._survival = Survival(self._node, on_change)
+            self._survival = Survival(self._node, on_change, self._run)
             self._node.noticed = self._survival.noticed
         world.resources.callback(self.close)
         given.say(world, self._model, optimizer)
@@ -313,7 +313,7 @@ class Gossip(Wrapper):
     def save(self) -> None:
         """A checkpoint of the present step, written while the loop goes on. Collective."""
         run, _ = self._own_run("save"), self._laid_out()
-        with self.engine.uncounted(), torch.no_grad():
+        with self.engine.uncounted(), torch.no_grad(), self._node.noticed():
             run.save(self._node)
 
     def resume(self) -> int:
@@ -323,7 +323,10 @@ class Gossip(Wrapper):
         :meth:`keep` was given. With another number from the exact average; says what was dropped.
         """
         run, _ = self._own_run("resume"), self._laid_out()
-        return run.resume(self._node)
+        step = run.resume(self._node)
+        if self._survival is not None:
+            self._survival.keep(anew=True)
+        return step
 
     @property
     def stopping(self) -> bool:
@@ -335,8 +338,7 @@ class Gossip(Wrapper):
 
     def exit(self) -> NoReturn:
         """Save, and leave with the exit code on which batch scripts queue a job again."""
-        with torch.no_grad():
-            self._own_run("exit").finish(stopped=True)
+        self._own_run("exit").stopped = True
         self._world.close()
         raise SystemExit(STOPPED)
 
@@ -394,7 +396,5 @@ class Gossip(Wrapper):
     def close(self) -> None:
         """Free windows and threads; collective, and done by the world where it ends."""
         deadline.ends(self.steps)
-        if self._run:
-            with torch.no_grad(), deadline.calling("the end of its loop"):
-                self._run.finish()
-        self._node.close(together=self._survival is None or self._survival.leave())
+        with torch.no_grad(), deadline.calling("the end of its loop"):
+            end(self._node, self._run, self._survival)

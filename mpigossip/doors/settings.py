@@ -77,11 +77,6 @@ def settings(
             f'run = "{folder}": a loop\'s run takes nodes of one rank; save state_dict() on every '
             "rank, or use ranks_per_node = 1"
         )
-    if folder is not None and job.run.survive:
-        found.append(
-            f'survive = True with run = "{folder}": a loop with a folder goes on after a loss by '
-            "starting again and resume(); leave one of the two out"
-        )
     if drawn and job.run.survive:
         found.append(
             "survive = True: a graph that is given has its number of nodes, and those who outlive "

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from mpigossip.cluster.world import World
@@ -55,10 +56,7 @@ def outlived(world: World, rebuilt: Callable[[], T]) -> T:
 
 
 def _rebuilt(run: Run, world: World) -> Run:
-    if world.rank == 0 and run.names[0] != world.names[0]:
-        # rank 0 held it and is gone; a disk that doesn't know yet is no reason to stop
-        with contextlib.suppress(JobError):
-            world.resources.enter_context(lock(run.progress.folder))
+    lock_anew(run.progress.folder, run.names, world)
     mine, (numbers, steps_per_epoch) = run.kept.agree(world, run.progress.steps_per_epoch)
     assembly = assemble(run.progress.job, world, world.size)
     try:
@@ -66,6 +64,14 @@ def _rebuilt(run: Run, world: World) -> Run:
     except BaseException:
         assembly.abandon()
         raise
+
+
+def lock_anew(folder: Path, names: Sequence[int], world: World) -> None:
+    """Take the folder's lock on rank 0 where the one of ``names``, the world before, is gone."""
+    if world.rank == 0 and names[0] != world.names[0]:
+        # a disk that doesn't know yet is no reason to stop
+        with contextlib.suppress(JobError):
+            world.resources.enter_context(lock(folder))
 
 
 def _taken_over(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from mpigossip.runs.recorder import COLUMNS, Recorder
 from mpigossip.runs.run import meet
 from mpigossip.runs.saver import Saver
 from mpigossip.runs.stopper import Stopper, end_of_allocation
+from mpigossip.runs.survive import lock_anew
 from mpigossip.runs.tally import Tally, shares
 from mpigossip.store import StoreError, checkpoint
 
@@ -71,9 +73,14 @@ class LoopRun:
         self._shown: dict[str, float] = {}
         self._saved_at: int | None = None
         self._asked_at: int | None = None
+        self._names, self._lost, self._lost_at = world.names, list[str](), 0
+        self._parted = False
+        """some are at the end, the others come to it alone: nothing is written until then"""
         self.keeps: dict[str, Any] = {}
         """what else a checkpoint takes: objects with state_dict() or get_state()"""
         self.closed = False
+        self.stopped = False
+        """the loop is left before its end"""
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -86,22 +93,25 @@ class LoopRun:
                 [f'run: "{self.folder}" holds a run that has {self._there.name} as its newest '
                  "checkpoint: call optimizer.resume() to go on from there, or name another folder"]
             )  # fmt: skip
+        self._open(node)
+        for hook in self._hooks:
+            hook.start(self.progress, node)
+
+    def _open(self, node: Node) -> None:
         self._node, job = node, self.job
         self.progress = Progress(
             job=job, folder=self.folder, nodes=node.mixer.n, asked=node.mixer.n,
             steps_per_epoch=0, total_steps=job.run.steps or 0, samples_per_step=0,
             text=self._text(node), first_step=node.engine.index, seconds_before=self._before_s,
-            about=lambda: self._about(node),
+            about=lambda: self._about(node), lost=self._lost,
         )  # fmt: skip
         self._saver = Saver(self.world, self.folder, self.progress.text, job.checkpoint)
-        for hook in self._hooks:
-            hook.start(self.progress, node)
 
     def before(self, node: Node) -> None:
         """A step begins: nothing more is said of the last one."""
         self.begin(node)
         self._hand_over()
-        if self._together and node.engine.index % self.job.log.flush_steps == 0:
+        if self._meets and node.engine.index % self.job.log.flush_steps == 0:
             self._same_step("step()")
             self._recorder.flush()
 
@@ -109,19 +119,27 @@ class LoopRun:
         """A step was made: its record waits; whether to stop is asked."""
         assert self._node is not None
         self._last, done = record, record.index + 1
-        if self._together:
+        if self._meets:
             self._saver.poll(done)
         self.progress.checkpoint = self._saver.last or self.progress.checkpoint
         if self._asked_at is None:
-            every = self.job.log.flush_steps
-            stops = done % every == 0 and self._round(done)[0] if not self._together else (
-                any([hook.wants_stop(done) for hook in self._hooks]))  # fmt: skip
-            self._asked_at = done if stops else None
+            self._asked_at = done if not self._parted and self._stops(done) else None
         elif done == self._asked_at + IGNORED and self.world.rank == 0:
             self.progress.warn(
                 f"a stop was agreed on at step {self._asked_at}, and the loop goes on: look at "
                 "optimizer.stopping after each step, and call optimizer.exit()"
             )
+
+    def _stops(self, done: int) -> bool:
+        """Whether all ranks have agreed to stop by now."""
+        if not self._together:
+            return done % self.job.log.flush_steps == 0 and self._round(done)[0]
+        return any([hook.wants_stop(done) for hook in self._hooks])
+
+    @property
+    def _meets(self) -> bool:
+        """Whether nodes are at equal steps, and all in their loops."""
+        return self._together and not self._parted
 
     def _round(self, done: int, ended: bool = False) -> tuple[bool, bool]:
         """Where asynchronous nodes meet: the log is written. Whether to stop; whether all ended."""
@@ -191,6 +209,10 @@ class LoopRun:
 
     def save(self, node: Node) -> None:
         """Take a snapshot of the present step; it is written while training goes on. Collective."""
+        if not self._parted:  # else at the end
+            self._save(node)
+
+    def _save(self, node: Node) -> None:
         self.begin(node)
         node.between("save()")
         self._meet("save()")
@@ -204,10 +226,12 @@ class LoopRun:
         }  # fmt: skip
         with self.world.together(JobError):
             state = loop_state.snapshot(node, self.keeps, numbers)
-        meta = {"door": "loop", "nodes": node.mixer.n, "asked": node.mixer.n,
-                "slots": len(node.slots.models)}  # fmt: skip
+        progress = self.progress
+        meta = {"door": "loop", "nodes": progress.nodes, "asked": progress.asked,
+                "slots": len(node.slots.models), "lost": "; ".join(progress.lost),
+                "lost_at": self._lost_at}  # fmt: skip
         self._saver.finish()
-        self._saver.begin(index, [(node.mixer.rows[0], state)], meta)
+        self._saver.begin(index, [(self.world.nodes.column.rank, state)], meta)
         self._saved_at = index
 
     def _same_step(self, call: str) -> int:
@@ -245,15 +269,50 @@ class LoopRun:
             say(f"{path}: {'; '.join(told)}")
         return node.engine.index
 
+    # -- the loss of a rank -----------------------------------------------------------------------
+
+    def go_on(self, node: Node, lost: Sequence[str], parted: bool) -> None:
+        """Log, checkpoints and lock are the survivors' from here on; collective over them.
+
+        ``lost``: who, a line each. ``parted``: some are at the end of their loops, where the others
+        come to them. Figures that the program hadn't said yet of the step before are unknown.
+        """
+        if not self._lost:
+            self._lost_at = node.engine.index
+        self._lost += lost
+        if not self.world.agree(self._node is not None and not self.closed):
+            return  # nobody has begun, or all are through
+        if self._node is None:
+            self._open(node)
+        self._hand_over()
+        self._saver.abandon()
+        self._figures.clear()
+        self.closed, self._parted, self._saved_at = False, parted, None
+        progress, world = self.progress, self.world
+        progress.nodes, progress.seconds_before = world.nodes.count, progress.seconds
+        progress.began, progress.first_step = time.perf_counter(), -world.agree(-node.engine.index)
+        if world.agree(self.stopping):
+            self._asked_at = progress.first_step
+        if parted:  # of which some exchange with nobody any more
+            progress.about = tuple
+        lock_anew(self.folder, self._names, world)
+        self._names = world.names
+        self._saver = Saver(world, self.folder, progress.text, self.job.checkpoint)
+        anew = [Printer(world) if isinstance(hook, Printer) else hook for hook in self._hooks]
+        self._hooks = anew
+        for hook in anew:
+            hook.start(progress, node)
+
     # -- the end ----------------------------------------------------------------------------------
 
-    def finish(self, stopped: bool = False) -> None:
+    def finish(self) -> None:
         """Save the last step, write the summary; collective. After an error: nothing of that."""
         if self.closed:
             return
-        self.closed, node = True, self._node
+        node = self._node
         # exit() may be called where the program handles an exception of its own
-        if (sys.exception() is not None and not stopped) or node is None:
+        if (sys.exception() is not None and not self.stopped) or node is None:
+            self.closed = True
             if node is not None:
                 self._saver.abandon()
             return
@@ -263,16 +322,17 @@ class LoopRun:
             while not self._round(done := (done // every + 1) * every, ended=True)[1]:
                 pass
         if self._saved_at != self._same_step("the end of the loop"):
-            self.save(node)
+            self._save(node)
         self._saver.close()
-        summary = self._summary(node, stopped)
+        summary = self._summary(node)
         with self.world.together(StoreError):
             if "checkpoint" in summary:
                 summary["digest"] = checkpoint.digest(self._saver.last)
         for hook in self._hooks:
             hook.stop(self.progress, summary)
+        self.closed = True
 
-    def _summary(self, node: Node, stopped: bool) -> dict[str, Any]:
+    def _summary(self, node: Node) -> dict[str, Any]:
         """As a job's; figures as the program last said them, mean over nodes that did."""
         mine = self._tally.spent, self._tally.samples, node.mixer.bytes_sent[0], self._shown
         gathered = self.world.gather(mine)
@@ -280,7 +340,7 @@ class LoopRun:
             return {}
         spent, samples, sent, shown = zip(*gathered, strict=True)
         summary: dict[str, Any] = {
-            "finished": not stopped, "steps": node.engine.index, "nodes": self.progress.nodes,
+            "finished": not self.stopped, "steps": node.engine.index, "nodes": self.progress.nodes,
             "slots": len(node.slots.models), "seconds": self.progress.seconds,
             "bytes_sent": float(np.mean(sent)),
         }  # fmt: skip
@@ -289,8 +349,9 @@ class LoopRun:
         means = {name: np.mean([one[name] for one in shown if name in one]) for name in names}
         if means:
             summary["figures"] = ", ".join(f"{name} {mean:.5g}" for name, mean in means.items())
-        if self.progress.warnings:
-            summary["warnings"] = "; ".join(self.progress.warnings)
+        for name, lines in (("lost", self._lost), ("warnings", self.progress.warnings)):
+            if lines:
+                summary[name] = "; ".join(lines)
         if self._saver.last is not None:
             summary["checkpoint"] = str(self._saver.last)
         return summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,12 @@ import torch
 
 from mpigossip.cluster import ulfm
 from mpigossip.cluster.deadline import Deadline
+from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.ranks import Alone
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
+from mpigossip.config.readable import counted
+from mpigossip.doors.loop.run import LoopRun
 from mpigossip.doors.node import Node
 from mpigossip.mixing.base import Mixer
 from mpigossip.runs.elastic import Kept, go_on_together
@@ -23,6 +27,8 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.training import assemble
 from mpigossip.training.snapshot import snapshot
 
+MEETINGS = ("gather", "broadcast", "start_agree", "agree", "together", "barrier")
+"""Calls on a world in which its ranks meet."""
 Inner = list[dict[str, Any]]
 """The inner optimizer's state, parameter by parameter."""
 
@@ -54,16 +60,16 @@ class Survival:
     left, and the next `step()` takes it in.
     """
 
-    def __init__(self, node: Node, on_change: Callable[[World], object]):
+    def __init__(self, node: Node, on_change: Callable[[World], object], run: LoopRun | None):
         """``on_change(world)`` is called when the survivors are ready to go on."""
-        self._node, self._on_change, self._world = node, on_change, node.world
+        self._node, self._on_change, self._world, self._run = node, on_change, node.world, run
         self._names, self._hosts = node.world.names, node.world.hosts
         self._kept = Kept()
         self._lost = self._leaving = False
 
-    def keep(self) -> None:
-        """A step is whole: copy this node to host memory."""
-        if self._kept.states and self._kept.states[-1].names != self._node.flat.names:
+    def keep(self, anew: bool = False) -> None:
+        """A step is whole: copy this node to host memory; ``anew``: nothing before it counts."""
+        if anew or self._kept.states and self._kept.states[-1].names != self._node.flat.names:
             self._kept = Kept()  # the vector has been laid out again
         self._kept.keep(self._copy)
 
@@ -100,10 +106,25 @@ class Survival:
         """Go on between the survivors; collective over them. Alone where some leave the loop."""
         node, here = self._node, self._world
         ulfm.given_up.append(node.mixer)
-        left = here.agree(self._leaving)
+        left = bool(here.agree(self._leaving))
+        gone = [at for at, name in enumerate(self._names) if name not in here.names]
+        lost = [f"rank {self._names[at]} on {self._hosts[at]}" for at in gone]
         if self._leaving:
-            return
-        world = Alone() if left else here
+            lost = [f"{rank} was lost after step {node.engine.index}" for rank in lost]
+            if self._run is not None and here.rank == 0:
+                text = f"{'; '.join(lost)}; {counted(here.size, 'node')} end the run"
+                print(f"mpigossip: {text}", file=sys.stderr, flush=True)
+        else:
+            lost = self._go_on(Alone() if left else here, left, lost)
+        self._names, self._hosts = here.names, here.hosts
+        if self._run is not None:
+            self._run.go_on(node, lost, left)
+        if left and not self._leaving:  # the program's calls on it meet nobody until it leaves, too
+            vars(here).update({name: getattr(node.world, name) for name in MEETINGS})
+
+    def _go_on(self, world: World, left: bool, lost: list[str]) -> list[str]:
+        """From the last step that all of ``world`` have done; what is said of the ``lost``."""
+        node = self._node
         node.among(world, assemble.make_graph(node.job, world.size))
         mine, (numbers,) = self._kept.agree(world)
         told = go_on_together(node.engine, node.slots.buffers(), mine, numbers)
@@ -113,28 +134,54 @@ class Survival:
         told += [f"averaged: {', '.join(means)}"] if means and not left else []
         node.publish()
         node.slots.spent()
-        gone = [at for at, name in enumerate(self._names) if name not in here.names]
-        lost = [f"rank {self._names[at]} on {self._hosts[at]}" for at in gone]
         told += ["the others have left their loops"] if left else []
-        tell(world, lost, numbers["index"], self._kept.whole_at, told)
-        self._names, self._hosts, self._kept = here.names, here.hosts, Kept()
-        self.keep()
+        lines = tell(world, lost, numbers["index"], self._kept.whole_at, told)
+        self.keep(anew=True)
+        return lines
 
     def leave(self) -> bool:
-        """Wait until all nodes leave; whether they can close together what lies between them.
+        """The run's end, and until all nodes leave; whether what lies between them closes together.
 
-        Where one is lost meanwhile, those that are still in their loops finish them alone.
+        Where one is lost meanwhile, those that are still in their loops finish them alone, and
+        come here. A loop that is left by `exit()` ends at the same step on all nodes.
         """
-        if self._node.world is self._world:
-            self._leaving = True
+        waits = self._node.world is self._world
+        for name in () if waits else MEETINGS:
+            vars(self._world).pop(name, None)
+        while True:
+            lost = False
             try:
-                everyone = self._world.start_agree(0)
-                Deadline(float("inf")).wait(everyone.ready, lambda: "")
+                if self._run is not None:
+                    self._leaving = not self._run.stopped
+                    self._run.finish()
+                self._leaving = True
+                if waits:
+                    everyone = self._world.start_agree(0)
+                    Deadline(float("inf")).wait(everyone.ready, lambda: "")
             except Exception as error:
                 if not self._world.lost_by(error):
                     raise
+                lost = True
+            if lost:
                 outlived(self._world, self._rejoin)
-        return not self._world.diminished
+            if not lost or self._run is None or self._run.closed:
+                return not self._world.diminished
+            waits = False
+
+
+def end(node: Node, run: LoopRun | None, survival: Survival | None) -> None:
+    """The end of a loop: of its run, and of what lies between nodes where all come to it."""
+    try:
+        if survival is not None:
+            together = survival.leave()
+        else:
+            together = True
+            if run is not None:
+                run.finish()
+    except BaseException as error:
+        node.close(together=isinstance(error, AgreedError))
+        raise
+    node.close(together)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
