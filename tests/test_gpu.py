@@ -44,7 +44,8 @@ def trained(world, n, model, devices, settings, steps=STEPS):
     assembly = assemble.assemble(job(model, devices, *settings), world, n)
     for _ in range(steps):
         assembly.trainer.step()
-    full = assembly.trainer.replicas.full[-1].cpu().clone()
+    replicas = assembly.trainer.replicas  # packed: convolutions lie otherwise on a GPU
+    full = torch.stack([replicas.flat.pack(row) for row in replicas.full[-1]])
     assembly.close()
     return full
 

@@ -222,6 +222,9 @@ class NodeSection:
     """Pass the model through torch.compile."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
     """Replay the step as a CUDA graph; auto: on GPUs, where capture works."""
+    channels_last: Literal["auto", "always", "never"] = "auto"
+    """Weights of convolutions lie channels last, and cuDNN chooses algorithms by trying them, so
+    that a run's last bits may differ from another's; auto: on NVIDIA's GPUs."""
     gpu_window: Literal["auto", "device", "host"] = "auto"
     """Window memory for GPUs; auto: the device's where MPI is proven GPU-aware, else host."""
     mixer: Text = "synchronous"

@@ -117,5 +117,4 @@ def place(model: nn.Module, flat: Flat, packed: torch.Tensor) -> None:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, view in zip(flat.names, flat.views(row), strict=True):
-            p = parameters[name]
-            p.data.as_strided((p.numel(),), (1,)).copy_(view.reshape(-1))
+            parameters[name].data.copy_(view)

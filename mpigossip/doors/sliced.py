@@ -164,11 +164,11 @@ class Sliced:
                 [f"parameter {self._vector.flat.names[k]} has a sparse gradient, which has no "
                  'slices; give its layer sparse=False, or Gossip overlap="auto"']
             )  # fmt: skip
-        if tensor.stride() != self._vector.strides[k] or tensor.dtype != torch.float32:
+        if tensor.stride() != self._vector.flat.strides[k] or tensor.dtype != torch.float32:
             empty = torch.empty(tensor.numel(), device=tensor.device)
             tensor = self._shaped(k, empty).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
     def _shaped(self, k: int, values: torch.Tensor) -> torch.Tensor:
         """The inverse: (numel,) in the parameter's shape."""
-        return values.as_strided(self._parameters[k].shape, self._vector.strides[k])
+        return values.as_strided(self._parameters[k].shape, self._vector.flat.strides[k])

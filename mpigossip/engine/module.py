@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 
 import torch
 from torch import nn
@@ -31,7 +30,6 @@ class Parameters:
         named = [dict(model.named_parameters()) for model in models]
         self.rows = [[each[name] for name in self.flat.names] for each in named]
         self._owners = [[_owner(model, name) for name in self.flat.names] for model in models]
-        self.strides = [_dense(p) for p in self.rows[0]]
         device = self.rows[0][0].device
         self.full = [torch.zeros(len(models), self.flat.size, device=device)]
         self.x, self.g = self.full, [torch.empty(0, device=device)]
@@ -59,14 +57,8 @@ class Parameters:
         if found is None:
             if len(self._cache) > 8 * len(self.rows):
                 self._cache.clear()
-            found = self._cache[row.data_ptr()] = self._fresh(row)
+            found = self._cache[row.data_ptr()] = self.flat.views(row)
         return found
-
-    def _fresh(self, row: torch.Tensor) -> list[torch.Tensor]:
-        places = zip(self.flat.offsets, self.flat.shapes, self.strides, strict=True)
-        return [
-            row[at : at + prod(shape)].as_strided(shape, strides) for at, shape, strides in places
-        ]
 
     def gather(self, only: Sequence[int] | None = None) -> None:
         """The gradients of all parameters, or some, into ``g``; zero where there is none."""
@@ -179,12 +171,6 @@ def _alone(view: torch.Tensor) -> torch.Tensor:
     all but one of them from its checkpoints.
     """
     return torch.from_dlpack(view)
-
-
-def _dense(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Strides that fill a stretch of memory without gaps: its own where they do."""
-    like = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
-    return like.stride()
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -54,6 +54,8 @@ class Flat:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    """of each parameter in its place: as the model has it, channels_last for instance"""
     offsets: tuple[int, ...]
     size: int
     decayed: int
@@ -86,13 +88,26 @@ class Flat:
 
     def views(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as views of one row (P,)."""
+        places = zip(self.offsets, self.shapes, self.strides, strict=True)
         return [
-            row[at : at + prod(shape)].view(shape)
-            for at, shape in zip(self.offsets, self.shapes, strict=True)
+            row[at : at + prod(shape)].as_strided(shape, strides) for at, shape, strides in places
+        ]
+
+    def stacked(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters as views (rows, …) of all rows (rows, P)."""
+        places = zip(self.offsets, self.shapes, self.strides, strict=True)
+        return [
+            rows[:, at : at + prod(shape)].as_strided(
+                (len(rows), *shape), (rows.stride(0), *strides)
+            )
+            for at, shape, strides in places
         ]
 
     def pack(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The row (P,) without its padding, on the CPU: (count,), in ``out`` if that is given."""
+        """The row (P,) without its padding, on the CPU: (count,), in ``out`` if that is given.
+
+        Each parameter in the order of its indexes, whatever its strides: files know none.
+        """
         views = [view.reshape(-1) for view in self.views(row)]
         if out is None:
             return torch.cat(views).cpu()
@@ -131,6 +146,12 @@ class Flat:
                     parameters[name].grad = view
 
 
+def dense(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Strides that fill a stretch of memory without gaps: its own where they do."""
+    like = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
+    return like.stride()
+
+
 def flatten(
     module: nn.Module,
     slots: int = 1,
@@ -166,6 +187,7 @@ def flatten(
     return Flat(
         names=tuple(name for name, _ in ordered),
         shapes=tuple(tuple(parameter.shape) for _, parameter in ordered),
+        strides=tuple(dense(parameter) for _, parameter in ordered),
         offsets=tuple(offsets),
         size=-(-at // whole) * whole,
         decayed=boundary if first_undecayed < len(ordered) else at,

@@ -31,6 +31,7 @@ from mpigossip.mixing.base import ByBlocks, Kind, Layout, Mixer
 from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.wire import WIRES, Wire, wire
 from mpigossip.training import shape, task
+from mpigossip.training.convolutions import arranged
 from mpigossip.training.fit import may_cut, unfit
 from mpigossip.training.loop import Settings, Trainer
 from mpigossip.training.precision import Precision, resolved
@@ -333,7 +334,9 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         slots = shape.slots(job, world)
         per_step = slots * job.data.batch * section.accumulate
         each = make_orders(data, job.data, job.run.seed, n, per_step)
-        module = make_model(job, data)
+        module = arranged(
+            make_model(job, data), job.node.channels_last, slots_of(job.node.devices)[0]
+        )
         objective = task.make(job.task).tried(module, data.sample("test"))
         _check_vmap(job, module)
         decayed = None if section.decay_all else models.decayed(module)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import nn
@@ -153,8 +152,8 @@ class Replicas:
         self.grads[slot].zero_()
         found = torch.zeros(self.rows, self.objective.width, dtype=torch.float64)
         module, names = self.modules[0][slot].train(), self.flat.names
-        parameters = dict(zip(names, self._stacked(self.full[slot]), strict=True))
-        targets_of = self._stacked(self.grads[slot])
+        parameters = dict(zip(names, self.flat.stacked(self.full[slot]), strict=True))
+        targets_of = self.flat.stacked(self.grads[slot])
 
         def loss_of(parameters, batch):
             def model(*given, **named):
@@ -172,13 +171,6 @@ class Replicas:
                 target.add_(gradients[name], alpha=1 / accumulate)
             found += figures.cpu()
         return found
-
-    def _stacked(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters in rows (rows, P) as views (rows, …) without copies."""
-        return [
-            rows[:, at : at + prod(shape)].view(len(rows), *shape)
-            for at, shape in zip(self.flat.offsets, self.flat.shapes, strict=True)
-        ]
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
         """Per slot the named buffers that belong to a checkpoint."""

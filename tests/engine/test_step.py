@@ -20,7 +20,7 @@ class Numbers:
     first = (0,)
 
     def __init__(self):
-        self.flat = Flat(("x",), ((P,),), (0,), P, P, 1)
+        self.flat = Flat(("x",), ((P,),), ((1,),), (0,), P, P, 1)
         draw = torch.Generator().manual_seed(0)
         self.x = self.full = [torch.randn(N, P, generator=draw)]
         self.g = [torch.zeros(N, P)]

@@ -1,0 +1,76 @@
+"""Weights channels last: the same model, the same files, whatever their order in memory."""
+
+import pytest
+import torch
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.engine.vector import flatten
+from mpigossip.training import assemble
+from mpigossip.training.convolutions import arranged
+
+LAST = torch.channels_last
+
+
+def trained(setting, *more, model="lenet", steps=4):
+    settings = ["data.batch=4", "schedule.scale=none", f"node.channels_last={setting}", *more]
+    job = assemble.load({"model": {"name": model}}, settings)
+    made = assemble.assemble(job, Alone(), 2)
+    for _ in range(steps):
+        made.trainer.step()
+    flat, rows = made.trainer.replicas.flat, made.trainer.replicas.full[0]
+    packed = torch.stack([flat.pack(row) for row in rows])
+    module = made.trainer.replicas.modules[0][0]
+    made.close()
+    return packed, module
+
+
+def convolution(module):
+    return [part for part in module.modules() if isinstance(part, torch.nn.Conv2d)][-1]
+
+
+@pytest.mark.parametrize("more", [(), ("node.vmap=true",), ("node.devices=cpu:2",)])
+def test_training_is_the_same_within_rounding_and_packs_in_the_same_order(more):
+    plain, module = trained("never", *more)
+    assert convolution(module).weight.is_contiguous()
+    last, module = trained("always", *more)
+    weight = convolution(module).weight
+    assert weight.is_contiguous(memory_format=LAST) and not weight.is_contiguous()
+    assert weight.grad is None or weight.grad.stride() == weight.stride()
+    assert float((last - plain).norm() / plain.norm()) < 1e-5
+
+
+def test_on_cpus_nothing_changes_by_itself():
+    assert torch.equal(trained("auto")[0], trained("never")[0])
+
+
+def test_a_vector_is_packed_by_index_and_unpacked_into_any_order():
+    plain = torch.nn.Conv2d(3, 8, 5)
+    last = torch.nn.Conv2d(3, 8, 5).to(memory_format=LAST)
+    packed = torch.cat([p.detach().reshape(-1) for p in plain.parameters()])
+    flat = flatten(last)
+    row = torch.empty(flat.size)
+    flat.unpack(packed, row)
+    views = dict(zip(flat.names, flat.views(row), strict=True))
+    assert views["weight"].stride() == last.weight.stride()
+    assert torch.equal(views["weight"], plain.weight)
+    assert torch.equal(flat.pack(row), packed)
+    assert not torch.equal(row[: packed.numel()], packed)
+
+
+@pytest.mark.parametrize(
+    "setting, device, hip, last",
+    [("auto", "cuda:0", None, True), ("auto", "cuda:0", "6.4", False), ("auto", "cpu", None, False),
+     ("never", "cuda:0", None, False), ("always", "cpu", None, True)],
+)  # fmt: skip
+def test_who_gets_it(monkeypatch, setting, device, hip, last):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    made = arranged(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)), setting, device)
+    assert made[0].weight.is_contiguous(memory_format=LAST) == last
+    assert torch.backends.cudnn.benchmark == (last and device != "cpu")
+
+
+def test_models_without_convolutions_stay(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    arranged(torch.nn.Linear(3, 3), "always", "cuda:0")
+    assert not torch.backends.cudnn.benchmark
