@@ -262,7 +262,9 @@ def _environment(site: Site, wish: Wish) -> list[str]:
     lines += [f"source {shlex.quote(wish.venv + '/bin/activate')}"] if wish.venv else []
     lines += [f"export {name}={_word(value)}" for name, value in site.environment.items()]
     if wish.ranks > 1:
-        each = site.cores // wish.ranks or f'"$(($(nproc) / {wish.ranks}))"'
+        # nproc says what OMP_NUM_THREADS does, which the script has set to 1
+        here = "env -u OMP_NUM_THREADS nproc"
+        each = site.cores // wish.ranks or f'"$(($({here}) / {wish.ranks}))"'
         lines += [f"RANKS={wish.ranks} TASKS={wish.nodes * wish.ranks} CORES={each}"]
     for one in site.workarounds:
         if wish.ranks > 1 and not one.several:

@@ -121,6 +121,16 @@ def test_every_site_starts_several_ranks_a_node_too(name):
     assert done.returncode == 0, done.stderr
 
 
+def test_ranks_share_the_cores_that_there_are():
+    """The script sets OMP_NUM_THREADS, which nproc takes for the number of cores."""
+    lines = made("generic-slurm", ranks=2).splitlines()
+    some = [line for line in lines if line.startswith(("export OMP_", "RANKS="))]
+    assert len(some) == 2
+    done = subprocess.run(["bash"], input="\n".join([*some, "echo $CORES"]), text=True,
+                          capture_output=True)  # fmt: skip
+    assert int(done.stdout) == len(os.sched_getaffinity(0)) // 2
+
+
 def test_a_site_without_a_way_to_several_ranks_says_so():
     site = replace(batch.read_site("generic-slurm"), several="")
     with pytest.raises(JobError, match="add a line `several`"):

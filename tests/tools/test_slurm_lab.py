@@ -70,10 +70,10 @@ def state(lab, job):
     return re.search(r"JobState=(\w+)", text)[1], int(re.search(r"Restarts=(\d+)", text)[1])
 
 
-def submit(lab, folder, *settings, options=(), time_limit="5m"):
+def submit(lab, folder, *settings, options=(), time_limit="5m", nodes=4):
     """The id of a job made by `mpigossip job`."""
     made = bash(*MAIN, "job", "generic-slurm", REPO / "jobs" / "digits.toml", *settings,
-                "--nodes", 4, "--time", time_limit, cwd=folder)  # fmt: skip
+                "--nodes", nodes, "--time", time_limit, cwd=folder)  # fmt: skip
     (folder / "job.sbatch").write_text(made.stdout)
     return lab("sbatch", "--parsable", *options, "job.sbatch", cwd=folder).strip()
 
@@ -103,6 +103,37 @@ def test_a_job_that_is_signalled_queues_itself_and_ends_with_the_same_bits(lab, 
     cut, whole = (read(tmp_path / name / "log.h5") for name in ("runs/digits", "whole"))
     assert cut.summary["digest"] == whole.summary["digest"]
     assert cut.steps["loss"].shape == (400, 4)
+    assert np.array_equal(cut.steps["loss"], whole.steps["loss"])
+
+
+def test_two_ranks_a_node_queue_themselves_and_one_a_node_goes_on(lab, tmp_path):
+    settings = [*SMALL, "run.steps=600", "run.evaluate_every=0"]
+    job = submit(lab, tmp_path, *settings, "node.ranks_per_node=2", nodes=2)
+    assert "#SBATCH --ntasks-per-node=2\n" in (tmp_path / "job.sbatch").read_text()
+    output = tmp_path / f"digits-{job}.out"
+
+    def said():
+        return output.read_text() if output.exists() else ""
+
+    for life, begun in ((1, "2 a node: 2 nodes, 2 slots each"), (2, "going on at step")):
+        wait_for(lambda: begun in said(), 90, said)  # noqa: B023 - called here and now
+        lab("scancel", "--signal=USR2", job)
+        wait_for(lambda: state(lab, job) == ("PENDING", life), 60, said)  # noqa: B023
+        time.sleep(5)  # as above
+        lab("scontrol", "update", f"JobId={job}", "StartTime=now+5")
+        if life == 2:
+            lab("scancel", job)
+    assert said().count("going on there in the next life") == 2
+    at = int(re.findall(r"resumed at step (\d+)", said())[-1])
+    assert 0 < at < 600
+    shape = ["node.ranks_per_node=1", "node.devices=cpu:2"]
+    done = lab("srun", "--nodes=2", "--ntasks-per-node=1", *MAIN, "resume", "runs/digits", *shape,
+               cwd=tmp_path)  # fmt: skip
+    assert "2 slots each" in done
+    whole = [*settings, "node.devices=cpu:2", "run.output=whole"]
+    bash(*MAIN, "simulate", REPO / "jobs" / "digits.toml", "--nodes", 2, *whole, cwd=tmp_path)
+    cut, whole = (read(tmp_path / name / "log.h5") for name in ("runs/digits", "whole"))
+    assert cut.summary["digest"] == whole.summary["digest"]
     assert np.array_equal(cut.steps["loss"], whole.steps["loss"])
 
 

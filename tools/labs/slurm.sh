@@ -41,7 +41,7 @@ install_slurm() {
 write_configuration() {
     local nodes=$1 host cpus
     host=$(hostname -s)
-    cpus=$(nproc)
+    cpus=$(env -u OMP_NUM_THREADS nproc)
     mkdir -p "$LAB/state" "$LAB/log"
     for k in $(seq "$nodes"); do mkdir -p "$LAB/spool/lab$k" "$LAB/tmp/lab$k"; done
     cat >"$LAB/cgroup.conf" <<END
@@ -49,9 +49,11 @@ CgroupPlugin=cgroup/v1
 CgroupAutomount=no
 END
     # One slurmd a node, told apart by port. proctrack/linuxproc and task/none need no cgroups,
-    # so that this works inside a container.
+    # so that this works inside a container. Numbers of jobs are no other lab's: MPICH calls shared
+    # memory by them, and what a killed rank left there is "out of memory" to the next.
     cat >"$SLURM_CONF" <<END
 ClusterName=lab
+FirstJobId=$(($(date +%s) % 60000000 + 1))
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$PORT
 AuthType=auth/munge
