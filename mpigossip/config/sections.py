@@ -258,7 +258,8 @@ class CheckpointSection:
     """Checkpoints at multiples of so many steps are kept for good; 0 keeps none besides `keep`."""
     one_file_gb: NotNegative = 4.0
     """GB of a node's model and state up to which its ranks bring their parts to the first, which
-    writes one file; above, each slot writes its own, as one process would be waited for."""
+    writes one file; above, each slot writes its own, as one process would be waited for (but where
+    `node.channels_last` permutes parameters)."""
     on_error: Literal["stop", "continue"] = "stop"
     """What a checkpoint that can't be written does to the run."""
     wall_clock_s: NotNegative = 0.0

@@ -115,10 +115,16 @@ class Flat:
             torch.cat(views, out=out) if row.device == out.device else out.copy_(torch.cat(views))
         )
 
+    @property
+    def by_index(self) -> bool:
+        """Whether every parameter lies in the order of its indexes, as files have it."""
+        both = zip(self.shapes, self.strides, strict=True)
+        return all(torch.empty_strided(*one, device="meta").is_contiguous() for one in both)
+
     def inside(self, shard: torch.Tensor, slot: int) -> list[torch.Tensor]:
         """What a slot's columns (P / slots,) have of each parameter: views, some of them empty.
 
-        Those of all slots, joined, are what `pack` makes of the whole.
+        Those of all slots, joined, are what `pack` makes of the whole, if it is `by_index`.
         """
         begin = slot * shard.numel()
         ends = (at + prod(shape) for at, shape in zip(self.offsets, self.shapes, strict=True))

@@ -257,7 +257,9 @@ class Run:
         large = sum(parts[0].shape[1] > 1 for parts in engine.parts().values())
         nbytes = 4 * self.trainer.replicas.flat.count * (1 + large)
         limit = self.progress.job.checkpoint.one_file_gb
-        return self.world.nodes.per_node > 1 and nbytes > 1e9 * limit
+        # a permuted parameter can't be put in order by slots that have a part of it each
+        able = self.world.nodes.per_node > 1 and self.trainer.replicas.flat.by_index
+        return able and nbytes > 1e9 * limit
 
     def _states(self, spare: Sequence[NodeState]) -> list[NodeState]:
         """A copy of every node that lives here, in the memory of an earlier one.
