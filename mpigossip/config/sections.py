@@ -209,12 +209,12 @@ class NodeSection:
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of forward and backward; auto: bf16 where the device has it, else fp32."""
     wire: Text = "fp32"
-    """Encoding of what travels between nodes: "fp32"; "bf16", "qsgd", "sign", "top-k" and
-    "random-k" lose something."""
+    """Encoding of what travels between nodes: "fp32"; "bf16", "qsgd", "fp4", "int2" lose something;
+    "sign", "top-k", "top-k-int2", "random-k", "shared-k" most of it."""
     levels: Annotated[int, Limit(lambda v: 1 <= v <= 127, "must be between 1 and 127")] = 127
-    """Levels of wire "qsgd": up to 7 travel in 4 bits a value, up to 127 in 8."""
+    """Levels of wire "qsgd": 1 travels in 2 bits a value, up to 7 in 4, up to 127 in 8."""
     kept: Annotated[float, Limit(lambda v: 0 < v <= 1, "must be above 0 and at most 1")] = 0.01
-    """Share of the values that wires "top-k" and "random-k" send."""
+    """Share of the values that the wires "top-k…" and "…-k" send."""
     vmap: bool = False
     """Simulator: gradients of all nodes in one vectorized call. Faster for small models, without
     the bits of a run on ranks; for models without norm statistics."""

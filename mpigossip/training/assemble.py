@@ -28,8 +28,9 @@ from mpigossip.groups.base import Group, held
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import MIXERS, open_mixer
 from mpigossip.mixing.base import ByBlocks, Kind, Layout, Mixer
+from mpigossip.mixing.codes import WIRES, wire
 from mpigossip.mixing.faults import Faults
-from mpigossip.mixing.wire import WIRES, Wire, wire
+from mpigossip.mixing.wire import Wire
 from mpigossip.training import shape, task
 from mpigossip.training.convolutions import arranged
 from mpigossip.training.fit import may_cut, unfit

@@ -13,7 +13,7 @@ from mpigossip.config import Job
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact
 from mpigossip.mixing.base import Kind
-from mpigossip.mixing.wire import wire as wire_of
+from mpigossip.mixing.codes import wire as wire_of
 
 FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
 

@@ -15,6 +15,7 @@ from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.vector import flatten
 from mpigossip.graphs import graph
 from mpigossip.mixing import plan
+from mpigossip.mixing import codes
 from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import ByBlocks, Kind, Layout
 from mpigossip.mixing.simulated import Simulated
@@ -54,7 +55,7 @@ def filled_late(comm, wire, name):
     from mpigossip.mixing.windows import Windows
 
     torch.set_num_threads(1)
-    layout = Layout((17 * 512 + 4096,), vectors=2, wire=wires.wire(wire))
+    layout = Layout((17 * 512 + 4096,), vectors=2, wire=codes.wire(wire))
     delays, wrong, made = random.Random(comm.rank), 0, graph(name, comm.size)
     with short_chunks():
         world = World(comm)

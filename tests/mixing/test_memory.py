@@ -10,9 +10,9 @@ from mpigossip import mixing
 from mpigossip.cluster.ranks import Alone
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.codes import wire
 from mpigossip.mixing.delayed import OLDEST
 from mpigossip.mixing.faults import Faults
-from mpigossip.mixing.wire import wire
 from mpigossip.training import assemble, costs
 
 ROUNDS = 200

@@ -9,6 +9,7 @@ import torch
 
 from mpigossip.graphs import GraphError, graph
 from mpigossip.mixing import plan
+from mpigossip.mixing import codes
 from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.combine import combine
@@ -130,7 +131,7 @@ def lossy_by_pieces(comm, name):
     kept = plan.CHUNK
     plan.CHUNK = wires.CHUNK = 4096
     try:
-        layout = Layout((9216, 9216), vectors=2, scalars=1, wire=wires.wire(name, kept=0.1))
+        layout = Layout((9216, 9216), vectors=2, scalars=1, wire=codes.wire(name, kept=0.1))
         return compare(comm, ["exponential", "random-matching"], "put", 12, layout=layout)
     finally:
         plan.CHUNK = wires.CHUNK = kept
@@ -147,7 +148,7 @@ def test_encoded_messages_are_converted_sent_and_summed_by_pieces(ranks, name):
 def test_pieces_hold_every_column_once_and_every_byte_in_order(wire, size, monkeypatch):
     for module in (plan, wires):
         monkeypatch.setattr(module, "CHUNK", 4096)
-    layout = Layout((9216, 1024), vectors=2, scalars=1, wire=wires.wire(wire))
+    layout = Layout((9216, 1024), vectors=2, scalars=1, wire=codes.wire(wire))
     pieces = plan.cut(layout, size)
     ends = [piece.sent.stop for piece in pieces]
     assert [piece.sent.start for piece in pieces] == [0, *ends[:-1]]

@@ -7,10 +7,14 @@ import torch
 from mpigossip import graph
 from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import Kind, Layout, traffic
+from mpigossip.mixing.codes import wire
 from mpigossip.mixing.simulated import Simulated
-from mpigossip.mixing.wire import BUCKET, decode, encode, wire
+from mpigossip.mixing.wire import BUCKET, decode, encode
 
-ALL = ["bf16", "qsgd", "qsgd-7", "qsgd-1", "sign", "top-k", "random-k"]
+ALL = [
+    "bf16", "qsgd", "qsgd-7", "qsgd-1", "fp4", "int2", "sign", "top-k", "top-k-int2", "random-k",
+    "shared-k",
+]  # fmt: skip
 
 
 def made(name, seed=3):
@@ -60,8 +64,12 @@ def test_a_shard_has_the_bits_that_it_has_in_the_whole(name):
         ("bf16", 1024),
         ("qsgd", 516),
         ("qsgd-7", 260),
+        ("qsgd-1", 132),
+        ("fp4", 260),
+        ("int2", 132),
         ("sign", 68),
-        ("top-k", 312),
+        ("top-k", 262),
+        ("top-k-int2", 71),
         ("random-k", 212),
     ],
 )
@@ -83,6 +91,49 @@ def test_qsgd_is_unbiased_within_its_levels(name):
         total += q
     apart = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
     assert apart.abs().max() < 0.5 / 400**0.5 * 5.5 and abs(apart.mean()) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "levels"), [("fp4", 2.0 ** torch.arange(-6, 1)), ("int2", [1 / 3, 1])]
+)
+def test_few_bits_are_unbiased_and_the_two_values_around(name, levels):
+    one, x, total = made(name), values(), torch.zeros(4 * BUCKET, dtype=torch.float64)
+    scale = x.view(-1, BUCKET).abs().amax(1, keepdim=True)
+    positive = torch.as_tensor(levels)
+    steps = torch.cat([-positive.flip(0), torch.zeros(int(name == "fp4")), positive])
+    size = x.view(-1, BUCKET) / scale.clamp(min=1e-9)
+    low = steps[(torch.searchsorted(steps, size.contiguous(), right=True) - 1).clamp(min=0)]
+    high = steps[torch.searchsorted(steps, size.contiguous()).clamp(max=len(steps) - 1)]
+    for draw in range(400):
+        one.pack(q := x.clone(), (draw, 0, 0), 0)
+        sent = q.view(-1, BUCKET) / scale.clamp(min=1e-9)
+        near = torch.minimum((sent - low).abs(), (sent - high).abs())
+        assert (near < 1e-6)[scale[:, 0] > 0].all()
+        total += q
+    apart = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
+    gap = (high - low).clamp(min=1e-6)
+    assert (apart.abs() / gap)[scale[:, 0] > 0].max() < 0.5 / 400**0.5 * 5.5
+    assert abs(apart.mean()) < 2e-3
+
+
+def test_top_k_in_two_bits_takes_the_nearest_of_four_values():
+    made("top-k").pack(kept := values(), (0, 0, 0), 0)
+    made("top-k-int2").pack(q := values(), (0, 0, 0), 0)
+    scale = values().view(-1, BUCKET).abs().amax(1, keepdim=True)
+    where = kept != 0
+    assert torch.equal(q != 0, where)
+    assert ((q - kept).view(-1, BUCKET).abs() <= scale / 3 * 1.0001)[where.view(-1, BUCKET)].all()
+
+
+def test_all_nodes_send_the_same_places_where_they_are_shared():
+    layout = Layout((1024,), wire=made("shared-k"))
+    segments = [[torch.ones(3, 1024)]]
+    encode(layout, segments, [0, 1, 2], 4, None)
+    first, *others = segments[0][0]
+    assert first.sum() == 104 and all(torch.equal(first, one) for one in others)
+    again = [[torch.ones(1, 1024)]]
+    encode(layout, again, [0], 5, None)
+    assert not torch.equal(again[0][0][0], first)
 
 
 def test_draws_depend_on_all_that_names_them():

@@ -32,8 +32,8 @@ TOOLS = Path(__file__).parents[2] / "tools"
 def wrong_rounds(comm, staged, wire):
     """Rank-rounds in which plain messages differ from the simulator."""
     from mpigossip.cluster.ranks import World
+    from mpigossip.mixing.codes import wire as made_wire
     from mpigossip.mixing.messages import Messages
-    from mpigossip.mixing.wire import wire as made_wire
 
     torch.set_num_threads(1)
     layout = Layout(LAYOUT.widths, LAYOUT.vectors, LAYOUT.scalars, wire=made_wire(wire))

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.codes import wire
 from mpigossip.mixing.device import memory
 from mpigossip.mixing.device.push import BySlot, Lane
 from mpigossip.mixing.simulated import Simulated
-from mpigossip.mixing.wire import wire
 from tests.mixing.test_windows import GRAPHS, SIZES, fill, graphs_for, kinds_of
 
 WIDTHS = (2048, 2048)

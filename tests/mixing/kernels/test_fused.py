@@ -13,11 +13,11 @@ import torch
 from mpigossip import algorithms
 from mpigossip.algorithms.base import Step
 from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.codes import wire
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.kernels import elementwise, fused, onepass
 from mpigossip.mixing.kernels.elementwise import Pass
 from mpigossip.mixing.kernels.fused import operation
-from mpigossip.mixing.wire import wire
 
 FUNCTIONS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "over": np.divide, "root": np.sqrt,
