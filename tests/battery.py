@@ -16,17 +16,19 @@ from mpigossip.training import assemble
 WIDTHS = (512, 512)
 FLAT = SimpleNamespace(slots=2, decayed_in=lambda slot: 512 * (1 - slot))
 SYMMETRIC = {"decentlam", "choco"}
-WIRES = ("bf16", "qsgd", "qsgd node.levels=7")
+WIRES = ("bf16", "qsgd", "qsgd node.levels=7", "fp4", "int2")
 
 
 def cases():
     """Settings of all that goes together: every algorithm, wires, cadences, graphs."""
     for name in algorithms.BUILDERS:
         graph = " graph.name=ring" if name in SYMMETRIC else ""
+        graph = " node.kept=0.5" if name in ("sparta", "sparseloco") else graph
         yield f"algorithm.name={name}{graph}"
-        if name not in ("defacto", "ceca", "qsgd", "choco"):
+        if name not in ("defacto", "ceca", "qsgd", "choco", "sparta"):
             yield from (f"algorithm.name={name}{graph} node.wire={wire}" for wire in WIRES[:2])
-    for wire in (*WIRES, "sign", "top-k node.kept=0.2", "random-k node.kept=0.5"):
+    few = ("sign", "top-k node.kept=0.2", "top-k-int2 node.kept=0.2", "random-k node.kept=0.5")
+    for wire in (*WIRES, *few, "shared-k node.kept=0.5"):
         yield f"algorithm.name=choco graph.name=ring algorithm.consensus_step=0.3 node.wire={wire}"
         if wire not in WIRES[:2]:
             yield f"algorithm.name=parallel node.wire={wire}"
@@ -49,6 +51,13 @@ def cases():
     yield "algorithm.name=dsgt graph.name=od-equidyn"
     yield "algorithm.name=dmsgd graph.name=u-equistatic"
     yield "algorithm.name=noloco cadence.period=3 graph.name=base-2"
+    for wire in ("", " node.wire=fp4"):
+        yield f"algorithm.name=noloco algorithm.form=two_vectors{wire}"
+        yield f"algorithm.name=gasloc algorithm.outer_beta=0.3 cadence.period=2{wire}"
+    yield "algorithm.name=gasloc algorithm.outer_beta=0.5 cadence.name=gossip-pga"
+    yield "algorithm.name=sparseloco cadence.period=3 node.wire=fp32"
+    yield "algorithm.name=sparta cadence.name=always node.kept=0.4"
+    yield "algorithm.name=sparta cadence.name=gossip-pga cadence.period=3 node.wire=fp32"
 
 
 @cache
@@ -81,7 +90,7 @@ class Driver(Engine):
         wire = assemble.make_wire(made)
         self.layout = Layout(WIDTHS, methods[0].vectors, methods[0].scalars, (), wire)
         self.mixer = (mixer or Simulated)(self.graph, self.layout)
-        equal = methods[0].always_global
+        equal = bool(methods[0].needs & {"always-global", "never-gossip"})
         self.x = [self._drawn([0 if equal else 1, slot], equal) for slot in range(2)]
         self.b = [self._drawn([2, slot]) for slot in range(2)]
         vector = SimpleNamespace(x=self.x, g=[torch.empty_like(x) for x in self.x], full=self.x)

@@ -65,9 +65,10 @@ class Algorithm(NamedTuple):
 
     Of the graph: its facts; "doubly" (rows and columns sum to one), "unsigned" (no weight below
     zero), "exact" (one period is the exact average), "above -1/3" (eigenvalues), "graph:NAME". Of
-    the cadence: "always-global", "unmixed" (one kind only), "never-global", "cadence:NAME". Of the
-    wire: "exact-wire" (fp32), "own-wire" (sends differences itself), "sends-gradients" (a biased
-    wire by error feedback).
+    the cadence: "always-global", "unmixed" (one kind only), "never-global", "never-gossip",
+    "cadence:NAME". Of the wire: "exact-wire" (fp32), "own-wire" (sends differences itself),
+    "shared-wire" (all nodes leave out the same), "sends-gradients" (a biased wire by error
+    feedback).
     """
 
     @property

@@ -74,6 +74,21 @@ BUILDERS: dict[str, Part] = {
         "adamw",
         {"cadence.name": "every", "graph.name": "random-matching"},
     ),
+    "gasloc": Part(
+        ROOM + "periodic:gasloc",
+        "adamw",
+        {"cadence.name": "every", "graph.name": "one-peer-exponential"},
+    ),
+    "sparseloco": Part(
+        ROOM + "periodic:sparseloco",
+        "adamw",
+        {"cadence.name": "cpsgd", "node.wire": "top-k-int2", "node.kept": 0.03},
+    ),
+    "sparta": Part(
+        ROOM + "periodic:sparta",
+        "adamw",
+        {"cadence.name": "global", "node.wire": "shared-k", "node.kept": 0.005},
+    ),
     # methods from above, with a cadence or a wire that makes them those of the papers
     "cpsgd": Part(ROOM + "gossip:dsgd", "sgd", {"cadence.name": "cpsgd"}, only=True),
     "adpsgd": Part(ROOM + "gossip:dsgd", "sgd", {"cadence.name": "adpsgd"}, only=True),

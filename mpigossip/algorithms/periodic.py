@@ -1,14 +1,14 @@
-"""Inner steps at each node and an outer step where models meet: SlowMo, DiLoCo, NoLoCo."""
+"""Inner steps at each node and an outer step where models meet: SlowMo, DiLoCo and its kin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Step
-from mpigossip.algorithms.gossip import dsgd
+from mpigossip.algorithms.base import Algorithm, Decay, Share, Step
+from mpigossip.algorithms.gossip import AVERAGING, dsgd
 from mpigossip.algorithms.local import Local
 from mpigossip.config.limits import AboveZero
 from mpigossip.mixing.base import Kind
@@ -80,16 +80,157 @@ def diloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.9) 
     return _outer(local, Kind.GLOBAL, update)
 
 
-def noloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.5) -> Algorithm:
+def noloco(
+    local: Local,
+    *,
+    outer_lr: AboveZero = 0.7,
+    outer_beta: Decay = 0.5,
+    form: Literal["one_vector", "two_vectors"] = "one_vector",
+) -> Algorithm:
     """NoLoCo (Kolehmainen et al. 2025): DiLoCo's outer step with one neighbour, no collective.
 
-    At each GOSSIP step, φ where the node's last one ended, a the rate: m ← μ m + a (x̃ − φ);
-    φ ← φ + m;  x ← φ, x̃ the average of x with the neighbour's. (The paper's a · mean(x − φ) +
-    a · (mean(φ) − φ_i) in one: one vector travels in place of two.) Needs cadence "every".
+    At each GOSSIP step, φ where the node's last one ended, a the rate, ⟨·⟩ the average with the
+    neighbour: m ← μ m + a ⟨x − φ⟩ + a (⟨φ⟩ − φ);  φ ← φ + m;  x ← φ. With ``form = "two_vectors"``
+    x − φ and φ travel, as in the paper; else x, as ⟨x − φ⟩ + ⟨φ⟩ = ⟨x⟩. Needs cadence "every".
     """
 
     def update(x, state: Outer, step: Step) -> None:
         state.slow.mul_(outer_beta).add_(x, alpha=outer_lr).add_(state.anchor, alpha=-outer_lr)
         torch.add(state.anchor, state.slow, out=x)
 
-    return _outer(local, Kind.GOSSIP, update)
+    if form == "one_vector":
+        return _outer(local, Kind.GOSSIP, update)
+
+    def send(x, g, state: Outer, out, step: Step):
+        inner = local.adapt(x, g, state.inner, step, out[0])
+        out[1].copy_(state.anchor)
+        if step.kind is not Kind.LOCAL:
+            out[0].sub_(state.anchor)
+        return state._replace(inner=inner)
+
+    def receive(x, g, state: Outer, sent, mixed, step: Step):
+        x.copy_(mixed[0])
+        if step.kind is not Kind.LOCAL:
+            x.add_(mixed[1])
+        if step.kind is Kind.GOSSIP:
+            update(x, state, step)
+            state.anchor.copy_(x)
+        return state
+
+    return _meeting(local, send, receive)._replace(vectors=2, needs=AVERAGING)
+
+
+def _meeting(local: Local, send: Callable, receive: Callable) -> Algorithm:
+    """A method of local steps and these exchanges, whose state is :class:`Outer`."""
+
+    def init(x) -> Outer:
+        return Outer(x.clone(), torch.zeros_like(x), local.init(x))
+
+    def alone(x, g, state: Outer, step: Step):
+        return state._replace(inner=local.adapt(x, g, state.inner, step, x))
+
+    return Algorithm(init, send, receive, alone, raw=local.raw)
+
+
+def gasloc(
+    local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.0, consensus_step: Share = 1.0
+) -> Algorithm:
+    """GASLoC (2026, arXiv 2606.11081): gossip, local steps and an outer momentum in one.
+
+    At each exchange, θ where the node's last one ended, x after the local steps since:
+    y = θ + η (x − θ);  θ ← y + α Σ_j W_ij (y_j − y) + γ (y − y'), y' the node's last y;  x ← θ.
+    η = ``outer_lr``, γ = ``outer_beta`` (0: not accelerated; √ of the spectral gap counts instead
+    of the gap with it), α = ``consensus_step``. On the complete graph the mean of the nodes does
+    what DiLoCo's does. One vector travels.
+    """
+
+    def send(x, g, state: Outer, out, step: Step):
+        inner = local.adapt(x, g, state.inner, step, out[0])
+        if step.kind is not Kind.LOCAL:
+            out[0].sub_(state.anchor).mul_(outer_lr).add_(state.anchor)
+        return state._replace(inner=inner)
+
+    def receive(x, g, state: Outer, sent, mixed, step: Step):
+        if step.kind is Kind.LOCAL:
+            x.copy_(mixed[0])
+            return state
+        before, y = state.slow, sent[0]
+        torch.sub(mixed[0], y, out=x).mul_(consensus_step).add_(y)
+        x.add_(y, alpha=outer_beta).sub_(before, alpha=outer_beta)
+        before.copy_(y)
+        state.anchor.copy_(x)
+        return state
+
+    def init(x) -> Outer:
+        return Outer(x.clone(), x.clone(), local.init(x))
+
+    made = _meeting(local, send, receive)
+    return made._replace(init=init, by_columns=True, needs=AVERAGING)
+
+
+class Sparse(NamedTuple):
+    """Where the last outer step ended, what the wire has left out so far; the inner state."""
+
+    anchor: torch.Tensor
+    error: torch.Tensor
+    inner: Any
+
+
+def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95) -> Algorithm:
+    """SparseLoCo (2025, arXiv 2508.15706): steps along what a wire takes of nodes' ways.
+
+    At each GLOBAL step, θ where the last one ended, equal on all nodes, x after the local steps
+    since: e ← β e + θ − x;  q = C(e) is sent, C the wire;  e ← e − q;  θ ← θ − α (1/n) Σ_j q_j;
+    x ← θ. β = ``memory``, in place of an outer momentum; α = ``outer_lr``. The paper's wire is
+    "top-k-int2" with ``node.kept`` from 0.01 to 0.03. Between neighbours only: ``choco``.
+    """
+
+    def init(x) -> Sparse:
+        return Sparse(x.clone(), torch.zeros_like(x), local.init(x))
+
+    def alone(x, g, state: Sparse, step: Step):
+        return state._replace(inner=local.adapt(x, g, state.inner, step, x))
+
+    def send(x, g, state: Sparse, out, step: Step):
+        inner = local.adapt(x, g, state.inner, step, out[0])
+        if step.kind is Kind.GLOBAL:
+            state.error.mul_(memory).add_(state.anchor).sub_(out[0])
+            out[0].copy_(state.error)
+        return state._replace(inner=inner)
+
+    def receive(x, g, state: Sparse, sent, mixed, step: Step):
+        if step.kind is Kind.GLOBAL:
+            state.error.sub_(sent[0])
+            x.copy_(state.anchor.sub_(mixed[0], alpha=outer_lr))
+        else:
+            x.copy_(mixed[0])
+        return state
+
+    needs = frozenset({"own-wire", "never-gossip"})
+    return Algorithm(init, send, receive, alone, raw=local.raw, needs=needs)
+
+
+def sparta(local: Local) -> Algorithm:
+    """SPARTA (2025, as in exogym): each step averages a few of the parameters.
+
+    x ← x − lr · d, then those values that the wire "shared-k" takes, the same on all nodes, become
+    their average: over all nodes with cadence "global", over neighbours with "always".
+    ``node.kept`` is their share, from 0.001 to 0.01 in the source. Any other wire that every node
+    draws alike would do.
+    """
+
+    def send(x, g, state, out, step: Step):
+        state = local.adapt(x, g, state, step, x)
+        out[0].copy_(x)
+        return state
+
+    def receive(x, g, state, sent, mixed, step: Step):
+        if step.kind is not Kind.LOCAL:  # x − sent is 0 where it was taken: mixed to the bit
+            x.sub_(sent[0]).add_(mixed[0])
+        return state
+
+    def alone(x, g, state, step: Step):
+        return local.adapt(x, g, state, step, x)
+
+    needs = frozenset({"own-wire", "shared-wire", "row-stochastic"})
+    return Algorithm(local.init, send, receive, alone, raw=local.raw, needs=needs)

@@ -41,7 +41,7 @@ class Part:
     imported at its first use."""
     local: str | None = None
     """An algorithm's usual local step; None where it has its own."""
-    brings: Mapping[str, str] = field(default_factory=dict)
+    brings: Mapping[str, Any] = field(default_factory=dict)
     """What the name says of other settings: "section.key" -> value."""
     only: bool = False
     """With anything else than `brings` it would be another method; else these are defaults."""

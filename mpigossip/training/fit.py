@@ -100,6 +100,9 @@ def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
             "does not leave nodes equal after a global average; choose "
             f"{_cadences(lambda c: Kind.GLOBAL not in c.kinds)}"
         )
+    elif "never-gossip" in needs and Kind.GOSSIP in kinds:
+        fitting = _cadences(lambda c: Kind.GOSSIP not in c.kinds)
+        reason = f"takes averages over all nodes only; choose {fitting}"
     if reason is None:
         return []
     return [f'cadence.name = "{job.cadence.name}": algorithm "{job.algorithm.name}" {reason}']
@@ -129,6 +132,11 @@ def _unfit_wire(job: Job, needs: frozenset) -> list[str]:
     coding = wire_of(wire)
     if coding.exact:
         return []
+    if "shared-wire" in needs and not coding.shared:
+        return [
+            f'node.wire = "{wire}": algorithm "{name}" averages what all nodes send, so they have '
+            'to leave out the same; use "shared-k", or "fp32"'
+        ]
     if "exact-wire" in needs:
         return [f'node.wire = "{wire}": algorithm "{name}" needs exact messages; use "fp32"']
     if coding.biased and not needs & {"own-wire", "sends-gradients"}:

@@ -57,7 +57,7 @@ CASES = [
 
 def test_it_is_said_of_the_methods_that_adapt_then_combine():
     names = {settings.split()[0].split("=")[1] for settings in CASES}
-    left = {"parallel", "qsgd", "sgp", "ceca", "choco", "detag", "defacto"}
+    left = {"parallel", "qsgd", "sgp", "ceca", "choco", "detag", "defacto", "sparseloco", "sparta"}
     assert names == set(algorithms.BUILDERS) - left - {"momentum-tracking"}
 
 

@@ -14,8 +14,7 @@ from mpigossip.config import JobError
 from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.vector import flatten
 from mpigossip.graphs import graph
-from mpigossip.mixing import plan
-from mpigossip.mixing import codes
+from mpigossip.mixing import codes, plan
 from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import ByBlocks, Kind, Layout
 from mpigossip.mixing.simulated import Simulated

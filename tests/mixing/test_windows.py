@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mpigossip.graphs import GraphError, graph
-from mpigossip.mixing import plan
-from mpigossip.mixing import codes
+from mpigossip.mixing import codes, plan
 from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.combine import combine
