@@ -105,10 +105,12 @@ def _together(options, ranks) -> list[Finding]:
         need=len(slots) + options.workers + 1,
     )
     machines = ranks.gather(machine)
-    found = [] if machines is None else [hosts(machines), cores(machines)]
+    several = options.ranks_per_node != 1
+    found = [] if machines is None else [hosts(machines, several), cores(machines)]
     if ranks.comm is not None:
-        from mpigossip.analysis import selftest
+        from mpigossip.analysis import placement, selftest
 
+        found += placement.all_tests(ranks, slots, options.ranks_per_node)
         found += selftest.all_tests(options, ranks, slots)
     return found
 
@@ -231,18 +233,19 @@ def disk(options) -> Finding:
 # -- what all ranks say together --------------------------------------------------------------
 
 
-def hosts(machines: Sequence[Machine]) -> Finding:
-    """How ranks lie on hosts: one rank is one node of the averaging."""
+def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
+    """How ranks lie on hosts: one rank is one node of the averaging, unless ``several`` are."""
     names = [machine.host for machine in machines]
     count = {name: names.count(name) for name in dict.fromkeys(names)}
     shown = ", ".join(f"{name} x {k}" if k > 1 else name for name, k in list(count.items())[:8])
     text = f"{counted(len(names), 'rank')} on {counted(len(count), 'host')}: {shown}"
     text += " …" if len(count) > 8 else ""
     data = {"hosts": names}
-    if len(count) > 1 and max(count.values()) > 1:
+    if len(count) > 1 and max(count.values()) > 1 and not several:
         remedy = (
             "several ranks share a host: each is a node of its own unless a job says "
-            'node.ranks_per_node = "host"; else start one rank a host with all its GPUs '
+            'node.ranks_per_node = "host" (--ranks-per-node host looks at what that needs); else '
+            "start one rank a host with all its GPUs "
             "(srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, mpiexec -ppn 1)"
         )
         return Finding("hosts", text, "note", remedy, data)

@@ -9,6 +9,7 @@ from mpigossip.commands.arguments import command
 EXAMPLES = """
 mpigossip doctor
 srun mpigossip doctor --json >runs/digits/doctor.json
+srun --ntasks-per-node=8 mpigossip doctor --ranks-per-node host
 """
 
 
@@ -20,6 +21,10 @@ def add(commands) -> None:
     doctor.add_argument(
         "--devices", default="auto", help="slots of a node, as node.devices; default: %(default)s"
     )
+    doctor.add_argument(
+        "--ranks-per-node", type=_ranks, default=1, metavar="K",
+        help='as node.ranks_per_node, a number or "host"; default: %(default)s',
+    )  # fmt: skip
     doctor.add_argument("--workers", type=int, default=2, help="as data.workers")
     doctor.add_argument(
         "--megabytes", type=int, default=16, help="size of a message and of the file written"
@@ -29,6 +34,15 @@ def add(commands) -> None:
     )
     doctor.add_argument("--timeout", type=float, default=60.0, help="seconds that a test may take")
     doctor.add_argument("--json", action="store_true", help="for programs")
+
+
+def _ranks(text: str) -> int | str:
+    """What node.ranks_per_node may be; argparse says which option a ValueError belongs to."""
+    if text == "host":
+        return text
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
 
 
 def run(options) -> int:

@@ -1,0 +1,221 @@
+"""How the ranks of each host lie on its cores, memory nodes and GPUs: for nodes of several ranks.
+
+Every rank says what it sees of its host; :func:`judged` compares that on rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpigossip.analysis.findings import Finding
+from mpigossip.cluster.cores import allowed
+from mpigossip.cluster.world import World
+from mpigossip.config import JobError
+from mpigossip.config.readable import counted
+
+SYSTEM = Path("/")
+ALL_SEEN = (
+    "srun --gpus-per-node=N --gpu-bind=none without --gpus-per-task, and CUDA_VISIBLE_DEVICES "
+    "unset: each rank sees all GPUs of its host and takes its own"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one rank sees of its host."""
+
+    host: str
+    mine: tuple[str, ...]
+    """what tells its GPUs from all others of the host; none on the CPU"""
+    visible: int
+    """GPUs that this process sees"""
+    there: int
+    """GPUs that the host is known to have"""
+    hidden: str
+    """what hides the others from it; "" where it sees all"""
+    cores: tuple[int, ...]
+    """that it may use"""
+    memory: tuple[int, ...]
+    """memory nodes of these"""
+    near: tuple[int, ...]
+    """memory nodes of its GPUs, as far as the system tells"""
+    sharing: int
+    """ranks that MPI shares memory with, this one included"""
+
+
+def seen(
+    world: World,
+    slots: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    system: Path = SYSTEM,
+) -> Place:
+    """Of this rank; collective."""
+    from mpi4py import MPI
+
+    near = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    sharing = near.size
+    near.Free()
+    visible, mine, buses = _gpus(slots)
+    cores = tuple(sorted(allowed()))
+    given, driver = environ.get("SLURM_GPUS_ON_NODE", ""), system / "proc/driver/nvidia/gpus"
+    there = max(visible, len(list(driver.glob("*"))), int(given) if given.isdigit() else 0)
+    return Place(
+        world.hosts[world.rank], mine, visible, there, _hidden(visible, there, environ), cores,
+        memory_of(cores, system), nodes_of(buses, system), sharing,
+    )  # fmt: skip
+
+
+def _gpus(slots: Sequence[str]) -> tuple[int, tuple[str, ...], list[str]]:
+    """GPUs that torch sees, what those of the slots say they are, and their places on the bus."""
+    import torch
+
+    from mpigossip.training.shape import gpu_of
+
+    mine = [slot for slot in dict.fromkeys(slots) if slot.startswith("cuda")]
+    buses = []
+    for slot in mine:
+        about = torch.cuda.get_device_properties(slot)
+        parts = [getattr(about, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        if None not in parts:
+            buses.append("{:04x}:{:02x}:{:02x}.0".format(*parts))
+    return torch.cuda.device_count(), tuple(map(gpu_of, mine)), buses
+
+
+def _hidden(visible: int, there: int, environ: Mapping[str, str]) -> str:
+    if visible >= there:
+        return ""
+    shown = environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None and len(shown.split(",")) < there:
+        return f"CUDA_VISIBLE_DEVICES = {shown}"
+    return "a cgroup of its task"
+
+
+def memory_of(cores: Sequence[int], system: Path = SYSTEM) -> tuple[int, ...]:
+    """The memory nodes that these cores belong to; none where the system doesn't tell."""
+    top = system / "sys/devices/system/cpu"
+    found = {
+        int(node.name.removeprefix("node"))
+        for core in cores
+        for node in (top / f"cpu{core}").glob("node[0-9]*")
+    }
+    return tuple(sorted(found))
+
+
+def nodes_of(buses: Sequence[str], system: Path = SYSTEM) -> tuple[int, ...]:
+    """The memory nodes of devices on the PCI bus; none where the system doesn't tell."""
+    found = set()
+    for bus in buses:
+        try:
+            found.add(int((system / f"sys/bus/pci/devices/{bus}/numa_node").read_text("utf-8")))
+        except (OSError, ValueError):
+            continue
+    return tuple(sorted(found - {-1}))
+
+
+def all_tests(world: World, slots: Sequence[str], ranks_per_node: int | str) -> list[Finding]:
+    """What nodes of so many ranks need; collective, complete on rank 0."""
+    found = nodes(world, ranks_per_node)
+    places = world.gather(seen(world, slots))
+    return [found] if places is None else [found, *judged(places, world.nodes.per_node)]
+
+
+def nodes(world: World, ranks_per_node: int | str) -> Finding:
+    """The nodes that the ranks make; collective, the same on all of them."""
+    data = {"ranks_per_node": ranks_per_node}
+    try:
+        world.arrange(ranks_per_node)
+    except JobError as error:
+        text = f"{counted(world.size, 'rank')} make no nodes"
+        return Finding("nodes", text, "wrong", "; ".join(error.messages), data)
+    made = world.nodes
+    per = "each rank is one" if made.per_node == 1 else f"{made.per_node} ranks each"
+    return Finding("nodes", f"{counted(made.count, 'node')}: {per}", data=data)
+
+
+def judged(places: Sequence[Place], per_node: int) -> list[Finding]:
+    """What nodes of ``per_node`` ranks need of a host, and whether they have it."""
+    return [_memory(places, per_node), _devices(places, per_node), _numa(places)]
+
+
+def _hosts(places: Sequence[Place]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        found.setdefault(place.host, []).append(rank)
+    return found
+
+
+def _memory(places: Sequence[Place], per_node: int) -> Finding:
+    """Ranks of a host share memory: sums inside a node, and neighbours on a host, go through it."""
+    text = f"MPI shares memory between {max(place.sharing for place in places)} ranks at most"
+    data = {"sharing": [place.sharing for place in places]}
+    for host, ranks in _hosts(places).items():
+        if per_node > 1 and places[ranks[0]].sharing < len(ranks):
+            remedy = (
+                f"{counted(len(ranks), 'rank')} on {host}, of which rank {ranks[0]} shares memory "
+                f"with {places[ranks[0]].sharing} only: each task has an IPC namespace or a "
+                "/dev/shm of its own; start the tasks of a host in one container, or without "
+                "namespaces of their own"
+            )
+            return Finding("shared", text, "wrong", remedy, data)
+    return Finding("shared", text, data=data)
+
+
+def _devices(places: Sequence[Place], per_node: int) -> Finding:
+    """Every rank has GPUs of its own, sees those of the others, and none is left over."""
+    data = {"visible": [p.visible for p in places], "there": [p.there for p in places]}
+    if not any(place.there for place in places):
+        return Finding("gpus", "none on these hosts", data=data)
+    hosts = _hosts(places)
+    used = {host: {gpu for rank in ranks for gpu in places[rank].mine}
+            for host, ranks in hosts.items()}  # fmt: skip
+    text = "; ".join(
+        f"{host}: {counted(len(ranks), 'rank')} on {len(used[host])} of "
+        f"{counted(max(places[rank].there for rank in ranks), 'GPU')}"
+        for host, ranks in list(hosts.items())[:4]
+    )
+    for host, ranks in hosts.items():
+        count = sum(len(places[rank].mine) for rank in ranks)
+        if "" not in used[host] and len(used[host]) < count:
+            level = "wrong" if per_node > 1 else "note"
+            remedy = (
+                f"{counted(len(ranks), 'rank')} on {host} share {counted(len(used[host]), 'GPU')}, "
+                "which NCCL can't join: start a rank for each GPU"
+            )
+            return Finding("gpus", text, level, remedy, data)
+        one = places[ranks[0]]
+        if len(ranks) > 1 and one.hidden:
+            remedy = (
+                f"rank {ranks[0]} on {host} sees {one.visible} of {one.there} GPUs "
+                f"({one.hidden}): CUDA IPC doesn't reach what a rank can't see, so neighbours on a "
+                f"host exchange through host memory; {ALL_SEEN}"
+            )
+            return Finding("gpus", text, "note", remedy, data)
+        if "" not in used[host] and len(used[host]) < max(places[r].there for r in ranks):
+            remedy = f"GPUs of {host} are idle: start a rank for each, or one rank that takes all"
+            return Finding("gpus", text, "note", remedy, data)
+    return Finding("gpus", text, data=data)
+
+
+def _numa(places: Sequence[Place]) -> Finding:
+    """A rank's cores lie on the memory node of its GPUs."""
+    far = [
+        rank
+        for rank, place in enumerate(places)
+        if place.near and place.memory and not set(place.near) & set(place.memory)
+    ]
+    count = len({node for place in places for node in place.memory})
+    text = f"cores on {counted(count, 'memory node')}" if count else "the system doesn't tell"
+    data = {"cores": [p.memory for p in places], "gpus": [p.near for p in places]}
+    if far:
+        first = places[far[0]]
+        remedy = (
+            f"rank {far[0]} on {first.host} has its cores on memory node "
+            f"{', '.join(map(str, first.memory))} and its GPU on {', '.join(map(str, first.near))} "
+            f"({counted(len(far), 'rank')} so): srun --cpu-bind=none, or --distribution and "
+            "--cpu-bind=cores in the order of the GPUs"
+        )
+        return Finding("numa", text, "note", remedy, data)
+    return Finding("numa", text, data=data)
