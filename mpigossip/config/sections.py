@@ -90,8 +90,9 @@ class Data:
     """Number of classes (synthetic), or what a model is told of them (one's own Datasets)."""
     context: Positive = 128
     """Bytes of a sample (packed text only)."""
-    workers: Count = 2
-    """Decoding or loading processes per node; 0 does it in the training process."""
+    workers: Literal["auto"] | Count = "auto"
+    """Decoding or loading processes per node; 0 does it in the training process; auto: 2, on GPUs
+    2 a slot as far as there are cores."""
     cache: Literal["auto", "always", "never"] = "auto"
     """Keep decoded samples in memory: where they fit, always, or never."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -276,8 +277,9 @@ class LogSection:
     on_error: Literal["stop", "continue"] = "stop"
     """What a log that can't be written does to the run; "continue" keeps the steps and tries again
     at the next write, and stops at the end if that fails, too."""
-    consensus_every: Count = 10
-    """Steps between measurements of the consensus distance; 0 never measures."""
+    consensus_every: Literal["auto"] | Count = "auto"
+    """Steps between measurements of the consensus distance; 0 never measures; auto: 10, on GPUs
+    100, where a step is short beside sending a whole model."""
     straggler_times: NotNegative = 2.0
     """A node that computes so many times longer than the median is a straggler; 0 never looks."""
     straggler_s: NotNegative = 60.0

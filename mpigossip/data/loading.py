@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,3 +55,18 @@ def open_loader(data: AnyData, here: Sequence[Any], *, seed: int, **how: Any) ->
     if isinstance(data, Datasets):
         return DatasetLoader(data, here, **how)
     return Loader(data, here, seed=seed, **how)
+
+
+WORKERS = 2
+"""Of a node, on GPUs of each slot, where `data.workers` is "auto"."""
+
+
+def processes(setting: int | str, devices: Sequence[str], per_node: int) -> int:
+    """Decoding processes of a rank with these slots, one of ``per_node`` of its node."""
+    if isinstance(setting, int):
+        return -(-setting // per_node)
+    if not devices[0].startswith("cuda"):
+        return -(-WORKERS // per_node)
+    # a core for each slot's launches and one for the exchange are left
+    cores = len(os.sched_getaffinity(0)) // per_node - len(devices) - 1
+    return max(WORKERS, min(WORKERS * len(devices), cores))

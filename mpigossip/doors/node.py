@@ -20,6 +20,7 @@ from mpigossip.doors.given import named
 from mpigossip.doors.held import Held
 from mpigossip.doors.inner import borrowed, check, decay, rate
 from mpigossip.doors.slots import Slots
+from mpigossip.engine.consensus import measured_every
 from mpigossip.engine.gathered import Gathered
 from mpigossip.engine.module import LOW, Parameters
 from mpigossip.engine.step import Engine
@@ -52,7 +53,7 @@ class Node:
         devices: Sequence[str] | None,
         overlap: str,
         rate: Callable[[], float],
-        measure_every: int,
+        measure_every: int | str,
     ):
         """Collective: the models become their exact average. ``rate``: the learning rate of now."""
         self.world, self.model, self.inner = world, model, inner
@@ -118,7 +119,8 @@ class Node:
         self.engine = Engine(
             self.mixer, Single(self._device), self.vector, [method],
             assemble.make_cadence(self.job, method, self.graph),
-            cut=self.layers.cut if self.layers else None, measure_every=self._every,
+            cut=self.layers.cut if self.layers else None,
+            measure_every=measured_every(self._every, self._device),
             inspect=Finite(self.vector.flat, self.world.rank),
         )  # fmt: skip
 

@@ -9,6 +9,16 @@ import torch
 from mpigossip.groups.base import Group
 from mpigossip.mixing.base import Mixer
 
+EVERY, EVERY_ON_GPUS = 10, 100
+"""Steps between two measurements where `log.consensus_every` is "auto"."""
+
+
+def measured_every(setting: int | str, device: str) -> int:
+    """Steps between two measurements on such a device; 0: none."""
+    if isinstance(setting, int):
+        return setting
+    return EVERY_ON_GPUS if device.startswith("cuda") else EVERY
+
 
 def square_norms(x: torch.Tensor, minus: torch.Tensor | None = None) -> torch.Tensor:
     """‖x − minus‖² of each row, in float64: (rows, 1).

@@ -26,6 +26,9 @@ from mpigossip.store.checkpoint import Manifest
 from mpigossip.store.log import read
 from mpigossip.training.assemble import Assembly, assemble, load
 
+WAS = {"workers": 2, "consensus_every": 10}
+"""Defaults of earlier versions that are "auto" now: a run that has them goes on."""
+
 
 def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
     """Train the job on n nodes, from a checkpoint if one is given; the summary on rank 0.
@@ -174,6 +177,7 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
         for section in now
         for key in {**now[section], **before[section]}
         if now[section].get(key) != before[section].get(key)
+        and (now[section].get(key), before[section].get(key)) != ("auto", WAS.get(key))
     ]
     if differing:
         folder = job.run.folder

@@ -16,8 +16,16 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError, Part
 from mpigossip.config.choices import Tables
 from mpigossip.config.errors import Mistake
-from mpigossip.data.loading import AnyData, AnyLoader, check_alike, make_orders, open_loader
+from mpigossip.data.loading import (
+    AnyData,
+    AnyLoader,
+    check_alike,
+    make_orders,
+    open_loader,
+    processes,
+)
 from mpigossip.data.sources import SOURCES, Source, source
+from mpigossip.engine.consensus import measured_every
 from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat, flatten
@@ -305,7 +313,7 @@ def make_engine(
         methods,
         make_cadence(job, methods[0], graph, total),
         cut=cut if may_cut(job, group.slots) else None,
-        measure_every=job.log.consensus_every,
+        measure_every=measured_every(job.log.consensus_every, group.devices[0]),
     )
 
 
@@ -354,7 +362,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         [each[node] for node in mixer.rows],
         seed=job.run.seed,
         devices=group.devices,
-        workers=-(-job.data.workers // world.nodes.per_node),
+        workers=processes(job.data.workers, group.devices, world.nodes.per_node),
         timeout_s=job.node.timeout_s,
         slots=group.slots,
         mine=group.mine,

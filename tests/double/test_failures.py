@@ -77,6 +77,7 @@ def windows(comm, what, rank, ways, aware):
         ("put", ("put", "auto"), True, "host", "MPI_ERR_RMA_RANGE"),
         ("ipc", ("read", "auto"), False, "host", "cudaErrorNotSupported"),
         ("allocation", ("read", "auto"), False, "host", "out of memory"),
+        ("peer", ("read", "auto"), False, "host", "other bytes than its owner has"),
         ("pin", ("put", "host"), False, "host", "cudaHostRegister"),
     ],
 )

@@ -18,9 +18,20 @@ from mpigossip.mixing.device.memory import Kept, current
 from mpigossip.mixing.device.push import BySlot, Lane, on
 from mpigossip.mixing.shared import SharedHost
 
-SHARE = 1 << 22
-"""As that of averages by messages on the CPU; longer, as a GPU takes long to be told to begin."""
+SHARE = 1 << 24
+"""Bytes that are averaged at once by messages; more than on the CPU, as a GPU takes long to be told
+to begin."""
 Memory = Sequence[torch.Tensor]
+
+
+def rooms(devices: Sequence[torch.device], share: int) -> dict[tuple, int]:
+    """What averages by messages need on each device, for pieces of ``share`` bytes."""
+    return {(on, use): share for on in devices for use in ("piece", "average", "chunks")}
+
+
+def pieces(n: int, largest: int) -> int:
+    """Bytes of a piece where the largest message has so many; an element a rank at least."""
+    return max(min(SHARE, largest), 8 * n)
 
 
 def by_peers(
@@ -94,38 +105,68 @@ def mean_by_peers(
 
 
 def mean_by_messages(
-    comm: MPI.Comm, lane: Lane, own: torch.Tensor, out: torch.Tensor, kept: Kept, timeout_s: float
-) -> None:
+    comm: MPI.Comm, lane: Lane, own: torch.Tensor, out: torch.Tensor, kept: Kept, timeout_s: float,
+    share: int,
+) -> None:  # fmt: skip
     """``out`` = the average of all ranks' ``own`` (p,), by messages from GPU to GPU."""
-    for at in range(0, own.numel(), SHARE):
-        piece, averaged = own[at : at + SHARE], out[at : at + SHARE]
+    step = share // own.element_size()
+    for at in range(0, own.numel(), step):
+        piece, averaged = own[at : at + step], out[at : at + step]
         uses = ("piece", "average")
         sent, mixed = (kept.room(lane.device, u, len(piece), own.dtype) for u in uses)
         with current(lane.device), on(lane.into):
             sent.copy_(piece)
-            _average(comm, sent, mixed, lane, kept, timeout_s)
+            _average(comm, sent, mixed, lane, kept, timeout_s, share)
             averaged.copy_(mixed)
     lane.drain()
 
 
 def by_messages(
-    comm: MPI.Comm, own: Memory, mixed: Memory, layout: BySlot, lanes, kept: Kept, timeout_s: float
-) -> None:
+    comm: MPI.Comm, own: Memory, mixed: Memory, layout: BySlot, lanes, kept: Kept, timeout_s: float,
+    share: int,
+) -> None:  # fmt: skip
     """Through messages from GPU to GPU, where MPI is proven to move them."""
     for slot, lane in enumerate(lanes):
         with current(lane.device), on(lane.into):
             for dtype, part in layout.of(slot).parts:
                 terms, result = own[slot][part].view(dtype), mixed[slot][part].view(dtype)
-                _average(comm, terms, result, lane, kept, timeout_s)
+                _average(comm, terms, result, lane, kept, timeout_s, share)
 
 
 def _average(
-    comm: MPI.Comm, own: torch.Tensor, out: torch.Tensor, lane: Lane, kept: Kept, timeout_s: float
-) -> None:
+    comm: MPI.Comm, own: torch.Tensor, out: torch.Tensor, lane: Lane, kept: Kept, timeout_s: float,
+    share: int,
+) -> None:  # fmt: skip
     def room(count: int) -> torch.Tensor:
         return kept.room(own.device, "chunks", count, own.dtype)
 
-    average(comm, own, out, timeout_s, share=SHARE, room=room, drain=lane.drain)
+    each = share // own.element_size() // comm.size
+    average(comm, own, out, timeout_s, share=each, room=room, drain=lane.drain)
+
+
+def mean_through(
+    comm: MPI.Comm, through: Memory, own: torch.Tensor, out: torch.Tensor, timeout_s: float
+) -> None:
+    """``out`` = the average of all ranks' ``own`` (p,), piece by piece through host memory.
+
+    ``through``: memory there for a piece and for its average, locked where that can be.
+    """
+    step = through[0].numel() // own.element_size()
+    with current(own.device):
+        for at in range(0, own.numel(), step):
+            piece, averaged = own[at : at + step], out[at : at + step]
+            sent, mixed = (memory.view(own.dtype)[: len(piece)] for memory in through)
+            sent.copy_(piece, non_blocking=True)
+            _begun(own.device)
+            average(comm, sent, mixed, timeout_s)
+            averaged.copy_(mixed, non_blocking=True)
+            _begun(own.device)
+
+
+def _begun(device: torch.device) -> None:
+    """Wait for the copy that was begun: MPI knows no stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def gather(

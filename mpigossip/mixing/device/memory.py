@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,19 +51,19 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class Kept:
-    """Private memory on devices for passing use, kept for the next time; it grows as needed."""
+    """Private memory on devices for passing use.
 
-    def __init__(self) -> None:
-        """Nothing yet."""
-        self._rooms: dict[tuple[torch.device, str], torch.Tensor] = {}
+    All of it is taken at once: an allocation later on would wait for devices on which another
+    thread may be in the middle of NCCL's calls.
+    """
+
+    def __init__(self, sizes: Mapping[tuple[torch.device, str], int]):
+        """Rooms of so many bytes, one a device and use."""
+        self._rooms = {key: private(nbytes, key[0]) for key, nbytes in sizes.items()}
 
     def room(self, device: torch.device, use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """``count`` elements, their contents undefined; one room a device and use."""
-        nbytes = count * dtype.itemsize
-        if (device, use) not in self._rooms or self._rooms[device, use].numel() < nbytes:
-            self._rooms.pop((device, use), None)
-            self._rooms[device, use] = private(nbytes, device)
-        return self._rooms[device, use][:nbytes].view(dtype)
+        """``count`` elements, as many as there is room for at most, their contents undefined."""
+        return self._rooms[device, use][: count * dtype.itemsize].view(dtype)
 
 
 def can_map(devices: Sequence[torch.device]) -> bool:

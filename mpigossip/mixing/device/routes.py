@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from mpigossip.mixing.base import Layout
 from mpigossip.mixing.device.aware import proven
+from mpigossip.mixing.device.mapping import reaches
 from mpigossip.mixing.device.memory import Mapped, MemoryRefused, can_map, handles, pin, private
 from mpigossip.mixing.device.push import BySlot, DevicePush, Lane, PiecePush
 from mpigossip.mixing.push import PushWindow
@@ -27,6 +28,7 @@ class DeviceMemory(Windows):
 
     layout: BySlot
     _push: PiecePush | None
+    _through: list[torch.Tensor]
 
     def __init__(
         self, graph, layout: Layout, world, same_host: str, timeout_s: float, gpu_window: str
@@ -34,6 +36,7 @@ class DeviceMemory(Windows):
         """Collective; see :class:`mpigossip.mixing.device.windows.DeviceWindows`."""
         names = layout.devices or ("cpu",) * len(layout.widths)
         self._devices = [torch.device(name) for name in names]
+        self._staged_on = list(dict.fromkeys(self._devices))
         self._lanes = [Lane(device) for device in self._devices]
         self._asked = gpu_window
         self._why: dict[str, list[str]] = {"near": [], "far": [], "all": []}
@@ -56,7 +59,7 @@ class DeviceMemory(Windows):
             "outbox": layout.nbytes,
             "result": layout.nbytes,
             "encoded": 0 if layout.wire.exact else layout.sent_bytes,
-            "stages": 2 * min(STAGE, first.nbytes),
+            "stages": 2 * min(STAGE, first.nbytes) * len(set(layout.devices) or {"cpu"}),
             "inbox": inbox,
             "host": sum(host.values()),
         }
@@ -66,13 +69,13 @@ class DeviceMemory(Windows):
         parts = [layout.of(slot) for slot in range(len(self._devices))]
         coded = 0 if layout.wire.exact else 1
         sizes = [(part.nbytes, part.nbytes, coded * part.sent_bytes) for part in parts]
-        # a vector's piece and its average, for the mean of vectors that lie elsewhere
+        # on each device a vector's piece and its average: the mean of vectors that lie elsewhere
         self._stage: list[torch.Tensor] = []
         if self._asked != "host":
             try:
                 self._take(sizes, private)
                 room = min(STAGE, parts[0].nbytes)
-                self._stage = [private(room, self._devices[0]) for _ in range(2)]
+                self._stage = [private(room, on) for on in self._staged_on for _ in range(2)]
                 return
             except MemoryRefused as error:
                 self._why["all"].append(str(error))
@@ -101,7 +104,7 @@ class DeviceMemory(Windows):
     def _map(self, on_host: MPI.Comm) -> None:
         mine: list[bytes] | None = None
         shared = [*self._own, *self._mixed_memory, *self._stage]
-        where = [*self._devices * 2, *self._devices[:1] * len(self._stage)]
+        where = [*self._devices * 2, *(on for on in self._staged_on for _ in range(2))]
         if can_map(self._devices) and not self._why["all"]:
             try:
                 mine = handles(shared)
@@ -119,6 +122,9 @@ class DeviceMemory(Windows):
                 failed = str(error)
         # all or none on a host: a reader that maps and one that doesn't need other outboxes
         reasons = [text for text in on_host.allgather(failed) if text]
+        if not reasons:
+            failed = reaches(on_host, shared, self._mapped)
+            reasons = [text for text in on_host.allgather(failed) if text]
         if reasons:
             for mapped in self._mapped.values():
                 mapped.close()
@@ -179,7 +185,8 @@ class DeviceMemory(Windows):
         """Lock the host memory that copies use; what can't be locked is noted and slower."""
         if not self._stages_out and (self._push is None or self._on_devices):
             return
-        stretches = [*self._host.outboxes, self._host.result] if self._host else [self._message]
+        stretches = [*self._through]
+        stretches += [*self._host.outboxes, self._host.result] if self._host else [self._message]
         stretches += [self._codes] if self._codes is not None else []
         stretches += [self._push.memory] if self._push is not None else []
         try:

@@ -60,8 +60,10 @@ class DeviceWindows(DeviceMemory):
         for s in slots if layout.wire.name == "bf16" else ():
             self._coded[s].codes = tuple(self._room(s, k)[None] for k in range(layout.vectors))
         self._sums = Sums(by_slot, self._lanes, self._mixed_memory)
-        self._kept, self._averaged = Kept(), 0
         size = max(own.numel() for own in self._own)
+        self._share, self._averaged = averages.pieces(self.n, size), 0
+        self._kept = Kept(self._rooms())
+        self._through = [torch.empty(self._share, dtype=torch.uint8) for _ in range(2)]
         # the same number of pieces on all ranks: tokens count them
         staged = any(self._comm.allgather(self._stages_out)) and not self._lossy
         step = PIECE if staged else size
@@ -93,6 +95,21 @@ class DeviceWindows(DeviceMemory):
                     at = layout.place(0, layout.vectors + k)
                     codes[at : at + 8].view(torch.float64).copy_(value[0])
             parts.written = False
+
+    def _rooms(self) -> dict:
+        """Memory that averages by messages from GPU to GPU need besides."""
+        if not self._on_devices:
+            return {}
+        found = averages.rooms(self._staged_on, self._share)
+        if self._codes_go_round:
+            for slot, (device, codes) in enumerate(zip(self._devices, self._code, strict=True)):
+                found[device, f"codes {slot}"] = self.n * codes.numel()
+        return found
+
+    @property
+    def _codes_go_round(self) -> bool:
+        """Whether in a global average everyone's codes are less than a sum's parts."""
+        return self._lossy and self.n * self.layout.sent_bytes < 2 * self.layout.nbytes
 
     def _room(self, slot: int, vector: int) -> torch.Tensor:
         """Where a vector's bfloat16 codes go."""
@@ -228,15 +245,17 @@ class DeviceWindows(DeviceMemory):
             averages.by_peers(self._host, self._areas, self.layout, self._lanes, now.t)
         elif not self._on_devices:
             self._average_on_host(now)
-        elif self._lossy and self.n * self.layout.sent_bytes < 2 * self.layout.nbytes:
+        elif self._codes_go_round:
             everyone = averages.gather(comm, self._code, self._lanes, self._kept, timeout_s)
             for slot, (own, codes) in enumerate(zip(self._own, everyone, strict=True)):
                 terms = [(row, True) for row in codes]
                 terms[self.rank] = (own, False)
                 self._sums.add([1 / self.n] * self.n, slot, self._spans[0], terms)
         else:
-            memory = self._own, self._mixed_memory
-            averages.by_messages(comm, *memory, self.layout, self._lanes, self._kept, timeout_s)
+            averages.by_messages(
+                comm, self._own, self._mixed_memory, self.layout, self._lanes,
+                self._kept, timeout_s, self._share,
+            )  # fmt: skip
         for lane in self._lanes:
             lane.drain()
 
@@ -249,23 +268,26 @@ class DeviceWindows(DeviceMemory):
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits.
 
-        A vector on the first slot's device stays there where devices reach each other.
+        A vector on a slot's device stays there where devices reach each other.
         """
         by_peers = self._push is None and bool(self._mapped)
-        if x.device != self._devices[0] or not (by_peers or self._on_devices):
+        if x.device not in self._devices:
             return super().mean(x)
         own, out = x[0].contiguous(), torch.empty_like(x[0])
+        if not (by_peers or self._on_devices):
+            averages.mean_through(self._comm, self._through, own, out, self._timeout_s)
+            return out
 
         def work(ready: list) -> None:
-            lane = self._lanes[0]
+            lane = self._lanes[self._devices.index(x.device)]
             if by_peers:
-                stages = [area[-2:] for area in self._areas]
+                at = 2 * (len(self._devices) + self._staged_on.index(x.device))
+                stages = [area[at : at + 2] for area in self._areas]
                 args = self._host, stages, lane, own, out, self._averaged
                 self._averaged += averages.mean_by_peers(*args)
             else:
-                averages.mean_by_messages(
-                    self._push.comm, lane, own, out, self._kept, self._timeout_s
-                )
+                kept = self._kept, self._timeout_s, self._share
+                averages.mean_by_messages(self._push.comm, lane, own, out, *kept)
 
         self._waited += self._courier.wait(self._submit(work), "the average of a vector")
         return out
@@ -302,4 +324,4 @@ class DeviceWindows(DeviceMemory):
         wait_all({0: self._comm.Ibarrier()}, self._timeout_s, late, everybody)
         super().close()
         self._own, self._mixed_memory, self._code, self._stage = [], [], [], []
-        self._sums, self._kept = None, None
+        self._sums, self._kept, self._through = None, None, []

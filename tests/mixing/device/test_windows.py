@@ -103,7 +103,7 @@ def compared(
     from mpigossip.mixing.device import averages, routes, windows
 
     torch.set_num_threads(1)
-    windows.PIECE, routes.STAGE, averages.SHARE = piece, 1000, 1500
+    windows.PIECE, routes.STAGE, averages.SHARE = piece, 1000, 6000
     files, world_comm = SharedFiles(), comm
     if memory.startswith("hosts "):  # two ranks on each
         from mpi4py import MPI

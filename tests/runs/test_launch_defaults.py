@@ -1,0 +1,42 @@
+"""Defaults that depend on the device, and runs that an earlier version began with its own."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from mpigossip.config import JobError
+from mpigossip.data.loading import processes
+from mpigossip.engine.consensus import measured_every
+from mpigossip.runs import launch
+from mpigossip.training.assemble import load
+
+
+def test_gpus_measure_consensus_more_rarely():
+    assert [measured_every("auto", on) for on in ("cpu", "cuda:1")] == [10, 100]
+    assert [measured_every(3, on) for on in ("cpu", "cuda:1")] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "setting, slots, on, per_node, cores, many",
+    [("auto", 4, "cpu", 1, 64, 2), ("auto", 4, "cpu", 2, 64, 1), ("auto", 8, "cuda:0", 1, 64, 16),
+     ("auto", 8, "cuda:0", 1, 20, 11), ("auto", 8, "cuda:0", 1, 8, 2), (16, 1, "cuda:0", 8, 64, 2),
+     ("auto", 1, "cuda:0", 8, 64, 2), (0, 8, "cuda:0", 1, 64, 0)],
+)  # fmt: skip
+def test_workers_grow_with_gpus(monkeypatch, setting, slots, on, per_node, cores, many):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert processes(setting, [on] * slots, per_node) == many
+
+
+@pytest.mark.parametrize("was, refused", [({}, False), ({"workers": 3}, True)])
+def test_a_run_with_the_former_defaults_goes_on(monkeypatch, was, refused):
+    job = load({"model": {"name": "mlp"}}, [])
+    former = {"data": {"workers": 2} | was, "log": {"consensus_every": 10}}
+    manifest = SimpleNamespace(job={"model": {"name": "mlp"}, **former}, meta={})
+    monkeypatch.setattr(launch, "_of_a_job", lambda _: manifest)
+    monkeypatch.setattr(launch, "asked_of", lambda _: 2)
+    if refused:
+        with pytest.raises(JobError, match="data.workers = 'auto', there 3"):
+            launch._same_job(job, 2, None)
+    else:
+        launch._same_job(job, 2, None)
