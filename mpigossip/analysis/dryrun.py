@@ -7,7 +7,8 @@ import os
 from mpigossip import config
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import size
-from mpigossip.training import assemble, costs
+from mpigossip.groups.devices import local_rank
+from mpigossip.training import assemble, costs, shape
 
 NODES = 8
 """Planned for, where neither `--nodes` nor a launcher says how many."""
@@ -17,7 +18,9 @@ def describe(job: Job, nodes: int | None) -> str:
     """The job with all defaults, then what a step of it moves and holds. Raises JobError."""
     if nodes is not None and nodes < 1:
         raise JobError([f"--nodes {nodes}: a job runs on one node at least"])
-    n = nodes or launched() or NODES
+    job, per = _of_launcher(job)
+    ranks = launched()
+    n = nodes or (ranks // per if ranks else NODES)
     found = [m for m in assemble.mistakes(job, n) if not m.startswith("node.devices")]
     if found:
         raise JobError(found)
@@ -36,6 +39,13 @@ def describe(job: Job, nodes: int | None) -> str:
         *_memory(costs.memory(what, made)),
     ]
     return "\n".join(lines)
+
+
+def _of_launcher(job: Job) -> tuple[Job, int]:
+    """The job with as many ranks a node as a launcher has started, and how many those are."""
+    job = shape.with_ranks(job, local_rank()[1]) if launched() else job
+    asked = job.node.ranks_per_node
+    return job, asked if isinstance(asked, int) else 1
 
 
 def launched() -> int | None:

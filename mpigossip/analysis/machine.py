@@ -11,6 +11,7 @@ import torch
 
 from mpigossip.cluster.world import World
 from mpigossip.config import Data, GraphSection, JobError
+from mpigossip.config.readable import counted
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
@@ -83,11 +84,11 @@ def examine(what: Subject, world: World, given: Given, budget_s: float) -> Machi
         sources |= {"compute": "given", "node-local": "given"}
     if given.node_s is not None:
         node_s, sources["node-local"] = given.node_s, "given"
-    combine_rate = _combine_rate(what)
+    combine_rate = world.nodes.per_node * _combine_rate(what)
     work_s = compute_s if slots_of(what.job.node.devices)[0] == "cpu" else 0.0
     wire, where = _network(what, world, given, combine_rate, budget_s, work_s)
     latency_s, bandwidth, global_latency_s, global_bandwidth = wire
-    measured = "measured" if world.size > 1 else "assumed"
+    measured = "measured" if world.nodes.count > 1 else "assumed"
     sources["latency"] = measured if given.latency_s is None else "given"
     sources["bandwidth"] = measured if given.bandwidth is None else "given"
     return Machine(
@@ -98,6 +99,7 @@ def examine(what: Subject, world: World, given: Given, budget_s: float) -> Machi
 
 def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, float, float]:
     """Median seconds of a step of one node: compute, node-local, update; means over the ranks."""
+    from mpigossip.cluster.nodes import node_alone
     from mpigossip.cluster.ranks import Alone
     from mpigossip.groups import devices
     from mpigossip.training import assemble
@@ -107,8 +109,10 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, float, 
         missing = devices.mistakes(job.node.devices)
         if missing:
             raise JobError([*missing, "or say how long forward and backward take: --compute 80ms"])
+    # no other node: the ranks of one step together
+    alone = node_alone(world) if world.nodes.per_node > 1 else Alone()
     with world.together(JobError):
-        assembly = assemble.assemble(job if _here(job) else _synthetic(what), Alone(), 1)
+        assembly = assemble.assemble(job if _here(job) else _synthetic(what), alone, 1)
     try:
         found: dict[str, list[float]] = {"compute_s": [], "node_s": [], "exchange_s": []}
         world.barrier()
@@ -186,12 +190,16 @@ def _network(
     """((latency, bandwidth, the same of a global average), words on where)."""
     latency = LATENCY_S if given.latency_s is None else given.latency_s
     bandwidth = BANDWIDTH if given.bandwidth is None else given.bandwidth
-    if world.size == 1:
-        return (latency, bandwidth, latency, bandwidth), "this process alone"
-    n, hosts = world.size, len(set(world.hosts))
+    column, per = world.nodes.column, world.nodes.per_node
+    n, hosts = column.size, counted(len(set(world.hosts)), "host")
+    where = f"{n} ranks on {hosts}" if per == 1 else f"{n} nodes of {per} ranks on {hosts}"
+    if n == 1:
+        alone = "this process alone" if per == 1 else f"one node of {per} ranks"
+        return (latency, bandwidth, latency, bandwidth), alone
     nbytes = 4 * what.flat.size
+    # of a node's ranks each exchanges its part, all at once
     small, large = (
-        _rounds(world, what, count, budget_s, work_s) for count in (SMALL, what.flat.size)
+        _rounds(column, what, count, budget_s, work_s) for count in (SMALL, what.flat.size // per)
     )
     fitted = []
     # messages that a round sends, and how many latencies it has
@@ -201,7 +209,6 @@ def _network(
         whole = max(large[kind] - nbytes / combine_rate, large[kind] / 2)
         first = min(small[kind], whole / 2)
         fitted += [first / hops_of, share * nbytes / (whole - first)]
-    where = f"{n} ranks on {hosts} host{'s' * (hosts > 1)}"
     if given.latency_s is not None:
         fitted[0] = fitted[2] = given.latency_s
     if given.bandwidth is not None:

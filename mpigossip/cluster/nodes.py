@@ -57,6 +57,14 @@ class Part(Meetings):
         """Nothing: the world frees it."""
 
 
+def node_alone(world: World) -> World:
+    """This rank's node of several as a world of its own, with no node beside it; collective."""
+    nodes = world.nodes
+    found = Part(world, nodes.column.rank, nodes.place)
+    found.nodes = Nodes((0,) * found.size, Part(world, world.rank, 0), found)
+    return found
+
+
 def arranged(world: World, ranks_per_node: int | str) -> Nodes:
     """The ranks as nodes of so many of a host, or of all of a host; collective.
 

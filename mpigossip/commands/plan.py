@@ -58,10 +58,16 @@ def run(options) -> None:
     from mpigossip.config import JobError
     from mpigossip.training import assemble
     from mpigossip.training.costs import subject
+    from mpigossip.training.shape import with_ranks
 
     with world() if (launched() or 1) > 1 else Alone() as ranks:
         with ranks.together(JobError):
-            what, note = subject(assemble.load(options.job, options.settings))
+            job = assemble.load(options.job, options.settings)
+        ranks.arrange(job.node.ranks_per_node)
+        if ranks.comm is not None:
+            job = with_ranks(job, ranks.nodes.per_node)
+        with ranks.together(JobError):
+            what, note = subject(job)
         given = Given(options.compute, options.node, options.latency, options.bandwidth)
         machine = examine(what, ranks, given, options.seconds)
         if ranks.rank != 0:

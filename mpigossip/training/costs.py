@@ -56,7 +56,8 @@ def subject(job: Job) -> tuple[Subject, str]:
     slots = shape.planned(job)
     undecayed = None if job.algorithm.decay_all else models.decayed(module)
     flat = flatten(module, slots if job.node.shard else 1, undecayed)
-    return Subject(job, flat, slots, data.train_size), note
+    told = "; ".join(filter(None, (note, shape.assumed(job))))
+    return Subject(job, flat, slots, data.train_size), told
 
 
 def data_or_stand_in(job: Job) -> tuple[AnyData, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mpigossip.cluster.world import World
@@ -34,6 +36,19 @@ def planned(job: Job) -> int:
     """Slots of a node where no ranks are there yet; "host" stands for one rank a host."""
     asked = job.node.ranks_per_node
     return len(slots_of(job.node.devices)) * (asked if isinstance(asked, int) else 1)
+
+
+def with_ranks(job: Job, ranks: int) -> Job:
+    """The job with so many ranks a node, where it says "host"."""
+    asked = job.node.ranks_per_node
+    return replace(job, node=replace(job.node, ranks_per_node=ranks if asked == "host" else asked))
+
+
+def assumed(job: Job) -> str:
+    """What to say where nobody has told how many ranks a host has; "" where that is known."""
+    if job.node.ranks_per_node != "host":
+        return ""
+    return 'node.ranks_per_node = "host": one rank a host assumed; say how many, as in …=4'
 
 
 def mistakes(job: Job, world: World) -> list[str]:

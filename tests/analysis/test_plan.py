@@ -198,3 +198,36 @@ def test_under_a_launcher_the_network_is_measured(mpirun):
     assert set(found["sources"].values()) == {"measured"}
     assert found["where"] == "2 ranks on 1 host"
     assert found["compute_s"] > 0 and found["bandwidth"] > 1e6 and found["latency_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("per", "where", "network"),
+    [("2", "2 nodes of 2 ranks on 1 host", "measured"), ("host", "one node of 4 ranks", "assumed")],
+)
+def test_ranks_of_a_node_are_planned_together(mpirun, per, where, network):
+    words = ["plan", str(JOB), "--nodes", "4", "--json", f"node.ranks_per_node={per}",
+             "data.batch=4", "--seconds", "0.2"]  # fmt: skip
+    done = mpirun(4, [sys.executable, "-m", "mpigossip", *words], timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["samples_per_step"] == 4 * (4 if per == "host" else 2)
+    assert found["machine"]["where"] == where
+    assert found["machine"]["sources"]["latency"] == network
+    assert found["machine"]["compute_s"] > 0 and found["machine"]["node_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("per", "says"), [("2", "2 nodes x 2 slots"), ("host", "1 nodes x 4 slots")]
+)
+def test_a_dry_run_counts_the_nodes_that_a_launcher_s_ranks_make(mpirun, per, says):
+    words = ["train", str(JOB), "--dry-run", f"node.ranks_per_node={per}"]
+    done = mpirun(4, [sys.executable, "-m", "mpigossip", *words], timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"# planned for {says}" in done.stdout
+
+
+def test_alone_nobody_says_how_many_ranks_a_host_has():
+    given = ["--compute", "20ms", "--bandwidth", "1Gbit", "--latency", "30us"]
+    done = run(JOB, "--nodes", "4", *given, "node.ranks_per_node=host")
+    assert done.returncode == 0, done.stderr
+    assert "one rank a host assumed" in " ".join(done.stdout.split())
