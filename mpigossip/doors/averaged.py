@@ -55,7 +55,7 @@ def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> It
                 device = next(module.parameters()).device
                 with torch.random.fork_rng([device] if device.type == "cuda" else []):
                     update_bn(batches, module, device)
-            _average_buffers(node.mixer, buffers)
+            _average_buffers(node, buffers)
             whole = True
         if not whole:  # a rank was lost: what there is without the others
             _put_back(kept, done)
@@ -106,16 +106,20 @@ def _average(mixer: Mixer, tensors: Sequence[torch.Tensor]) -> None:
         tensor.copy_(flat.view(tensor.shape))
 
 
-def _average_buffers(mixer: Mixer, replicas: Sequence[Sequence[torch.Tensor]]) -> None:
-    """The exact average over slots, then over nodes, of what is floating-point."""
+def _average_buffers(node: Node, replicas: Sequence[Sequence[torch.Tensor]]) -> None:
+    """The exact average over a node's slots, in all its ranks, then over nodes, of floats."""
     floats = [[b for b in each if b.is_floating_point()] for each in replicas]
     if not floats[0]:
         return
     rows = [torch.cat([b.reshape(-1).double().cpu() for b in each]) for each in floats]
+    inside = node.world.nodes.inside
+    if inside is not None:
+        every = inside.broadcast(inside.gather(rows))
+        rows = [row for of_rank in every for row in of_rank]
     total = torch.zeros_like(rows[0])
     for row in rows:
         total += row / len(rows)
-    values = mixer.mean(total.unsqueeze(0)).split([b.numel() for b in floats[0]])
+    values = node.mixer.mean(total.unsqueeze(0)).split([b.numel() for b in floats[0]])
     for each in floats:
         for buffer, value in zip(each, values, strict=True):
             buffer.copy_(value.view(buffer.shape))

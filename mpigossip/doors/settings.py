@@ -56,6 +56,8 @@ def settings(
     sections = _sections(algorithm, None if drawn else graph, cadence, options, plain)
     if folder is not None:
         sections["run"] |= {"output": str(folder), "name": folder.name or "run"}
+    if world.nodes.per_node > 1:
+        sections["node"]["ranks_per_node"] = world.nodes.per_node
     sections["node"] |= {"mixer": mixer, "devices": "cpu:1" if device == "cpu" else device}
     if wire is not None:
         sections["node"]["wire"] = wire
@@ -72,11 +74,6 @@ def settings(
     found = unfit(job, made, method, assemble.make_cadence(job, method, made))
     found += _unseen(job, method, made)
     found += _of_several(job, world)
-    if folder is not None and world.nodes.per_node > 1:
-        found.append(
-            f'run = "{folder}": a loop\'s run takes nodes of one rank; save state_dict() on every '
-            "rank, or use ranks_per_node = 1"
-        )
     if drawn and job.run.survive:
         found.append(
             "survive = True: a graph that is given has its number of nodes, and those who outlive "

@@ -178,12 +178,34 @@ class Recorder(Hook):
             names = dict.fromkeys(name for row in self._kept for name in row)
             unknown = np.full(self._rows, np.nan)
             block = {n: np.stack([row.get(n, unknown) for row in self._kept]) for n in names}
-        gathered = _of_nodes(self._world.gather((block, self._evaluations)), self._world)
+        gathered = self._of_nodes(self._world.gather((block, self._evaluations)))
         with self._world.together(StoreError):
             if gathered is not None:
                 self._write_or_begin(gathered, [row for row, _ in self._evaluations])
         # not earlier: should rank 0 be lost on the way, the others still have it
         self._kept, self._evaluations = [], []
+
+    def _of_nodes(self, gathered: list | None) -> list | None:
+        """What the ranks have kept, by node: of its first rank, with the bytes that all of it sent.
+
+        What a program said of its ranks' batches is their mean; a job has the node's on all ranks.
+        """
+        if gathered is None or self._world.nodes.per_node == 1:
+            return gathered
+        found: dict[int, tuple[list[dict[str, Any]], list]] = {}
+        for node, (block, evaluations) in zip(self._world.nodes.of, gathered, strict=True):
+            found.setdefault(node, ([], evaluations))[0].append(block)
+        return [(self._of_node(blocks), found[n][1]) for n, (blocks, _) in sorted(found.items())]
+
+    def _of_node(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+        whole = dict(blocks[0])
+        if whole:
+            whole["bytes_sent"] = sum(block["bytes_sent"] for block in blocks)
+        names = dict.fromkeys(name for block in blocks for name in block)
+        for name in () if self._by_itself else names.keys() - COLUMNS.keys() | {"loss"}:
+            if name != "step" and whole:
+                whole[name] = _mean_of_known([block[name] for block in blocks if name in block])
+        return whole
 
     def _write_or_begin(self, gathered: list, evaluations: list[dict]) -> None:
         """Append on rank 0; where the log was taken away, to a new one."""
@@ -239,16 +261,12 @@ def _beside(
     return np.concatenate(parts, axis=1)
 
 
-def _of_nodes(gathered: list | None, world: World) -> list | None:
-    """What the ranks have kept, by node: of its first rank, with the bytes that all of it sent."""
-    if gathered is None or world.nodes.per_node == 1:
-        return gathered
-    found: dict[int, tuple[dict[str, Any], list]] = {}
-    for node, (block, evaluations) in zip(world.nodes.of, gathered, strict=True):
-        if node in found and block:
-            found[node][0]["bytes_sent"] += block["bytes_sent"]
-        found.setdefault(node, (block, evaluations))
-    return [found[node] for node in sorted(found)]
+def _mean_of_known(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The mean, value by value, of what isn't NaN; NaN where all is."""
+    every = np.stack(parts)
+    known = ~np.isnan(every)
+    with np.errstate(invalid="ignore"):
+        return np.where(known, every, 0).sum(0) / known.sum(0)
 
 
 def environment() -> dict[str, str]:

@@ -96,11 +96,19 @@ def plain(tensor: torch.Tensor) -> np.ndarray:
 def restore(
     engine: Engine, buffers: Sequence[Mapping[str, torch.Tensor]], row: int, saved: NodeState
 ) -> None:
-    """Put a node back, to the bit; the layout must be the one that was saved."""
+    """Put a node back, to the bit; the layout must be the one that was saved.
+
+    ``buffers``: of the group's slots here.
+    """
     group = engine.group
     split(saved.parameters, engine.vector.x, row, engine.vector.flat, held(group))
     engine.restore(saved.arrays, saved.numbers, row)
-    for slot, of_slot in zip(group.mine, buffers, strict=True):
+    put_buffers(dict(zip(group.mine, buffers, strict=True)), saved)
+
+
+def put_buffers(buffers: Mapping[int, Mapping[str, torch.Tensor]], saved: NodeState) -> None:
+    """The buffers of slots, by their numbers, as they were saved."""
+    for slot, of_slot in buffers.items():
         for name, buffer in of_slot.items():
             value = saved.arrays[f"buffers/{slot}/{name}"]
             buffer.copy_(torch.from_numpy(np.array(value)).view(buffer.shape))

@@ -19,7 +19,8 @@ def paused(node: Node) -> Iterator[None]:
     """Inside, waits for this rank have no limit; asynchronous nodes go on exchanging in a thread.
 
     The model is as it was before, until the block ends. Not collective. An MPI that doesn't let
-    threads call it leaves an asynchronous node silent, as a step that takes long does.
+    threads call it leaves an asynchronous node silent, as a step that takes long does. Where a node
+    has several ranks, DDP between them waits for ``timeout_s`` of its process group all the same.
     """
     node.not_serving("paused()")
     serves = node.laid_out and not node.mixer.synchronous and getattr(node.mixer, "threaded", False)

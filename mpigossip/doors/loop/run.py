@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -12,19 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpigossip import config
 from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake
-from mpigossip.config.readable import size
+from mpigossip.doors.loop import about
 from mpigossip.doors.loop import state as loop_state
 from mpigossip.doors.node import Node
 from mpigossip.engine.step import Record
 from mpigossip.runs.hooks import named_hooks
 from mpigossip.runs.launch import newest
 from mpigossip.runs.lock import Guard, locked
-from mpigossip.runs.overview import between, nodes
 from mpigossip.runs.printer import Printer, say
 from mpigossip.runs.progress import Progress
 from mpigossip.runs.recorder import COLUMNS, Recorder
@@ -102,8 +99,9 @@ class LoopRun:
         self.progress = Progress(
             job=job, folder=self.folder, nodes=node.mixer.n, asked=node.mixer.n,
             steps_per_epoch=0, total_steps=job.run.steps or 0, samples_per_step=0,
-            text=self._text(node), first_step=node.engine.index, seconds_before=self._before_s,
-            about=lambda: self._about(node), lost=self._lost,
+            text=about.settings(job, node), first_step=node.engine.index,
+            seconds_before=self._before_s, about=lambda: about.screen(job, node, self.world),
+            lost=self._lost,
         )  # fmt: skip
         self._saver = Saver(self.world, self.folder, self.progress.text, job.checkpoint)
 
@@ -197,7 +195,7 @@ class LoopRun:
         figures = self._figures.pop(-1, {}) | self._figures.pop(record.index, {})
         samples = int(figures.pop("samples", 0))
         if samples:
-            self.progress.samples_per_step = samples * self.progress.nodes
+            self.progress.samples_per_step = samples * self.world.size
         record.figures = figures
         record.loss = torch.tensor([figures.get("loss", float("nan"))], dtype=torch.float64)
         self._shown |= figures
@@ -225,13 +223,14 @@ class LoopRun:
             "samples": self._tally.samples, "bytes_sent": node.mixer.bytes_sent[0],
         }  # fmt: skip
         with self.world.together(JobError):
-            state = loop_state.snapshot(node, self.keeps, numbers)
+            state, own = loop_state.snapshot(node, self.keeps, numbers)
+        whole = loop_state.of_node(state, own, node)
         progress = self.progress
         meta = {"door": "loop", "nodes": progress.nodes, "asked": progress.asked,
-                "slots": len(node.slots.models), "lost": "; ".join(progress.lost),
+                "slots": loop_state.slots(node), "lost": "; ".join(progress.lost),
                 "lost_at": self._lost_at}  # fmt: skip
         self._saver.finish()
-        self._saver.begin(index, [(self.world.nodes.column.rank, state)], meta)
+        self._saver.begin(index, [(self.world.nodes.column.rank, one) for one in whole], meta)
         self._saved_at = index
 
     def _same_step(self, call: str) -> int:
@@ -264,7 +263,7 @@ class LoopRun:
             node.publish()
         self._tally.restore(numbers)
         self._before_s = float(numbers["seconds"])
-        self._saved_at = node.engine.index if not told else None
+        self._saved_at = None if self.world.agree(bool(told)) else node.engine.index
         if told and self.world.rank == 0:
             say(f"{path}: {'; '.join(told)}")
         return node.engine.index
@@ -341,8 +340,8 @@ class LoopRun:
         spent, samples, sent, shown = zip(*gathered, strict=True)
         summary: dict[str, Any] = {
             "finished": not self.stopped, "steps": node.engine.index, "nodes": self.progress.nodes,
-            "slots": len(node.slots.models), "seconds": self.progress.seconds,
-            "bytes_sent": float(np.mean(sent)),
+            "slots": loop_state.slots(node), "seconds": self.progress.seconds,
+            "bytes_sent": sum(sent) / self.progress.nodes,
         }  # fmt: skip
         summary |= shares(spent, sum(samples))
         names = dict.fromkeys(name for one in shown for name in one)
@@ -355,32 +354,3 @@ class LoopRun:
         if self._saver.last is not None:
             summary["checkpoint"] = str(self._saver.last)
         return summary
-
-    # -- what it is -------------------------------------------------------------------------------
-
-    def _about(self, node: Node) -> list[tuple[str, str]]:
-        job, flat = self.job, node.flat
-        cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
-        method = f"{job.algorithm.name} ({type(node.inner).__name__}) on {job.graph.name}{cadence}"
-        model = f"{type(node.model).__name__}, {flat.count:,} parameters, {size(4 * flat.count)}"
-        devices = [str(next(each.parameters()).device) for each in node.slots.models]
-        return [
-            ("nodes", nodes(node.mixer.n, devices, self.world)),
-            ("model", model),
-            ("method", method),
-            *between(node.engine, node.graph, job.node, self.world),
-            ("files", f"{self.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ "
-                      "by save() and at the end"),
-        ]  # fmt: skip
-
-    def _text(self, node: Node) -> str:
-        """The settings, as a job's, and what the program brings."""
-        named = {name for name, _ in node.model.named_buffers()} | set(node.flat.names)
-        about = {
-            "program": " ".join(sys.argv),
-            "model": type(node.model).__name__,
-            "optimizer": type(node.inner).__name__,
-            "left_out": len(node.model.state_dict().keys() - named),
-        }
-        lines = [f"{key} = {json.dumps(value)}" for key, value in about.items()]
-        return config.dump(self.job, loop_state.SECTIONS) + "\n".join(["\n[loop]", *lines, ""])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from mpigossip.config import JobError
+from mpigossip.config.readable import counted
 from mpigossip.doors.loop import optimizer as optimizer_state
 from mpigossip.doors.loop import saved
 from mpigossip.doors.loop.plain import packed, unpacked
@@ -35,17 +38,115 @@ def check_door(path: Path) -> None:
         )  # fmt: skip
 
 
-def snapshot(node: Node, keeps: Mapping[str, Any], numbers: dict[str, Number]) -> NodeState:
-    """Everything of this node, the torch optimizer's state and torch's random numbers included."""
-    state = snapshots.snapshot(node.engine, node.slots.buffers(), 0, numbers)
-    arrays = state.arrays
-    numbers["torch"] = optimizer_state.written(node.inner, node.model, arrays)
+def slots(node: Node) -> int:
+    """Of a node, in all of its ranks."""
+    return node.world.nodes.per_node * len(node.slots.models)
+
+
+def snapshot(
+    node: Node, keeps: Mapping[str, Any], numbers: dict[str, Number]
+) -> tuple[NodeState | None, Own]:
+    """Everything of this node but what its ranks have each, in the first of them; and that.
+
+    The torch optimizer's state is included, which all of them have alike.
+    """
+    arrays = {
+        f"buffers/{slot}/{name}": snapshots.plain(buffer).copy()
+        for slot, each in enumerate(node.slots.buffers())
+        for name, buffer in each.items()
+    }
     arrays["rng/torch"] = torch.get_rng_state().numpy()
     if gpus := _gpus(node):
         arrays["rng/cuda"] = np.stack([torch.cuda.get_rng_state(gpu).numpy() for gpu in gpus])
-    own = {name: _state_of(thing) for name, thing in keeps.items()}
-    numbers["own"] = json.dumps(packed(own, "own", arrays))
-    return state
+    kept = {name: packed(_state_of(one), f"own/{name}", arrays) for name, one in keeps.items()}
+    own = Own(arrays, kept, int(numbers["bytes_sent"]))
+    if not node.world.nodes.first:
+        return None, own
+    state = snapshots.snapshot(node.engine, (), 0, numbers)
+    assert state is not None, "the engine's group is this process"
+    numbers["torch"] = optimizer_state.written(node.inner, node.model, state.arrays)
+    numbers["ranks"] = node.world.nodes.per_node
+    return state, own
+
+
+class Own(NamedTuple):
+    """What each rank of a node has of its own."""
+
+    arrays: dict[str, np.ndarray]
+    """buffers by slot, random numbers, tensors of what the program keeps"""
+    kept: dict[str, Any]
+    """what the program keeps, as JSON has it"""
+    sent: int
+    """bytes so far"""
+
+    def marks(self) -> dict[str, str]:
+        """By what the program keeps, a digest of it."""
+        return {name: self._mark(name) for name in self.kept}
+
+    def _mark(self, name: str) -> str:
+        sha = hashlib.sha256(json.dumps(self.kept[name]).encode())
+        for path in sorted(self.arrays):
+            if path == f"own/{name}" or path.startswith(f"own/{name}/"):
+                sha.update(self.arrays[path].tobytes())
+        return sha.hexdigest()
+
+    def beside(self, first: Mapping[str, str]) -> Own:
+        """Without what is kept as the node's first rank has it: what holds ``marks`` like these."""
+        mine = self.marks()
+        kept = {name: one for name, one in self.kept.items() if first.get(name) != mine[name]}
+        held = {f"own/{name}" for name in self.kept.keys() - kept.keys()}
+        arrays = {k: a for k, a in self.arrays.items() if "/".join(k.split("/")[:2]) not in held}
+        return Own(arrays, kept, self.sent)
+
+
+def of_node(state: NodeState | None, own: Own, node: Node) -> list[NodeState]:
+    """The node's state with what all of its ranks have; in the first, nothing in the others.
+
+    Collective over the node. Of the rank in place p: ``rng/#p``, ``own/#p``, slots after others'.
+    """
+    inside = node.world.nodes.inside
+    every: list[Own] | None = [own]
+    if inside is not None:
+        first = inside.broadcast(own.marks())
+        every = inside.gather(own if state is not None else own.beside(first))
+    if state is None or every is None:
+        return []
+    for place, one in enumerate(every):
+        state.arrays.update({_of(place, k, node): a for k, a in one.arrays.items()})
+        state.numbers["own" if not place else f"own/#{place}"] = json.dumps(one.kept)
+    state.numbers["bytes_sent"] = sum(one.sent for one in every)
+    return [state]
+
+
+def _of(place: int, path: str, node: Node) -> str:
+    """The path in the node's file of what a rank calls by its own."""
+    kind, _, rest = path.partition("/")
+    if not place:
+        return path
+    if kind == "buffers":
+        slot, _, name = rest.partition("/")
+        return f"buffers/{place * len(node.slots.models) + int(slot)}/{name}"
+    return f"{kind}/#{place}/{rest}"
+
+
+def _of_rank(state: NodeState, node: Node) -> NodeState:
+    """The node's state as the rank here has it: the inverse of :func:`of_node`."""
+    place, count = node.world.nodes.place, len(node.slots.models)
+    if not place:
+        return state
+    arrays: dict[str, np.ndarray] = {}
+    mine: dict[str, np.ndarray] = {}
+    for path, array in state.arrays.items():
+        kind, head, rest = (path.split("/", 2) + ["", ""])[:3]
+        if kind == "buffers":
+            mine[f"buffers/{int(head) - place * count}/{rest}"] = array
+        elif head == f"#{place}":
+            mine[f"{kind}/{rest}"] = array
+        elif kind != "rng":
+            arrays[path] = array
+    own = [json.loads(str(state.numbers.get(key, "{}"))) for key in ("own", f"own/#{place}")]
+    numbers = state.numbers | {"own": json.dumps(own[0] | own[1]), "bytes_sent": 0}
+    return replace(state, arrays=arrays | mine, numbers=numbers)
 
 
 def restore(
@@ -57,8 +158,7 @@ def restore(
     torch optimizer's state has in floats from its average. StoreError for another model.
     """
     manifest = checkpoint.read_manifest(path)
-    slots = len(node.slots.models)
-    fits = manifest.n == node.mixer.n and manifest.meta.get("slots") == slots
+    fits = manifest.n == node.mixer.n and manifest.meta.get("slots") == slots(node)
     first = checkpoint.read_node(path, node.mixer.rows[0] if fits else 0)
     same_model(first, node.vector.flat, path, "the model that was saved")
     lacking = {"torch", "own", "shift", "seconds", "bytes_sent", "round"} - first.numbers.keys()
@@ -68,19 +168,27 @@ def restore(
         )
     with reading(path):
         if fits and same_method(first, node.engine):
-            return _exactly(node, first, keeps), first.numbers
+            return _exactly(node, _of_rank(first, node), keeps), first.numbers
         return _from_average(node, path, manifest, first, keeps), first.numbers
 
 
 def _exactly(node: Node, first: NodeState, keeps: Mapping[str, Any]) -> list[str]:
-    snapshots.restore(node.engine, node.slots.buffers(), 0, first)
+    buffers = node.slots.buffers()  # of slots that the engine, which steps in one, knows nothing of
+    snapshots.restore(node.engine, buffers[:1], 0, first)
+    snapshots.put_buffers(dict(enumerate(buffers)), first)
     node.mixer.bytes_sent[0] = int(first.numbers["bytes_sent"])
     _load_optimizer(node, first, first.arrays)
-    torch.set_rng_state(torch.from_numpy(np.array(first.arrays["rng/torch"])))
+    if "rng/torch" in first.arrays:
+        torch.set_rng_state(torch.from_numpy(np.array(first.arrays["rng/torch"])))
     if "rng/cuda" in first.arrays:
         for gpu, state in zip(_gpus(node), np.atleast_2d(first.arrays["rng/cuda"]), strict=False):
             torch.cuda.set_rng_state(torch.from_numpy(np.array(state)), gpu)
-    return _load_own(first, keeps, draws=True)
+    were, now = int(first.numbers.get("ranks", 1)), node.world.nodes.per_node
+    told = _load_own(first, keeps, draws=were == now or node.world.nodes.first)
+    if were != now:
+        told.append(f"from nodes of {counted(were, 'rank')}, now {now}: random numbers of all but "
+                    "a node's first rank are dropped, or begin anew")  # fmt: skip
+    return told
 
 
 def _gpus(node: Node) -> list[torch.device]:
