@@ -96,6 +96,8 @@ class Event:
 
     def query(self) -> bool:
         """Work is done at once, unless it is meant to hang."""
+        if fails("lost"):
+            raise RuntimeError("CUDA error: unspecified launch failure")
         return not fails("hang")
 
     def elapsed_time(self, other) -> float:

@@ -1,4 +1,7 @@
-"""What is to go wrong: MPIGOSSIP_DOUBLE_FAILS="capture,pin:2" fails captures and the 2nd pin."""
+"""What is to go wrong: MPIGOSSIP_DOUBLE_FAILS="capture,pin:2,put@1".
+
+That fails every capture, the second pin, and puts on rank 1 of the launcher's.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 from collections import Counter
 
 _calls: Counter[str] = Counter()
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 def forget() -> None:
@@ -16,8 +20,10 @@ def forget() -> None:
 def fails(what: str) -> bool:
     """Whether this call of its kind is to fail."""
     _calls[what] += 1
+    here = {os.environ[name] for name in RANKS if name in os.environ}
     for item in os.environ.get("MPIGOSSIP_DOUBLE_FAILS", "").split(","):
-        name, _, which = item.partition(":")
-        if name == what and (not which or int(which) == _calls[what]):
+        call, _, rank = item.partition("@")
+        name, _, which = call.partition(":")
+        if name == what and (not which or int(which) == _calls[what]) and {rank} <= here | {""}:
             return True
     return False

@@ -108,7 +108,14 @@ def _push(module) -> None:
         return put(self, memory, spans_, *arguments)
 
     module.PiecePush.put = checked
-    await_arrived = module.DevicePush.await_arrived
+    await_arrived, put_slots = module.DevicePush.await_arrived, module.DevicePush.put_slots
+
+    def put_or_not(self, *arguments):
+        if fails("exchange put"):
+            raise RuntimeError("MPI_ERR_RMA_RANGE: invalid RMA address range")
+        put_slots(self, *arguments)
+
+    module.DevicePush.put_slots = put_or_not
 
     def awaited(self, *arguments):
         flushed.clear()

@@ -53,6 +53,7 @@ def test_every_slots_device_is_proven(ranks):
         ("put alone", ["in a process of its own it ended with code 1", "MPI_ERR_RMA_RANGE"]),
         ("crash alone:2", ["in a process of its own it ended with SIGSEGV"]),
         ("lost put alone", ["in a process of its own a put into memory of cuda:0", "wrong data"]),
+        ("flush", ["cuFlushGPUDirectRDMAWrites on cuda:0 failed with code 999"]),
         ("allocation:2", ["cudaMalloc of 2 MiB for windows on cuda:1", "out of memory"]),
     ],
 )
@@ -87,3 +88,94 @@ def test_an_exchange_goes_another_way_with_the_same_bits(ranks, what, ways, awar
         assert found and not any(found.values()), (found, routes)
         assert all(route.startswith(near) for route in routes.values()), routes
     assert named in str(results[0][1]), results[0][1]
+
+
+def ended(comm, what, timeout_s):
+    """Training on two GPUs under NCCL until something is raised: that, and seconds."""
+    import time
+
+    from mpigossip.cluster.ranks import Alone
+    from mpigossip.groups.base import GroupError
+    from mpigossip.training import assemble
+    from tests.test_gpu import job
+
+    settings = [f"node.timeout_s={timeout_s}", "node.cuda_graphs=never"]
+    began = time.perf_counter()
+    assembly = None
+    try:
+        with failing(what):
+            assembly = assemble.assemble(job("mlp", "cuda:0,1", *settings), Alone(), 1)
+            while time.perf_counter() - began < 40:
+                assembly.trainer.step()
+    except GroupError as error:
+        return str(error), time.perf_counter() - began
+    finally:
+        _ = assembly and assembly.close()
+    return "nothing", 40
+
+
+@pytest.mark.parametrize(
+    "what, named",
+    [
+        ("initAll", "NCCL initAll over cuda:0, cuda:1 failed"),
+        ("async:5", "NCCL_ERROR_REMOTE_ERROR"),
+        ("lost:3", "was lost during NCCL"),
+        ("hang", "over cuda:0, cuda:1 is not done after 2 s (node.timeout_s)"),
+    ],
+)
+def test_nccl_that_fails_or_hangs_is_named_within_the_deadline(ranks, what, named):
+    ((said, seconds),) = ranks(1)(ended, what, 2, timeout=60)
+    assert named in said and "nvidia-smi" in said, said
+    assert seconds < 2 + 10
+
+
+def graphs(comm, what):
+    """Parameters after some steps on a GPU, and what was warned of."""
+    import warnings
+
+    from mpigossip.cluster.ranks import Alone
+    from tests.test_gpu import trained
+
+    with failing(what), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = trained(Alone(), 2, "mlp", "cuda:0,1", ["algorithm.name=dmsgd"], 4)
+    return found.numpy(), [str(one.message) for one in seen]
+
+
+@pytest.mark.parametrize("what", ["capture:1", "capture:2"])
+def test_a_failed_capture_is_said_and_trains_on_to_the_same_bits(ranks, what):
+    ((captured, quiet),) = ranks(1)(graphs, "")
+    ((eager, said),) = ranks(1)(graphs, what)
+    assert (captured == eager).all() and not any("captured" in text for text in quiet)
+    assert any("can't be captured as a CUDA graph: CUDA error" in text for text in said)
+
+
+def train(mpirun, folder, fails, steps=6, **env):
+    import sys
+    import time
+
+    words = ["-m", "mpigossip", "train", "jobs/digits.toml", "model.name=mlp", "data.batch=4"]
+    words += ["node.devices=cuda:0,1", "node.same_host=put", "node.timeout_s=20"]
+    words += [f"run.steps={steps}", f"run.output={folder}", "run.epochs=1"]
+    began = time.perf_counter()
+    env |= {"MPIGOSSIP_DOUBLE_FAILS": fails, AWARE: "1"}
+    done = mpirun(2, [sys.executable, *words], timeout=120, env=env)
+    return done, time.perf_counter() - began
+
+
+def test_train_says_the_way_and_why_it_is_not_the_other(mpirun, tmp_path):
+    good, _ = train(mpirun, tmp_path / "good", "")
+    assert good.returncode == 0, good.stderr
+    assert "node 0 takes from 1: put from GPU to GPU" in good.stdout
+    staged, _ = train(mpirun, tmp_path / "staged", "put:2@1")
+    assert staged.returncode == 0, staged.stderr
+    told = "host staging, because MPICH_GPU_SUPPORT_ENABLED says GPU-aware"
+    assert told in staged.stdout and "failed on cuda:1 (rank 1): MPI_ERR_RMA" in staged.stdout
+    digests = [one.stdout.partition("digest")[2].split()[0] for one in (good, staged)]
+    assert digests[0] == digests[1]
+
+
+def test_a_put_that_fails_on_one_rank_in_training_ends_the_job_in_words(mpirun, tmp_path):
+    done, seconds = train(mpirun, tmp_path, "exchange put:3@1")
+    assert done.returncode != 0 and seconds < 60
+    assert "rank 1" in done.stderr and "MPI_ERR_RMA_RANGE" in done.stderr
