@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -11,6 +12,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
+from mpigossip.doors.given import named
+from mpigossip.engine.sharded import fully_sharded, is_cut, reshard
 
 FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
 SHARING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
@@ -38,7 +41,8 @@ def bare_once(model: nn.Module) -> nn.Module:
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | None = None) -> None:
     """JobError for what joins ranks by itself, and for optimizers that a framework has wrapped.
 
-    ``world``: where its nodes have several ranks, the model must be in DDP over those of its node.
+    ``world``: where its nodes have several ranks, the model must be in DDP over those of its node,
+    or cut between them by `fully_shard`.
     """
     kind = type(optimizer)
     home = kind.__module__.partition(".")[0]
@@ -53,14 +57,14 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
             [f"the optimizer is a {kind.__name__}, which joins ranks by torch.distributed: give "
              "Gossip the optimizer inside it"]
         )  # fmt: skip
-    _whole(model)
+    sharded = _parts(model, world)
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    several = world.nodes.per_node if world else 1
+    several = world.nodes.per_node if world and not sharded else 1
     if several > 1 and not any(isinstance(m, DistributedDataParallel) for m in _layers(model)):
         raise JobError(
             [f"ranks_per_node: a node has {several} ranks, whose gradients nobody averages: wrap "
-             "the model as DistributedDataParallel(model, process_group=world.node_group()) before "
-             "it is given to Gossip"]
+             "the model as DistributedDataParallel(model, process_group=world.node_group()), or "
+             "cut it by fully_shard(model, mesh=world.node_mesh()), before it is given to Gossip"]
         )  # fmt: skip
     _apart(wrappers, world)
 
@@ -82,7 +86,7 @@ def _node(world: World | None) -> list[int]:
 
 def check_late(model: nn.Module, world: World | None = None) -> None:
     """The same for what was put around the model after Gossip; looks at all objects, so once."""
-    _whole(model)
+    _parts(model, world)
     if distributed.is_available() and distributed.is_initialized():
         own = {id(p) for p in model.parameters()}
         every = (o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
@@ -107,17 +111,63 @@ def _apart(wrappers: Iterable[DistributedDataParallel], world: World | None) -> 
             )  # fmt: skip
 
 
-def _whole(model: nn.Module) -> None:
-    """FSDP's are known by name: importing its classes would load what few use."""
-    names = (n for n, p in model.named_parameters() if type(p).__name__ == "DTensor")
-    sharded = next(names, None)
-    if sharded is not None:
-        raise JobError(
-            [f"parameter {sharded} is a DTensor (fully_shard, parallelize_module), of which this "
-             "rank has a part: a rank is a node here and needs the whole model; leave it away"]
-        )  # fmt: skip
+def _parts(model: nn.Module, world: World | None) -> bool:
+    """Whether the node's ranks have a part of the model each; JobError where others have, too.
+
+    FSDP's classes are known by name: importing them would load what few use.
+    """
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise JobError(
-            ["the model is in FullyShardedDataParallel, which cuts it between ranks: a rank is a "
-             "node here and needs the whole model; leave it away"]
+            ["the model is in FullyShardedDataParallel, whose flat parameters are its own: cut it "
+             "by fully_shard(model, mesh=world.node_mesh()) inside the node, or leave it away"]
+        )  # fmt: skip
+    modules = fully_sharded(model)
+    reshard(modules)
+    cut = [(n, p) for n, p in model.named_parameters() if is_cut(p)]
+    for name, parameter in cut:
+        _of_node(name, parameter, world)
+    whole = [n for n, p in model.named_parameters() if p.requires_grad and not is_cut(p)]
+    if cut and whole:
+        raise JobError(
+            [f"{named(whole)} aren't sharded, where others are: nobody averages their gradients "
+             "inside the node; call fully_shard(model, mesh=world.node_mesh()) on the whole model, "
+             "too, after its layers"]
+        )  # fmt: skip
+    return bool(cut)
+
+
+def check_cut(model: nn.Module, overlap: str, devices: Sequence[str] | None) -> None:
+    """JobError for what a model that is cut between the node's ranks can't have."""
+    if not any(is_cut(p) for p in model.parameters()):
+        return
+    if overlap == "layers":
+        raise JobError(
+            ['overlap = "layers": gradients of a model cut by fully_shard are whole a module at a '
+             'time, after their reduction in the node; give Gossip overlap="auto"']
+        )  # fmt: skip
+    if len(devices or ()) > 1:
+        raise JobError(
+            [f"devices = {', '.join(devices or ())}: a model cut by fully_shard has one device a "
+             "rank; leave devices out, and start more ranks"]
+        )  # fmt: skip
+
+
+def _of_node(name: str, parameter: Any, world: World | None) -> None:
+    """JobError for a part that isn't one of this node's, cut by `fully_shard` alone."""
+    node = _node(world) or [world.rank if world else 0]
+    mesh, (first, *more) = parameter.device_mesh, parameter.placements
+    on = mesh.mesh.flatten().tolist()
+    if on != node:
+        they = "rank" if len(node) == 1 else "ranks"
+        raise JobError(
+            [f"parameter {name} is cut between the ranks {', '.join(map(str, on))}, and this node "
+             f"is the {they} {', '.join(map(str, node))}: fully_shard(model, "
+             "mesh=world.node_mesh()) cuts it inside the node, whose ranks "
+             "mpigossip.world(ranks_per_node=…) joins"]
+        )  # fmt: skip
+    if more or not first.is_shard() or type(first).__name__ != "Shard":
+        raise JobError(
+            [f"parameter {name} is a DTensor placed {parameter.placements}: inside the node "
+             "fully_shard alone can cut it, not parallelize_module or replicas (HSDP), whose place "
+             "gossip takes"]
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from mpigossip.config import JobError
 from mpigossip.doors import equal_start
 from mpigossip.doors.node import Node
 from mpigossip.engine.consensus import consensus_distance
+from mpigossip.engine.sharded import fully_sharded, local, reshard
 from mpigossip.mixing.base import Mixer
 from mpigossip.runs.run import meet
 
@@ -44,7 +46,10 @@ def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> It
         if own is not None:
             parts, done = [own], node.publish
         else:
-            parts, done = [p.data for p in module.parameters() if p.is_floating_point()], _nothing
+            modules = fully_sharded(module)
+            done = partial(reshard, modules)
+            done()
+            parts = [local(p.detach()) for p in module.parameters() if p.is_floating_point()]
         kept += [(t, t.clone()) for t in parts]
     node.looking, whole = True, False
     try:
@@ -123,7 +128,3 @@ def _average_buffers(node: Node, replicas: Sequence[Sequence[torch.Tensor]]) -> 
     for each in floats:
         for buffer, value in zip(each, values, strict=True):
             buffer.copy_(value.view(buffer.shape))
-
-
-def _nothing() -> None:
-    """Nobody else holds a twin."""

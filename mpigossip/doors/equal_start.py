@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from mpigossip.algorithms.base import no_state
 from mpigossip.algorithms.local import Local
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.engine.module import LOW
-from mpigossip.engine.vector import Flat, flatten
+from mpigossip.engine.sharded import is_cut, local, planned
+from mpigossip.engine.vector import Flat
 from mpigossip.mixing.base import Mixer
 
 CUT = 1 << 27
@@ -31,7 +32,7 @@ Facts = Sequence[tuple[str, str]]
 
 
 def layout(model: nn.Module) -> Facts:
-    """Parameters and buffers by name: shape, type, order in memory, trained or frozen."""
+    """Parameters and buffers by name: shape, type, order in memory, trained or frozen, cut."""
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     facts = [(f"parameter {n}", _told(p) + _frozen(p)) for n, p in parameters]
     return facts + [(f"buffer {n}", _told(b)) for n, b in buffers]
@@ -42,9 +43,12 @@ def _frozen(parameter: torch.Tensor) -> str:
 
 
 def _told(tensor: torch.Tensor) -> str:
+    told = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if is_cut(tensor):
+        mesh: Any = tensor.device_mesh
+        return f"{told} in {mesh.size()} parts"
     dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
-    order = "" if dense.is_contiguous() else f" of strides {dense.stride()}"
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{order}"
+    return told if dense.is_contiguous() else f"{told} of strides {dense.stride()}"
 
 
 def settings_of(job: Job) -> Facts:
@@ -83,15 +87,16 @@ def begin(world: World, mixer: Mixer, model: nn.Module) -> None:
     Collective, of models that :func:`agree`.
     """
     parameters, buffers = list(model.parameters()), list(model.buffers())
-    trained = [p.data for p in parameters if p.requires_grad]
+    trained = [local(p.detach()) for p in parameters if p.requires_grad]
     floats = [b for b in buffers if b.is_floating_point()]
-    frozen = [p.data for p in parameters if not p.requires_grad]
+    frozen = [p.detach() for p in parameters if not p.requires_grad]
     with torch.no_grad():
         for some in (trained, floats):
             if some:
                 _average(mixer, some)
         for tensor in frozen + [b for b in buffers if not b.is_floating_point()]:
-            _from_rank_0(world, tensor)
+            # a part of a parameter is that of its place in node 0
+            _from_rank_0(world.nodes.column if is_cut(tensor) else world, local(tensor))
 
 
 def _average(mixer: Mixer, tensors: list[torch.Tensor]) -> None:
@@ -110,11 +115,11 @@ def _from_rank_0(world: World, tensor: torch.Tensor) -> None:
 
 
 def place(model: nn.Module, flat: Flat, packed: torch.Tensor) -> None:
-    """Write a packed vector (count,) into the model's parameters."""
-    assert flat == flatten(model, types=(torch.float32, *LOW)), "the model was changed"
+    """Write a packed vector (count,) into the model's parameters, or this rank's parts of them."""
+    assert flat == planned(model).own, "the model was changed"
     row = torch.zeros(flat.size)
     flat.unpack(packed, row)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, view in zip(flat.names, flat.views(row), strict=True):
-            parameters[name].data.copy_(view)
+            local(parameters[name].detach()).copy_(view)

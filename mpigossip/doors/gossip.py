@@ -288,7 +288,7 @@ class Gossip(Wrapper):
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
         mine = given.pop("gossip", None)
-        saved.load(given, mine, self._inner, self._node.model, self._node.flat)
+        saved.load(given, mine, self._inner, self._node.model, self._node.flat.own)
         self._node.slots.follow()
         self._loaded = mine
         if self._node.layers:  # the next step's exchange begins anew, with the step

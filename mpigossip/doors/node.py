@@ -22,11 +22,11 @@ from mpigossip.doors.inner import borrowed, check, decay, rate
 from mpigossip.doors.slots import Slots
 from mpigossip.engine.consensus import measured_every
 from mpigossip.engine.gathered import Gathered
-from mpigossip.engine.module import LOW, Parameters
+from mpigossip.engine.module import Parameters
+from mpigossip.engine.sharded import Cut, Shards, planned
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph
-from mpigossip.groups.base import Single
+from mpigossip.groups.base import Group, Single
 from mpigossip.groups.devices import make_group
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Layout, Mixer
@@ -62,6 +62,7 @@ class Node:
         self._sent: list[int] = []
         self.layers: Layers | None = None
         self.laid_out = self.looking = self.serving = False
+        around.check_cut(model, overlap, devices)
         self._facts = equal_start.layout(model)
         equal_start.agree(world, [*equal_start.settings_of(job), *self._facts])
         self.noticed: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -74,11 +75,15 @@ class Node:
     def _open(self) -> None:
         """The mixer for the model as it is; collective."""
         self._device = str(next(self.model.parameters()).device)
-        self.flat = _planned(self.model)
+        self.flat = planned(self.model)
+        self.group: Group = Single(self._device)
         method = assemble.make_method(self.job, 0, self.graph, equal_start.SIGNATURE)
-        wire, widths = assemble.make_wire(self.job), self.flat.widths
-        layout = Layout(widths, method.vectors, method.scalars, (self._device,), wire)
-        node, nodes = self.job.node, self.world.nodes
+        node, nodes, width = self.job.node, self.world.nodes, self.flat.own.size
+        first = self.flat.place * width if isinstance(self.flat, Cut) else 0
+        layout = Layout(
+            (width,), method.vectors, method.scalars, (self._device,),
+            assemble.make_wire(self.job), first=(first,),
+        )  # fmt: skip
         alone = self.world.comm is None  # nobody whose pace could differ
 
         def of(layout: Layout) -> Mixer:
@@ -87,12 +92,21 @@ class Node:
                 same_host=node.same_host, gpu_window=node.gpu_window, timeout_s=node.timeout_s,
             )  # fmt: skip
 
-        if nodes.per_node == 1:
+        if isinstance(self.flat, Cut) and nodes.per_node > 1:
+            from mpigossip.groups.ranks import Apart  # needs MPI
+
+            self.mixer, self.group = of(layout), Apart(self.group, nodes.inside)
+        elif nodes.per_node == 1:
             self.mixer = of(layout)
         else:
             threads = torch.get_num_threads()
             group = make_group((self._device,), threads, True, node.timeout_s, self.world)
             self.mixer = Gathered(layout, group, of)
+
+    def _shut(self) -> None:
+        """What :meth:`_open` has made; collective."""
+        self.mixer.close()
+        self.group.close()
 
     def lay_out(self) -> None:
         """The vector, where the model now is, and the engine over it; collective."""
@@ -101,11 +115,12 @@ class Node:
         if self.mixer.synchronous or facts != self._facts:  # others meet where they have to
             equal_start.agree(self.world, self._facts)
         device = str(next(self.model.parameters()).device)
-        if device != self._device or self.flat != _planned(self.model):
-            self.mixer.close()
+        if device != self._device or self.flat != planned(self.model):
+            self._shut()
             self._open()
         check(self.model, self.inner)
-        self.vector = Parameters([self.model])
+        cut = self.flat
+        self.vector = Shards(self.model, cut) if isinstance(cut, Cut) else Parameters([self.model])
         self._build()
         self.laid_out = True
 
@@ -117,11 +132,11 @@ class Node:
                 self.model, self.vector, self.inner, self._method, self.gather, self._rate
             )
         self.engine = Engine(
-            self.mixer, Single(self._device), self.vector, [method],
+            self.mixer, self.group, self.vector, [method],
             assemble.make_cadence(self.job, method, self.graph),
             cut=self.layers.cut if self.layers else None,
             measure_every=measured_every(self._every, self._device),
-            inspect=Finite(self.vector.flat, self.world.rank),
+            inspect=Finite(self.flat.own, self.world.rank),
         )  # fmt: skip
 
     def _method(self, local: Local) -> Algorithm:
@@ -130,8 +145,9 @@ class Node:
     def begin_anew(self) -> None:
         """Let exchanges begin at round 0, with none under way; on all nodes."""
         if self.engine.index or self._sent:  # the mixer's rounds are consecutive
-            self.mixer.close()
+            self._shut()
             self._open()
+            self.engine.group = self.group
             self.engine.adopt(self.mixer)
             self._sent = []
 
@@ -243,9 +259,5 @@ class Node:
         """End the threads; free what lies between nodes, too, where they come ``together``."""
         self.held.release()
         if together:
-            self.mixer.close()
+            self._shut()
         self.slots.close()
-
-
-def _planned(model: nn.Module) -> Flat:
-    return flatten(model, types=(torch.float32, *LOW))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mpigossip.config import JobError
+from mpigossip.engine.sharded import is_cut, local
 
 
 class Stale:
@@ -15,7 +16,7 @@ class Stale:
     def __init__(self) -> None:
         """Nothing is watched yet."""
         self._parameter: torch.Tensor | None = None
-        self._spent: tuple[torch.Tensor, int] | None = None
+        self._spent: tuple[torch.Tensor, int, int] | None = None
         self._added = False
 
     def watch(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -27,13 +28,16 @@ class Stale:
     def spent(self) -> None:
         """A step has used the gradients."""
         grad = None if self._parameter is None else self._parameter.grad
-        self._spent = None if grad is None else (grad, grad._version)
+        self._spent = None if grad is None else (grad, grad._version, local(grad)._version)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """The first backward pass after a step: between the two, zeroing would have counted."""
         if self._spent is not None:
-            grad, version = self._spent
+            grad, version, of_local = self._spent
             self._added = parameter.grad is grad and grad._version == version + 1
+            if is_cut(grad):  # whose part alone torch adds to, and whose zeroing counts for itself
+                same = parameter.grad is grad and grad._version == version
+                self._added = same and local(grad)._version > of_local
             self._spent = None
 
     def check(self) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from mpigossip.engine.sharded import local
+
 CALLS = ("step", "state_dict", "load_state_dict")
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 HOOKS = [f"{call}_{when}" for call in CALLS for when in ("pre", "post")]
@@ -65,7 +67,7 @@ class Wrapper(torch.optim.Optimizer):
         inverse = scale.double().reciprocal().float()  # as GradScaler does it
         for p in parameters:
             if p.grad is not None:
-                p.grad.mul_(inverse.to(p.grad.device))
+                local(p.grad).mul_(inverse.to(p.grad.device))
 
     def _run_hooks(self, name: str, *arguments: Any) -> Any:
         """Call the hooks of a name; the last value that one returned."""

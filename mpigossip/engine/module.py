@@ -29,7 +29,7 @@ class Parameters:
         self.flat = flatten(models[0], types=(torch.float32, *LOW))
         named = [dict(model.named_parameters()) for model in models]
         self.rows = [[each[name] for name in self.flat.names] for each in named]
-        self._owners = [[_owner(model, name) for name in self.flat.names] for model in models]
+        self._owners = [[owner(model, name) for name in self.flat.names] for model in models]
         device = self.rows[0][0].device
         self.full = [torch.zeros(len(models), self.flat.size, device=device)]
         self.x, self.g = self.full, [torch.empty(0, device=device)]
@@ -46,7 +46,7 @@ class Parameters:
                 views = self.cut(row)
                 for p, view in zip(parameters, views, strict=True):
                     view.copy_(p)
-                    p.data = p.data if p.dtype in LOW else _alone(view)
+                    p.data = p.data if p.dtype in LOW else alone(view)
                 self._own.append([p.data for p in parameters])
                 self._places.append([_place(p) for p in parameters])
         self.publish()
@@ -57,7 +57,7 @@ class Parameters:
         if found is None:
             if len(self._cache) > 8 * len(self.rows):
                 self._cache.clear()
-            found = self._cache[row.data_ptr()] = self.flat.views(row)
+            found = self._cache[row.data_ptr()] = self.flat.own.views(row)
         return found
 
     def gather(self, only: Sequence[int] | None = None) -> None:
@@ -109,7 +109,7 @@ class Parameters:
         for row, parameters in enumerate(self.rows):
             for k, p in enumerate(parameters):
                 if not self.low[k]:
-                    p.data = _alone(self._own[row][k].clone())
+                    p.data = alone(self._own[row][k].clone())
         try:
             yield
         finally:
@@ -135,9 +135,9 @@ class Parameters:
         changed = False
         for row, parameters in enumerate(self.rows):
             for k, (p, place) in enumerate(zip(parameters, self._places[row], strict=True)):
-                owner, key = self._owners[row][k]
-                if owner._parameters.get(key) is not p:
-                    raise JobError([_other(self.flat.names[k])])
+                module, key = self._owners[row][k]
+                if module._parameters.get(key) is not p:
+                    raise JobError([left(self.flat.names[k])])
                 if _place(p) != place:
                     changed |= self._take_back(row, k)
                 if self.low[k] and p._version != self._versions[row][k]:
@@ -148,7 +148,7 @@ class Parameters:
         """Copy a parameter's new memory into its own, and lay it there; whether values differ."""
         p, own = self.rows[row][k], self._own[row][k]
         if (p.dtype, p.shape, p.device) != (own.dtype, own.shape, own.device):
-            raise JobError([_unlike(self.flat.names[k], own, p)])
+            raise JobError([unlike(self.flat.names[k], own, p)])
         changed = not torch.equal(p.data, own)
         own.copy_(p.data)
         p.data = own
@@ -164,7 +164,7 @@ class Parameters:
         return [p._version for parameters in self.rows for p in parameters]
 
 
-def _alone(view: torch.Tensor) -> torch.Tensor:
+def alone(view: torch.Tensor) -> torch.Tensor:
     """The same memory as a storage of its own.
 
     Views of one storage look like tied weights to what writes safetensors: Accelerate would drop
@@ -173,7 +173,7 @@ def _alone(view: torch.Tensor) -> torch.Tensor:
     return torch.from_dlpack(view)
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds a parameter, and its name there."""
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
@@ -184,7 +184,8 @@ def _place(parameter: torch.Tensor) -> tuple:
     return parameter.data_ptr(), parameter.dtype, parameter.shape
 
 
-def _other(name: str) -> str:
+def left(name: str) -> str:
+    """What to say of a parameter in whose place another one is."""
     return (
         f"parameter {name} has left the memory that nodes average: the module holds another "
         "Parameter now, which the optimizer doesn't know, as after load_state_dict(assign=True); "
@@ -192,7 +193,8 @@ def _other(name: str) -> str:
     )
 
 
-def _unlike(name: str, own: torch.Tensor, now: torch.Tensor) -> str:
+def unlike(name: str, own: torch.Tensor, now: torch.Tensor) -> str:
+    """What to say of a parameter that has become another type, shape or device's."""
     was, became = ((f"{tuple(t.shape)} {t.dtype} on {t.device}") for t in (own, now))
     return (
         f"parameter {name} has left the memory that nodes average: it was {was} at the first step "

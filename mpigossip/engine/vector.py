@@ -67,6 +67,11 @@ class Flat:
         return (self.size // self.slots,) * self.slots
 
     @property
+    def own(self) -> Flat:
+        """What this process has of it, as a vector of its own."""
+        return self
+
+    @property
     def count(self) -> int:
         """Trained parameters, padding left out."""
         return sum(map(prod, self.shapes))

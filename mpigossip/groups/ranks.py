@@ -183,6 +183,13 @@ class Ranks:
         self._board.close()
 
 
+class Apart(Ranks):
+    """Slots that never hold the whole vector: the model itself gathers what it needs of it."""
+
+    def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
+        """Nothing: forward passes gather."""
+
+
 def _pieces(values: torch.Tensor) -> list[np.ndarray]:
     """The bytes of an array in pieces that MPI can send at once."""
     flat = values.reshape(-1).view(torch.uint8).numpy()

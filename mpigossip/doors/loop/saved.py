@@ -19,13 +19,20 @@ from mpigossip.store.manifest import MOST, counter
 
 def state(engine: Engine, vector: Parameters) -> dict[str, Any]:
     """As tensors and plain values, so that torch.save keeps them."""
-    flat = vector.flat
+    flat = vector.flat.own
     return {
         "names": list(flat.names),
         "shapes": [list(shape) for shape in flat.shapes],
         "model": torch.from_numpy(joined(vector.x, 0, flat)),
-        "arrays": {name: torch.from_numpy(a) for name, a in engine.arrays().items()},
+        "arrays": _arrays(engine, flat),
         "numbers": engine.numbers() | {"bytes_sent": engine.mixer.bytes_sent[0]},
+    }
+
+
+def _arrays(engine: Engine, flat: Flat) -> dict[str, torch.Tensor]:
+    """The method's state in this process."""
+    return {
+        name: torch.from_numpy(joined(parts, 0, flat)) for name, parts in engine.parts().items()
     }
 
 
@@ -36,7 +43,10 @@ def load(
     model: nn.Module,
     flat: Flat,
 ) -> None:
-    """``given`` into the inner optimizer; the model of ``mine``, a :func:`state`, into ours."""
+    """``given`` into the inner optimizer; the model of ``mine``, a :func:`state`, into ours.
+
+    ``flat``: the layout of what this process has.
+    """
     if mine is not None:
         _check(mine, flat)
     low = [(p, p.data) for p in model.parameters() if p.dtype in LOW]
@@ -95,8 +105,9 @@ def check_step(world: World, mine: dict[str, Any] | None) -> None:
 def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
     """JobError, on all nodes, where one's state isn't of this method and cadence; collective."""
     with world.together(JobError):
-        arrays = {name: (a.shape, str(a.numpy().dtype)) for name, a in state["arrays"].items()}
-        ours = {name: (a.shape, str(a.dtype)) for name, a in engine.arrays().items()}
+        arrays = {name: (a.shape, a.dtype) for name, a in state["arrays"].items()}
+        own = _arrays(engine, engine.vector.flat.own)
+        ours = {name: (a.shape, a.dtype) for name, a in own.items()}
         if arrays != ours or engine.numbers().keys() != state["numbers"].keys() - {"bytes_sent"}:
             raise JobError(
                 ["load_state_dict: the state is of another algorithm or cadence; give Gossip those "
@@ -106,7 +117,10 @@ def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
 
 def restore(state: dict[str, Any], engine: Engine, vector: Parameters) -> None:
     """Put vector, method and counters where they stood; the mixer begins its rounds anew."""
-    split(state["model"].numpy(), vector.x, 0, vector.flat)
-    numbers = state["numbers"]
-    engine.restore({name: a.numpy() for name, a in state["arrays"].items()}, numbers)
+    flat, numbers = vector.flat.own, state["numbers"]
+    split(state["model"].numpy(), vector.x, 0, flat)
+    for name, parts in engine.parts().items():
+        split(state["arrays"][name].numpy(), parts, 0, flat)
+    engine.count_from(numbers)
+    engine.restore_rhythm(numbers)
     engine.mixer.bytes_sent[0] = int(numbers["bytes_sent"])

@@ -220,7 +220,7 @@ def _load_optimizer(node: Node, first: NodeState, arrays: Mapping[str, np.ndarra
     """Into the torch optimizer; parameters that have no state among the arrays."""
     text = str(first.numbers["torch"])
     given, lacking = optimizer_state.read(node.inner, node.model, text, arrays)
-    saved.load(given, None, node.inner, node.model, node.flat)
+    saved.load(given, None, node.inner, node.model, node.flat.own)
     return lacking
 
 

@@ -1,0 +1,345 @@
+"""The trained parameters of a module that `fully_shard` has cut: this rank's shards, flat.
+
+What torch keeps to itself, a parameter's local tensor and the padded memory that it gathers from,
+lies in the vector where it is found to be what is known of it; else the vector is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpigossip.config import JobError
+from mpigossip.engine.module import LOW, Parameters, alone, left, owner, unlike
+from mpigossip.engine.vector import ALIGN, Flat, flatten
+from mpigossip.mixing.wire import BUCKET
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor: known by name, as importing the class would load what few use."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """What this rank has of a DTensor; any other tensor as it is."""
+    with torch.no_grad():  # else it is another tensor, made for autograd
+        return tensor.to_local() if is_cut(tensor) else tensor
+
+
+def fully_sharded(model: nn.Module) -> list[nn.Module]:
+    """The modules that `fully_shard` was called on."""
+    return [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
+
+
+def reshard(modules: Sequence[Any]) -> None:
+    """Let go of what was gathered: after a forward pass alone, torch would go on with it.
+
+    Then parameters that have changed meanwhile would be used with their old values.
+    """
+    for module in modules:
+        module.reshard()
+
+
+@dataclass(frozen=True)
+class Cut(Flat):
+    """Where the pieces of each parameter lie: equally far in each slot's shard.
+
+    A node's row (P,) is all shards, one after the other, P / slots long each. A parameter of d rows
+    (along ``dims``) has ⌈d/L⌉ of them in every slot, the last ones fewer or none; places are kept
+    for all of them.
+    """
+
+    dims: tuple[int, ...]
+    place: int
+    """the slot of this rank"""
+
+    def rows(self, k: int, slot: int) -> tuple[int, int]:
+        """Of parameter k: which of its rows a slot begins with, and how many it has."""
+        every = self.shapes[k][self.dims[k]]
+        each = -(-every // self.slots)
+        begin = min(each * slot, every)
+        return begin, min(each, every - begin)
+
+    def shape(self, k: int, slot: int) -> tuple[int, ...]:
+        """Of a slot's piece of parameter k."""
+        whole, dim = self.shapes[k], self.dims[k]
+        return (*whole[:dim], self.rows(k, slot)[1], *whole[dim + 1 :])
+
+    @property
+    def own(self) -> Flat:
+        """The pieces of this rank as a vector of their own."""
+        width = self.size // self.slots
+        shapes = tuple(self.shape(k, self.place) for k in range(len(self.names)))
+        strides = tuple(map(contiguous, shapes))
+        return Flat(self.names, shapes, strides, self.offsets, width, width, 1)
+
+    @property
+    def by_index(self) -> bool:
+        """No: every slot has a piece of every parameter, and no stretch of the whole."""
+        return False
+
+    def _pieces(self, row: torch.Tensor, k: int) -> list[torch.Tensor]:
+        found = []
+        for slot, shard in enumerate(row.chunk(self.slots)):
+            shape, at = self.shape(k, slot), self.offsets[k]
+            found.append(shard[at : at + prod(shape)].view(shape))
+        return found
+
+    def pack(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The whole parameters, without padding, on the CPU: (count,), in ``out`` if given."""
+        out = torch.empty(self.count, dtype=row.dtype) if out is None else out
+        at = 0
+        for k, shape in enumerate(self.shapes):
+            room = out[at : at + prod(shape)].view(shape)
+            room.copy_(torch.cat(self._pieces(row, k), self.dims[k]))
+            at += prod(shape)
+        return out
+
+    def unpack(self, packed: torch.Tensor, row: torch.Tensor) -> None:
+        """Fill the node's row (P,) from the whole parameters (count,); the padding is zero."""
+        row.zero_()
+        at = 0
+        for k, shape in enumerate(self.shapes):
+            whole = packed[at : at + prod(shape)].view(shape)
+            for slot, piece in enumerate(self._pieces(row, k)):
+                piece.copy_(whole.narrow(self.dims[k], *self.rows(k, slot)))
+            at += prod(shape)
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a piece, and of what it is a piece of: `fully_shard` takes no others."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def planned(model: nn.Module) -> Flat:
+    """The layout that the model would have: a :class:`Cut` where it is sharded. JobError."""
+    modules = fully_sharded(model)
+    reshard(modules)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not any(is_cut(p) for _, p in trained):
+        return flatten(model, types=(torch.float32, *LOW))
+    offsets, at, dims = [], 0, []
+    mesh: Any = next(p for _, p in trained if is_cut(p)).device_mesh
+    slots = mesh.size()
+    for name, parameter in trained:
+        if parameter.dtype != torch.float32:
+            raise JobError(
+                [f"the model's parameter {name} is {parameter.dtype} and sharded: float32 is kept "
+                 "and exchanged; shard it as float32, with fully_shard(mp_policy="
+                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16)) for 16-bit arithmetic"]
+            )  # fmt: skip
+        (placement,) = parameter.placements
+        offsets.append(at)
+        dims.append(placement.dim)
+        rows = parameter.shape[placement.dim]
+        piece = -(-rows // slots) * (parameter.numel() // max(1, rows))
+        at += -(-piece // ALIGN) * ALIGN
+    size = -(-at // BUCKET) * BUCKET * slots
+    return Cut(
+        names=tuple(name for name, _ in trained),
+        shapes=tuple(tuple(p.shape) for _, p in trained),
+        strides=tuple(contiguous(tuple(p.shape)) for _, p in trained),
+        offsets=tuple(offsets),
+        size=size,
+        decayed=size,
+        slots=slots,
+        dims=tuple(dims),
+        place=mesh.get_local_rank(),
+    )
+
+
+def insides(model: nn.Module) -> dict[int, Any]:
+    """What torch knows of each sharded parameter, by its id; empty where that isn't found."""
+    found: dict[int, Any] = {}
+    modules: list[Any] = fully_sharded(model)
+    try:
+        for state in (module._get_fsdp_state() for module in modules):
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                found |= {
+                    id(one.sharded_param): one for one in (group.fsdp_params if group else ())
+                }
+    except AttributeError:
+        return {}
+    return found
+
+
+def _as_known(inside: Any, parameter: Any, padded: int) -> bool:
+    """Whether both of what torch keeps of a parameter are there, and as they are taken for."""
+    data: Any = getattr(inside, "_sharded_param_data", None)
+    own: Any = getattr(parameter, "_local_tensor", None)
+    if type(data) is not torch.Tensor or type(own) is not torch.Tensor:
+        return False
+    return data.shape == (padded,) and (not own.numel() or own.data_ptr() == data.data_ptr())
+
+
+class Shards(Parameters):
+    """This rank's shards of a module's trained parameters, in float32, and of their gradients.
+
+    Where torch's inside is as known, the shards lie in the row; else they are copied from it after
+    every step (:meth:`publish`), and into it when somebody changed them.
+    """
+
+    def __init__(self, model: nn.Module, flat: Cut):
+        """``flat``: :func:`planned` for the model; values stay."""
+        self.flat, self._pieces = flat, flat.own
+        self._first = (self._pieces.size * flat.place,)
+        self._modules = fully_sharded(model)
+        named = dict(model.named_parameters())
+        self.rows = [[named[name] for name in flat.names]]
+        self._owners = [[owner(model, name) for name in flat.names]]
+        trained = {id(p) for p in self.rows[0]}
+        self.frozen = {name: p for name, p in named.items() if id(p) not in trained}
+        device = local(self.rows[0][0]).device
+        self.full = [torch.zeros(1, self._pieces.size, device=device)]
+        self.x, self.g = self.full, [torch.empty(0, device=device)]
+        self._cache: dict[int, list[torch.Tensor]] = {}
+        self._gradients: dict[int, list[torch.Tensor]] = {}
+        self._stretches: list[torch.Tensor | None] = []
+        self._insides: list[Any] = []
+        known, views = insides(model), self.cut(self.x[0][0])
+        for k, p in enumerate(self.rows[0]):
+            at, padded = flat.offsets[k], prod(flat.shape(k, 0))
+            inside = known.get(id(p))
+            views[k].copy_(local(p))
+            self._insides.append(inside)
+            if _as_known(inside, p, padded):
+                self._stretches.append(alone(self.x[0][0][at : at + padded]))
+                self._lay(k, self._stretches[k])
+            else:
+                self._stretches.append(None)
+        self._seen = [self._mark(p) for p in self.rows[0]]
+
+    @property
+    def first(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The first column of this rank's shard in the node's vector."""
+        return self._first
+
+    @property
+    def copies(self) -> bool:
+        """Whether some shards are copied, as torch's inside isn't as known."""
+        return any(stretch is None for stretch in self._stretches)
+
+    def _lay(self, k: int, stretch: torch.Tensor | None) -> None:
+        """Let torch keep the shard of parameter k, its padding included, in this memory."""
+        if stretch is not None:
+            shape = self._pieces.shapes[k]
+            self._insides[k]._sharded_param_data = stretch
+            self.rows[0][k]._local_tensor = stretch[: prod(shape)].view(shape)
+
+    def _mark(self, p: torch.Tensor) -> tuple[int, int]:
+        """Where a shard lies, and how often it was changed in place: by itself, or as a DTensor."""
+        shard = local(p)
+        return shard.data_ptr(), shard._version + p._version
+
+    def gather(self, only: Sequence[int] | None = None) -> None:
+        """This rank's part of the gradients of all parameters, or some, into ``g``."""
+        if not self.g[0].numel():
+            self.g = [torch.zeros_like(x) for x in self.x]
+        views = self.cut(self.g[0][0])
+        for k in range(len(views)) if only is None else only:
+            gradient = self.rows[0][k].grad
+            if gradient is None:
+                views[k].zero_()
+            else:
+                views[k].copy_(local(gradient))
+
+    def _as_gradients(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """The pieces of a row of gradients as DTensors."""
+        found = self._gradients.get(row.data_ptr())
+        if found is None:
+            self._gradients.clear()
+            pairs: Any = zip(self.rows[0], self.cut(row), strict=True)
+            found = self._gradients[row.data_ptr()] = [
+                type(p).from_local(
+                    view, p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                    stride=p.stride(),
+                )
+                for p, view in pairs
+            ]  # fmt: skip
+        return found
+
+    @contextmanager
+    def lent(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
+        """Inside, the shards lie in that of ``array`` (1, P), or are copies of it.
+
+        Copies stay as they were left until :meth:`publish`.
+        """
+        parameters: list[Any] = self.rows[0]
+        grads = [p.grad for p in parameters]
+        given = grads if g is None else self._as_gradients(g[0])
+        views = self.cut(array[0])
+        try:
+            for p, view, gradient, stretch in zip(
+                parameters, views, given, self._stretches, strict=True
+            ):
+                p.grad = gradient
+                if stretch is None:
+                    local(p).copy_(view)
+                else:
+                    p._local_tensor = view
+            yield
+        finally:
+            for k, (p, view, gradient) in enumerate(zip(parameters, views, grads, strict=True)):
+                p.grad = gradient
+                if self._stretches[k] is None:
+                    view.copy_(local(p))
+                else:
+                    self._lay(k, self._stretches[k])
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, the shards have memory of their own, with the values of now."""
+        for k, stretch in enumerate(self._stretches):
+            self._lay(k, None if stretch is None else stretch.clone())
+        try:
+            yield
+        finally:
+            for k, stretch in enumerate(self._stretches):
+                self._lay(k, stretch)
+
+    def publish(self) -> None:
+        """Let forward passes see the shards as they are now."""
+        reshard(self._modules)
+        for k, view in enumerate(self.cut(self.x[0][0])):
+            if self._stretches[k] is None:
+                local(self.rows[0][k]).copy_(view)
+        self._seen = [self._mark(p) for p in self.rows[0]]
+
+    def check(self) -> bool:
+        """Take shards that were given other memory back into the vector, with their values.
+
+        And those that were changed, where they are copies. Whether values changed by that.
+        JobError as for whole parameters.
+        """
+        reshard(self._modules)
+        changed = False
+        for k, (p, view) in enumerate(zip(self.rows[0], self.cut(self.x[0][0]), strict=True)):
+            module, key = self._owners[0][k]
+            if module._parameters.get(key) is not p:
+                raise JobError([left(self.flat.names[k])])
+            now = local(p)
+            if (now.dtype, now.shape, now.device) != (view.dtype, view.shape, view.device):
+                raise JobError([unlike(self.flat.names[k], view, now)])
+            stretch = self._stretches[k]
+            if stretch is None:
+                moved = self._mark(p) != self._seen[k]
+            else:
+                held = self._insides[k]._sharded_param_data
+                moved = held.data_ptr() != stretch.data_ptr()
+                moved |= bool(now.numel()) and now.data_ptr() != stretch.data_ptr()
+            if moved:
+                changed |= not torch.equal(now, view)
+                view.copy_(now)
+                self._lay(k, stretch)
+        return changed
+
+    def versions(self) -> list[int]:
+        """How often each shard was changed in place from outside."""
+        return [local(p)._version + p._version for p in self.rows[0]]
