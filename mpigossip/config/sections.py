@@ -226,8 +226,9 @@ class NodeSection:
     channels_last: Literal["auto", "always", "never"] = "auto"
     """Weights of convolutions lie channels last, and cuDNN chooses algorithms by trying them, so
     that a run's last bits may differ from another's; auto: on NVIDIA's GPUs."""
-    gpu_window: Literal["auto", "device", "host"] = "auto"
-    """Window memory for GPUs; auto: the device's where MPI is proven GPU-aware, else host."""
+    gpu_window: Literal["auto", "device", "nccl", "host"] = "auto"
+    """How GPU memory gets to other hosts: by MPI from device to device, by NCCL, through host
+    memory; auto: the first of these that is proven to work."""
     mixer: Text = "synchronous"
     """"synchronous": neighbours' models of the same round; "asynchronous": their newest whole
     copies, without waiting."""

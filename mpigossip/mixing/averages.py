@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from mpi4py import MPI
@@ -12,9 +13,13 @@ from mpigossip.mixing.base import Common, Layout
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.tokens import called, everybody, wait_all
 
-SCATTER, GATHER = 21, 22
+AVERAGE = 21
 SHARE = 1 << 18
 """Elements that a rank sums at once in an exact average: n times as many are in memory."""
+
+
+Swap = Callable[[dict[int, torch.Tensor], dict[int, torch.Tensor]], float]
+"""Brings arrays to other ranks, and theirs here; contiguous, by rank. Seconds waited."""
 
 
 def average(
@@ -25,16 +30,17 @@ def average(
     *,
     share: int = SHARE,
     room: Callable[[int], torch.Tensor] | None = None,
-    drain: Callable[[], None] = lambda: None,
+    swap: Swap | None = None,
 ) -> float:
     """``out = (Σ_j own_j) / n`` over the ranks of ``comm``, in rank order; seconds waited.
 
     ``own`` and ``out`` are contiguous arrays (p,) of equal dtype. Piece by piece a
     reduce-scatter (rank r sums chunk r in rank order) and an all-gather: each rank sends
     2(n−1)/n of the vector, and all ranks hold the same bits. Arrays on a GPU need ``room(count)``,
-    memory there that MPI may write, and ``drain``, which waits for what computes: MPI doesn't.
+    memory there that others may write, and ``swap``, which knows what still computes there.
     """
     rank, n = comm.rank, comm.size
+    swap = swap or partial(swapped, comm, timeout_s)
     waited, peers = 0.0, [j for j in range(n) if j != rank]
     most = max(1, min(share, -(-own.numel() // n)))
     scratch = (room(n * most) if room else torch.empty(n * most, dtype=own.dtype)).view(n, most)
@@ -44,31 +50,25 @@ def average(
         mine, whole = own[piece].chunk(n), out[piece].chunk(n)
         width = mine[rank].numel() if rank < len(mine) else 0
         # everyone's chunk `rank` comes here, and this rank's other chunks go to those who sum them
-        drain()
-        received = {j: comm.Irecv(raw(scratch[j, :width]), j, SCATTER) for j in peers if width}
-        sent = {j: comm.Isend(raw(mine[j]), j, SCATTER) for j in peers if j < len(mine)}
-        waited += _settle(comm, received, sent, timeout_s)
+        sent = {j: mine[j] for j in peers if j < len(mine)}
+        waited += swap(sent, {j: scratch[j, :width] for j in peers if width})
         if width:
             terms = [mine[rank] if j == rank else scratch[j, :width] for j in range(n)]
             rows = [term.unsqueeze(0) for term in terms]
             combine([1 / n] * n, rows, whole[rank].unsqueeze(0))
         # the sum goes to everyone, and theirs come straight into the result
-        drain()
-        received = {j: comm.Irecv(raw(whole[j]), j, GATHER) for j in peers if j < len(whole)}
-        sent = {j: comm.Isend(raw(whole[rank]), j, GATHER) for j in peers if width}
-        waited += _settle(comm, received, sent, timeout_s)
+        sent = {j: whole[rank] for j in peers if width}
+        waited += swap(sent, {j: whole[j] for j in peers if j < len(whole)})
     return waited
 
 
-def gather(comm: MPI.Comm, own: torch.Tensor, everyone: torch.Tensor, timeout_s: float) -> float:
+def gather(comm: MPI.Comm, own: torch.Tensor, everyone: torch.Tensor, swap: Swap) -> float:
     """Fill ``everyone``, (n, bytes) by rank, with all ranks' ``own``, uint8; seconds waited.
 
     The row of this rank is left as it is.
     """
     peers = [j for j in range(comm.size) if j != comm.rank]
-    received = {j: comm.Irecv(raw(everyone[j]), j, GATHER) for j in peers}
-    sent = {j: comm.Isend(raw(own), j, GATHER) for j in peers}
-    return _settle(comm, received, sent, timeout_s)
+    return swap({j: own for j in peers}, {j: everyone[j] for j in peers})
 
 
 def raw(memory: torch.Tensor) -> MPI.buffer:
@@ -76,10 +76,16 @@ def raw(memory: torch.Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())
 
 
-def _settle(comm: MPI.Comm, received: dict, sent: dict, timeout_s: float) -> float:
+def swapped(
+    comm: MPI.Comm, timeout_s: float, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor]
+) -> float:
+    """Bring arrays to other ranks and theirs here, by rank, by MPI's messages; seconds waited."""
+
     def say(rank: int) -> str:
         return f"global average: {called(comm, rank)} doesn't answer"
 
+    received = {j: comm.Irecv(raw(memory), j, AVERAGE) for j, memory in into.items()}
+    sent = {j: comm.Isend(raw(memory), j, AVERAGE) for j, memory in out.items()}
     waited = wait_all(received, timeout_s, say, comm=comm)
     return waited + wait_all(sent, timeout_s, say, comm=comm)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.world import World
-from mpigossip.mixing.averages import OfRank, gather
+from mpigossip.mixing.averages import OfRank, gather, swapped
 from mpigossip.mixing.base import Kind, Layout, Segments
 from mpigossip.mixing.combine import add_up
 from mpigossip.mixing.courier import Courier
@@ -242,7 +242,7 @@ class Windows(OfRank):
         if not self._lossy or self.n * layout.sent_bytes >= 2 * layout.nbytes:
             return self._average_whole(comm, self._message, self._result)
         everyone = torch.empty(self.n, layout.sent_bytes, dtype=torch.uint8)
-        waited = gather(comm, self._codes, everyone, self._timeout_s)
+        waited = gather(comm, self._codes, everyone, partial(swapped, comm, self._timeout_s))
         own = self._segments(self._message)  # in host memory, also where the outbox is a GPU's
         sources = [own if rank == self.rank else everyone[rank] for rank in range(self.n)]
         out, weights = self._segments(self._result), [1 / self.n] * self.n

@@ -162,6 +162,17 @@ def bears_delay(method: Algorithm) -> bool:
     return method.needs <= {"row-stochastic", "doubly", "never-global"}
 
 
+def _unfit_window(job: Job) -> list[str]:
+    if job.node.gpu_window != "nccl":
+        return []
+    found = []
+    if job.node.mixer == "asynchronous":
+        found.append('node.mixer = "asynchronous": with NCCL the other end has to take part')
+    if job.run.survive:
+        found.append("run.survive = true: NCCL can't go on after one of its ranks is lost")
+    return [f'node.gpu_window = "nccl" and {text}; use "auto"' for text in found]
+
+
 def _unfit_asynchrony(job: Job, method: Algorithm) -> list[str]:
     node, faults, found = job.node, job.faults, []
     if node.mixer != "asynchronous":

@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import torch
 
-from tests.double import cuda, kernels, tensors
+from tests.double import cuda, kernels, links, tensors
 from tests.double.checker import checker
 from tests.double.failures import fails
 
@@ -137,13 +137,8 @@ class Piece:
         return SimpleNamespace(data_ptr=lambda: self.base)
 
 
-class Communicator:
-    """One slot's place among the GPUs of this process."""
-
-    def __init__(self, everyone: list, device: int):
-        """``everyone``: the communicators, this one among them."""
-        self.everyone, self.device, self.rank = everyone, device, len(everyone)
-        everyone.append(self)
+class Communicator(links.Place):
+    """One slot's place among the GPUs of this process, or among processes."""
 
     @staticmethod
     def initAll(devices):
@@ -151,7 +146,11 @@ class Communicator:
         if fails("initAll"):
             raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
         everyone: list = []
-        return [Communicator(everyone, device) for device in devices]
+        for rank, device in enumerate(devices):
+            made = object.__new__(Communicator)
+            made.everyone, made.device, made.rank = everyone, device, rank
+            everyone.append(made)
+        return everyone
 
     def check_async_error(self) -> None:
         """What went wrong between two calls."""
@@ -173,6 +172,12 @@ class Communicator:
     def broadcast(self, *arguments):
         self._ask("broadcast", *arguments)
 
+    def send(self, *arguments):
+        self._ask("send", *arguments)
+
+    def recv(self, *arguments):
+        self._ask("recv", *arguments)
+
     def destroy(self):
         """Nothing is held."""
 
@@ -185,6 +190,9 @@ _group: list = []
 def group_end() -> None:
     """Do what the group's calls ask for: rank by rank the same calls in the same order."""
     calls, _group[:] = list(_group), []
+    if any(name in ("send", "recv") for name, _, _ in calls):
+        links.swap(calls, lambda address, count: at(address, torch.uint8, 1, count, count))
+        return
     by_rank = {comm.rank: [c for c in calls if c[1] is comm] for _, comm, _ in calls}
     if calls and len(by_rank) < len(calls[0][1].everyone):
         raise RuntimeError("NCCL would wait for ever: not all ranks of the communicator call")
@@ -234,10 +242,12 @@ def install() -> None:
         runtimeGetVersion=lambda: 13000, ipcGetMemHandle=_handle, ipcOpenMemHandle=_open,
         ipcCloseMemHandle=lambda pointer: mapped.pop(pointer, None),
         deviceGetAttribute=lambda which, index: int(which == 117),  # writes aren't ordered
+        deviceGetPCIBusId=lambda index: f"0000:{index:02x}:00.0",
     )  # fmt: skip
     nccl = ModuleType("cupy.cuda.nccl")
     nccl.__dict__.update(
         available=True, NcclCommunicator=Communicator, NCCL_FLOAT32=7, NCCL_SUM=0,
+        NCCL_UINT8=1, get_unique_id=links.ticket,
         groupStart=lambda: None, groupEnd=group_end, get_build_version=lambda: 22800,
     )  # fmt: skip
     driver = ModuleType("cupy.cuda")

@@ -8,6 +8,7 @@ import torch
 
 from mpigossip.cluster.ranks import Alone
 from tests.double import active
+from tests.mixing.device.test_windows import compare
 from tests.test_gpu import on_ranks, settings_of, trained
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: tests/test_double.py")
@@ -23,10 +24,16 @@ def on_aware_ranks(comm, *arguments):
         del os.environ["MPICH_GPU_SUPPORT_ENABLED"]
 
 
+def on_own(comm, model, names, slots, more):
+    """Each rank on GPUs of its own, as NCCL between ranks needs them."""
+    first = slots * comm.rank
+    return on_ranks(comm, model, names, f"cuda:{first}-{first + slots - 1}", more)
+
+
 def same(ranks, n, devices, slots, names, *more):
     """Whether the ranks' parameters have the bits of slots on the CPU."""
-    settings = list(more)
-    train = on_aware_ranks if "node.gpu_window=device" in more else on_ranks
+    settings, window = list(more), more[0].removeprefix("node.gpu_window=") if more else ""
+    train = {"device": on_aware_ranks, "nccl": on_own}.get(window, on_ranks)
     got = ranks(n)(train, "mlp", names, devices, settings, timeout=240)
     for index, name in enumerate(names):
         full = torch.from_numpy(np.concatenate([rank[index] for rank in got]))
@@ -52,4 +59,26 @@ def test_a_rank_of_eight_devices_has_the_cpus_bits(ranks):
 @pytest.mark.parametrize("wire", ["bf16", "top-k", "sign", "random-k", "qsgd"])
 def test_every_wire_has_the_cpus_bits(ranks, wire, same_host, window):
     more = [f"node.gpu_window={window}", f"node.same_host={same_host}"]
-    same(ranks, 2, "cuda:0,1", 2, ["choco"], f"node.wire={wire}", *more)
+    same(ranks, 2, "cuda:0,1", 2, ["choco"], *more, f"node.wire={wire}")
+
+
+NCCL = ["node.gpu_window=nccl", "node.same_host=put", "log.consensus_every=7"]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_nccl_between_nodes_has_the_cpus_bits(ranks, n):
+    same(ranks, n, 2, 2, METHODS, *NCCL)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "top-k", "sign", "random-k", "qsgd"])
+def test_every_wire_by_nccl_has_the_cpus_bits(ranks, wire):
+    same(ranks, 2, 2, 2, ["choco"], *NCCL, f"node.wire={wire}")
+
+
+@pytest.mark.parametrize("n, wire", [(3, "bf16"), (4, "fp32"), (4, "top-k")])
+def test_windows_by_nccl_equal_the_simulator(ranks, n, wire):
+    graphs = ["one-peer-exponential", "ring", "star", "complete"]
+    args = (graphs, "put", "nccl", 12, wire, 4096, 0, "cuda:{rank}")
+    for found, routes in ranks(n)(compare, *args, timeout=150):
+        assert found and not any(found.values()), found
+        assert all(route.startswith("nccl") for route in routes.values()), routes

@@ -15,7 +15,7 @@ from mpigossip.mixing import averages
 from mpigossip.mixing.averages import average
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.device.memory import Kept, current
-from mpigossip.mixing.device.push import BySlot, Lane, on
+from mpigossip.mixing.device.push import BySlot, DevicePush, Lane, on
 from mpigossip.mixing.shared import SharedHost
 
 SHARE = 1 << 24
@@ -25,8 +25,9 @@ Memory = Sequence[torch.Tensor]
 
 
 def rooms(devices: Sequence[torch.device], share: int) -> dict[tuple, int]:
-    """What averages by messages need on each device, for pieces of ``share`` bytes."""
-    return {(on, use): share for on in devices for use in ("piece", "average", "chunks")}
+    """What averages by messages need on every slot's device, for pieces of ``share`` bytes."""
+    found = {(on, use): share for on in devices for use in ("piece", "average")}
+    return found | {(on, f"chunks {slot}"): share for slot, on in enumerate(devices)}
 
 
 def pieces(n: int, largest: int) -> int:
@@ -105,10 +106,13 @@ def mean_by_peers(
 
 
 def mean_by_messages(
-    comm: MPI.Comm, lane: Lane, own: torch.Tensor, out: torch.Tensor, kept: Kept, timeout_s: float,
+    push: DevicePush, slot: int, own: torch.Tensor, out: torch.Tensor, lane: Lane, kept: Kept,
     share: int,
 ) -> None:  # fmt: skip
-    """``out`` = the average of all ranks' ``own`` (p,), by messages from GPU to GPU."""
+    """``out`` = the average of all ranks' ``own`` (p,), from GPU to GPU of a slot.
+
+    Begun, not waited for, as :func:`by_messages` and :func:`gather` are.
+    """
     step = share // own.element_size()
     for at in range(0, own.numel(), step):
         piece, averaged = own[at : at + step], out[at : at + step]
@@ -116,32 +120,29 @@ def mean_by_messages(
         sent, mixed = (kept.room(lane.device, u, len(piece), own.dtype) for u in uses)
         with current(lane.device), on(lane.into):
             sent.copy_(piece)
-            _average(comm, sent, mixed, lane, kept, timeout_s, share)
+            _average(push, slot, sent, mixed, kept, share)
             averaged.copy_(mixed)
-    lane.drain()
 
 
 def by_messages(
-    comm: MPI.Comm, own: Memory, mixed: Memory, layout: BySlot, lanes, kept: Kept, timeout_s: float,
-    share: int,
-) -> None:  # fmt: skip
-    """Through messages from GPU to GPU, where MPI is proven to move them."""
+    push: DevicePush, own: Memory, mixed: Memory, layout: BySlot, lanes, kept: Kept, share: int
+) -> None:
+    """Through messages from GPU to GPU, by MPI where it is proven to move them, or by NCCL."""
     for slot, lane in enumerate(lanes):
         with current(lane.device), on(lane.into):
             for dtype, part in layout.of(slot).parts:
                 terms, result = own[slot][part].view(dtype), mixed[slot][part].view(dtype)
-                _average(comm, terms, result, lane, kept, timeout_s, share)
+                _average(push, slot, terms, result, kept, share)
 
 
 def _average(
-    comm: MPI.Comm, own: torch.Tensor, out: torch.Tensor, lane: Lane, kept: Kept, timeout_s: float,
-    share: int,
-) -> None:  # fmt: skip
+    push: DevicePush, slot: int, own: torch.Tensor, out: torch.Tensor, kept: Kept, share: int
+) -> None:
     def room(count: int) -> torch.Tensor:
-        return kept.room(own.device, "chunks", count, own.dtype)
+        return kept.room(own.device, f"chunks {slot}", count, own.dtype)
 
-    each = share // own.element_size() // comm.size
-    average(comm, own, out, timeout_s, share=each, room=room, drain=lane.drain)
+    comm, each = push.comm, share // own.element_size() // push.comm.size
+    average(comm, own, out, push.timeout_s, share=each, room=room, swap=push.swap(slot))
 
 
 def mean_through(
@@ -169,15 +170,12 @@ def _begun(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def gather(
-    comm: MPI.Comm, codes: Memory, lanes, kept: Kept, timeout_s: float
-) -> list[torch.Tensor]:
+def gather(push: DevicePush, codes: Memory, lanes, kept: Kept) -> list[torch.Tensor]:
     """All ranks' encoded messages: per slot (n, bytes) by rank, on the slot's device."""
-    everyone = []
+    everyone, comm = [], push.comm
     for slot, (own, lane) in enumerate(zip(codes, lanes, strict=True)):
         with current(lane.device), on(lane.into):
             room = kept.room(own.device, f"codes {slot}", comm.size * own.numel(), torch.uint8)
             everyone.append(room.view(comm.size, own.numel()))
-            lane.drain()
-            averages.gather(comm, own, everyone[-1], timeout_s)
+            averages.gather(comm, own, everyone[-1], push.swap(slot))
     return everyone

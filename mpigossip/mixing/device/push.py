@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.averages import raw
+from mpigossip.mixing.averages import Swap, raw, swapped
 from mpigossip.mixing.base import Layout, Segments
 from mpigossip.mixing.device.memory import MemoryRefused, current, private
 from mpigossip.mixing.device.ordering import arrived_whole
@@ -91,11 +91,17 @@ class Lane:
         event.record(self.out)
         return event
 
+    def summed(self) -> torch.cuda.Event | None:
+        """An event behind what has come in and its sums."""
+        if self.into is None:
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.into)
+        return event
+
     def drain(self) -> None:
         """Wait until what came in is summed."""
-        if self.into is not None:
-            event = torch.cuda.Event(blocking=True)
-            event.record(self.into)
+        if (event := self.summed()) is not None:
             event.synchronize()
 
 
@@ -138,28 +144,39 @@ class DevicePush(PiecePush):
     """The same with an inbox on every slot's device: one window a slot over private memory."""
 
     def __init__(
-        self, comm: MPI.Intracomm, layout: BySlot, devices: Sequence[torch.device], places: int,
-        **options,
-    ):  # fmt: skip
+        self, comm: MPI.Intracomm, layout: BySlot, lanes: Sequence[Lane], places: int, **options
+    ):
         """Collective. Raises MemoryRefused, on all ranks, where one has no room."""
         # tokens and an empty window: no inbox in host memory
         PushWindow.__init__(self, comm, 0, places, outbox=False, **options)
-        self._sizes = [layout.of(slot).sent_bytes for slot in range(len(devices))]
-        self._devices = devices
+        self._sizes = [layout.of(slot).sent_bytes for slot in range(len(lanes))]
+        self._lanes, self._devices = lanes, [lane.device for lane in lanes]
         self._inboxes: list[torch.Tensor] = []
         self._windows: list[MPI.Win] = []
         refused = ""
         try:
-            for size, device in zip(self._sizes, devices, strict=True):
+            for size, device in zip(self._sizes, self._devices, strict=True):
                 self._inboxes.append(private(size * 2 * places, device))
         except MemoryRefused as error:
             refused = str(error)
         if any(comm.allgather(refused)):  # all or none: what follows is collective
-            self.close()
+            DevicePush.close(self)  # of a subclass nothing is open yet
             raise MemoryRefused(refused or "another rank has no room for its inbox on a GPU")
-        for memory, device in zip(self._inboxes, devices, strict=True):
+        self._open_windows()
+
+    def swap(self, slot: int) -> Swap:
+        """What brings arrays of a slot's device to other ranks and theirs here."""
+
+        def swap(out: dict[int, torch.Tensor], into: dict[int, torch.Tensor]) -> float:
+            self._lanes[slot].drain()  # MPI doesn't wait for what computes there
+            return swapped(self.comm, self.timeout_s, out, into)
+
+        return swap
+
+    def _open_windows(self) -> None:
+        for memory, device in zip(self._inboxes, self._devices, strict=True):
             with current(device):
-                self._windows.append(MPI.Win.Create(raw(memory), 1, comm=comm))
+                self._windows.append(MPI.Win.Create(raw(memory), 1, comm=self.comm))
                 self._windows[-1].Lock_all()
 
     def await_arrived(self, sources: Sequence[int], count: int) -> None:

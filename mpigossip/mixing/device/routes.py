@@ -14,11 +14,14 @@ from mpigossip.mixing.base import Layout
 from mpigossip.mixing.device.aware import proven
 from mpigossip.mixing.device.mapping import reaches
 from mpigossip.mixing.device.memory import Mapped, MemoryRefused, can_map, handles, pin, private
+from mpigossip.mixing.device.nccl import NcclPush
 from mpigossip.mixing.device.push import BySlot, DevicePush, Lane, PiecePush
 from mpigossip.mixing.push import PushWindow
 from mpigossip.mixing.shared import SharedHost
 from mpigossip.mixing.windows import Windows
 
+WAYS = {"auto": ("device", "nccl"), "device": ("device",), "nccl": ("nccl",), "host": ()}
+"""What is tried by `node.gpu_window` to reach other nodes, before host memory or a refusal."""
 STAGE = 1 << 24
 """Bytes of a vector that are averaged at once where other ranks map the memory."""
 
@@ -29,6 +32,7 @@ class DeviceMemory(Windows):
     layout: BySlot
     _push: PiecePush | None
     _through: list[torch.Tensor]
+    _far = "host"
 
     def __init__(
         self, graph, layout: Layout, world, same_host: str, timeout_s: float, gpu_window: str
@@ -138,28 +142,36 @@ class DeviceMemory(Windows):
         if len(self._near[self.rank]) == self.n:
             return None
         options, places = self._push_options(poll), self._plans.places
-        able, why = False, 'node.gpu_window = "host"'
-        if self._asked != "host":
-            able, why = proven(self._comm, self._devices)
-        if able:
+        why = []
+        for way in WAYS[self._asked]:
             try:
-                push = DevicePush(self._comm, self.layout, self._devices, places, **options)
-                self._why["far"].append(why)
+                push, said = self._open_way(way, places, options)
+                self._far, self._why["far"] = way, [said, *why]
                 return push
             except MemoryRefused as error:
-                why = str(error)
-        if self._asked == "device":
+                why.append(str(error))
+        if self._asked in ("device", "nccl"):
             raise MemoryRefused(
-                f'node.gpu_window = "device": {why}; use a GPU-aware MPI (`mpigossip doctor` says '
-                'what was asked), or "auto"'
+                f'node.gpu_window = "{self._asked}": {why[0]}; "auto" takes the best way there is '
+                "(`mpigossip doctor` says what was asked)"
             )
-        self._why["far"].append(why)
+        self._why["far"] = why or ['node.gpu_window = "host"']
         outbox = self._host is None and self.layout.wire.exact
         return PiecePush(self._comm, self.layout, places, outbox=outbox, **options)
 
+    def _open_way(self, way: str, places: int, options: dict) -> tuple[DevicePush, str]:
+        """Inboxes on the devices, filled this way, and why; MemoryRefused where it can't be."""
+        if way == "nccl":
+            push = NcclPush(self._comm, self.layout, self._lanes, places, **options)
+            return push, "NCCL brought a message to every slot's GPU"
+        able, why = proven(self._comm, self._devices)
+        if not able:
+            raise MemoryRefused(f"{why}; use a GPU-aware MPI")
+        return DevicePush(self._comm, self.layout, self._lanes, places, **options), why
+
     @property
     def _on_devices(self) -> bool:
-        """Whether MPI puts from device to device."""
+        """Whether messages go from device to device, by MPI or NCCL."""
         return isinstance(self._push, DevicePush)
 
     @property
@@ -171,8 +183,8 @@ class DeviceMemory(Windows):
 
     @property
     def routes(self) -> dict[int, str]:
-        """How each other rank is reached, and why: "ipc", "device" or "host", then a reason."""
-        found, far = {}, "device" if self._on_devices else "host"
+        """How each other rank is reached, and why: "ipc", "device", "nccl" or "host"; a reason."""
+        found, far = {}, self._far
         for rank in range(self.n):
             near = rank in self._places_on_host
             route = ("ipc" if self._mapped else "host") if near else far

@@ -1,10 +1,11 @@
 """Windows between nodes whose vectors lie on GPUs; the CPU runs the same code in the tests.
 
-Three routes to a neighbour, chosen at start (`node.gpu_window`):
+Four routes to a neighbour, chosen at start (`node.gpu_window`):
 
 * "ipc": on the same host, its GPU memory is mapped and read in place, as shared memory is on the
   CPU (CUDA IPC);
 * "device": MPI puts from GPU memory into GPU memory, where it is proven to be able to;
+* "nccl": NCCL sends and receives from GPU memory to GPU memory, between MPI's tokens;
 * "host": through pinned memory in pieces; copy out, wire and copy in run at the same time.
 
 A round is one job of the communication thread: for each piece it waits until the piece is there
@@ -25,6 +26,7 @@ from mpigossip.mixing.base import Kind, Layout, Segments
 from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.device import averages
 from mpigossip.mixing.device.memory import Kept, current
+from mpigossip.mixing.device.nccl import NcclPush
 from mpigossip.mixing.device.push import DevicePush, on
 from mpigossip.mixing.device.routes import DeviceMemory
 from mpigossip.mixing.device.sums import Source, Sums
@@ -48,9 +50,9 @@ class DeviceWindows(DeviceMemory):
     def __init__(
         self, graph, layout: Layout, world, *, same_host="read", timeout_s=300.0, gpu_window="auto"
     ):
-        """Collective. ``gpu_window``: "auto", "device" or "host".
+        """Collective. ``gpu_window``: "auto", "device", "nccl" or "host".
 
-        Raises MemoryRefused where "device" is asked for and MPI can't.
+        Raises MemoryRefused where "device" or "nccl" is asked for and can't be had.
         """
         super().__init__(graph, layout, world, same_host, timeout_s, gpu_window)
         by_slot, slots = self.layout, range(len(self._devices))
@@ -100,7 +102,7 @@ class DeviceWindows(DeviceMemory):
         """Memory that averages by messages from GPU to GPU need besides."""
         if not self._on_devices:
             return {}
-        found = averages.rooms(self._staged_on, self._share)
+        found = averages.rooms(self._devices, self._share)
         if self._codes_go_round:
             for slot, (device, codes) in enumerate(zip(self._devices, self._code, strict=True)):
                 found[device, f"codes {slot}"] = self.n * codes.numel()
@@ -118,22 +120,49 @@ class DeviceWindows(DeviceMemory):
 
     def _start_gossip(self, now: Exchange) -> None:
         self._encode(now)
+        if self._nccl:
+            self._follow()
+            memory, count = self._code if self._lossy else self._own, now.t - self._first
+            self._nccl.begin(memory, now.targets, now.far, count)
         now.ticket = self._submit(lambda ready: self._exchange(now, ready))
 
     def _start_global(self, now: Exchange) -> None:
         self._encode(now)
-        now.ticket = self._submit(lambda ready: self._average(now, ready))
+        now.ticket = self._together(f"round {now.t}", lambda ready: self._average(now, ready))
+
+    def _together(self, what: str, work: Callable[[list], None]) -> Future:
+        """Let the courier do what all nodes take part in; NCCL's part in it is begun here."""
+        if self._nccl is None:
+            return self._submit(work)
+        links, everyone = self._nccl.links, range(self.n)
+        self._follow()
+        work([])
+        return self._submit(lambda ready: links.settle(what, everyone))
+
+    @property
+    def _nccl(self) -> NcclPush | None:
+        return self._push if isinstance(self._push, NcclPush) else None
+
+    def _follow(self) -> list:
+        """Let the lanes follow what the devices have been given so far; events behind that."""
+        ready = [lane.ready() for lane in self._lanes]
+        for lane, event in zip(self._lanes, ready, strict=True):
+            lane.follow(event)
+        return ready
 
     def _submit(self, work: Callable[[list], None]) -> Future:
-        """Let the courier do ``work(ready)`` behind what the devices have been given so far."""
-        ready = [lane.ready() for lane in self._lanes]
+        """Let the courier do ``work(ready)`` behind what the devices have been given so far.
+
+        Its sums are over when the job is.
+        """
+        ready = self._follow()
 
         def job() -> None:
             # a thread begins on device 0, and would open a context there
             with current(self._devices[0]):
-                for lane, event in zip(self._lanes, ready, strict=True):
-                    lane.follow(event)
                 work(ready)
+                for lane in self._lanes:
+                    lane.drain()
 
         return self._courier.submit(job)
 
@@ -233,10 +262,9 @@ class DeviceWindows(DeviceMemory):
         return found
 
     def _average(self, now: Exchange, ready: list) -> None:
-        """A global average, on the devices where they reach each other; runs in the courier."""
+        """Begin a global average, on the devices where they reach each other."""
         for event in ready:
             _ = event and event.synchronize()
-        timeout_s, comm = self._timeout_s, self._push.comm if self._push else self._comm
         if self.n == 1:
             for lane, own, mixed in zip(self._lanes, self._own, self._mixed_memory, strict=True):
                 with on(lane.into):
@@ -246,18 +274,16 @@ class DeviceWindows(DeviceMemory):
         elif not self._on_devices:
             self._average_on_host(now)
         elif self._codes_go_round:
-            everyone = averages.gather(comm, self._code, self._lanes, self._kept, timeout_s)
+            everyone = averages.gather(self._push, self._code, self._lanes, self._kept)
             for slot, (own, codes) in enumerate(zip(self._own, everyone, strict=True)):
                 terms = [(row, True) for row in codes]
                 terms[self.rank] = (own, False)
                 self._sums.add([1 / self.n] * self.n, slot, self._spans[0], terms)
         else:
             averages.by_messages(
-                comm, self._own, self._mixed_memory, self.layout, self._lanes,
-                self._kept, timeout_s, self._share,
+                self._push, self._own, self._mixed_memory, self.layout, self._lanes,
+                self._kept, self._share,
             )  # fmt: skip
-        for lane in self._lanes:
-            lane.drain()
 
     @property
     def _areas(self) -> list[Sequence[torch.Tensor]]:
@@ -279,17 +305,20 @@ class DeviceWindows(DeviceMemory):
             return out
 
         def work(ready: list) -> None:
-            lane = self._lanes[self._devices.index(x.device)]
+            slot = self._devices.index(x.device)
+            lane = self._lanes[slot]
             if by_peers:
                 at = 2 * (len(self._devices) + self._staged_on.index(x.device))
                 stages = [area[at : at + 2] for area in self._areas]
                 args = self._host, stages, lane, own, out, self._averaged
                 self._averaged += averages.mean_by_peers(*args)
             else:
-                kept = self._kept, self._timeout_s, self._share
-                averages.mean_by_messages(self._push.comm, lane, own, out, *kept)
+                averages.mean_by_messages(
+                    self._push, slot, own, out, lane, self._kept, self._share
+                )
 
-        self._waited += self._courier.wait(self._submit(work), "the average of a vector")
+        what = "the average of a vector"
+        self._waited += self._courier.wait(self._together(what, work), what)
         return out
 
     def _average_on_host(self, now: Exchange) -> None:
