@@ -26,6 +26,7 @@ def unfit(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[s
         *_unfit_length(job, graph, method.needs),
         *_unfit_wire(job, method.needs),
         *_unfit_asynchrony(job, method),
+        *_unfit_nccl(job),
     ]
 
 
@@ -162,7 +163,7 @@ def bears_delay(method: Algorithm) -> bool:
     return method.needs <= {"row-stochastic", "doubly", "never-global"}
 
 
-def _unfit_window(job: Job) -> list[str]:
+def _unfit_nccl(job: Job) -> list[str]:
     if job.node.gpu_window != "nccl":
         return []
     found = []

@@ -19,12 +19,14 @@ from tests.double.__main__ import environment
 
 WINDOWS, PUSH = "mpigossip.mixing.device.windows", "mpigossip.mixing.device.push"
 AVERAGES, NCCL = "mpigossip.mixing.device.averages", "mpigossip.groups.nccl"
+NCCL_NODES = "mpigossip.mixing.device.nccl"
 LOADER, CAPTURE = "mpigossip.data.loader", "mpigossip.training.capture"
 TRAINING = "tests/double/test_training.py::test_two_ranks_of_two_devices_have_the_cpus_bits"
 IPC, HOST = f"{TRAINING}[read-auto]", f"{TRAINING}[put-host]"
 STAGED = f"{TRAINING}[read-host]"
 EXCHANGES = "tests/test_gpu.py::test_windows_of_gpu_memory_equal_the_simulator"
 WIRES = "tests/test_gpu.py::test_lossy_wires_on_a_gpu[put]"
+NODES = "tests/double/test_training.py::test_windows_by_nccl_equal_the_simulator[3-bf16]"
 REPLAYED = "tests/test_gpu.py::test_captured_replicas_train_as_eager_ones[fp32-lenet]"
 EAGER = "tests/test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
 MUTANTS = [
@@ -35,8 +37,8 @@ MUTANTS = [
      "for event in copied[k] or ready:\n                _ = event and event.synchronize()",
      "for event in ready:\n                _ = event and event.synchronize()", HOST),
     ("a global average begins before the outbox is filled", WINDOWS,
-     "for event in ready:\n            _ = event and event.synchronize()\n        timeout_s",
-     "timeout_s", IPC),
+     "for event in ready:\n            _ = event and event.synchronize()\n        if self.n",
+     "if self.n", IPC),
     ("what was read in place is let go while it is summed", WINDOWS,
      "for lane in self._lanes:\n            lane.drain()\n        if host:",
      "if host:", IPC),
@@ -63,6 +65,17 @@ MUTANTS = [
      IPC),
     ("the scale of a mean on another stream", NCCL,
      "with torch.cuda.stream(self._streams[slot]):", "if True:", IPC),
+    ("NCCL between nodes begins before the outbox is filled", WINDOWS,
+     "        if self._nccl:\n            self._follow()\n", "        if self._nccl:\n", NODES),
+    ("an average by NCCL begins before the outbox is filled", WINDOWS,
+     "        self._follow()\n        work([])", "        work([])", NODES),
+    ("the next round begins before NCCL's sums are over", WINDOWS,
+     "                work(ready)\n                for lane in self._lanes:\n"
+     "                    lane.drain()", "                work(ready)", NODES),
+    ("two slots of a GPU share scratch of averages", AVERAGES, 'f"chunks {slot}"', '"chunks"',
+     NODES),
+    ("a node receives before the others send", NCCL_NODES,
+     '(("send", out), ("recv", into))', '(("recv", into),)', NODES),
     ("a batch is used before its copy", LOADER, "compute.wait_event(there.copied)", "pass", IPC),
     ("a capture begins before the batches are there", CAPTURE, "side.wait_stream(current)", "pass",
      REPLAYED),

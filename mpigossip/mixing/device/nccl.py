@@ -19,7 +19,7 @@ from mpigossip.config.errors import Failure
 from mpigossip.mixing.averages import Swap
 from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.device.memory import MemoryRefused, current
-from mpigossip.mixing.device.push import DevicePush, Lane, on
+from mpigossip.mixing.device.push import DevicePush, Lane, PiecePush, on
 from mpigossip.mixing.push import CUT
 
 PROBE = 1 << 16
@@ -106,7 +106,7 @@ class Links:
         if reasons:
             self._broken = True
             self.close()
-            raise MemoryRefused(refused or f"on another rank: {reasons[0]}")
+            raise MemoryRefused("; ".join(dict.fromkeys(reasons)))
 
     def _look(self) -> None:
         refused, gpus = "", list[str]()
@@ -236,9 +236,9 @@ class NcclPush(DevicePush):
 
         return swap
 
-    def _open_windows(self) -> None:
+    def _open_windows(self, comm: MPI.Intracomm) -> None:
         try:
-            self.links = Links(self.comm, self._lanes, self.timeout_s)
+            self.links = Links(comm, self._lanes, self.timeout_s)
         except MemoryRefused:
             DevicePush.close(self)
             raise
@@ -264,7 +264,7 @@ class NcclPush(DevicePush):
 
     def await_arrived(self, sources: Sequence[int], number: int) -> None:
         """Wait for the round's tokens, which name a late rank, then for its messages."""
-        super().await_arrived(sources, number)
+        PiecePush.await_arrived(self, sources, number)
         self.links.settle(f"round {number // self._tokens.pieces}", self._partners)
 
     def close(self) -> None:

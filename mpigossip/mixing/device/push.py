@@ -162,7 +162,7 @@ class DevicePush(PiecePush):
         if any(comm.allgather(refused)):  # all or none: what follows is collective
             DevicePush.close(self)  # of a subclass nothing is open yet
             raise MemoryRefused(refused or "another rank has no room for its inbox on a GPU")
-        self._open_windows()
+        self._open_windows(comm)
 
     def swap(self, slot: int) -> Swap:
         """What brings arrays of a slot's device to other ranks and theirs here."""
@@ -173,10 +173,10 @@ class DevicePush(PiecePush):
 
         return swap
 
-    def _open_windows(self) -> None:
+    def _open_windows(self, comm: MPI.Intracomm) -> None:
         for memory, device in zip(self._inboxes, self._devices, strict=True):
             with current(device):
-                self._windows.append(MPI.Win.Create(raw(memory), 1, comm=self.comm))
+                self._windows.append(MPI.Win.Create(raw(memory), 1, comm=comm))
                 self._windows[-1].Lock_all()
 
     def await_arrived(self, sources: Sequence[int], count: int) -> None:

@@ -142,7 +142,7 @@ class DeviceMemory(Windows):
         if len(self._near[self.rank]) == self.n:
             return None
         options, places = self._push_options(poll), self._plans.places
-        why = []
+        why: list[str] = []
         for way in WAYS[self._asked]:
             try:
                 push, said = self._open_way(way, places, options)
@@ -170,9 +170,9 @@ class DeviceMemory(Windows):
         return DevicePush(self._comm, self.layout, self._lanes, places, **options), why
 
     @property
-    def _on_devices(self) -> bool:
-        """Whether messages go from device to device, by MPI or NCCL."""
-        return isinstance(self._push, DevicePush)
+    def _on_devices(self) -> DevicePush | None:
+        """What brings messages from device to device, by MPI or NCCL; None where nothing does."""
+        return self._push if isinstance(self._push, DevicePush) else None
 
     @property
     def _stages_out(self) -> bool:

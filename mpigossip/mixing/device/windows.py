@@ -274,14 +274,14 @@ class DeviceWindows(DeviceMemory):
         elif not self._on_devices:
             self._average_on_host(now)
         elif self._codes_go_round:
-            everyone = averages.gather(self._push, self._code, self._lanes, self._kept)
+            everyone = averages.gather(self._on_devices, self._code, self._lanes, self._kept)
             for slot, (own, codes) in enumerate(zip(self._own, everyone, strict=True)):
                 terms = [(row, True) for row in codes]
                 terms[self.rank] = (own, False)
                 self._sums.add([1 / self.n] * self.n, slot, self._spans[0], terms)
         else:
             averages.by_messages(
-                self._push, self._own, self._mixed_memory, self.layout, self._lanes,
+                self._on_devices, self._own, self._mixed_memory, self.layout, self._lanes,
                 self._kept, self._share,
             )  # fmt: skip
 
@@ -314,7 +314,7 @@ class DeviceWindows(DeviceMemory):
                 self._averaged += averages.mean_by_peers(*args)
             else:
                 averages.mean_by_messages(
-                    self._push, slot, own, out, lane, self._kept, self._share
+                    self._on_devices, slot, own, out, lane, self._kept, self._share
                 )
 
         what = "the average of a vector"

@@ -1,0 +1,79 @@
+"""NCCL between nodes that goes wrong: named in words within the deadline, or another way taken."""
+
+import pytest
+
+from tests.double import active
+from tests.double.test_failures import failing
+
+pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
+
+
+def by_nccl(comm, what, limit_s, device, window):
+    """Routes, or the words that end a round by NCCL, where these calls fail; and seconds."""
+    import time
+
+    from mpigossip.cluster.ranks import World
+    from mpigossip.config.errors import Failure
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.base import Kind, Layout
+    from mpigossip.mixing.device.memory import MemoryRefused
+    from mpigossip.mixing.device.windows import DeviceWindows
+
+    world, began = World(comm), time.perf_counter()
+    layout = Layout((512,), devices=(device.format(rank=comm.rank),))
+    ways = {"same_host": "put", "gpu_window": window, "timeout_s": limit_s}
+    opening, then = (what, "") if "initRank" in what else ("", what)
+    try:
+        with failing(opening):
+            mixer = DeviceWindows(graph("ring", comm.size), layout, world, **ways)
+    except MemoryRefused as error:
+        world.close()
+        return str(error), time.perf_counter() - began
+    with failing(then):
+        try:
+            mixer.outbox(0)[0][0].fill_(1.0)
+            mixer.start(Kind.GOSSIP, 0)
+            mixer.finish()
+        except Failure as error:
+            mixer._push.links.close()  # cut off, as a world that ends by this would
+            return str(error), time.perf_counter() - began
+    said = str(mixer.routes)
+    mixer.close()
+    world.close()
+    return said, time.perf_counter() - began
+
+
+@pytest.mark.parametrize(
+    "what, named",
+    [
+        ("hang", ["round 0", "NCCL isn't done with rank 1", "waited 3 s", "NCCL_DEBUG"]),
+        ("async", ["NCCL send and recv between nodes failed", "REMOTE_ERROR", "NCCL_DEBUG"]),
+    ],
+)
+def test_nccl_that_goes_wrong_between_nodes_is_named_in_time(what, named):
+    from tests.rankpool import Ranks
+
+    pools = Ranks()  # of its own: the rank that waits in vain is ended with it
+    try:
+        (said, seconds), _ = pools(2)(by_nccl, what, 3, "cuda:{rank}", "nccl", timeout=60)
+    finally:
+        pools.close()
+    assert all(text in said for text in named), said
+    assert seconds < 30
+
+
+@pytest.mark.parametrize(
+    "what, device, named",
+    [
+        ("initRank", "cuda:{rank}", "unhandled system error"),
+        ("", "cuda:0", "ranks 0 and 1 share GPU 0000:00:00.0"),
+    ],
+)
+def test_nccl_that_cannot_be_had_is_refused_or_left(ranks, what, device, named):
+    for window in ("auto", "nccl"):
+        for said, _ in ranks(2)(by_nccl, what, 20, device, window, timeout=120):
+            assert named in said, said
+            if window == "auto":
+                assert "host (this MPI doesn't say" in said
+            else:
+                assert 'node.gpu_window = "nccl"' in said
