@@ -1,8 +1,8 @@
 """Trains PyTorch models across supercomputer nodes by neighbour averaging.
 
 Three names are all that a user's own loop needs: `world()`, `Gossip` and `graph()`; `Averager` is
-the exchange alone, for arrays. Importing the package imports nothing else: torch, MPI and numpy
-come with the first use of a name.
+the exchange alone, for arrays, and `study()` simulates grids of jobs. Importing the package imports
+nothing else: torch, MPI and numpy come with the first use of a name.
 """
 
 from importlib import import_module
@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 from mpigossip import old_names  # noqa: F401 - modules by their old names
 
 if TYPE_CHECKING:
+    from mpigossip.analysis.study import study
     from mpigossip.doors.averager import Averager
     from mpigossip.doors.gossip import Gossip
     from mpigossip.doors.start import world
     from mpigossip.graphs import graph
 
 __version__ = "0.1.0"
-__all__ = ["Averager", "Gossip", "graph", "world"]
+__all__ = ["Averager", "Gossip", "graph", "study", "world"]
 
 _HOMES = {
     "Averager": "mpigossip.doors.averager",
     "Gossip": "mpigossip.doors.gossip",
     "graph": "mpigossip.graphs",
+    "study": "mpigossip.analysis.study",
     "world": "mpigossip.doors.start",
 }
 

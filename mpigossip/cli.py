@@ -17,6 +17,7 @@ COMMANDS = (
     "train",
     "resume",
     "simulate",
+    "study",
     "data",
     "log",
     "report",

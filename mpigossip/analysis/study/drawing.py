@@ -1,0 +1,108 @@
+"""The curves of a study: a line a point with its band, at most some ten in a panel."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from mpigossip.analysis.compared import COLOURS, LINES
+from mpigossip.analysis.study.grid import Cell
+from mpigossip.analysis.study.results import Results, interval
+from mpigossip.config import JobError
+
+MOST = 10
+"""Curves in a panel."""
+AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent by a node"}
+WIDE, HIGH = 5.4, 4.2
+"""Inches of a panel."""
+
+
+class Picture(Figure):
+    """A figure that a notebook shows by itself."""
+
+    def _repr_png_(self) -> bytes:
+        out = io.BytesIO()
+        self.savefig(out, format="png", dpi=110)
+        return out.getvalue()
+
+
+def curves(study: Results, y: str, x: str) -> Figure:
+    """A figure of the averaged model against steps, epochs or bytes."""
+    if x not in AXES:
+        raise JobError([f'x = "{x}": choose one of {", ".join(AXES)}'])
+    apart = _panel_axis(study)
+    panels: dict[str, list[Cell]] = {}
+    for cell in study.cells:
+        panels.setdefault(cell.label(apart) if apart else "", []).append(cell)
+    columns = min(len(panels), 3)
+    lines = -(-len(panels) // columns)
+    made = Picture(figsize=(WIDE * columns, HIGH * lines), layout="constrained")
+    FigureCanvasAgg(made)  # needs no display
+    grid = made.subplots(lines, columns, squeeze=False, sharey=True)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    named = [axis for axis in study.axes if axis != apart]
+    styles = _styles([_name(cell, named) for cell in study.cells])
+    for axes, (title, cells) in zip(grid.flat, panels.items(), strict=False):
+        for cell in cells:
+            _draw(axes, study, cell, y, x, styles[_name(cell, named)], _name(cell, named))
+        axes.set_title(_title(apart, title), fontsize=11)
+        axes.set_xlabel(AXES[x])
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=9)
+        if y in ("consensus_distance", "loss"):
+            axes.set_yscale("log")
+        elif "accuracy" in y:  # bands may go beyond what an accuracy can be
+            axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(axes.get_ylim()[1], 1.02))
+    for row in grid:
+        row[0].set_ylabel({"loss": "test loss", "accuracy": "test accuracy"}.get(y, y))
+    seeds = len(study.seeds)
+    if seeds > 1:
+        made.suptitle(f"mean of {seeds} seeds, 95 % interval", fontsize=10, color="#555555")
+    return made
+
+
+def _panel_axis(study: Results) -> str | None:
+    """The axis whose labels get a panel each, where one panel would be crowded."""
+    if len(study.cells) <= MOST:
+        return None
+    sizes = {axis: len({cell.label(axis) for cell in study.cells}) for axis in study.axes}
+    enough = [axis for axis, size in sizes.items() if len(study.cells) <= MOST * size]
+    return min(enough, key=sizes.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
+
+
+def _name(cell: Cell, axes: list[str]) -> str:
+    return ", ".join(f"n = {cell.nodes}" if a == "nodes" else cell.label(a) for a in axes)
+
+
+def _title(axis: str | None, label: str) -> str:
+    return f"{label} nodes" if axis == "nodes" else label
+
+
+def _styles(names: list[str]) -> dict[str, dict]:
+    """A colour and a line for each name, the same in all panels."""
+    return {
+        name: {"color": COLOURS[k % len(COLOURS)], "linestyle": LINES[k % len(LINES)]}
+        for k, name in enumerate(dict.fromkeys(names))
+    }
+
+
+def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: str) -> None:
+    runs = study.ended(cell)
+    lost = len(study.seeds) - len(runs)
+    label = name + (f" ({lost} of {len(study.seeds)} diverged)" if lost else "")
+    if not runs:
+        axes.plot([], [], label=label, **style)
+        return
+    try:
+        mean, half = interval(np.stack([run.curve(y) for run in runs]))
+    except KeyError:
+        raise JobError([f'y = "{y}": the logs have no such figure at evaluations']) from None
+    sent = x == "bytes"
+    at = np.mean([run.sent() / 1e6 if sent else run.curve(x) for run in runs], axis=0)
+    axes.plot(at, mean, lw=1.8, label=label, **style)
+    if np.isfinite(half).any():
+        axes.fill_between(at, mean - half, mean + half, color=style["color"], alpha=0.15, lw=0)

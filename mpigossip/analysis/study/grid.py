@@ -1,0 +1,84 @@
+"""The points of a study's grid: labels, settings, and whether their parts go together."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpigossip.config import JobError
+from mpigossip.config.toml import show
+from mpigossip.training import assemble
+
+Axis = Sequence[Any] | Mapping[str, str]
+"""Values of a setting, or what each label stands for: settings with spaces between."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point: its label on each axis, the settings that it means, and the number of nodes."""
+
+    labels: tuple[tuple[str, str], ...]
+    settings: tuple[str, ...]
+    nodes: int
+
+    @property
+    def name(self) -> str:
+        """Its labels and nodes, as a folder can be called."""
+        words = [label for _, label in self.labels] + [f"n{self.nodes}"]
+        return "_".join(re.sub(r"[^\w.+-]+", "-", word) for word in words)
+
+    def label(self, axis: str) -> str:
+        """What it is called on an axis, "nodes" among them."""
+        return str(self.nodes) if axis == "nodes" else dict(self.labels)[axis]
+
+
+def cells_of(
+    job: Path,
+    grid: Mapping[str, Axis],
+    nodes: Sequence[int],
+    common: Sequence[str],
+    skip: bool,
+) -> tuple[list[Cell], dict[str, str]]:
+    """All points, and those left out with the reason; JobError with every mistake at once."""
+    if not nodes or min(nodes) < 1:
+        raise JobError([f"nodes = {list(nodes)}: a study needs whole numbers of at least 1"])
+    axes = [_points(axis, values) for axis, values in grid.items()]
+    cells, unfit = [], {}
+    for n, point in itertools.product(nodes, itertools.product(*axes)):
+        labels = tuple(label for label, _ in point)
+        own = [setting for _, settings in point for setting in settings]
+        cell = Cell(labels, (*common, *own), n)
+        made = assemble.load(job, cell.settings)  # what is wrong by itself is wrong everywhere
+        if found := assemble.mistakes(made, n):
+            unfit[cell.name] = "; ".join(found)
+        else:
+            cells.append(cell)
+    if unfit and (not skip or not cells):
+        raise JobError([f"{name}: {why}" for name, why in unfit.items()])
+    if len({cell.name for cell in cells}) < len(cells):
+        raise JobError(["two points of the grid have the same labels; give each its own"])
+    return cells, unfit
+
+
+def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
+    """Label and settings of each value."""
+    if isinstance(values, str) or not len(values):
+        raise JobError(
+            [f"grid: {axis} = {values!r}: an axis is a list of values, or labels with settings"]
+        )
+    if isinstance(values, Mapping):
+        return [((axis, str(label)), words.split()) for label, words in values.items()]
+    if "." not in axis:
+        raise JobError(
+            [f'grid: "{axis}" is no setting (section.key); under a name of your own each label '
+             f'needs what it stands for: {{"{axis}": {{"A": "algorithm.name=dsgd"}}}}']
+        )  # fmt: skip
+    return [((axis, _plain(value)), [f"{axis}={_plain(value)}"]) for value in values]
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else show(value)

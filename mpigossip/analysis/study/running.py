@@ -1,0 +1,167 @@
+"""Runs of a study, side by side, each in a process of its own; what is there isn't repeated."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mpigossip import config
+from mpigossip.analysis.study.grid import Cell
+from mpigossip.config.errors import FAILED, Failure
+from mpigossip.store import StoreError
+from mpigossip.store.hdf5 import replacing
+from mpigossip.store.log import Log, read
+from mpigossip.training import assemble
+
+OUTPUT = "output.txt"
+DIVERGED = "diverged.txt"
+"""Beside the log: what a run printed; and why it can't be finished."""
+COLUMNS = ("bytes_sent", "consensus_distance", "loss")
+LEAVE_S = 20.0
+"""Seconds that runs have to write their checkpoints when the study is stopped."""
+
+Key = tuple[Cell, float | None, int]
+"""A run: its point, learning rate (None: the job's) and seed."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run gave: its log, None where its loss became no number."""
+
+    log: Log | None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss became no number."""
+        return self.log is None
+
+    def last(self, name: str) -> float:
+        """A figure of the averaged model at the end; NaN where it diverged."""
+        return float("nan") if self.log is None else float(self.log.summary[name])
+
+    def curve(self, name: str) -> np.ndarray:
+        """A figure at each evaluation: a metric, "loss", "consensus_distance", "step", "epoch"."""
+        assert self.log is not None
+        values = np.asarray(self.log.evaluations[name], float)
+        return values if values.ndim == 1 else values.mean(1)
+
+    def sent(self) -> np.ndarray:
+        """Bytes that a node has sent before each evaluation, mean over nodes."""
+        assert self.log is not None
+        total = self.log.steps["bytes_sent"].mean(1)  # since the beginning
+        at = np.searchsorted(self.log.steps["step"], self.log.evaluations["step"]) - 1
+        return np.where(at >= 0, total[np.maximum(at, 0)], 0.0)
+
+
+class Runner:
+    """Does runs of one job under a folder."""
+
+    def __init__(self, job: Path, folder: Path, processes: int | None = None):
+        """``processes``: how many at once, None for one a core that this process may use."""
+        self.job, self.folder = job, folder
+        self.processes = processes or len(os.sched_getaffinity(0))
+
+    def place(self, key: Key) -> Path:
+        """The folder of a run."""
+        cell, rate, seed = key
+        return self.folder / cell.name / ("" if rate is None else f"lr-{rate:g}") / f"seed-{seed}"
+
+    def settings(self, key: Key) -> list[str]:
+        """What of the job a run replaces."""
+        cell, rate, seed = key
+        own = [] if rate is None else [f"schedule.lr={rate!r}"]
+        return [*cell.settings, *own, f"run.seed={seed}", f"run.output={self.place(key)}"]
+
+    def fill(self, wanted: Sequence[Key]) -> dict[Key, Found]:
+        """Do what isn't there yet, and read all of it. Failure, after the others, if one fails."""
+        there = {key: self._found(key) for key in wanted}
+        missing = [key for key, found in there.items() if found is None]
+        failed = self._do(missing) if missing else []
+        if failed:
+            raise Failure("\n".join(failed))
+        return {key: found or self._read(key) for key, found in there.items()}
+
+    def _found(self, key: Key) -> Found | None:
+        """What a finished run of this very job gave."""
+        place = self.place(key)
+        if not (place / "log.h5").exists():
+            return None
+        job = assemble.load(self.job, self.settings(key))
+        try:
+            log = read(place / "log.h5", COLUMNS)
+        except StoreError:
+            return None  # killed while it began: the run mends it, or says what is wrong
+        if log.job and config.as_dict(assemble.load(log.job)) != config.as_dict(job):
+            return None  # the run refuses it, with what differs
+        if (place / DIVERGED).exists():
+            return Found(None)
+        return Found(log) if log.summary.get("finished") else None
+
+    def _read(self, key: Key) -> Found:
+        found = self._found(key)
+        if found is None:
+            raise Failure(f"{self.place(key)}: its run has ended, but its log is not complete")
+        return found
+
+    def _do(self, keys: Sequence[Key]) -> list[str]:
+        """Run them; what went wrong, a paragraph for each."""
+        waiting, running, failed = list(keys)[::-1], dict[Key, tuple[subprocess.Popen, float]](), []
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.processes:
+                    key = waiting.pop()
+                    running[key] = self._start(key), time.monotonic()
+                for key, (process, began) in list(running.items()):
+                    if process.poll() is not None:
+                        del running[key]
+                        failed += self._ended(key, process.returncode)
+                        done = len(keys) - len(waiting) - len(running)
+                        spent = time.monotonic() - began
+                        print(f"[{done}/{len(keys)}] {self.place(key)}: {spent:.1f} s", flush=True)
+                time.sleep(0.02)
+        finally:
+            self._stop([process for process, _ in running.values()])
+        return failed
+
+    def _start(self, key: Key) -> subprocess.Popen:
+        place = self.place(key)
+        place.mkdir(parents=True, exist_ok=True)
+        words = ["simulate", str(self.job), "--nodes", str(key[0].nodes), *self.settings(key)]
+        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
+        with (place / OUTPUT).open("a") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "mpigossip", *words],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
+            )  # fmt: skip
+
+    def _ended(self, key: Key, code: int) -> list[str]:
+        """Mark a run that diverged; what another one that didn't finish says."""
+        place = self.place(key)
+        lines = (place / OUTPUT).read_text(errors="replace").strip().splitlines()
+        said = next((line for line in reversed(lines) if line.startswith("mpigossip:")), "")
+        if code == FAILED and "the loss of node" in said:
+            with replacing(place / DIVERGED) as beside:
+                beside.write_text(said + "\n")
+        elif code:
+            last = said or (lines[-1] if lines else "nothing was printed")
+            return [f"{place} ended with code {code}: {last} ({place / OUTPUT} has all of it)"]
+        return []
+
+    def _stop(self, processes: Sequence[subprocess.Popen]) -> None:
+        """End what still runs: each writes a checkpoint, from which it goes on another time."""
+        for process in processes:
+            process.terminate()
+        until = time.monotonic() + LEAVE_S
+        for process in processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

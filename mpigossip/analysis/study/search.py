@@ -1,0 +1,87 @@
+"""Each point's own learning rate: the best of several, with a seed that isn't reported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mpigossip.analysis.study.grid import Cell
+from mpigossip.analysis.study.running import Found, Runner
+from mpigossip.config import JobError
+from mpigossip.runs.summary import metrics_of
+from mpigossip.training import assemble
+
+SEED = 1000
+"""The seed of a search's runs."""
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Of the job's rate: what is tried first."""
+FURTHER = 3
+"""How often a best rate at an end is followed by one more, half or twice it."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A rate that was tried for a point, and the figure that it was judged by."""
+
+    cell: Cell
+    rate: float
+    judged: float
+    """NaN where it diverged"""
+
+
+def chosen(
+    cells: Sequence[Cell], rates: Sequence[float] | str | None, judge: str | None, runner: Runner
+) -> tuple[dict[Cell, float | None], list[Tried]]:
+    """The rate of each point, None for the job's own; and all that was tried."""
+    if rates is None:
+        return dict.fromkeys(cells), []
+    if rates == "search":
+        own = {cell: assemble.load(runner.job, cell.settings).schedule.lr for cell in cells}
+        candidates = {cell: [own[cell] * factor for factor in FACTORS] for cell in cells}
+    elif isinstance(rates, str) or not rates or not all(rate > 0 for rate in rates):
+        raise JobError([f'rates = {rates!r}: give learning rates above 0, or "search"'])
+    else:
+        candidates = {cell: sorted({float(rate) for rate in rates}) for cell in cells}
+    for _ in range(FURTHER + 1):
+        keys = [(cell, rate, SEED) for cell in cells for rate in candidates[cell]]
+        found = runner.fill(keys)
+        name = figure_of(found.values(), judge)
+        tried = [Tried(cell, rate, one.last(name)) for (cell, rate, _), one in found.items()]
+        best = {cell: _best([one for one in tried if one.cell == cell], name) for cell in cells}
+        more = {cell: _next(best[cell], candidates[cell]) for cell in cells}
+        if rates != "search" or not any(more.values()):
+            break
+        candidates = {cell: sorted([*candidates[cell], *more[cell]]) for cell in cells}
+    return dict(best), tried
+
+
+def figure_of(found: Iterable[Found], judge: str | None) -> str:
+    """The name of the figure that is judged: the one asked for, else the task's first."""
+    whole = next((one.log for one in found if one.log is not None), None)
+    if whole is None:
+        return judge or "loss"
+    metrics = metrics_of(whole.summary)
+    if judge is not None and judge not in whole.summary:
+        known = ", ".join(dict.fromkeys([*metrics, "loss"]))
+        raise JobError([f'judge = "{judge}": the runs have no such figure; choose one of {known}'])
+    return judge or metrics[0]
+
+
+def larger_is_better(name: str) -> bool:
+    """Of accuracies; of all else, losses and errors, the smaller is."""
+    return "accuracy" in name
+
+
+def _best(tried: Sequence[Tried], name: str) -> float:
+    """The rate of the best figure, the smaller of equal ones; the smallest where all diverged."""
+    sign = -1 if larger_is_better(name) else 1
+    known = [one for one in tried if math.isfinite(one.judged)]
+    if not known:
+        return min(one.rate for one in tried)
+    return min(known, key=lambda one: (sign * one.judged, one.rate)).rate
+
+
+def _next(best: float, candidates: Sequence[float]) -> list[float]:
+    """The rate beyond the end at which the best lies, if it lies at one."""
+    return [best / 2] * (best == min(candidates)) + [best * 2] * (best == max(candidates))

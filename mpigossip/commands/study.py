@@ -1,0 +1,45 @@
+"""`mpigossip study`: a grid of settings, nodes and seeds from a file; tables and curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpigossip.commands.arguments import command
+
+EXAMPLES = "mpigossip study jobs/study.toml --out runs/study"
+
+
+def add(commands) -> None:
+    """Add it to the parser."""
+    study = command(
+        commands, "study", run,
+        "simulate a grid of settings, nodes and seeds; what is there isn't repeated", EXAMPLES,
+    )  # fmt: skip
+    study.add_argument("file", type=Path, metavar="FILE.toml", help="its keys are those of study()")
+    study.add_argument(
+        "--out", type=Path, metavar="DIR", help="where logs, tables and curves go (default: output)"
+    )
+
+
+def run(options) -> None:
+    """Do what is missing; write table.csv, table.tex and a picture of each figure."""
+    from mpigossip.analysis.study import study
+    from mpigossip.analysis.study.file import arguments
+    from mpigossip.store.hdf5 import replacing
+
+    given = arguments(options.file, study)
+    if options.out is not None:
+        given["output"] = options.out
+    found = study(**given)
+    print(found)
+    for name, text in (("table.csv", found.table("csv")), ("table.tex", found.table("latex"))):
+        with replacing(found.folder / name) as beside:
+            beside.write_text(text.rstrip() + "\n", encoding="utf-8")
+    for y in found.figures:
+        found.plot(y, out=found.folder / f"{y}.png")
+    for name, why in found.left_out.items():
+        print(f"left out: {name}: {why}")
+    best, ties = found.best(), len(found.ties())
+    word = ", ".join(str(best[axis]) for axis in found.axes) or "the job"
+    print(f"best by {found.judge}: {word}" + (f"; {ties} can't be told from it" if ties else ""))
+    print(f"{found.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in found.figures)}")

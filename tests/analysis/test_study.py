@@ -1,0 +1,215 @@
+"""Studies: grids, seeds and rates; what is there isn't repeated; intervals, tables, curves."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpigossip
+from mpigossip import cli
+from mpigossip.analysis.study import Study
+from mpigossip.analysis.study.grid import cells_of
+from mpigossip.analysis.study.results import interval
+from mpigossip.analysis.study.running import Runner
+from mpigossip.config import JobError
+from mpigossip.config.errors import Failure
+from mpigossip.store import log as logs
+from tests.launch import REPO
+
+SMALL = [
+    "model.name=mlp", "data.source=synthetic", "data.samples=64", "data.test_samples=32",
+    "data.batch=4", "run.epochs=2", "node.devices=cpu:1", "schedule.warmup_epochs=0",
+    "schedule.milestones=[]",
+]  # fmt: skip
+GRID = {"algorithm.name": ["dsgd", "dmsgd"], "graph.name": ["ring", "complete"]}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a small job."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text("[log]\nflush_steps = 4\n")
+    return tmp_path
+
+
+def small(grid=GRID, **options):
+    given = {"nodes": 3, "seeds": 2, "settings": SMALL, "processes": 2} | options
+    return mpigossip.study("job.toml", grid, **given)
+
+
+def when(folder):
+    return {path: path.stat().st_mtime_ns for path in Path(folder).rglob("log.h5")}
+
+
+def test_a_grid_is_run_once_and_its_table_is_the_logs(here, capsys):
+    study = small()
+    assert len(study.rows) == 4 and study.axes == ["algorithm.name", "graph.name"]
+    for cell, row in zip(study.cells, study.rows, strict=True):
+        found = [
+            logs.read(Path("runs/study-job") / cell.name / f"seed-{seed}/log.h5").summary
+            for seed in (0, 1)
+        ]
+        values = [one["accuracy"] for one in found]
+        assert row["accuracy"] == pytest.approx(np.mean(values)) and row["seeds"] == 2
+        assert row["accuracy_std"] == pytest.approx(np.std(values, ddof=1))
+        # Student's t of one degree of freedom
+        half = 12.706 * np.std(values, ddof=1) / 2**0.5
+        assert row["accuracy_high"] - row["accuracy"] == pytest.approx(half, rel=1e-3)
+        assert row["MB"] == pytest.approx(np.mean([one["bytes_sent"] for one in found]) / 1e6)
+        (sent, *_) = [run.sent() for run in study.runs(cell)]
+        assert sent[-1] == pytest.approx(found[0]["bytes_sent"])
+    assert capsys.readouterr().out.count("seed-") == 8
+    before = when("runs")
+    again = small(seeds=3)
+    assert {path: at for path, at in when("runs").items() if path in before} == before
+    assert capsys.readouterr().out.count("seed-2") == 4 and len(when("runs")) == 12
+    assert [row["seeds"] for row in again.rows] == [3] * 4
+    assert small().table() == study.table() and not capsys.readouterr().out
+
+
+def test_what_was_killed_is_done_again_to_the_same_bits(here):
+    grid = {"graph.name": ["ring", "complete"]}
+    whole = small(grid, output="whole")
+    program = (
+        "import mpigossip\n"
+        f"mpigossip.study('job.toml', {grid!r}, nodes=3, seeds=2, settings={SMALL!r},"
+        " processes=1, output='killed')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    going = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    until = time.monotonic() + 60
+    while not when("killed") and time.monotonic() < until:
+        time.sleep(0.02)
+    going.send_signal(signal.SIGINT)
+    going.wait(60)
+    assert 1 <= len(when("killed")) < 4
+    assert small(grid, output="killed").table("csv") == whole.table("csv")
+
+
+def test_each_point_takes_its_own_rate_by_a_seed_that_is_not_reported(here):
+    study = small({"algorithm.name": ["dsgd"]}, rates=[1e-4, 0.5, 1e9], judge="loss", seeds=1)
+    assert study.rows[0]["lr"] == 0.5
+    assert {(one.rate, math.isnan(one.judged)) for one in study.tried} == {
+        (1e-4, False), (0.5, False), (1e9, True),
+    }  # fmt: skip
+    assert study.judge == "loss" and study.figures[0] == "loss"
+    places = {path.parent.name for path in Path("runs").rglob("log.h5")}
+    assert places == {"seed-0", "seed-1000"}
+
+
+def test_a_search_goes_on_where_the_best_lies_at_an_end(here):
+    settings = [*SMALL, "schedule.lr=1e-5"]
+    study = small(
+        {"algorithm.name": ["dsgd"]}, settings=settings, rates="search", judge="loss", seeds=1
+    )
+    tried = sorted(one.rate for one in study.tried)
+    assert len(tried) == 8 and tried[-1] == pytest.approx(32e-5)
+
+
+def test_a_run_that_diverges_is_a_result(here):
+    study = small({"schedule.lr": [0.01, 1e9]}, seeds=2)
+    good, bad = study.rows
+    assert (good["diverged"], bad["diverged"]) == (0, 2) and math.isnan(bad["accuracy"])
+    assert study.best() is good and study.ties() == []
+    assert "2 of 2 diverged" in study.table() and "--" in study.table("latex")
+    before = when("runs")
+    assert small({"schedule.lr": [0.01, 1e9]}, seeds=2).rows[1]["diverged"] == 2
+    assert when("runs") == before
+    study.plot()
+
+
+def test_tables_and_curves(here):
+    study = small({"method": {"one": "algorithm.name=dsgd", "two & a half": "algorithm.name=d2"}},
+                  nodes=[2, 3], settings=[*SMALL, "graph.name=ring"])  # fmt: skip
+    assert study.axes == ["method", "nodes"]
+    assert study.table().splitlines()[0].split()[:2] == ["method", "nodes"]
+    latex = study.table("latex")
+    assert r"two \& a half & 2" in latex and r"\mathbf" in latex and r"\pm" in latex
+    header, *lines = study.table("csv").splitlines()
+    assert header.startswith("method,nodes,seeds,diverged,accuracy,") and len(lines) == 4
+    data = study.dataset()
+    assert data["accuracy"].shape == (4, 2) and list(data["method"].values[:2]) == ["one"] * 1 + [
+        "two & a half"
+    ]
+    for x in ("step", "epoch", "bytes"):
+        made = study.plot("consensus_distance", x, out=here / f"{x}.png")
+        assert len(made.axes[0].lines) == 4 and (here / f"{x}.png").stat().st_size > 5000
+    assert made._repr_png_()[1:4] == b"PNG" and "<pre>" in study._repr_html_()
+    with pytest.raises(JobError, match="no such figure"):
+        study.plot("beauty")
+    with pytest.raises(JobError, match="choose one of text, csv, latex"):
+        study.table("html")
+
+
+def test_many_points_are_drawn_in_panels_of_at_most_ten(here):
+    grid = {"graph.name": ["ring", "complete"], "schedule.lr": [0.01 * k for k in range(1, 7)]}
+    cells, _ = cells_of(Path("job.toml"), grid, [3], SMALL, False)
+    run = small({}, seeds=1)
+    (one,) = run.ended(run.cells[0])
+    found = {(cell, None, 0): one for cell in cells}
+    made = Study(cells, dict.fromkeys(cells), [0], found, None, [], {}, run.folder).plot()
+    assert [len(axes.lines) for axes in made.axes] == [6, 6]
+    assert [axes.get_title() for axes in made.axes] == ["ring", "complete"]
+
+
+def test_the_command_writes_tables_and_curves(here, capsys):
+    Path("study.toml").write_text(
+        f'job = "job.toml"\nnodes = 2\nseeds = 2\nsettings = {SMALL!r}\n'
+        '[grid]\nalgorithm.name = ["dsgd", "dmsgd"]\n'.replace("'", '"')
+    )
+    assert cli.main(["study", "study.toml", "--out", "found"]) == 0
+    said = capsys.readouterr().out
+    assert "best by accuracy: " in said and "dmsgd" in said
+    there = {path.name for path in Path("found").iterdir() if path.is_file()}
+    assert there == {"table.csv", "table.tex", "accuracy.png", "loss.png"}
+
+
+@pytest.mark.parametrize(
+    ("grid", "options", "words"),
+    [
+        ({"graph.weight": ["ring"]}, {}, "graph.weight"),
+        ({"method": ["dsgd"]}, {}, '"method" is no setting'),
+        ({"graph.name": "ring"}, {}, "an axis is a list"),
+        ({"algorithm.name": ["decentlam", "dsgd"]}, {}, "static"),
+        ({}, {"nodes": [0]}, "at least 1"),
+        ({}, {"rates": "best"}, '"search"'),
+        ({}, {"rates": [0.1, -1]}, "above 0"),
+        ({"run.epochs": [1, 1]}, {}, "the same labels"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(here, grid, options, words):
+    with pytest.raises(JobError, match=words):
+        small(grid, **options)
+    assert not Path("runs").exists()
+
+
+def test_points_that_do_not_go_together_can_be_left_out(here):
+    cells, unfit = cells_of(
+        Path("job.toml"), {"algorithm.name": ["decentlam", "dsgd"]}, [4], SMALL, True
+    )
+    assert [cell.name for cell in cells] == ["dsgd_n4"] and "static" in unfit["decentlam_n4"]
+
+
+def test_a_folder_of_another_study_is_not_overwritten(here):
+    small({}, seeds=1)
+    with pytest.raises(Failure, match="holds a run of another job"):
+        small({}, seeds=1, settings=[*SMALL, "run.epochs=3"])
+    with pytest.raises(JobError, match='judge = "beauty".*accuracy'):
+        small({}, seeds=1, judge="beauty")
+
+
+def test_an_interval_needs_two_seeds():
+    mean, half = interval(np.array([[1.0, 2.0]]))
+    assert mean.tolist() == [1, 2] and np.isnan(half).all()
+    mean, half = interval(np.array([[1.0], [2.0], [3.0]]))
+    assert mean == 2 and half == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+
+
+def test_runs_go_side_by_side_as_cores_allow(here):
+    assert Runner(Path("job.toml"), Path("runs")).processes == len(os.sched_getaffinity(0))
