@@ -108,6 +108,11 @@ class Node:
         self.mixer.close()
         self.group.close()
 
+    @property
+    def cut(self) -> bool:
+        """Whether the node's ranks have a part of the model each."""
+        return isinstance(self.flat, Cut)
+
     def lay_out(self) -> None:
         """The vector, where the model now is, and the engine over it; collective."""
         around.check_late(self.model, self.world)
@@ -119,8 +124,8 @@ class Node:
             self._shut()
             self._open()
         check(self.model, self.inner)
-        cut = self.flat
-        self.vector = Shards(self.model, cut) if isinstance(cut, Cut) else Parameters([self.model])
+        f = self.flat
+        self.vector = Shards(self.model, f) if isinstance(f, Cut) else Parameters([self.model])
         self._build()
         self.laid_out = True
 

@@ -32,6 +32,30 @@ def local(tensor: Any) -> torch.Tensor:
         return tensor.to_local() if is_cut(tensor) else tensor
 
 
+def full(tensor: Any) -> Any:
+    """A DTensor whole, in every rank that has a part of it (collective); all else as it is."""
+    return tensor.full_tensor() if is_cut(tensor) else tensor
+
+
+def part_like(parameter: Any, whole: Any) -> Any:
+    """Of a tensor shaped like a parameter that is cut, this rank's part; all else as it is."""
+    if not is_cut(parameter) or not torch.is_tensor(whole) or whole.shape != parameter.shape:
+        return whole
+    mesh, (placement,) = parameter.device_mesh, parameter.placements
+    at, rows = _rows(parameter.shape[placement.dim], mesh.size(), mesh.get_local_rank())
+    part = whole.narrow(placement.dim, at, rows).to(local(parameter).device, copy=True)
+    return type(parameter).from_local(
+        part, mesh, (placement,), run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _rows(every: int, slots: int, slot: int) -> tuple[int, int]:
+    """Which of so many rows a slot begins with, and how many it has."""
+    each = -(-every // slots)
+    begin = min(each * slot, every)
+    return begin, min(each, every - begin)
+
+
 def fully_sharded(model: nn.Module) -> list[nn.Module]:
     """The modules that `fully_shard` was called on."""
     return [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
@@ -61,10 +85,7 @@ class Cut(Flat):
 
     def rows(self, k: int, slot: int) -> tuple[int, int]:
         """Of parameter k: which of its rows a slot begins with, and how many it has."""
-        every = self.shapes[k][self.dims[k]]
-        each = -(-every // self.slots)
-        begin = min(each * slot, every)
-        return begin, min(each, every - begin)
+        return _rows(self.shapes[k][self.dims[k]], self.slots, slot)
 
     def shape(self, k: int, slot: int) -> tuple[int, ...]:
         """Of a slot's piece of parameter k."""

@@ -11,21 +11,29 @@ import torch
 from torch import nn
 
 from mpigossip.doors.loop.plain import packed, unpacked
+from mpigossip.engine.sharded import full, part_like
 from mpigossip.store import StoreError
 
 
 def written(
-    optimizer: torch.optim.Optimizer, model: nn.Module, arrays: dict[str, np.ndarray]
+    optimizer: torch.optim.Optimizer, model: nn.Module, arrays: dict[str, np.ndarray] | None
 ) -> str:
-    """The state's JSON; tensors go into ``arrays``."""
+    """The state's JSON; tensors go into ``arrays``, None: nowhere.
+
+    Collective over the ranks between which parameters are cut, whose state is made whole.
+    """
     state, names = optimizer.state_dict(), _names(optimizer, model)
     groups = [
         {key: names[k] if key == "params" else value for key, value in group.items()}
         for k, group in enumerate(state["param_groups"])
     ]
     flat = [name for group in names for name in group]
-    of = {flat[k]: packed(one, f"torch/{flat[k]}", arrays) for k, one in state["state"].items()}
-    return json.dumps({"groups": packed(groups, "torch/#groups", arrays), "state": of})
+    of: dict[str, Any] = {}
+    for k, one in state["state"].items():
+        whole = {key: full(value) for key, value in one.items()}
+        of[flat[k]] = packed(whole, f"torch/{flat[k]}", {} if arrays is None else arrays)
+    kept = packed(groups, "torch/#groups", {} if arrays is None else arrays)
+    return json.dumps({"groups": kept, "state": of})
 
 
 def read(
@@ -48,9 +56,11 @@ def read(
         )
     place = {name: k for k, name in enumerate(name for group in names for name in group)}
     found, lacking = {}, []
+    own = dict(model.named_parameters())
     for name, one in saved["state"].items():
         try:
-            found[place[name]] = unpacked(one, arrays)
+            whole = unpacked(one, arrays)
+            found[place[name]] = {key: part_like(own[name], value) for key, value in whole.items()}
         except KeyError:
             lacking.append(name)
     now = optimizer.state_dict()["param_groups"]

@@ -224,7 +224,7 @@ class LoopRun:
         }  # fmt: skip
         with self.world.together(JobError):
             state, own = loop_state.snapshot(node, self.keeps, numbers)
-        whole = loop_state.of_node(state, own, node)
+        whole = loop_state.of_node(state, own, node, numbers)
         progress = self.progress
         meta = {"door": "loop", "nodes": progress.nodes, "asked": progress.asked,
                 "slots": loop_state.slots(node), "lost": "; ".join(progress.lost),

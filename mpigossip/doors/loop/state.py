@@ -18,6 +18,8 @@ from mpigossip.doors.loop import optimizer as optimizer_state
 from mpigossip.doors.loop import saved
 from mpigossip.doors.loop.plain import packed, unpacked
 from mpigossip.doors.node import Node
+from mpigossip.engine.state import split
+from mpigossip.groups.base import held
 from mpigossip.runs.elastic import begin_at, same_method, same_model, same_rhythm
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.average import over_nodes
@@ -48,7 +50,8 @@ def snapshot(
 ) -> tuple[NodeState | None, Own]:
     """Everything of this node but what its ranks have each, in the first of them; and that.
 
-    The torch optimizer's state is included, which all of them have alike.
+    The torch optimizer's state is included, which all of them have alike. Where each has a part of
+    the model, nothing of that: :func:`of_node` gathers it.
     """
     arrays = {
         f"buffers/{slot}/{name}": snapshots.plain(buffer).copy()
@@ -60,13 +63,21 @@ def snapshot(
         arrays["rng/cuda"] = np.stack([torch.cuda.get_rng_state(gpu).numpy() for gpu in gpus])
     kept = {name: packed(_state_of(one), f"own/{name}", arrays) for name, one in keeps.items()}
     own = Own(arrays, kept, int(numbers["bytes_sent"]))
-    if not node.world.nodes.first:
+    if not node.world.nodes.first or node.cut:
         return None, own
+    return _whole(node, numbers), own
+
+
+def _whole(node: Node, numbers: dict[str, Number]) -> NodeState | None:
+    """Model, method and torch optimizer; collective where ranks have parts, None but in the first.
+
+    There one parameter's state after the other is whole in every rank.
+    """
     state = snapshots.snapshot(node.engine, (), 0, numbers)
-    assert state is not None, "the engine's group is this process"
-    numbers["torch"] = optimizer_state.written(node.inner, node.model, state.arrays)
+    arrays = None if state is None else state.arrays
+    numbers["torch"] = optimizer_state.written(node.inner, node.model, arrays)
     numbers["ranks"] = node.world.nodes.per_node
-    return state, own
+    return state
 
 
 class Own(NamedTuple):
@@ -99,12 +110,17 @@ class Own(NamedTuple):
         return Own(arrays, kept, self.sent)
 
 
-def of_node(state: NodeState | None, own: Own, node: Node) -> list[NodeState]:
+def of_node(
+    state: NodeState | None, own: Own, node: Node, numbers: dict[str, Number]
+) -> list[NodeState]:
     """The node's state with what all of its ranks have; in the first, nothing in the others.
 
     Collective over the node. Of the rank in place p: ``rng/#p``, ``own/#p``, slots after others'.
     """
     inside = node.world.nodes.inside
+    if node.cut:
+        with torch.no_grad():
+            state = _whole(node, numbers)
     every: list[Own] | None = [own]
     if inside is not None:
         first = inside.broadcast(own.marks())
@@ -154,12 +170,16 @@ def restore(
 ) -> tuple[list[str], Mapping[str, Any]]:
     """Put the node to where the checkpoint stands: what to tell, and its numbers.
 
-    Equal nodes, slots and state: exact to the bit. Otherwise from the exact average, and what the
-    torch optimizer's state has in floats from its average. StoreError for another model.
+    Equal nodes, slots and state: exact to the bit; other slots, too, where they have no buffers.
+    Otherwise from the exact average, and what the torch optimizer's state has in floats from its
+    average. StoreError for another model.
     """
     manifest = checkpoint.read_manifest(path)
-    fits = manifest.n == node.mixer.n and manifest.meta.get("slots") == slots(node)
+    fits = manifest.n == node.mixer.n
     first = checkpoint.read_node(path, node.mixer.rows[0] if fits else 0)
+    alike = manifest.meta.get("slots") == slots(node)
+    if fits and not alike and any(name.startswith("buffers/") for name in first.arrays):
+        first, fits = checkpoint.read_node(path, 0), False
     same_model(first, node.vector.flat, path, "the model that was saved")
     lacking = {"torch", "own", "shift", "seconds", "bytes_sent", "round"} - first.numbers.keys()
     if lacking:
@@ -174,7 +194,9 @@ def restore(
 
 def _exactly(node: Node, first: NodeState, keeps: Mapping[str, Any]) -> list[str]:
     buffers = node.slots.buffers()  # of slots that the engine, which steps in one, knows nothing of
-    snapshots.restore(node.engine, buffers[:1], 0, first)
+    vector, group = node.vector, node.engine.group
+    split(first.parameters, vector.x, 0, vector.flat, held(group))
+    node.engine.restore(first.arrays, first.numbers)
     snapshots.put_buffers(dict(enumerate(buffers)), first)
     node.mixer.bytes_sent[0] = int(first.numbers["bytes_sent"])
     _load_optimizer(node, first, first.arrays)
