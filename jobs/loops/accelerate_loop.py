@@ -4,6 +4,8 @@
     mpirun -n 3 python jobs/loops/accelerate_loop.py --out runs/accelerate --resume 20
 
 Accumulated gradients, clipping, a schedule, and Accelerate's own checkpoints, a folder a node.
+SIGTERM, ``touch runs/accelerate/run/STOP`` and the end of the allocation stop it with one at any
+step, and with exit code 75; the last line says which step to resume.
 """
 
 import argparse
@@ -31,11 +33,11 @@ def points(count=240):
 
 def train(world, options):
     """Train to the last step, from the first or from a checkpoint."""
-    data, out = points(), options.out / f"node-{world.rank}"  # <-
-    sampler = DistributedSampler(data, world.size, world.rank)  # <-
+    data, out = points(), options.out
+    sampler, out = DistributedSampler(data, world.size, world.rank), out / f"{world.rank}"  # <-
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    optimizer = mpigossip.Gossip(world, model, optimizer, graph="one-peer-exponential")  # <-
+    optimizer = gossip = mpigossip.Gossip(world, model, optimizer, run=options.out / "run")  # <-
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
     accelerator = Accelerator(cpu=options.cpu, gradient_accumulation_steps=ACCUMULATE)
     model, optimizer, scheduler, loader = accelerator.prepare(
@@ -63,6 +65,7 @@ def train(world, options):
             step += 1
             if step % options.save_every == 0:
                 accelerator.save_state(out / str(step))
+            gossip.exit_if_stopping(accelerator.save_state, out / str(step))  # <-
             if step == options.steps:
                 break
     parameters = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())

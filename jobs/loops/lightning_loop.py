@@ -5,7 +5,8 @@
 
 Automatic optimization (Lightning's closures), accumulated gradients, clipping, a schedule, and
 Lightning's own checkpoints, a folder a node. They are exact where they end a pass over the data:
-within one, Lightning would begin it anew.
+within one, Lightning would begin it anew. So SIGTERM, ``touch runs/lightning/run/STOP`` and the end
+of the allocation stop it behind the pass, with exit code 75.
 """
 
 import argparse
@@ -35,10 +36,10 @@ def points(count=240):
 class Arms(lightning.LightningModule):
     """Which arm a point lies on."""
 
-    def __init__(self, world, passes):
-        """``passes``: in which the rate falls to 0."""
+    def __init__(self, world, options):
+        """``options.passes``: in which the rate falls to 0."""
         super().__init__()
-        self.world, self.passes = world, passes
+        self.world, self.passes, self.run = world, options.passes, options.out / "run"
         self.layers = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 3))
 
     def training_step(self, batch, index):
@@ -51,20 +52,21 @@ class Arms(lightning.LightningModule):
     def configure_optimizers(self):
         """AdamW between nodes, and a cosine."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=RATE)
-        optimizer = mpigossip.Gossip(self.world, self, optimizer)  # <-
+        optimizer = mpigossip.Gossip(self.world, self, optimizer, run=self.run)  # <-
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.passes)
         return [optimizer], [scheduler]
 
 
 def train(world, options):
     """Train to the last pass, from the first or from a checkpoint."""
-    data, out = points(), options.out / f"node-{world.rank}"  # <-
-    sampler = DistributedSampler(data, world.size, world.rank)  # <-
-    model, loader = Arms(world, options.passes), DataLoader(data, BATCH, sampler=sampler)
-    saver = ModelCheckpoint(out, save_top_k=-1)
+    data, out = points(), options.out
+    sampler, out = DistributedSampler(data, world.size, world.rank), out / f"{world.rank}"  # <-
+    model, loader = Arms(world, options), DataLoader(data, BATCH, sampler=sampler)
+    callbacks = [ModelCheckpoint(out, save_top_k=-1)]
+    callbacks.append(mpigossip.Gossip.callback(lightning))  # <-
     trainer = lightning.Trainer(
         accelerator=options.device, devices=1, max_epochs=options.passes,
-        accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP, callbacks=[saver],
+        accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP, callbacks=callbacks,
         logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     resumed = out.glob(f"epoch={options.resume - 1}-*.ckpt") if options.resume else [None]

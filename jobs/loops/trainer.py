@@ -4,7 +4,9 @@
     mpirun -n 3 python jobs/loops/trainer.py --out runs/trainer --resume 20
 
 Accumulated gradients, clipping, dropout, a schedule, and the Trainer's own checkpoints, a folder
-a node. Bytes of a text are predicted; by default of this file.
+a node. SIGTERM, ``touch runs/trainer/run/STOP`` and the end of the allocation stop it with one at
+any step, and with exit code 75; the last line says which step to resume. Bytes of a text are
+predicted; by default of this file.
 """
 
 import argparse
@@ -13,7 +15,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch.utils.data import DistributedSampler, Subset
 
 import mpigossip  # <-
 
@@ -29,15 +30,15 @@ def pieces(text):
 
 def train(world, options):
     """Train to the last step, from the first or from a checkpoint."""
-    data, out = pieces(options.text), options.out / f"node-{world.rank}"  # <-
-    data = Subset(data, list(DistributedSampler(data, world.size, world.rank)))  # <-
+    data = pieces(options.text)
+    data, out = data[world.rank :: world.size], options.out / f"node-{world.rank}"  # <-
     config = transformers.GPT2Config(
         vocab_size=256, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=2,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    optimizer = mpigossip.Gossip(world, model, optimizer)  # <-
+    optimizer = mpigossip.Gossip(world, model, optimizer, run=options.out / "run")  # <-
     scheduler = transformers.get_cosine_schedule_with_warmup(optimizer, 10, options.steps)
     arguments = transformers.TrainingArguments(
         str(out), max_steps=options.steps, per_device_train_batch_size=BATCH,
@@ -45,8 +46,9 @@ def train(world, options):
         report_to=[], disable_tqdm=True, use_cpu=options.cpu,
     )  # fmt: skip
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=data, optimizers=(optimizer, scheduler)
-    )
+        model, arguments, train_dataset=data, optimizers=(optimizer, scheduler),
+        callbacks=[mpigossip.Gossip.callback(transformers)],  # <-
+    )  # fmt: skip
     resumed = str(out / f"checkpoint-{options.resume}") if options.resume else None
     loss = trainer.train(resume_from_checkpoint=resumed).training_loss
     parameters = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -14,18 +14,17 @@ from mpigossip.algorithms import takes_local
 from mpigossip.cluster import deadline
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.config.errors import STOPPED
 from mpigossip.doors import around, blocks, given
 from mpigossip.doors.averaged import averaged, distance
 from mpigossip.doors.inner import check, check_group, check_plain_sgd, one_rate, unscaled
 from mpigossip.doors.loop import saved
+from mpigossip.doors.loop.folder import WithFolder
 from mpigossip.doors.loop.paused import paused
 from mpigossip.doors.loop.run import LoopRun
 from mpigossip.doors.loop.survive import Survival, check_callback, end
 from mpigossip.doors.node import Node
 from mpigossip.doors.settings import settings
 from mpigossip.doors.stale import Stale
-from mpigossip.doors.wrapper import Wrapper
 from mpigossip.engine.module import Parameters
 from mpigossip.engine.step import Engine, Record
 from mpigossip.mixing.base import Mixer
@@ -35,7 +34,7 @@ T = TypeVar("T")
 OVERLAPS = ("auto", "layers", "never")
 
 
-class Gossip(Wrapper):
+class Gossip(WithFolder):
     """A `torch.optim` optimizer around another one: its step, and the exchange with other nodes.
 
     Each rank is a node::
@@ -294,58 +293,6 @@ class Gossip(Wrapper):
         if self._node.layers:  # the next step's exchange begins anew, with the step
             self._node.layers.stop()
         self._run_hooks("load_state_dict_post")
-
-    # -- a run with a folder --------------------------------------------------------------------
-
-    def log(self, *said: int | Mapping[str, Any], **figures: Any) -> None:
-        """Figures of this node's step, by name: columns of the log beside the engine's own.
-
-        ``said``: the step's number, from 0, else it is the last one (before any, the first); and
-        tables of figures. "loss", "lr" and "gradient_norm" fill the columns of a job's; "samples",
-        those of the step, give the speed. A step is written when the next begins, and by save().
-        """
-        self._own_run("log").log(*said, figures)
-
-    def keep(self, **things: Any) -> None:
-        """Before :meth:`resume`: what checkpoints hold, too, by ``state_dict`` or ``get_state``."""
-        self._own_run("keep").keeps |= things
-
-    def save(self) -> None:
-        """A checkpoint of the present step, written while the loop goes on. Collective."""
-        run, _ = self._own_run("save"), self._laid_out()
-        with self.engine.uncounted(), torch.no_grad(), self._node.noticed():
-            run.save(self._node)
-
-    def resume(self) -> int:
-        """Go on from the folder's newest checkpoint; steps made so far, 0 without one. Collective.
-
-        To the bit with as many nodes: model, optimizer, method, torch's random numbers, and what
-        :meth:`keep` was given. With another number from the exact average; says what was dropped.
-        """
-        run, _ = self._own_run("resume"), self._laid_out()
-        step = run.resume(self._node)
-        if self._survival is not None:
-            self._survival.keep(anew=True)
-        return step
-
-    @property
-    def stopping(self) -> bool:
-        """Whether to stop, on all ranks from the same step on: then call :meth:`exit`.
-
-        After SIGTERM, SIGUSR1, SIGUSR2, ``touch RUN/STOP``, or before the allocation ends.
-        """
-        return self._own_run("stopping").stopping
-
-    def exit(self) -> NoReturn:
-        """Save, and leave with the exit code on which batch scripts queue a job again."""
-        self._own_run("exit").stopped = True
-        self._world.close()
-        raise SystemExit(STOPPED)
-
-    def _own_run(self, call: str) -> LoopRun:
-        if self._run is None:
-            raise JobError([f'{call}: needs the folder of a run: give Gossip run="runs/mine"'])
-        return self._run
 
     # -- looks at all nodes, several slots ------------------------------------------------------
 

@@ -96,10 +96,14 @@ class Stopper(Hook):
 
     def __enter__(self) -> Self:
         """Listen to the signals, where this is the main thread."""
-        self._before = {}
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        self._before = self.listen()
         return self
+
+    def listen(self) -> dict[int, Any]:
+        """Take the signals, where this is the main thread; who had them."""
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        return {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
     def __exit__(self, *_: object) -> None:
         """Give the signals back."""

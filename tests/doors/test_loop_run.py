@@ -395,6 +395,25 @@ def test_a_rank_with_fewer_batches_is_named_with_its_steps(ranks):
         ranks(2)(early)
 
 
+def test_a_state_that_a_framework_loads_is_as_new_as_the_folders(tmp_path):
+    def made():
+        model, gossip = alone(tmp_path)
+        return model, gossip, torch.Generator(), torch.optim.lr_scheduler.ConstantLR(gossip)
+
+    states = []
+    model, gossip, *rest = made()
+    for _ in range(3):
+        train(model, gossip, *rest, range(1))
+        states.append(gossip.state_dict())
+    gossip._world.close()
+    with pytest.raises(JobError, match=r"step-00000003 .* a state of step 2 was loaded: call"):
+        model, gossip, *rest = made()
+        gossip.load_state_dict(states[1])
+        train(model, gossip, *rest, range(1))
+    gossip._world.resources.pop_all()
+    gossip._run._stopper.__exit__()
+
+
 def test_exit_saves_also_where_the_program_handles_an_exception(tmp_path):
     def stopped_in_its_handler():
         with Alone() as world:

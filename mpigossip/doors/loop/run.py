@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake
+from mpigossip.config.readable import counted
 from mpigossip.doors.loop import about
 from mpigossip.doors.loop import state as loop_state
 from mpigossip.doors.node import Node
@@ -86,13 +88,26 @@ class LoopRun:
         if self._node is not None:
             return
         if self._there is not None:
-            raise JobError(
-                [f'run: "{self.folder}" holds a run that has {self._there.name} as its newest '
-                 "checkpoint: call optimizer.resume() to go on from there, or name another folder"]
-            )  # fmt: skip
+            with self.world.together(Mistake):
+                self._go_on_from_elsewhere(node, self._there)
         self._open(node)
         for hook in self._hooks:
             hook.start(self.progress, node)
+
+    def _go_on_from_elsewhere(self, node: Node, path: Path) -> None:
+        """The program has loaded a state of its own; JobError for one older than the folder's."""
+        manifest, step = checkpoint.read_manifest(path), node.engine.index
+        if step < manifest.step or manifest.n != node.mixer.n:
+            loaded = f"a state of step {step} was loaded" if step else "nothing was loaded"
+            raise JobError(
+                [f'run: "{self.folder}" holds a run that has {path.name} as its newest checkpoint, '
+                 f"of {counted(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to go "
+                 "on from there, or name another folder"]
+            )  # fmt: skip
+        numbers = checkpoint.read_node(path, node.mixer.rows[0]).numbers
+        self._tally.restore(numbers)
+        self._before_s = float(numbers["seconds"])
+        self._saved_at = step if step == manifest.step else None
 
     def _open(self, node: Node) -> None:
         self._node, job = node, self.job
@@ -165,6 +180,10 @@ class LoopRun:
     def stopping(self) -> bool:
         """Whether all ranks have agreed to stop."""
         return self._asked_at is not None
+
+    def listen(self) -> None:
+        """Take the signals again."""
+        self._stopper.listen()
 
     def log(self, *said: int | Mapping[str, Any]) -> None:
         """Figures of this node for a step: the last one made, or the one at hand."""

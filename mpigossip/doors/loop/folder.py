@@ -1,0 +1,102 @@
+"""What the optimizer of a user's loop has where its run has a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+
+from mpigossip.cluster.world import World
+from mpigossip.config import JobError
+from mpigossip.config.errors import STOPPED
+from mpigossip.doors.loop import frameworks
+from mpigossip.doors.loop.run import LoopRun
+from mpigossip.doors.loop.survive import Survival
+from mpigossip.doors.node import Node
+from mpigossip.doors.wrapper import Wrapper
+from mpigossip.engine.step import Engine
+
+
+class WithFolder(Wrapper):
+    """Log, checkpoints and stopping of an optimizer that was given ``run``."""
+
+    _world: World
+    _node: Node
+    _run: LoopRun | None
+    _survival: Survival | None
+
+    def _laid_out(self) -> Engine:
+        """The engine, where it is to go on from."""
+        raise NotImplementedError
+
+    def log(self, *said: int | Mapping[str, Any], **figures: Any) -> None:
+        """Figures of this node's step, by name: columns of the log beside the engine's own.
+
+        ``said``: the step's number, from 0, else it is the last one (before any, the first); and
+        tables of figures. "loss", "lr" and "gradient_norm" fill the columns of a job's; "samples",
+        those of the step, give the speed. A step is written when the next begins, and by save().
+        """
+        self._own_run("log").log(*said, figures)
+
+    def keep(self, **things: Any) -> None:
+        """Before :meth:`resume`: what checkpoints hold, too, by ``state_dict`` or ``get_state``."""
+        self._own_run("keep").keeps |= things
+
+    def save(self) -> None:
+        """A checkpoint of the present step, written while the loop goes on. Collective."""
+        run, _ = self._own_run("save"), self._laid_out()
+        with self._node.engine.uncounted(), torch.no_grad(), self._node.noticed():
+            run.save(self._node)
+
+    def resume(self) -> int:
+        """Go on from the folder's newest checkpoint; steps made so far, 0 without one. Collective.
+
+        To the bit with as many nodes: model, optimizer, method, torch's random numbers, and what
+        :meth:`keep` was given. With another number from the exact average; says what was dropped.
+        """
+        run, _ = self._own_run("resume"), self._laid_out()
+        step = run.resume(self._node)
+        if self._survival is not None:
+            self._survival.keep(anew=True)
+        return step
+
+    @property
+    def stopping(self) -> bool:
+        """Whether to stop, on all ranks from the same step on: then call :meth:`exit`.
+
+        After SIGTERM, SIGUSR1, SIGUSR2, ``touch RUN/STOP``, or before the allocation ends.
+        """
+        return self._own_run("stopping").stopping
+
+    def listen(self) -> None:
+        """Take the signals again that :attr:`stopping` answers, after somebody else has."""
+        self._own_run("listen").listen()
+
+    def exit(self) -> NoReturn:
+        """Save, and leave with the exit code on which batch scripts queue a job again."""
+        self._own_run("exit").stopped = True
+        self._world.close()
+        raise SystemExit(STOPPED)
+
+    def exit_if_stopping(self, save: Callable[..., object] | None = None, *given: Any) -> None:
+        """After a step: where :attr:`stopping`, ``save(*given)``, if there is one, and exit."""
+        if self.stopping:
+            if save is not None:
+                save(*given)
+            self.exit()
+
+    @staticmethod
+    def callback(framework: ModuleType) -> Any:
+        """For ``callbacks=`` of the trainer of ``transformers`` or ``lightning``: stops it, exits.
+
+        Where :attr:`stopping`, the trainer saves as it does, transformers' after the step, and
+        Lightning's after the pass; then comes :meth:`exit`.
+        """
+        return frameworks.callback(framework)
+
+    def _own_run(self, call: str) -> LoopRun:
+        if self._run is None:
+            raise JobError([f'{call}: needs the folder of a run: give Gossip run="runs/mine"'])
+        return self._run
