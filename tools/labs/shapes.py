@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 SHAPES = ((1, 8, 1), (4, 2, 1), (2, 4, 1), (3, 2, 1), (2, 2, 2))
 """Nodes, ranks of each, slots of each rank."""
-WIRES = ("fp32", "bf16", "qsgd", "sign", "top-k", "random-k")
 STEPS = 5
 COMMON = [
     "data.batch=2", "run.epochs=1", "model.name=mlp", "schedule.scale=none", "schedule.lr=0.05",
@@ -70,11 +69,12 @@ def pairs(case: Case) -> set:
 def covering(most: int, mpis: int) -> tuple[list[Case], int, int]:
     """Jobs that cover most pairs, how many pairs they cover, and how many there are."""
     from mpigossip.algorithms import BUILDERS
+    from mpigossip.mixing.codes import WIRES
 
     able: dict[tuple, bool] = {}
     cases = []
-    for case in map(Case._make, itertools.product(BUILDERS, WIRES, range(mpis), ("read", "put"),
-                                                  SHAPES)):  # fmt: skip
+    every = itertools.product(BUILDERS, WIRES, range(mpis), ("read", "put"), SHAPES)
+    for case in map(Case._make, every):
         key = case.algorithm, case.wire, case.shape
         if key not in able:
             able[key] = fits(case)
@@ -91,6 +91,8 @@ def covering(most: int, mpis: int) -> tuple[list[Case], int, int]:
 
 def product(mpis: int) -> list[Case]:
     """Every combination that there is of dmsgd."""
+    from mpigossip.mixing.codes import WIRES
+
     every = itertools.product(["dmsgd"], WIRES, range(mpis), ("read", "put"), SHAPES)
     return [case for case in map(Case._make, every) if fits(case)]
 
