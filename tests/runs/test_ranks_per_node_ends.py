@@ -19,13 +19,15 @@ SEVERAL = ["node.ranks_per_node=2", "node.devices=cpu:1"]
 
 
 class Raiser(Hook):
-    """Fails on the world's last rank, the second of its node."""
+    """Fails on the world's last rank, the second of its node; or stands still there."""
 
     def __init__(self, world):
         self.world = world
 
     def step(self, progress, record):
         if record.index == 14 and self.world.rank == self.world.size - 1:
+            if progress.job.node.timeout_s < 5:
+                os.kill(os.getpid(), signal.SIGSTOP)
             raise ArithmeticError("a hook that fails")
 
 
@@ -48,21 +50,25 @@ def digest_of(done):
     return done.stdout.split()[-1]
 
 
-@pytest.mark.parametrize("how", ["killed", "raises"])
+@pytest.mark.parametrize("how", ["killed", "raises", "stands still"])
 def test_a_node_that_loses_a_rank_ends_the_job_and_can_be_gone_on_with(mpirun, tmp_path, how):
     run = tmp_path / "run"
     where = "tests.victim:Victim" if how == "killed" else f"{__name__}:Raiser"
     env = {"VICTIMS": "3@14"}
-    done = mpirun(4, train(run, "run.steps=20", *SEVERAL, f'log.hooks=["{where}"]'), env=env)
+    limit = ["node.timeout_s=2"] if how == "stands still" else []
+    words = train(run, "run.steps=20", *SEVERAL, f'log.hooks=["{where}"]', *limit)
+    done = mpirun(4, words, env=env)
     assert done.returncode not in (0, STOPPED)  # and the fixture finds no process left
     if how == "raises":
         assert "rank 3 of 4" in done.stderr
         assert "a hook that fails" in done.stderr
+    if how == "stands still":
+        assert "nothing is heard of rank 3" in done.stderr
     newest = checkpoint.latest(run)
     assert newest is not None  # of a step that all had done some steps before
     assert checkpoint.verify(newest) == []
     # by one rank a node, with a slot for each of the ranks
-    shape = ["node.ranks_per_node=1", "node.devices=cpu:2", "log.hooks=[]"]
+    shape = ["node.ranks_per_node=1", "node.devices=cpu:2", "log.hooks=[]", "node.timeout_s=20"]
     done = mpirun(2, ["mpigossip", "resume", str(run), *shape])
     assert digest_of(done) == expected(tmp_path / "simulated", 20)
 
