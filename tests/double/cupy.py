@@ -109,6 +109,8 @@ class RawKernel:
             half, step = "short" in kind, int(named[f"{name}_row"])
             small = re.search(rf"\b{name}\[0\]", self.run.source)
             width = 1 if small else int(named["width"])
+            if tensors.device_at(int(named[name])) != cuda.current_device():
+                raise CUDARuntimeError(f"cudaErrorInvalidResourceHandle: {name} is elsewhere")
             one = at(int(named[name]), torch.int16 if half else torch.float32, rows, width, step)
             (read if kind.startswith("const") else written).append(one)
         cuda.told("a kernel", cuda.current_device(), read, written)
@@ -158,6 +160,10 @@ class Communicator(links.Place):
             raise RuntimeError("NCCL_ERROR_REMOTE_ERROR: remote process exited")
 
     def _ask(self, name, *arguments):
+        if not _groups:
+            raise RuntimeError(f"NCCL would wait for ever in {name}: outside of a group")
+        if cuda.current_device() != self.device:
+            raise RuntimeError(f"NCCL {name}: cuda:{self.device} isn't current")
         _group.append((name, self, arguments))
 
     def reduceScatter(self, *arguments):
@@ -185,11 +191,13 @@ class Communicator(links.Place):
 
 
 _group: list = []
+_groups: list = []
+"""of groups that are begun"""
 
 
 def group_end() -> None:
     """Do what the group's calls ask for: rank by rank the same calls in the same order."""
-    calls, _group[:] = list(_group), []
+    calls, _group[:], _groups[:] = list(_group), [], []
     if any(name in ("send", "recv") for name, _, _ in calls):
         links.swap(calls, lambda address, count: at(address, torch.uint8, 1, count, count))
         return
@@ -248,7 +256,8 @@ def install() -> None:
     nccl.__dict__.update(
         available=True, NcclCommunicator=Communicator, NCCL_FLOAT32=7, NCCL_SUM=0,
         NCCL_UINT8=1, get_unique_id=links.ticket,
-        groupStart=lambda: None, groupEnd=group_end, get_build_version=lambda: 22800,
+        groupStart=lambda: _groups.append(True), groupEnd=group_end,
+        get_build_version=lambda: 22800,
     )  # fmt: skip
     driver = ModuleType("cupy.cuda")
     driver.__dict__.update(

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 from mpi4py import MPI
 
-from tests.double import cuda, cupy
+from tests.double import cuda, cupy, tensors
 from tests.double.checker import HOST, Unordered, checker, spans
 from tests.double.failures import fails
 
@@ -59,10 +59,12 @@ def _raw(module) -> None:
     original = module.raw
 
     def raw(memory: torch.Tensor):
-        if memory.device.type == "cuda":
-            if memory.device.index != cuda.current_device():
-                raise RuntimeError(f"{memory.device} isn't current where MPI gets its memory")
-            checker.host_must_know([memory.untyped_storage().data_ptr()], "MPI", reads=False)
+        if memory.device.type == "cuda" and memory.device.index != cuda.current_device():
+            raise RuntimeError(f"{memory.device} isn't current where MPI gets its memory")
+        # host memory, too: copies may still be on their way into it
+        checker.host_must_know(
+            _allocations(memory), "MPI", reads=False, inside=spans(tensors.plain(memory))
+        )
         return original(memory)
 
     module.raw = raw

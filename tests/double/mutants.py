@@ -20,13 +20,13 @@ from tests.double.__main__ import environment
 WINDOWS, PUSH = "mpigossip.mixing.device.windows", "mpigossip.mixing.device.push"
 AVERAGES, NCCL = "mpigossip.mixing.device.averages", "mpigossip.groups.nccl"
 NCCL_NODES = "mpigossip.mixing.device.nccl"
+PROOF, KERNELS = "mpigossip.mixing.device.proof", "mpigossip.mixing.kernels.elementwise"
 LOADER, CAPTURE = "mpigossip.data.loader", "mpigossip.training.capture"
 TRAINING = "tests/double/test_training.py::test_two_ranks_of_two_devices_have_the_cpus_bits"
 IPC, HOST = f"{TRAINING}[read-auto]", f"{TRAINING}[put-host]"
-STAGED = f"{TRAINING}[read-host]"
-EXCHANGES = "tests/test_gpu.py::test_windows_of_gpu_memory_equal_the_simulator"
-WIRES = "tests/test_gpu.py::test_lossy_wires_on_a_gpu[put]"
+STAGED, DEVICE = f"{TRAINING}[read-host]", f"{TRAINING}[put-device]"
 NODES = "tests/double/test_training.py::test_windows_by_nccl_equal_the_simulator[3-bf16]"
+KERNEL = "tests/double/test_training.py::test_a_kernel_runs_where_its_arrays_are"
 REPLAYED = "tests/test_gpu.py::test_captured_replicas_train_as_eager_ones[fp32-lenet]"
 EAGER = "tests/test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
 MUTANTS = [
@@ -81,6 +81,27 @@ MUTANTS = [
      REPLAYED),
     ("a replay's first use before the capture's stream is done", CAPTURE,
      "current.wait_stream(side)", "pass", REPLAYED),
+    ("what came by the network isn't flushed", PUSH, "            arrived_whole(device)\n", "",
+     DEVICE),
+    ("a put while another device is current", PUSH,
+     "with current(device):\n                    for at in range(0, source",
+     "if True:\n                    for at in range(0, source", DEVICE),
+    ("the proof while another device is current", PROOF,
+     "with current(device):\n                    step(", "if True:\n                    step(",
+     DEVICE),
+    ("a kernel while another device is current", KERNELS,
+     "    stack.enter_context(torch.cuda.device(device))\n", "", KERNEL),
+    ("NCCL calls while another device is current", NCCL,
+     "with torch.cuda.device(self._numbers[slot]):", "if True:", IPC),
+    ("NCCL calls outside of a group", NCCL, "self._nccl.groupStart()", "pass", IPC),
+    ("the token that a neighbour's message is there isn't waited for", WINDOWS,
+     "host.await_ready(sources, now.t * many + k)", "pass", IPC),
+    ("the token that an inbox is free isn't waited for", WINDOWS,
+     "push.await_room([rank for rank, _ in targets], count)", "pass", HOST),
+    ("a vector's average begins before it is in host memory", AVERAGES,
+     "_begun(own.device)\n            average(", "average(", STAGED),
+    ("an average by messages begins before it is on the device", AVERAGES,
+     "drain=lane.drain)", "drain=lambda: None)", DEVICE),
     ("a failed capture leaves its stream current", CAPTURE, "torch.cuda.set_stream(current)",
      "pass", EAGER),
 ]  # fmt: skip
@@ -94,7 +115,7 @@ def caught(mutant: tuple, env: dict[str, str]) -> str:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     if done.returncode == 0:
         return ""
-    for pattern in (r"Unordered: .*", r"\w*Error: (?!tests\.).*", r"Failed: .*"):
+    for pattern in (r"Unordered: .*", r"\w*(?:Error|Refused): (?!tests\.).*", r"Failed: .*"):
         if found := re.findall(pattern, done.stdout):
             return found[0][:160]
     return done.stdout[-160:]

@@ -79,6 +79,11 @@ def base_of(address: int) -> int:
     return max(base for base in list(_where) if base <= address)
 
 
+def device_at(address: int) -> int:
+    """The number of the device that has this memory."""
+    return _where[base_of(address)]
+
+
 def index_of(tensor: torch.Tensor) -> int:
     """The number of a tensor's device."""
     address = tensor.untyped_storage().data_ptr()

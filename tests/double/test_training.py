@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mpigossip.cluster.ranks import Alone
+from mpigossip.mixing.kernels import fused
 from tests.double import active
 from tests.mixing.device.test_windows import compare
 from tests.test_gpu import on_ranks, settings_of, trained
@@ -82,3 +83,11 @@ def test_windows_by_nccl_equal_the_simulator(ranks, n, wire):
     for found, routes in ranks(n)(compare, *args, timeout=150):
         assert found and not any(found.values()), found
         assert all(route.startswith("nccl") for route in routes.values()), routes
+
+
+def test_a_kernel_runs_where_its_arrays_are():
+    """On another device than the current one of the thread."""
+    arrays = [torch.full((1, 64), float(k), device="cuda:1") for k in range(2)]
+    out = torch.empty(1, 64, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert fused.combine([0.5, 0.25], arrays, out) and float(out[0, 3]) == 0.25
