@@ -35,7 +35,7 @@ class Place:
             raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
         self.size, self.rank, self.device = size, rank, cuda.current_device()
         self.stem = f"/dev/shm/{bytes(ticket).decode().strip()}"
-        self.numbers: dict[tuple[int, int], itertools.count] = defaultdict(itertools.count)
+        self.numbers: dict[tuple[str, int], itertools.count] = defaultdict(itertools.count)
         self._mark("here").touch()
         others = [self._mark("here", rank) for rank in range(size)]
         _until(lambda: all(mark.exists() for mark in others), "all ranks of a communicator")
@@ -49,10 +49,11 @@ class Place:
     def _mark(self, what: str, rank: int | None = None) -> Path:
         return Path(f"{self.stem}-{what}-{self.rank if rank is None else rank}")
 
-    def message(self, sender: int, receiver: int) -> Path:
-        """The file of the next message between two of them."""
-        number = next(self.numbers[sender, receiver])
-        return Path(f"{self.stem}-{sender}-{receiver}-{number}")
+    def message(self, name: str, peer: int) -> Path:
+        """The file of the next message to or from another one, or itself."""
+        number = next(self.numbers[name, peer])
+        pair = (self.rank, peer) if name == "send" else (peer, self.rank)
+        return Path(f"{self.stem}-{pair[0]}-{pair[1]}-{number}")
 
 
 def _until(true, what: str) -> None:
@@ -70,13 +71,12 @@ def swap(calls: list[Call], view) -> None:
             if name != wanted:
                 continue
             there, at = cuda.by_address[stream], view(address, count)
+            path = comm.message(name, peer)
             if name == "send":
-                path = comm.message(comm.rank, peer)
                 beside = path.with_suffix(".new")
                 beside.write_bytes(at.view.numpy().tobytes())
                 beside.replace(path)
             else:
-                path = comm.message(peer, comm.rank)
                 _until(path.exists, f"rank {peer}")
                 told = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
                 path.unlink()

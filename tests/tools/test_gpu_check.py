@@ -1,5 +1,6 @@
 """tools/gpu_check.sh on a machine without a GPU: says so and ends with code 3; its table."""
 
+import json
 import os
 import subprocess
 import sys
@@ -26,6 +27,15 @@ def test_without_a_gpu_it_says_so_and_ends_with_3():
     assert done.returncode == 3, done.stdout + done.stderr
     assert "no GPU was found" in done.stdout and "nothing was tested or measured" in done.stdout
     assert "|" not in done.stdout, "no table without figures"
+
+
+def test_a_row_is_rehearsed_on_the_double_and_stands_in_a_file(tmp_path):
+    done = check("--double", "--only", "denormals", "--out", str(tmp_path / "out.md"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    (row,) = found["rows"]
+    assert "the double of a GPU" in found["device"]
+    assert row["good"] and row["measured"].startswith("the same bits"), row
 
 
 def test_without_torch_it_says_so_too(tmp_path):

@@ -4,11 +4,14 @@
 """
 
 import json
+import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -17,6 +20,7 @@ class Place(NamedTuple):
 
     device: str
     rehearsed: bool
+    """on the CPU, or on the double of a GPU: small, and without a bar"""
     seconds: float = 60.0
     """what a measurement may take"""
 
@@ -28,8 +32,19 @@ class Place(NamedTuple):
         """Wait for the GPU."""
         import torch
 
-        if not self.rehearsed:
+        if self.device != "cpu":
             torch.cuda.synchronize()
+
+    def slots(self, count: int) -> str:
+        """`node.devices` of so many slots here."""
+        return f"cpu:{count}" if self.device == "cpu" else "cuda:" + ",".join("0" * count)
+
+
+def here(seconds: float) -> Place:
+    """The place that the command line names: this GPU; small on the double; smallest on a CPU."""
+    rehearsed = "--rehearse" in sys.argv
+    on_cpu = rehearsed and "MPIGOSSIP_DOUBLE_GUARD" not in os.environ
+    return Place("cpu" if on_cpu else "cuda:0", rehearsed, seconds)
 
 
 def median_seconds(work: Callable[[], None], repeats: int, before: Callable = lambda: None):
@@ -62,8 +77,7 @@ def rank_accuracy(place: Place):
         for name, model, slots in cases:
             if w.agree(int(time.monotonic() > ends)):
                 break
-            devices = "cuda:" + ",".join("0" * slots) if not place.rehearsed else f"cpu:{slots}"
-            full = trained(w, w.size, model, devices, settings_of(name), steps)
+            full = trained(w, w.size, model, place.slots(slots), settings_of(name), steps)
             all_rows = w.gather(full)
             if w.rank:
                 continue
@@ -116,20 +130,19 @@ def rank_exchange(place: Place, memory: str):
         mixer.close()
 
 
-def rank_overlap(place: Place):
-    """Median step of ResNet-50 with an `ahead` method, with and without an exchange."""
+def rank_overlap(place: Place, model: str):
+    """Median step of a model with an `ahead` method, with and without an exchange."""
+    from single import model_of
+
     from mpigossip.cluster.ranks import world
     from mpigossip.training import assemble
 
-    batch, side = place.size(256, 2), place.size(224, 32)
-    settings = [f"data.batch={batch}", f"data.shape=[3,{side},{side}]", "data.classes=100"]
-    settings += [f"data.samples={batch * 4}", "data.test_samples=2", "log.consensus_every=0"]
-    settings += [f"node.devices={place.device if not place.rehearsed else 'cpu:1'}"]
-    settings += ["algorithm.name=dsgd", "algorithm.style=awc", "node.precision=bf16"]
     found = {}
-    with world() as w:
+    with tempfile.TemporaryDirectory() as folder, world() as w:
+        source, settings, _ = model_of(place, model, Path(folder))
+        settings += [f"node.devices={place.slots(1)}", "log.consensus_every=0"]
+        settings += ["algorithm.name=dsgd", "algorithm.style=awc", "node.precision=bf16"]
         for name in ("identity", "one-peer-exponential"):
-            source = {"model": {"name": "resnet50"}, "data": {"source": "synthetic"}}
             job = assemble.load(source, [*settings, f"graph.name={name}"])
             assembly = assemble.assemble(job, w, w.size)
 
@@ -157,10 +170,10 @@ RANKED = {
     "accuracy": rank_accuracy,
     "exchange-auto": partial(rank_exchange, memory="auto"),
     "exchange-host": partial(rank_exchange, memory="host"),
-    "overlap": rank_overlap,
+    "overlap-resnet50": partial(rank_overlap, model="resnet50"),
+    "overlap-gpt": partial(rank_overlap, model="gpt"),
 }
 
 
 if __name__ == "__main__":
-    rehearsed = "--rehearse" in sys.argv
-    RANKED[sys.argv[1]](Place("cpu" if rehearsed else "cuda:0", rehearsed, float(sys.argv[2])))
+    RANKED[sys.argv[1]](here(float(sys.argv[2])))

@@ -9,9 +9,11 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-from ranks import Place, median_seconds
+from first import FIRST
+from ranks import Place, here, median_seconds
 
 
 def combining(place: Place):
@@ -69,16 +71,15 @@ def replicas_of(place: Place, model: str, batch: int, slots: int, graphs: str):
     from mpigossip.cluster.ranks import Alone
     from mpigossip.training import assemble
 
-    devices = f"cpu:{slots}" if place.rehearsed else "cuda:" + ",".join("0" * slots)
     settings = [f"data.batch={batch}", f"data.samples={batch * slots * 4}", "data.source=synthetic"]
-    settings += [f"node.devices={devices}", "log.consensus_every=0"]
-    settings += [] if place.rehearsed else [f"node.cuda_graphs={graphs}"]
+    settings += [f"node.devices={place.slots(slots)}", "log.consensus_every=0"]
+    settings += [] if place.device == "cpu" else [f"node.cuda_graphs={graphs}"]
     return assemble.assemble(assemble.load({"model": {"name": model}}, settings), Alone(), 1)
 
 
 def launching(place: Place):
     """Host time to begin the passes of eight slots."""
-    if place.rehearsed:
+    if place.device == "cpu":
         return "a CPU has no graphs", None
     assembly = replicas_of(place, "resnet20", 16, 8, "always")
     assembly.trainer.step()
@@ -102,6 +103,60 @@ def graphs(place: Place):
     return said, None
 
 
+MODES = {
+    "eager": ["node.cuda_graphs=never", "node.channels_last=never"],
+    "graphs": ["node.cuda_graphs=always", "node.channels_last=never"],
+    "channels_last": ["node.cuda_graphs=always", "node.channels_last=always"],
+    "compile": ["node.cuda_graphs=never", "node.channels_last=auto", "node.compile=true"],
+}
+"""Ways to compute a step, for figures side by side."""
+
+
+def model_of(place: Place, model: str, folder: Path) -> tuple[dict, list[str], int]:
+    """A job's source and settings, and how many samples a step takes."""
+    from mpigossip.store.packing import pack
+
+    if model == "resnet50":
+        batch, side = place.size(256, 2), place.size(224, 32)
+        settings = [f"data.shape=[3,{side},{side}]", "data.classes=1000", "data.test_samples=2"]
+        settings += [f"data.samples={4 * batch}", f"data.batch={batch}", "data.source=synthetic"]
+        smaller = "resnet20" if place.rehearsed else model
+        return {"model": {"name": smaller}}, settings, batch
+    batch, words = place.size(16, 2), folder / "text"
+    words.mkdir()
+    (words / "all.txt").write_bytes(os.urandom(place.size(1 << 22, 1 << 16)).hex().encode())
+    pack(words, folder / "text.h5", text=True)
+    shape = {"layers": place.size(12, 2), "heads": place.size(12, 2), "width": place.size(768, 32)}
+    settings = [f"data.source={folder / 'text.h5'}", f"data.batch={batch}"]
+    settings += [f"data.context={place.size(1024, 32)}"]
+    return {"model": {"name": "gpt"} | shape}, settings, batch
+
+
+def step_of(place: Place, model: str, mode: str):
+    """Median time of a training step of one node, in bfloat16."""
+    from mpigossip.cluster.ranks import Alone
+    from mpigossip.training import assemble
+
+    if place.rehearsed and mode == "compile":
+        return "torch.compile needs a real device", None
+    with tempfile.TemporaryDirectory() as folder:
+        source, settings, batch = model_of(place, model, Path(folder))
+        settings += [f"node.devices={place.slots(1)}", "log.consensus_every=0"]
+        settings += ["node.precision=bf16"] + ([] if place.device == "cpu" else MODES[mode])
+        assembly = assemble.assemble(assemble.load(source, settings), Alone(), 1)
+        # always the same batches: what is timed is the step
+        first = assembly.trainer.settings.batches(0)
+        assembly.trainer.settings.batches = lambda step: first
+        began = time.perf_counter()
+        assembly.trainer.step()
+        place.synchronize()
+        opening = time.perf_counter() - began
+        work = assembly.trainer.step
+        taken = median_seconds(lambda: (work(), place.synchronize()), place.size(15, 1))
+        assembly.close()
+    return f"{taken * 1e3:.1f} ms, {batch / taken:.0f} samples/s; first step {opening:.1f} s", None
+
+
 def from_jpegs(place: Place):
     """ResNet-50 on random crops of JPEGs from an HDF5 pack: images/s, waiting for data."""
     from mpigossip.cluster.ranks import Alone
@@ -114,7 +169,7 @@ def from_jpegs(place: Place):
         batch, side = place.size(256, 4), place.size(224, 32)
         settings = [f"data.source={packed}", f"data.batch={batch}", "data.augment=resized-crop"]
         settings += [f"data.image_size={side}", f"data.workers={max(1, (os.cpu_count() or 2) - 1)}"]
-        settings += [f"node.devices={place.device if not place.rehearsed else 'cpu:1'}"]
+        settings += [f"node.devices={place.slots(1)}"]
         settings += ["log.consensus_every=0", "node.precision=auto"]
         made = assemble.load({"model": {"name": "resnet50"}}, settings)
         assembly = assemble.assemble(made, Alone(), 1)
@@ -163,7 +218,8 @@ def device(place: Place):
     import torch
 
     if place.rehearsed:
-        said = f"REHEARSAL on a CPU, torch {torch.__version__}: the figures mean nothing"
+        what = "a CPU" if place.device == "cpu" else "the double of a GPU"
+        said = f"REHEARSAL on {what}, torch {torch.__version__}: the figures mean nothing"
         return said, True
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} of {sys.executable} sees none", False
@@ -183,10 +239,11 @@ MEASURED = {
     "launching": launching,
     "graphs": graphs,
     "from_jpegs": from_jpegs,
-}
+    **FIRST,
+    **{f"{m}-{how}": partial(step_of, model=m, mode=how) for m in ("resnet50", "gpt")
+       for how in MODES},
+}  # fmt: skip
 
 
 if __name__ == "__main__":
-    rehearsed = "--rehearse" in sys.argv
-    where = Place("cpu" if rehearsed else "cuda:0", rehearsed, float(sys.argv[2]))
-    print("\nRESULT " + json.dumps(MEASURED[sys.argv[1]](where)), flush=True)
+    print("\nRESULT " + json.dumps(MEASURED[sys.argv[1]](here(float(sys.argv[2])))), flush=True)
