@@ -72,7 +72,7 @@ def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, mo
     ]
     monkeypatch.setattr(tool, "CHECKS", checks)
     rows = []
-    tool.all_rows(tool.Place("cpu", True), rows, time.monotonic() + 100)
+    tool.all_rows(tool.Place("cpu", False), rows, time.monotonic() + 100)
     assert [row.good for row in rows] == [True, None, False]
     text = tool.table(rows, "a device")
     assert text.splitlines()[0].endswith(", a device")
