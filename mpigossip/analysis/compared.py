@@ -5,13 +5,14 @@ from __future__ import annotations
 import tomllib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mpigossip.analysis.seeds import Bands, alike, differences, joined
 from mpigossip.store.log import COLUMNS, Log, read
 from mpigossip.store.log_reading import metrics_in
 
@@ -34,6 +35,10 @@ class LoggedRun:
     name: str
     log: Log
     style: dict[str, Any]
+    bands: Bands = field(default_factory=dict)
+    """intervals over seeds of the evaluations' figures, where it is several runs in one"""
+    path: Path = Path()
+    """of the first of them"""
 
     @property
     def line(self) -> dict[str, Any]:
@@ -86,14 +91,23 @@ class LoggedRun:
 
 
 def load(paths: Sequence[Path]) -> list[LoggedRun]:
-    """The runs, each a folder or a log, with their styles; StoreError where there is no log."""
+    """The runs, each a folder or a log, with their styles; StoreError where there is no log.
+
+    Those that differ by their seed only are one, named by what differs between them.
+    """
     names = short_names([(path if path.is_dir() else path.parent).resolve() for path in paths])
     logs = [read(log_of(path), points=POINTS) for path in paths]
-    styles = [
-        {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
-        for k in range(len(paths))
-    ]
-    return [LoggedRun(*each) for each in zip(names, logs, styles, strict=True)]
+    groups = alike(logs)
+    apart = differences([logs[group[0]] for group in groups])
+    runs = []
+    for k, group in enumerate(groups):
+        style = {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
+        name, log, bands = names[group[0]], logs[group[0]], {}
+        if len(group) > 1:
+            log, bands = joined([logs[member] for member in group])
+            name = f"{apart[k] or description(log)} ({len(group)} seeds)"
+        runs.append(LoggedRun(name, log, style, bands, paths[group[0]]))
+    return runs
 
 
 def log_of(run: Path) -> Path:

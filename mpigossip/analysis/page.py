@@ -36,7 +36,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
     where there is no log, or the page can't be written.
     """
     drawn = load([Path(run) for run in runs])
-    text = page(drawn, [_findings(Path(run)) for run in runs])
+    text = page(drawn, [_findings(run.path) for run in drawn])
     with replacing(out) as beside:
         beside.write_text(text, "utf-8")
 

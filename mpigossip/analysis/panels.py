@@ -42,6 +42,7 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         if "loss" in found:
             at = axis.at(run, found["step"])
             axes.plot(at, found["loss"], ms=4.5, mfc="white", **run.points)
+            _interval(axes, run, "loss", at)
         shown += [smoothed, found.get("loss", smoothed)]
     values = np.concatenate(shown[1:])
     values = values[np.isfinite(values) & (values > 0)]
@@ -65,7 +66,9 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
         found = run.log.evaluations
         at = axis.at(run, found["step"])
         local = found.get(f"local_{name}")
-        if local is not None and len(runs) <= BANDS:
+        if run.bands:
+            _interval(axes, run, name, at)
+        elif local is not None and len(runs) <= BANDS:
             low, high = (over_nodes(f, local) for f in (np.nanmin, np.nanmax))
             faint = 0.2 if len(runs) < 3 else 0.1
             axes.fill_between(at, low, high, color=run.style["color"], alpha=faint, lw=0)
@@ -82,8 +85,10 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
         return
     if name != "accuracy":
         _wide(axes, np.concatenate(drawn))
-    several = len(runs) <= BANDS and any(run.log.nodes > 1 for run in shown)
-    bands = [_band("range of nodes' own")] * several
+    seeds = any(run.bands for run in shown)
+    alone = [run for run in shown if not run.bands]
+    several = len(runs) <= BANDS and any(run.log.nodes > 1 for run in alone)
+    bands = [_band("range of nodes' own")] * several + [_band("95 % over seeds")] * seeds
     if several:
         last = shown[0].log.evaluations[name][-1:]
         falls = name != "accuracy" and bool((last < np.mean(axes.get_ylim())).any())
@@ -300,6 +305,12 @@ def _band(label: str) -> Any:
     from matplotlib.patches import Patch
 
     return Patch(color="#444444", alpha=0.2, label=label)
+
+
+def _interval(axes: Axes, run: LoggedRun, name: str, at: np.ndarray) -> None:
+    """The interval over seeds, where the run is several in one."""
+    if name in run.bands:
+        axes.fill_between(at, *run.bands[name], color=run.style["color"], alpha=0.15, lw=0)
 
 
 def _note(axes: Axes, text: str, right: bool = False, above: bool = False) -> None:

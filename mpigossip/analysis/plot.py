@@ -81,7 +81,8 @@ def _name_runs(made: Figure, runs: Sequence[LoggedRun]) -> None:
     for run in runs:
         found = [(name, run.log.evaluations.get(name)) for name in run.metrics[:1]]
         last = "".join(f"; test {n} {number(v[-1])}" for n, v in found if v is not None and len(v))
-        labels.append(f"{run.name}: {description(run.log)}{last}")
+        what = "" if run.bands else f": {description(run.log)}"
+        labels.append(f"{run.name}{what}{last}")
     if len(runs) == 1:
         made.suptitle(labels[0], fontsize=13)
         return

@@ -9,6 +9,7 @@ import pytest
 
 from mpigossip import config
 from mpigossip.analysis.compared import load, short_names
+from mpigossip.analysis.page import write
 from mpigossip.analysis.plot import figure, plot
 from mpigossip.analysis.report import table
 from mpigossip.store import StoreError
@@ -18,11 +19,12 @@ from mpigossip.store.log_export import to_csv
 NAMES = ("loss", "consensus_distance", "compute_s", "node_s", "exchange_s", "idle_s")
 
 
-def run(folder, steps=200, nodes=3, evaluations=(50, 100, 200), consensus=1e-4, epoch=50):
+def run(folder, steps=200, nodes=3, evaluations=(50, 100, 200), consensus=1e-4, epoch=50,
+        seed=0, graph="ring"):  # fmt: skip
     """A run folder with a made-up log."""
     folder.mkdir(parents=True)
-    job = config.load({"graph": {"name": "ring"}})
-    draw = np.random.default_rng(0)
+    job = config.load({"graph": {"name": graph}, "run": {"seed": seed}})
+    draw = np.random.default_rng(seed)
     with LogWriter(
         folder / "log.h5",
         nodes=nodes,
@@ -37,7 +39,7 @@ def run(folder, steps=200, nodes=3, evaluations=(50, 100, 200), consensus=1e-4, 
         values["consensus_distance"][::10] = consensus
         out.append(values)
         for step in evaluations:
-            accuracy = 1 - 1 / step
+            accuracy = 1 - (1 + 0.1 * seed) / step
             out.evaluation(
                 {
                     "step": step,
@@ -80,6 +82,33 @@ def test_several_runs(tmp_path, epochs):
     folders += [run(deep / "same/a"), run(deep / "other/a", consensus=0.0)]
     plot(folders, tmp_path / "all.png")
     drawn(tmp_path / "all.png")
+
+
+def test_runs_of_several_seeds_are_one_curve_with_a_band(tmp_path):
+    folders = [
+        run(tmp_path / graph / f"seed-{seed}", seed=seed, graph=graph)
+        for graph in ("ring", "exponential")
+        for seed in range(3)
+    ]
+    runs = load(folders)
+    assert [one.name for one in runs] == ["ring (3 seeds)", "exponential (3 seeds)"]
+    for one, members in zip(runs, (folders[:3], folders[3:]), strict=True):
+        logs = [read(folder / "log.h5") for folder in members]
+        values = np.array([log.evaluations["accuracy"] for log in logs])
+        assert np.allclose(one.log.evaluations["accuracy"], values.mean(0))
+        low, high = one.bands["accuracy"]
+        half = 4.3027 * values.std(0, ddof=1) / 3**0.5  # Student's t of two degrees of freedom
+        assert np.allclose(high - low, 2 * half, rtol=1e-4)
+        assert one.log.steps["loss"].shape == (200, 9)
+        assert one.log.summary["accuracy"] == pytest.approx(values[:, -1].mean())
+    write(folders, tmp_path / "all.html")
+    page = (tmp_path / "all.html").read_text()
+    assert page.count("exponential (3 seeds)") >= 3
+    (alone,) = load(folders[:3])
+    assert alone.name == "dmsgd, ring, 3 nodes (3 seeds)"
+    assert len(load([folders[0], folders[0]])) == 2 and len(load([folders[0], folders[3]])) == 2
+    far = run(tmp_path / "further", seed=7, steps=300)
+    assert len(load([folders[0], folders[1], far])) == 2
 
 
 def test_names_of_runs_tell_them_apart_and_are_short():

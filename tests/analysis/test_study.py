@@ -13,9 +13,9 @@ import pytest
 
 import mpigossip
 from mpigossip import cli
+from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study import Study
 from mpigossip.analysis.study.grid import cells_of
-from mpigossip.analysis.study.results import interval
 from mpigossip.analysis.study.running import Runner
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure

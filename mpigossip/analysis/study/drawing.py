@@ -9,8 +9,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mpigossip.analysis.compared import COLOURS, LINES
+from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study.grid import Cell
-from mpigossip.analysis.study.results import Results, interval
+from mpigossip.analysis.study.results import Results
 from mpigossip.config import JobError
 
 MOST = 10

@@ -12,14 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study.grid import Cell
 from mpigossip.analysis.study.running import Found, Key
 from mpigossip.analysis.study.search import Tried, figure_of, larger_is_better
 from mpigossip.config import JobError
 from mpigossip.runs.summary import metrics_of, number
-
-LEVEL = 0.95
-"""Of the intervals: Student's t over the seeds."""
 
 
 class Results:
@@ -174,19 +172,6 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
     low, high = float(mean[0] - half[0]), float(mean[0] + half[0])
     return {name: float(mean[0]), f"{name}_std": std, f"{name}_low": low, f"{name}_high": high}
-
-
-def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over the rows of (seeds, k), and half its interval, NaN below two seeds."""
-    from scipy import stats
-
-    count = len(values)
-    if count == 0:
-        return np.full(values.shape[1], np.nan), np.full(values.shape[1], np.nan)
-    if count == 1:
-        return values[0], np.full(values.shape[1], np.nan)
-    half = stats.t.ppf((1 + LEVEL) / 2, count - 1) * values.std(0, ddof=1) / count**0.5
-    return values.mean(0), half
 
 
 def _with_interval(row: Mapping[str, Any], name: str, between: str) -> str:

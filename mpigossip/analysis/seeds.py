@@ -1,0 +1,103 @@
+"""Runs that differ by their seed only, read as one: means over seeds, and intervals for bands."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpigossip.store.log import Log
+
+OWN = ("run.seed", "run.output", "run.name")
+"""What runs of one job with several seeds differ by."""
+LEVEL = 0.95
+"""Of the intervals: Student's t over the seeds."""
+MOST = 36
+"""Letters of a name."""
+Bands = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over the rows of (seeds, k), and half its interval, NaN below two seeds."""
+    from scipy import stats
+
+    count = len(values)
+    if count == 0:
+        return np.full(values.shape[1], np.nan), np.full(values.shape[1], np.nan)
+    if count == 1:
+        return values[0], np.full(values.shape[1], np.nan)
+    half = stats.t.ppf((1 + LEVEL) / 2, count - 1) * values.std(0, ddof=1) / count**0.5
+    return values.mean(0), half
+
+
+def settings(job: str) -> dict[str, Any]:
+    """A job's settings by "section.key"; empty where the text is none."""
+    try:
+        return {
+            f"{section}.{key}": value
+            for section, values in tomllib.loads(job).items()
+            for key, value in values.items()
+        }
+    except (ValueError, AttributeError):
+        return {}
+
+
+def alike(logs: Sequence[Log]) -> list[list[int]]:
+    """Indexes of logs, together where only the seed differs and all have come equally far."""
+    groups: dict[Any, list[int]] = {}
+    for k, log in enumerate(logs):
+        told = settings(log.job)
+        seed = told.get("run.seed")
+        rest = repr(sorted((key, v) for key, v in told.items() if key not in OWN))
+        shape = [log.nodes, log.steps["step"].tobytes(), log.evaluations["step"].tobytes()]
+        columns = [sorted(log.steps), sorted(log.evaluations)]
+        key = (rest, repr(shape), repr(columns)) if told else (k,)
+        there = groups.setdefault(key, [])
+        if any(settings(logs[other].job).get("run.seed") == seed for other in there):
+            groups[key, k] = [k]  # the same run twice, or a repetition
+        else:
+            there.append(k)
+    return sorted(groups.values())
+
+
+def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
+    """One log of those that are alike: nodes of all seeds side by side, evaluations their means."""
+    first = logs[0]
+    steps = {"step": first.steps["step"]}
+    for name in first.steps.keys() - {"step"}:
+        steps[name] = np.concatenate([log.steps[name] for log in logs], axis=1)
+    evaluations, bands = {"step": first.evaluations["step"]}, {}
+    for name in first.evaluations.keys() - {"step"}:
+        values = [log.evaluations[name] for log in logs]
+        if values[0].ndim == 1:
+            mean, half = interval(np.array(values, float))
+            evaluations[name], bands[name] = mean, (mean - half, mean + half)
+        else:
+            evaluations[name] = np.concatenate(values, axis=1)
+    shared = set.intersection(*(set(log.summary) for log in logs))
+    summary = {
+        key: np.mean([log.summary[key] for log in logs]).item()
+        for key in shared
+        if isinstance(first.summary[key], (int, float))
+    }
+    return replace(first, steps=steps, evaluations=evaluations, summary=summary), bands
+
+
+def differences(logs: Sequence[Log]) -> list[str]:
+    """Each run by what it has and others don't: values of names, and "key=value" if need be."""
+    told = [settings(log.job) | {"nodes": log.nodes} for log in logs]
+    keys = dict.fromkeys(key for each in told for key in each if key not in OWN)
+    apart = [key for key in keys if len({repr(each.get(key)) for each in told}) > 1]
+    names, others = ([k for k in apart if k.endswith(".name") is named] for named in (True, False))
+
+    def called(each: Mapping[str, Any], more: Sequence[str]) -> str:
+        words = [str(each[key]) for key in names if key in each]
+        words += [f"{key.rpartition('.')[2]}={each[key]}" for key in more if key in each]
+        name = ", ".join(words)
+        return name if len(name) <= MOST else f"{name[: MOST - 1]}…"
+
+    short = [called(each, []) for each in told]
+    return short if len(set(short)) == len(short) else [called(each, others) for each in told]
