@@ -132,4 +132,5 @@ def _joined(here: Group, node: World, world: World, timeout_s: float) -> Group:
     from mpigossip.groups.collectives import Collectives
     from mpigossip.groups.process_groups import node_group
 
-    return Collectives(here, node, node_group(world, "nccl", timeout_s))
+    groups = [node_group(world, "nccl", timeout_s) for _ in range(here.slots)]
+    return Collectives(here, node, groups)

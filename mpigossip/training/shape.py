@@ -73,11 +73,6 @@ def mistakes(job: Job, world: World) -> list[str]:
             f"node.shard = false: with {says} each rank updates and exchanges its part; leave it "
             "out, or use node.ranks_per_node = 1"
         )
-    if len(set(slots_of(node.devices))) > 1:
-        found.append(
-            f'node.devices = "{node.devices}": with {says} a rank has one GPU; use "auto", and '
-            "start a rank for each"
-        )
     return found
 
 

@@ -76,7 +76,7 @@ def test_ranks_have_the_bits_of_threads(ranks, ranks_here, own):
         assert found == [[0] * 5] * ranks_here, (rows, width)
 
 
-def over_gloo(comm, rows, size):
+def over_gloo(comm, own, rows, size):
     """What the GPUs' group does, on CPUs: close to the mean, and gathered to the bit."""
     from mpigossip.cluster.ranks import World
     from mpigossip.groups.collectives import Collectives
@@ -85,21 +85,35 @@ def over_gloo(comm, rows, size):
     torch.set_num_threads(1)
     world = World(comm, timeout_s=30)
     world.arrange(2)
-    group = Collectives(Single(), world.nodes.inside, node_group(world, "gloo", 30))
-    (slot,) = group.mine
-    given = numbers(2, rows, size, world.nodes.column.rank)  # nodes have numbers of their own
-    mean, right = (given[0] + given[1]) / 2, []
-    (full,) = group.zeros(rows, size)
-    full.copy_(given[slot])
-    (part,) = group.reduce_scatter_mean([full])
-    right.append(torch.allclose(part, mean.chunk(2, dim=1)[slot], rtol=1e-6, atol=1e-6))
-    group.all_gather([part], [full])
-    right.append(torch.allclose(full, mean, rtol=1e-6, atol=1e-6))
-    full.copy_(given[slot])
-    right.append(torch.allclose(group.reduce_mean([full]), mean, rtol=1e-6, atol=1e-6))
-    full.copy_(given[slot])
-    group.broadcast([full])
-    right.append(torch.equal(full, given[0]))
+    inner = Single() if own == 1 else Threads(own)
+    joined = [node_group(world, "gloo", 30) for _ in range(own)]
+    group = Collectives(inner, world.nodes.inside, joined)
+    slots = 2 * own
+    # nodes have numbers of their own
+    given = numbers(slots, rows, size, world.nodes.column.rank)
+    mean, right = sum(given) / slots, []
+    full = group.zeros(rows, size)
+
+    def begin():
+        for array, slot in zip(full, group.mine, strict=True):
+            array.copy_(given[slot])
+
+    def close(found, expected):
+        right.append(torch.allclose(found, expected, rtol=1e-6, atol=1e-6))
+
+    begin()
+    parts = group.reduce_scatter_mean(full)
+    for part, slot in zip(parts, group.mine, strict=True):
+        close(part, mean.chunk(slots, dim=1)[slot])
+    group.all_gather(parts, full)
+    for array in full:
+        close(array, mean)
+        right.append(torch.equal(array, full[0]))
+    begin()
+    close(group.reduce_mean(full), mean)
+    begin()
+    group.broadcast(full)
+    right += [torch.equal(array, given[0]) for array in full]
     again = node_group(world, "gloo", 30)
     right.append(torch.distributed.get_process_group_ranks(again) == [
         rank for rank, node in enumerate(world.nodes.of) if node == world.nodes.of[world.rank]
@@ -109,9 +123,10 @@ def over_gloo(comm, rows, size):
     return right, torch.distributed.is_initialized()
 
 
-def test_the_group_of_gpus_does_the_same_over_gloo(ranks):
-    for found, left in ranks(4)(over_gloo, 2, 2 * 4096):
-        assert found == [True] * 5
+@pytest.mark.parametrize("own", [1, 2, 3])
+def test_the_group_of_gpus_does_the_same_over_gloo(ranks, own):
+    for found, left in ranks(4)(over_gloo, own, 2, 2 * own * 4096):
+        assert found == [True] * (4 * own + 2)
         assert not left  # the world ends what it began
 
 
