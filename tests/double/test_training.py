@@ -63,6 +63,12 @@ def test_every_wire_has_the_cpus_bits(ranks, wire, same_host, window):
     same(ranks, 2, "cuda:0,1", 2, ["choco"], *more, f"node.wire={wire}")
 
 
+@pytest.mark.parametrize("same_host, window", WAYS)
+def test_a_method_that_sums_into_its_vector_has_the_cpus_bits(ranks, window, same_host):
+    more = [f"node.gpu_window={window}", f"node.same_host={same_host}", "algorithm.style=awc"]
+    same(ranks, 2, "cuda:0", 1, ["dsgd"], *more)
+
+
 NCCL = ["node.gpu_window=nccl", "node.same_host=put", "log.consensus_every=7"]
 
 
