@@ -15,8 +15,9 @@ from mpigossip.store import checkpoint
 from tests.doors.test_run_in_node import NODES, PER, loss_of, network, several
 
 AT, EVERY = 14, 4
-LIMIT_S = {"stands still": 2.0}
+LIMIT_S = {"stands still": 4.0}
 """Of waits; elsewhere long enough for a busy machine."""
+WAIT_S = 150
 
 
 def program(folder, how):
@@ -74,7 +75,7 @@ def goes_on_to_the_bit(ranks, folder):
 @pytest.mark.parametrize("how", ["is killed", "raises", "stands still"])
 def test_a_loop_whose_node_loses_a_rank_ends_and_goes_on(mpistart, ranks, tmp_path, how):
     launched = started(mpistart, tmp_path / "run", how)
-    done = launched.finish(60)  # which finds no process left
+    done = launched.finish(WAIT_S)  # which finds no process left
     assert done.returncode not in (0, STOPPED)
     if how == "raises":
         assert "rank 3 of 4" in done.stderr and "a loop that fails" in done.stderr
@@ -87,12 +88,12 @@ def test_a_loop_whose_node_loses_a_rank_ends_and_goes_on(mpistart, ranks, tmp_pa
 def test_a_loop_of_nodes_of_ranks_stops_together(mpistart, ranks, tmp_path, how):
     run = tmp_path / "run"
     launched = started(mpistart, run, how)
-    until = time.monotonic() + 60
+    until = time.monotonic() + WAIT_S
     while checkpoint.latest(run) is None and time.monotonic() < until:
         time.sleep(0.1)
     if how == "STOP":
         (run / "STOP").touch()
     else:
         os.kill(launched.ranks()[3], signal.SIGTERM)
-    assert launched.finish(60).returncode == STOPPED
+    assert launched.finish(WAIT_S).returncode == STOPPED
     goes_on_to_the_bit(ranks, run)

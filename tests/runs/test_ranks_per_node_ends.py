@@ -55,9 +55,9 @@ def test_a_node_that_loses_a_rank_ends_the_job_and_can_be_gone_on_with(mpirun, t
     run = tmp_path / "run"
     where = "tests.victim:Victim" if how == "killed" else f"{__name__}:Raiser"
     env = {"VICTIMS": "3@14"}
-    limit = ["node.timeout_s=2"] if how == "stands still" else []
+    limit = ["node.timeout_s=4"] if how == "stands still" else []
     words = train(run, "run.steps=20", *SEVERAL, f'log.hooks=["{where}"]', *limit)
-    done = mpirun(4, words, env=env)
+    done = mpirun(4, words, env=env, timeout=150)
     assert done.returncode not in (0, STOPPED)  # and the fixture finds no process left
     if how == "raises":
         assert "rank 3 of 4" in done.stderr
