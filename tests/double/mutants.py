@@ -48,8 +48,7 @@ MUTANTS = [
      "for stream in (self.out, self.into) if event else ():",
      "for stream in (self.into,) if event else ():", HOST),
     ("drain waits for nothing", PUSH,
-     "            event.record(self.into)\n            event.synchronize()", "            pass",
-     IPC),
+     "if (event := self.summed()) is not None:\n            event.synchronize()", "pass", IPC),
     ("the event behind a copy is on the wrong stream", PUSH, "event.record(self.out)",
      "event.record(self.into)", HOST),
     ("the event behind the step's work is never recorded", PUSH, "event.record(stream)", "pass",
@@ -72,8 +71,8 @@ MUTANTS = [
     ("the next round begins before NCCL's sums are over", WINDOWS,
      "                work(ready)\n                for lane in self._lanes:\n"
      "                    lane.drain()", "                work(ready)", NODES),
-    ("two slots of a GPU share scratch of averages", AVERAGES, 'f"chunks {slot}"', '"chunks"',
-     NODES),
+    ("two slots of a GPU share scratch of averages", AVERAGES,
+     'own.device, f"chunks {slot}"', 'own.device, "chunks 0"', NODES),
     ("a node receives before the others send", NCCL_NODES,
      '(("send", out), ("recv", into))', '(("recv", into),)', NODES),
     ("a batch is used before its copy", LOADER, "compute.wait_event(there.copied)", "pass", IPC),
@@ -100,11 +99,16 @@ MUTANTS = [
      "push.await_room([rank for rank, _ in targets], count)", "pass", HOST),
     ("a vector's average begins before it is in host memory", AVERAGES,
      "_begun(own.device)\n            average(", "average(", STAGED),
-    ("an average by messages begins before it is on the device", AVERAGES,
-     "drain=lane.drain)", "drain=lambda: None)", DEVICE),
+    ("an average by messages begins before it is on the device", PUSH,
+     "self._lanes[slot].drain()  #", "pass  #", DEVICE),
     ("a failed capture leaves its stream current", CAPTURE, "torch.cuda.set_stream(current)",
      "pass", EAGER),
 ]  # fmt: skip
+
+
+def source(module: str) -> str:
+    """A module's text."""
+    return Path(f"{module.replace('.', '/')}.py").read_text()
 
 
 def caught(mutant: tuple, env: dict[str, str]) -> str:
@@ -130,6 +134,9 @@ def main(wanted: str = "") -> int:
         print("| taken away | found by |\n|---|---|")
         for mutant in MUTANTS:
             if wanted in mutant[0]:
+                there = source(mutant[1]).count(mutant[2])
+                if there != 1:
+                    raise ValueError(f"{mutant[0]}: {there} times {mutant[2]!r} in {mutant[1]}")
                 how = caught(mutant, env)
                 missed += not how
                 print(f"| {mutant[0]} | {how or '**not caught**'} |", flush=True)

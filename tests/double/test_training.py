@@ -10,6 +10,7 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.kernels import fused
 from tests.double import active
 from tests.mixing.device.test_windows import compare
+from tests.mixing.test_windows import GRAPHS
 from tests.test_gpu import on_ranks, settings_of, trained
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: tests/test_double.py")
@@ -56,7 +57,7 @@ def test_a_rank_of_eight_devices_has_the_cpus_bits(ranks):
     same(ranks, 1, "cuda:0-7", 8, METHODS)
 
 
-@pytest.mark.parametrize("same_host, window", WAYS[:1] + WAYS[3:])
+@pytest.mark.parametrize("same_host, window", WAYS[::3])
 @pytest.mark.parametrize("wire", ["bf16", "top-k", "sign", "random-k", "qsgd"])
 def test_every_wire_has_the_cpus_bits(ranks, wire, same_host, window):
     more = [f"node.gpu_window={window}", f"node.same_host={same_host}"]
@@ -89,6 +90,23 @@ def test_windows_by_nccl_equal_the_simulator(ranks, n, wire):
     for found, routes in ranks(n)(compare, *args, timeout=150):
         assert found and not any(found.values()), found
         assert all(route.startswith("nccl") for route in routes.values()), routes
+
+
+def windows(comm, same_host, window):
+    """The battery of all graphs on a GPU, where MPI says that it takes its memory."""
+    os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "1"
+    try:
+        return compare(comm, GRAPHS, same_host, window, 8, "fp32", 4096, 0, "cuda:0")
+    finally:
+        del os.environ["MPICH_GPU_SUPPORT_ENABLED"]
+
+
+@pytest.mark.parametrize("same_host, window", WAYS[::3])
+def test_the_battery_of_windows_equals_the_simulator(ranks, same_host, window):
+    way = {"auto": "ipc"}.get(window, window)
+    for found, routes in ranks(3)(windows, same_host, window, timeout=150):
+        assert found and not any(found.values()), found
+        assert all(route.startswith(way) for route in routes.values()), routes
 
 
 def test_a_kernel_runs_where_its_arrays_are():
