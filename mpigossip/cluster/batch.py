@@ -206,9 +206,7 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, wish: Wish)
         "directives": "\n".join(_directives(site, wish)),
         "environment": "\n".join(_environment(site, wish)),
         "ranks": str(wish.ranks),
-        "shape": "One rank a node, which sees all GPUs of it."
-        if wish.ranks == 1
-        else f"{wish.ranks} ranks a node; each sees all GPUs of it and takes its own.",
+        "shape": _shape(site, wish),
         "launcher": _words(wish.launcher or (site.several if wish.ranks > 1 else site.launcher)),
         "arguments": shlex.join([job, *settings]),
         "run": shlex.quote(str(run)),
@@ -221,6 +219,15 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, wish: Wish)
     # One pass: what was filled in is not looked at again.
     filled = re.sub(r"@([a-z]+)@", lambda at: values[at[1]], text)
     return re.sub(r"\n{3,}", "\n\n", filled)
+
+
+def _shape(site: Site, wish: Wish) -> str:
+    """What is started on a node, and what the centre is used to."""
+    mine = "One rank a node, which sees all GPUs of it."
+    if wish.ranks > 1:
+        mine = f"{wish.ranks} ranks a node; each sees all GPUs of it and takes its own."
+    other = {"node": wish.ranks > 1, "gpu": wish.ranks == 1}[site.habit]
+    return f"{mine} The centre's own examples start one a {site.habit}." if other else mine
 
 
 def _mistakes(site: Site, texts: Iterable[str], wish: Wish) -> list[str]:

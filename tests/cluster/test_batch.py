@@ -111,6 +111,9 @@ def test_every_site_starts_several_ranks_a_node_too(name):
     assert "One rank a node" in one and "RANKS=" not in one
     assert "4 ranks a node; each sees all GPUs of it and takes its own." in several
     assert "RANKS=4 TASKS=16 CORES=" in several
+    habit = batch.read_site(name).habit
+    for text, own in ((one, "node"), (several, "gpu")):
+        assert ("The centre's own examples start one a " in text) == (habit != own)
     launch = next(line for line in several.splitlines() if " mpigossip train " in line)
     if batch.read_site(name).scheduler == "slurm":
         assert "#SBATCH --ntasks-per-node=4" in several

@@ -1,3 +1,5 @@
+import argparse
+import dataclasses
 import errno
 import fcntl
 import hashlib
@@ -16,6 +18,7 @@ import h5py
 import numpy as np
 import pytest
 
+from mpigossip.commands import checkpoint as commands
 from mpigossip.store import StoreError, checkpoint, direct
 from mpigossip.store import manifest as manifests
 from mpigossip.store.checkpoint import NodeState
@@ -123,6 +126,26 @@ def test_a_file_a_slot_is_read_as_a_file_a_node(tmp_path):
     (path / "node-0001-0001.h5").unlink()
     assert "node-0001-0001.h5 is missing" in " ".join(checkpoint.verify(path))
     assert checkpoint.latest(tmp_path) is None
+
+
+def test_files_of_two_slots_that_were_changed_for_each_other_are_found(tmp_path, capsys):
+    path = write_by_slot(tmp_path, 7)
+    commands._show(argparse.Namespace(path=path))
+    shown = capsys.readouterr().out
+    assert "step 7, 2 nodes" in shown and shown.count("node-000") == 6
+    one, other = path / "node-0000-0000.h5", path / "node-0000-0001.h5"
+    data = one.read_bytes(), other.read_bytes()
+    one.write_bytes(data[1])
+    other.write_bytes(data[0])
+    manifest = checkpoint.read_manifest(path)
+    entries = [
+        entry._replace(bytes=len(found), checksum=f"{zlib.crc32(found):08x}")
+        for entry, found in zip(manifest.entries, data[::-1], strict=False)
+    ]
+    entries += manifest.entries[2:]
+    manifests.write(path / "checkpoint.h5", dataclasses.replace(manifest, entries=tuple(entries)))
+    problems = checkpoint.verify(path)
+    assert len(problems) == 1 and "'slot': 1" in problems[0] and "not node 0, slot 0" in problems[0]
 
 
 def test_slots_of_a_node_that_hold_different_things_are_refused(tmp_path):
