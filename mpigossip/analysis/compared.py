@@ -102,7 +102,8 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
     runs = []
     for k, group in enumerate(groups):
         style = {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
-        name, log, bands = names[group[0]], logs[group[0]], {}
+        name, log = names[group[0]], logs[group[0]]
+        bands: Bands = {}
         if len(group) > 1:
             log, bands = joined([logs[member] for member in group])
             name = f"{apart[k] or description(log)} ({len(group)} seeds)"
