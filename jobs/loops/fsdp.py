@@ -1,0 +1,73 @@
+"""A GPT cut inside nodes by FSDP2, averaged between them; the lines marked <- decentralize it.
+
+    mpirun -n 4 python jobs/loops/fsdp.py --ranks-per-node 2
+    mpirun -n 6 python jobs/loops/fsdp.py --ranks-per-node 3 --steps 200    (goes on from there)
+
+Gossip takes the place that replicas have in HSDP. The model and its habits are those of gpt.py;
+checkpoints, log and stopping are those of a run with a folder.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from gpt import CLIP, GPT, RATE, configure, get_batch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import mpigossip  # <-
+
+
+def cut(model, mesh, bf16):
+    """Each block is gathered for its own forward and backward pass, the rest with the model."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def main():
+    """Train to the last step, from the first or from the folder's newest checkpoint."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks-per-node", default="host", help='a number, or "host"')
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--text", type=Path, default=Path(__file__))
+    parser.add_argument("--out", type=Path, default=Path("runs/fsdp"))
+    parser.add_argument("--bf16", action="store_true")
+    options = parser.parse_args()
+    per = options.ranks_per_node
+    torch.set_num_threads(1)
+    torch.manual_seed(1337)
+    world = mpigossip.world(ranks_per_node=per if per == "host" else int(per))  # <-
+    model = cut(GPT(), world.node_mesh(), options.bf16)  # <-
+    optimizer = configure(model)
+    optimizer = mpigossip.Gossip(
+        world, model, optimizer, run=options.out, steps=options.steps
+    )  # <-
+    data = torch.tensor(list(options.text.read_bytes()))
+    draw = torch.Generator().manual_seed(1337 + world.rank)
+    optimizer.keep(draw=draw)
+    for step in range(optimizer.resume(), options.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1, (step + 1) / 10)
+        loss = model(*get_batch(data, draw))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.log(loss=loss)
+        if (step + 1) % options.save_every == 0:
+            optimizer.save()
+        if optimizer.stopping:
+            optimizer.exit()
+    with optimizer.averaged(), torch.no_grad():  # on all ranks: they gather the model together
+        draw = torch.Generator().manual_seed(0)
+        error = model(*get_batch(data, draw))
+    if world.rank == 0:
+        print(f"loss of the averaged model {float(error):.4f}", flush=True)
+    world.close()  # <-
+
+
+if __name__ == "__main__":
+    main()
