@@ -65,9 +65,9 @@ def goes_on_to_the_bit(ranks, folder):
     newest = checkpoint.latest(folder)
     assert newest is not None and checkpoint.verify(newest) == []
     steps = checkpoint.read_manifest(newest).step + 3
-    again = ranks(NODES * PER)(several, folder, steps)
+    again = ranks(NODES * PER)(several, folder, steps, timeout=WAIT_S)
     assert [start for start, *_ in again] == [steps - 3] * (NODES * PER)
-    ranks(NODES * PER)(several, folder.parent / "whole", steps)
+    ranks(NODES * PER)(several, folder.parent / "whole", steps, timeout=WAIT_S)
     found = [checkpoint.latest(folder.parent / name) for name in (folder.name, "whole")]
     assert checkpoint.digest(found[0]) == checkpoint.digest(found[1])
 
