@@ -33,6 +33,8 @@ def numbers(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
     return list(ranks) if roll is None else roll.numbers(comm, ranks)
 
 
+pauses = 0
+"""Blocks of :func:`paused` around what this rank does now."""
 call, steps = "", 0
 """What of a user's program this rank is in, that all ranks have to call, and steps that it made."""
 
@@ -51,12 +53,15 @@ def calling(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Inside, this rank works on purpose: waits for it, and for who waits for it, have no limit."""
-    if roll is not None:
+    global pauses
+    if roll is not None and not pauses:
         roll.tell_all(PAUSED)
+    pauses += 1
     try:
         yield
     finally:
-        if roll is not None:
+        pauses -= 1
+        if roll is not None and not pauses:
             roll.tell_all(NOBODY)
 
 

@@ -270,14 +270,15 @@ class Gossip(WithFolder):
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and as "gossip" this node's model, method and counters.
 
-        Not collective. Exact, with a file a node: another node's would put this one at its place.
+        Buffers are the model's own state; those of further slots (``devices``) stand here. Not
+        collective. Exact, with a file a node: another node's would put this one at its place.
         """
         self._node.between("state_dict()")
         self._run_hooks("state_dict_pre")
         mine = self._loaded
         if mine is None and self._node.laid_out:
             self.vector.check()
-            mine = saved.state(self.engine, self.vector)
+            mine = saved.state(self.engine, self.vector) | {"buffers": self._node.slots.others()}
         state = self._inner.state_dict() | {"gossip": mine}
         return self._run_hooks("state_dict_post", state) or state
 
@@ -289,6 +290,7 @@ class Gossip(WithFolder):
         mine = given.pop("gossip", None)
         saved.load(given, mine, self._inner, self._node.model, self._node.flat.own)
         self._node.slots.follow()
+        self._node.slots.put_others((mine or {}).get("buffers"))
         self._loaded = mine
         if self._node.layers:  # the next step's exchange begins anew, with the step
             self._node.layers.stop()

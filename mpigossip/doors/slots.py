@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from mpigossip.config import JobError
 from mpigossip.groups.devices import make_group
 
 T = TypeVar("T")
@@ -59,6 +60,30 @@ class Slots:
     def buffers(self) -> list[dict[str, torch.Tensor]]:
         """The named buffers, slot by slot."""
         return [dict(model.named_buffers()) for model in self.models]
+
+    def others(self) -> list[dict[str, torch.Tensor]]:
+        """Copies of the buffers of the slots but the first, whose are the model's own."""
+        every = self.buffers()[1:]
+        return [{n: b.detach().clone().cpu() for n, b in of_slot.items()} for of_slot in every]
+
+    @torch.no_grad()
+    def put_others(self, saved: Any) -> None:
+        """What :meth:`others` has given, of as many slots; with another number all stay.
+
+        JobError for what it hasn't: files can be anything.
+        """
+        every = self.buffers()[1:]
+        if not isinstance(saved, list) or len(saved) != len(every):
+            return
+        for slot, (of_slot, kept) in enumerate(zip(every, saved, strict=True), 1):
+            for name, buffer in of_slot.items():
+                value = kept.get(name) if isinstance(kept, dict) else None
+                if not torch.is_tensor(value) or value.shape != buffer.shape:
+                    raise JobError(
+                        [f"load_state_dict: the state has no buffer {name} of slot {slot} with "
+                         f"shape {tuple(buffer.shape)}; load the state of this model"]
+                    )  # fmt: skip
+                buffer.copy_(value)
 
     def close(self) -> None:
         """End the threads."""

@@ -372,6 +372,50 @@ def test_a_rank_may_work_beyond_the_limit(ranks, tmp_path, mixer):
         assert steps == 4 and seconds["compute_s"] < 1.0
 
 
+def paused_in_another(comm, folder, mixer):
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, draw, schedule = begin(
+            world, folder, mixer=mixer, timeout_s=1.0, flush_steps=1000
+        )
+        train(model, gossip, draw, schedule, range(2))
+        if world.rank == 0:
+            with gossip.paused():
+                with gossip.paused():
+                    pass
+                time.sleep(3.0)
+        train(model, gossip, draw, schedule, range(2))
+        if mixer == "asynchronous":
+            refused = pytest.raises(JobError, match="evaluate a copy of it")
+            with gossip.averaged(), refused, gossip.paused():
+                pass
+        return gossip.steps
+
+
+@pytest.mark.parametrize("mixer", ["synchronous", "asynchronous"])
+def test_a_pause_inside_a_pause_ends_with_the_outer_one(ranks, tmp_path, mixer):
+    assert ranks(2)(paused_in_another, tmp_path, mixer) == [4, 4]
+
+
+def ahead_of_a_save(comm, folder):
+    """Rank 0 saves two steps before rank 1, and then makes them; parameters at the end."""
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=50)
+        train(model, gossip, draw, schedule, range(2 + 2 * world.rank))
+        gossip.save()
+        train(model, gossip, draw, schedule, range(2 - 2 * world.rank))
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()
+
+
+def test_steps_after_a_save_at_unequal_steps_are_saved_too(ranks, tmp_path):
+    models = ranks(2)(ahead_of_a_save, tmp_path)
+    path = checkpoint.latest(tmp_path)
+    assert path.name == "step-00000004"
+    for node, model in enumerate(models):
+        assert np.array_equal(checkpoint.read_node(path, node).parameters, model)
+
+
 def test_without_a_pause_the_limit_holds(ranks, tmp_path):
     with pytest.raises(RankError, match="LateError"):
         ranks(2)(at_work, tmp_path, "synchronous", False)

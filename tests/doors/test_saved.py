@@ -142,3 +142,26 @@ def test_a_forged_state_is_refused_and_changes_nothing(forged):
             made.load_state_dict(state)
             made.step()
         assert torch.equal(made.vector.x[0], before)
+
+
+def test_buffers_of_further_slots_are_kept_too():
+    def begun():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        return mpigossip.Gossip(Alone(), model, inner, devices="cpu:2")
+
+    optimizer = begun()
+    optimizer.zero_grad()
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2, 8, 4, generator=draw)
+    optimizer.run(lambda slot, replica: replica(inputs[slot]).square().mean().backward())
+    optimizer.step()
+    state, again = copy.deepcopy(optimizer.state_dict()), begun()
+    again.load_state_dict(state)
+    means = [made.models[1][1].running_mean for made in (optimizer, again)]
+    assert torch.equal(*means) and means[0].abs().sum() > 0
+    assert not torch.equal(means[0], optimizer.models[0][1].running_mean)
+    state["gossip"]["buffers"][0]["1.running_mean"] = torch.zeros(3)
+    with pytest.raises(JobError, match=r"no buffer 1.running_mean of slot 1 with shape \(2,\)"):
+        again.load_state_dict(state)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from mpigossip.cluster import deadline
+from mpigossip.config import JobError
 from mpigossip.doors.inner import rate
 from mpigossip.doors.node import Node
 from mpigossip.runs.run import IDLE_S
@@ -22,8 +23,15 @@ def paused(node: Node) -> Iterator[None]:
     threads call it leaves an asynchronous node silent, as a step that takes long does. Where a node
     has several ranks, DDP between them waits for ``timeout_s`` of its process group all the same.
     """
-    node.not_serving("paused()")
+    if node.serving:  # inside another
+        yield
+        return
     serves = node.laid_out and not node.mixer.synchronous and getattr(node.mixer, "threaded", False)
+    if serves and node.looking:
+        raise JobError(
+            ["paused() inside averaged(): an asynchronous node would go on exchanging, with the "
+             "average for its own model; evaluate a copy of it (copy.deepcopy) behind averaged()"]
+        )  # fmt: skip
     with deadline.paused(), node.engine.uncounted() if node.laid_out else nullcontext():
         if not serves:
             yield

@@ -250,7 +250,7 @@ class LoopRun:
                 "lost_at": self._lost_at}  # fmt: skip
         self._saver.finish()
         self._saver.begin(index, [(self.world.nodes.column.rank, one) for one in whole], meta)
-        self._saved_at = index
+        self._saved_at = node.engine.index
 
     def _same_step(self, call: str) -> int:
         """The steps made, equal on all ranks or JobError; asynchronous: the most that one made."""
@@ -339,7 +339,8 @@ class LoopRun:
             done, every = node.engine.index, self.job.log.flush_steps
             while not self._round(done := (done // every + 1) * every, ended=True)[1]:
                 pass
-        if self._saved_at != self._same_step("the end of the loop"):
+        self._same_step("the end of the loop")
+        if self.world.agree(self._saved_at != node.engine.index):
             self._save(node)
         self._saver.close()
         summary = self._summary(node)
