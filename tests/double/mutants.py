@@ -26,6 +26,7 @@ TRAINING = "tests/double/test_training.py::test_two_ranks_of_two_devices_have_th
 IPC, HOST = f"{TRAINING}[read-auto]", f"{TRAINING}[put-host]"
 STAGED, DEVICE = f"{TRAINING}[read-host]", f"{TRAINING}[put-device]"
 NODES = "tests/double/test_training.py::test_windows_by_nccl_equal_the_simulator[3-bf16]"
+NODES_FP32 = NODES.replace("3-bf16", "4-fp32")
 KERNEL = "tests/double/test_training.py::test_a_kernel_runs_where_its_arrays_are"
 REPLAYED = "tests/test_gpu.py::test_captured_replicas_train_as_eager_ones[fp32-lenet]"
 EAGER = "tests/test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
@@ -72,7 +73,7 @@ MUTANTS = [
      "                work(ready)\n                for lane in self._lanes:\n"
      "                    lane.drain()", "                work(ready)", NODES),
     ("two slots of a GPU share scratch of averages", AVERAGES,
-     'own.device, f"chunks {slot}"', 'own.device, "chunks 0"', NODES),
+     'own.device, f"chunks {slot}"', 'own.device, "chunks 0"', NODES_FP32),
     ("a node receives before the others send", NCCL_NODES,
      '(("send", out), ("recv", into))', '(("recv", into),)', NODES),
     ("a batch is used before its copy", LOADER, "compute.wait_event(there.copied)", "pass", IPC),
