@@ -160,13 +160,12 @@ def mixed(n: int, per: int, case: Case) -> torch.Tensor:
     from mpigossip.mixing.base import Layout
     from mpigossip.training import assemble
 
-    options = {key: value for key, value in case.options if key not in ("graph", "period")}
-    sections = {"algorithm": {"name": case.algorithm, **options}}
-    named = dict(case.options)
-    if "graph" in named:
-        sections["graph"] = {"name": named["graph"]}
-    if "period" in named:
-        sections["cadence"] = {"period": named["period"]}
+    homes = {"graph": ("graph", "name"), "cadence": ("cadence", "name"),
+             "period": ("cadence", "period"), "total": ("cadence", "total")}  # fmt: skip
+    sections = {"algorithm": {"name": case.algorithm}}
+    for key, value in case.options:
+        section, name = homes.get(key, ("algorithm", key))
+        sections.setdefault(section, {})[name] = value
     job = assemble.load(sections)
     graph = assemble.make_graph(job, n)
     models = [GPT(node) for node in range(n)]

@@ -16,6 +16,7 @@ EQUAL = [
     Case(steps=8, copies=True),
     Case("gossip-pga", (("period", 3),), steps=8),
     Case("diloco", steps=8),
+    Case("dsgd", (("cadence", "adpsgd"), ("total", 8)), steps=8),
     Case("d2", RING, steps=8),
     Case("d2", RING, steps=8, copies=True),
     Case("qg-dmsgd", steps=8),
