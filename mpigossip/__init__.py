@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mpigossip.analysis.study import study
     from mpigossip.doors.averager import Averager
     from mpigossip.doors.gossip import Gossip
-    from mpigossip.doors.start import world
+    from mpigossip.doors.world import world
     from mpigossip.graphs import graph
 
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ _HOMES = {
     "Gossip": "mpigossip.doors.gossip",
     "graph": "mpigossip.graphs",
     "study": "mpigossip.analysis.study",
-    "world": "mpigossip.doors.start",
+    "world": "mpigossip.doors.world",
 }
 
 

@@ -13,7 +13,7 @@ from mpigossip.algorithms import Algorithm, takes_local
 from mpigossip.algorithms.local import Local
 from mpigossip.config import Job, JobError
 from mpigossip.doors.equal_start import SIGNATURE
-from mpigossip.doors.sliced import Sliced, check_elementwise
+from mpigossip.doors.sliced_optimizer import Sliced, check_elementwise
 from mpigossip.engine.module import Parameters
 from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.step import Engine

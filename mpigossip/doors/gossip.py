@@ -14,7 +14,7 @@ from mpigossip.algorithms import takes_local
 from mpigossip.cluster import deadline
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.doors import around, blocks, given
+from mpigossip.doors import arguments, blocks, unwrapped
 from mpigossip.doors.averaged import averaged, distance
 from mpigossip.doors.inner import check, check_group, check_plain_sgd, one_rate, unscaled
 from mpigossip.doors.loop import saved
@@ -24,7 +24,7 @@ from mpigossip.doors.loop.run import LoopRun
 from mpigossip.doors.loop.survive import Survival, check_callback, end
 from mpigossip.doors.node import Node
 from mpigossip.doors.settings import settings
-from mpigossip.doors.stale import Stale
+from mpigossip.doors.zero_grad import Stale
 from mpigossip.engine.module import Parameters
 from mpigossip.engine.step import Engine, Record
 from mpigossip.mixing.base import Mixer
@@ -105,16 +105,16 @@ class Gossip(WithFolder):
         **options: Any,
     ):
         """Collective: all nodes begin with the exact average of their models."""
-        with given.told_to_all(world):
-            whole = given.check(world, model, optimizer)
-            slots = given.slots(devices)
+        with arguments.told_to_all(world):
+            whole = arguments.check(world, model, optimizer)
+            slots = arguments.slots(devices)
         super().__init__(optimizer)
-        self._world, self._given, self._model = world, model, around.bare(whole)
+        self._world, self._given, self._model = world, model, unwrapped.bare(whole)
         if overlap not in OVERLAPS:
             raise JobError([f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}'])
         where = str(next(self._model.parameters()).device)
         with world.together(JobError, ValueError):
-            around.check(whole, optimizer, world)
+            unwrapped.check(whole, optimizer, world)
             check(self._model, optimizer)
             folder = Path(run) if run else None
             self._job, self._graph = settings(
@@ -144,7 +144,7 @@ class Gossip(WithFolder):
             self._survival = Survival(self._node, on_change, self._run)
             self._node.noticed = self._survival.noticed
         world.resources.callback(self.close)
-        given.say(world, self._model, optimizer)
+        arguments.say(world, self._model, optimizer)
 
     # -- a torch optimizer ----------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Gossip(WithFolder):
         Nothing is trained inside.
         """
         self._laid_out()
-        other = None if twin is None or twin is self._given else given.one_module(twin, "twin")
+        other = None if twin is None or twin is self._given else arguments.one_module(twin, "twin")
         with averaged(self._node, other, recalibrate):
             yield self._given if other is None else twin
 

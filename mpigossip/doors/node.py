@@ -13,12 +13,12 @@ from mpigossip.algorithms import Algorithm, takes_local
 from mpigossip.algorithms.local import Local
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.doors import around, equal_start
+from mpigossip.doors import equal_start, unwrapped
+from mpigossip.doors.arguments import named
 from mpigossip.doors.blocks import Layers
-from mpigossip.doors.finite import Finite
-from mpigossip.doors.given import named
-from mpigossip.doors.held import Held
 from mpigossip.doors.inner import borrowed, check, decay, rate
+from mpigossip.doors.inner_guard import Held
+from mpigossip.doors.nan_check import Finite
 from mpigossip.doors.slots import Slots
 from mpigossip.engine.consensus import measured_every
 from mpigossip.engine.gathered import Gathered
@@ -62,7 +62,7 @@ class Node:
         self._sent: list[int] = []
         self.layers: Layers | None = None
         self.laid_out = self.looking = self.serving = False
-        around.check_cut(model, overlap, devices)
+        unwrapped.check_cut(model, overlap, devices)
         self._facts = equal_start.layout(model)
         equal_start.agree(world, [*equal_start.settings_of(job), *self._facts])
         self.noticed: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -115,7 +115,7 @@ class Node:
 
     def lay_out(self) -> None:
         """The vector, where the model now is, and the engine over it; collective."""
-        around.check_late(self.model, self.world)
+        unwrapped.check_late(self.model, self.world)
         facts, self._facts = self._facts, equal_start.layout(self.model)
         if self.mixer.synchronous or facts != self._facts:  # others meet where they have to
             equal_start.agree(self.world, self._facts)

@@ -138,7 +138,7 @@ def trained(world, case: Case, per: int) -> torch.Tensor:
 
 def on_ranks(comm, cases: list[Case], per: int):
     """Of each case the node and its parameters; called on every rank."""
-    from mpigossip.doors.start import World
+    from mpigossip.doors.world import World
 
     torch.set_num_threads(1)
     world = World(comm, timeout_s=60)

@@ -10,7 +10,7 @@ from torch import nn
 import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
-from mpigossip.doors.sliced import ELEMENTWISE
+from mpigossip.doors.sliced_optimizer import ELEMENTWISE
 from tests.engine.test_overlap import SIZE, short_chunks
 
 STEPS = 5

@@ -58,7 +58,7 @@ def stepped(world, settings, node, slots, wrap):
 
 
 def several(comm, settings):
-    from mpigossip.doors.start import World
+    from mpigossip.doors.world import World
 
     torch.set_num_threads(1)
     world = World(comm, timeout_s=30)
@@ -102,7 +102,7 @@ def test_ddp_inside_the_node_has_the_bits_of_one_rank_a_node(ranks, n, count):
 
 def refused(comm):
     from mpigossip.doors.gossip import Gossip
-    from mpigossip.doors.start import World
+    from mpigossip.doors.world import World
 
     world, said = World(comm, timeout_s=30), []
     world.arrange(PER)

@@ -15,7 +15,7 @@ NODES, HALF, STEPS = 2, 3, 6
 def trained(comm, folder, per, steps, ddp=False, save=False):
     """On nodes of ``per`` ranks; the step gone on from, and the parameters at the end."""
     import mpigossip
-    from mpigossip.doors.start import World
+    from mpigossip.doors.world import World
 
     torch.set_num_threads(1)
     with World(comm, timeout_s=30) as world:

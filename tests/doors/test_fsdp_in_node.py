@@ -78,7 +78,7 @@ def step(world, model, optimizer, index):
 
 
 def several(comm, function):
-    from mpigossip.doors.start import World
+    from mpigossip.doors.world import World
 
     torch.set_num_threads(1)
     world = World(comm, timeout_s=30)
@@ -297,7 +297,7 @@ def test_what_is_cut_otherwise_is_refused_in_words(ranks):
 
 def alone(comm):
     """A node of one rank: the same program."""
-    from mpigossip.doors.start import World
+    from mpigossip.doors.world import World
 
     torch.set_num_threads(1)
     world = World(comm, timeout_s=30)

@@ -38,7 +38,7 @@ def begun(world, folder, node, model, whole, **more):
 
 def several(comm, folder, steps, save_at=(), after=None):
     """On ranks of which PER are a node; what ``after`` finds, and the steps resumed from."""
-    from mpigossip.doors.start import World
+    from mpigossip.doors.world import World
 
     torch.set_num_threads(1)
     with World(comm, timeout_s=30) as world:

@@ -12,14 +12,14 @@ from torch import nn
 import mpigossip
 from mpigossip.cluster.ranks import Alone, World
 from mpigossip.config import JobError
-from mpigossip.doors import given
+from mpigossip.doors import arguments
 
 N = 3
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    given.said.clear()
+    arguments.said.clear()
 
 
 def make(seed=0, *more):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.doors.given import named
+from mpigossip.doors.arguments import named
 from mpigossip.engine.sharded import fully_sharded, is_cut, reshard
 
 FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpigossip.cluster import apart, ranks
+from mpigossip.cluster import framework_variables, ranks
 from mpigossip.cluster.process import TIMEOUT_S
 from mpigossip.config import JobError
 from mpigossip.groups.process_groups import node_group
@@ -48,7 +48,8 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
     the ranks for it.
 
     Where transformers, Lightning or Accelerate was imported before, the launcher's variables that
-    they would misread are taken out of ``os.environ``: see :mod:`mpigossip.cluster.apart`.
+    they would misread are taken out of ``os.environ``, as
+    :mod:`mpigossip.cluster.framework_variables` says.
     """
     if ranks_per_node != "host" and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
         raise JobError(
@@ -58,7 +59,7 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
     made = ranks.world(timeout_s, World)
     assert isinstance(made, World)
     made.arrange(ranks_per_node)
-    hidden = apart.hide()
+    hidden = framework_variables.hide()
     if hidden and made.rank == 0:
         text = f"mpigossip: {', '.join(hidden)} are hidden, so that frameworks see one process a "
         print(f"{text}rank; read them before mpigossip.world()", file=sys.stderr, flush=True)

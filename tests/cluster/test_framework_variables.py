@@ -2,7 +2,7 @@
 
 import sys
 
-from mpigossip.cluster import apart
+from mpigossip.cluster import framework_variables
 from mpigossip.cluster.launcher import places
 
 RANK = {
@@ -31,15 +31,15 @@ KEPT = {
 def test_where_a_framework_is_loaded_rank_and_size_go_and_the_rest_stays(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     environment = RANK | KEPT
-    assert apart.hide(environment) == ["RANK", "WORLD_SIZE"]
+    assert framework_variables.hide(environment) == ["RANK", "WORLD_SIZE"]
     assert environment == KEPT
     assert places(environment) == []
-    assert apart.hide(environment) == []
+    assert framework_variables.hide(environment) == []
 
 
 def test_without_a_framework_a_loop_reads_what_it_likes(monkeypatch):
-    for name in apart.FRAMEWORKS:
+    for name in framework_variables.FRAMEWORKS:
         monkeypatch.delitem(sys.modules, name, raising=False)
     environment = RANK | KEPT
-    assert apart.hide(environment) == []
+    assert framework_variables.hide(environment) == []
     assert environment == RANK | KEPT
