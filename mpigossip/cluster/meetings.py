@@ -1,6 +1,7 @@
 """What the ranks of a communicator do together: reports, agreement, mistakes; all by a deadline."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,8 @@ class Meetings:
         from mpi4py import MPI
 
         most = np.array([self._begun], np.int64)
-        Agreement(most, self.comm.Iallreduce(MPI.IN_PLACE, most, MPI.MAX), self.timeout_s).read()
+        # as at the end of a program: one may have work left, and who has none waits
+        Agreement(most, self.comm.Iallreduce(MPI.IN_PLACE, most, MPI.MAX), math.inf).read()
         for _ in range(self._begun, int(most[0])):
             self.start_agree(0)
         for one in self._asked:

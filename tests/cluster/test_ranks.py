@@ -71,6 +71,13 @@ def one_world_after_another(comm):
     return found
 
 
+def one_works_on_inside(comm):
+    with world(timeout_s=0.3) as w:
+        if w.rank == 0:
+            time.sleep(1.5)
+    return True
+
+
 def barrier_without_all(comm):
     w = world(timeout_s=0.2)
     if w.rank == 1:
@@ -139,6 +146,10 @@ def test_agreement_has_a_time_limit(ranks):
 
 def test_worlds_follow_each_other_whatever_was_left_untold(ranks):
     assert ranks(3)(one_world_after_another, timeout=90) == [[2] * 10] * 3
+
+
+def test_a_world_s_end_waits_for_who_has_work_left(ranks):
+    assert ranks(2)(one_works_on_inside) == [True, True]
 
 
 def test_barrier_has_a_time_limit(ranks):
