@@ -121,7 +121,7 @@ def measure(
     loader: AnyLoader,
     node: int,
     n: int,
-    works: Callable[[], None],
+    works: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Sum and count, on the node's share, of the loss and each metric: float64 (1 + metrics, 2).
 

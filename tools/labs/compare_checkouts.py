@@ -126,6 +126,13 @@ choco              simulate 5  algorithm.name=choco algorithm.local=momentum gra
                       cadence.name=every cadence.period=2 node.wire=top-k node.kept=0.2 stops
 slowmo             simulate 4  algorithm.name=slowmo algorithm.local=adamw algorithm.slow_beta=0.7
                       schedule.lr=0.01 graph.name=ou-equidyn node.wire=bf16 node.devices=cpu:2
+gasloc             simulate 5  algorithm.name=gasloc cadence.period=3 algorithm.outer_beta=0.5
+                      schedule.lr=0.01 graph.name=base-2 node.wire=fp4 stops
+sparseloco         simulate 4  algorithm.name=sparseloco cadence.period=4 node.kept=0.1
+                      schedule.lr=0.01 node.devices=cpu:2 stops
+sparta             simulate 3  algorithm.name=sparta node.kept=0.05 schedule.lr=0.01
+noloco-two         simulate 4  algorithm.name=noloco algorithm.form=two_vectors node.wire=int2
+                      schedule.lr=0.01
 
 # ranks: neighbours on the same host are read in place, or put into windows
 ranks-dmsgd        ranks 4     algorithm.clip_norm=1 node.devices=cpu:2 stops
