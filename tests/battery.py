@@ -16,7 +16,7 @@ from mpigossip.training import assemble
 WIDTHS = (512, 512)
 FLAT = SimpleNamespace(slots=2, decayed_in=lambda slot: 512 * (1 - slot))
 SYMMETRIC = {"decentlam", "choco"}
-WIRES = ("bf16", "qsgd", "qsgd node.levels=7", "fp4", "int2")
+WIRES = ("bf16", "qsgd", "qsgd node.levels=7", "fp4")
 
 
 def cases():
@@ -56,6 +56,7 @@ def cases():
         yield f"algorithm.name=gasloc algorithm.outer_beta=0.3 cadence.period=2{wire}"
     yield "algorithm.name=gasloc algorithm.outer_beta=0.5 cadence.name=gossip-pga"
     yield "algorithm.name=sparseloco cadence.period=3 node.wire=fp32"
+    yield "algorithm.name=parallel node.wire=qsgd node.levels=1"
     yield "algorithm.name=sparta cadence.name=always node.kept=0.4"
     yield "algorithm.name=sparta cadence.name=gossip-pga cadence.period=3 node.wire=fp32"
 

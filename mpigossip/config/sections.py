@@ -210,7 +210,7 @@ class NodeSection:
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of forward and backward; auto: bf16 where the device has it, else fp32."""
     wire: Text = "fp32"
-    """Encoding of what travels between nodes: "fp32"; "bf16", "qsgd", "fp4", "int2" lose something;
+    """Encoding of what travels between nodes: "fp32"; "bf16", "qsgd", "fp4" lose something;
     "sign", "top-k", "top-k-int2", "random-k", "shared-k" most of it."""
     levels: Annotated[int, Limit(lambda v: 1 <= v <= 127, "must be between 1 and 127")] = 127
     """Levels of wire "qsgd": 1 travels in 2 bits a value, up to 7 in 4, up to 127 in 8."""

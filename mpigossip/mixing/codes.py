@@ -99,10 +99,11 @@ def fp4(seed: int) -> Wire:
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
         scale, inverse = _largest(buckets)
         size = buckets.abs().mul_(inverse).clamp_(max=1)
-        power = torch.frexp(size)[1].add_(6).clamp_(min=0)  # size ≥ 2^(power − 7), where it isn't 0
+        # 2^(power − 7) ≤ size, where that isn't 0; the exponent that frexp gives of 0 is 0
+        power = torch.frexp(size)[1].add_(6).mul_(size >= 2.0**-6)
         # how far between the two values; below 1/64 the lower one is 0
         below = torch.ldexp(torch.ones_like(size), power - 7).mul_(power > 0)
-        above = torch.ldexp(torch.ones_like(size), power.clamp(min=0) - 6)
+        above = torch.ldexp(torch.ones_like(size), power - 6)
         up = _uniform(words, size).mul_(above - below) < size - below
         codes = (power + up).clamp_(max=7).to(torch.uint8) + 8 * (buckets < 0).to(torch.uint8)
         level(codes, buckets).mul_(scale)
@@ -112,26 +113,6 @@ def fp4(seed: int) -> Wire:
         level(apart(codes[1], 4, BUCKET), out).mul_(codes[0].view(torch.float32))
 
     return Wire("fp4", (4, BUCKET // 2), encode, decode, seed)
-
-
-def int2(seed: int) -> Wire:
-    """Four values, unbiased: Q(v) = s · (−1, −⅓, ⅓, 1), s the bucket's largest |v|.
-
-    The two around v, the upper one with the probability that makes the mean v. 2 bits a value, a
-    bucket 4 bytes more for s.
-    """
-
-    def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
-        scale, inverse = _largest(buckets)
-        level = buckets.mul(inverse).add_(1).mul_(1.5).add_(_uniform(words, buckets))
-        level.floor_().clamp_(0, 3)
-        torch.mul(level, 2, out=buckets).sub_(3).mul_(scale / 3)
-        return [scale.view(torch.uint8), together(level.to(torch.uint8), 2)]
-
-    def decode(codes, out: torch.Tensor) -> None:
-        out.copy_(apart(codes[1], 2, BUCKET)).mul_(2).sub_(3).mul_(codes[0].view(torch.float32) / 3)
-
-    return Wire("int2", (4, BUCKET // 4), encode, decode, seed)
 
 
 def sign() -> Wire:
@@ -174,10 +155,14 @@ def _order(first: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def _chosen(buckets: torch.Tensor, k: int) -> torch.Tensor:
-    """Places of the k values of largest modulus of each bucket, ascending."""
+    """Places of the k values of largest modulus of each bucket, ascending.
+
+    Where fewer aren't 0 the largest one's is repeated: what is 0 is never chosen, as codes without
+    a zero would make something of it, also behind the last parameter.
+    """
     # stable, so that equal values are chosen alike everywhere
-    order = buckets.abs().sort(dim=1, descending=True, stable=True).indices[:, :k]
-    return order.sort(dim=1).values
+    size, order = buckets.abs().sort(dim=1, descending=True, stable=True)
+    return torch.where(size[:, :k] > 0, order[:, :k], order[:, :1]).sort(dim=1).values
 
 
 def top_k(kept: float) -> Wire:
@@ -258,7 +243,6 @@ WIRES: dict[str, Callable[..., Wire]] = {
     "bf16": bf16,
     "qsgd": qsgd,
     "fp4": fp4,
-    "int2": int2,
     "sign": sign,
     "top-k": top_k,
     "top-k-int2": top_k_int2,

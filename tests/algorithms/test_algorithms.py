@@ -79,7 +79,7 @@ def test_mean_is_preserved_and_consensus_reached(case):
         assert (x == start).all()
     else:
         slow = {"choco", "noloco", "decentlam", "slowmo"}
-        coarse = name_of(case) in slow or "fp4" in case or "int2" in case
+        coarse = name_of(case) in slow or "fp4" in case
         limit = 0.3 if coarse else 0.05 if lossy else 0.02
         assert (x - x.mean(0)).norm() < limit * spread
 

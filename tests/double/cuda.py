@@ -232,7 +232,7 @@ def runtime():
 
 def install() -> None:
     """Put the names in torch's place."""
-    tensors.install(told, between)
+    tensors.install(told, between, checker.owned)
     torch.version.cuda = "13.0"
     torch.autograd.backward = backward(torch.autograd.backward)
     torch.autograd.grad = backward(torch.autograd.grad)

@@ -96,7 +96,7 @@ def _shared(module) -> None:
 
 
 def _allocations(*memory: torch.Tensor) -> list[int]:
-    return [one.untyped_storage().data_ptr() for one in memory]
+    return [checker.owned(one) for one in memory]
 
 
 def _push(module) -> None:

@@ -7,6 +7,7 @@ same memory. Operands of two devices are refused as CUDA refuses them, except fo
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import os
 import threading
@@ -34,9 +35,13 @@ recording = _Recording()
 """``recording.into``: where a capture's operations go"""
 _library = torch.library.Library("aten", "IMPL", "CUDA")
 _where: dict[int, int] = {}  # storage's address -> device; addresses are used again
+_bases: list[int] = []  # the addresses, ascending
+_registering = threading.Lock()
 listener: Callable
 """``(operation, device, read, written)``; the tensors are plain views of the memory."""
 between: Callable[[int, int], None]
+born: Callable[[torch.Tensor], object]
+"""``(memory)``: this may be new memory at an address that was another's"""
 
 
 class OnDevice(torch.Tensor):
@@ -45,7 +50,7 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, memory: torch.Tensor, index: int) -> OnDevice:
         """``memory``: on the CPU; its storage belongs to the device from now on."""
-        _where[memory.untyped_storage().data_ptr()] = index
+        _register(memory, index)
         device = torch.device("cuda", index)
         made = torch.Tensor._make_subclass(
             cls, memory.detach(), False, dispatch_device=True, device_for_backend_keys=device
@@ -74,9 +79,26 @@ class OnDevice(torch.Tensor):
         return memo[id(self)]
 
 
+def _register(memory: torch.Tensor, index: int) -> None:
+    """This storage belongs to a device; what was inside of its addresses before is gone."""
+    storage = memory.untyped_storage()
+    base = storage.data_ptr()
+    with _registering:
+        if base not in _where:
+            bisect.insort(_bases, base)
+        _where[base] = index
+        first = bisect.bisect_right(_bases, base)
+        last = bisect.bisect_left(_bases, base + storage.nbytes())
+        for gone in _bases[first:last]:
+            del _where[gone]
+        del _bases[first:last]
+    born(memory)
+
+
 def base_of(address: int) -> int:
     """The allocation that an address belongs to."""
-    return max(base for base in list(_where) if base <= address)
+    with _registering:
+        return _bases[bisect.bisect_right(_bases, address) - 1]
 
 
 def device_at(address: int) -> int:
@@ -232,10 +254,10 @@ def _wrapped(func, args, kwargs, found, index):
     return tuple(results) if many else (results[0] if func._schema.returns else None)
 
 
-def install(told: Callable, crossing: Callable) -> None:
+def install(told: Callable, crossing: Callable, new: Callable) -> None:
     """Let torch make tensors of the devices, in every thread; before torch is asked for them."""
-    global listener, between
-    listener, between = told, crossing
+    global listener, between, born
+    listener, between, born = told, crossing, new
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     for name in ("empty.memory_format", "empty_strided", "copy_", "_local_scalar_dense"):
         operation, _, overload = name.partition(".")

@@ -101,7 +101,7 @@ def test_the_table_has_every_algorithm_wire_and_local_step(labs):
     named = {word for job in labs[0].table().values() for word in job.settings}
     for name in algorithms.BUILDERS:
         assert name == "dmsgd" or f"algorithm.name={name}" in named
-    for wire in ("bf16", "qsgd", "fp4", "int2", "sign", "top-k", "random-k"):
+    for wire in ("bf16", "qsgd", "fp4", "sign", "top-k", "random-k"):
         assert f"node.wire={wire}" in named
     for local in ("momentum", "nesterov", "adamw", "accumadam"):
         assert f"algorithm.local={local}" in named

@@ -131,7 +131,7 @@ gasloc             simulate 5  algorithm.name=gasloc cadence.period=3 algorithm.
 sparseloco         simulate 4  algorithm.name=sparseloco cadence.period=4 node.kept=0.1
                       schedule.lr=0.01 node.devices=cpu:2 stops
 sparta             simulate 3  algorithm.name=sparta node.kept=0.05 schedule.lr=0.01
-noloco-two         simulate 4  algorithm.name=noloco algorithm.form=two_vectors node.wire=int2
+noloco-two         simulate 4  algorithm.name=noloco algorithm.form=two_vectors node.wire=fp4
                       schedule.lr=0.01
 
 # ranks: neighbours on the same host are read in place, or put into windows
