@@ -46,6 +46,17 @@ def mpirun() -> Callable:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums of this process as those of ranks, which have one thread of torch each."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def mpistart() -> Iterator[Callable[..., launch.Launch]]:
     """`mpistart(n, args, cwd=None, env=None)`: a running `Launch`, for tests that signal or kill.
 

@@ -107,7 +107,7 @@ class Deadline:
         is near costs little latency, a far one little of the core that others compute on. `rest`
         may do the waiting for it, and says whether it did. At the deadline raises LateError with
         `what()`, which is called only then. `whom` gives the world's ranks that are awaited, none
-        for all: then the others are told, and the message names who is at fault (see `roll`).
+        for all: then the others are told, and the message names who is at fault (`wait_chains`).
         """
         begin = time.monotonic()
         wait = roll.wait(self.seconds, whom) if roll is not None and whom is not None else None

@@ -29,7 +29,7 @@ from mpigossip.cluster.launcher import (
 from mpigossip.cluster.meetings import Agreement, Meetings
 from mpigossip.cluster.nodes import arranged
 from mpigossip.cluster.process import TIMEOUT_S, ending
-from mpigossip.cluster.roll import Roll
+from mpigossip.cluster.wait_chains import Roll
 from mpigossip.cluster.world import Nodes
 from mpigossip.config.errors import Failure
 

@@ -17,7 +17,7 @@ from mpigossip.config.errors import FAILED, WRONG, Failure, Mistake
 
 if TYPE_CHECKING:
     from mpigossip.cluster.launcher import LaunchError
-    from mpigossip.cluster.roll import Roll
+    from mpigossip.cluster.wait_chains import Roll
 
 INTERRUPTED = 130
 ALL_S = 1.0

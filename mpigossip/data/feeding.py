@@ -133,14 +133,14 @@ class Stream(Sent, IterableDataset):
                 with drawing(state):
                     _skip(rows, self.step * share.batch)
                 readers.append((rows, state, share))
-            for now in itertools.count(self.step):
+            for index in itertools.count(self.step):
                 for rows, state, share in readers:
                     for slot in range(self.slots):
                         with drawing(state):
                             samples = list(itertools.islice(rows, share.batch // self.slots))
                         if slot in self.mine:
                             # what is skipped isn't collated: it may not draw from the stream's
-                            with drawing(Draws(self.seed, (TRAIN, now, share.node, slot))):
+                            with drawing(Draws(self.seed, (TRAIN, index, share.node, slot))):
                                 batch = self.collate(samples)
                             yield batch
         except Exception as error:
@@ -256,12 +256,12 @@ class DatasetLoader:
         return self._started(self._by_request(self._requests(step)))
 
     def _requests(self, step: int) -> Iterator[Request]:
-        for now in itertools.count(step):
+        for index in itertools.count(step):
             order: Any  # an Order, as this is no stream
             for order in self.orders:
-                cuts = np.split(order.batch_indices(now), self.slots)
+                cuts = np.split(order.batch_indices(index), self.slots)
                 for slot in self.mine:
-                    key = (TRAIN, now, order.node, slot)
+                    key = (TRAIN, index, order.node, slot)
                     yield Request("train", key, cuts[slot].tolist())
 
     def _tests(self, requests: list[Request]) -> Iterator[Nested]:

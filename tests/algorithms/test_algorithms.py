@@ -26,9 +26,7 @@ NEVER_APART = {"parallel", "qsgd", "sparseloco"}
 """Their nodes start equal and stay so."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def name_of(case):

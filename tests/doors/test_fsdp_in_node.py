@@ -30,12 +30,7 @@ EQUAL = [
 NEAR = [Case(steps=8, clip=None), Case("d2", RING, steps=8), Case("qg-dmsgd", steps=8)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def apart(found, wanted):

@@ -343,14 +343,21 @@ def killed_by(pid, number):
         os.kill(pid, number)
 
 
-def at_work(comm, folder, mixer, inside):
-    """Rank 0 works for thrice the limit; the others' steps, and how far nodes then are apart."""
+@contextlib.contextmanager
+def two_and_two_steps(comm, folder, mixer):
+    """A loop of a short limit that has made two steps; two more follow."""
     torch.set_num_threads(1)
     with World(comm) as world:
         model, gossip, draw, schedule = begin(
             world, folder, mixer=mixer, timeout_s=1.0, flush_steps=1000
         )
         train(model, gossip, draw, schedule, range(2))
+        yield world, model, gossip, lambda: train(model, gossip, draw, schedule, range(2))
+
+
+def at_work(comm, folder, mixer, inside):
+    """Rank 0 works for thrice the limit; the others' steps, and how far nodes then are apart."""
+    with two_and_two_steps(comm, folder, mixer) as (world, model, gossip, go_on):
         if world.rank == 0:
             before = digest(model)
             with gossip.paused() if inside else contextlib.nullcontext():
@@ -362,7 +369,7 @@ def at_work(comm, folder, mixer, inside):
                             call()
                 assert digest(model) == before
             assert (gossip.engine.round > rounds + 10) == (mixer == "asynchronous")
-        train(model, gossip, draw, schedule, range(2))
+        go_on()
         return gossip.steps, gossip.record.seconds
 
 
@@ -373,18 +380,13 @@ def test_a_rank_may_work_beyond_the_limit(ranks, tmp_path, mixer):
 
 
 def paused_in_another(comm, folder, mixer):
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        model, gossip, draw, schedule = begin(
-            world, folder, mixer=mixer, timeout_s=1.0, flush_steps=1000
-        )
-        train(model, gossip, draw, schedule, range(2))
+    with two_and_two_steps(comm, folder, mixer) as (world, _, gossip, go_on):
         if world.rank == 0:
             with gossip.paused():
                 with gossip.paused():
                     pass
                 time.sleep(3.0)
-        train(model, gossip, draw, schedule, range(2))
+        go_on()
         if mixer == "asynchronous":
             refused = pytest.raises(JobError, match="evaluate a copy of it")
             with gossip.averaged(), refused, gossip.paused():

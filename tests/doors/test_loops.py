@@ -60,12 +60,7 @@ def test_gpt_is_models_mixed_by_the_matrix_and_goes_on_after_a_kill(mpirun, mpis
     assert digests(again.stdout) == digests(whole.stdout)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def mixed_here():

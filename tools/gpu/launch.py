@@ -1,4 +1,4 @@
-"""Starting what gpu_check.py measures in processes of their own, under MPI where it takes ranks."""
+"""Starting what check.py measures in processes of their own, under MPI where it takes ranks."""
 
 import contextlib
 import os

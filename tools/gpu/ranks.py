@@ -1,4 +1,4 @@
-"""What gpu_check.py measures on several ranks, started by it.
+"""What check.py measures on several ranks, started by it.
 
 `ranks.py NAME SECONDS [--rehearse]`: rank 0 prints one line, "RESULT " and JSON.
 """
@@ -161,7 +161,7 @@ def rank_overlap(place: Place, model: str):
 
 
 def said(result, world) -> None:
-    """Rank 0's line for gpu_check.py, before anything is closed."""
+    """Rank 0's line for check.py, before anything is closed."""
     if world.rank == 0:
         print("\nRESULT " + json.dumps(result), flush=True)
 

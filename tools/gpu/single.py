@@ -1,4 +1,4 @@
-"""What gpu_check.py measures in one process each: a device error there leaves the others alone.
+"""What check.py measures in one process each: a device error there leaves the others alone.
 
 `single.py NAME SECONDS [--rehearse]` prints one line, "RESULT " and JSON: what was measured, and
 whether it reaches its bar (null: no bar).

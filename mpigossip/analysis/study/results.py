@@ -1,4 +1,4 @@
-"""What a study found: a table with intervals, the best point, curves with bands."""
+"""What a study found: a table with intervals, the best point, and what can't be told from it."""
 
 from __future__ import annotations
 
@@ -124,11 +124,13 @@ class Results:
         heads = [axis.removesuffix(".name").rpartition(".")[2] for axis in self.axes]
         chosen = ["lr"] * ("lr" in self.rows[0])
         heads += [*chosen, *self.figures, "MB a node"]
-        lines = [self._line(row, chosen, form) for row in self.rows]
+        strong = [id(row) for row in ([self.best(), *self.ties()] if form == "latex" else [])]
+        lines = [self._line(row, chosen, form, id(row) in strong) for row in self.rows]
         return (_latex if form == "latex" else _text)(heads, lines, len(self.axes))
 
-    def _line(self, row: Mapping[str, Any], chosen: Sequence[str], form: str) -> list[str]:
-        strong = form == "latex" and any(row is one for one in [self.best(), *self.ties()])
+    def _line(
+        self, row: Mapping[str, Any], chosen: Sequence[str], form: str, strong: bool
+    ) -> list[str]:
         said = [str(row[axis]) for axis in self.axes] + [f"{row[key]:g}" for key in chosen]
         for name in self.figures:
             value = _with_interval(row, name, " \\pm " if form == "latex" else " ± ")

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.libraries import loaded
-from mpigossip.mixing.device import alone
+from mpigossip.mixing.device import trial
 from mpigossip.mixing.device.proof import PROOF_S, arrives
 
 SEVERAL_GPUS = (1, 19)
@@ -83,7 +83,7 @@ def proven(
     refusal = f"that serves one GPU a process, here are {many}: 1.19 serves several" if old else ""
     note = ""
     if not (refused := _first(comm, refusal)):
-        able, note = alone.tried(devices, timeout_s)
+        able, note = trial.tried(devices, timeout_s)
         refused = _first(comm, "" if able else note)
     refused = refused or arrives(comm, devices, timeout_s)
     if refused:

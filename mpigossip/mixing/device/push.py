@@ -54,6 +54,15 @@ class BySlot(Layout):
         return self.span(slot, sent=True).start + self.of(slot).place(0, part)
 
 
+def _behind(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """An event behind what a stream was given so far; none where there are no streams."""
+    if stream is None:
+        return None
+    event = torch.cuda.Event(blocking=True)
+    stream.record_event(event)
+    return event
+
+
 class Lane:
     """The copy streams of one slot; on the CPU all is done at once and there is no stream."""
 
@@ -85,19 +94,11 @@ class Lane:
 
     def copied_out(self) -> torch.cuda.Event | None:
         """An event behind the copies out."""
-        if self.out is None:
-            return None
-        event = torch.cuda.Event(blocking=True)
-        event.record(self.out)
-        return event
+        return _behind(self.out)
 
     def summed(self) -> torch.cuda.Event | None:
         """An event behind what has come in and its sums."""
-        if self.into is None:
-            return None
-        event = torch.cuda.Event(blocking=True)
-        event.record(self.into)
-        return event
+        return _behind(self.into)
 
     def drain(self) -> None:
         """Wait until what came in is summed."""

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from mpigossip.mixing.device import alone
+from mpigossip.mixing.device import trial
 
 
 def proven(comm, version, devices):
@@ -38,7 +38,7 @@ def test_a_process_of_its_own_is_no_rank_but_has_what_sets_mpi_up():
     launched = {"PMI_RANK": "1", "PMIX_ID": "2", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "0",
                 "OMPI_MCA_ess_base": "x", "PALS_RANKID": "0", "FLUX_TASK_RANK": "1"}  # fmt: skip
     kept = {"MPICH_GPU_SUPPORT_ENABLED": "1", "OMPI_MCA_pml": "ucx", "UCX_TLS": "all", "PATH": "/"}
-    assert alone.environment(launched | kept) == kept
+    assert trial.environment(launched | kept) == kept
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,5 @@ def test_a_process_of_its_own_is_no_rank_but_has_what_sets_mpi_up():
     ],
 )
 def test_only_what_begins_and_then_fails_speaks_against_it(said, able, named):
-    found, why = alone._judged(said, "ended with SIGSEGV")
+    found, why = trial._judged(said, "ended with SIGSEGV")
     assert found == able and why.startswith(named)

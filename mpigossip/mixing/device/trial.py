@@ -1,6 +1,6 @@
 """A put into GPU memory, tried in a process of its own: where MPI can't, that may end the process.
 
-Started as `python -m mpigossip.mixing.device.alone DEVICE …`, without the launcher's variables: MPI
+Started as `python -m mpigossip.mixing.device.trial DEVICE …`, without the launcher's variables: MPI
 finds a world of one, whose window over each device's memory it puts into. It shows what is broken
 in a library or in its build; what happens between processes and hosts comes after it.
 """

@@ -1,6 +1,6 @@
 """Models cut by fully_shard, or held by DDP, inside nodes: against full models mixed by W(t).
 
-    python tools/labs/cut.py [--shapes 2x2 4x2 2x3] [--steps 20] [--json]
+    python tools/labs/fsdp.py [--shapes 2x2 4x2 2x3] [--steps 20] [--json]
 
 A small GPT with parameters that neither 2 nor 3 divide is trained by ranks of which every node has
 some (nodes x ranks of each), and by one process: a full model a node, the mean gradient of the

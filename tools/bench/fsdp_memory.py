@@ -1,6 +1,6 @@
 """Memory of a rank whose node has cut the model by fully_shard, against the whole model in a rank.
 
-    python tools/bench/cut_memory.py [--nodes 2] [--slots 4] [--layers 32] [--width 512] [--json]
+    python tools/bench/fsdp_memory.py [--nodes 2] [--slots 4] [--layers 32] [--width 512] [--json]
 
 A GPT is trained by dsgd with AdamW on nodes of so many ranks, and on as many nodes of one rank with
 the whole model. Each rank's growth of PSS (/proc/self/smaps_rollup) since before the model was made
