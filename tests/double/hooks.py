@@ -6,6 +6,7 @@ wrote into it is flushed before it is read.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.util
 import json
@@ -120,15 +121,34 @@ def _push(module) -> None:
     module.DevicePush.put_slots = put_or_not
 
     def awaited(self, *arguments):
-        flushed.clear()
-        await_arrived(self, *arguments)
-        if missing := {device.index for device in self._devices} - flushed:
-            raise Unordered(f"what came by the network isn't flushed on {missing}")
+        with _flushing("the network", self._devices):
+            await_arrived(self, *arguments)
 
     module.DevicePush.await_arrived = awaited
+    swap = module.DevicePush.swap
+
+    def swapping(self, slot):
+        by_messages = swap(self, slot)
+
+        def swapped(out, into):
+            with _flushing("messages", [self._devices[slot]] if into else []):
+                return by_messages(out, into)
+
+        return swapped
+
+    module.DevicePush.swap = swapping
 
 
 flushed: set[int] = set()
+
+
+@contextlib.contextmanager
+def _flushing(what: str, devices):
+    """What comes from others meanwhile has to be flushed on these devices."""
+    flushed.clear()
+    yield
+    if missing := {device.index for device in devices} - flushed:
+        raise Unordered(f"what came by {what} isn't flushed on {missing}")
 
 
 def _ordering(module) -> None:

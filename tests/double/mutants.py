@@ -83,6 +83,8 @@ MUTANTS = [
      "current.wait_stream(side)", "pass", REPLAYED),
     ("what came by the network isn't flushed", PUSH, "            arrived_whole(device)\n", "",
      DEVICE),
+    ("what came by messages isn't flushed", PUSH,
+     "if into:\n                arrived_whole(self._devices[slot])\n", "pass\n", DEVICE),
     ("a put while another device is current", PUSH,
      "with current(device):\n                    for at in range(0, source",
      "if True:\n                    for at in range(0, source", DEVICE),

@@ -90,6 +90,37 @@ def test_an_exchange_goes_another_way_with_the_same_bits(ranks, what, ways, awar
     assert named in str(results[0][1]), results[0][1]
 
 
+def unflushed(comm, kind):
+    """What ends a round from GPU to GPU where a flush fails."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.base import Kind, Layout
+    from mpigossip.mixing.device.memory import MemoryRefused
+    from mpigossip.mixing.device.windows import DeviceWindows
+
+    world, layout = World(comm), Layout((512,), devices=("cuda:0",))
+    with failing("", aware=True):
+        mixer = DeviceWindows(graph("ring", comm.size), layout, world, same_host="put", timeout_s=5)
+    with failing("flush:1"), pytest.raises(MemoryRefused) as refused:
+        mixer.outbox(0)[0][0].fill_(1.0)
+        mixer.start(Kind[kind], 0)
+        mixer.finish()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["GOSSIP", "GLOBAL"])
+def test_a_flush_that_fails_in_training_ends_the_round_in_words(kind):
+    """Of what was put (a gossip round) and of what came as messages (an average)."""
+    from tests.rankpool import Ranks
+
+    pools = Ranks()  # of its own: the mixer can't be closed
+    try:
+        found = pools(2)(unflushed, kind, timeout=60)
+    finally:
+        pools.close()
+    assert found == 2 * ["cuFlushGPUDirectRDMAWrites on cuda:0 failed with code 999"]
+
+
 def ended(comm, what, timeout_s):
     """Training on two GPUs under NCCL until something is raised: that, and seconds."""
     import time

@@ -170,7 +170,10 @@ class DevicePush(PiecePush):
 
         def swap(out: dict[int, torch.Tensor], into: dict[int, torch.Tensor]) -> float:
             self._lanes[slot].drain()  # MPI doesn't wait for what computes there
-            return swapped(self.comm, self.timeout_s, out, into)
+            waited = swapped(self.comm, self.timeout_s, out, into)
+            if into:
+                arrived_whole(self._devices[slot])
+            return waited
 
         return swap
 
