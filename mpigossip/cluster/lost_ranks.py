@@ -8,7 +8,7 @@ by the rank's number into a folder that the ranks share, and
 * ends its rank where MPI hasn't started within the limit, or where another rank is gone by then,
   and names the ranks that never laid their file;
 * says which rank ended without a word. Most launchers end the others then, whose witnesses compare
-  when their ranks ended: the first one speaks.
+  when their ranks ended: that of the first one speaks, or another for it where it is gone, too.
 
 The folder goes with the last witness.
 """
@@ -33,6 +33,8 @@ FIRST_LOOK_S, LOOK_S = 0.5, 5.0
 """Seconds between two looks at the folder while MPI starts: at first, and at most."""
 SETTLE_S = 0.1
 """Seconds that witnesses give each other to note when their ranks ended."""
+PATIENCE_S = 1.0
+"""Seconds that a witness leaves the word to the one that has to speak, which may be gone."""
 GRACE_S = 3.0
 """Seconds that a rank has to end when it is told to, or says that it will."""
 STALE_S = 3600.0
@@ -141,10 +143,11 @@ class Watch:
         self.timeout_s, self.host, self.pid = timeout_s, host, pid
         self.began, self.pause = time.monotonic(), FIRST_LOOK_S
         self.starting, self.entered = True, float("inf")
-        self.name = f"rank {rank} of {size} on {host} (process {pid})"
         self.file = self.folder / f"{rank}.{pid}.{host}"
         self.ranks: dict[int, int] = {}
-        """ranks of this host, by the files that tell of their ends"""
+        """living ranks of this host, by the files that tell of their ends"""
+        self.pids: dict[int, int] = {}
+        """processes of ranks of this host, of those that have ended too"""
         self.dead: list[int] = []
         """those that have ended, in that order"""
         self.events = select.epoll() if hasattr(select, "epoll") else None
@@ -165,11 +168,11 @@ class Watch:
 
     def look_out_for(self, rank: int, pid: int) -> None:
         """Notice the end of a rank of this host, in order (Linux)."""
-        if self.events is not None and rank not in self.ranks.values():
+        if self.events is not None and rank not in self.pids:
             with contextlib.suppress(OSError):
                 file = os.pidfd_open(pid)
                 self.events.register(file, select.EPOLLIN)
-                self.ranks[file] = rank
+                self.ranks[file], self.pids[rank] = rank, pid
 
     def meet(self) -> None:
         """Look out for all ranks of this host that have begun."""
@@ -215,10 +218,16 @@ class Watch:
         missing = self.missing() if self.starting else ""
         if len(self.ranks) + len(self.dead) < self.size or self.dead not in ([], [self.rank]):
             time.sleep(SETTLE_S)
-        if self.is_first(now) and claim(self.folder, ended=now):
+        before = self.before()
+        if (before or self.was_later(now)) and self.is_told():
+            return True
+        if claim(self.folder, ended=now):
+            rank = before[0] if before else self.rank
+            name = f"rank {rank} of {self.size} on {self.host}"
             when = "before MPI had started" if self.starting else f"after {self.seconds():.0f} s"
             when += f", and {missing}" if missing else ""
-            self.say(f"{self.name} ended without a word (killed, or crashed) {when}")
+            process = self.pids.get(rank, self.pid)
+            self.say(f"{name} (process {process}) ended without a word (killed, or crashed) {when}")
         return True
 
     def enter(self) -> None:
@@ -229,17 +238,29 @@ class Watch:
             self.file.rename(file)
             self.file = file
 
-    def is_first(self, now: float) -> bool:
-        """Whether no rank ended so before: by order, of ranks that are not seen by the clock."""
-        before = self.dead[: self.dead.index(self.rank)] if self.rank in self.dead else self.dead
+    def before(self) -> list[int]:
+        """Ranks that were seen to end before this one, without leaving as the end of a job does."""
+        seen = self.dead[: self.dead.index(self.rank)] if self.rank in self.dead else self.dead
+        noted = {file.suffix[1:] for file in self.folder.glob(f"{ENDED}.*")}
+        begun = self.begun()  # who leaves takes its file along
+        return [rank for rank in seen if rank in begun or str(rank) in noted]
+
+    def was_later(self, now: float) -> bool:
+        """Whether the clock says that a rank ended before whose end is not seen from here."""
+        seen = {*self.dead, *self.ranks.values()}
         for file in self.folder.glob(f"{ENDED}.*"):
             with contextlib.suppress(OSError, ValueError):  # being written, or removed
                 ended, host = file.read_text().split()
-                rank = int(file.suffix[1:])
-                ordered = host == self.host and rank in self.dead
-                if rank in before if ordered else float(ended) < now:
-                    return False
-        return True
+                if (host != self.host or int(file.suffix[1:]) not in seen) and float(ended) < now:
+                    return True
+        return False
+
+    def is_told(self) -> bool:
+        """Whether somebody explains this job's end within ``PATIENCE_S``."""
+        until = time.monotonic() + PATIENCE_S
+        while not (self.folder / TOLD).exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        return (self.folder / TOLD).exists()
 
     def hopeless(self) -> bool:
         """Whether MPI can't start any more, or the job is over; then the rank is ended."""

@@ -20,8 +20,13 @@ def die(when):
         os.kill(os.getpid(), signal.SIGKILL)
 die("before")
 process.begin(Path(sys.argv[1]), float(sys.argv[3]))
+while sys.argv[2] != "before" and len([*Path(sys.argv[1]).glob(".*/[0-9]*")]) < 3:
+    time.sleep(0.05)
 time.sleep(2)  # the witnesses have started, and know each other
+if rank == 1 and sys.argv[2] == "alone":
+    process._witness._process.kill()
 die("hello")
+die("alone")
 if rank == 1 and sys.argv[2] == "stopped":
     time.sleep(600)
 if rank == 1 and sys.argv[2] == "exit":
@@ -68,10 +73,10 @@ def ended(mpirun, folder, when, limit=LIMIT_S):
     if when == "before":  # others may have been ended between making the folder and their witness
         return done.stderr
     # the folder goes with the last witness, which may outlive the launcher by a moment
-    until = time.monotonic() + 5
-    while list(folder.glob(".*")) and time.monotonic() < until:
+    until = time.monotonic() + 30
+    while when != "alone" and list(folder.glob(".*")) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not list(folder.glob(".*"))
+    assert when == "alone" or not list(folder.glob(".*/*"))
     return done.stderr
 
 
@@ -83,6 +88,13 @@ def test_a_rank_that_is_killed_is_named(mpirun, tolerant, tmp_path, when):
         assert len(lines) == 1, told
         assert re.match(r"rank 1 of 3 on \S+ \(process \d+\) ended", lines[0]), told
         assert (" before MPI had started" in lines[0]) == (when != "after")
+
+
+def test_a_rank_whose_witness_is_gone_is_named_by_another(mpirun, tmp_path):
+    told = ended(mpirun, tmp_path, "alone", 60)
+    lines = re.findall(r"mpigossip: (rank \d .*without a word.*)", told)
+    assert len(lines) == 1, told
+    assert lines[0].startswith("rank 1 of 3 on "), told
 
 
 def test_a_rank_that_never_began_is_named(mpirun, tolerant, tmp_path):
