@@ -150,24 +150,30 @@ def test_copies_to_outlive_a_lost_rank_are_counted():
 
 
 def left_to_the_collector(comm, width, same_host):
-    """Objects in circles of references that some rounds leave behind."""
+    """Objects in circles of references that some rounds leave behind, the least of three times.
+
+    What happens once (a kernel that is loaded, a wait that gets long) leaves some, too.
+    """
     from mpigossip.cluster.ranks import World
 
+    found = []
     with World(comm) as world:
         made = graph("exponential", comm.size)
         mixer = mixing.open_mixer(made, Layout((width,)), world, same_host=same_host, timeout_s=30)
-        gc.collect()
         gc.disable()
         try:
-            for t in range(ROUNDS):
+            for t in range(3 * ROUNDS):
+                if t % ROUNDS == 0:
+                    gc.collect()
                 mixer.outbox(t)
                 mixer.start(Kind.GOSSIP, t)
                 mixer.finish()
-            found = gc.collect()
+                if t % ROUNDS == ROUNDS - 1:
+                    found.append(gc.collect())
         finally:
             gc.enable()
         mixer.close()
-    return found
+    return min(found)
 
 
 @pytest.mark.parametrize("same_host", ["read", "put"])
