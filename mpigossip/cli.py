@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -35,6 +36,9 @@ REMEDIES = {
     errno.ENAMETOOLONG: "name another place",
 }
 """What a user can do about a file that the system refuses, wherever that shows."""
+HUSH_S = 2.0
+"""Seconds that ranks with nothing to say stay: launchers end the others at the first bad exit code,
+and with them the rank that has the message."""
 EXAMPLES = """
 mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2
 mpigossip simulate jobs/digits.toml --nodes 16 run.name=sixteen
@@ -67,6 +71,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     except Mistake as error:
         if _speaks(error):
             print(f"mpigossip: {error}", file=sys.stderr)
+        else:
+            time.sleep(HUSH_S)
         return WRONG
     except Failure as error:
         print(f"mpigossip: {error}", file=sys.stderr)
