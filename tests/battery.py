@@ -41,6 +41,8 @@ def cases():
     yield "algorithm.name=d2 graph.name=star algorithm.local=momentum"
     yield "algorithm.name=d2 graph.name=ring graph.lazy=true algorithm.lazy=false"
     yield "algorithm.name=detag graph.name=ring algorithm.phase=3 algorithm.beta=0.8 node.wire=bf16"
+    yield ("algorithm.name=detag algorithm.momentum=delayed algorithm.beta=0.5 algorithm.growing=2")
+    yield "algorithm.name=detag algorithm.tracker=fresh algorithm.quotient=2 graph.name=ring"
     yield "algorithm.name=qg-dmsgd algorithm.nesterov=true graph.name=random-matching"
     yield "algorithm.name=dsgd algorithm.local=accumadam algorithm.period=3"
     yield "algorithm.name=defacto graph.name=spanning-tree graph.over=ring"

@@ -29,6 +29,8 @@ class Cadence(NamedTuple):
     """what it wants measured at GLOBAL steps: "variance" (‖mixed − sent‖²), "loss" """
     kinds: frozenset = frozenset({Kind.GOSSIP})
     """the kinds that it can give"""
+    warning: Callable[[Any], str] = lambda state: ""
+    """(state) -> what the user should know of it, "" for nothing"""
 
 
 class Nothing(NamedTuple):
@@ -107,6 +109,7 @@ def adpsgd(
     *,
     period: Positive = 4,
     sampling: Share = 0.25,
+    skip: Share = 0.5,
     low: NotNegative = 0.7,
     high: NotNegative = 1.3,
     total: Positive | None = None,
@@ -114,13 +117,16 @@ def adpsgd(
     """ADPSGD (Jiang & Agrawal 2020): periodic averaging, the period by the measured variance.
 
     At a global average S = (1/n) Σ_i ‖x̄ − x_i‖² is measured. In the first ``sampling`` share of
-    ``total`` steps (unset: the run's) the period stays, and C is the mean of S/lr. Later
+    ``total`` steps (unset: the run's) the period stays, and C is the mean of S/lr, but for the
+    ``skip`` share of these steps, with which it begins: where a network first learns nothing, as
+    LeNet on a plateau, its nodes hardly part, and with a C from there the period fell to 1. Later
     S < low · lr · C lengthens the period by one, S > high · lr · C shortens it. lr is the mean
     rate of the steps *since the last average*, all that S depends on: with the present rate, the
     first average after a drop of the rate would compare a spread made at the old rate with a
     threshold of the new one, and shorten the period for nothing.
     """
     last_sample = sampling * (total or 0)
+    first_sample = skip * last_sample
 
     def kind(state: Varying, index: int) -> Kind:
         return Kind.LOCAL if state.since + 1 < state.period else Kind.GLOBAL
@@ -130,6 +136,8 @@ def adpsgd(
         if step.kind is not Kind.GLOBAL:
             return state._replace(since=since, rates=rates)
         ratio, period = measured["variance"] * since / rates, state.period
+        if step.index < first_sample:
+            return state._replace(since=0, rates=0.0)
         if step.index < last_sample or not state.samples:
             samples = state.samples + 1
             level = state.level + (ratio - state.level) / samples
@@ -137,12 +145,23 @@ def adpsgd(
         period += (ratio < low * state.level) - (ratio > high * state.level)
         return Varying(max(period, 1), 0, 0.0, state.level, state.samples)
 
+    def warning(state: Varying) -> str:
+        if state.period >= period:
+            return ""
+        return (
+            f"the period of adpsgd has fallen to {state.period}, below its start, {period}: nodes "
+            f"part faster than while it was sampled (‖x̄ − x_i‖²/lr was {state.level:.2g}); a "
+            "larger cadence.sampling or cadence.skip samples later, a smaller schedule.lr parts "
+            "them less"
+        )
+
     return Cadence(
         lambda: Varying(period, 0, 0.0, 0.0, 0),
         kind,
         observe,
         measures=frozenset({"variance"}),
         kinds=frozenset({Kind.LOCAL, Kind.GLOBAL}),
+        warning=warning,
     )
 
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpigossip.algorithms.spectrum import above_minus_third, momentum_of_gossip
+from mpigossip.algorithms.spectrum import (
+    above_minus_third,
+    momentum_of_gossip,
+    phase_of_corollary,
+)
 from mpigossip.config.choices import Part, part_of
 
 if TYPE_CHECKING:
@@ -34,6 +38,12 @@ def _bearable(known: Known) -> float | None:
     return min(0.5, node.kept) if node and node.wire == "random-k" else None
 
 
+def _phase(known: Known) -> int | None:
+    """DeTAG's phase by its corollary, where the job gives what that needs."""
+    quotient = known.options.get("quotient")
+    return None if quotient is None else phase_of_corollary(known.graph, quotient)
+
+
 BUILDERS: dict[str, Part] = {
     "parallel": Part(ROOM + "gossip:parallel", "momentum", {"graph.name": "complete"}, only=True),
     "dsgd": Part(ROOM + "gossip:dsgd", "sgd"),
@@ -51,7 +61,10 @@ BUILDERS: dict[str, Part] = {
     "detag": Part(
         ROOM + "tracking:detag",
         follows={
-            "eta": lambda known: momentum_of_gossip(known.graph, known.options.get("phase", 2))
+            "phase": _phase,
+            "eta": lambda known: momentum_of_gossip(
+                known.graph, known.options.get("phase") or _phase(known) or 2
+            ),
         },
     ),
     "defacto": Part(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, sqrt
+from math import ceil, inf, log, sqrt
 
 import numpy as np
 
@@ -38,13 +38,32 @@ def momentum_of_gossip(graph: Graph, steps: int) -> float:
     then shrink disagreement more than plain gossip does; else, and for graphs that aren't static
     and symmetric, 0: z_0 = z_{−1} is a start from which a short phase may even grow.
     """
-    values = real_eigenvalues(graph)
-    if values is None or graph.n == 1:
+    others = _others(graph)
+    if others is None:
         return 0.0
-    others = np.delete(values, np.abs(values - 1).argmin())  # without the 1 of the mean
     largest = min(float(np.abs(others).max()), 1.0)
     eta = (1 - sqrt(1 - largest**2)) / (1 + sqrt(1 - largest**2))
     z, before = np.ones_like(others), np.ones_like(others)
     for _ in range(steps):
         z, before = (1 + eta) * others * z - eta * before, z
     return eta if np.abs(z).max() < largest**steps else 0.0
+
+
+def phase_of_corollary(graph: Graph, quotient: float) -> int | None:
+    """R = ⌈½ max(log n, log quotient)/√(1−λ)⌉ of DeTAG's corollary, quotient = ς₀² T/(Δ L).
+
+    None for graphs whose λ = max(|λ_2|, |λ_n|) isn't known or is 1.
+    """
+    others = _others(graph)
+    gap = 0.0 if others is None else 1 - float(np.abs(others).max())
+    if gap < 1e-12:
+        return None
+    return max(1, ceil(0.5 * max(log(graph.n), log(quotient)) / sqrt(gap)))
+
+
+def _others(graph: Graph) -> np.ndarray | None:
+    """The eigenvalues without the 1 of the mean, (n − 1,); None where they aren't known."""
+    values = real_eigenvalues(graph)
+    if values is None or graph.n == 1:
+        return None
+    return np.delete(values, np.abs(values - 1).argmin())

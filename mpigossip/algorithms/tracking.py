@@ -6,9 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Share, Step, held
+from mpigossip.algorithms.base import Algorithm, Decay, Share, Step, held, no_state
 from mpigossip.algorithms.local import Local
-from mpigossip.config.limits import Positive
+from mpigossip.config.limits import AboveZero, Positive
 from mpigossip.mixing.base import Kind
 
 
@@ -127,7 +127,8 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
 class Detag(NamedTuple):
     """All shaped like x: gossiped model x̃ and tracker y with their values of a step before.
 
-    ``gathered`` is the phase's mean gradient so far, ``momentum`` v of the last phase.
+    ``gathered`` is the phase's mean gradient so far, ``momentum`` v; ``held`` the gradient of the
+    last phase, where v takes it a phase late.
     """
 
     model: torch.Tensor
@@ -136,6 +137,13 @@ class Detag(NamedTuple):
     tracker_before: torch.Tensor
     gathered: torch.Tensor
     momentum: torch.Tensor
+    held: Any
+
+
+class Held(NamedTuple):
+    """A gradient, shaped like x."""
+
+    gradient: torch.Tensor
 
 
 def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
@@ -149,21 +157,65 @@ def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
     return before.mul_(-eta).add_(mixed, alpha=1 + eta), z
 
 
-def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay = 0.0) -> Algorithm:
+def _phase_at(index: int, phase: int, growing: int | None) -> tuple[int, int]:
+    """Where in its phase a step is, and how long that is: ``growing`` of each length below."""
+    begin = 0
+    for length in range(1, phase if growing else 1):
+        end = begin + (growing or 0) * length
+        if index < end:
+            return (index - begin) % length, length
+        begin = end
+    return (index - begin) % phase, phase
+
+
+def _correct(y: torch.Tensor, state: Detag, beta: float) -> None:
+    """The end of a phase: y ← y + v⁺ − v, v⁺ = β v + g, g the phase's or the one before's."""
+    late = isinstance(state.held, Held)
+    newest = state.held.gradient if late else state.gathered
+    _track(y, state.momentum, newest, beta)
+    if late:
+        newest.copy_(state.gathered)
+    state.gathered.zero_()
+
+
+def detag(
+    local,
+    *,
+    phase: Positive = 2,
+    growing: Positive | None = None,
+    quotient: AboveZero | None = None,
+    eta: Share | None = None,
+    beta: Decay = 0.0,
+    momentum: Literal["new", "delayed"] = "new",
+    tracker: Literal["stale", "fresh"] = "stale",
+) -> Algorithm:
     """DeTAG (Lu & De Sa, JMLR 24, 2023, algorithm 2; with β > 0 algorithm 4, DeTAGM).
 
     A phase is R = ``phase`` steps with x frozen. In each step x̃ and y take a step of accelerated
     gossip, z_{r+1} = (1 + η) W z_r − η z_{r−1}, and the gradient at x adds to g^k / R. At the
     phase's end x̃ ← x̃ − lr · y;  y ← y + v^k − v^{k−1} with v^k = β v^{k−1} + g^k;  x ← x̃.
-    y and v start as 0. η unset: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|), where the
-    phase is long enough for it to gain (computed from the graph), else 0. R = 1, η = 0 is DSGT
-    one step late. Two vectors travel, during forward and backward. ``local`` is not used. As y is
-    a phase late, momentum bears less: lr · L < 1 − β on a curvature L, not 2 (1 + β).
+    y and v start as 0. Two vectors travel, during forward and backward. ``local`` is not used.
+
+    η unset: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|), where the phase is long enough
+    for it to gain (computed from the graph), else 0. ``growing`` = m: m phases of one step, m of
+    two, up to R, the shorter ones without η. ``quotient`` = ς₀² T/(Δ L), T phases: R, where
+    ``phase`` is unset, is the paper's corollary's, ½ max(log n, log quotient)/√(1−λ).
+
+    With β > 0 y tracks the newer momentum. The letter of algorithm 4 is v^{k+1} = β v^k + g^k, a
+    phase later: ``momentum = "delayed"``; it bears half the rate. As y is a phase late, momentum
+    bears less in any case: lr · L < 1 − β on a curvature L, not 2 (1 + β).
+
+    R = 1, η = 0 is :func:`dsgt` with gradients one step late. ``tracker = "fresh"`` corrects y by
+    the phase's own gradients before x̃ steps along it, as DeTAG* does; R = 1, η = 0 is then `dsgt`
+    with ``style = "awc"`` to the bit. (DeTAG* also gossips after the gradients, R exchanges in a
+    step; here they are overlapped.)
     """
     rate = eta or 0.0
 
     def init(x) -> Detag:
-        return Detag(x.clone(), x.clone(), *(torch.zeros_like(x) for _ in range(4)))
+        y, y_before, g, v = (torch.zeros_like(x) for _ in range(4))
+        held_back = Held(torch.zeros_like(x)) if momentum == "delayed" else no_state(x)
+        return Detag(x.clone(), x.clone(), y, y_before, g, v, held_back)
 
     def send(x, g, state: Detag, out, step: Step):
         out[0].copy_(state.model)
@@ -171,18 +223,21 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
         return state
 
     def receive(x, g, state: Detag, sent, mixed, step: Step):
-        r, old = step.index % phase, state
-        model, before = _accelerated(old.model, old.model_before, mixed[0], rate, step, r == 0)
-        y, y_before = _accelerated(old.tracker, old.tracker_before, mixed[1], rate, step, r == 0)
-        old.gathered.add_(g, alpha=1 / phase)
-        if r == phase - 1:
+        r, length = _phase_at(step.index, phase, growing)
+        fast, old = rate if length == phase else 0.0, state
+        model, before = _accelerated(old.model, old.model_before, mixed[0], fast, step, r == 0)
+        y, y_before = _accelerated(old.tracker, old.tracker_before, mixed[1], fast, step, r == 0)
+        old.gathered.add_(g, alpha=1 / length)
+        if r == length - 1:
+            if tracker == "fresh":
+                _correct(y, old, beta)
             model.add_(y, alpha=-step.lr)
-            _track(y, old.momentum, old.gathered, beta)
-            old.gathered.zero_()
+            if tracker == "stale":
+                _correct(y, old, beta)
             x.copy_(model)
-        return Detag(model, before, y, y_before, old.gathered, old.momentum)
+        return old._replace(model=model, model_before=before, tracker=y, tracker_before=y_before)
 
-    facts = {"doubly", "static", "symmetric"} if rate else {"doubly"}
+    facts = {"doubly", "static", "symmetric"} if rate or quotient else {"doubly"}
     return Algorithm(init, send, receive, vectors=2, ahead=True, needs=frozenset(facts))
 
 

@@ -6,7 +6,8 @@ They look at the rows that the log gathers to rank 0 anyway: no message is added
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -91,9 +92,33 @@ class Divergence:
         return lines
 
 
-def watchers(section: LogSection, hosts: Sequence[str] = ()) -> list[Straggler | Divergence]:
-    """Those that the job's `[log]` asks for."""
+class Rhythm:
+    """Passes on what the cadence says of its state, once until it has nothing to say."""
+
+    def __init__(self, says: Callable[[], str]):
+        """``says``: its warning at present."""
+        self._says, self._told = says, False
+
+    def see(self, first: int, rows: Rows) -> list[str]:
+        """Lines of warning about the steps from ``first`` on."""
+        said, told = self._says(), self._told
+        self._told = bool(said)
+        return [f"{said} (step {first + len(rows['loss'])})"] if said and not told else []
+
+
+class Watcher(Protocol):
+    """Looks at the steps of a run as they are logged."""
+
+    def see(self, first: int, rows: Rows) -> list[str]:
+        """Lines of warning about the steps from ``first`` on."""
+
+
+def watchers(
+    section: LogSection, hosts: Sequence[str] = (), cadence: Callable[[], str] = lambda: ""
+) -> list[Watcher]:
+    """Those that the job's `[log]` asks for, and what the cadence says."""
     return [
         Straggler(section.straggler_times, section.straggler_s, hosts),
         Divergence(section.diverging_times, section.diverging_steps),
+        Rhythm(cadence),
     ]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mpigossip import algorithms, graph
-from mpigossip.algorithms.spectrum import momentum_of_gossip
+from mpigossip.algorithms.spectrum import momentum_of_gossip, phase_of_corollary
+from mpigossip.algorithms.tracking import _phase_at
 from mpigossip.config import JobError
 from mpigossip.engine.state import leaves
 from mpigossip.graphs import from_matrices
@@ -293,6 +294,59 @@ def test_sparta_averages_the_same_few_values_on_all_nodes():
     met = (x != before).any(0)
     assert int(met.sum()) == 2 * 6 and torch.allclose(x[:, met], mean[met].expand(6, -1), atol=1e-6)
     assert (x[:, met] == x[0, met]).all() and (x[:, ~met] == before[:, ~met]).all()
+
+
+@pytest.mark.parametrize(
+    ("beta", "other"),
+    [(0.0, "dsgt algorithm.style=awc"), (0.8, "momentum-tracking algorithm.beta=0.8")],
+)
+def test_detag_of_phase_one_is_gradient_tracking(beta, other):
+    """With a fresh tracker to the bit; with the paper's, of gradients one step late."""
+    one = "algorithm.name=detag algorithm.phase=1 algorithm.eta=0 graph.name=ring"
+    mine = after(f"{one} algorithm.beta={beta} algorithm.tracker=fresh")
+    assert torch.equal(mine, after(f"algorithm.name={other} graph.name=ring"))
+
+
+def test_detag_of_phase_one_is_dsgt_one_step_late():
+    """Given the same gradients, whatever x: g of step k is what dsgt gets at step k + 1."""
+    made, n, noise = graph("ring", 5), 5, np.random.default_rng(0)
+    gradients = torch.from_numpy(noise.standard_normal((12, n, 3)))
+    ends = []
+    for name, options, given in (
+        ("detag", {"phase": 1, "eta": 0.0}, gradients),
+        ("dsgt", {}, torch.cat([torch.zeros_like(gradients[:1]), gradients[:-1]])),
+    ):
+        method = algorithms.build(name, None, options, 0, made)
+        mixer, x = Simulated(made, Layout((3,), 2, dtype=torch.float64)), torch.zeros(n, 3).double()
+        state = method.init(x)
+        for k, g in enumerate(given.clone()):
+            now = algorithms.Step(k, k, Kind.GOSSIP, 0.1)
+            state = method.send(x, g, state, mixer.outbox(k)[0], now)
+            mixer.start(Kind.GOSSIP, k)
+            (sent,), (mixed,) = mixer.finish()
+            state = method.receive(x, g, state, sent, mixed, now)
+        ends.append(x)
+    assert ends[0].abs().max() > 0.1
+    assert torch.allclose(*ends, rtol=0, atol=1e-14)
+
+
+def test_forms_of_detag():
+    """The newer momentum bears twice the rate; phases grow; R follows from the corollary."""
+    sharp = {"phase": 1, "eta": 0.0, "beta": 0.9}
+    assert limit("detag", "third", 1500, lr=0.09, **sharp) < 0.02
+    assert limit("detag", "third", 1500, lr=0.09, momentum="delayed", **sharp) == float("inf")
+    assert limit("detag", "third", 1500, lr=0.03, momentum="delayed", **sharp) < 0.01
+    places = [_phase_at(k, 3, 2) for k in range(12)]
+    assert places == [(0, 1), (0, 1), *[(0, 2), (1, 2)] * 2, *[(0, 3), (1, 3), (2, 3)] * 2]
+    assert [_phase_at(k, 2, None) for k in range(3)] == [(0, 2), (1, 2), (0, 2)]
+    grown = limit("detag", "third", 2500, phase=3, growing=4, tracker="fresh")
+    assert grown < 1e-10
+    # λ = (1 + 2 cos(π/8))/3 = .949: ½ log 16/√(1 − λ) = 6.2, ½ log 1000/√(1 − λ) = 15.3
+    ring = TOYS["third"]
+    assert [phase_of_corollary(ring, quotient) for quotient in (2.0, 1000.0)] == [7, 16]
+    asked = "algorithm.name=detag algorithm.quotient=9 graph.name=base-2"
+    (said,) = assemble.mistakes(battery.job(asked), 6)
+    assert "needs a graph that is static" in said
 
 
 # -- state, resume --------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_adpsgd_lengthens_the_period_as_the_variance_falls():
         return {"variance": 1.0 if k < 20 else 0.1} if kind is Kind.GLOBAL else {}
 
     letters, state = run(cadence.adpsgd(period=2, sampling=0.2, total=100), 100, measured=measured)
-    assert letters[:20] == "lA" * 10 and state.samples == 10
+    assert letters[:20] == "lA" * 10 and state.samples == 5
     assert state.period > 8 and letters.endswith("lllllA" + letters.rpartition("A")[2])
 
 
@@ -87,6 +87,19 @@ def test_adpsgd_does_not_shorten_the_period_when_the_rate_drops():
         state = made.observe(state, Step(k, 0, kind, rate(k)), measured(k, kind))
         periods.append(state.period)
     assert min(periods) == 4 and periods[-1] > 4
+
+
+@pytest.mark.parametrize(("skip", "last"), [(0.0, 1), (0.5, 4)])
+def test_adpsgd_does_not_take_a_plateau_for_what_nodes_part_by(skip, last):
+    """In its first steps the network learns nothing; then its nodes part as they do ever after."""
+
+    def measured(k, kind):
+        return {"variance": 0.01 if k < 30 else 1.0} if kind is Kind.GLOBAL else {}
+
+    made = cadence.adpsgd(period=4, sampling=0.25, skip=skip, total=240)
+    _, state = run(made, 240, measured=measured)
+    assert state.period == last
+    assert ("below its start, 4" in made.warning(state)) is (last < 4)
 
 
 def test_adpsgd_samples_at_least_once():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from mpigossip import cli
 from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study import Study
 from mpigossip.analysis.study.grid import cells_of
-from mpigossip.analysis.study.running import Runner
+from mpigossip.analysis.study.running import Found, Runner
+from mpigossip.analysis.study.search import Tried, _best
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
 from mpigossip.store import log as logs
@@ -124,6 +126,26 @@ def test_a_run_that_diverges_is_a_result(here):
     study.plot()
 
 
+def test_a_run_that_diverges_late_is_told_from_one_that_converged():
+    t = np.linspace(0, 1, 200)[:, None]
+    noise = 0.05 * np.random.default_rng(0).standard_normal((200, 3))
+    curves = {
+        "converges": 2.3 - 1.5 * t,
+        "slowly": 2.3 * (1 - 0.01 * t),
+        "never learns": 2.3 + 0 * t,
+        "rises a little": 0.8 + 1.5 * (t - 0.8) ** 2,
+        "late": np.where(t < 0.7, 2.3 - 1.5 * t, 2.2),
+        "beyond its start": np.where(t < 0.7, 2.3 - 1.5 * t, 50.0),
+    }
+    found = {
+        name: Found(SimpleNamespace(steps={"loss": curve + noise})).late
+        for name, curve in curves.items()
+    }
+    assert [name for name, late in found.items() if late] == ["late", "beyond its start"]
+    tried = [Tried(None, 0.1, 0.4), Tried(None, 0.2, 0.5, late=True), Tried(None, 0.3, math.nan)]
+    assert _best(tried, "accuracy") == 0.1 and _best(tried[1:], "accuracy") == 0.2
+
+
 def test_tables_and_curves(here):
     study = small({"method": {"one": "algorithm.name=dsgd", "two & a half": "algorithm.name=d2"}},
                   nodes=[2, 3], settings=[*SMALL, "graph.name=ring"])  # fmt: skip
@@ -132,7 +154,7 @@ def test_tables_and_curves(here):
     latex = study.table("latex")
     assert r"two \& a half & 2" in latex and r"\mathbf" in latex and r"\pm" in latex
     header, *lines = study.table("csv").splitlines()
-    assert header.startswith("method,nodes,seeds,diverged,accuracy,") and len(lines) == 4
+    assert header.startswith("method,nodes,seeds,diverged,late,accuracy,") and len(lines) == 4
     data = study.dataset()
     assert data["accuracy"].shape == (4, 2) and list(data["method"].values[:2]) == ["one"] * 1 + [
         "two & a half"

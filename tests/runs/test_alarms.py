@@ -13,7 +13,7 @@ import pytest
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import load
-from mpigossip.runs.alarms import Divergence, Straggler, watchers
+from mpigossip.runs.alarms import Divergence, Rhythm, Straggler, watchers
 from mpigossip.runs.stopper import Reserve, Stopper, end_of_allocation
 
 JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
@@ -101,7 +101,7 @@ def test_divergence_is_growth_within_the_window_from_a_distance_that_matters():
 
 
 def test_a_job_sets_what_is_watched():
-    straggler, divergence = watchers(
+    straggler, divergence, _ = watchers(
         load({"log": {"straggler_times": 3, "diverging_times": 0}}).log
     )
     assert straggler.see(0, rows([[1, 2.9]] * 100)) == []
@@ -160,3 +160,11 @@ def test_ranks_stop_short_of_the_end_and_go_on_to_the_same_bits(mpirun, tmp_path
     assert again.returncode == 0, again.stderr
     digest = [re.search(r"digest +(\w{64})", done.stdout)[1] for done in (whole, again)]
     assert digest[0] == digest[1]
+
+
+def test_what_a_cadence_says_is_said_once_until_it_has_nothing_to_say():
+    said = iter(["", "too often", "too often", "", "too often"])
+    rhythm = Rhythm(lambda: next(said))
+    rows = {"loss": np.zeros((5, 2))}
+    lines = [rhythm.see(5 * k, rows) for k in range(5)]
+    assert lines == [[], ["too often (step 10)"], [], [], ["too often (step 25)"]]

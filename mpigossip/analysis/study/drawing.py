@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from mpigossip.analysis.compared import COLOURS, LINES
 from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study.grid import Cell
-from mpigossip.analysis.study.results import Results
+from mpigossip.analysis.study.results import Results, lost
 from mpigossip.config import JobError
 
 MOST = 10
@@ -93,8 +93,7 @@ def _styles(names: list[str]) -> dict[str, dict]:
 
 def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: str) -> None:
     runs = study.ended(cell)
-    lost = len(study.seeds) - len(runs)
-    label = name + (f" ({lost} of {len(study.seeds)} diverged)" if lost else "")
+    label = name + lost(study.rows[study.cells.index(cell)])
     if not runs:
         axes.plot([], [], label=label, **style)
         return

@@ -19,14 +19,17 @@ from mpigossip.analysis.study.search import Tried, figure_of, larger_is_better
 from mpigossip.config import JobError
 from mpigossip.runs.summary import metrics_of, number
 
+LOST = {"diverged": "diverged", "late": "diverged late"}
+
 
 class Results:
     """The results of a grid: the tables.
 
     `rows`: a dict for each point with its labels, "nodes", "lr" where rates were chosen, "seeds",
-    "diverged" (how many of them), and of each figure NAME (mean over the seeds that ended),
-    NAME_std (ddof 1), NAME_low and NAME_high (95 % interval of the mean, Student's t); figures are
-    the task's metrics, "loss", and "MB", sent by a node. `tried`: what a search of rates tried;
+    "diverged" (how many of them), "late" (how many ended, but lost again most of what they had
+    learnt: `Found.late`), and of each figure NAME (mean over the seeds that ended), NAME_std
+    (ddof 1), NAME_low and NAME_high (95 % interval of the mean, Student's t); figures are the
+    task's metrics, "loss", and "MB", sent by a node. `tried`: what a search of rates tried;
     `left_out`: points whose parts don't go together, with the reason; `folder`: where the logs lie.
     """
 
@@ -72,6 +75,7 @@ class Results:
         if self.rates[cell] is not None:
             row["lr"] = self.rates[cell]
         row |= {"seeds": len(self.seeds), "diverged": len(self.seeds) - len(ended)}
+        row["late"] = sum(run.late for run in ended)
         for name in self.figures:
             row |= _spread(name, [run.last(name) for run in ended])
         return row | _spread("MB", [run.last("bytes_sent") / 1e6 for run in ended])
@@ -79,7 +83,7 @@ class Results:
     # -- what is best ----------------------------------------------------------------------------
 
     def best(self) -> dict[str, Any]:
-        """The row of the best mean of what is judged; those with diverged runs come last."""
+        """The row of the best mean of what is judged; those with runs that diverged come last."""
         return self.rows[self._order()[0]]
 
     def _order(self) -> list[int]:
@@ -87,7 +91,8 @@ class Results:
 
         def place(k: int):
             value = self.rows[k][self.judge]
-            return self.rows[k]["diverged"], math.isnan(value), sign * value
+            lost = self.rows[k]["diverged"] + self.rows[k]["late"]
+            return lost, math.isnan(value), sign * value
 
         return sorted(range(len(self.rows)), key=place)
 
@@ -137,8 +142,7 @@ class Results:
             if form == "latex":
                 value = f"$\\mathbf{{{value}}}$" if strong and name == self.judge else f"${value}$"
             said.append(value)
-        if row["diverged"]:
-            said[len(self.axes) + len(chosen)] += f" ({row['diverged']} of {row['seeds']} diverged)"
+        said[len(self.axes) + len(chosen)] += lost(row)
         return [*said, number(row["MB"])]
 
     def frame(self) -> Any:
@@ -166,6 +170,12 @@ class Results:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.table())}</pre>"
+
+
+def lost(row: Mapping[str, Any]) -> str:
+    """How many of a row's runs diverged, and how many of them late, in words."""
+    said = [f"{row[k]} of {row['seeds']} {word}" for k, word in LOST.items() if row[k]]
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -24,6 +24,8 @@ OUTPUT = "output.txt"
 DIVERGED = "diverged.txt"
 """Beside the log: what a run printed; and why it can't be finished."""
 COLUMNS = ("bytes_sent", "consensus_distance", "loss")
+WINDOWS, NOISE = 20, 1.1
+"""Parts of a run whose training losses are compared, and how much of a rise is noise."""
 LEAVE_S = 20.0
 """Seconds that runs have to write their checkpoints when the study is stopped."""
 
@@ -41,6 +43,18 @@ class Found:
     def diverged(self) -> bool:
         """Whether the loss became no number."""
         return self.log is None
+
+    @property
+    def late(self) -> bool:
+        """Whether it learnt and then lost more than half of that, though its loss is a number.
+
+        By the training loss, mean over nodes and a twentieth of the steps: overfitting leaves it.
+        """
+        if self.log is None or len(self.log.steps["loss"]) < WINDOWS:
+            return False
+        loss = np.nanmean(self.log.steps["loss"], axis=1)
+        first, *_, last = means = [float(part.mean()) for part in np.array_split(loss, WINDOWS)]
+        return last > max((first + min(means)) / 2, NOISE * min(means))
 
     def last(self, name: str) -> float:
         """A figure of the averaged model at the end; NaN where it diverged."""

@@ -28,6 +28,8 @@ class Tried:
     rate: float
     judged: float
     """NaN where it diverged"""
+    late: bool = False
+    """Whether it diverged late: it is taken only where all others diverged"""
 
 
 def chosen(
@@ -47,7 +49,7 @@ def chosen(
         keys = [(cell, rate, SEED) for cell in cells for rate in candidates[cell]]
         found = runner.fill(keys)
         name = figure_of(found.values(), judge)
-        tried = [Tried(cell, rate, one.last(name)) for (cell, rate, _), one in found.items()]
+        tried = [Tried(k[0], k[1], one.last(name), one.late) for k, one in found.items()]
         best = {cell: _best([one for one in tried if one.cell == cell], name) for cell in cells}
         more = {cell: _next(best[cell], candidates[cell]) for cell in cells}
         if rates != "search" or not any(more.values()):
@@ -74,9 +76,13 @@ def larger_is_better(name: str) -> bool:
 
 
 def _best(tried: Sequence[Tried], name: str) -> float:
-    """The rate of the best figure, the smaller of equal ones; the smallest where all diverged."""
+    """The rate of the best figure, the smaller of equal ones; the smallest where all diverged.
+
+    Of those that didn't diverge late, if there are any.
+    """
     sign = -1 if larger_is_better(name) else 1
-    known = [one for one in tried if math.isfinite(one.judged)]
+    ended = [one for one in tried if math.isfinite(one.judged)]
+    known = [one for one in ended if not one.late] or ended
     if not known:
         return min(one.rate for one in tried)
     return min(known, key=lambda one: (sign * one.judged, one.rate)).rate
