@@ -23,8 +23,11 @@ def build(
     *,
     local_options: Mapping[str, Any] | None = None,
     node: NodeSection | None = None,
+    layout: Any = None,
 ) -> Algorithm:
     """The algorithm for a segment whose first ``decayed`` columns take weight decay.
+
+    ``layout``: of the vector, where a local step takes whole parameters.
 
     ``local``: a local step, or the name of one, None for the usual one. The options of a name are
     ``local_options``, and those of ``options`` that the algorithm doesn't have. Without
@@ -37,7 +40,7 @@ def build(
     if graph is not None:
         mine |= part.following(mine, Known(graph, options, node))
     if isinstance(step, str):
-        step = skipping(LOCALS[step](decayed, **others | dict(local_options or {})))
+        step = _made(step, decayed, layout, others | dict(local_options or {}))
     elif others:
         raise JobError(
             [
@@ -46,7 +49,16 @@ def build(
                 for key in sorted(others)
             ]
         )
-    return part.build(step, **mine)
+    made = part.build(step, **mine)
+    return made._replace(by_columns=False) if getattr(step, "whole", False) else made
+
+
+def _made(name: str, decayed: int, layout: Any, options: Mapping[str, Any]) -> Local:
+    """The local step of this name; it leaves rows alone that are to be skipped."""
+    made = LOCALS[name](decayed, **options)
+    if made.whole and layout is not None:
+        made = LOCALS[name](decayed, layout, **options)
+    return skipping(made)
 
 
 def _own(name: str):

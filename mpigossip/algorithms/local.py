@@ -26,6 +26,8 @@ class Local(NamedTuple):
     adapt: Callable[..., Any]
     raw: bool = False
     """takes each parameter's own gradient, None where there is none: g is then None"""
+    whole: bool = False
+    """takes whole parameters: a segment is all of a vector, and no block of its columns"""
 
 
 def skipping(local: Local) -> Local:

@@ -119,8 +119,10 @@ BUILDERS: dict[str, Part] = {
 LOCALS: dict[str, Part] = {
     name: Part(f"{ROOM}local:{name}")
     for name in ("sgd", "momentum", "nesterov", "adamw", "accumadam")
-}
-"""Every local step by name, builder(decayed, *, option=…) -> Local: what `local.name` can be."""
+} | {"muon": Part(ROOM + "muon:muon")}
+"""Every local step by name, builder(decayed, *, option=…) -> Local: what `local.name` can be.
+
+One that takes whole parameters has a second argument, the vector's layout."""
 
 
 def takes_local(name: str) -> bool:

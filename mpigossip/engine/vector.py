@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
 
@@ -60,6 +60,8 @@ class Flat:
     size: int
     decayed: int
     slots: int
+    embeddings: frozenset[str] = field(default=frozenset(), kw_only=True)
+    """names of the parameters that are tables, of which each row is for a token"""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -185,6 +187,7 @@ def flatten(
                 [f"the model's parameter {name} is {parameter.dtype}; float32 is kept and "
                  'exchanged (for 16-bit arithmetic use node.precision = "bf16")']
             )  # fmt: skip
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     chosen = {name for name, _ in trained} if decayed is None else set(decayed)
     ordered = [pair for pair in trained if pair[0] in chosen]
     first_undecayed = len(ordered)
@@ -203,4 +206,5 @@ def flatten(
         size=-(-at // whole) * whole,
         decayed=boundary if first_undecayed < len(ordered) else at,
         slots=slots,
+        embeddings=frozenset(name for name, p in trained if id(p) in tables),
     )

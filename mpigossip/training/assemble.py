@@ -41,7 +41,7 @@ from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.wire import Wire
 from mpigossip.training import shape, task
 from mpigossip.training.convolutions import arranged
-from mpigossip.training.fit import may_cut, unfit
+from mpigossip.training.fit import contradictions, may_cut, unfit
 from mpigossip.training.loop import Settings, Trainer
 from mpigossip.training.precision import Precision, resolved
 from mpigossip.training.replicas import Replicas
@@ -147,14 +147,22 @@ def make_algorithms(
     """
     decayed = [flat.decayed_among(block) for block in blocks]
     shards = range(flat.slots) if here is None else here
-    return [make_method(job, columns, graph) for columns in decayed or map(flat.decayed_in, shards)]
+    whole = None if blocks or flat.slots > 1 else flat
+    return [
+        make_method(job, columns, graph, layout=whole)
+        for columns in decayed or map(flat.decayed_in, shards)
+    ]
 
 
 def make_method(
-    job: Job, decayed: int, graph: Graph | None, local: Local | None = None
+    job: Job,
+    decayed: int,
+    graph: Graph | None,
+    local: Local | None = None,
+    layout: Flat | None = None,
 ) -> algorithms.Algorithm:
     """The job's algorithm for a segment, made to bear the job's wire; see :func:`make_bare`."""
-    method, coding = make_bare(job, decayed, graph, local), make_wire(job)
+    method, coding = make_bare(job, decayed, graph, local, layout), make_wire(job)
     if coding.exact:
         return method
     meets = Kind.GLOBAL in make_cadence(job, method, graph).kinds
@@ -162,16 +170,20 @@ def make_method(
 
 
 def make_bare(
-    job: Job, decayed: int = 0, graph: Graph | None = None, local: Local | None = None
+    job: Job,
+    decayed: int = 0,
+    graph: Graph | None = None,
+    local: Local | None = None,
+    layout: Flat | None = None,
 ) -> algorithms.Algorithm:
     """The job's algorithm for a segment whose first ``decayed`` columns take weight decay.
 
-    ``local``: a local step in place of the job's.
+    ``local``: a local step in place of the job's. ``layout``: of a segment that is all of a vector.
     """
     section = job.local
     return algorithms.build(
         job.algorithm.name, local or section.name, job.algorithm.options, decayed, graph,
-        local_options=section.options, node=job.node,
+        local_options=section.options, node=job.node, layout=layout,
     )  # fmt: skip
 
 
@@ -197,26 +209,7 @@ def mistakes(job: Job, n: int) -> list[str]:
     found = _unfit(job, n)
     if not found:
         found += lasting(job, n)
-    found += devices.mistakes(job.node.devices)
-    data, plain = job.data, config.Data()
-    for key, reader in (("shuffled_percent", "mixed"), ("dirichlet_alpha", "dirichlet")):
-        if getattr(data, key) != getattr(plain, key) and data.partition != reader:
-            found.append(
-                f'data.{key} = {getattr(data, key):g}: only the partition "{reader}" reads it; add '
-                f'data.partition = "{reader}", or leave it out'
-            )
-    node = job.node
-    if node.cuda_graphs == "always" and slots_of(node.devices)[0] == "cpu":
-        found.append(
-            f'node.cuda_graphs = "always": the slots of node.devices = "{node.devices}" are on '
-            'the CPU; leave it at "auto"'
-        )
-    if node.vmap and node.precision == "fp16":
-        found.append(
-            'node.precision = "fp16": each node scales its loss by itself, which node.vmap '
-            'can\'t; use "bf16", or leave node.vmap out'
-        )
-    return found
+    return found + devices.mistakes(job.node.devices) + contradictions(job)
 
 
 def lasting(job: Job, n: int) -> list[str]:

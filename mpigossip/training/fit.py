@@ -9,11 +9,13 @@ from mpigossip.algorithms import BUILDERS, Algorithm, build
 from mpigossip.algorithms.cadence import BUILDERS as CADENCES
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.spectrum import above_minus_third
-from mpigossip.config import Job
+from mpigossip.config import Data, Job
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact
+from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind
 from mpigossip.mixing.codes import wire as wire_of
+from mpigossip.training import shape
 
 FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
 
@@ -146,6 +148,30 @@ def _unfit_wire(job: Job, needs: frozenset) -> list[str]:
             'make up for it; use node.wire = "qsgd" or "bf16", or algorithm "choco" or "parallel"'
         ]
     return []
+
+
+def contradictions(job: Job) -> list[str]:
+    """Settings that have no meaning beside others."""
+    found = shape.cut(job, shape.planned(job))
+    data, plain = job.data, Data()
+    for key, reader in (("shuffled_percent", "mixed"), ("dirichlet_alpha", "dirichlet")):
+        if getattr(data, key) != getattr(plain, key) and data.partition != reader:
+            found.append(
+                f'data.{key} = {getattr(data, key):g}: only the partition "{reader}" reads it; add '
+                f'data.partition = "{reader}", or leave it out'
+            )
+    node = job.node
+    if node.cuda_graphs == "always" and slots_of(node.devices)[0] == "cpu":
+        found.append(
+            f'node.cuda_graphs = "always": the slots of node.devices = "{node.devices}" are on '
+            'the CPU; leave it at "auto"'
+        )
+    if node.vmap and node.precision == "fp16":
+        found.append(
+            'node.precision = "fp16": each node scales its loss by itself, which node.vmap '
+            'can\'t; use "bf16", or leave node.vmap out'
+        )
+    return found
 
 
 def may_cut(job: Job, slots: int) -> bool:

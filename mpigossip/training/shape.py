@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from mpigossip.algorithms import LOCALS
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.groups import devices
@@ -54,6 +55,8 @@ def assumed(job: Job) -> str:
 def mistakes(job: Job, world: World) -> list[str]:
     """Why nodes of several ranks can't be had here, with the remedy."""
     node, found = job.node, []
+    if planned(job) == 1:  # else it has been said
+        found += cut(job, slots(job, world))
     if node.ranks_per_node == "host" and world.comm is None:
         found.append(
             'node.ranks_per_node = "host": a simulation has no hosts; say how many ranks a node '
@@ -74,6 +77,18 @@ def mistakes(job: Job, world: World) -> list[str]:
             "out, or use node.ranks_per_node = 1"
         )
     return found
+
+
+def cut(job: Job, slots: int) -> list[str]:
+    """Why a local step that takes whole parameters can't be had with shards."""
+    name = job.local.name
+    if slots == 1 or not job.node.shard or name not in LOCALS or not LOCALS[name](0).whole:
+        return []
+    return [
+        f'local.name = "{name}" takes whole matrices, and each of the {slots} slots of a node has '
+        "a shard of the model, which begins and ends inside of them; use node.shard = false (slot "
+        "0 then makes the step for all; it goes with node.ranks_per_node = 1)"
+    ]
 
 
 def explained(found: list[str], world: World) -> list[str]:

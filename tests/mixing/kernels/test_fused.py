@@ -240,7 +240,7 @@ def same_twice(method, coded=False, **options):
 
 VARIANTS = [
     *[(name, None, {}) for name in algorithms.BUILDERS],
-    *[("dsgt", local, {}) for local in algorithms.LOCALS],
+    *[("dsgt", local, {}) for local, part in algorithms.LOCALS.items() if not part(0).whole],
     ("dsgd", "adamw", {"decoupled_decay": 0.1}),
     ("dsgd", "nesterov", {"style": "awc"}),
     ("dmsgd", None, {"momentum": "delayed"}),
