@@ -210,7 +210,6 @@ def detag(
     with ``style = "awc"`` to the bit. (DeTAG* also gossips after the gradients, R exchanges in a
     step; here they are overlapped.)
     """
-    rate = eta or 0.0
 
     def init(x) -> Detag:
         y, y_before, g, v = (torch.zeros_like(x) for _ in range(4))
@@ -224,7 +223,7 @@ def detag(
 
     def receive(x, g, state: Detag, sent, mixed, step: Step):
         r, length = _phase_at(step.index, phase, growing)
-        fast, old = rate if length == phase else 0.0, state
+        fast, old = eta if eta and length == phase else 0.0, state
         model, before = _accelerated(old.model, old.model_before, mixed[0], fast, step, r == 0)
         y, y_before = _accelerated(old.tracker, old.tracker_before, mixed[1], fast, step, r == 0)
         old.gathered.add_(g, alpha=1 / length)
@@ -237,7 +236,7 @@ def detag(
             x.copy_(model)
         return old._replace(model=model, model_before=before, tracker=y, tracker_before=y_before)
 
-    facts = {"doubly", "static", "symmetric"} if rate or quotient else {"doubly"}
+    facts = {"doubly", "static", "symmetric"} if eta or quotient else {"doubly"}
     return Algorithm(init, send, receive, vectors=2, ahead=True, needs=frozenset(facts))
 
 
