@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from mpigossip.data.datasets import WANTED, Datasets, call
 from mpigossip.data.images import Images, Recipe
 from mpigossip.data.partition import Order, orders, partition
 from mpigossip.data.philox import NOISE, words
+from mpigossip.data.problems import Problem, factorization, logistic, quadratics
 from mpigossip.store.dataset import open_dataset
 
 __all__ = ["Order", "Source", "orders", "partition", "source"]
@@ -235,11 +237,14 @@ def _synthetic(data: config.Data, seed: int) -> Source:
     return SyntheticSource(tuple(data.shape), data.classes, data.samples, data.test_samples, seed)
 
 
-SOURCES: dict[str, Callable[..., Source]] = {
+SOURCES: dict[str, Callable[..., Any]] = {
     "digits": _digits,
     "synthetic": _synthetic,
+    "quadratics": quadratics,
+    "logistic": logistic,
+    "factorization": factorization,
 }
-"""Sources that are no file, by name: (section `[data]`, seed) -> Source, as a user's own are."""
+"""Sources that are no file, by name: called as a user's own are; they may give a Problem, too."""
 
 
 def source(
@@ -252,7 +257,10 @@ def source(
     set.
     """
     if data.source in SOURCES:
-        return SOURCES[data.source](data, seed, **data.options)
+        found = call(SOURCES[data.source], data, seed, rows, n)
+        if isinstance(found, Problem):
+            return Datasets([found.samples()], data, seed, dealt=True)
+        return found
     path = Path(data.source).expanduser()
     if path.exists():
         return _packed(path, data)

@@ -138,6 +138,69 @@ def gossip_lower_bound(
     return sample + delta * smoothness / (epsilon**2 * np.sqrt(1.0 - lam))
 
 
+def gradient_floor(
+    steps: np.ndarray,
+    delta: float,
+    smoothness: float,
+    noise: float,
+    n: int,
+    batch: int,
+    diameter: int | None,
+) -> np.ndarray:
+    """The least E ‖∇f(x̄)‖² after so many steps: :func:`lower_bound` solved for ε²."""
+    once = lower_bound(delta, smoothness, 0.0, 1.0, n, batch, diameter)  # ΔLD
+    noisy = _sample_term(delta, smoothness, noise, 1.0, n, batch)
+    steps = np.asarray(steps, float)
+    return (once + np.sqrt(once**2 + 4 * steps * noisy)) / (2 * steps)
+
+
+def gossip_rate(
+    steps: np.ndarray,
+    delta: float,
+    smoothness: float,
+    noise: float,
+    heterogeneity: float,
+    n: int,
+    gap: float,
+) -> np.ndarray:
+    """What D-PSGD promises for the mean of E ‖∇f(x̄)‖² after so many steps, without constants.
+
+    σ √(LΔ/(nT)) + (LΔ (ζ + σ√p)/(pT))^(2/3) + LΔ/(pT), p = 1 − ρ² of the averaging gap 1 − ρ; the
+    first and, with p = 1, the last are parallel SGD's, which has no second: gap = inf. Koloskova
+    et al., A Unified Theory of Decentralized SGD, ICML 2020, theorem 2, from memory.
+    """
+    steps, size = np.asarray(steps, float), smoothness * delta
+    p = 1.0 if gap >= 1 else gap * (2 - gap)
+    apart = 0.0 if gap == float("inf") else (heterogeneity + noise * p**0.5) / p
+    return (
+        noise * np.sqrt(size / (n * steps)) + (size * apart / steps) ** (2 / 3) + size / (p * steps)
+    )
+
+
+def quadratic_limit(
+    graph: Graph, centre: np.ndarray, curvature: np.ndarray, lr: float, style: str = "atc"
+) -> np.ndarray:
+    """Where D-PSGD without noise settles on f_i(x) = ½ Σ_k a_ik (x_k − b_ik)²: the x_i, (n, d).
+
+    centre b and curvature a: (n, d). The fixed point of one period, at its end: of
+    x ← W(x − lr a(x − b)), style "atc", or x ← W x − lr a(x − b), "awc"; column by column. Raises
+    GraphError where there is no period, or no fixed point is reached.
+    """
+    if graph.period is None or graph.n > spectral.LARGE:
+        raise GraphError(f"{graph!r}: a limit needs a period and at most {spectral.LARGE} nodes")
+    limits = []
+    for b, a in zip(centre.T, curvature.T, strict=True):
+        map_, shift = np.eye(graph.n), np.zeros(graph.n)
+        for t in range(graph.period):
+            w = graph.matrix(t)
+            pull = w * (lr * a) if style == "atc" else np.diag(lr * a)
+            map_, shift = (w - pull) @ map_, (w - pull) @ shift + pull @ b
+        if max(abs(np.linalg.eigvals(map_))) >= 1:
+            raise GraphError(f"lr = {lr:g}: D-PSGD diverges there; a smaller one has a limit")
+        limits.append(np.linalg.solve(np.eye(graph.n) - map_, shift))
+    return np.stack(limits, axis=1)
+
+
 def diameter(graph: Graph) -> int | None:
     """Most hops between two nodes along the edges of all rounds; None if some can't be reached.
 

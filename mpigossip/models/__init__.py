@@ -13,6 +13,7 @@ from mpigossip.config import JobError
 from mpigossip.config.errors import Mistake
 from mpigossip.config.own_parts import given, imported, is_own, raised
 from mpigossip.models.gpt import gpt
+from mpigossip.models.point import factors, point
 from mpigossip.models.resnet import image_shape, resnet20, resnet50, resnet56
 
 Shape = tuple[int, ...]
@@ -49,6 +50,7 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp, "lenet": lenet, "resnet20": resnet20, "resnet56": resnet56,
     "resnet50": resnet50, "gpt": gpt,
+    "point": point, "factors": factors,
 }  # fmt: skip
 """What `model.name` can be; keyword-only parameters are the options of section `[model]`."""
 

@@ -101,6 +101,8 @@ class Replicas:
 
         def work(slot: int) -> torch.Tensor:
             if self.together:
+                if seeds:
+                    draw_from(self.grads[slot].device, seeds[slot])
                 return self._all_rows(slot, batches[slot::slots], accumulate, precision)
             found = [one(row, slot, batches[row * slots + slot]) for row in range(self.rows)]
             return torch.stack(found).cpu()
@@ -163,7 +165,7 @@ class Replicas:
                 loss, metrics = self.objective(model, batch)
             return loss, self.objective.figures(loss, metrics, accumulate)
 
-        work = vmap(grad_and_value(loss_of, has_aux=True))
+        work = vmap(grad_and_value(loss_of, has_aux=True), randomness="different")
         cuts = zip(*(parts(batch, accumulate) for batch in batches), strict=True)
         for batch in map(stacked, cuts):
             gradients, (_, figures) = work(parameters, batch)

@@ -93,9 +93,19 @@ class LanguageModel:
         return loss, {"loss": (loss.detach().double() * count, count), "accuracy": (right, count)}
 
 
+def _problem(made_by: str, source: str, model: str) -> Part:
+    """A task of theory brings its functions and what they are functions of; an f_i is a sample."""
+    brings = {"data.source": source, "model.name": model, "data.batch": 1,
+              "data.partition": "sorted", "schedule.scale": "none"}  # fmt: skip
+    return Part(f"mpigossip.training.problems:{made_by}", brings=brings)
+
+
 TASKS: dict[str, Part | Callable] = {
     "classification": Classification,
     "language-model": LanguageModel,
+    "quadratics": _problem("Quadratics", "quadratics", "point"),
+    "logistic": _problem("Logistic", "logistic", "point"),
+    "factorization": _problem("Factorization", "factorization", "factors"),
 }
 """What `task.name` can be; keyword-only parameters are the options of section `[task]`."""
 

@@ -95,7 +95,7 @@ def test_residual_blocks_begin_as_the_identity():
     assert sum(bool((norm.weight == 1).all()) for norm in norms) == len(norms) - 16
 
 
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize("name", sorted(BUILDERS.keys() - {"point", "factors"}))
 def test_seed_alone_decides(name):
     shape, dtype = ((32,), torch.int64) if name == "gpt" else ((3, 32, 32), torch.float32)
     random_state, numpy_state = random.getstate(), np.random.get_state()[1].copy()

@@ -23,20 +23,38 @@ class Study(Results):
         y: str | None = None,
         x: Literal["step", "epoch", "bytes"] = "step",
         out: str | Path | None = None,
+        theory: bool = False,
     ) -> Figure:
         """Mean over seeds of a figure at each evaluation, with the 95 % interval as a band.
 
         ``y``: a metric (unset: what is judged), "loss" or "consensus_distance". ``out``: a file to
-        write; the suffix chooses PNG, PDF, SVG or PGF.
+        write; the suffix chooses PNG, PDF, SVG or PGF. ``theory``: D-PSGD's rate on each point's
+        graph as dots, and the lower bounds in grey: of "gradient_square" against steps, for the
+        problems of theory, whose constants are known.
         """
         from mpigossip.analysis.study.drawing import curves
         from mpigossip.store.hdf5 import replacing
 
-        made = curves(self, y or self.judge, x)
+        made = curves(self, y or self.judge, x, theory)
         if out is not None:
             with replacing(Path(out)) as beside:
                 made.savefig(beside, dpi=150)
         return made
+
+    def transient(
+        self, against: str = "parallel", y: str = "loss", within: float = 2.0
+    ) -> list[dict[str, Any]]:
+        """Transient iterations: the step from which a point's curve stays near a reference's.
+
+        ``against``: the label of the reference, of equal nodes and as many equal labels as there
+        are. ``y``: a figure at evaluations of which less is better; of each node's own model it is
+        "local_loss", … "Near" is at most ``within`` times as much in all that follows, of the means
+        over seeds; inf: not within the run. A row also has n³/(1−ρ)² and n³/(1−ρ)⁴ of its graph, as
+        "iid" and "non_iid".
+        """
+        from mpigossip.analysis.study.theory import transients
+
+        return transients(self, against, y, within)
 
 
 def study(

@@ -12,6 +12,7 @@ from mpigossip.analysis.compared import COLOURS, LINES
 from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study.grid import Cell
 from mpigossip.analysis.study.results import Results, lost
+from mpigossip.analysis.study.theory import draw_rates
 from mpigossip.config import JobError
 
 MOST = 10
@@ -30,10 +31,15 @@ class Picture(Figure):
         return out.getvalue()
 
 
-def curves(study: Results, y: str, x: str) -> Figure:
+def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
     """A figure of the averaged model against steps, epochs or bytes."""
     if x not in AXES:
         raise JobError([f'x = "{x}": choose one of {", ".join(AXES)}'])
+    if theory and (y, x) != ("gradient_square", "step"):
+        raise JobError(
+            [f'theory = True: rates are of y = "gradient_square" against x = "step", not of "{y}" '
+             f'against "{x}"']
+        )  # fmt: skip
     apart = _panel_axis(study)
     panels: dict[str, list[Cell]] = {}
     for cell in study.cells:
@@ -50,11 +56,13 @@ def curves(study: Results, y: str, x: str) -> Figure:
     for axes, (title, cells) in zip(grid.flat, panels.items(), strict=False):
         for cell in cells:
             _draw(axes, study, cell, y, x, styles[_name(cell, named)], _name(cell, named))
+        if theory:
+            draw_rates(axes, study, {cell: styles[_name(cell, named)]["color"] for cell in cells})
         axes.set_title(_title(apart, title), fontsize=11)
         axes.set_xlabel(AXES[x])
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=9)
-        if y in ("consensus_distance", "loss"):
+        if y in ("consensus_distance", "loss") or "_square" in y:
             axes.set_yscale("log")
         elif "accuracy" in y:  # bands may go beyond what an accuracy can be
             axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(axes.get_ylim()[1], 1.02))

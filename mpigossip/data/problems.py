@@ -1,0 +1,209 @@
+"""Problems of theory with a known optimum: each node has a function f_i of its own.
+
+f = (1/n) Σ f_i; nodes differ by ζ: mean_i ‖∇f_i(x*)‖² = ζ² exactly, where x* is the optimum of f.
+A training sample is a whole f_i, so a gradient is exact but for the noise that the task adds; a
+test sample is f itself, once for each node, its loss counted from the least: what a test shows is
+f(x) − f(x*). Everything follows from n and the options, ``draw`` among them: a run's seed is left
+for the noise alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from mpigossip.config import JobError
+
+Arrangement = Literal["random", "smooth"]
+"""How what nodes differ by lies over them: drawn, or cos(2π i/n), which a ring averages worst."""
+NEWTON = 50
+"""Steps at most to the optimum of a logistic regression; some ten are enough."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The functions of n nodes as samples, and the constants that rates are stated in."""
+
+    train: tuple[np.ndarray, ...]
+    """of each node, first dimension n"""
+    test: tuple[np.ndarray, ...]
+    """of f, without that dimension"""
+    gap: float
+    """Δ = f(x_0) − f(x*); NaN where x_0 is drawn by the model"""
+    smoothness: float
+    """L: the largest curvature of f, at x* where it isn't constant"""
+    heterogeneity: float
+    """ζ"""
+    steps: int
+    """an epoch has"""
+
+    def samples(self) -> dict[str, Any]:
+        """As data sets: each node's function as often as an epoch has steps."""
+        nodes = len(self.train[0])
+        train = Functions(*(_repeated(array, self.steps) for array in self.train))
+        train.targets = np.repeat(np.arange(nodes), self.steps)
+        return {"train": train, "test": Functions(*(_all(array, nodes) for array in self.test))}
+
+
+class Functions(TensorDataset):
+    """Samples that are functions; ``targets``, for a partition, are the nodes that have them."""
+
+    targets: np.ndarray
+
+
+def _repeated(array: np.ndarray, times: int) -> torch.Tensor:
+    return torch.from_numpy(np.repeat(array, times, axis=0).astype(np.float32))
+
+
+def _all(array: np.ndarray, nodes: int) -> torch.Tensor:
+    whole = torch.from_numpy(np.asarray(array, np.float32))
+    return whole.expand(nodes, *whole.shape)
+
+
+def _spread(
+    nodes: int, shape: Sequence[int], size: float, arrangement: Arrangement, random: Any
+) -> np.ndarray:
+    """Arrays (n, *shape) whose mean over nodes is 0, their mean square norm size²."""
+    if arrangement == "smooth":
+        wave = np.cos(2 * np.pi * np.arange(nodes) / nodes)
+        drawn = np.multiply.outer(wave, random.standard_normal(shape))
+    elif arrangement == "random":
+        drawn = random.standard_normal((nodes, *shape))
+    else:
+        raise JobError([f'data.arrangement = "{arrangement}": choose "random" or "smooth"'])
+    drawn -= drawn.mean(axis=0)
+    norm = math.sqrt(float((drawn**2).sum()) / nodes)
+    return drawn * (size / norm) if nodes > 1 else np.zeros_like(drawn)
+
+
+def quadratics(
+    nodes: int,
+    *,
+    dimension: int = 20,
+    heterogeneity: float = 1.0,
+    condition: float = 10.0,
+    bend: float = 0.0,
+    arrangement: Arrangement = "random",
+    draw: int = 0,
+    steps: int = 100,
+) -> Problem:
+    """f_i(x) = ½ Σ_k a_ik (x_k − b_ik)², ‖x*‖ = 1, x_0 = 0.
+
+    The curvatures of f go from 1/``condition`` to 1 in equal ratios. ``bend``: deviation of
+    log a_ik between nodes; with 0 all nodes have the same a, and x̄ moves as parallel SGD does.
+    """
+    _check(dimension=dimension, heterogeneity=heterogeneity, condition=condition, bend=bend,
+           steps=steps)  # fmt: skip
+    random = np.random.default_rng((draw, 1))
+    curvature = np.geomspace(1 / condition, 1, dimension) if condition > 1 else np.ones(dimension)
+    each = curvature * np.exp(bend * random.standard_normal((nodes, dimension)))
+    each *= curvature / each.mean(axis=0)
+    optimum = random.standard_normal(dimension)
+    optimum /= np.linalg.norm(optimum)
+    gradients = _spread(nodes, (dimension,), heterogeneity, arrangement, random)
+    gap = float(curvature @ optimum**2) / 2
+    train = optimum - gradients / each, each
+    return Problem(train, (optimum, curvature), gap, float(curvature.max()), heterogeneity, steps)
+
+
+def logistic(
+    nodes: int,
+    *,
+    dimension: int = 10,
+    points: int = 50,
+    heterogeneity: float = 1.0,
+    ridge: float = 0.01,
+    draw: int = 0,
+    steps: int = 100,
+) -> Problem:
+    """f_i(x) = mean_m log(1 + exp(−y_m h_mᵀ x)) + ridge/2 ‖x‖² over ``points`` of node i, x_0 = 0.
+
+    Features are standard normal over √dimension, labels drawn with the node's own vector v + ζ v_i:
+    ``heterogeneity`` is the deviation of those here; ζ of the gradients is measured. The optimum
+    is Newton's.
+    """
+    _check(dimension=dimension, points=points, heterogeneity=heterogeneity, steps=steps)
+    if not ridge > 0:
+        raise JobError([f"data.ridge = {ridge}: needs to be above 0, or there is no optimum"])
+    random = np.random.default_rng((draw, 2))
+    features = random.standard_normal((nodes, points, dimension)) / math.sqrt(dimension)
+    true = 3 * random.standard_normal(dimension)
+    own = true + 3 * heterogeneity * random.standard_normal((nodes, dimension))
+    chance = 1 / (1 + np.exp(-np.einsum("nmd,nd->nm", features, own)))
+    labels = np.where(random.random((nodes, points)) < chance, 1.0, -1.0)
+    signed = features * labels[..., None]
+    optimum, curvature = _newton(signed.reshape(-1, dimension), ridge)
+    apart = _logistic_gradients(signed, optimum, ridge)
+    least, begin = (_logistic(signed, x, ridge) for x in (optimum, np.zeros(dimension)))
+    zeta = math.sqrt(float((apart**2).sum(1).mean()))
+    smooth = float(np.linalg.eigvalsh(curvature)[-1])
+    there = np.broadcast_to(optimum, (nodes, dimension))
+    train = signed, there, np.full(nodes, ridge), np.zeros(nodes)
+    test = signed.reshape(-1, dimension), optimum, np.asarray(ridge), np.asarray(least)
+    return Problem(train, test, begin - least, smooth, zeta, steps)
+
+
+def _logistic(signed: np.ndarray, x: np.ndarray, ridge: float) -> float:
+    return float(np.logaddexp(0, -(signed @ x)).mean() + ridge / 2 * x @ x)
+
+
+def _logistic_gradients(signed: np.ndarray, x: np.ndarray, ridge: float) -> np.ndarray:
+    """Of each node: (n, d)."""
+    wrong = 1 / (1 + np.exp(signed @ x))
+    return ridge * x - np.einsum("nm,nmd->nd", wrong, signed) / signed.shape[1]
+
+
+def _newton(signed: np.ndarray, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+    """The optimum, and the curvature (d, d) there."""
+    x = np.zeros(signed.shape[1])
+    for _ in range(NEWTON):
+        wrong = 1 / (1 + np.exp(signed @ x))
+        weights = (wrong * (1 - wrong))[:, None]
+        curvature = signed.T @ (weights * signed) / len(signed) + ridge * np.eye(len(x))
+        step = np.linalg.solve(curvature, _logistic_gradients(signed[None], x, ridge)[0])
+        x = x - step
+        if np.linalg.norm(step) < 1e-13:
+            break
+    return x, curvature
+
+
+def factorization(
+    nodes: int,
+    *,
+    height: int = 12,
+    width: int = 10,
+    rank: int = 3,
+    heterogeneity: float = 1.0,
+    draw: int = 0,
+    steps: int = 100,
+) -> Problem:
+    """f_i(U, V) = ½ ‖A_i − U Vᵀ‖², mean_i A_i = A of this rank and largest singular value 1.
+
+    f − ½ ‖A − U Vᵀ‖² is constant, so the least is known where U Vᵀ = A. Not convex. ζ² here is
+    mean_i ‖A_i − A‖².
+    """
+    _check(height=height, width=width, rank=rank, heterogeneity=heterogeneity, steps=steps)
+    random = np.random.default_rng((draw, 3))
+    left, right = random.standard_normal((height, rank)), random.standard_normal((width, rank))
+    whole = left @ right.T
+    whole /= np.linalg.norm(whole, 2)
+    each = whole + _spread(nodes, (height, width), heterogeneity, "random", random)
+    return Problem((each,), (whole,), math.nan, 2.0, heterogeneity, steps)
+
+
+def _check(**given: float) -> None:
+    """JobError for sizes below 1 and knobs below 0."""
+    knobs = ("heterogeneity", "bend")
+    wrong = [
+        f"data.{name} = {value:g}: needs to be at least {0 if name in knobs else 1}"
+        for name, value in given.items()
+        if not value >= (0 if name in knobs else 1)
+    ]
+    if wrong:
+        raise JobError(wrong)

@@ -1,0 +1,57 @@
+"""Problems of theory: their optima, and how far nodes are apart there, are what they say."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.config import JobError
+from mpigossip.data.problems import factorization, logistic, quadratics
+from mpigossip.training.problems import Logistic, Quadratics
+
+MADE = {
+    "quadratics": (quadratics, Quadratics, {"bend": 0.5, "heterogeneity": 0.7}),
+    "smooth": (quadratics, Quadratics, {"arrangement": "smooth", "heterogeneity": 0.7}),
+    "logistic": (logistic, Logistic, {"heterogeneity": 0.7}),
+}
+
+
+def at(task, samples, x):
+    """Value and gradient of each sample."""
+    rows = zip(*(torch.as_tensor(np.array(array)) for array in samples), strict=True)
+    found = [task.function(x, [part[None] for part in row])[:2] for row in rows]
+    return [torch.stack(column).double() for column in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_optimum_is_known_and_so_is_what_nodes_differ_by_there(name):
+    make, task, options = MADE[name]
+    made, task = make(6, **options), task(noise=0)
+    optimum = torch.from_numpy(made.test[1 if name == "logistic" else 0])
+    _, gradients = at(task, made.train, optimum)
+    assert gradients.mean(0).abs().max() < 1e-12
+    assert gradients.square().sum(1).mean().sqrt() == pytest.approx(made.heterogeneity, rel=1e-9)
+    whole = [array[None] for array in made.test]
+    best, slope = at(task, whole, optimum)
+    assert abs(best) < 1e-12 and slope.abs().max() < 1e-12
+    elsewhere = [at(task, whole, optimum + 0.1 * torch.randn(len(optimum)))[0] for _ in range(5)]
+    assert min(elsewhere) > 0
+    begin = at(task, whole, torch.zeros(len(optimum), dtype=torch.float64))[0]
+    assert float(begin) == pytest.approx(made.gap, rel=1e-9)
+
+
+def test_another_draw_is_another_problem_and_a_factorization_has_its_mean():
+    one, same, other = (quadratics(4, draw=draw).test[0] for draw in (0, 0, 1))
+    assert (one == same).all() and not np.isclose(one, other).any()
+    made = factorization(5, heterogeneity=2.0)
+    (each,), (whole,) = made.train, made.test
+    assert np.allclose(each.mean(0), whole) and np.linalg.matrix_rank(whole) == 3
+    assert ((each - whole) ** 2).sum((1, 2)).mean() == pytest.approx(4.0)
+
+
+def test_mistakes_are_said():
+    with pytest.raises(JobError, match=r"data.dimension = 0: .* at least 1"):
+        quadratics(4, dimension=0)
+    with pytest.raises(JobError, match=r"data.heterogeneity = -1: .* at least 0"):
+        logistic(4, heterogeneity=-1)
+    with pytest.raises(JobError, match=r"data.ridge = 0"):
+        logistic(4, ridge=0)

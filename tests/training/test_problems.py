@@ -1,0 +1,87 @@
+"""Tasks of theory in runs: noise of the size that is said, evaluations without it, known limits."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip import graphs
+from mpigossip.cluster.ranks import Alone
+from mpigossip.data.problems import quadratics
+from mpigossip.graphs.theory import quadratic_limit
+from mpigossip.runs import launch
+from mpigossip.store.log import read
+from mpigossip.training import assemble
+from mpigossip.training.problems import Factorization, Quadratics
+
+N = 4
+JOB = {
+    "task": {"name": "quadratics", "noise": 0.0},
+    "data": {"condition": 4.0, "dimension": 6, "steps": 20},
+    "algorithm": {"name": "dsgd"},
+    "graph": {"name": "ring"},
+    "schedule": {"name": "constant", "lr": 0.25},
+    "run": {"epochs": 5, "evaluate_every": 5},
+}
+
+
+def trained(tmp_path, *settings):
+    job = assemble.load(JOB, [*settings, f"run.output={tmp_path}"])
+    with Alone() as alone:
+        launch.train(job, alone, N)
+    return read(tmp_path / "log.h5")
+
+
+def test_noise_is_of_the_gradient_alone_and_of_its_size():
+    torch.manual_seed(0)
+    task, x = Quadratics(noise=0.5), torch.ones(10, requires_grad=True)
+    batch = torch.zeros(1, 10), torch.full((1, 10), 2.0)
+    found = []
+    for _ in range(4000):
+        value, _ = task.loss(lambda: x, batch)
+        assert value.item() == pytest.approx(10.0)
+        found.append(torch.autograd.grad(value, x)[0] - 2)
+    squares = torch.stack(found).square().sum(1)
+    # 0.25 ± five deviations of the mean: sqrt(2/10 / 4000) of it
+    assert squares.mean().item() == pytest.approx(0.25, rel=0.036)
+    with torch.no_grad():
+        assert task.loss(lambda: x, batch)[0] == 10.0
+
+
+def test_the_gradient_that_is_logged_is_autograds():
+    task, whole = Factorization(noise=0), torch.randn(1, 4, 3)
+    point = torch.randn(7, 2, requires_grad=True)
+    value, gradient, distance = task.function(point, [whole])
+    assert torch.autograd.grad(value, point)[0].flatten() == pytest.approx(gradient.detach())
+    assert distance.item() == pytest.approx(2 * value.item())
+
+
+def test_parallel_goes_down_the_quadratic_as_by_hand(tmp_path):
+    log = trained(tmp_path, "algorithm.name=parallel", "local.name=sgd", "graph.name=complete")
+    optimum, curvature = quadratics(N, condition=4.0, dimension=6).test
+    apart = optimum * (1 - 0.25 * curvature) ** 100
+    found = log.evaluations
+    assert found["distance_square"][-1] == pytest.approx((apart**2).sum(), rel=1e-4)
+    assert found["gradient_square"][-1] == pytest.approx(((curvature * apart) ** 2).sum(), rel=1e-4)
+    assert found["loss"][-1] == pytest.approx((curvature * apart**2).sum() / 2, rel=1e-4)
+    assert found["local_loss"][-1] == pytest.approx(found["loss"][-1], rel=1e-6)
+
+
+@pytest.mark.parametrize("style", ["atc", "awc"])
+def test_a_run_settles_where_the_formula_says(tmp_path, style):
+    log = trained(tmp_path, f"algorithm.style={style}", "data.bend=0.3", "run.epochs=15")
+    made = quadratics(N, condition=4.0, dimension=6, bend=0.3)
+    limit = quadratic_limit(graphs.graph("ring", N), *made.train, 0.25, style)
+    apart = ((limit - made.test[0]) ** 2).sum(1)
+    assert np.allclose(log.evaluations["local_distance_square"][-1], apart, rtol=1e-4)
+    mean = ((limit.mean(0) - made.test[0]) ** 2).sum()
+    assert log.evaluations["distance_square"][-1] == pytest.approx(mean, rel=1e-3)
+    assert mean > 1e-6  # as curvatures differ, so does the mean's limit
+
+
+def test_vectorized_nodes_draw_noise_of_their_own(tmp_path):
+    settings = ["node.vmap=true", "task.noise=0.5", "data.heterogeneity=0", "algorithm.name=dsgd"]
+    log = trained(tmp_path / "a", *settings, "graph.name=identity")
+    again = trained(tmp_path / "b", *settings, "graph.name=identity")
+    local = log.evaluations["local_distance_square"][-1]
+    assert len(set(local.tolist())) == N
+    assert (again.evaluations["local_distance_square"][-1] == local).all()
