@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,8 @@ from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.costs import Subject
+from mpigossip.training.machines import CODING_RATE, SUM_RATE, Machine
+from mpigossip.training.timing import hops
 
 LATENCY_S, BANDWIDTH = 10e-6, 12.5e9
 """Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""
@@ -32,33 +34,6 @@ WARM_UP, LEAST, MOST = 3, 8, 60
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Seconds and rates of one node.
-
-    k messages of B bytes at once take latency_s + k · B / bandwidth; a global average over n nodes
-    2 ⌈log2 n⌉ global_latency_s + 2 (n−1)/n · B / global_bandwidth, as the best all-reduces do;
-    the weighted sum of k + 1 messages k · B / combine_rate.
-    """
-
-    compute_s: float
-    """forward and backward of a node"""
-    node_s: float
-    """averaging inside the node"""
-    update_s: float
-    """the algorithm's own arithmetic and bookkeeping"""
-    latency_s: float
-    bandwidth: float
-    """bytes/s, in and out at once"""
-    global_latency_s: float
-    global_bandwidth: float
-    combine_rate: float
-    """bytes/s of one term of the sum"""
-    sources: dict[str, str] = field(default_factory=dict)
-    """name -> "measured", "given" or "assumed" """
-    where: str = "this process alone"
-
-
-@dataclass(frozen=True)
 class Given:
     """What the user says of the machine; None: measured."""
 
@@ -66,6 +41,9 @@ class Given:
     node_s: float | None = None
     latency_s: float | None = None
     bandwidth: float | None = None
+    combine_rate: float | None = None
+    coding_rate: float | None = None
+    jitter: float | None = None
 
 
 def examine(what: Subject, world: World, given: Given, budget_s: float) -> Machine:
@@ -76,16 +54,26 @@ def examine(what: Subject, world: World, given: Given, budget_s: float) -> Machi
     Raises JobError where the job's devices are not here and compute_s isn't given.
     """
     sources: dict[str, str] = {}
+    on_cpu = slots_of(what.job.node.devices)[0] == "cpu"
     if given.compute_s is None:
-        compute_s, node_s, update_s = _steps(what, world, budget_s)
-        sources |= dict.fromkeys(("compute", "node-local"), "measured")
+        compute_s, node_s, update_s, jitter = _steps(what, world, budget_s)
+        sources |= dict.fromkeys(("compute", "node-local", "jitter"), "measured")
     else:
-        compute_s, node_s, update_s = given.compute_s, 0.0, 0.0
-        sources |= {"compute": "given", "node-local": "given"}
+        compute_s, node_s, update_s, jitter = given.compute_s, 0.0, 0.0, 0.0
+        sources |= {"compute": "given", "node-local": "given", "jitter": "not given"}
     if given.node_s is not None:
         node_s, sources["node-local"] = given.node_s, "given"
-    combine_rate = world.nodes.per_node * _combine_rate(what)
-    work_s = compute_s if slots_of(what.job.node.devices)[0] == "cpu" else 0.0
+    if given.jitter is not None:
+        jitter, sources["jitter"] = given.jitter, "given"
+    # this processor says nothing of a GPU's rates
+    combine_rate = world.nodes.per_node * (_combine_rate(what) if on_cpu else SUM_RATE)
+    coding_rate = 0.0 if on_cpu else world.nodes.per_node * CODING_RATE
+    sources |= dict.fromkeys(("sum", "coding"), "measured" if on_cpu else "assumed")
+    if given.combine_rate is not None:
+        combine_rate, sources["sum"] = given.combine_rate, "given"
+    if given.coding_rate is not None:
+        coding_rate, sources["coding"] = given.coding_rate, "given"
+    work_s = compute_s if on_cpu else 0.0
     wire, where = _network(what, world, given, combine_rate, budget_s, work_s)
     latency_s, bandwidth, global_latency_s, global_bandwidth = wire
     measured = "measured" if world.nodes.count > 1 else "assumed"
@@ -93,12 +81,16 @@ def examine(what: Subject, world: World, given: Given, budget_s: float) -> Machi
     sources["bandwidth"] = measured if given.bandwidth is None else "given"
     return Machine(
         compute_s, node_s, update_s, latency_s, bandwidth, global_latency_s, global_bandwidth,
-        combine_rate, sources, where,
+        combine_rate, sources, where, jitter, coding_rate, coding_rate,
     )  # fmt: skip
 
 
-def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, float, float]:
-    """Median seconds of a step of one node: compute, node-local, update; means over the ranks."""
+def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
+    """Median seconds of a step of one node: compute, node-local, update; the jitter of compute.
+
+    Means over the ranks. The jitter is half of what lies between the quantiles at 16 and 84 %, as
+    a share of the median: a normal distribution's deviation, which a rare pause doesn't move.
+    """
     from mpigossip.cluster.nodes import node_alone
     from mpigossip.cluster.ranks import Alone
     from mpigossip.groups import devices
@@ -130,9 +122,11 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, float, 
     finally:
         assembly.close()
     mine = [statistics.median(values) for values in found.values()]
+    tenths = statistics.quantiles(found["compute_s"], n=25)  # 4 % each
+    mine.append((tenths[20] - tenths[3]) / 2 / mine[0] if mine[0] else 0.0)
     every = world.broadcast(world.gather(mine))
     means = [statistics.fmean(each) for each in zip(*every, strict=True)]
-    return means[0], means[1], means[2]
+    return tuple(means)
 
 
 def _here(job) -> bool:
@@ -177,11 +171,6 @@ def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
     encode = _best(lambda: wire.pack(values, (0, 0, 0), 0), 3)
     decode = _best(lambda: wire.unpack(codes, short, slice(0, short), out), 3)
     return encode * width / short, decode * width / short
-
-
-def hops(n: int) -> int:
-    """Latencies one after the other in a global average over n nodes."""
-    return 2 * (n - 1).bit_length()
 
 
 def _network(

@@ -7,19 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
-from mpigossip.analysis.machine import Machine, coding_seconds, hops
+from mpigossip.analysis.machine import coding_seconds
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError, LocalSection
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
-from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind
-from mpigossip.mixing.plan import piece_size
 from mpigossip.training.assemble import make_bare
-from mpigossip.training.costs import STEPS, Exchanges, Subject, exchanges
-from mpigossip.training.fit import lacking, may_cut, unfit
-from mpigossip.training.shape import planned
+from mpigossip.training.costs import Exchanges, Subject, exchanges
+from mpigossip.training.fit import lacking, unfit
+from mpigossip.training.machines import Machine
+from mpigossip.training.timing import Timing
 
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
 CADENCES = ("always", "every", "gossip-pga", "cpsgd")
@@ -27,8 +24,6 @@ WIRES = ("fp32", "bf16", "qsgd")
 ALL_REDUCE = "all-reduce"
 GOSSIP = "dmsgd-vanilla"
 """What gossips in place of a job's parallel SGD: local momentum, one vector."""
-BACKWARD = 2 / 3
-"""Share of computing that is backward: two of three products of matrices a layer."""
 NEAR = 1.05
 """Choices that take at most so many times as long as the fastest count as equally fast."""
 REFERENCE = "exponential"
@@ -88,6 +83,7 @@ class Row:
     step_s: float
     exchange_s: float
     hidden_s: float
+    waiting_s: float
     bytes_per_step: float
     steps_per_epoch: int
     epoch_s: float
@@ -117,103 +113,49 @@ def choices(job: Job, everything: bool = False) -> list[Choice]:
     return list(dict.fromkeys(found))
 
 
-def predict(what: Subject, machine: Machine, choice: Choice, n: int, epochs: float) -> Row | None:
-    """One choice on n nodes; None where the graph doesn't exist for n or the parts don't fit."""
+def predict(
+    what: Subject,
+    machine: Machine,
+    choice: Choice,
+    n: int,
+    epochs: float,
+    period: float | None = None,
+) -> Row | None:
+    """One choice on n nodes; None where the graph doesn't exist for n or the parts don't fit.
+
+    ``period``: average one of an adaptive cadence, where its formula isn't to say it.
+    """
     job = choice.job(what.job)
     try:
-        made = exchanges(replace(what, job=job), n)
+        made = exchanges(replace(what, job=job), n, period)
     except GraphError:
         return None
     if lacking(made.method.needs, made.graph) or unfit(job, made.graph, made.method, made.cadence):
         return None
-    exchange, hidden = exchange_seconds(made, machine), _hidden(job, made, machine)
-    step = machine.compute_s + machine.node_s + machine.update_s + exchange - hidden
+    timing = Timing(job, made, _coding(machine, made))
+    (exchange, hidden), waiting = timing.mean_s(), timing.waiting_s()
+    step = timing.steady_s + exchange - hidden + waiting
     per_epoch = what.steps_per_epoch(n)
     return Row(
-        choice.graph, choice.cadence, choice.wire, n, step, exchange, hidden,
+        choice.graph, choice.cadence, choice.wire, n, step, exchange, hidden, waiting,
         made.bytes_per_step, per_epoch, per_epoch * step, epochs * per_epoch * step,
         _transient(made, job.data.partition == "shuffled"),
     )  # fmt: skip
 
 
-def _hidden(job: Job, made: Exchanges, machine: Machine) -> float:
-    """Seconds of an average step's exchange that pass while gradients are computed.
-
-    Ahead: during all of it. By blocks: all but the last block during backward.
-    """
-    if made.method.ahead:
-        wire = exchange_seconds(made, machine) - _summing(made, machine)
-        return min(wire, machine.compute_s)
-    slots = slots_of(job.node.devices)
-    if not (made.method.by_columns and may_cut(job, planned(job)) and slots == ("cpu",)):
-        return 0.0
-    size = made.layout.sent_bytes
-    last = min(1.0, piece_size(size, machine.bandwidth) / size)
-    total = 0.0
-    for (kind, t), count in made.counted.items():
-        if kind is Kind.GOSSIP:
-            wire = (1 - last) * _round_seconds(made, machine, kind, t)
-            total += count * min(wire, BACKWARD * machine.compute_s)
-    return total / STEPS
-
-
-def exchange_seconds(made: Exchanges, machine: Machine) -> float:
-    """Seconds of communication and weighted sums in an average step, nothing hidden."""
-    total = 0.0
-    for (kind, t), count in made.counted.items():
-        total += count * _round_seconds(made, machine, kind, t)
-    return total / STEPS
-
-
-def _round_seconds(made: Exchanges, machine: Machine, kind: Kind, t: int | None) -> float:
-    if kind is Kind.LOCAL:
-        return 0.0
-    layout, n = made.layout, made.graph.n
-    encode, decode = _coding(made)
-    if kind is Kind.GLOBAL:
-        share = 2 * (n - 1) / n
-        summed = hops(n) * machine.global_latency_s
-        summed += share * layout.nbytes / machine.global_bandwidth
-        return encode + summed + layout.nbytes / machine.combine_rate
-    sent, received = busiest(made.graph, t)
-    many = max(sent, received)
-    wire = machine.latency_s * (many > 0) + many * layout.sent_bytes / machine.bandwidth
-    return encode + wire + received * (decode + layout.nbytes / machine.combine_rate)
-
-
-def _summing(made: Exchanges, machine: Machine) -> float:
-    """The part of an average step's exchange that nothing hides: decoding and the sum."""
-    _, decode = _coding(made)
-    each = decode + made.layout.nbytes / machine.combine_rate
-    total = 0.0
-    for (kind, t), count in made.counted.items():
-        terms = busiest(made.graph, t)[1] if kind is Kind.GOSSIP else kind is Kind.GLOBAL
-        total += count * terms * each
-    return total / STEPS
-
-
-def _coding(made: Exchanges) -> tuple[float, float]:
-    layout = made.layout
-    return _coded(layout.wire.name, layout.vectors * sum(layout.widths), layout.wire)
-
-
 _CODED: dict[tuple[str, int], tuple[float, float]] = {}
 
 
-def _coded(name: str, width: int, wire) -> tuple[float, float]:
-    """Measured once for each wire and width."""
-    if (name, width) not in _CODED:
-        _CODED[name, width] = coding_seconds(wire, width)
-    return _CODED[name, width]
-
-
-def busiest(graph: Graph, t: int) -> tuple[int, int]:
-    """Most messages that any node sends, and that any receives, in round t."""
-    r = graph.round(t)
-    indices = getattr(r, "indices", None)
-    if indices is None:  # a circulant: all nodes alike
-        return r.degree, r.degree
-    return int(np.bincount(indices, minlength=1).max()), r.degree
+def _coding(machine: Machine, made: Exchanges) -> Machine:
+    """With rates of coding measured here, once for each wire and width, where none are given."""
+    layout = made.layout
+    if layout.wire.exact or machine.encode_rate:
+        return machine
+    key = layout.wire.name, layout.vectors * sum(layout.widths)
+    if key not in _CODED:
+        _CODED[key] = coding_seconds(layout.wire, key[1])
+    encode, decode = (layout.nbytes / seconds for seconds in _CODED[key])
+    return replace(machine, encode_rate=encode, decode_rate=decode)
 
 
 def _transient(made: Exchanges, alike: bool) -> float:
@@ -221,9 +163,9 @@ def _transient(made: Exchanges, alike: bool) -> float:
     counted = made.counted
     gossip = sum(count for (kind, _), count in counted.items() if kind is Kind.GOSSIP)
     everywhere = sum(count for (kind, _), count in counted.items() if kind is Kind.GLOBAL)
-    every = STEPS / everywhere if everywhere else float("inf")
+    every = made.steps / everywhere if everywhere else float("inf")
     gap = _gap(made.graph) if gossip else 0.0
-    found = transient_of(made.graph.n, gap, gossip / STEPS, every)
+    found = transient_of(made.graph.n, gap, gossip / made.steps, every)
     return found[0] if alike else found[1]
 
 
@@ -232,10 +174,16 @@ def _gap(graph: Graph) -> float:
     return averaging_gap(graph)
 
 
-def table(what: Subject, machine: Machine, nodes: Sequence[int], epochs: float) -> list[Row]:
+def table(
+    what: Subject,
+    machine: Machine,
+    nodes: Sequence[int],
+    epochs: float,
+    period: float | None = None,
+) -> list[Row]:
     """Every product of graph, cadence and wire on every number of nodes, refused ones left out."""
     found = (
-        predict(what, machine, choice, n, epochs)
+        predict(what, machine, choice, n, epochs, period)
         for n in nodes
         for choice in choices(what.job, everything=True)
     )

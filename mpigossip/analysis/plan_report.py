@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpigossip.analysis.machine import Machine
 from mpigossip.analysis.plan import (
     ALL_REDUCE,
     GOSSIP,
@@ -20,6 +19,7 @@ from mpigossip.analysis.plan import (
 )
 from mpigossip.analysis.plan import name as named
 from mpigossip.training.costs import Subject
+from mpigossip.training.machines import Machine
 
 WIDTH = 96
 """Columns of the longest lines of text, where the terminal has as many."""
@@ -29,6 +29,7 @@ EXPLAINED = (
     "(transient: iterations before n nodes pay off n-fold, in theory and up to a constant: to "
     "compare, not to add)"
 )
+ASSUMED = "all-reduce as DDP does it, its buckets sent during backward"
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
@@ -79,6 +80,8 @@ def _head(what: Subject, machine: Machine, note: str) -> list[str]:
         f"node and step" + (f"; {note}" if note else ""),
         f"compute {_time(machine.compute_s)} ({told['compute']}), inside the node "
         f"{_time(machine.node_s)} ({told['node-local']}), update {_time(machine.update_s)}",
+        f"jitter of compute {machine.jitter:.1%} ({told.get('jitter', 'not given')}), sum "
+        f"{machine.combine_rate / 1e9:.3g} GB/s ({told.get('sum', 'given')}); {ASSUMED}",
         f"latency {_time(machine.latency_s)} ({told['latency']}), bandwidth "
         f"{machine.bandwidth / 1e9:.3g} GB/s ({told['bandwidth']}); {machine.where}",
     )

@@ -92,6 +92,15 @@ def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
     return read
 
 
+def share(text: str) -> float:
+    """A share such as 5% or 0.05; below 1."""
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text)
+    value = float(found[1]) / (100 if found[2] else 1) if found else 1.0
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f'"{text}": needs a share below 1, such as 5% or 0.05')
+    return value
+
+
 def numbers_of_nodes(text: str) -> list[int]:
     """4,8,…,64 as [4, 8, 16, 32, 64]: an ellipsis doubles from the number before it."""
     found: list[int] = []

@@ -12,6 +12,7 @@ from mpigossip.commands.arguments import (
     numbers_of_nodes,
     quantity,
     settings,
+    share,
 )
 
 EXAMPLES = """
@@ -43,6 +44,17 @@ def add(commands) -> None:
     plan.add_argument("--node", type=time, metavar="T", help="averaging inside the node")
     plan.add_argument("--latency", type=time, metavar="T", help="of a small round, such as 5us")
     plan.add_argument("--bandwidth", type=rate, metavar="B", help="such as 25GB/s or 200Gbit")
+    plan.add_argument(
+        "--sum", type=rate, metavar="B", help="bytes summed, such as 300GB/s; not given: measured "
+        "on a CPU, 300GB/s assumed of a GPU",
+    )  # fmt: skip
+    plan.add_argument("--coding", type=rate, metavar="B", help="float32 that a wire codes, 50GB/s")
+    plan.add_argument(
+        "--jitter", type=share, metavar="P", help="deviation of a step's computing, such as 5%%"
+    )
+    plan.add_argument(
+        "--period", type=float, metavar="H", help="average period of an adaptive cadence"
+    )
     plan.add_argument("--seconds", type=float, default=8.0, help="spent on measuring, about")
     plan.add_argument("--out", type=Path, metavar="OUT.png", help="a picture")
     plan.add_argument("--json", action="store_true", help="every combination, as one object")
@@ -68,12 +80,15 @@ def run(options) -> None:
             job = with_ranks(job, ranks.nodes.per_node)
         with ranks.together(JobError):
             what, note = subject(job)
-        given = Given(options.compute, options.node, options.latency, options.bandwidth)
+        given = Given(
+            options.compute, options.node, options.latency, options.bandwidth,
+            options.sum, options.coding, options.jitter,
+        )  # fmt: skip
         machine = examine(what, ranks, given, options.seconds)
         if ranks.rank != 0:
             return
         epochs = what.job.run.epochs if options.epochs is None else options.epochs
-        rows = table(what, machine, options.nodes, epochs)
+        rows = table(what, machine, options.nodes, epochs, options.period)
         if options.out:
             picture(what, rows, options.nodes, epochs, options.out)
         if options.json:

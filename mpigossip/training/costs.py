@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from mpigossip import algorithms, models
 from mpigossip.algorithms.base import Step
-from mpigossip.algorithms.cadence import Cadence
+from mpigossip.algorithms.cadence import Cadence, fixed
 from mpigossip.config import Job, JobError
 from mpigossip.data.loading import AnyData
 from mpigossip.data.sources import SyntheticSource, source
@@ -22,11 +22,16 @@ from mpigossip.mixing import mixer_class
 from mpigossip.mixing.base import Kind, Layout, is_average, traffic
 from mpigossip.store import StoreError
 from mpigossip.training import assemble, shape
+from mpigossip.training.schedule import schedule
 
 STEPS = 240
 """Steps over which costs are averaged: whole periods of all usual graphs and cadences."""
 STEADY = {"variance": 1.0, "loss": 1.0}
-"""What an adaptive cadence is told to have measured: nothing changes, so its period stays."""
+"""What an adaptive cadence is told to have measured, where no formula says it."""
+LONGEST = 200_000
+"""Steps of a run at most along which an adaptive cadence is followed."""
+PERIODS = 20
+"""Of an adaptive cadence over which costs are averaged, at least."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +92,13 @@ class Exchanges:
     cadence: Cadence
     layout: Layout
     asynchronous: bool = False
+    steps: int = STEPS
+    """over which costs are averaged"""
 
     def rounds(self) -> Iterator[tuple[Kind, int]]:
-        """Kind and clock of each exchange of `STEPS` steps."""
+        """Kind and clock of each exchange of `steps` steps."""
         state, clock = self.cadence.init(), 0
-        for index in range(STEPS):
+        for index in range(self.steps):
             kind = self.cadence.kind(state, index)
             yield kind, clock
             now = Step(index, clock, kind, 1.0)
@@ -100,7 +107,7 @@ class Exchanges:
 
     @cached_property
     def counted(self) -> Counter[tuple[Kind, int | None]]:
-        """How often each kind and round occurs in `STEPS` steps; None: an average over all.
+        """How often each kind and round occurs in `steps` steps; None: an average over all.
 
         Rounds that are the exact average count as one, since they are carried out as one.
         """
@@ -121,17 +128,69 @@ class Exchanges:
             # asynchronously a copy is fetched and a deposit put for each neighbour
             messages = 2 if self.asynchronous and kind is Kind.GOSSIP else 1
             total += count * messages * traffic(self.graph, kind, t or 0, 0, sent, raw)
-        return total / STEPS
+        return total / self.steps
 
 
-def exchanges(what: Subject, n: int) -> Exchanges:
-    """The exchanges of a job on n nodes. Raises GraphError for an n that the graph doesn't have."""
+def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
+    """The exchanges of a job on n nodes. Raises GraphError for an n that the graph doesn't have.
+
+    ``period``: average one of an adaptive cadence, in place of what its formula gives.
+    """
     job, flat = what.job, what.flat
     graph = assemble.make_graph(job, n)
     method = assemble.make_algorithms(job, flat, graph)[0]
     layout = Layout(flat.widths, method.vectors, method.scalars, wire=assemble.make_wire(job))
     cadence = assemble.make_cadence(job, method, graph, STEPS)
-    return Exchanges(graph, method, cadence, layout, job.node.mixer == "asynchronous")
+    made = Exchanges(graph, method, cadence, layout, job.node.mixer == "asynchronous")
+    if cadence.measures:
+        period = average_period(what, n) if period is None else period
+        steps = max(STEPS, round(PERIODS * period))
+        made = replace(made, cadence=steady(cadence, period), steps=steps)
+    return made
+
+
+_PERIODS: dict[str, float] = {}
+
+
+def average_period(what: Subject, n: int) -> float:
+    """Steps between two global averages of an adaptive cadence, on average over the run.
+
+    Local steps at rates r_k take nodes apart by S = Σ r_k² V, V the gradients' variance, taken as
+    constant: what a cadence that measures S is told. ADPSGD's period then tends to p₀ r₀/r, r₀ the
+    mean rate of its samples. One that goes by the loss is told that this stays.
+    """
+    job, an_epoch = what.job, what.steps_per_epoch(n)
+    total = min(LONGEST, job.run.epochs * an_epoch) or STEPS
+    key = repr((job.algorithm, job.cadence, job.schedule, an_epoch, total, n * what.per_step))
+    if key not in _PERIODS:
+        rate = schedule(job.schedule, an_epoch, total, n * what.per_step)
+        graph = assemble.make_graph(job, n)
+        method = assemble.make_algorithms(job, what.flat, graph)[0]
+        cadence = assemble.make_cadence(job, method, graph, total)
+        _PERIODS[key] = total / max(1, _averages(cadence, rate, total))
+    return _PERIODS[key]
+
+
+def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int:
+    """How many of so many steps are global averages, at these learning rates."""
+    state, spread, found = cadence.init(), 0.0, 0
+    for index in range(total):
+        kind, lr = cadence.kind(state, index), rate(index)
+        spread += lr * lr
+        state = cadence.observe(state, Step(index, 0, kind, lr), STEADY | {"variance": spread})
+        if kind is Kind.GLOBAL:
+            found, spread = found + 1, 0.0
+    return found
+
+
+def steady(cadence: Cadence, period: float) -> Cadence:
+    """The cadence with a global average at every ``period``-th step on average, for ever."""
+    others = next(iter(cadence.kinds - {Kind.GLOBAL}), Kind.LOCAL)
+
+    def kind(index: int) -> Kind:
+        return Kind.GLOBAL if int((index + 1) / period) > int(index / period) else others
+
+    return fixed(kind, *cadence.kinds)
 
 
 def memory(what: Subject, made: Exchanges) -> dict[str, int]:

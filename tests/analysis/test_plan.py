@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mpigossip.analysis import plan
-from mpigossip.analysis.machine import Machine
 from mpigossip.analysis.plan import ALL_REDUCE, Choice, choices, predict, recommend, table
 from mpigossip.analysis.plan_report import text
 from mpigossip.commands.arguments import BYTES_A_SECOND, SECONDS, numbers_of_nodes, quantity
@@ -18,6 +16,8 @@ from mpigossip.graphs import graph
 from mpigossip.graphs.theory import averaging_gap, transient_iterations, transient_of
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
+from mpigossip.training.machines import Machine
+from mpigossip.training.timing import busiest
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
 SLOW = Machine(10e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)
@@ -52,9 +52,9 @@ def test_a_step_is_compute_and_messages():
 
 def test_a_directed_round_is_as_long_as_its_busiest_node():
     star = graph("star", 6)
-    assert plan.busiest(star, 0) == (5, 5)
-    assert plan.busiest(graph("one-peer-hypercube", 8), 1) == (1, 1)
-    assert plan.busiest(graph("exponential", 8), 0) == (3, 3)
+    assert busiest(star, 0) == (5, 5)
+    assert busiest(graph("one-peer-hypercube", 8), 1) == (1, 1)
+    assert busiest(graph("exponential", 8), 0) == (3, 3)
 
 
 def test_what_is_ahead_hides_behind_compute():
@@ -171,6 +171,7 @@ def test_the_command_plans_alone(tmp_path):
     found = json.loads(done.stdout)
     assert found["machine"]["sources"] == {
         "compute": "given", "node-local": "given", "latency": "given", "bandwidth": "given",
+        "jitter": "not given", "sum": "measured", "coding": "measured",
     }  # fmt: skip
     assert set(found["recommended"]) == {"4", "8", "16", "32"}
     assert {row["nodes"] for row in found["rows"]} == {4, 8, 16, 32}

@@ -1,0 +1,87 @@
+"""Machines that training is timed on: rates and latencies, of networks by name or measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from mpigossip.config import JobError
+from mpigossip.config.toml import near
+
+SUM_RATE, CODING_RATE = 300e9, 50e9
+"""Bytes/s of one term of the sum and of coding that are assumed of a GPU: a third of the memory's
+rate of a V100, and a few operations a value."""
+NETWORKS = {
+    "internet-100mbit": (20e-3, 12.5e6),
+    "1gbit": (100e-6, 125e6),
+    "10gbit": (50e-6, 1.25e9),
+    "25gbit": (50e-6, 3.125e9),
+    "100gbit": (10e-6, 12.5e9),
+    "200gbit": (5e-6, 25e9),
+    "400gbit": (5e-6, 50e9),
+}
+"""Latency of a small round in seconds and bandwidth in bytes/s of links that are usual: TCP up to
+25 Gbit/s, RDMA above. Round figures, measured nowhere."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds and rates of one node.
+
+    k messages of B bytes at once take latency_s + k · B / bandwidth; a global average over n nodes
+    2 ⌈log2 n⌉ global_latency_s + 2 (n−1)/n · B / global_bandwidth, as the best all-reduces do;
+    the weighted sum of k + 1 messages k · B / combine_rate.
+    """
+
+    compute_s: float
+    """forward and backward of a node"""
+    node_s: float
+    """averaging inside the node"""
+    update_s: float
+    """the algorithm's own arithmetic and bookkeeping"""
+    latency_s: float
+    bandwidth: float
+    """bytes/s, in and out at once"""
+    global_latency_s: float
+    global_bandwidth: float
+    combine_rate: float
+    """bytes/s of one term of the sum"""
+    sources: dict[str, str] = field(default_factory=dict)
+    """name -> "measured", "given" or "assumed" """
+    where: str = "this process alone"
+    jitter: float = 0.0
+    """standard deviation of a step's computing, as a share of it"""
+    encode_rate: float = 0.0
+    """bytes/s of float32 that a lossy wire encodes; 0: at once"""
+    decode_rate: float = 0.0
+
+    def save(self, path: Path) -> None:
+        """As JSON, for :func:`named`."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
+
+
+def named(name: str, compute_s: float | None = None) -> Machine:
+    """A machine of a network known by name, or one that :meth:`Machine.save` wrote to a file.
+
+    ``compute_s``: of a step's forward and backward, in place of the file's. Raises JobError.
+    """
+    if name in NETWORKS:
+        if compute_s is None:
+            remedy = "say how long forward and backward of a step take on the device"
+            raise JobError([f'clock.compute_s is not set for clock.network = "{name}": {remedy}'])
+        wire = NETWORKS[name]
+        made = Machine(compute_s, 0.0, 0.0, *wire, *wire, SUM_RATE, where=name)
+        return replace(made, encode_rate=CODING_RATE, decode_rate=CODING_RATE)
+    try:
+        machine = Machine(**json.loads(Path(name).read_text("utf-8")))
+    except FileNotFoundError:
+        raise JobError(
+            [f'clock.network: "{name}" is no file that `mpigossip plan … --save FILE` wrote, and '
+             f"no network by name; {near(name, NETWORKS)}"]
+        ) from None  # fmt: skip
+    except (ValueError, TypeError, OSError) as error:
+        raise JobError(
+            [f"clock.network: {name} is not what `plan --save` writes: {error}"]
+        ) from None
+    return machine if compute_s is None else replace(machine, compute_s=compute_s)

@@ -1,0 +1,166 @@
+"""What a step takes: waiting, overlap, the papers' speed tables, and the clock of events."""
+
+import math
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpigossip.analysis.plan import ALL_REDUCE, Choice, predict
+from mpigossip.mixing.base import Kind
+from mpigossip.training import assemble
+from mpigossip.training.costs import average_period, exchanges, subject
+from mpigossip.training.machines import Machine
+from mpigossip.training.timing import Clock, Timing, expected_maximum, last_bucket
+
+SPEED = Path(__file__).parents[2] / "jobs" / "claims" / "speed.py"
+SLOW = Machine(10e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)
+AT_ONCE = Machine(10e-3, 1e-3, 2e-3, 0.0, 1e15, 0.0, 1e15, 1e15)
+"""A network that takes no time: what is left is waiting."""
+
+
+def made(n=8, graph="one-peer-exponential", cadence="always", **algorithm):
+    job = assemble.load(
+        {"algorithm": {"name": "dsgd", **algorithm}, "graph": {"name": graph},
+         "cadence": {"name": cadence}}
+    )  # fmt: skip
+    return job, exchanges(subject(job)[0], n)
+
+
+def test_the_largest_of_n_normal_numbers():
+    assert expected_maximum(1) == pytest.approx(0, abs=1e-6)
+    assert expected_maximum(2) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-6)
+    assert expected_maximum(4) == pytest.approx(1.029375, rel=1e-5)
+    drawn = np.random.default_rng(0).standard_normal((20_000, 64)).max(1).mean()
+    assert expected_maximum(64) == pytest.approx(drawn, rel=0.01)
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.1])
+def test_a_collective_waits_for_the_slowest_of_n(jitter):
+    machine, what = replace(SLOW, jitter=jitter), subject(made()[0])[0]
+    for n in (4, 32):
+        row = predict(what, machine, Choice(ALL_REDUCE), n, 1)
+        calm = predict(what, SLOW, Choice(ALL_REDUCE), n, 1)
+        assert row.step_s - calm.step_s == pytest.approx(jitter * 10e-3 * expected_maximum(n))
+    seldom = predict(what, machine, Choice("one-peer-exponential", "cpsgd"), 8, 1)  # period 8
+    assert seldom.waiting_s == pytest.approx(jitter * 10e-3 * expected_maximum(8) / math.sqrt(8))
+
+
+@pytest.mark.parametrize(
+    "graph", ["one-peer-exponential", "one-peer-hypercube", "ring", "exponential", "star"]
+)
+def test_gossip_waits_longer_than_for_its_partners_and_shorter_than_for_all(graph):
+    job, found = made(32, graph)
+    waiting = Timing(job, found, replace(AT_ONCE, jitter=0.1)).waiting_s() / 1e-3
+    assert expected_maximum(2) < waiting < expected_maximum(32)
+    assert Timing(job, found, AT_ONCE).waiting_s() == 0
+    # a message that is longer than the jitter is waited for, not who was late
+    assert Timing(job, found, replace(SLOW, jitter=0.1)).waiting_s() / 1e-3 < waiting
+
+
+def test_half_the_jitter_is_half_the_waiting():
+    job, found = made(16)
+    whole, half = (Timing(job, found, replace(AT_ONCE, jitter=j)).waiting_s() for j in (0.1, 0.05))
+    assert whole == pytest.approx(2 * half, rel=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"style": "awc"}])
+@pytest.mark.parametrize("cadence", ["always", "every", "gossip-pga"])
+@pytest.mark.parametrize("graph", ["one-peer-exponential", "ring", "complete"])
+def test_the_clock_of_events_goes_as_fast_as_the_formula(graph, cadence, algorithm):
+    job, found = made(8, graph, cadence, **algorithm)
+    clock, timing = Clock(Timing(job, found, SLOW)), Timing(job, found, SLOW)
+    for kind, t in found.rounds():
+        clock.step(kind, t, np.full((1, 8), SLOW.compute_s))
+    assert np.ptp(clock.now) < 1e-9
+    assert clock.now[0, 0] / found.steps == pytest.approx(timing.step_s(), rel=1e-9)
+
+
+def test_a_slow_node_reaches_its_neighbours_first():
+    job, found = made(8)
+    clock = Clock(Timing(job, found, SLOW))
+    compute = np.full((1, 8), 10e-3)
+    compute[0, 3] = 1.0
+    late = []
+    for t in range(3):
+        clock.step(Kind.GOSSIP, t, compute if t == 0 else np.full((1, 8), 10e-3))
+        late.append(int((clock.now[0] > 0.5).sum()))
+    assert late == [2, 4, 8]  # twice as many a round
+
+
+def test_a_slow_link_counts_for_those_who_use_it():
+    job, found = made(4)
+    bandwidth = np.full(4, SLOW.bandwidth)
+    calm = Clock(Timing(job, found, SLOW)).step(Kind.GOSSIP, 0, np.full((1, 4), 0.01))[0]
+    bandwidth[0] /= 10
+    slow = Clock(Timing(job, found, SLOW, bandwidth)).step(Kind.GOSSIP, 0, np.full((1, 4), 0.01))[0]
+    message = found.layout.sent_bytes
+    expected = 9 * message / SLOW.bandwidth
+    uses = [0 in (i, *found.graph.neighbours(0, i)[0]) for i in range(4)]
+    assert sum(uses) == 2
+    np.testing.assert_allclose(slow - calm, expected * np.array(uses), atol=1e-12)
+
+
+def test_ddp_sends_all_but_its_last_bucket_during_backward():
+    assert last_bucket(1 << 20) == 1
+    assert last_bucket((1 << 20) + (25 << 20)) == pytest.approx(25 / 26)
+    assert last_bucket((1 << 20) + (26 << 20)) == pytest.approx(1 / 27)
+    what = subject(assemble.load({"model": {"name": "resnet56"}, "algorithm": {"name": "dsgd"}}))[0]
+    row = predict(what, SLOW, Choice(ALL_REDUCE), 8, 1)
+    assert row.hidden_s == pytest.approx(2 / 3 * SLOW.compute_s)  # of seconds on the wire
+    quick = predict(what, replace(SLOW, compute_s=100.0), Choice(ALL_REDUCE), 8, 1)
+    assert quick.hidden_s == pytest.approx((1 - last_bucket(4 * what.flat.size)) * quick.exchange_s)
+
+
+def test_an_adaptive_period_grows_as_the_learning_rate_falls():
+    job = {
+        "algorithm": {"name": "adpsgd"}, "cadence": {"period": 4}, "run": {"epochs": 90},
+        "data": {"source": "synthetic", "samples": 32 * 8 * 40},
+    }  # fmt: skip
+    constant = subject(assemble.load(job | {"schedule": {"name": "constant"}}))[0]
+    falling = assemble.load(job | {"schedule": {"name": "milestones", "milestones": [30, 60]}})
+    what = subject(falling)[0]
+    assert average_period(constant, 8) == pytest.approx(4)
+    found = average_period(what, 8)
+    # a third each at 4 and, at most, at 40 and 400, where it grows by one an average
+    assert 8 < found < 3 / (1 / 4 + 1 / 40 + 1 / 400)
+    made = exchanges(what, 8)
+    averages = sum(c for (kind, _), c in made.counted.items() if kind is Kind.GLOBAL)
+    assert made.steps / averages == pytest.approx(found, rel=0.06)
+    given = exchanges(what, 8, period=6.5)
+    averages = sum(c for (kind, _), c in given.counted.items() if kind is Kind.GLOBAL)
+    assert given.steps / averages == pytest.approx(6.5, rel=0.03)
+
+
+def test_the_sum_s_rate_and_the_coding_s_count():
+    what = subject(made()[0])[0]
+    fast, slow = (
+        replace(SLOW, encode_rate=1e12, decode_rate=1e12),
+        replace(SLOW, encode_rate=1e6, decode_rate=1e6),
+    )
+    choice, vector = Choice("one-peer-exponential", wire="bf16"), 4 * what.flat.size
+    rows = [predict(what, machine, choice, 8, 1) for machine in (fast, slow)]
+    assert rows[1].step_s - rows[0].step_s == pytest.approx(2 * vector / 1e6, rel=1e-4)
+
+
+def test_the_papers_speed_tables(capsys):
+    """What plan explains of them, and that it says what it can't."""
+    script = runpy.run_path(str(SPEED))
+    published, found = script["HOURS"], script["hours"]()
+    peer, reduce = "one-peer-exponential", ALL_REDUCE
+    assert np.allclose(found[peer], published[peer], rtol=0.085)
+    assert np.allclose(found[reduce][:2], published[reduce][:2], rtol=0.03)
+    grown = np.array(found[reduce]) / np.array(found[peer])
+    assert (np.diff(grown) > 0).all() and 1.05 < grown[-1] < 1.15  # of 1.47 in the paper
+    calm = script["hours"](replace(script["EXPONENTIAL"], jitter=0.0))
+    assert calm[reduce][-1] < calm[peer][-1]  # all-reduce hidden, nobody waits
+    for slow in script["SPEED_UPS"]["10 Gbit/s"]:
+        compute_s = script["compute_for"](slow)
+        assert script["speed_up"]("10 Gbit/s", compute_s) == pytest.approx(slow, rel=0.01)
+        assert 1.11 < script["speed_up"]("100 Gbit/s", compute_s) < 1.16  # of 1.14 and 1.27
+        assert script["speed_up"]("100 Gbit/s", compute_s, 0.0) < 1.05
+    script["main"]()
+    said = capsys.readouterr().out
+    assert said.count("not explained") == 2 and said.count("assumed of") == 2
