@@ -180,6 +180,8 @@ class Schedule:
     """Samples per step for which `lr` is meant."""
     warmup_epochs: NotNegative = 0.0
     """Epochs of linear growth from `lr` (unscaled) to the full learning rate."""
+    warmup_lr: AboveZero | None = None
+    """A rate that the warm-up keeps, in place of growing."""
     milestones: tuple[NotNegative, ...] = ()
     """Epochs at which the learning rate is multiplied by `factor`, in ascending order."""
     factor: AboveZero = 0.1

@@ -14,7 +14,7 @@ def schedule(
     With scale "linear" the full rate is lr × samples_per_step / reference_batch (samples of all
     nodes together), else lr. During the warm-up of W = warmup_epochs × steps_per_epoch steps it
     grows linearly, from lr (from 0 where the full rate isn't above lr), to the full rate at step
-    W − 1. After that
+    W − 1; with warmup_lr it stays at that, unscaled. After that
 
     * "constant": full
     * "milestones": full × factor^(milestones that the epoch has reached)
@@ -32,6 +32,8 @@ def schedule(
 
     def rate(step: int) -> float:
         step = min(step, last)
+        if step < warm and section.warmup_lr is not None:
+            return section.warmup_lr
         if step < warm:
             return begin + (full - begin) * (step + 1) / warm
         if section.name == "milestones":

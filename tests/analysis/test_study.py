@@ -18,7 +18,7 @@ from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study import Study
 from mpigossip.analysis.study.grid import cells_of
 from mpigossip.analysis.study.running import Found, Runner
-from mpigossip.analysis.study.search import Tried, _best
+from mpigossip.analysis.study.search import Tried, _best, chosen
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
 from mpigossip.store import log as logs
@@ -112,6 +112,33 @@ def test_a_search_goes_on_where_the_best_lies_at_an_end(here):
     )
     tried = sorted(one.rate for one in study.tried)
     assert len(tried) == 8 and tried[-1] == pytest.approx(32e-5)
+
+
+class Invented:
+    """Runs whose training loss is least at one rate."""
+
+    def __init__(self, job, best):
+        self.job, self.best = job, best
+
+    def fill(self, keys):
+        return {key: Found(self.log(abs(math.log(key[1] / self.best)))) for key in keys}
+
+    def log(self, loss):
+        steps = {"loss": np.full((40, 2), loss), "kind": np.tile([[0], [1]], (20, 2))}
+        return SimpleNamespace(steps=steps, summary={"metrics": "accuracy"})
+
+
+@pytest.mark.parametrize(
+    ("best", "further", "chosen_rate"),
+    [(0.13, [0.0707, 0.141], 0.141), (2.0, [0.8, 1.6, 3.2, 1.13, 2.26], 2.26)],
+)
+def test_a_fine_search_tries_the_rates_between_too(here, best, further, chosen_rate):
+    (cell,), _ = cells_of(Path("job.toml"), {"algorithm.name": ["dsgd"]}, [2], SMALL, False)
+    runner = Invented(Path("job.toml"), best)
+    rates, tried = chosen([cell], "fine", "train_loss", runner)
+    assert rates == {cell: chosen_rate}
+    assert [one.rate for one in tried[5:]] == pytest.approx(further)
+    assert Found(runner.log(0.5)).last("exchanges") == 20
 
 
 def test_a_run_that_diverges_is_a_result(here):

@@ -63,7 +63,7 @@ def study(
     *,
     nodes: int | Sequence[int] = 8,
     seeds: int | Sequence[int] = 3,
-    rates: Sequence[float] | Literal["search"] | None = None,
+    rates: Sequence[float] | Literal["search", "fine"] | None = None,
     settings: Sequence[str] = (),
     judge: str | None = None,
     output: str | Path | None = None,
@@ -80,13 +80,15 @@ def study(
 
     ``rates``: unset, schedule.lr as the job has it. Several: each point takes the one that is best
     by ``judge`` with a seed of its own (`search.SEED`), which is not reported. "search": of ¼, ½,
-    1, 2, 4 times the job's, going on by twos at most 3 times where the best is at an end.
+    1, 2, 4 times the job's, going on by twos at most 3 times where the best is at an end; "fine":
+    then the geometric means of the best and those beside it too.
 
-    ``judge``: a metric of the task or "loss", at the end, of the averaged model; unset, the task's
-    first. ``output``: the folder of all logs, unset runs/study-JOB; a study that was killed, or
-    asked again with more points or seeds, does only what is missing, to the same bits.
-    ``processes``: runs side by side, unset one a core. ``skip`` leaves out points whose parts
-    don't go together, which else are a mistake.
+    ``judge``: a metric of the task or "loss", at the end, of the averaged model, or "train_loss",
+    of the nodes' batches in the last twentieth of the steps; unset, the task's first. ``output``:
+    the folder of all logs, unset runs/study-JOB; a study that was killed, or asked again with more
+    points or seeds, does only what is missing, to the same bits. ``processes``: runs side by side,
+    unset one a core. ``skip`` leaves out points whose parts don't go together, which else are a
+    mistake.
 
     Raises JobError for a grid that can't be, Failure where a run ends with an error; a loss that
     isn't a number is a result, "diverged".

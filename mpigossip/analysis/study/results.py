@@ -97,22 +97,28 @@ class Results:
         return sorted(range(len(self.rows)), key=place)
 
     def ties(self) -> list[dict[str, Any]]:
-        """Rows that can't be told from the best: the interval of paired differences has 0 in it.
-
-        Paired by seed, as seeds share initial parameters and the order of samples.
-        """
+        """Rows that can't be told from the best: the interval of paired differences has 0 in it."""
         first = self.cells[self._order()[0]]
         found = []
         for cell, row in zip(self.cells, self.rows, strict=True):
-            pairs = [
-                (a.last(self.judge), b.last(self.judge))
-                for a, b in zip(self.runs(first), self.runs(cell), strict=True)
-                if not (a.diverged or b.diverged)
-            ]
-            apart = _spread("d", [a - b for a, b in pairs])
+            apart = _spread("d", self.apart(first, cell, self.judge))
             if cell is not first and not row["diverged"] and apart["d_low"] <= 0 <= apart["d_high"]:
                 found.append(row)
         return found
+
+    def apart(self, first: Cell, second: Cell, name: str, share: float = 1.0) -> list[float]:
+        """By how much one point is ahead of ``share`` times another: a difference a seed.
+
+        Above 0 where the first is better: an accuracy larger, any other figure smaller. Paired by
+        seed, as seeds share initial parameters and the order of samples; of seeds with which
+        neither diverged.
+        """
+        sign = 1 if larger_is_better(name) else -1
+        return [
+            sign * (a.last(name) - share * b.last(name))
+            for a, b in zip(self.runs(first), self.runs(second), strict=True)
+            if not (a.diverged or b.diverged)
+        ]
 
     # -- tables ----------------------------------------------------------------------------------
 

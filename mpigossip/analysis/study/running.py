@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,24 @@ from mpigossip.training import assemble
 OUTPUT = "output.txt"
 DIVERGED = "diverged.txt"
 """Beside the log: what a run printed; and why it can't be finished."""
-COLUMNS = ("bytes_sent", "consensus_distance", "loss")
+COLUMNS = ("bytes_sent", "consensus_distance", "kind", "loss")
+DERIVED: dict[str, Callable[[Log], float]] = {
+    "train_loss": lambda log: float(np.nanmean(_last(log.steps["loss"]))),
+    "spread": lambda log: float(np.nanmean(log.steps["consensus_distance"])),
+    "exchanges": lambda log: float((log.steps["kind"] > 0).mean(1).sum()),
+}
+"""Figures of a run besides those of its summary: training loss of the last twentieth of the steps,
+mean consensus distance, steps with an exchange."""
 WINDOWS, NOISE = 20, 1.1
 """Parts of a run whose training losses are compared, and how much of a rise is noise."""
 LEAVE_S = 20.0
 """Seconds that runs have to write their checkpoints when the study is stopped."""
+
+
+def _last(values: np.ndarray) -> np.ndarray:
+    """The last twentieth of the rows, at least one."""
+    return values[-max(1, len(values) // WINDOWS) :]
+
 
 Key = tuple[Cell, float | None, int]
 """A run: its point, learning rate (None: the job's) and seed."""
@@ -58,7 +71,9 @@ class Found:
 
     def last(self, name: str) -> float:
         """A figure of the averaged model at the end; NaN where it diverged."""
-        return float("nan") if self.log is None else float(self.log.summary[name])
+        if self.log is None:
+            return float("nan")
+        return DERIVED[name](self.log) if name in DERIVED else float(self.log.summary[name])
 
     def curve(self, name: str) -> np.ndarray:
         """A figure at each evaluation: a metric, "loss", "consensus_distance", "step", "epoch"."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mpigossip.analysis.study.grid import Cell
-from mpigossip.analysis.study.running import Found, Runner
+from mpigossip.analysis.study.running import DERIVED, Found, Key, Runner
 from mpigossip.config import JobError
 from mpigossip.runs.summary import metrics_of
 from mpigossip.training import assemble
@@ -38,23 +38,23 @@ def chosen(
     """The rate of each point, None for the job's own; and all that was tried."""
     if rates is None:
         return dict.fromkeys(cells), []
-    if rates == "search":
+    if isinstance(rates, str) and rates in SEARCHES:
         own = {cell: assemble.load(runner.job, cell.settings).schedule.lr for cell in cells}
         candidates = {cell: [own[cell] * factor for factor in FACTORS] for cell in cells}
     elif isinstance(rates, str) or not rates or not all(rate > 0 for rate in rates):
-        raise JobError([f'rates = {rates!r}: give learning rates above 0, or "search"'])
+        raise JobError([f'rates = {rates!r}: give learning rates above 0, "search" or "fine"'])
     else:
         candidates = {cell: sorted({float(rate) for rate in rates}) for cell in cells}
-    for _ in range(FURTHER + 1):
+    found: dict[Key, Found] = {}
+    for further in [*SEARCHES.get(rates, []), None] if isinstance(rates, str) else [None]:
         keys = [(cell, rate, SEED) for cell in cells for rate in candidates[cell]]
-        found = runner.fill(keys)
+        found |= runner.fill([key for key in keys if key not in found])
         name = figure_of(found.values(), judge)
         tried = [Tried(k[0], k[1], one.last(name), one.late) for k, one in found.items()]
         best = {cell: _best([one for one in tried if one.cell == cell], name) for cell in cells}
-        more = {cell: _next(best[cell], candidates[cell]) for cell in cells}
-        if rates != "search" or not any(more.values()):
-            break
-        candidates = {cell: sorted([*candidates[cell], *more[cell]]) for cell in cells}
+        if further:
+            more = {cell: further(best[cell], candidates[cell]) for cell in cells}
+            candidates = {cell: sorted([*candidates[cell], *more[cell]]) for cell in cells}
     return dict(best), tried
 
 
@@ -64,8 +64,8 @@ def figure_of(found: Iterable[Found], judge: str | None) -> str:
     if whole is None:
         return judge or "loss"
     metrics = metrics_of(whole.summary)
-    if judge is not None and judge not in whole.summary:
-        known = ", ".join(dict.fromkeys([*metrics, "loss"]))
+    if judge is not None and judge not in {*whole.summary, *DERIVED}:
+        known = ", ".join(dict.fromkeys([*metrics, "loss", *DERIVED]))
         raise JobError([f'judge = "{judge}": the runs have no such figure; choose one of {known}'])
     return judge or metrics[0]
 
@@ -91,3 +91,14 @@ def _best(tried: Sequence[Tried], name: str) -> float:
 def _next(best: float, candidates: Sequence[float]) -> list[float]:
     """The rate beyond the end at which the best lies, if it lies at one."""
     return [best / 2] * (best == min(candidates)) + [best * 2] * (best == max(candidates))
+
+
+def _between(best: float, candidates: Sequence[float]) -> list[float]:
+    """The geometric means of the best rate and those beside it."""
+    at = candidates.index(best)
+    beside = [*candidates[max(0, at - 1) : at], *candidates[at + 1 : at + 2]]
+    return [float(f"{math.sqrt(best * rate):.3g}") for rate in beside]
+
+
+SEARCHES = {"search": [_next] * FURTHER, "fine": [*[_next] * FURTHER, _between]}
+"""What is tried further, in turn, by the word for it."""
