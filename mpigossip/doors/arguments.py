@@ -13,6 +13,7 @@ from torch import nn
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.limits import Devices
+from mpigossip.doors.inner import Together
 from mpigossip.engine.module import LOW
 from mpigossip.groups.devices import mistakes, slots_of
 
@@ -37,6 +38,18 @@ def one_module(model: Any, name: str = "model") -> nn.Module:
     raise JobError(
         [f"{name} is a {type(model).__name__}: give a torch.nn.Module, or a list of them{more}"]
     )
+
+
+def one_optimizer(optimizer: Any) -> Any:
+    """Several optimizers as one; anything else as it is."""
+    if not isinstance(optimizer, list | tuple) or not optimizer:
+        return optimizer
+    if wrong := [one for one in optimizer if not isinstance(one, torch.optim.Optimizer)]:
+        raise JobError(
+            [f"optimizer has a {type(wrong[0]).__name__} among its {len(optimizer)}: give "
+             "torch.optim optimizers, such as [Muon(matrices), AdamW(others)]"]
+        )  # fmt: skip
+    return optimizer[0] if len(optimizer) == 1 else Together(optimizer)
 
 
 def check(world: Any, model: Any, optimizer: Any) -> nn.Module:

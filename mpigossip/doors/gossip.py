@@ -49,8 +49,9 @@ class Gossip(WithFolder):
 
     Schedulers, `torch.amp.GradScaler`, clipping and frameworks see ``param_groups``, ``state`` and
     ``defaults`` of the inner optimizer. A node whose gradients overflowed takes no step of its
-    own and joins the round. Everything that a job refuses is refused here by the same words.
-    Beyond that, because of this door:
+    own and joins the round. ``optimizer`` may be a list, whose parts step one after the other:
+    ``[torch.optim.Muon(matrices), torch.optim.AdamW(others)]``. Everything that a job refuses is
+    refused here by the same words. Beyond that, because of this door:
 
     * LBFGS: it calls its closure several times a step, each a gradient of its own;
     * methods with a momentum of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto) with
@@ -90,7 +91,7 @@ class Gossip(WithFolder):
         self,
         world: World,
         model: nn.Module | Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         algorithm: str = "dsgd",
         graph: Any = None,
         cadence: str | None = None,
@@ -106,6 +107,7 @@ class Gossip(WithFolder):
     ):
         """Collective: all nodes begin with the exact average of their models."""
         with arguments.told_to_all(world):
+            optimizer = arguments.one_optimizer(optimizer)
             whole = arguments.check(world, model, optimizer)
             slots = arguments.slots(devices)
         super().__init__(optimizer)

@@ -1,8 +1,9 @@
-"""Any torch optimizer as a local step."""
+"""Any torch optimizer, or several, as a local step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -47,6 +48,68 @@ def borrowed(
     return Local(no_state, adapt, raw=True)
 
 
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one, such as Muon for matrices and AdamW for all else.
+
+    Groups and state are those of the parts, in their order. JobError for a parameter that two have.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        """``parts``: each with parameters of its own; from now on they share one state."""
+        self._parts: Sequence[torch.optim.Optimizer] = ()
+        counts = Counter(id(p) for one in parts for g in one.param_groups for p in g["params"])
+        if twice := sum(count > 1 for count in counts.values()):
+            raise JobError(
+                [f"optimizer: {twice} parameters are in two of the {len(parts)} optimizers, and "
+                 "would take two steps; give each parameter to one of them"]
+            )  # fmt: skip
+        super().__init__([group for one in parts for group in one.param_groups], {})
+        for one in parts:
+            self.state.update(one.state)
+        self._parts, self._counts = parts, [len(one.param_groups) for one in parts]
+        self._share()
+
+    def _share(self) -> None:
+        at = 0
+        for one, count in zip(self._parts, self._counts, strict=True):
+            one.__setstate__({"state": self.state, "param_groups": self.param_groups[at:][:count]})
+            at += count
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `load_state_dict` has read, in all parts."""
+        super().__setstate__(state)
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: nothing says whose it is."""
+        if self._parts:
+            raise JobError(
+                ["add_param_group: there are several optimizers, and nothing says which of them is "
+                 "to have it; give Gossip optimizers that have all groups"]
+            )  # fmt: skip
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The step of each part; ``closure`` is evaluated once."""
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        for one in self._parts:
+            one.step()
+        return value
+
+
+def parts(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that it stands for: itself, or several."""
+    return optimizer._parts if isinstance(optimizer, Together) else (optimizer,)
+
+
+def title(optimizer: torch.optim.Optimizer) -> str:
+    """What it is called in a message."""
+    return " + ".join(type(one).__name__ for one in parts(optimizer))
+
+
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The optimizer has to move the parameters of this very model, in a step of its own."""
     own = {id(p) for p in model.parameters()}
@@ -61,12 +124,12 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             [f"the optimizer has {len(moved - own)} parameters that are not the model's: they "
              "would not be exchanged; give Gossip a list of all modules that it trains"]
         )  # fmt: skip
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if any(isinstance(one, torch.optim.LBFGS) for one in parts(optimizer)):
         raise JobError(
             ["LBFGS evaluates its closure several times a step, and nodes would exchange "
              "between them; use another optimizer"]
         )  # fmt: skip
-    if isinstance(optimizer, Wrapper):
+    if any(isinstance(one, Wrapper) for one in parts(optimizer)):
         raise JobError(["the optimizer is a Gossip already: give it the one inside"])
 
 
@@ -85,7 +148,7 @@ def check_group(model: nn.Module, group: dict[str, Any]) -> None:
 
 def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
     """Methods that never call the optimizer take rate and coupled decay from it, and no more."""
-    has = None if type(optimizer) is torch.optim.SGD else f"is a {type(optimizer).__name__}"
+    has = None if type(optimizer) is torch.optim.SGD else f"is a {title(optimizer)}"
     for group in optimizer.param_groups if has is None else ():
         for key in ("momentum", "dampening", "nesterov", "maximize"):
             has = f"has {key} = {group[key]}" if group[key] else has

@@ -7,15 +7,16 @@ from typing import Any, Self
 import torch
 
 from mpigossip.config import JobError
+from mpigossip.doors.inner import parts
 
 
 class Held:
     """Inside, the optimizer may step; outside, its `step()` is refused until :meth:`release`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        """Holds from now on."""
+        """Holds from now on; several that are one are held each."""
         self._inside = False
-        self._hook = optimizer.register_step_pre_hook(self._check)
+        self._hooks = [one.register_step_pre_hook(self._check) for one in parts(optimizer)]
 
     def __enter__(self) -> Self:
         self._inside = True
@@ -34,4 +35,5 @@ class Held:
 
     def release(self) -> None:
         """The optimizer is the user's again."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()

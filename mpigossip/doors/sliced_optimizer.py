@@ -13,6 +13,7 @@ import torch
 from mpigossip.algorithms.base import Empty, Step, no_state
 from mpigossip.algorithms.local import Local
 from mpigossip.config import JobError
+from mpigossip.doors.inner import title
 from mpigossip.engine.module import Parameters
 
 ELEMENTWISE = {
@@ -40,7 +41,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer) not in ELEMENTWISE:
         names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise JobError(
-            [f'overlap = "layers": {type(optimizer).__name__} is not known to be elementwise, and '
+            [f'overlap = "layers": {title(optimizer)} is not known to be elementwise, and '
              "blocks of layers begin and end inside parameters, where it would silently become "
              f'another method; give overlap="auto", or one of torch.optim\'s {names}']
         )  # fmt: skip

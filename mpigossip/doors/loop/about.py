@@ -9,6 +9,7 @@ from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config import Job
 from mpigossip.config.readable import size
+from mpigossip.doors.inner import title
 from mpigossip.doors.loop.state import SECTIONS
 from mpigossip.doors.node import Node
 from mpigossip.runs.overview import between, nodes
@@ -18,7 +19,7 @@ def screen(job: Job, node: Node, world: World) -> list[tuple[str, str]]:
     """Words and texts."""
     flat = node.flat
     cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
-    method = f"{job.algorithm.name} ({type(node.inner).__name__}) on {job.graph.name}{cadence}"
+    method = f"{job.algorithm.name} ({title(node.inner)}) on {job.graph.name}{cadence}"
     model = f"{type(node.model).__name__}, {flat.count:,} parameters, {size(4 * flat.count)}"
     devices = [str(next(each.parameters()).device) for each in node.slots.models]
     return [
@@ -37,7 +38,7 @@ def settings(job: Job, node: Node) -> str:
     about = {
         "program": " ".join(sys.argv),
         "model": type(node.model).__name__,
-        "optimizer": type(node.inner).__name__,
+        "optimizer": title(node.inner),
         "left_out": len(node.model.state_dict().keys() - named),
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in about.items()]
