@@ -42,10 +42,15 @@ def steps(runs: Sequence[LoggedRun]) -> Axis:
 
 
 def clock(runs: Sequence[LoggedRun]) -> Axis:
-    """The time of training, in a unit that fits the longest run."""
-    longest = max(float(run.seconds(np.array([run.last]))[0]) for run in runs)
+    """The time of training, in a unit that fits the longest run.
+
+    Virtual time where all runs have it: here they may have been simulated one after the other.
+    """
+    virtual = all(run.has_virtual_time for run in runs)
+    of = LoggedRun.virtual_seconds if virtual else LoggedRun.seconds
+    longest = max(float(of(run, np.array([run.last]))[0]) for run in runs)
     unit, word = next((unit, word) for least, unit, word in CLOCKS if longest >= least)
-    return Axis(
-        f"time of training ({word}; evaluations and checkpoints left out)",
-        lambda run, at: run.seconds(at) / unit,
-    )
+    label = f"time of training ({word}; evaluations and checkpoints left out)"
+    if virtual:
+        label = f"virtual time of training ({word}; by the job's [clock])"
+    return Axis(label, lambda run, at: of(run, at) / unit)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpigossip.analysis.seeds import Bands, alike, differences, joined
-from mpigossip.store.log import COLUMNS, Log, read
+from mpigossip.store.log import COLUMNS, VIRTUAL, Log, read
 from mpigossip.store.log_reading import metrics_in
 
 POINTS = 1000
@@ -77,7 +77,7 @@ class LoggedRun:
     def metrics(self) -> list[str]:
         """What the task counts besides the loss, by name; accuracy first, where it is counted."""
         return metrics_in(self.log.evaluations) or [
-            name for name in self.log.steps if name not in ("step", *COLUMNS)
+            name for name in self.log.steps if name not in ("step", VIRTUAL, *COLUMNS)
         ]
 
     def unit(self, name: str) -> str:
@@ -88,6 +88,19 @@ class LoggedRun:
     def seconds(self, steps: np.ndarray) -> np.ndarray:
         """Time of training at these steps; evaluations and checkpoints are left out."""
         return np.interp(steps, *self._clock)
+
+    @property
+    def has_virtual_time(self) -> bool:
+        """Whether the run carried a virtual clock from its first step on."""
+        found = self.log.steps.get(VIRTUAL)
+        return found is not None and len(found) > 0 and bool(np.isfinite(found).all())
+
+    def virtual_seconds(self, steps: np.ndarray) -> np.ndarray:
+        """Virtual time of training at these steps, mean over nodes."""
+        at, spent = self.log.steps["step"], self.log.steps[VIRTUAL].mean(1)
+        block = at[1] - at[0] if len(at) > 1 else 1  # a row is the mean of so many steps
+        done = at + (1 + block) / 2
+        return np.interp(steps, [0.0, *done], [0.0, *spent])
 
 
 def load(paths: Sequence[Path]) -> list[LoggedRun]:

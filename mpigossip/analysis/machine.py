@@ -18,8 +18,8 @@ from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.costs import Subject
-from mpigossip.training.machines import CODING_RATE, SUM_RATE, Machine
-from mpigossip.training.timing import hops
+from mpigossip.training.timing.machines import CODING_RATE, SUM_RATE, Machine
+from mpigossip.training.timing.steps import hops
 
 LATENCY_S, BANDWIDTH = 10e-6, 12.5e9
 """Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""

@@ -15,8 +15,8 @@ from mpigossip.mixing.base import Kind
 from mpigossip.training.assemble import make_bare
 from mpigossip.training.costs import Exchanges, Subject, exchanges
 from mpigossip.training.fit import lacking, unfit
-from mpigossip.training.machines import Machine
-from mpigossip.training.timing import Timing
+from mpigossip.training.timing.machines import Machine
+from mpigossip.training.timing.steps import Timing
 
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
 CADENCES = ("always", "every", "gossip-pga", "cpsgd")

@@ -19,7 +19,7 @@ from mpigossip.analysis.plan import (
 )
 from mpigossip.analysis.plan import name as named
 from mpigossip.training.costs import Subject
-from mpigossip.training.machines import Machine
+from mpigossip.training.timing.machines import Machine
 
 WIDTH = 96
 """Columns of the longest lines of text, where the terminal has as many."""

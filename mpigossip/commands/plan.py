@@ -20,9 +20,9 @@ mpigossip plan jobs/cifar10-resnet20.toml --nodes 4,8,…,1024 \\
     --bandwidth 25GB/s --latency 5us
 srun -N 4 mpigossip plan jobs/imagenet-resnet50.toml --nodes 4,16 --out p.png
 
-The second measures compute on its nodes and the network between them. Latency
-is that of a whole small round, bandwidth what a node sends and receives at
-once; alone, 10 µs and 100 Gbit/s are assumed. An ellipsis doubles on.
+The second measures compute and network of its nodes. Latency is a whole small
+round's, bandwidth what a node sends and receives at once; alone, 10 µs and
+100 Gbit/s are assumed. An ellipsis doubles on.
 """
 
 
@@ -37,25 +37,16 @@ def add(commands) -> None:
     )
     plan.add_argument("--epochs", type=float, help="default: the job's run.epochs")
     time, rate = quantity(SECONDS), quantity(BYTES_A_SECOND)
-    plan.add_argument(
-        "--compute", type=time, metavar="T",
-        help="forward and backward of a step, such as 80ms; not given: measured here",
-    )  # fmt: skip
+    plan.add_argument("--compute", type=time, metavar="T", help="of a step, 80ms; unset: measured")
     plan.add_argument("--node", type=time, metavar="T", help="averaging inside the node")
     plan.add_argument("--latency", type=time, metavar="T", help="of a small round, such as 5us")
     plan.add_argument("--bandwidth", type=rate, metavar="B", help="such as 25GB/s or 200Gbit")
-    plan.add_argument(
-        "--sum", type=rate, metavar="B", help="bytes summed, such as 300GB/s; not given: measured "
-        "on a CPU, 300GB/s assumed of a GPU",
-    )  # fmt: skip
-    plan.add_argument("--coding", type=rate, metavar="B", help="float32 that a wire codes, 50GB/s")
-    plan.add_argument(
-        "--jitter", type=share, metavar="P", help="deviation of a step's computing, such as 5%%"
-    )
-    plan.add_argument(
-        "--period", type=float, metavar="H", help="average period of an adaptive cadence"
-    )
+    plan.add_argument("--sum", type=rate, metavar="B", help="bytes added, 300GB/s")
+    plan.add_argument("--coding", type=rate, metavar="B", help="bytes that wires code, 50GB/s")
+    plan.add_argument("--jitter", type=share, metavar="P", help="deviation of computing, 5%%")
+    plan.add_argument("--period", type=float, metavar="H", help="of an adaptive cadence")
     plan.add_argument("--seconds", type=float, default=8.0, help="spent on measuring, about")
+    plan.add_argument("--save", type=Path, metavar="FILE", help="write it for clock.network")
     plan.add_argument("--out", type=Path, metavar="OUT.png", help="a picture")
     plan.add_argument("--json", action="store_true", help="every combination, as one object")
 
@@ -87,6 +78,8 @@ def run(options) -> None:
         machine = examine(what, ranks, given, options.seconds)
         if ranks.rank != 0:
             return
+        if options.save:
+            machine.save(options.save)
         epochs = what.job.run.epochs if options.epochs is None else options.epochs
         rows = table(what, machine, options.nodes, epochs, options.period)
         if options.out:

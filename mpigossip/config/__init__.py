@@ -7,6 +7,7 @@ from mpigossip.config.sections import (
     SECTIONS,
     CadenceSection,
     CheckpointSection,
+    ClockSection,
     Data,
     GraphSection,
     Job,
@@ -20,6 +21,7 @@ from mpigossip.config.sections import (
 __all__ = [
     "CadenceSection",
     "CheckpointSection",
+    "ClockSection",
     "Data",
     "GraphSection",
     "Job",

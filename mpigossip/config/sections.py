@@ -251,6 +251,33 @@ class FaultsSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClockSection:
+    """Section `[clock]`: the time that steps would have taken elsewhere, for the log's `virtual_s`.
+
+    By the formulas of `mpigossip plan`; nothing of the training depends on it.
+    """
+
+    network: Text = "none"
+    """`"none"`: no such time; a network by name (`"1gbit"`, `"10gbit"`, `"25gbit"`, `"100gbit"`,
+    `"200gbit"`, `"400gbit"`, `"internet-100mbit"`), or a file of `mpigossip plan … --save FILE`."""
+    compute_s: AboveZero | None = None
+    """Seconds of a step's forward and backward; unset takes the file's."""
+    latency_s: NotNegative | None = None
+    """Seconds of a small round; unset takes the network's."""
+    bandwidth: AboveZero | None = None
+    """Bytes a second that a node sends and receives at once; unset takes the network's."""
+    jitter: NotNegative | None = None
+    """Standard deviation of computing from step to step, as a share of it; unset takes the
+    file's, else 0."""
+    slow_times: OneOrMore = 1.0
+    """How many times longer a straggler computes; 1: there is none."""
+    slow_nodes: Positive = 1
+    """Stragglers at a time, drawn from `run.seed` anew every `slow_steps` steps."""
+    slow_steps: Positive = 10
+    """Steps that a node stays one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
     """Section `[checkpoint]`: when to save, and how much to keep."""
 
@@ -311,6 +338,7 @@ class Job:
     schedule: Schedule = field(default_factory=Schedule)
     node: NodeSection = field(default_factory=NodeSection)
     faults: FaultsSection = field(default_factory=FaultsSection)
+    clock: ClockSection = field(default_factory=ClockSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,25 @@ import torch
 
 from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.world import World
+from mpigossip.config import JobError
 from mpigossip.engine.step import Record
 from mpigossip.runs.alarms import watchers
 from mpigossip.runs.hooks import Hook
 from mpigossip.store import StoreError
-from mpigossip.store.log import COLUMNS, EVALUATION_COLUMNS, Column, LogGone, LogWriter
+from mpigossip.store.log import (
+    COLUMNS,
+    EVALUATION_COLUMNS,
+    VIRTUAL,
+    VIRTUAL_COLUMN,
+    Column,
+    LogGone,
+    LogWriter,
+    read,
+)
 from mpigossip.training.evaluate import Evaluation
 from mpigossip.training.task import Objective
+from mpigossip.training.timing.machines import OFF
+from mpigossip.training.timing.virtual import VirtualClock
 
 FIGURE = Column("", "what the program said of the step", "float64")
 
@@ -69,7 +82,7 @@ class Recorder(Hook):
         """Open the log on rank 0, or continue it at the first step of this run."""
         self._progress = progress
         self._columns = step_columns(progress.objective)
-        self._metrics = metric_columns(progress.objective)
+        self._metrics = metric_columns(progress.objective) | {VIRTUAL: VIRTUAL_COLUMN}
         self._flush_every = progress.job.log.flush_steps
         self._goes_on = progress.job.log.on_error == "continue"
         engine, hosts = assembly.engine, self._world.nodes.column.hosts
@@ -87,6 +100,21 @@ class Recorder(Hook):
                 self._append_left(progress, left)
         self._kept, self._evaluations = [], []
         self._names = self._world.names
+        self._clock = self._virtual(progress, assembly)
+
+    def _virtual(self, progress, assembly) -> VirtualClock | None:
+        """The clock that the job asks for, where its log stands; a loop of one's own has none."""
+        if progress.job.clock.network == OFF or not self._by_itself:
+            return None
+        found = None
+        with self._world.together(StoreError):
+            if self._world.rank == 0 and progress.first_step:
+                found = _clock_at(progress.folder / "log.h5", progress.first_step, progress.nodes)
+        begun = self._world.broadcast(found)
+        with self._world.together(JobError):
+            clock = VirtualClock(progress.job, assembly, begun)
+        self._nodes = assembly.trainer.mixer.rows
+        return clock
 
     def _open(self, progress, nodes: int, first_step: int) -> LogWriter:
         lost = {"lost": "; ".join(progress.lost)} if progress.lost else {}
@@ -142,9 +170,15 @@ class Recorder(Hook):
             }
             | {name: ones * value for name, value in record.seconds.items()}
             | {name: ones * np.asarray(value) for name, value in record.figures.items()}
+            | self._passed(record)
         )
         if self._by_itself and len(self._kept) % self._flush_every == 0:
             self.flush()
+
+    def _passed(self, record: Record) -> dict[str, np.ndarray]:
+        if self._clock is None:
+            return {}
+        return {VIRTUAL: self._clock.step(record.index, record.kind)[list(self._nodes)]}
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
         """Keep an evaluation and write."""
@@ -251,6 +285,19 @@ class Recorder(Hook):
             if self._writer:
                 self._writer.summary(summary)
                 self._writer.close()
+
+
+def _clock_at(log: Path, first_step: int, nodes: int) -> np.ndarray:
+    """The virtual seconds at the end of the step before, NaN where the log doesn't say.
+
+    Other nodes than before all begin when the last one was through.
+    """
+    found = read(log, (VIRTUAL,)).steps
+    there = np.flatnonzero(found["step"] == first_step - 1)
+    if VIRTUAL not in found or not len(there):
+        return np.full(nodes, np.nan)
+    last = found[VIRTUAL][there[0]]
+    return last if len(last) == nodes else np.full(nodes, np.nanmax(last))
 
 
 def _beside(

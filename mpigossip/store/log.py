@@ -70,6 +70,9 @@ COLUMNS = {
     "bytes_sent": Column("B", "bytes that the node has sent to other nodes so far", "int64"),
 }
 """Columns of the steps that every log has; a task's metrics are further ones."""
+VIRTUAL = "virtual_s"
+VIRTUAL_COLUMN = Column("s", "since the start, on the machine that the job's [clock] names")
+"""Of the steps of runs that carry a virtual clock."""
 EVALUATION_COLUMNS = {
     "at_step": Column("step", "steps done at the evaluation", "int64"),
     "epoch": Column("epoch", "passes over the training samples done"),

@@ -16,8 +16,8 @@ from mpigossip.graphs import graph
 from mpigossip.graphs.theory import averaging_gap, transient_iterations, transient_of
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
-from mpigossip.training.machines import Machine
-from mpigossip.training.timing import busiest
+from mpigossip.training.timing.machines import Machine
+from mpigossip.training.timing.steps import busiest
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
 SLOW = Machine(10e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)

@@ -12,8 +12,8 @@ from mpigossip.analysis.plan import ALL_REDUCE, Choice, predict
 from mpigossip.mixing.base import Kind
 from mpigossip.training import assemble
 from mpigossip.training.costs import average_period, exchanges, subject
-from mpigossip.training.machines import Machine
-from mpigossip.training.timing import Clock, Timing, expected_maximum, last_bucket
+from mpigossip.training.timing.machines import Machine
+from mpigossip.training.timing.steps import Clock, Timing, expected_maximum, last_bucket
 
 SPEED = Path(__file__).parents[2] / "jobs" / "claims" / "speed.py"
 SLOW = Machine(10e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)

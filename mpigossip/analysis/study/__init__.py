@@ -21,13 +21,14 @@ class Study(Results):
     def plot(
         self,
         y: str | None = None,
-        x: Literal["step", "epoch", "bytes"] = "step",
+        x: Literal["step", "epoch", "bytes", "time"] = "step",
         out: str | Path | None = None,
         theory: bool = False,
     ) -> Figure:
         """Mean over seeds of a figure at each evaluation, with the 95 % interval as a band.
 
-        ``y``: a metric (unset: what is judged), "loss" or "consensus_distance". ``out``: a file to
+        ``x = "time"``: virtual seconds, of jobs with a `[clock]`. ``y``: a metric (unset: what is
+        judged), "loss" or "consensus_distance". ``out``: a file to
         write; the suffix chooses PNG, PDF, SVG or PGF. ``theory``: D-PSGD's rate on each point's
         graph as dots, and the lower bounds in grey: of "gradient_square" against steps, for the
         problems of theory, whose constants are known.

@@ -12,12 +12,13 @@ from mpigossip.analysis.compared import COLOURS, LINES
 from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study.grid import Cell
 from mpigossip.analysis.study.results import Results, lost
+from mpigossip.analysis.study.running import Found
 from mpigossip.analysis.study.theory import draw_rates
 from mpigossip.config import JobError
 
 MOST = 10
 """Curves in a panel."""
-AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent by a node"}
+AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent by a node", "time": "virtual seconds"}
 WIDE, HIGH = 5.4, 4.2
 """Inches of a panel."""
 
@@ -99,6 +100,19 @@ def _styles(names: list[str]) -> dict[str, dict]:
     }
 
 
+def _places(run: Found, x: str) -> np.ndarray:
+    """Where a run's evaluations stand on an axis."""
+    if x == "bytes":
+        return run.sent() / 1e6
+    if x != "time":
+        return run.curve(x)
+    try:
+        return run.seconds()
+    except KeyError:
+        remedy = 'give clock.network and clock.compute_s, such as settings=["clock.network=10gbit"'
+        raise JobError([f'x = "time": the logs have no virtual time; {remedy}, …]']) from None
+
+
 def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: str) -> None:
     runs = study.ended(cell)
     label = name + lost(study.rows[study.cells.index(cell)])
@@ -109,8 +123,7 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
         mean, half = interval(np.stack([run.curve(y) for run in runs]))
     except KeyError:
         raise JobError([f'y = "{y}": the logs have no such figure at evaluations']) from None
-    sent = x == "bytes"
-    at = np.mean([run.sent() / 1e6 if sent else run.curve(x) for run in runs], axis=0)
+    at = np.mean([_places(run, x) for run in runs], axis=0)
     axes.plot(at, mean, lw=1.8, label=label, **style)
     if np.isfinite(half).any():
         axes.fill_between(at, mean - half, mean + half, color=style["color"], alpha=0.15, lw=0)

@@ -17,13 +17,13 @@ from mpigossip.analysis.study.grid import Cell
 from mpigossip.config.errors import FAILED, Failure
 from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import replacing
-from mpigossip.store.log import Log, read
+from mpigossip.store.log import VIRTUAL, Log, read
 from mpigossip.training import assemble
 
 OUTPUT = "output.txt"
 DIVERGED = "diverged.txt"
 """Beside the log: what a run printed; and why it can't be finished."""
-COLUMNS = ("bytes_sent", "consensus_distance", "kind", "loss")
+COLUMNS = ("bytes_sent", "consensus_distance", "kind", "loss", VIRTUAL)
 DERIVED: dict[str, Callable[[Log], float]] = {
     "train_loss": lambda log: float(np.nanmean(_last(log.steps["loss"]))),
     "spread": lambda log: float(np.nanmean(log.steps["consensus_distance"])),
@@ -83,8 +83,16 @@ class Found:
 
     def sent(self) -> np.ndarray:
         """Bytes that a node has sent before each evaluation, mean over nodes."""
+        return self._at_evaluations("bytes_sent")
+
+    def seconds(self) -> np.ndarray:
+        """Virtual seconds before each evaluation, mean over nodes; KeyError without a clock."""
+        return self._at_evaluations(VIRTUAL)
+
+    def _at_evaluations(self, name: str) -> np.ndarray:
+        """A column that counts from the beginning, mean over nodes."""
         assert self.log is not None
-        total = self.log.steps["bytes_sent"].mean(1)  # since the beginning
+        total = self.log.steps[name].mean(1)
         at = np.searchsorted(self.log.steps["step"], self.log.evaluations["step"]) - 1
         return np.where(at >= 0, total[np.maximum(at, 0)], 0.0)
 

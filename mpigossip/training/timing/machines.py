@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from mpigossip.config import JobError
+from mpigossip.config import ClockSection, JobError
 from mpigossip.config.toml import near
 
 SUM_RATE, CODING_RATE = 300e9, 50e9
 """Bytes/s of one term of the sum and of coding that are assumed of a GPU: a third of the memory's
 rate of a V100, and a few operations a value."""
+OFF = "none"
+"""The network of a run without a virtual clock."""
 NETWORKS = {
     "internet-100mbit": (20e-3, 12.5e6),
     "1gbit": (100e-6, 125e6),
@@ -61,27 +64,35 @@ class Machine:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
 
 
-def named(name: str, compute_s: float | None = None) -> Machine:
-    """A machine of a network known by name, or one that :meth:`Machine.save` wrote to a file.
+def named(section: ClockSection) -> Machine:
+    """The machine that a job's `[clock]` names: a network, or a file of :meth:`Machine.save`.
 
-    ``compute_s``: of a step's forward and backward, in place of the file's. Raises JobError.
+    Raises JobError.
     """
+    name, compute_s = section.network, section.compute_s
     if name in NETWORKS:
         if compute_s is None:
             remedy = "say how long forward and backward of a step take on the device"
             raise JobError([f'clock.compute_s is not set for clock.network = "{name}": {remedy}'])
         wire = NETWORKS[name]
-        made = Machine(compute_s, 0.0, 0.0, *wire, *wire, SUM_RATE, where=name)
-        return replace(made, encode_rate=CODING_RATE, decode_rate=CODING_RATE)
+        machine = Machine(compute_s, 0.0, 0.0, *wire, *wire, SUM_RATE, where=name)
+        machine = replace(machine, encode_rate=CODING_RATE, decode_rate=CODING_RATE)
+    else:
+        machine = _read(name)
+    told: dict[str, Any] = {"compute_s": compute_s, "jitter": section.jitter}
+    for word in ("latency_s", "bandwidth"):
+        told |= dict.fromkeys((word, f"global_{word}"), getattr(section, word))
+    return replace(machine, **{key: value for key, value in told.items() if value is not None})
+
+
+def _read(name: str) -> Machine:
     try:
-        machine = Machine(**json.loads(Path(name).read_text("utf-8")))
+        return Machine(**json.loads(Path(name).read_text("utf-8")))
     except FileNotFoundError:
         raise JobError(
             [f'clock.network: "{name}" is no file that `mpigossip plan … --save FILE` wrote, and '
-             f"no network by name; {near(name, NETWORKS)}"]
+             f"no network by name; {near(name, {*NETWORKS, OFF})}"]
         ) from None  # fmt: skip
     except (ValueError, TypeError, OSError) as error:
-        raise JobError(
-            [f"clock.network: {name} is not what `plan --save` writes: {error}"]
-        ) from None
-    return machine if compute_s is None else replace(machine, compute_s=compute_s)
+        told = f"clock.network: {name} is not what `mpigossip plan --save` writes: {error}"
+        raise JobError([told]) from None

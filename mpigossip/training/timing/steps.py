@@ -16,8 +16,8 @@ from mpigossip.mixing.base import Kind, is_average
 from mpigossip.mixing.plan import piece_size
 from mpigossip.training.costs import Exchanges
 from mpigossip.training.fit import may_cut
-from mpigossip.training.machines import Machine
 from mpigossip.training.shape import planned
+from mpigossip.training.timing.machines import Machine
 
 BACKWARD = 2 / 3
 """Share of computing that is backward: two of three products of matrices a layer."""

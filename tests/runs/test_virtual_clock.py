@@ -1,0 +1,136 @@
+"""The virtual clock: a column of simulated runs, which changes nothing else."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpigossip.analysis import axis, plot
+from mpigossip.analysis.compared import load
+from mpigossip.analysis.study.drawing import _places
+from mpigossip.analysis.study.running import Found
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.runs import launch
+from mpigossip.store.log import COLUMNS, VIRTUAL, read
+from mpigossip.training import assemble
+from mpigossip.training.costs import exchanges, subject
+from mpigossip.training.timing.machines import named
+from mpigossip.training.timing.steps import Timing
+from mpigossip.training.timing.virtual import normal
+
+NODES = 4
+SMALL = [
+    "model.name=mlp", "data.source=synthetic", "data.samples=128", "data.test_samples=32",
+    "data.batch=4", "run.epochs=3", "algorithm.name=dsgd", "schedule.warmup_epochs=0",
+]  # fmt: skip
+CLOCK = ["clock.network=1gbit", "clock.compute_s=0.01"]
+UNEVEN = [*CLOCK, "clock.jitter=0.1", "clock.slow_times=5", "clock.slow_steps=3"]
+
+
+def job(folder, *settings):
+    return assemble.load({}, [*SMALL, f"run.output={folder}", *settings])
+
+
+def trained(folder, *settings):
+    """The summary and the log of a simulated run."""
+    with Alone() as alone:
+        summary = launch.train(job(folder, *settings), alone, NODES)
+    return summary, read(Path(folder) / "log.h5")
+
+
+def test_digests_and_columns_are_those_of_a_run_without(tmp_path):
+    bare, without = trained(tmp_path / "bare")
+    timed, log = trained(tmp_path / "timed", *UNEVEN)
+    assert timed["digest"] == bare["digest"] and timed["bytes_sent"] == bare["bytes_sent"]
+    assert VIRTUAL not in without.steps and log.steps.keys() - without.steps.keys() == {VIRTUAL}
+    for name in COLUMNS.keys() - {"samples_per_second"}:
+        if not name.endswith("_s"):
+            np.testing.assert_array_equal(log.steps[name], without.steps[name])
+    assert log.units[VIRTUAL] == "s" and (np.diff(log.steps[VIRTUAL], axis=0) > 0).all()
+
+
+@pytest.mark.parametrize("graph", ["one-peer-exponential", "ring", "complete"])
+@pytest.mark.parametrize("cadence", ["always", "every"])
+def test_without_jitter_it_is_what_plan_says(tmp_path, graph, cadence):
+    settings = [*CLOCK, f"graph.name={graph}", f"cadence.name={cadence}"]
+    _, log = trained(tmp_path, *settings)
+    made = exchanges(subject(job(tmp_path, *settings))[0], NODES)
+    step = Timing(job(tmp_path), made, named(job(tmp_path, *CLOCK).clock)).step_s()
+    assert len(log.steps["step"]) == 24  # whole periods
+    np.testing.assert_allclose(log.steps[VIRTUAL][-1], 24 * step, rtol=1e-9)
+
+
+def test_a_stopped_run_goes_on_at_its_time(tmp_path):
+    _, whole = trained(tmp_path / "whole", *UNEVEN)
+    trained(tmp_path / "parts", *UNEVEN, "run.steps=10")
+    with Alone() as alone:
+        launch.resume(tmp_path / "parts", ["run.steps=24"], alone, None)
+    parts = read(tmp_path / "parts/log.h5")
+    np.testing.assert_array_equal(parts.steps[VIRTUAL], whole.steps[VIRTUAL])
+    with Alone() as alone:  # other nodes go on when the slowest was through
+        trained(tmp_path / "fewer", *UNEVEN, "run.steps=10")
+        launch.resume(tmp_path / "fewer", ["run.steps=14"], alone, 3)
+    fewer = read(tmp_path / "fewer/log.h5").steps[VIRTUAL]
+    assert (fewer[10, :3] > whole.steps[VIRTUAL][9].max()).all() and np.isnan(fewer[10, 3])
+
+
+def test_stragglers_hold_up_all_reduce_at_once_and_gossip_by_and_by(tmp_path):
+    settings = [*CLOCK, "clock.slow_times=11", "clock.slow_steps=1000"]
+    _, every = trained(tmp_path / "all", *settings, "algorithm.name=parallel")
+    _, one = trained(tmp_path / "one", *settings)
+    assert np.ptp(every.steps[VIRTUAL], axis=1).max() == 0
+    late = one.steps[VIRTUAL] > 0.1
+    assert late.sum(1)[:3].tolist() == [2, 4, 4] and every.steps[VIRTUAL][0].min() > 0.1
+
+
+def test_pictures_have_virtual_time_as_an_axis(tmp_path):
+    trained(tmp_path / "a", *UNEVEN)
+    trained(tmp_path / "b", *UNEVEN, "graph.name=ring")
+    trained(tmp_path / "c")
+    timed, mixed = load([tmp_path / "a", tmp_path / "b"]), load([tmp_path / "a", tmp_path / "c"])
+    assert "virtual" in axis.clock(timed).label and "virtual" not in axis.clock(mixed).label
+    end = timed[0].log.steps[VIRTUAL][-1].mean()
+    assert timed[0].virtual_seconds(np.array([0, 24])) == pytest.approx([0, end])
+    short = read(tmp_path / "a/log.h5", points=6).steps  # means of four steps each
+    folded = load([tmp_path / "a"])[0]
+    folded.log.steps.update(short)
+    assert folded.virtual_seconds(np.array([12])) == pytest.approx(
+        timed[0].virtual_seconds(np.array([12])), rel=0.15
+    )
+    assert timed[0].metrics == ["accuracy"]
+    picture = io.BytesIO()
+    plot.figure(timed).savefig(picture)
+    assert picture.tell() > 20_000
+    run = Found(read(tmp_path / "a/log.h5"))
+    assert run.seconds()[-1] == pytest.approx(end)
+    assert _places(run, "time") == pytest.approx(run.seconds())
+    with pytest.raises(JobError, match="clock.network=10gbit"):
+        _places(Found(read(tmp_path / "c/log.h5")), "time")
+
+
+def test_a_machine_is_a_name_or_a_file(tmp_path):
+    machine = named(job(tmp_path, *CLOCK, "clock.bandwidth=5e6").clock)
+    assert (machine.compute_s, machine.bandwidth, machine.latency_s) == (0.01, 5e6, 100e-6)
+    assert machine.global_bandwidth == 5e6
+    machine.save(tmp_path / "m.json")
+    section = job(tmp_path, f"clock.network={tmp_path}/m.json", "clock.jitter=0.2").clock
+    found = named(section)
+    assert found.jitter == 0.2 and found.bandwidth == 5e6 and found.compute_s == 0.01
+    (tmp_path / "wrong.json").write_text(json.dumps({"compute_s": 1}))
+    wrong = [(["clock.network=1gbit"], "compute_s is not set"),
+             (["clock.network=10gigabit"], "no network by name"),
+             ([f"clock.network={tmp_path}/wrong.json"], "plan --save")]  # fmt: skip
+    for settings, says in wrong:
+        with pytest.raises(JobError, match=says):
+            trained(tmp_path / "wrong", *settings)
+
+
+def test_draws_are_normal_and_the_same_for_ever():
+    values = normal((0, 5, 7), 20_000)
+    assert abs(values.mean()) < 0.02 and values.std() == pytest.approx(1, abs=0.02)
+    assert normal((1, 2, 3), 3) == pytest.approx(
+        [0.6162913000388098, -2.8809248627412654, -1.6894876259741072], rel=1e-12
+    )
