@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.tokens import Tokens
+from mpigossip.mixing.tokens import ARRIVING, Signals, Tokens
 
 READY, DONE, REDUCED, HALF = 1, 2, 3, 4
 ALIGN = 4096
@@ -27,7 +27,8 @@ class SharedHost:
     A round: the owner fills its outbox and says READY to its readers; a reader sums and says
     DONE; the owner waits for DONE before it writes again. ``Win.Sync`` stands between memory
     and tokens. READY also says that the owner's result area is free: two ranks that average
-    with each other write one half each of one result, and both read it there.
+    with each other write one half each of one result, and both read it there. Contract:
+    :class:`mpigossip.mixing.stream.Route`.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout_s: float):
@@ -38,10 +39,13 @@ class SharedHost:
         self._window = MPI.Win.Allocate_shared(2 * room, 1, comm=comm)
         self._window.Lock_all()
         self._tokens = Tokens(comm, timeout_s)
+        self.signals = Signals(self._tokens, READY)
         areas = [self._area(rank) for rank in range(comm.size)]
         self.outboxes = [area[:nbytes] for area in areas]
         self._results = [area[room : room + nbytes] for area in areas]
         self.own, self.result = self.outboxes[self.rank], self._results[self.rank]
+        self.areas: Sequence[slice] = [slice(nbytes)]
+        """of a message: all of it, or its slots"""
         self._halves: dict[int, list[tuple[torch.Tensor, ...]]] = {}
 
     def _area(self, rank: int) -> torch.Tensor:
@@ -53,23 +57,49 @@ class SharedHost:
         """Seconds spent waiting for tokens."""
         return self._tokens.waited
 
+    def put(
+        self, areas: Sequence[torch.Tensor], span: slice, targets: Sequence[tuple[int, int]],
+        number: int,
+    ) -> Sequence[MPI.Request]:  # fmt: skip
+        """Say that a piece is whole: it is read where it lies."""
+        self._window.Sync()
+        self.signals.tell([place for place, _ in targets], number)
+        return ()
+
+    def sent(self, targets: Sequence[tuple[int, int]], number: int) -> None:
+        """Nothing: it was said."""
+
+    def sync(self, number: int) -> None:
+        """Let what others wrote be seen."""
+        self._window.Sync()
+
+    def inbox(self, count: int, place: int, area: int = 0) -> torch.Tensor:
+        """An area of the outbox of a rank of this host, uint8."""
+        return self.outboxes[place][self.areas[area]]
+
     def publish(self, readers: Sequence[int], t: int) -> None:
         """Say to the readers that the outbox of round t is whole."""
         self._window.Sync()
-        self._tokens.send(readers, READY, t)
+        self._tell(readers, READY, t)
 
     def await_ready(self, sources: Sequence[int], t: int) -> None:
         """Wait until the sources' outboxes of round t are whole."""
-        self._tokens.wait(sources, READY, t, "waiting for a neighbour's model")
+        self._await(sources, READY, t, ARRIVING)
         self._window.Sync()
 
     def release(self, sources: Sequence[int], t: int) -> None:
         """Say to the sources that their outboxes were read."""
-        self._tokens.send(sources, DONE, t)
+        self._tell(sources, DONE, t)
 
     def await_done(self, readers: Sequence[int], t: int) -> None:
         """Wait until the readers of round t are done with the outbox."""
-        self._tokens.wait(readers, DONE, t, "waiting for a neighbour to have read the model")
+        self._await(readers, DONE, t, "waiting for a neighbour to have read the model")
+
+    def _tell(self, ranks: Sequence[int], tag: int, t: int) -> None:
+        self._tokens.send(ranks, tag, t * self._tokens.pieces)
+
+    def _await(self, ranks: Sequence[int], tag: int, t: int, what: str) -> None:
+        self._tokens.wait(ranks, tag, t * self._tokens.pieces, what)
 
     def average_pair(
         self, parts: Sequence[tuple[torch.dtype, slice]], weight: float, partner: int, t: int
@@ -87,7 +117,7 @@ class SharedHost:
             combine([weight] * 2, [own, theirs], out)
         # the partner's half of the same result comes last: what is returned is whole
         self._window.Sync()
-        self._tokens.send([partner], HALF, t)
+        self._tell([partner], HALF, t)
         self.await_half(partner, t)
         return self._results[min(self.rank, partner)]
 
@@ -109,13 +139,13 @@ class SharedHost:
     def leave_pair(self, partner: int, t: int) -> None:
         """The average was read here; its area's owner waits until it was by both."""
         if self.rank > partner:
-            self._tokens.send([partner], DONE, t)
+            self._tell([partner], DONE, t)
         else:
             self.await_done([partner], t)
 
     def await_half(self, partner: int, t: int) -> None:
         """Wait until the partner has written its half, and so is done with the outbox."""
-        self._tokens.wait([partner], HALF, t, "waiting for a neighbour's half of the average")
+        self._await([partner], HALF, t, "waiting for a neighbour's half of the average")
         self._window.Sync()
 
     def average(self, parts: Sequence[tuple[torch.dtype, slice]], t: int) -> None:
@@ -140,8 +170,8 @@ class SharedHost:
     def meet(self, t: int, what: str) -> None:
         """Wait until all ranks of this host have come; what each wrote before is then seen."""
         self._window.Sync()
-        self._tokens.send(self.others, REDUCED, t)
-        self._tokens.wait(self.others, REDUCED, t, what)
+        self._tell(self.others, REDUCED, t)
+        self._await(self.others, REDUCED, t, what)
         self._window.Sync()
 
     def close(self) -> None:

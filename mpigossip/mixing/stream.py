@@ -1,4 +1,4 @@
-"""One round between hosts, piece by piece: encoded, put, announced, taken in and summed.
+"""One round piece by piece, over every route: encoded, put, announced, taken in and summed.
 
 Pieces are the courier's unit: while one is on the wire, those that came in are summed. The wire
 therefore is hardly ever idle, and little is left to do when the last piece is in.
@@ -7,7 +7,9 @@ therefore is hardly ever idle, and little is left to do when the last piece is i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,8 +17,7 @@ from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.mixing.plan import SMALLEST, Piece
-from mpigossip.mixing.push import ARRIVING, ROOM, PushWindow
-from mpigossip.mixing.tokens import wait_all
+from mpigossip.mixing.tokens import ARRIVING, ROOM, Signals, wait_all
 
 
 def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
@@ -44,32 +45,77 @@ def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
     return SMALLEST / slowest
 
 
+class Route(Protocol):
+    """One way to some of the neighbours, and from them here; numbers are those of `Signals`.
+
+    Shared memory and memory mapped between GPUs are read where they lie; MPI's puts, in host or
+    GPU memory, and NCCL fill inboxes. The mixer frees an inbox's place by ``signals.free``, what
+    was read where it lies by a token of its own.
+    """
+
+    signals: Signals
+    """Whether there is room for a piece, and whether one is there."""
+
+    def put(
+        self, areas: Sequence[torch.Tensor], span: slice, targets: Sequence[tuple[int, int]],
+        number: int,
+    ) -> Sequence[MPI.Request]:  # fmt: skip
+        """Begin to bring a stretch of every area of the own message to ``(rank, place)`` of each.
+
+        The areas aren't written again until the requests are complete.
+        """
+
+    def sent(self, targets: Sequence[tuple[int, int]], number: int) -> None:
+        """Complete it at each target and tell it so, unless :meth:`put` has."""
+
+    def sync(self, number: int) -> None:
+        """After the signal: what has come is seen by reads that begin now."""
+
+    def inbox(self, count: int, place: int, area: int) -> torch.Tensor:
+        """An area, uint8, of what the ``place``-th source sent in the ``count``-th round."""
+
+    def close(self) -> None:
+        """Free all; collective. The memory must not be used any more."""
+
+
+@dataclass(eq=False, slots=True)
+class Leg:
+    """A route's part in a round."""
+
+    route: Route
+    areas: Sequence[torch.Tensor]
+    """what is sent, or read where it lies"""
+    count: int
+    """the round, as the route's signals count"""
+    targets: Sequence[tuple[int, int]]
+    """ranks of the route, and places at them"""
+    sources: Sequence[int]
+
+
 class Stream:
     """One round of pushes and arrivals as the courier runs it; :meth:`run` does all of it."""
 
     def __init__(
         self,
-        push: PushWindow,
+        legs: Sequence[Leg],
         pieces: Sequence[Piece],
-        message: torch.Tensor,
-        targets: Sequence[tuple[int, int]],
-        sources: Sequence[int],
-        count: int,
+        timeout_s: float,
+        rest: Callable[[Iterable[MPI.Request]], bool],
         prepare: Callable[[Piece], None],
         add: Callable[[Piece], None],
         ready: Callable[[Piece], bool] = lambda piece: True,
     ):
         """``prepare`` is called before a piece is put, ``add`` when it is in from all sources.
 
-        ``pieces`` in the order in which all ranks send them; ``ready``: whether one may be sent.
+        ``pieces`` in the order in which all ranks send them; ``ready``: whether one may be sent;
+        ``rest``: waits until a request is complete, as the courier does.
         """
-        self._push, self._pieces, self._message, self._count = push, pieces, message, count
-        self._targets, self._readers = targets, [rank for rank, _ in targets]
-        self._prepare, self._add, self._ready = prepare, add, ready
-        self._arrived = dict.fromkeys(sources, 0)
+        self._legs, self._pieces, self._timeout_s = legs, pieces, timeout_s
+        self._prepare, self._add, self._ready, self._wait = prepare, add, ready, rest
+        self._arrived = {(leg, rank): 0 for leg in legs for rank in leg.sources}
         self._prepared = self._sent = self._added = 0
         self._flying: list[MPI.Request] = []
-        self._full = list(self._readers)
+        self._full = [(leg, rank) for leg in legs for rank, _ in leg.targets]
 
     def begin(self) -> None:
         """What of :meth:`run` can be done at once."""
@@ -78,10 +124,7 @@ class Stream:
     def run(self) -> None:
         """Send and take in all pieces; LateError where nothing moves until the deadline."""
         while not self._over:
-            Deadline(self._push.timeout_s).wait(
-                self._moved, self._late, self._rest,
-                lambda: numbers(self._push.comm, self._awaited()),
-            )  # fmt: skip
+            Deadline(self._timeout_s).wait(self._moved, self._late, self._rest, self._whom)
 
     @property
     def _over(self) -> bool:
@@ -95,65 +138,76 @@ class Stream:
 
     def _rest(self) -> bool:
         """Until there may be something to do."""
-        return self._push.courier.rest([*filter(None, self._flying), *self._push.awaited()])
+        signals = [request for leg in self._legs for request in leg.route.signals.awaited()]
+        return self._wait([*filter(None, self._flying), *signals])
 
     def _send(self) -> bool:
         # a reader frees the place of this round when it has summed round t - 2: without its token
         # the put would overwrite what it still reads
-        self._full = [rank for rank in self._full if not self._push.room(rank, self._count)]
+        self._full = [to for to in self._full if not to[0].route.signals.room(to[1], to[0].count)]
         if self._full or self._sent == len(self._pieces):
             return False
+        piece = self._pieces[self._sent]
         if self._prepared == self._sent:
-            if not self._ready(self._pieces[self._sent]):
+            if not self._ready(piece):
                 return False
-            piece = self._pieces[self._prepared]
             # encoded here and not before: while it is, the piece before is on the wire
             self._prepare(piece)
             self._prepared += 1
-            self._flying = self._push.put_at_once(
-                self._message, piece.sent, self._targets, self._count
-            )
+            self._flying = []
+            for leg in self._legs:
+                number = self._number(leg, self._sent)
+                self._flying += leg.route.put(leg.areas, piece.sent, leg.targets, number)
         # a flush of what still flies would spin, on the core that others compute on
         if not MPI.Request.Testall(self._flying):
             return False
         # flushed, then told: a token may overtake what isn't in the reader's memory yet
-        self._push.sent(self._readers, self._number(self._sent))
+        for leg in self._legs:
+            leg.route.sent(leg.targets, self._number(leg, self._sent))
         self._sent += 1
         return True
 
     def _take_in(self) -> bool:
         # from each source the token of its next piece; the sources needn't be equally far
         moved, many = False, len(self._pieces)
-        for rank, there in self._arrived.items():
-            if there < many and self._push.arrived(rank, self._number(there)):
-                self._arrived[rank] += 1
+        for (leg, rank), there in self._arrived.items():
+            if there < many and leg.route.signals.arrived(rank, self._number(leg, there)):
+                self._arrived[leg, rank] += 1
                 moved = True
         return moved
 
-    def _number(self, index: int) -> int:
+    def _number(self, leg: Leg, index: int) -> int:
         """What says that the piece sent as the ``index``-th is there."""
-        return self._count * len(self._pieces) + self._pieces[index].number
+        return leg.count * len(self._pieces) + self._pieces[index].number
 
     def _add_one(self) -> bool:
         # one at a time, so that between two the next piece can go out; the sum is written over an
         # inbox place, and the own piece must have been encoded, so all of them are there
         if self._added == min([self._prepared, *self._arrived.values()]):
             return False
-        self._push.sync()
+        for leg in self._legs:
+            leg.route.sync(self._number(leg, self._added))
         self._add(self._pieces[self._added])
         self._added += 1
         return True
 
-    def _awaited(self) -> list[int]:
-        """The ranks that have no room, else those whose pieces are missing, else the readers."""
-        missing = [rank for rank, there in self._arrived.items() if there < len(self._pieces)]
-        return sorted(self._full) or sorted(missing) or sorted(self._readers)
+    def _awaited(self) -> list[tuple[Leg, int]]:
+        """Who has no room, else those whose pieces are missing, else the readers."""
+        missing = [source for source, there in self._arrived.items() if there < len(self._pieces)]
+        readers = [(leg, rank) for leg in self._legs for rank, _ in leg.targets]
+        return self._full or missing or readers
+
+    def _whom(self) -> list[int]:
+        found = [numbers(leg.route.signals.comm, [rank]) for leg, rank in self._awaited()]
+        return sorted({number for one in found for number in one})
 
     def _late(self) -> str:
-        number = self._count * len(self._pieces)
-        rank = self._awaited()[0]
+        if not (awaited := self._awaited()):
+            return "a piece of the outbox isn't filled"
+        leg, rank = min(awaited, key=lambda end: end[1])
         if self._full:
-            return self._push.late(rank, number, ROOM)
-        if self._arrived.get(rank, len(self._pieces)) < len(self._pieces):
-            return self._push.late(rank, number, ARRIVING)
-        return f"a put to ranks {self._readers} doesn't complete (round {self._count})"
+            return leg.route.signals.late(rank, self._number(leg, 0), ROOM)
+        if (there := self._arrived.get((leg, rank), len(self._pieces))) < len(self._pieces):
+            return leg.route.signals.late(rank, self._number(leg, there), ARRIVING)
+        readers = [rank for rank, _ in leg.targets]
+        return f"a put to ranks {readers} doesn't complete (round {leg.count})"

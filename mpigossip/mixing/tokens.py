@@ -34,6 +34,10 @@ class Tokens:
         self._asked: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
 
+    def count_in_pieces(self, pieces: int) -> None:
+        """From now on a round has so many numbers, one a piece."""
+        self.pieces = pieces
+
     def send(self, ranks: Iterable[int], tag: int, t: int) -> None:
         """Tell each rank that round t is done in the sense of ``tag``; returns at once."""
         self._sent = [pair for pair in self._sent if not pair[0].Test()]
@@ -90,6 +94,50 @@ class Tokens:
         )
         self._sent = []
         self.comm.Free()
+
+
+ARRIVING, ROOM = "waiting for a neighbour's model", "waiting for room in a neighbour's inbox"
+
+
+class Signals:
+    """What the ends of a route tell each other: that a piece is there, that its place is free.
+
+    Pieces are numbered through all rounds: ``number = round · pieces + piece``.
+    """
+
+    def __init__(self, tokens: Tokens, there: int, free: int | None = None):
+        """``there``, ``free``: tags; no ``free``: what is sent needs no place at its readers."""
+        self._tokens, self._there, self._free = tokens, there, free
+        self.comm, self.timeout_s = tokens.comm, tokens.timeout_s
+        self.count_in_pieces, self.awaited = tokens.count_in_pieces, tokens.awaited
+        self.late, self.close = tokens.late, tokens.close
+
+    def round(self, number: int) -> int:
+        """The round of the piece that has this number."""
+        return number // self._tokens.pieces
+
+    def room(self, rank: int, count: int) -> bool:
+        """Whether the place of the ``count``-th round at this rank is free."""
+        if self._free is None or count < 2:
+            return True
+        return self._tokens.arrived(rank, self._free, count * self._tokens.pieces, ROOM)
+
+    def tell(self, ranks: Iterable[int], number: int) -> None:
+        """The piece of this number is there."""
+        self._tokens.send(ranks, self._there, number)
+
+    def arrived(self, rank: int, number: int) -> bool:
+        """Whether the piece of this number is there; the route's ``sync`` before it is read."""
+        return self._tokens.arrived(rank, self._there, number, ARRIVING)
+
+    def free(self, writers: Iterable[int], count: int) -> None:
+        """Tell the writers of round ``count`` that their places are free; no job is under way."""
+        self._tokens.send(writers, self._free, count * self._tokens.pieces)
+
+    def take_in_free(self, targets: Sequence[int], count: int) -> None:
+        """Receive the free tokens of a round that will not be run."""
+        number = count * self._tokens.pieces
+        self._tokens.wait(targets, self._free, number, "closing the exchange")
 
 
 def called(comm: MPI.Comm, rank: int) -> str:

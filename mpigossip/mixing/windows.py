@@ -10,10 +10,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.cores import own_core
 from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import OfRank, gather, swapped
 from mpigossip.mixing.base import Kind, Layout, Segments
@@ -22,7 +24,7 @@ from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.plan import Exchange, Piece, Plans, cut, piece_size
 from mpigossip.mixing.push import PushWindow
 from mpigossip.mixing.shared import SharedHost, open_host, rounded
-from mpigossip.mixing.stream import Stream, measured_rate
+from mpigossip.mixing.stream import Leg, Stream, measured_rate
 from mpigossip.mixing.wire import encode
 
 INLINE = 1 << 14
@@ -43,9 +45,11 @@ class Windows(OfRank):
         self._plans = Plans(graph, layout, self.rank, self._near, halves=self.halves)
         self._pieces: list[Piece] = []
         self._inline, self.blocks = False, tuple[slice, ...]()
-        self._push = self._open_push(poll=len(set(world.hosts)) > 1)
-        self._courier: Courier | None = self._push.courier if self._push else None
         self._lossy = not layout.wire.exact
+        self._push = self._open_push()
+        poll = len(set(world.hosts)) > 1
+        self._courier = self._open_courier(poll) if self._push else None
+        self._open_pieces()
         self._message, self._codes = self._own_memory()
         self._views: dict[int, Segments] = {}
         self._out: Segments | None = self._segments(self._message)
@@ -80,30 +84,33 @@ class Windows(OfRank):
             host, self._places_on_host = found
         return host
 
-    def _open_push(self, poll: bool) -> PushWindow | None:
+    def _open_push(self) -> Any:
         """The inbox window, unless every rank of the job is on this host and read in place."""
         if len(self._near[self.rank]) == self.n:
             return None
-        push = PushWindow(
-            self._comm, self.layout.sent_bytes, self._plans.places,
-            outbox=self._host is None and self.layout.wire.exact, **self._push_options(poll),
-        )  # fmt: skip
-        rate = measured_rate(self._comm, push.nbytes, self._timeout_s)
-        self._cut(push, piece_size(push.nbytes, rate))
-        return push
+        own = self._host is None and not self._lossy
+        sizes, places = [self.layout.sent_bytes], self._plans.places
+        return PushWindow(self._comm, sizes, places, self._timeout_s, outbox=own)
 
-    def _push_options(self, poll: bool) -> dict:
-        return {
-            "threaded": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
-            "poll": poll,
-            "computing": torch.get_num_threads() * len(self.layout.widths),
-            "timeout_s": self._timeout_s,
-            "beside": self._beside,
-        }
+    def _open_courier(self, poll: bool) -> Courier:
+        """The communication thread; ``poll``: some of the pushes come from other hosts."""
+        comm = self._push.signals.comm if self._push else self._comm
+        computing = torch.get_num_threads() * len(self.layout.widths)
+        cores = own_core(comm, computing, self._beside) if poll else frozenset()
+        threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        return Courier(comm, threaded=threaded, poll=poll, timeout_s=self._timeout_s, cores=cores)
+
+    def _open_pieces(self) -> None:
+        """What is pushed at once: as the wire is found to be."""
+        if self._push:
+            rate = measured_rate(self._comm, self.layout.sent_bytes, self._timeout_s)
+            self._cut(self._push, piece_size(self.layout.sent_bytes, rate))
 
     def _own_memory(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The outbox, and what is pushed of it where that is something else."""
-        layout, own = self.layout, self._host.own if self._host else self._push.outbox
+        layout, own = self.layout, self._host.own if self._host else None
+        if isinstance(self._push, PushWindow) and self._push.outbox is not None:
+            own = self._push.outbox
         if own is None:
             own = torch.empty(layout.nbytes, dtype=torch.uint8)
         coded = self._lossy and self._push
@@ -112,8 +119,8 @@ class Windows(OfRank):
     def _cut(self, push: PushWindow, size: int) -> None:
         """Push in pieces of about so many bytes, the same on all ranks."""
         self._pieces = cut(self.layout, size)
-        push.count_in_pieces(len(self._pieces))
-        self._inline = self.layout.sent_bytes <= INLINE or not push.courier.threaded
+        push.signals.count_in_pieces(len(self._pieces))
+        self._inline = self.layout.sent_bytes <= INLINE or not self._courier.threaded
         # as all ranks have to send in the same order, no two of them may share a host
         if not any(self._near) and not self._inline and len(self.layout.widths) == 1:
             each = self._pieces[: len(self._pieces) // self.layout.vectors]
@@ -227,7 +234,8 @@ class Windows(OfRank):
         def ready(piece: Piece) -> bool:
             return not now.empty or piece.number % blocks not in now.empty
 
-        return Stream(self._push, pieces, message, now.targets, far, count, prepare, add, ready)
+        leg = Leg(self._push, [message], count, now.targets, far)
+        return Stream([leg], pieces, self._timeout_s, self._courier.rest, prepare, add, ready)
 
     def _start_global(self, now: Exchange) -> None:
         self._encode(now)
@@ -238,7 +246,7 @@ class Windows(OfRank):
 
     def _average_by_messages(self) -> float:
         """Seconds waited. The same bits either way: decoded values summed in rank order."""
-        layout, comm = self.layout, self._push.comm
+        layout, comm = self.layout, self._push.signals.comm
         if not self._lossy or self.n * layout.sent_bytes >= 2 * layout.nbytes:
             return self._average_whole(comm, self._message, self._result)
         everyone = torch.empty(self.n, layout.sent_bytes, dtype=torch.uint8)
@@ -340,7 +348,7 @@ class Windows(OfRank):
         # the inbox half of this round is that of round t + 2: who writes then awaits this token
         coming = self._plans.of(Kind.GOSSIP, now.t + 2)
         if self._push and not coming.average:
-            self._push.free(coming.far, now.t + 2 - self._first)
+            self._push.signals.free(coming.far, now.t + 2 - self._first)
         self._last = now.t
 
     def close(self) -> None:
@@ -354,6 +362,9 @@ class Windows(OfRank):
         self.__dict__.pop("_result", None)
         if self._push:
             self._take_in_free_tokens()
+        if self._courier:
+            self._courier.close()
+        if self._push:
             self._push.close()
         if self._host:
             self._host.close()
@@ -364,4 +375,5 @@ class Windows(OfRank):
         for t in () if self._last is None else (self._last + 1, self._last + 2):
             coming = self._plans.of(Kind.GOSSIP, t)
             if t - 2 >= self._first and not coming.average:
-                self._push.take_in_free([rank for rank, _ in coming.targets], t - self._first)
+                readers = [rank for rank, _ in coming.targets]
+                self._push.signals.take_in_free(readers, t - self._first)

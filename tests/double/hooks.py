@@ -73,19 +73,21 @@ def _raw(module) -> None:
 
 def _shared(module) -> None:
     """Neighbours read this rank's memory when it says so, and write again when it lets go."""
-    publish, release = module.SharedHost.publish, module.SharedHost.release
+    put, publish = module.SharedHost.put, module.SharedHost.publish
+    release, what = module.SharedHost.release, "saying that the outbox is whole"
 
-    def published(self, *arguments):
-        what = "saying that the outbox is whole"
+    def said(self, areas, span, *arguments):
         # all or none of a host's ranks map each other's memory
         checker.host_must_know(cupy.exported if cupy.mapped else (), what, reads=False)
-        own, caller = self.outboxes[self.rank], sys._getframe(1).f_locals
-        inside = None
-        if "piece" in caller:  # of every slot's message: later ones are still on their way
-            mixer, piece = caller["self"], caller["piece"]
-            slots = range(len(mixer.layout.widths))
-            inside = [span for s in slots for span in spans(own[mixer.layout.span(s)][piece])]
-        checker.host_must_know(_allocations(own), what, reads=False, inside=inside)
+        # of every slot's message in host memory: later pieces are still on their way
+        pieces = [area[span] for area in areas if area.device.type == "cpu"]
+        inside = [one for piece in pieces for one in spans(piece)]
+        checker.host_must_know(_allocations(self.own), what, reads=False, inside=inside)
+        return put(self, areas, span, *arguments)
+
+    def published(self, *arguments):
+        checker.host_must_know(cupy.exported if cupy.mapped else (), what, reads=False)
+        checker.host_must_know(_allocations(self.own), what, reads=False)
         return publish(self, *arguments)
 
     def released(self, *arguments):
@@ -93,7 +95,8 @@ def _shared(module) -> None:
         checker.host_must_know(keys, "saying that a neighbour's outbox is read", reads=True)
         return release(self, *arguments)
 
-    module.SharedHost.publish, module.SharedHost.release = published, released
+    module.SharedHost.put, module.SharedHost.publish = said, published
+    module.SharedHost.release = released
 
 
 def _allocations(*memory: torch.Tensor) -> list[int]:
@@ -102,29 +105,31 @@ def _allocations(*memory: torch.Tensor) -> list[int]:
 
 def _push(module) -> None:
     """A message in host memory is put: the copy out must be over."""
-    put = module.PiecePush.put
+    put = module.PushWindow.put
 
-    def checked(self, memory, spans_, *arguments):
-        key = memory.untyped_storage().data_ptr()
-        for span in spans_:
-            checker.touch(HOST, key, spans(memory[span]), False, "a put")
-        return put(self, memory, spans_, *arguments)
+    def checked(self, areas, span, *arguments):
+        for area in areas:
+            key = area.untyped_storage().data_ptr()
+            checker.touch(HOST, key, spans(area[span]), False, "a put")
+        return put(self, areas, span, *arguments)
 
-    module.PiecePush.put = checked
-    await_arrived, put_slots = module.DevicePush.await_arrived, module.DevicePush.put_slots
+    module.PushWindow.put = checked
+
+
+def _device_push(module) -> None:
+    """Puts from GPU memory may fail; what comes into it has to be flushed."""
+    put, sync = module.DevicePush.put, module.DevicePush.sync
 
     def put_or_not(self, *arguments):
         if fails("exchange put"):
             raise RuntimeError("MPI_ERR_RMA_RANGE: invalid RMA address range")
-        put_slots(self, *arguments)
+        return put(self, *arguments)
 
-    module.DevicePush.put_slots = put_or_not
-
-    def awaited(self, *arguments):
+    def synced(self, *arguments):
         with _flushing("the network", self._devices):
-            await_arrived(self, *arguments)
+            sync(self, *arguments)
 
-    module.DevicePush.await_arrived = awaited
+    module.DevicePush.put, module.DevicePush.sync = put_or_not, synced
     swap = module.DevicePush.swap
 
     def swapping(self, slot):
@@ -179,7 +184,8 @@ def _proof(module) -> None:
 WATCHED = {
     "mpigossip.mixing.averages": _raw,
     "mpigossip.mixing.shared": _shared,
-    "mpigossip.mixing.device.push": _push,
+    "mpigossip.mixing.push": _push,
+    "mpigossip.mixing.device.push": _device_push,
     "mpigossip.mixing.device.ordering": _ordering,
     "mpigossip.mixing.device.proof": _proof,
 }

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.double.__main__ import environment
 
 WINDOWS, PUSH = "mpigossip.mixing.device.windows", "mpigossip.mixing.device.push"
+STREAM = "mpigossip.mixing.stream"
 AVERAGES, NCCL = "mpigossip.mixing.device.averages", "mpigossip.groups.nccl"
 NCCL_NODES = "mpigossip.mixing.device.nccl"
 PROOF, KERNELS = "mpigossip.mixing.device.proof", "mpigossip.mixing.kernels.elementwise"
@@ -32,17 +33,19 @@ REPLAYED = "tests/test_gpu.py::test_captured_replicas_train_as_eager_ones[fp32-l
 EAGER = "tests/test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
 MUTANTS = [
     ("no wait for the outbox before others read it", WINDOWS,
-     "for event in copied[k] or ready:\n                _ = event and event.synchronize()",
+     "for event in copied[piece.number] or ready:\n"
+     "                _ = event and event.synchronize()",
      "pass", IPC),
     ("no wait for a piece's copy to the host", WINDOWS,
-     "for event in copied[k] or ready:\n                _ = event and event.synchronize()",
+     "for event in copied[piece.number] or ready:\n"
+     "                _ = event and event.synchronize()",
      "for event in ready:\n                _ = event and event.synchronize()", HOST),
     ("a global average begins before the outbox is filled", WINDOWS,
      "for event in ready:\n            _ = event and event.synchronize()\n        if self.n",
      "if self.n", IPC),
     ("what was read in place is let go while it is summed", WINDOWS,
-     "for lane in self._lanes:\n            lane.drain()\n        if host:",
-     "if host:", IPC),
+     "for lane in self._lanes:\n            lane.drain()\n        if self._host:",
+     "if self._host:", IPC),
     ("the copies of a staged average aren't awaited", WINDOWS,
      "for event in events:\n                _ = event and event.synchronize()", "pass", STAGED),
     ("copies out before the outbox is filled", PUSH,
@@ -96,10 +99,10 @@ MUTANTS = [
     ("NCCL calls while another device is current", NCCL,
      "with torch.cuda.device(self._numbers[slot]):", "if True:", IPC),
     ("NCCL calls outside of a group", NCCL, "self._nccl.groupStart()", "pass", IPC),
-    ("the token that a neighbour's message is there isn't waited for", WINDOWS,
-     "host.await_ready(sources, now.t * many + k)", "pass", IPC),
-    ("the token that an inbox is free isn't waited for", WINDOWS,
-     "push.await_room([rank for rank, _ in targets], count)", "pass", HOST),
+    ("the token that a neighbour's message is there isn't waited for", STREAM,
+     "leg.route.signals.arrived(rank, self._number(leg, there))", "True", IPC),
+    ("the token that an inbox is free isn't waited for", STREAM,
+     "if not to[0].route.signals.room(to[1], to[0].count)", "if False", HOST),
     ("a vector's average begins before it is in host memory", AVERAGES,
      "_begun(own.device)\n            average(", "average(", STAGED),
     ("an average by messages begins before it is on the device", PUSH,

@@ -172,14 +172,14 @@ def test_pieces_hold_every_column_once_and_every_byte_in_order(wire, size, monke
 
 
 def without_waiting_for_free_places(mixer):
-    mixer._push.room = lambda rank, count: True
-    mixer._push.take_in_free = lambda targets, count: None
+    mixer._push.signals.room = lambda rank, count: True
+    mixer._push.signals.take_in_free = lambda targets, count: None
 
 
 def free_for_the_next_round(mixer):
     """The places of round t are freed for t + 1 in place of t + 2."""
-    push, free = mixer._push, mixer._push.free
-    push.free = lambda writers, count: free(writers, count - 1)
+    signals, free = mixer._push.signals, mixer._push.signals.free
+    signals.free = lambda writers, count: free(writers, count - 1)
 
 
 def counting_global_rounds(mixer):
@@ -202,7 +202,7 @@ def without_waiting_for_models(mixer):
 
 
 def without_waiting_for_pieces(mixer):
-    mixer._push.arrived = lambda rank, number: True
+    mixer._push.signals.arrived = lambda rank, number: True
 
 
 def without_waiting_for_the_other_half(mixer):

@@ -15,6 +15,7 @@ from mpigossip.mixing import averages
 from mpigossip.mixing.averages import average
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.device.memory import Kept, current
+from mpigossip.mixing.device.nccl import NcclPush
 from mpigossip.mixing.device.push import BySlot, DevicePush, Lane, on
 from mpigossip.mixing.shared import SharedHost
 
@@ -22,6 +23,7 @@ SHARE = 1 << 24
 """Bytes that are averaged at once by messages; more than on the CPU, as a GPU takes long to be told
 to begin."""
 Memory = Sequence[torch.Tensor]
+Push = DevicePush | NcclPush
 
 
 def rooms(devices: Sequence[torch.device], share: int) -> dict[tuple, int]:
@@ -106,7 +108,7 @@ def mean_by_peers(
 
 
 def mean_by_messages(
-    push: DevicePush, slot: int, own: torch.Tensor, out: torch.Tensor, lane: Lane, kept: Kept,
+    push: Push, slot: int, own: torch.Tensor, out: torch.Tensor, lane: Lane, kept: Kept,
     share: int,
 ) -> None:  # fmt: skip
     """``out`` = the average of all ranks' ``own`` (p,), from GPU to GPU of a slot.
@@ -125,7 +127,13 @@ def mean_by_messages(
 
 
 def by_messages(
-    push: DevicePush, own: Memory, mixed: Memory, layout: BySlot, lanes, kept: Kept, share: int
+    push: Push,
+    own: Memory,
+    mixed: Memory,
+    layout: BySlot,
+    lanes,
+    kept: Kept,
+    share: int,
 ) -> None:
     """Through messages from GPU to GPU, by MPI where it is proven to move them, or by NCCL."""
     for slot, lane in enumerate(lanes):
@@ -136,13 +144,19 @@ def by_messages(
 
 
 def _average(
-    push: DevicePush, slot: int, own: torch.Tensor, out: torch.Tensor, kept: Kept, share: int
+    push: Push,
+    slot: int,
+    own: torch.Tensor,
+    out: torch.Tensor,
+    kept: Kept,
+    share: int,
 ) -> None:
     def room(count: int) -> torch.Tensor:
         return kept.room(own.device, f"chunks {slot}", count, own.dtype)
 
-    comm, each = push.comm, share // own.element_size() // push.comm.size
-    average(comm, own, out, push.timeout_s, share=each, room=room, swap=push.swap(slot))
+    comm, timeout_s = push.signals.comm, push.signals.timeout_s
+    each = share // own.element_size() // comm.size
+    average(comm, own, out, timeout_s, share=each, room=room, swap=push.swap(slot))
 
 
 def mean_through(
@@ -170,9 +184,9 @@ def _begun(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def gather(push: DevicePush, codes: Memory, lanes, kept: Kept) -> list[torch.Tensor]:
+def gather(push: Push, codes: Memory, lanes, kept: Kept) -> list[torch.Tensor]:
     """All ranks' encoded messages: per slot (n, bytes) by rank, on the slot's device."""
-    everyone, comm = [], push.comm
+    everyone, comm = [], push.signals.comm
     for slot, (own, lane) in enumerate(zip(codes, lanes, strict=True)):
         with current(lane.device), on(lane.into):
             room = kept.room(own.device, f"codes {slot}", comm.size * own.numel(), torch.uint8)

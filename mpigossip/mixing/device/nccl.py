@@ -19,8 +19,9 @@ from mpigossip.config.errors import Failure
 from mpigossip.mixing.averages import Swap
 from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.device.memory import MemoryRefused, current
-from mpigossip.mixing.device.push import DevicePush, Lane, PiecePush, on
-from mpigossip.mixing.push import CUT
+from mpigossip.mixing.device.push import BySlot, Inboxes, Lane, on
+from mpigossip.mixing.push import ARRIVED, CUT, FREE
+from mpigossip.mixing.tokens import Signals, Tokens
 
 PROBE = 1 << 16
 """Bytes that the proof sends to the next rank."""
@@ -221,10 +222,22 @@ class Links:
             _ = comm.abort() if self._broken else comm.destroy()
 
 
-class NcclPush(DevicePush):
-    """Inboxes on every slot's device that NCCL fills, between the same tokens as MPI's puts."""
+class NcclPush:
+    """Inboxes on every slot's device that NCCL fills, between the same tokens as MPI's puts.
 
-    _partners: Sequence[int] = ()
+    Contract: :class:`mpigossip.mixing.stream.Route`, and :meth:`swap`.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, layout: BySlot, lanes: Sequence[Lane], places: int,
+        timeout_s: float,
+    ):  # fmt: skip
+        """Collective. Raises MemoryRefused, on all ranks, where one has no room or no NCCL."""
+        self._inboxes = Inboxes(comm, layout, lanes, places)
+        self.links = Links(comm, lanes, timeout_s)
+        self.signals = Signals(Tokens(comm, timeout_s), ARRIVED, FREE)
+        self.inbox = self._inboxes.of
+        self._partners: Sequence[int] = ()
 
     def swap(self, slot: int) -> Swap:
         """What begins to bring arrays of a slot's device to other ranks and theirs here."""
@@ -236,38 +249,33 @@ class NcclPush(DevicePush):
 
         return swap
 
-    def _open_windows(self, comm: MPI.Intracomm) -> None:
-        try:
-            self.links = Links(comm, self._lanes, self.timeout_s)
-        except MemoryRefused:
-            DevicePush.close(self)
-            raise
-
     def begin(
         self, memory: Sequence[torch.Tensor], targets: Sequence[tuple[int, int]],
         sources: Sequence[int], count: int,
     ) -> None:  # fmt: skip
         """Begin to send every slot's message, and to take in those of the sources."""
-        slots = range(len(self._lanes))
+        slots = range(len(memory))
         self._partners = [*sources, *(rank for rank, _ in targets)]
         self.links.swap(
             {(slot, rank): memory[slot] for slot in slots for rank, _ in targets},
-            {(slot, rank): self.slot_inbox(count, place, slot)
+            {(slot, rank): self.inbox(count, place, slot)
              for slot in slots for place, rank in enumerate(sources)},
         )  # fmt: skip
 
-    def put_slots(self, *_: object) -> None:
+    def put(self, *_: object) -> Sequence[MPI.Request]:
         """Nothing: it was sent at the round's beginning."""
+        return ()
 
-    def _flush(self, rank: int) -> None:
-        """Nothing to complete: the token only says that the other end may be waited for."""
+    def sent(self, targets: Sequence[tuple[int, int]], number: int) -> None:
+        """Tell the targets, which only says that this end may be waited for."""
+        self.signals.tell([rank for rank, _ in targets], number)
 
-    def await_arrived(self, sources: Sequence[int], number: int) -> None:
-        """Wait for the round's tokens, which name a late rank, then for its messages."""
-        PiecePush.await_arrived(self, sources, number)
-        self.links.settle(f"round {number // self._tokens.pieces}", self._partners)
+    def sync(self, number: int) -> None:
+        """Wait for the round's messages; a late rank was named by its token's absence."""
+        self.links.settle(f"round {self.signals.round(number)}", self._partners)
 
     def close(self) -> None:
         """End the communicators, free the memory; collective."""
         self.links.close()
-        super().close()
+        self._inboxes.memory = []
+        self.signals.close()

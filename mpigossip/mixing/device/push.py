@@ -1,4 +1,4 @@
-"""What exchanges of GPU memory are made of: layout by slot, copy streams, pushes by pieces."""
+"""What exchanges of GPU memory are made of: layout by slot, copy streams, inboxes, MPI's puts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from mpigossip.mixing.averages import Swap, raw, swapped
 from mpigossip.mixing.base import Layout, Segments
 from mpigossip.mixing.device.memory import MemoryRefused, current, private
 from mpigossip.mixing.device.ordering import arrived_whole
-from mpigossip.mixing.push import ARRIVED, ARRIVING, CUT, PushWindow
+from mpigossip.mixing.push import ARRIVED, CUT, FREE
+from mpigossip.mixing.tokens import Signals, Tokens
 
 
 @dataclass(frozen=True)
@@ -111,119 +112,97 @@ def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-class PiecePush(PushWindow):
-    """An inbox in host memory that is filled piece by piece, each with a token of its own."""
+class Inboxes:
+    """An inbox on every slot's device, in private memory; the places are those of `PushWindow`."""
 
-    def __init__(self, comm: MPI.Intracomm, layout: BySlot, places: int, **options):
-        """Collective; ``options`` as :class:`~mpigossip.mixing.push.PushWindow` has them."""
-        super().__init__(comm, layout.sent_bytes, places, **options)
-        self._spans = [layout.span(slot, sent=True) for slot in range(len(layout.widths))]
-
-    def slot_inbox(self, count: int, place: int, slot: int) -> torch.Tensor:
-        """A slot's part of the message in a place of the ``count``-th round."""
-        return self.inbox(count, place)[self._spans[slot]]
-
-    def put(
-        self, memory: torch.Tensor, spans: Sequence[slice], targets: Sequence[tuple[int, int]],
-        count: int,
-    ) -> None:  # fmt: skip
-        """Put these stretches of the message; :meth:`sent` completes them."""
-        for rank, place in targets:
-            base = self._base(rank, count, place)
-            for span in spans:
-                for at in range(span.start, span.stop, CUT):
-                    part = memory[at : min(at + CUT, span.stop)].numpy()
-                    self._window.Put([part, MPI.BYTE], rank, [base + at, part.size, MPI.BYTE])
-
-    def await_arrived(self, sources: Sequence[int], number: int) -> None:
-        """Wait for what has this number from each source; runs in the courier."""
-        self._tokens.wait(sources, ARRIVED, number, ARRIVING)
-        self.sync()
-
-
-class DevicePush(PiecePush):
-    """The same with an inbox on every slot's device: one window a slot over private memory."""
-
-    def __init__(
-        self, comm: MPI.Intracomm, layout: BySlot, lanes: Sequence[Lane], places: int, **options
-    ):
+    def __init__(self, comm: MPI.Intracomm, layout: BySlot, lanes: Sequence[Lane], places: int):
         """Collective. Raises MemoryRefused, on all ranks, where one has no room."""
-        # tokens and an empty window: no inbox in host memory
-        PushWindow.__init__(self, comm, 0, places, outbox=False, **options)
-        self._sizes = [layout.of(slot).sent_bytes for slot in range(len(lanes))]
-        self._lanes, self._devices = lanes, [lane.device for lane in lanes]
-        self._inboxes: list[torch.Tensor] = []
-        self._windows: list[MPI.Win] = []
+        self.places, self.others_places = places, comm.allgather(places)
+        self.sizes = [layout.of(slot).sent_bytes for slot in range(len(lanes))]
+        self.memory: list[torch.Tensor] = []
         refused = ""
         try:
-            for size, device in zip(self._sizes, self._devices, strict=True):
-                self._inboxes.append(private(size * 2 * places, device))
+            for size, lane in zip(self.sizes, lanes, strict=True):
+                self.memory.append(private(size * 2 * places, lane.device))
         except MemoryRefused as error:
             refused = str(error)
         if any(comm.allgather(refused)):  # all or none: what follows is collective
-            DevicePush.close(self)  # of a subclass nothing is open yet
             raise MemoryRefused(refused or "another rank has no room for its inbox on a GPU")
-        self._open_windows(comm)
+
+    def of(self, count: int, place: int, slot: int) -> torch.Tensor:
+        """A slot's part of the message in a place of the ``count``-th round."""
+        size = self.sizes[slot]
+        at = ((count % 2) * self.places + place) * size
+        return self.memory[slot][at : at + size]
+
+
+class DevicePush:
+    """Inboxes on the devices that MPI puts into: one window a slot.
+
+    Contract: :class:`mpigossip.mixing.stream.Route`, and :meth:`swap`.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, layout: BySlot, lanes: Sequence[Lane], places: int,
+        timeout_s: float,
+    ):  # fmt: skip
+        """Collective. Raises MemoryRefused, on all ranks, where one has no room."""
+        self._inboxes, self._lanes = Inboxes(comm, layout, lanes, places), lanes
+        self._devices = [lane.device for lane in lanes]
+        self.signals = Signals(Tokens(comm, timeout_s), ARRIVED, FREE)
+        self.inbox = self._inboxes.of
+        self._windows: list[MPI.Win] = []
+        for memory, device in zip(self._inboxes.memory, self._devices, strict=True):
+            with current(device):
+                self._windows.append(MPI.Win.Create(raw(memory), 1, comm=comm))
+                self._windows[-1].Lock_all()
 
     def swap(self, slot: int) -> Swap:
         """What brings arrays of a slot's device to other ranks and theirs here."""
 
         def swap(out: dict[int, torch.Tensor], into: dict[int, torch.Tensor]) -> float:
             self._lanes[slot].drain()  # MPI doesn't wait for what computes there
-            waited = swapped(self.comm, self.timeout_s, out, into)
+            waited = swapped(self.signals.comm, self.signals.timeout_s, out, into)
             if into:
                 arrived_whole(self._devices[slot])
             return waited
 
         return swap
 
-    def _open_windows(self, comm: MPI.Intracomm) -> None:
-        for memory, device in zip(self._inboxes, self._devices, strict=True):
-            with current(device):
-                self._windows.append(MPI.Win.Create(raw(memory), 1, comm=comm))
-                self._windows[-1].Lock_all()
+    def put(
+        self, areas: Sequence[torch.Tensor], span: slice, targets: Sequence[tuple[int, int]],
+        number: int,
+    ) -> Sequence[MPI.Request]:  # fmt: skip
+        """Put a piece of every slot from device to device, each slot's device being current."""
+        half = self.signals.round(number) % 2
+        for rank, place in targets:
+            places = half * self._inboxes.others_places[rank] + place
+            for slot, (source, device) in enumerate(zip(areas, self._devices, strict=True)):
+                base, window = places * self._inboxes.sizes[slot], self._windows[slot]
+                with current(device):
+                    for at in range(span.start, min(span.stop, source.numel()), CUT):
+                        part = raw(source[at : min(at + CUT, span.stop)])
+                        window.Put([part, MPI.BYTE], rank, [base + at, len(part), MPI.BYTE])
+        return ()
 
-    def await_arrived(self, sources: Sequence[int], count: int) -> None:
-        """Wait for the messages of a piece; runs in the courier."""
-        super().await_arrived(sources, count)
+    def sent(self, targets: Sequence[tuple[int, int]], number: int) -> None:
+        """Flush every slot's window to each target, then tell it."""
+        for rank, _ in targets:
+            for device, window in zip(self._devices, self._windows, strict=True):
+                with current(device):
+                    window.Flush(rank)
+            self.signals.tell([rank], number)
+
+    def sync(self, number: int) -> None:
+        """Let what has arrived be seen by the devices' work from now on."""
         for window, device in zip(self._windows, self._devices, strict=True):
             window.Sync()
             arrived_whole(device)
 
-    def slot_inbox(self, count: int, place: int, slot: int) -> torch.Tensor:
-        """A slot's part of the message in a place of the ``count``-th round."""
-        size = self._sizes[slot]
-        at = ((count % 2) * self.places + place) * size
-        return self._inboxes[slot][at : at + size]
-
-    def put_slots(
-        self, memory: Sequence[torch.Tensor], begin: int, targets: Sequence[tuple[int, int]],
-        count: int,
-    ) -> None:  # fmt: skip
-        """Put a piece of every slot from device to device, each slot's device being current.
-
-        ``begin``: where in a slot's message the piece begins.
-        """
-        for rank, place in targets:
-            half = (count % 2) * self._others_places[rank] + place
-            for slot, (source, device) in enumerate(zip(memory, self._devices, strict=True)):
-                base, window = half * self._sizes[slot] + begin, self._windows[slot]
-                with current(device):
-                    for at in range(0, source.numel(), CUT):
-                        part = raw(source[at : at + CUT])
-                        there = [base + at, len(part), MPI.BYTE]
-                        window.Put([part, MPI.BYTE], rank, there)
-
-    def _flush(self, rank: int) -> None:
-        for device, window in zip(self._devices, self._windows, strict=True):
-            with current(device):
-                window.Flush(rank)
-
     def close(self) -> None:
-        """Free windows and memory; collective."""
-        self.courier.close()
+        """Free windows and memory; collective. The communication thread has ended."""
         for window in self._windows:
             window.Unlock_all()
             window.Free()
-        self._windows, self._inboxes = [], []
-        super().close()
+        self._windows, self._inboxes.memory = [], []
+        self.signals.close()

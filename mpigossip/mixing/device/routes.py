@@ -15,7 +15,7 @@ from mpigossip.mixing.device.aware import proven
 from mpigossip.mixing.device.mapping import reaches
 from mpigossip.mixing.device.memory import Mapped, MemoryRefused, can_map, handles, pin, private
 from mpigossip.mixing.device.nccl import NcclPush
-from mpigossip.mixing.device.push import BySlot, DevicePush, Lane, PiecePush
+from mpigossip.mixing.device.push import BySlot, DevicePush, Lane
 from mpigossip.mixing.push import PushWindow
 from mpigossip.mixing.shared import SharedHost
 from mpigossip.mixing.windows import Windows
@@ -30,7 +30,6 @@ class DeviceMemory(Windows):
     """Outbox, result and codes of each slot, windows and mapped memory; ``routes``."""
 
     layout: BySlot
-    _push: PiecePush | None
     _through: list[torch.Tensor]
     _far = "host"
 
@@ -137,15 +136,14 @@ class DeviceMemory(Windows):
         else:
             self._why["near"].append("mapped from a process of the same host")
 
-    def _open_push(self, poll: bool) -> PushWindow | None:
-        """The inbox window: on the devices where MPI is proven able, else in host memory."""
+    def _open_push(self) -> PushWindow | DevicePush | NcclPush | None:
+        """The inboxes: on the devices where MPI is proven able, else in host memory."""
         if len(self._near[self.rank]) == self.n:
             return None
-        options, places = self._push_options(poll), self._plans.places
         why: list[str] = []
         for way in WAYS[self._asked]:
             try:
-                push, said = self._open_way(way, places, options)
+                push, said = self._open_way(way)
                 self._far, self._why["far"] = way, [said, *why]
                 return push
             except MemoryRefused as error:
@@ -156,23 +154,24 @@ class DeviceMemory(Windows):
                 "(`mpigossip doctor` says what was asked)"
             )
         self._why["far"] = why or ['node.gpu_window = "host"']
-        outbox = self._host is None and self.layout.wire.exact
-        return PiecePush(self._comm, self.layout, places, outbox=outbox, **options)
+        own = self._host is None and not self._lossy
+        sizes = [self.layout.of(slot).sent_bytes for slot in range(len(self._lanes))]
+        return PushWindow(self._comm, sizes, self._plans.places, self._timeout_s, outbox=own)
 
-    def _open_way(self, way: str, places: int, options: dict) -> tuple[DevicePush, str]:
+    def _open_way(self, way: str) -> tuple[DevicePush | NcclPush, str]:
         """Inboxes on the devices, filled this way, and why; MemoryRefused where it can't be."""
+        given = self._comm, self.layout, self._lanes, self._plans.places, self._timeout_s
         if way == "nccl":
-            push = NcclPush(self._comm, self.layout, self._lanes, places, **options)
-            return push, "NCCL brought a message to every slot's GPU"
+            return NcclPush(*given), "NCCL brought a message to every slot's GPU"
         able, why = proven(self._comm, self._devices)
         if not able:
             raise MemoryRefused(f"{why}; use a GPU-aware MPI")
-        return DevicePush(self._comm, self.layout, self._lanes, places, **options), why
+        return DevicePush(*given), why
 
     @property
-    def _on_devices(self) -> DevicePush | None:
+    def _on_devices(self) -> DevicePush | NcclPush | None:
         """What brings messages from device to device, by MPI or NCCL; None where nothing does."""
-        return self._push if isinstance(self._push, DevicePush) else None
+        return None if isinstance(self._push, PushWindow) else self._push
 
     @property
     def _stages_out(self) -> bool:
@@ -200,7 +199,7 @@ class DeviceMemory(Windows):
         stretches = [*self._through]
         stretches += [*self._host.outboxes, self._host.result] if self._host else [self._message]
         stretches += [self._codes] if self._codes is not None else []
-        stretches += [self._push.memory] if self._push is not None else []
+        stretches += [self._push.memory] if isinstance(self._push, PushWindow) else []
         try:
             self._unpin = pin(stretches, self._devices[0])
         except MemoryRefused as error:

@@ -20,19 +20,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
-from mpi4py import MPI
 
 from mpigossip.mixing.base import Kind, Layout, Segments
-from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.device import averages
 from mpigossip.mixing.device.memory import Kept, current
 from mpigossip.mixing.device.nccl import NcclPush
-from mpigossip.mixing.device.push import DevicePush, on
+from mpigossip.mixing.device.push import on
 from mpigossip.mixing.device.routes import DeviceMemory
 from mpigossip.mixing.device.sums import Source, Sums
 from mpigossip.mixing.kernels import fused
 from mpigossip.mixing.kernels.onepass import Coded
 from mpigossip.mixing.plan import Exchange, Piece
+from mpigossip.mixing.stream import Leg, Stream
 from mpigossip.mixing.tokens import everybody, wait_all
 
 PIECE = 1 << 24
@@ -62,21 +61,24 @@ class DeviceWindows(DeviceMemory):
         for s in slots if layout.wire.name == "bf16" else ():
             self._coded[s].codes = tuple(self._room(s, k)[None] for k in range(layout.vectors))
         self._sums = Sums(by_slot, self._lanes, self._mixed_memory)
-        size = max(own.numel() for own in self._own)
-        self._share, self._averaged = averages.pieces(self.n, size), 0
+        self._share = averages.pieces(self.n, max(own.numel() for own in self._own))
+        self._averaged = 0
         self._kept = Kept(self._rooms())
         self._through = [torch.empty(self._share, dtype=torch.uint8) for _ in range(2)]
-        # the same number of pieces on all ranks: tokens count them
-        staged = any(self._comm.allgather(self._stages_out)) and not self._lossy
-        step = PIECE if staged else size
-        self._spans = [slice(at, min(at + step, size)) for at in range(0, size, step)]
-        if self._push:
-            self._push.count_in_pieces(len(self._spans))
-        threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._courier = self._push.courier if self._push else Courier(
-            self._comm, threaded=threaded, poll=False, timeout_s=timeout_s
-        )  # fmt: skip
+        self._courier = self._courier or self._open_courier(poll=False)
         self._pin_all()
+
+    def _open_pieces(self) -> None:
+        """As many on all ranks, whose tokens count them; a slot's whole where none is copied."""
+        staged = any(self._comm.allgather(self._stages_out)) and not self._lossy
+        size = max(memory.numel() for memory in [*self._own, *self._code])
+        step = PIECE if staged else size
+        begins = range(0, size, step)
+        self._pieces = [Piece(slice(at, at + step), (), k) for k, at in enumerate(begins)]
+        for route in filter(None, (self._host, self._push)):
+            route.signals.count_in_pieces(len(self._pieces))
+        if self._host:
+            self._host.areas = [self.layout.span(slot) for slot in range(len(self._own))]
 
     def _encode(self, now: Exchange, piece: Piece | None = None) -> None:
         """Quantize the outbox of every slot in place, its codes beside it on the device."""
@@ -186,35 +188,42 @@ class DeviceWindows(DeviceMemory):
 
     def _exchange(self, now: Exchange, ready: list) -> None:
         """Send and receive piece by piece, sum as pieces come; runs in the courier."""
-        push, host, many = self._push, self._host, len(self._spans)
-        count, targets, far = now.t - self._first, now.targets, now.far
-        readers, sources = self._on_host(now.readers), self._on_host(now.sources)
         # all copies out are begun at once, each awaited when its piece is to be sent
-        copied = [self._copy_out(piece) for piece in self._spans]
-        # the readers of round t - 2 have summed it: their places are free
-        if push:
-            push.await_room([rank for rank, _ in targets], count)
-        for k, piece in enumerate(self._spans):
+        copied = [self._copy_out(piece.sent) for piece in self._pieces]
+
+        def prepare(piece: Piece) -> None:
             # the devices have filled the piece (and it is in host memory): MPI knows no stream
-            for event in copied[k] or ready:
+            for event in copied[piece.number] or ready:
                 _ = event and event.synchronize()
-            if host:
-                host.publish(readers, now.t * many + k)
-            # then the sources' same piece: pushed here, or whole in their own memory
-            if push:
-                self._put(piece, targets, count)
-                push.sent([rank for rank, _ in targets], count * many + k)
-                push.await_arrived(far, count * many + k)
-            if host:
-                host.await_ready(sources, now.t * many + k)
-            for slot in range(len(self._lanes)):
-                terms = [(self._own[slot][piece], False), *self._sources_in(now, slot, piece)]
-                self._sums.add(now.weights, slot, piece, terms)
+
+        def add(piece: Piece) -> None:
+            for slot, own in enumerate(self._own):
+                sources = self._sources_in(now, slot, piece.sent)
+                self._sums.add(now.weights, slot, piece.sent, [(own[piece.sent], False), *sources])
+
+        legs, rest = self._legs(now), self._courier.rest
+        Stream(legs, self._pieces, self._timeout_s, rest, prepare, add).run()
         # what was read in place is summed, not only begun: the sources may write again
         for lane in self._lanes:
             lane.drain()
-        if host:
-            host.release(sources, now.t)
+        if self._host:
+            self._host.release(self._on_host(now.sources), now.t)
+
+    def _legs(self, now: Exchange) -> list[Leg]:
+        """Those on this host, whom the outbox is said to be whole, and those that are pushed to."""
+        legs, slots = [], range(len(self._own))
+        if self._host:
+            message = [self._message[self.layout.span(slot)] for slot in slots]
+            areas, readers = self._own if self._mapped else message, self._on_host(now.readers)
+            places = [(place, 0) for place in readers]
+            legs.append(Leg(self._host, areas, now.t, places, self._on_host(now.sources)))
+        if self._push:
+            areas = self._code if self._lossy else self._own
+            if not self._on_devices:
+                whole = self._codes if self._lossy else self._message
+                areas = [whole[self.layout.span(slot, sent=self._lossy)] for slot in slots]
+            legs.append(Leg(self._push, areas, now.t - self._first, now.targets, now.far))
+        return legs
 
     def _copy_out(self, piece: slice, *, whole: bool = False) -> list:
         """Begin to bring what is needed in host memory of every slot's piece; events behind it.
@@ -235,20 +244,6 @@ class DeviceWindows(DeviceMemory):
     def _in_message(self, slot: int, piece: slice) -> torch.Tensor:
         return self._message[self.layout.span(slot)][piece]
 
-    def _put(self, piece: slice, targets: Sequence[tuple[int, int]], count: int) -> None:
-        if isinstance(self._push, DevicePush):
-            memory = self._code if self._lossy else [own[piece] for own in self._own]
-            self._push.put_slots(memory, 0 if self._lossy else piece.start, targets, count)
-        elif self._lossy:
-            self._push.put(self._codes, [slice(0, self._codes.numel())], targets, count)
-        else:
-            slots = [self.layout.span(slot) for slot in range(len(self._lanes))]
-            spans = [  # of a slot that is shorter than others, what there is
-                slice(slot.start + piece.start, min(slot.start + piece.stop, slot.stop))
-                for slot in slots
-            ]
-            self._push.put(self._message, spans, targets, count)
-
     def _sources_in(self, now: Exchange, slot: int, piece: slice) -> list[Source]:
         """The in-neighbours' same piece, wherever it lies, in the graph's order."""
         found: list[Source] = []
@@ -258,9 +253,9 @@ class DeviceWindows(DeviceMemory):
             if near is not None and self._mapped:
                 found.append((self._mapped[near].arrays[slot][piece], False))
             elif near is not None:
-                found.append((self._host.outboxes[near][self.layout.span(slot)][piece], False))
+                found.append((self._host.inbox(count, near, slot)[piece], False))
             else:
-                array = self._push.slot_inbox(count, place, slot)
+                array = self._push.inbox(count, place, slot)
                 found.append((array if self._lossy else array[piece], self._lossy))
                 place += 1
         return found
@@ -282,7 +277,7 @@ class DeviceWindows(DeviceMemory):
             for slot, (own, codes) in enumerate(zip(self._own, everyone, strict=True)):
                 terms = [(row, True) for row in codes]
                 terms[self.rank] = (own, False)
-                self._sums.add([1 / self.n] * self.n, slot, self._spans[0], terms)
+                self._sums.add([1 / self.n] * self.n, slot, self._pieces[0].sent, terms)
         else:
             averages.by_messages(
                 self._on_devices, self._own, self._mixed_memory, self.layout, self._lanes,
@@ -326,7 +321,7 @@ class DeviceWindows(DeviceMemory):
         return out
 
     def _average_on_host(self, now: Exchange) -> None:
-        for events in [self._copy_out(piece, whole=True) for piece in self._spans]:
+        for events in [self._copy_out(piece.sent, whole=True) for piece in self._pieces]:
             for event in events:
                 _ = event and event.synchronize()
         if self._push is None:
@@ -350,8 +345,7 @@ class DeviceWindows(DeviceMemory):
             mapped.close()
         self._unpin()
         self._mapped, self._mixed = {}, []
-        if self._push is None:
-            self._courier.close()
+        self._courier.close()
         # a neighbour may still have this rank's memory mapped: it is freed after all have let go
         late = "closing the exchange: not all ranks of this job come".format
         wait_all({0: self._comm.Ibarrier()}, self._timeout_s, late, everybody)

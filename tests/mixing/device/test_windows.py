@@ -301,8 +301,9 @@ def test_the_proof_is_a_put_and_a_library_that_says_no_is_believed(ranks):
 
 def without_waiting_for_pieces(mixer):
     """The first piece's token is taken for all of them."""
-    wait, many = mixer._host.await_ready, len(mixer._spans)
-    mixer._host.await_ready = lambda sources, t: None if t % many else wait(sources, t)
+    signals, many = mixer._host.signals, len(mixer._pieces)
+    arrived = signals.arrived
+    signals.arrived = lambda rank, number: number % many > 0 or arrived(rank, number)
 
 
 def without_waiting_for_readers(mixer):
