@@ -17,7 +17,6 @@ sys.path.insert(0, str(TOOLS / "claims"))
 
 import learning  # noqa: E402
 import measure  # noqa: E402
-import training  # noqa: E402
 from table import Row, markdown, write  # noqa: E402
 
 MAY_FAIL = ("`graph show`", "64 LeNet nodes")
@@ -32,7 +31,7 @@ def test_quick_table_holds(tmp_path):
     assert ran.returncode in (0, 1), ran.stderr
     text = out.read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 29
+    assert len(rows) == 33
     failed = [row for row in rows if "does not hold" in row]
     assert not [row for row in failed if not row.startswith(tuple(f"| {m}" for m in MAY_FAIL))]
     assert "not run" not in text
@@ -49,91 +48,102 @@ def test_only_one_claim_and_a_wrong_name(capsys, tmp_path):
 
 def test_table_names_verdicts_and_keeps_what_was_there(tmp_path):
     rows = [
-        Row("a", "x|y", "s", "1", "2", False),
-        Row("b", "c", "s", "1", "not run: no time", None),
-        Row("c", "c", "s", "1", "2", None),
+        Row("x|y", "s", "1", "2", False),
+        Row("c", "s", "1", "not run: no time", None, judged=False),
+        Row("c", "s", "1", "2", None, judged=False, table="Second"),
+        Row("c", "s", "1", "2", None),
     ]
     text = markdown(rows)
-    assert "x¦y" in text and "**does not hold**" in text
-    assert "| not run |" in text and "| as measured |" in text
+    assert "x¦y" in text and "**does not hold**" in text and "| cannot tell |" in text
+    assert "| not run |" in text and text.index("## Second") < text.index("| as measured |")
     write(rows[:1], tmp_path / "t.md", "head\n")
     assert (tmp_path / "t.md").read_text(encoding="utf-8").startswith("head\n| claim |")
     assert [path.name for path in tmp_path.iterdir()] == ["t.md"]
 
 
-@pytest.mark.parametrize("path", sorted(PROTOCOLS.glob("*.toml")), ids=lambda path: path.stem)
-def test_protocols_are_jobs_that_fit(path):
-    protocol = training.Protocol.read(path)
-    for case, method in protocol.each():
-        job = assemble.load(protocol.job(case, method))
-        assert assemble.mistakes(job, protocol.table["nodes"]) == []
+def test_protocols_are_studies_that_fit_in_six_hours(capsys):
+    """All their points are jobs whose parts go together; rows name methods and labels there are."""
+    assert measure.main(["--estimate"]) == 0
+    together = capsys.readouterr().out.strip().splitlines()[-1].split()
+    assert together[0] == "together" and float(together[3]) <= 6
+    for protocol in measure.protocols(measure.arguments([])):
+        grid, axes = protocol.given["grid"], {"nodes": protocol.given["nodes"]}
+        for row in protocol.own["row"]:
+            assert {*row.get("order", [])} <= {*grid["method"]}
+            for axis, label in row.get("at", {}).items():
+                assert label in (axes | grid)[axis]
 
 
-class Invented:
-    """Runs whose accuracy is best at one rate."""
-
-    def __init__(self, best):
-        self.best, self.asked, self.done = best, [], []
-
-    def known(self, run):
-        if run in self.done:
-            return {"accuracy": 1 - abs(run["lr"] - self.best)}
-        return None
-
-    def fill(self, tasks):
-        for run, _, _ in tasks:
-            self.done.append(run)
-            if (run["claim"], run["method"]) == ("momentum", "local"):
-                self.asked.append(run["lr"])
+def test_a_resnet_of_the_authors_is_a_job():
+    job = assemble.load(PROTOCOLS / "jobs" / "cifar10-resnet56.toml", ["node.devices=cpu:1"])
+    assert assemble.mistakes(job, 4) == [] and job.run.epochs == 200
 
 
 @pytest.mark.parametrize(
-    ("best", "further", "chosen"),
+    ("apart", "how", "verdict"),
     [
-        (0.03, [0.017, 0.055], 0.03),
-        (0.019, [0.003, 0.0055, 0.017], 0.017),
-        (0.31, [0.3, 0.17], 0.3),
-        (0.0, [0.003, 0.0055], 0.003),
+        ([0.05, 0.06, 0.05, 0.06, 0.05], {"by": 0.03}, True),
+        ([0.01, 0.02, 0.01, 0.02, 0.01], {"by": 0.03}, False),
+        ([0.01, 0.06, 0.01, 0.06, 0.03], {"by": 0.03}, None),
+        ([0.05, 0.06, 0.05, 0.06], {"by": 0.03}, None),  # too few seeds
+        ([0.001, -0.001, 0.0, 0.001, 0.0], {"alike": 0.01}, True),
+        ([0.04, 0.03, 0.04, 0.03, 0.04], {"alike": 0.01}, False),
+        ([0.015, 0.005, 0.01, 0.01, 0.02], {"alike": 0.01}, None),
     ],
 )
-def test_a_search_goes_beyond_its_grid_and_between_its_rates(best, further, chosen):
-    """One rate beyond where the best is at an end, then the geometric means around the best."""
-    protocol = training.Protocol.read(PROTOCOLS / "momentum.toml")
-    runs = Invented(best)
-    with pytest.raises(training.OutOfTime, match="--search"):
-        protocol.rate(runs, "Dirichlet 0.1", "local")
-    training.search(runs, [protocol])
-    assert protocol.rate(runs, "Dirichlet 0.1", "local") == chosen
-    assert runs.asked == [0.01, 0.03, 0.1, *further]
+def test_a_verdict_needs_an_interval_on_one_side(apart, how, verdict):
+    assert learning.judged(apart, **how) is verdict
 
 
 def test_training_claims_without_data_say_so(tmp_path):
-    options = measure.arguments([])
-    for kept, reason in ((PROTOCOLS, "it needs --data"), (tmp_path, "its learning rate wasn't")):
-        runs = training.Runs(kept, None, tmp_path)
-        runs.entries = [e for e in runs.entries if e["run"]["kind"] == "search"]
-        learning.do(options, runs)
-        rows = [row for claim in learning.CLAIMS for row in claim(options, runs)]
-        assert len(rows) == 10
-        assert all(r.measured.startswith(f"not run: {reason}") and r.holds is None for r in rows)
+    options = measure.arguments(["--runs", str(tmp_path), "--only", "momentum", "--only", "bytes"])
+    rows = list(measure.measure(options))
+    assert len(rows) == 5 and {row.verdict for row in rows} == {"not run"}
+    assert all(row.measured == "not run: it needs --data" for row in rows)
 
 
-SMALL = {
-    "run": {"epochs": 1},
-    "data": {"batch": 16, "workers": 0},
-    "schedule": {"name": "constant", "scale": "none", "lr": 0.1},
-    "log": {"consensus_every": 1},
-}
+SMALL = """
+job = "job.toml"
+nodes = 2
+seeds = [1]
+judge = "train_loss"
+equal_traffic = ["ADPSGD", "CPSGD"]
+settings = ["data.source=synthetic", "data.samples=64", "data.test_samples=32", "data.batch=4"]
+
+[grid.method]
+ADPSGD = "algorithm.name=adpsgd algorithm.local=sgd cadence.period=2 cadence.sampling=1.0"
+CPSGD = "algorithm.name=cpsgd algorithm.local=sgd cadence.period={period}"
+QSGD = "algorithm.name=qsgd algorithm.local=sgd node.levels=127"
+
+[[row]]
+claim = "equal traffic"
+source = "s"
+order = ["ADPSGD", "CPSGD", "QSGD"]
+share = { bytes_sent = 0.5 }
+
+[[row]]
+claim = "bytes"
+source = "s"
+reaches = 100.0
+"""
 
 
-def test_a_run_reports_what_it_did_and_where_it_diverged():
-    found = training.train(SMALL, nodes=3, points=2)
-    steps = found["steps"]
-    assert [point[0] for point in found["curve"]] == [steps // 2, steps // 2 * 2]
-    assert found["exchanges"] == steps and found["bytes"] > 0 and found["consensus"] > 0
-    assert 0 < found["accuracy"] <= 1
-    wild = training.merged(SMALL, {"schedule": {"lr": 1e30}})
-    assert training.train(wild, nodes=3)["diverged"] < 20
+def test_a_study_gives_rows(tmp_path):
+    """CPSGD at the period that spends what ADPSGD does; bytes of codes and decoded for QSGD."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    (tmp_path / "job.toml").write_text("")
+    options = measure.arguments(["--runs", str(tmp_path)])
+    rows = list(learning.Protocol(tmp_path / "small.toml", options).rows())
+    assert [row.verdict for row in rows] == ["cannot tell", "as measured"]
+    first, second = (row.measured for row in rows)
+    assert "CPSGD, period 2: train_loss" in first
+    assert "ADPSGD ahead of 0.5 of CPSGD in bytes_sent by" in first
+    codes, decoded = (
+        float(first.split(word)[0].split()[-1]) for word in (" MB of codes", " MB dec")
+    )
+    assert 3.5 < decoded / codes < 4.1
+    assert second.count("MB to 100") == 3
+    assert (tmp_path / "small" / "curves.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("model", ["mlp", "lenet"])
@@ -141,9 +151,15 @@ def test_a_run_reports_what_it_did_and_where_it_diverged():
 def test_vmap_takes_the_steps_of_the_loop(model, accumulate):
     ends = []
     for vmap in (False, True):
-        table = {"model": {"name": model}, "algorithm": {"accumulate": accumulate}}
-        whole = training.merged(SMALL, table, {"node": {"vmap": vmap, "devices": "cpu:2"}})
-        assembly = assemble.assemble(assemble.load(whole), Alone(), 5)
+        table = {
+            "run": {"epochs": 1},
+            "data": {"batch": 16, "workers": 0},
+            "model": {"name": model},
+            "algorithm": {"accumulate": accumulate},
+            "schedule": {"name": "constant", "scale": "none", "lr": 0.1},
+            "node": {"vmap": vmap, "devices": "cpu:2"},
+        }
+        assembly = assemble.assemble(assemble.load(table), Alone(), 5)
         losses = [assembly.trainer.step().loss for _ in range(4)]
         ends.append((losses[-1], assembly.trainer.replicas.full[0].clone()))
         assembly.close()

@@ -92,7 +92,6 @@ def equal(options) -> Iterator[Row]:
         different += [f"n = {n}: {case}" for case in told["different"]]
     counts = ", ".join(f"n = {n}: {count}" for n, count in found.items())
     yield Row(
-        "equal",
         "every algorithm x graph x wire format that a job may name: simulated = ranks",
         "own bar",
         "equal to the last bit, neighbours read in place and by put",
@@ -107,7 +106,6 @@ def battery(options) -> Iterator[Row]:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=REPO)
     last = ran.stdout.strip().splitlines()[-1]
     yield Row(
-        "battery",
         "one battery over all algorithms: mean or mass kept, consensus, quadratic solved, state "
         "through HDF5, resume, refusals (`pytest tests/algorithms/test_algorithms.py`)",
         "own bar",

@@ -56,7 +56,6 @@ def exponential_gap(options) -> Iterator[Row]:
         else:
             even = max(even, abs(difference))
     yield Row(
-        "exponential-gap",
         "static exponential gap = 2/(1+⌈log2 n⌉) for even n, larger for odd n; n = 2 … 256",
         "Ying et al., NeurIPS 2021",
         "≤ 1e-12; > 0",
@@ -75,7 +74,6 @@ def one_peer_exact(options) -> Iterator[Row]:
         worst = max(worst, *(residue(cyclic, tau, start) for start in range(2 * tau)))
         worst = max(worst, *(residue(g, tau, k * tau) for g in drawn for k in range(4)))
     yield Row(
-        "one-peer-exact",
         "one-peer exponential exact in log2 n rounds, n = 2 … 256: cyclic from any round, permuted "
         "in each period",
         "Ying et al., NeurIPS 2021",
@@ -85,7 +83,6 @@ def one_peer_exact(options) -> Iterator[Row]:
     )
     found = {n: residue(graph("one-peer-exponential", n)) for n in RESIDUES}
     yield Row(
-        "one-peer-residue",
         "what one period leaves for other n",
         "own arithmetic",
         ", ".join(f"{n}: {value:g}" for n, value in RESIDUES.items()),
@@ -108,7 +105,6 @@ def finite_time(options) -> Iterator[Row]:
             right = k > 1 or name != "base-2" or BASE2_LENGTHS.items() <= lengths.items()
             which = "n = 2 … 129" if name != "hyper-hypercube" else f"{len(smooth)} n ≤ 129"
             yield Row(
-                f"{name}-{k}",
                 f"{name} with k = {k} exact for {which}",
                 "Takezawa et al., NeurIPS 2023",
                 f"≤ 1e-9, length ≤ 2 log n + 2 (base {k + 1}), degree ≤ {k}",
@@ -146,7 +142,6 @@ def laplacian_weights(options) -> Iterator[Row]:
         ahead = all(pair[0] < pair[1] + 1e-12 * ("hyper" in name) for pair in pairs)
         near = 0.05 if name in random else 6e-5
         yield Row(
-            f"laplacian-{name}",
             f"ρ by Laplacian and Metropolis weights, {name}"
             + (f" (median of {len(pairs)} draws)" if name in random else ""),
             "own arithmetic" + (", one draw" if name in random else ""),
@@ -177,7 +172,6 @@ def topology_search(options) -> Iterator[Row]:
         rho = float(np.abs(eigenvalues(found.graph())[1:]).max())
         agrees = abs(rho - (1 - found.score) / (1 + found.score)) < 1e-9
         yield Row(
-            f"search-{n}",
             f"topology search, degree 4, n = {n}, "
             + (f"{limit:g} s on one core" if options.full else f"{limit} graphs judged"),
             "own bar, after Jameel et al. 2020",
@@ -198,7 +192,6 @@ def speed(options) -> Iterator[Row]:
         subprocess.run(command, check=True, capture_output=True, timeout=120)
         took[name] = _children() - begin
     yield Row(
-        "graph-show",
         "`graph show`, n = 4,096: circulant and one-peer graphs, processor time of the command",
         "own bar",
         "< 2 s",
@@ -207,7 +200,6 @@ def speed(options) -> Iterator[Row]:
     )
     alone, whole = _step_seconds(64, 6 if options.full else 3)
     yield Row(
-        "simulator",
         "64 LeNet nodes (batch 32, CIFAR's shape) simulated: a step against 64 single gradients",
         "own bar",
         "≤ 1.3 times",
@@ -268,7 +260,6 @@ def vectorized(options) -> Iterator[Row]:
             assembly.close()
         apart = float(torch.dist(*parameters) / torch.linalg.norm(parameters[0]))
         yield Row(
-            f"vmap-{name}",
             f"node.vmap, {n} {name} nodes on digits, a step",
             "own bar",
             "same numbers to rounding",

@@ -1,221 +1,219 @@
-"""Claims on training, from the runs of `training.py`: the rows, and the picture of curves."""
+"""Claims on training: studies of `jobs/claims/*.toml`, judged by differences of paired seeds.
+
+A file holds the arguments of `mpigossip.study` with an axis "method", and besides: `common`, the
+rate of a second table in which all methods have the same; `seconds` of a run on a quiet core, for
+the estimate; `equal_traffic`, of two methods the one whose "{period}" shall spend what the other
+does; `[[row]]` tables. A row has `claim`, `source`, `expected`; `at`, labels of other axes;
+`order`, methods of which each is ahead of the next by `by` (0), or, with `alike`, within so much of
+the first; `figures` it is judged by (unset: what chose the rates), and `share`: so much of the
+next one's figure; `reaches`: a training loss, bytes until it. Without `order` nothing is judged.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from table import Row
-from training import OutOfTime, Protocol, Runs
 
-NAMES = {"dpsgd": "D-PSGD", "d2": "D²", "dsgt": "DSGT", "detag": "DeTAG"}
-COLOURS, DASHES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), ("-", "--", "-.", ":")
-LINES = [{"color": c, "linestyle": d} for c, d in zip(COLOURS, DASHES, strict=True)]
-CLEAR = 0.03
-"""A clear margin: three points, six standard errors of an accuracy on 10,000 images."""
+import mpigossip
+from mpigossip.analysis.seeds import interval
+from mpigossip.analysis.study import Study
+from mpigossip.analysis.study.file import arguments
+from mpigossip.analysis.study.grid import Cell, cells_of
+from mpigossip.analysis.study.results import lost
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config.errors import Failure
+from mpigossip.graphs.files import save
+from mpigossip.graphs.search import search
+from mpigossip.runs.summary import number
+from mpigossip.training import assemble
 
-
-def _mean(protocol: Protocol, runs: Runs, case: str, method: str, **changes) -> dict[str, float]:
-    """Figures of a method, averaged over the protocol's seeds."""
-    found = protocol.reported(runs, case, method, **changes)
-    keys = [key for key in found[0] if key not in ("curve", "diverged")]
-    return {key: sum(run.get(key, float("nan")) for run in found) / len(found) for key in keys}
-
-
-def _accuracies(protocol: Protocol, runs: Runs, case: str) -> tuple[dict[str, float], str]:
-    """Accuracy of each method in a case, and the same in words with the rates."""
-    found, words = {}, []
-    for method in protocol.table["methods"]:
-        found[method] = _mean(protocol, runs, case, method)["accuracy"]
-        rate = protocol.rate(runs, case, method)
-        words.append(f"{NAMES.get(method, method)} {found[method]:.1%} (lr {rate:g})")
-    return found, ", ".join(words)
+SEEDS = 5
+"""Pairs of seeds that a verdict needs."""
+TRIES = 8
+"""Rates that a search tries, about."""
+COMMON = "The same at one common rate"
+REHEARSAL = ["data.source=digits", "run.epochs=1"]
+OWN_KEYS = ("row", "common", "seconds", "equal_traffic")
 
 
-def _rows(name: str, claim: str, source: str, expected: str, judge: Callable) -> Iterator[Row]:
-    """One row; where its runs are missing, one that says why."""
-    try:
-        measured, holds = judge()
-    except OutOfTime as reason:
-        measured, holds = f"not run: {reason}", None
-    yield Row(name, claim, source, expected, measured, holds)
+class Protocol:
+    """One of the files."""
+
+    def __init__(self, path: Path, options):
+        """``options``: the command line."""
+        self.name, self.options = path.stem, options
+        given = arguments(path, mpigossip.study, OWN_KEYS)
+        self.own = {key: given.pop(key, None) for key in OWN_KEYS}
+        self.lacks = "{data}" in str(given) and not (options.data or options.rehearse)
+        self.given = given | {
+            "output": options.runs / f"{self.name}{'-rehearsal' * options.rehearse}",
+            "processes": options.workers,
+        }
+        if options.rehearse:
+            settings = [*given.get("settings", ()), *REHEARSAL]
+            self.given |= {"seeds": 2, "rates": None, "settings": settings}
+
+    def tables(self) -> Iterator[tuple[str, Study]]:
+        """The studies at each method's own rate, and at the common one."""
+        given = _filled(self.given, {"{data}": str(self.options.data)})
+        if "{searched}" in str(given):
+            given = _filled(given, {"{searched}": self._searched(given["nodes"])})
+        common = self.own["common"]
+        for table in ("", COMMON)[: 1 + bool(common)]:
+            rates = given | ({"rates": [common]} if table else {})
+            yield table, mpigossip.study(**rates | {"grid": self._grid(rates)})
+
+    def _searched(self, nodes: int) -> str:
+        """The file of a searched graph."""
+        file = self.options.runs / f"searched-{nodes}.json"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save(search(nodes, degree=4, evaluations=20_000, seed=0), file)
+        return str(file)
+
+    def _grid(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The grid, with the period of equal traffic: the largest that spends no less."""
+        grid, pair = dict(given["grid"]), self.own["equal_traffic"]
+        if not pair:
+            return grid
+        methods, (first, second) = dict(grid["method"]), pair
+        alone = mpigossip.study(**given | {"grid": {"method": {first: methods[first]}}})
+        runs = alone.ended(alone.cells[0])
+        if not runs:
+            raise Failure(f"{alone.folder}: all runs of {first} diverged")
+        used = np.mean([run.last("exchanges") / len(run.log.steps["step"]) for run in runs])
+        period = str(max(1, int(1 / used)))
+        words = methods.pop(second).replace("{period}", period)
+        return grid | {"method": methods | {f"{second}, period {period}": words}}
+
+    def rows(self) -> Iterator[Row]:
+        """The rows of all tables; where runs are missing, what they lack."""
+        try:
+            if self.lacks:
+                raise Failure("it needs --data")
+            for table, study in self.tables():
+                study.plot(out=study.folder / f"curves{'-common' * bool(table)}.png")
+                for row in self.own["row"]:
+                    said, holds = measured(study, row)
+                    yield self._row(row, said, holds, table, "order" in row)
+        except Failure as error:
+            for row in self.own["row"]:
+                yield self._row(row, f"not run: {error}", None, "", False)
+
+    def _row(self, row, said: str, holds: bool | None, table: str, judged: bool) -> Row:
+        claim, source, expected = row["claim"], row["source"], row.get("expected", "as measured")
+        return Row(claim, source, expected, said, holds, judged, table)
+
+    def estimate(self) -> tuple[int, float]:
+        """Runs of the whole, about, and hours that they take on so many cores."""
+        given = _filled(self.given, {"file:{searched}": "ring", "{period}": "4"})
+        nodes = given["nodes"] if isinstance(given["nodes"], list) else [given["nodes"]]
+        cells, _ = cells_of(given["job"], given["grid"], nodes, given.get("settings", []), False)
+        seeds = SEEDS * (1 + bool(self.own["common"]))
+        runs = len(cells) * (TRIES * bool(given.get("rates")) + seeds)
+        return runs, runs * self.own["seconds"] / self.options.workers / 3600
 
 
-def do(options, runs: Runs) -> None:
-    """All runs of the chosen claims, side by side; what they lack is said by the rows."""
-    chosen = [f.__name__ for f in CLAIMS if not options.only or f.__name__ in options.only]
-    protocols = {name: Protocol.read(options.protocols / f"{name}.toml") for name in chosen}
-    with contextlib.suppress(OutOfTime):
-        runs.fill(
-            protocol.report(runs, case, method, seed)
-            for protocol in protocols.values()
-            for case, method in protocol.each()
-            if (protocol.name, method) != ("periodic", "cpsgd")  # its period is not known yet
-            for seed in protocol.table["seeds"]
-        )
+def _filled(value: Any, places: Mapping[str, str]) -> Any:
+    """Nested values with placeholders replaced."""
+    if isinstance(value, Mapping):
+        return {key: _filled(one, places) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(one, places) for one in value]
+    for place, text in places.items():
+        value = value.replace(place, text) if isinstance(value, str) else value
+    return value
 
 
-def shuffled(options, runs: Runs) -> Iterator[Row]:
-    """D-PSGD, D², DSGT and DeTAG as the nodes' data become different."""
-    protocol = Protocol.read(options.protocols / "shuffled.toml")
-    source, where = "Lu & De Sa, JMLR 2023", "LeNet, 8 nodes, ring"
-
-    def alike():
-        found, words = _accuracies(protocol, runs, "100%")
-        spread = max(found.values()) - min(found.values())
-        return f"{words}; {spread * 100:.1f} points apart", spread <= 0.02
-
-    yield from _rows(
-        "shuffled-100%", f"{where}, 100 % shuffled: all alike", source, "within 2 points", alike
-    )
-    for case in ("50%", "25%", "0%"):
-
-        def ahead(case=case):
-            found, words = _accuracies(protocol, runs, case)
-            margin = found["detag"] - found["dpsgd"]
-            words += f"; DeTAG − D-PSGD: {margin * 100:+.1f} points"
-            return words, margin >= CLEAR
-
-        yield from _rows(
-            f"shuffled-{case}",
-            f"{where}, {case[:-1]} % shuffled: DeTAG ahead of D-PSGD",
-            source,
-            f"by ≥ {CLEAR * 100:.0f} points",
-            ahead,
-        )
-
-    def order():
-        found, _ = _accuracies(protocol, runs, "0%")
-        ranked = sorted(found, key=found.__getitem__, reverse=True)
-        return ", ".join(NAMES[m] for m in ranked), ranked == ["detag", "dsgt", "d2", "dpsgd"]
-
-    expected = "DeTAG, DSGT, D², D-PSGD"
-    yield from _rows("shuffled-order", f"{where}, 0 % shuffled: order", source, expected, order)
+def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
+    """What a row says of each method and between them, and whether its claim holds."""
+    at = {axis: str(label) for axis, label in row.get("at", {}).items()}
+    cells = {
+        cell.label("method").split(", period")[0]: cell
+        for cell in study.cells
+        if all(cell.label(axis) == label for axis, label in at.items())
+    }
+    shares = dict.fromkeys(row.get("figures", [study.judge]), 1.0) | row.get("share", {})
+    order = row.get("order", [])
+    words = [_method(study, cells[name], shares, row) for name in order or cells]
+    pairs = [(order[0], name) for name in order[1:]] if "alike" in row else [*pairwise(order)]
+    verdicts = []
+    for figure, share in shares.items():
+        for first, second in pairs:
+            apart = study.apart(cells[first], cells[second], figure, share)
+            verdicts.append(judged(apart, row.get("by", 0.0), row.get("alike")))
+            part = "" if share == 1 else f"{share:g} of "
+            words.append(f"{first} ahead of {part}{second} in {figure} by {_interval(apart)}")
+    holds = False if False in verdicts else None if None in verdicts else True
+    return "; ".join(words), holds
 
 
-def topologies(options, runs: Runs) -> Iterator[Row]:
-    """Parallel SGD and three graphs."""
-    protocol = Protocol.read(options.protocols / "topologies.toml")
+def judged(apart: Sequence[float], by: float = 0.0, alike: float | None = None) -> bool | None:
+    """Whether so many differences show it: their 95 % interval lies where it has to, or beyond.
 
-    def close():
-        found, words = _accuracies(protocol, runs, "shuffled")
-        lost = found["parallel"] - found["one-peer"]
-        return f"{words}; one-peer − parallel: {-lost * 100:+.1f} points", abs(lost) <= 0.01
-
-    def order():
-        found, _ = _accuracies(protocol, runs, "shuffled")
-        ranked = sorted(found, key=found.__getitem__, reverse=True)
-        return ", ".join(ranked), found["one-peer"] >= found["parallel"] >= found["ring"]
-
-    source, where = "Ying et al., NeurIPS 2021", "LeNet, 16 nodes, dmsgd"
-    yield from _rows(
-        "topologies",
-        f"{where}: one-peer exponential like parallel SGD",
-        source,
-        "within 1 point",
-        close,
-    )
-    expected = "one-peer ≥ parallel ≥ ring"
-    yield from _rows("topologies-order", f"{where}: order of accuracy", source, expected, order)
-
-
-def periodic(options, runs: Runs) -> Iterator[Row]:
-    """ADPSGD against CPSGD at equal traffic, and against QSGD."""
-    protocol = Protocol.read(options.protocols / "periodic.toml")
-
-    def words(name: str, run: dict[str, float], method: str) -> str:
-        return (
-            f"{name} (lr {protocol.rate(runs, 'shuffled', method):g}): training loss "
-            f"{run['train_loss']:.4f}, test loss {run['loss']:.4f}, accuracy "
-            f"{run['accuracy']:.1%}, mean variance {run['consensus']:.1e}, "
-            f"{run['bytes'] / 1e6:.1f} MB a node in {run['exchanges']:g} exchanges"
-        )
-
-    def against_cpsgd():
-        ours = _mean(protocol, runs, "shuffled", "adpsgd")
-        period = max(1, int(ours["steps"] // ours["exchanges"]))
-        theirs = _mean(protocol, runs, "shuffled", "cpsgd", cadence={"period": period})
-        lower = (ours[k] < theirs[k] for k in ("train_loss", "consensus"))
-        said = f"{words('ADPSGD', ours, 'adpsgd')}; "
-        return said + words(f"CPSGD, period {period}", theirs, "cpsgd"), all(lower)
-
-    def against_qsgd():
-        ours = _mean(protocol, runs, "shuffled", "adpsgd")
-        theirs = _mean(protocol, runs, "shuffled", "qsgd")
-        share = ours["bytes"] / theirs["bytes"]
-        said = f"{words('QSGD, 8 bits', theirs, 'qsgd')}; ADPSGD's bytes are {share:.2f} of it"
-        return said, share <= 0.5 and ours["train_loss"] <= theirs["train_loss"]
-
-    source = "Jiang & Agrawal 2020"
-    yield from _rows(
-        "adpsgd-cpsgd",
-        "LeNet, 8 nodes: ADPSGD against CPSGD at equal traffic (CPSGD not below)",
-        source,
-        "lower final training loss, smaller mean variance",
-        against_cpsgd,
-    )
-    yield from _rows(
-        "adpsgd-qsgd",
-        "LeNet, 8 nodes: ADPSGD against QSGD",
-        source,
-        "half the bytes, training loss no worse",
-        against_qsgd,
-    )
-
-
-def momentum(options, runs: Runs) -> Iterator[Row]:
-    """Momentum averaged against momentum kept local, different data on each node."""
-    protocol = Protocol.read(options.protocols / "momentum.toml")
-
-    def measured():
-        return _accuracies(protocol, runs, "Dirichlet 0.1")[1], None
-
-    yield from _rows(
-        "momentum",
-        "LeNet, 8 nodes, one-peer exponential, Dirichlet 0.1: dmsgd (averaged) against "
-        "dmsgd-vanilla (local)",
-        "question of Ying et al., NeurIPS 2021",
-        "as measured",
-        measured,
-    )
-
-
-CLAIMS = (shuffled, topologies, periodic, momentum)
-
-
-def draw(options, runs: Runs, out: Path) -> None:
-    """Accuracy on a fifth of the test images against steps: a panel for each case with runs.
-
-    A method has one colour, each of its seeds a line.
+    None where it lies on both sides, or there are fewer than SEEDS.
     """
-    import matplotlib
+    if len(apart) < SEEDS:
+        return None
+    (mean,), (half,) = interval(np.asarray(apart, float).reshape(-1, 1))
+    low, high = mean - half, mean + half
+    if alike is not None:
+        within, beyond = -alike <= low and high <= alike, low > alike or high < -alike
+    else:
+        within, beyond = low >= by, high < by
+    return True if within else False if beyond else None
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    panels: dict[str, list] = {}
-    for entry in runs.entries:
-        run, result = entry["run"], entry["result"]
-        if run["kind"] == "test":
-            panels.setdefault(f"{run['claim']}, {run['case']}", []).append((run, result["curve"]))
-    columns = 4
-    lines = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(
-        lines, columns, figsize=(3.6 * columns, 3.3 * lines), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, (title, members) in zip(axes.flat, panels.items(), strict=False):
-        styles: dict[str, dict] = {}
-        for run, curve in members:
-            label = f"{NAMES.get(run['method'], run['method'])}, lr {run['lr']:g}"
-            style = styles.get(label) or {"label": label} | LINES[len(styles)]
-            styles.setdefault(label, {k: v for k, v in style.items() if k != "label"})
-            steps, accuracies = [p[0] for p in curve], [100 * p[2] for p in curve]
-            axis.plot(steps, accuracies, linewidth=1.2, **style)
-        axis.set(title=title, xlabel="steps", ylabel="test accuracy, %")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncol=2)
-    figure.savefig(out, dpi=80)
-    pyplot.close(figure)
+def _interval(values: Sequence[float]) -> str:
+    if not len(values):
+        return "– (all pairs diverged)"
+    (mean,), (half,) = interval(np.asarray(values, float).reshape(-1, 1))
+    return f"{mean:+.3g} [{mean - half:+.3g}, {mean + half:+.3g}]"
+
+
+def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
+    """A method's figures with their intervals, its rate, and bytes where they are judged."""
+    found, runs = study.rows[study.cells.index(cell)], study.ended(cell)
+    words = []
+    for name in dict.fromkeys([study.judge, *figures]):
+        if name != "bytes_sent":
+            (mean,), (half,) = interval(np.array([[run.last(name)] for run in runs]).reshape(-1, 1))
+            words.append(f"{name} {number(mean)} ± {number(half)}")
+    if "reaches" in row:
+        words.append(_until(study, cell, row["reaches"]))
+    if "bytes_sent" in figures:
+        words.append(f"{number(found['MB'])} MB{_codes(cell, study, runs)}")
+    rate = f" (lr {found['lr']:g})" if "lr" in found else ""
+    return f"{cell.label('method')}{rate}: {', '.join(words)}{lost(found)}"
+
+
+def _until(study: Study, cell: Cell, loss: float) -> str:
+    """Bytes that a node sends until the training loss, mean of 20 steps, is down to it."""
+    sent = []
+    for run in study.ended(cell):
+        mean = np.convolve(run.log.steps["loss"].mean(1), np.ones(20) / 20, "valid")
+        below = np.flatnonzero(mean <= loss)
+        sent += [run.log.steps["bytes_sent"].mean(1)[below[0] + 19] / 1e6] if len(below) else []
+    lacking = len(study.seeds) - len(sent)
+    said = f" (not by {lacking} of {len(study.seeds)})" if lacking else ""
+    return f"{number(np.mean(sent)) if sent else '–'} MB to {loss:g}{said}"
+
+
+def _codes(cell: Cell, study: Study, runs) -> str:
+    """Of an encoded wire, bytes of codes and of decoded values on a ring, as papers count them."""
+    if not runs:
+        return ""
+    job = assemble.load(runs[0].log.job)
+    if job.node.wire == "fp32":
+        return ""
+    assembly = assemble.assemble(job, Alone(), cell.nodes)
+    width = assembly.trainer.replicas.flat.size
+    assembly.close()
+    rounds = np.mean([run.last("exchanges") for run in runs]) * 2 * (cell.nodes - 1) / cell.nodes
+    codes = rounds * assemble.make_wire(job).nbytes(width)
+    return f" as sent, {codes / 1e6:.1f} MB of codes, {rounds * 4 * width / 1e6:.1f} MB decoded"

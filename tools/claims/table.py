@@ -10,33 +10,38 @@ from typing import NamedTuple
 class Row(NamedTuple):
     """One claim: what is expected, what was measured, and whether it holds.
 
-    ``holds`` is None where nothing is to be judged: measured only, or not run.
+    ``holds`` is None where it can't be told; ``judged`` is false where nothing is to be judged:
+    measured only, or not run. ``table``: the heading under which it stands, "" for the first table.
     """
 
-    name: str
     claim: str
     source: str
     expected: str
     measured: str
     holds: bool | None
+    judged: bool = True
+    table: str = ""
 
     @property
     def verdict(self) -> str:
         """The last column in a word."""
-        if self.holds is None:
+        if not self.judged:
             return "not run" if self.measured.startswith("not run") else "as measured"
-        return "holds" if self.holds else "**does not hold**"
+        return {None: "cannot tell", True: "holds", False: "**does not hold**"}[self.holds]
 
 
 HEAD = ("claim", "source", "expected", "measured", "verdict")
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table in Markdown."""
-    lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
-    for row in rows:
-        cells = (row.claim, row.source, row.expected, row.measured, row.verdict)
-        lines.append(f"| {' | '.join(cell.replace('|', '¦') for cell in cells)} |")
+    """The tables in Markdown."""
+    lines: list[str] = []
+    for table in dict.fromkeys(row.table for row in rows):
+        lines += ["", f"## {table}", ""] if table else []
+        lines += [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
+        for row in (row for row in rows if row.table == table):
+            cells = (row.claim, row.source, row.expected, row.measured, row.verdict)
+            lines.append(f"| {' | '.join(cell.replace('|', '¦') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
 

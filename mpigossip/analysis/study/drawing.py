@@ -19,6 +19,7 @@ from mpigossip.config import JobError
 MOST = 10
 """Curves in a panel."""
 AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent by a node", "time": "virtual seconds"}
+LABELS = {"loss": "test loss", "accuracy": "test accuracy", "train_loss": "training loss"}
 WIDE, HIGH = 5.4, 4.2
 """Inches of a panel."""
 
@@ -68,7 +69,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
         elif "accuracy" in y:  # bands may go beyond what an accuracy can be
             axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(axes.get_ylim()[1], 1.02))
     for row in grid:
-        row[0].set_ylabel({"loss": "test loss", "accuracy": "test accuracy"}.get(y, y))
+        row[0].set_ylabel(LABELS.get(y, y))
     seeds = len(study.seeds)
     if seeds > 1:
         made.suptitle(f"mean of {seeds} seeds, 95 % interval", fontsize=10, color="#555555")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from mpigossip.config import JobError
 from mpigossip.config.toml import near
 
 
-def arguments(path: Path, study: Callable) -> dict[str, Any]:
+def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str, Any]:
     """What a file says for the function; the job's path is seen from the file.
 
-    JobError with every mistake.
+    ``more``: keys that somebody else reads. JobError with every mistake.
     """
     try:
         given = tomllib.loads(path.read_text("utf-8"))
@@ -24,7 +24,7 @@ def arguments(path: Path, study: Callable) -> dict[str, Any]:
         raise JobError([f"{path} doesn't exist: {remedy}"]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise JobError([f"{path} is no TOML: {error}"]) from None
-    known = set(inspect.signature(study).parameters)
+    known = {*inspect.signature(study).parameters, *more}
     wrong = [f"{path}: {key} is unknown; {near(key, known)}" for key in given.keys() - known]
     if "job" not in given:
         wrong.append(f"{path}: job is missing: the job file that all runs begin with")

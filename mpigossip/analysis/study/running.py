@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -76,10 +77,23 @@ class Found:
         return DERIVED[name](self.log) if name in DERIVED else float(self.log.summary[name])
 
     def curve(self, name: str) -> np.ndarray:
-        """A figure at each evaluation: a metric, "loss", "consensus_distance", "step", "epoch"."""
+        """A figure at each evaluation: a metric, "loss", "consensus_distance", "step", "epoch".
+
+        "train_loss" is the mean of the steps since the evaluation before.
+        """
         assert self.log is not None
+        if name == "train_loss":
+            return self._trained()
         values = np.asarray(self.log.evaluations[name], float)
         return values if values.ndim == 1 else values.mean(1)
+
+    def _trained(self) -> np.ndarray:
+        """Mean training loss of the steps since the evaluation before; NaN without steps."""
+        assert self.log is not None
+        steps, loss = self.log.steps["step"], np.nanmean(self.log.steps["loss"], axis=1)
+        ends = np.searchsorted(steps, self.log.evaluations["step"])
+        parts = [loss[low:high] for low, high in pairwise([0, *ends])]
+        return np.array([part.mean() if len(part) else np.nan for part in parts])
 
     def sent(self) -> np.ndarray:
         """Bytes that a node has sent before each evaluation, mean over nodes."""

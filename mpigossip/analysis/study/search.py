@@ -43,6 +43,8 @@ def chosen(
         candidates = {cell: [own[cell] * factor for factor in FACTORS] for cell in cells}
     elif isinstance(rates, str) or not rates or not all(rate > 0 for rate in rates):
         raise JobError([f'rates = {rates!r}: give learning rates above 0, "search" or "fine"'])
+    elif len({*rates}) == 1:
+        return dict.fromkeys(cells, float(rates[0])), []  # nothing to be chosen
     else:
         candidates = {cell: sorted({float(rate) for rate in rates}) for cell in cells}
     found: dict[Key, Found] = {}
