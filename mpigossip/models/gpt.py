@@ -1,30 +1,55 @@
-"""A small language model on bytes, of the GPT-2 form (Radford et al., 2019)."""
+"""Language models on tokens: of the GPT-2 form (Radford et al., 2019), and with later parts."""
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from mpigossip.config import JobError
+
+BASE = 10_000.0
+"""Rotary positions: the longest wave is 2π times as many tokens."""
+NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+
+Turn = tuple[Tensor, Tensor]
+"""Cosines and sines, (T, D/2) each, of the angles by which places turn queries and keys."""
+
+
+def turns(time: int, size: int, device: torch.device) -> Turn:
+    """Angles t · BASE^(−2k/D), k < D/2 (Su et al., 2021), for D = size."""
+    waves = torch.exp(torch.arange(0, size, 2, device=device) * (-math.log(BASE) / size))
+    angles = torch.outer(torch.arange(time, device=device, dtype=torch.float32), waves)
+    return angles.cos(), angles.sin()
+
+
+def turned(x: Tensor, turn: Turn) -> Tensor:
+    """(…, T, D) with the pairs (x_k, x_{k+D/2}) turned by their place's angles."""
+    cos, sin = (part.to(x.dtype) for part in turn)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Block(nn.Module):
     """Norm, causal attention, norm, two layers of 4x width; a residual around each half."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, norm: str = "layer", bias: bool = True) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.Linear(width, 3 * width)
-        self.join = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1, self.norm2 = NORMS[norm](width), NORMS[norm](width)
+        self.attention = nn.Linear(width, 3 * width, bias)
+        self.join = nn.Linear(width, width, bias)
+        self.up, self.down = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn | None = None) -> Tensor:
         """(B, T, width) to the same."""
         batch, time, width = x.shape
         split = self.attention(self.norm1(x)).view(batch, time, 3, self.heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4)
+        if turn is not None:
+            query, key = turned(query, turn), turned(key, turn)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.join(seen.transpose(1, 2).reshape(batch, time, width))
         return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
@@ -33,11 +58,25 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens (B, T) int64 to (B, T, classes); input and output share one embedding matrix."""
 
-    def __init__(self, context: int, classes: int, layers: int, heads: int, width: int) -> None:
+    def __init__(
+        self,
+        context: int,
+        classes: int,
+        layers: int,
+        heads: int,
+        width: int,
+        *,
+        rotary: bool = False,
+        norm: str = "layer",
+        bias: bool = True,
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(classes, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.turned, self.recompute = width // heads if rotary else 0, recompute
+        self.tokens = nn.Embedding(classes, width)
+        self.places = None if rotary else nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads, norm, bias) for _ in range(layers))
+        self.norm = NORMS[norm](width)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 # What adds to the residual stream is scaled by 1/√(number of additions).
@@ -48,16 +87,39 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the unnormalized log-probabilities of the next token."""
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        time, device = tokens.shape[1], tokens.device
+        x = self.tokens(tokens)
+        if self.places is not None:
+            x = x + self.places(torch.arange(time, device=device))
+        turn = turns(time, self.turned, device) if self.turned else None
         for block in self.blocks:
-            x = block(x)
+            if self.recompute and torch.is_grad_enabled():  # nothing in a block is drawn
+                x = checkpoint(block, x, turn, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, turn)
         return functional.linear(self.norm(x), self.tokens.weight)
 
 
 def gpt(
-    shape: tuple[int, ...], classes: int, *, layers: int = 4, heads: int = 4, width: int = 128
+    shape: tuple[int, ...],
+    classes: int,
+    *,
+    layers: int = 4,
+    heads: int = 4,
+    width: int = 128,
+    positions: Literal["learned", "rotary"] = "learned",
+    norm: Literal["layer", "rms"] = "layer",
+    bias: bool = True,
+    recompute: bool = False,
 ) -> nn.Module:
-    """Causal transformer for samples of (T,) tokens; 0.8 million parameters as it stands."""
+    """Causal transformer for samples of (T,) tokens; 0.8 million parameters as it stands.
+
+    ``positions = "rotary"`` turns queries and keys, and has no table of places; ``norm = "rms"``
+    neither centres nor shifts; ``bias``: of the linear layers. ``recompute`` keeps the input of
+    each block alone and computes the rest again during backward: activations of one block in place
+    of all, for a third more work, to the same bits.
+    """
+    rotary = positions == "rotary"
     if len(shape) != 1:
         raise JobError(
             [
@@ -72,4 +134,14 @@ def gpt(
                 f"next one is {width + heads - width % heads}"
             ]
         )
-    return GPT(shape[0], classes, layers, heads, width)
+    if rotary and width // heads % 2:
+        raise JobError(
+            [
+                f"model.width / model.heads = {width // heads}: rotary positions turn pairs, and "
+                f"need an even one; choose model.width = {width + heads}"
+            ]
+        )
+    return GPT(
+        shape[0], classes, layers, heads, width,
+        rotary=rotary, norm=norm, bias=bias, recompute=recompute,
+    )  # fmt: skip

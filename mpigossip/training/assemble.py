@@ -322,6 +322,11 @@ def make_engine(
 
 
 def _check_vmap(job: Job, module: torch.nn.Module) -> None:
+    if job.node.vmap and any(getattr(part, "recompute", False) for part in module.modules()):
+        raise JobError(
+            ["node.vmap = true: model.recompute = true keeps what backward needs by hooks, which "
+             "can't be vectorized over nodes; leave one of them out"]
+        )  # fmt: skip
     if job.node.vmap and any(b.is_floating_point() for b in module.buffers()):
         raise JobError(
             [f'node.vmap = true: model "{job.model.name}" keeps norm statistics, which can\'t be '

@@ -1,0 +1,133 @@
+"""The language model's parts: rotary positions, RMS norm, activations that are computed again."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.models import loss_and_correct, model
+from mpigossip.models.gpt import turned, turns
+from mpigossip.training import assemble
+
+LATER = {"positions": "rotary", "norm": "rms", "bias": False}
+SMALL = {"layers": 2, "heads": 2, "width": 32}
+
+
+def made(**options):
+    return model("gpt", (16,), 64, 0, torch.int64, **SMALL, **options)
+
+
+def test_the_model_as_it_was_has_its_first_parameters():
+    """Of each run that has been recorded: another order of draws would change all digests."""
+    flat = torch.nn.utils.parameters_to_vector(made().parameters())
+    text = hashlib.sha256(flat.detach().numpy().tobytes()).hexdigest()
+    assert flat.numel() == 64 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 64
+    assert text[:16] == "740f8b0f1ecf0fa9"
+
+
+def test_products_of_turned_vectors_know_their_distance_only():
+    draw = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 8, generator=draw)
+    turn = turns(40, 8, torch.device("cpu"))
+    queries, keys = (turned(one.expand(40, 8), turn) for one in (query, key))
+    products = queries @ keys.T
+    assert torch.allclose(products[7, 3], products[34, 30], atol=1e-5)
+    assert not torch.allclose(products[7, 3], products[7, 4], atol=1e-2)
+    assert torch.allclose(queries.norm(dim=1), query.norm().expand(40), atol=1e-5)
+    assert torch.equal(queries[0], query[0]), "place 0 isn't turned"
+    # complex numbers: the pair (k, k + D/2) times exp(i t θ_k)
+    angles = np.outer(np.arange(40), 10_000.0 ** (-np.arange(4) / 4))
+    wanted = (query[0, :4] + 1j * query[0, 4:]).numpy() * np.exp(1j * angles)
+    assert np.allclose(queries.numpy(), np.hstack([wanted.real, wanted.imag]), atol=1e-5)
+
+
+def test_later_parts_learn_and_look_back_only():
+    network = made(**LATER)
+    names = {name for name, _ in network.named_parameters()}
+    assert not any("bias" in name or "places" in name for name in names)
+    assert sum(p.numel() for p in network.parameters()) == 64 * 32 + 2 * (12 * 32**2 + 64) + 32
+    tokens = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 9:] = 0
+    before, after = network(tokens), network(changed)
+    assert torch.allclose(before[:, :9], after[:, :9], atol=1e-6)
+    assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-3)
+    # only the order tells these apart, and nothing but rotary positions shows it
+    mirrored = network(torch.tensor([[1, 2, 3, 4, 9]]))[0, -1]
+    assert not torch.allclose(network(torch.tensor([[4, 3, 2, 1, 9]]))[0, -1], mirrored, atol=1e-4)
+    optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
+    text = torch.arange(17).repeat(4, 1)
+    for _ in range(80):
+        loss, correct = loss_and_correct(network(text[:, :-1]), text[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(loss.detach()) < 1 and int(correct) > 50
+
+
+@pytest.mark.parametrize("options", [{}, LATER])
+def test_computing_again_has_the_same_bits_and_keeps_less(options):
+    kept, found = [], []
+    tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(1))
+    for again in (False, True):
+        network = made(**options, recompute=again)
+        sizes = []
+
+        def note(tensor, sizes=sizes):
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss, _ = loss_and_correct(network(tokens[:, :-1]), tokens[:, 1:])
+        kept.append(sum(sizes))
+        loss.backward()
+        found.append([p.grad.clone() for p in network.parameters()])
+    assert all(map(torch.equal, *found))
+    assert kept[1] < kept[0] / 2, kept
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_that_computes_again_sends_layers_to_the_same_bits():
+    runs = []
+    for settings in ("", "model.recompute=true", "model.recompute=true node.overlap=false"):
+        job = assemble.load(
+            {"model": {"name": "tests.models.test_gpt:on_pixels"}},
+            ["data.batch=4", "algorithm.name=dsgd", *settings.split()],
+        )
+        with Alone() as world:
+            made = assemble.assemble(job, world, 2)
+            for _ in range(3):
+                made.trainer.step()
+            runs.append(made.trainer.replicas.full[0].clone())
+            made.close()
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+
+
+class OnPixels(torch.nn.Module):
+    """The digits' pixels as tokens, and the scores after the last one."""
+
+    def __init__(self, recompute):
+        super().__init__()
+        self.gpt = model("gpt", (64,), 17, 0, torch.int64, **SMALL, **LATER, recompute=recompute)
+
+    def forward(self, x):
+        shades = (x.flatten(1).clamp(-2, 2) * 4 + 8).long()
+        return self.gpt(shades)[:, -1, :10]
+
+
+def on_pixels(shape, classes, *, recompute=False):
+    return OnPixels(recompute)
+
+
+def test_what_cannot_be_is_said():
+    with pytest.raises(JobError, match=r"model.width / model.heads = 5: .*model.width = 12"):
+        model("gpt", (16,), 64, 0, torch.int64, heads=2, width=10, positions="rotary")
+    pixels = {"name": "tests.models.test_gpt:on_pixels", "recompute": True}
+    vmap = assemble.load({"model": pixels}, ["node.vmap=true"])
+    with Alone() as world, pytest.raises(JobError, match=r"node.vmap = true: model.recompute"):
+        assemble.assemble(vmap, world, 2)
+    with pytest.raises(JobError, match=r"model.norm = \"batch\".*layer"):
+        assemble.load({"model": {"name": "gpt", "norm": "batch"}})
