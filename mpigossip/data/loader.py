@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpigossip.data.partition import Order
-from mpigossip.data.sources import ImageSource, Source
+from mpigossip.data.partition import Order, draw_together
+from mpigossip.data.sources import ImageSource, Source, SyntheticSource, TextSource
 from mpigossip.data.worker import Processes
 
 TEST_BATCH = 256
 AHEAD = 2
 """Steps that are decoded while one is trained."""
+JOINED = (ImageSource, SyntheticSource, TextSource)
+"""Sources whose samples don't depend on what else is in their batch."""
 
 
 class Batch(NamedTuple):
@@ -103,7 +105,8 @@ class Loader:
     source: where samples come from; orders: of the nodes that live here (one on a rank, n in the
     simulator); seed: of the random changes; devices: one per slot that lives here; workers:
     decoding processes (threads for samples in memory), 0 for none; timeout_s: deadline for a
-    batch; slots: of a node, and mine, those of them that live here (unset: all).
+    batch; slots: of a node, and mine, those of them that live here (unset: all); together: batches
+    may be parts of one array, where that is faster: sums over them may have other bits.
 
     Samples that are in memory, for slots on the CPU, are made when asked for: a batch takes less
     time than handing it to a thread. All others are made AHEAD steps before: in threads where
@@ -124,6 +127,7 @@ class Loader:
         timeout_s: float = 300.0,
         slots: int | None = None,
         mine: range | None = None,
+        together: bool = False,
     ) -> None:
         self.source, self.orders, self.seed = source, list(orders), seed
         self.devices = [torch.device(device) for device in devices]
@@ -139,11 +143,21 @@ class Loader:
         elif not direct:
             self.pool = DecodingThreads(source, workers)
         self.carriers = [Carrier(device) for device in self.devices]
+        on_cpu = all(device.type == "cpu" for device in self.devices)
+        self._joins = together and direct and on_cpu and type(source) in JOINED
         self.early = self._pinned
         """Whether the next step's batches are brought to the devices before they are asked for."""
         self._there: dict[int, list[_There]] = {}
         self._cuts = -(-workers // (len(self.orders) * len(self.devices)))
         self._steps: dict[int, list[_Pending]] = {}
+
+    def _at_once(self, step: int) -> list[Batch]:
+        """The batches of all nodes made as one and cut: of many small ones, calls are the time."""
+        wanted = [cut for order in self.orders for cut in self._of_slots(order.batch_indices(step))]
+        key = self.seed, self.orders[0].epoch(step)
+        sizes = [len(one) for one in wanted]
+        whole = self.source.train_batch(np.concatenate(wanted), key)
+        return [Batch(*pair) for pair in zip(*(part.split(sizes) for part in whole), strict=True)]
 
     def step(self, step: int) -> list[Batch]:
         """Return the batches of a step: node after node, slot after slot, on the slots' devices.
@@ -152,6 +166,9 @@ class Loader:
         order; those that follow are begun. On a GPU the next step's are copied while this one is
         computed, if they are decoded by now.
         """
+        draw_together(self.orders, step)
+        if self._joins:
+            return self._at_once(step)
         for wanted in range(step, step + 1 + self.ahead):
             if wanted not in self._steps and wanted not in self._there:
                 self._steps[wanted] = self._begin(wanted)

@@ -50,11 +50,16 @@ def check_alike(name: str, data: AnyData, world: World) -> None:
                 ])  # fmt: skip
 
 
-def open_loader(data: AnyData, here: Sequence[Any], *, seed: int, **how: Any) -> AnyLoader:
-    """The loader of these data for the nodes that live here; ``how``: devices, workers, timeout."""
+def open_loader(
+    data: AnyData, here: Sequence[Any], *, seed: int, together: bool = False, **how: Any
+) -> AnyLoader:
+    """The loader of these data for the nodes that live here; ``how``: devices, workers, timeout.
+
+    ``together``: batches may be parts of one array.
+    """
     if isinstance(data, Datasets):
         return DatasetLoader(data, here, **how)
-    return Loader(data, here, seed=seed, **how)
+    return Loader(data, here, seed=seed, together=together, **how)
 
 
 WORKERS = 2

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpigossip.config import JobError
-from mpigossip.data.philox import ORDER, SPLIT, permutation
+from mpigossip.data.philox import ORDER, SPLIT, permutation, permutations
 
 PARTITIONS = ("shuffled", "sorted", "mixed", "dirichlet")
 
@@ -110,9 +110,27 @@ class Order:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if self._latest[0] != epoch:
-            drawn = permutation(len(self.part), self.seed, ORDER, epoch, self.node)
-            self._latest = epoch, self.part[drawn]
+            self.take(epoch, permutation(len(self.part), self.seed, ORDER, epoch, self.node))
         return self._latest[1]
+
+    def take(self, epoch: int, drawn: np.ndarray) -> None:
+        """Know the permutation of an epoch."""
+        self._latest = epoch, self.part[drawn]
+
+    def knows(self, epoch: int) -> bool:
+        """Whether the permutation of an epoch needn't be drawn any more."""
+        return self._latest[0] == epoch
+
+
+def draw_together(orders: Sequence[Order], step: int) -> None:
+    """The permutations of many nodes, where a step begins an epoch: one draw takes as long as n."""
+    epoch, seed = orders[0].epoch(step), orders[0].seed
+    if len(orders) == 1 or all(order.knows(epoch) for order in orders):
+        return
+    lengths = [len(order.part) for order in orders]
+    drawn = permutations(lengths, seed, ORDER, epoch, [order.node for order in orders])
+    for order, one in zip(orders, drawn, strict=True):
+        order.take(epoch, one)
 
 
 def orders(parts: Sequence[np.ndarray], seed: int, batch: int) -> list[Order]:

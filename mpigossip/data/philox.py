@@ -8,6 +8,7 @@ bits on every machine and with every NumPy.
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -54,6 +55,17 @@ def permutation(length: int, seed: int, purpose: int, epoch: int = 0, block: int
     """Return a random order of 0 … length − 1, int64: the order of 64-bit draws."""
     drawn = words(seed, purpose, np.arange(length, dtype=np.uint64), epoch, block)
     return np.argsort(drawn[0] << HALF | drawn[1], kind="stable")
+
+
+def permutations(
+    lengths: Sequence[int], seed: int, purpose: int, epoch: int, blocks: Sequence[int]
+) -> list[np.ndarray]:
+    """:func:`permutation` of each length and block, drawn at once."""
+    indices = np.concatenate([np.arange(length, dtype=np.uint64) for length in lengths])
+    each = np.repeat(np.asarray(blocks, np.uint64), lengths)
+    drawn = words(seed, purpose, indices, epoch, each)
+    values = np.split(drawn[0] << HALF | drawn[1], np.cumsum(lengths)[:-1])
+    return [np.argsort(one, kind="stable") for one in values]
 
 
 def mixed(*numbers: int) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MIXERS = {
     ("synchronous", "process"): "simulated.Simulated",
+    ("product", "process"): "simulated.Product",
     ("asynchronous", "process"): "delayed.Delayed",
     ("synchronous", "ranks"): "windows.Windows",
     ("asynchronous", "ranks"): "asynchronous.Asynchronous",

@@ -2,12 +2,67 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from mpigossip.mixing.base import Common, Kind, Layout, Segments, is_average, traffic
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.wire import encode
+
+KEPT = 64
+"""Rounds of a period up to which who sums what is kept: working it out takes n nodes' time."""
+
+
+class Rows(NamedTuple):
+    """Nodes whose neighbours carry the same weights: what :func:`combine` sums at once."""
+
+    weights: tuple[float, ...]
+    """the own one first"""
+    rows: torch.Tensor | None
+    """which they are; None: all"""
+    sources: list[torch.Tensor]
+    """for each neighbour, whose message is taken"""
+    cuts: list[tuple[slice, list[slice]]]
+    """where all sums are of stretches of rows, as a circulant's are: these, to copy nothing"""
+
+    @classmethod
+    def of(cls, n: int, weights: tuple[float, ...], rows: np.ndarray, columns: np.ndarray) -> Rows:
+        """``columns``: (neighbours, rows)."""
+        sources = [torch.from_numpy(column.copy()) for column in columns]
+        if len(rows) < n:
+            return cls(weights, torch.from_numpy(rows), sources, [])
+        return cls(weights, None, sources, _cuts(n, columns))
+
+    def sum(self, sent: torch.Tensor, mixed: torch.Tensor) -> None:
+        """Fill these rows of ``mixed`` (n, p)."""
+        if self.cuts:
+            for to, others in self.cuts:
+                combine(self.weights, [sent[to], *(sent[one] for one in others)], mixed[to])
+            return
+        own = sent if self.rows is None else sent[self.rows]
+        arrays = [own, *(sent[column] for column in self.sources)]
+        if self.rows is None:
+            combine(self.weights, arrays, mixed)
+        else:
+            mixed[self.rows] = combine(self.weights, arrays, torch.empty_like(own))
+
+
+def _cuts(n: int, columns: np.ndarray) -> list[tuple[slice, list[slice]]]:
+    """Stretches of rows whose neighbours are stretches, too; none where they would be short."""
+    shifts = [int(column[0]) for column in columns]
+    nodes = np.arange(n)
+    if any((column != (nodes + s) % n).any() for column, s in zip(columns, shifts, strict=True)):
+        return []
+    ends = sorted({0, n, *(n - s for s in shifts if s)})
+    return [
+        (slice(a, b), [slice((a + s) % n, (a + s) % n + b - a) for s in shifts])
+        for a, b in pairwise(ends)
+    ]
 
 
 class Simulated(Common):
@@ -22,6 +77,8 @@ class Simulated(Common):
         super().__init__(graph, layout, range(graph.n))
         self._out, self._mixed = layout.empty(graph.n), layout.empty(graph.n)
         self._open: tuple[Kind, int] | None = None
+        self._kept: dict[int, list[Rows]] = {}
+        self._sends: dict[tuple, list[int]] = {}
 
     def outbox(self, t: int) -> Segments:
         """Arrays (n, p) to fill whole."""
@@ -32,10 +89,8 @@ class Simulated(Common):
         self._open, layout = (kind, t), self.layout
         if not layout.wire.exact and kind is not Kind.LOCAL:
             encode(layout, self._out, self.rows, t if exchange is None else exchange, None)
-        for node in self.rows:
-            self.bytes_sent[node] += traffic(
-                self.graph, kind, t, node, layout.sent_bytes, layout.raw_bytes
-            )
+        for node, nbytes in zip(self.rows, self._traffic(kind, t), strict=True):
+            self.bytes_sent[node] += nbytes
 
     def finish(self) -> tuple[Segments, Segments]:
         """``sent`` and ``mixed``, each (n, p) a vector."""
@@ -48,27 +103,42 @@ class Simulated(Common):
                 average = combine([1 / self.n] * self.n, list(sent.split(1)), mixed[:1])
                 mixed[1:] = average
             return self._out, self._mixed
-        for rows, weights, sources in self._groups(t):
+        for group in self._groups_of(t):
             for sent, mixed in _pairs(self._out, self._mixed):
-                whole = len(rows) == self.n
-                arrays = [sent if whole else sent[rows], *(sent[column] for column in sources)]
-                if whole:
-                    combine(weights, arrays, mixed)
-                else:
-                    mixed[rows] = combine(weights, arrays, torch.empty_like(arrays[0]))
+                group.sum(sent, mixed)
         return self._out, self._mixed
 
-    def _groups(self, t: int):
-        """Rows of round t by their weights: (rows, weights with the own one first, sources)."""
+    def _groups_of(self, t: int) -> list[Rows]:
+        """The groups of round t, kept where a graph repeats itself soon."""
+        period = self.graph.period
+        if period is None or period > KEPT:
+            return list(self._groups(t))
+        if t % period not in self._kept:
+            self._kept[t % period] = list(self._groups(t))
+        return self._kept[t % period]
+
+    def _groups(self, t: int) -> Iterator[Rows]:
+        """The rows of round t by their weights."""
         groups: dict[tuple[float, ...], list[tuple[int, np.ndarray]]] = {}
         for i in self.rows:
             sources, weights, own = self.graph.neighbours(t, i)
             key = (float(own), *(float(w) for w in weights))
             groups.setdefault(key, []).append((i, sources))
         for weights, members in groups.items():
-            rows = torch.tensor([i for i, _ in members])
+            rows = np.array([i for i, _ in members])
             columns = np.array([sources for _, sources in members], dtype=np.int64).T
-            yield rows, weights, [torch.from_numpy(column.copy()) for column in columns]
+            yield Rows.of(self.n, weights, rows, columns)
+
+    def _traffic(self, kind: Kind, t: int) -> list[int]:
+        """Bytes that each node sends, kept likewise."""
+        layout, period = self.layout, self.graph.period
+        sizes = layout.sent_bytes, layout.raw_bytes
+        if kind is not Kind.GOSSIP or period is None or period > KEPT:
+            return [traffic(self.graph, kind, t, node, *sizes) for node in self.rows]
+        key = t % period, *sizes
+        if key not in self._sends:
+            self._sends[key] = [traffic(self.graph, kind, t, node, *sizes) for node in self.rows]
+        return self._sends[key]
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Average of the rows of x (n, p), summed in node order: shape (p,)."""
@@ -86,3 +156,49 @@ class Simulated(Common):
 def _pairs(left: Segments, right: Segments):
     for one, other in zip(left, right, strict=True):
         yield from zip(one, other, strict=True)
+
+
+class Product(Simulated):
+    """The same with a round as one sparse product W X: faster where a graph is irregular.
+
+    For simulations of many nodes that need no rank's bits: the sums are rounded in another order.
+    """
+
+    def __init__(self, graph, layout: Layout):
+        """As `Simulated`."""
+        super().__init__(graph, layout)
+        self._products: dict[tuple, torch.Tensor] = {}
+
+    def finish(self) -> tuple[Segments, Segments]:
+        """``sent`` and ``mixed``, each (n, p) a vector."""
+        assert self._open is not None
+        kind, t = self._open
+        if kind is not Kind.GOSSIP or is_average(self.graph, t):
+            return super().finish()
+        self._open = None
+        for sent, mixed in _pairs(self._out, self._mixed):
+            torch.mm(self._product(t, sent), sent, out=mixed)
+        return self._out, self._mixed
+
+    def _product(self, t: int, like: torch.Tensor) -> torch.Tensor:
+        """W(t) as compressed rows, of the type and on the device of what it multiplies."""
+        period = self.graph.period
+        key = t if period is None else t % period, like.dtype, like.device
+        if key not in self._products:
+            if len(self._products) >= KEPT:
+                self._products.clear()
+            rows, columns, weights = list[int](), list[int](), list[float]()
+            for i in self.rows:
+                sources, given, own = self.graph.neighbours(t, i)
+                order = np.argsort(sources := np.append(sources, i))
+                columns += sources[order].tolist()
+                weights += np.append(given, own)[order].tolist()
+                rows.append(len(columns))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Sparse CSR")  # "in beta state"
+                made = torch.sparse_csr_tensor(
+                    [0, *rows], columns, weights, (self.n, self.n), dtype=like.dtype,
+                    check_invariants=True,
+                )  # fmt: skip
+            self._products[key] = made.to(like.device)
+        return self._products[key]

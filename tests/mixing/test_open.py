@@ -44,7 +44,7 @@ def test_in_this_process():
 
 def test_every_row_names_a_class_and_an_unknown_one_is_refused():
     for asked, where in mixing.MIXERS:
-        assert mixing.mixer_class(asked, where).synchronous is (asked == "synchronous")
+        assert mixing.mixer_class(asked, where).synchronous is (asked != "asynchronous")
     with pytest.raises(ValueError, match='no mixer "asynchronous" for devices; .*"synchronous"'):
         mixing.mixer_class("asynchronous", "devices")
 

@@ -1,0 +1,23 @@
+"""Orders of nodes: drawn together or one by one, they are the same."""
+
+import numpy as np
+
+from mpigossip.data.partition import draw_together, orders
+from mpigossip.data.philox import ORDER, permutation, permutations
+
+
+def test_permutations_drawn_together_are_those_drawn_one_by_one():
+    lengths, blocks = [1, 7, 7, 30], [3, 0, 9, 2]
+    found = permutations(lengths, 5, ORDER, 4, blocks)
+    for length, block, one in zip(lengths, blocks, found, strict=True):
+        assert (one == permutation(length, 5, ORDER, 4, block)).all()
+
+
+def test_orders_take_what_was_drawn_for_the_epoch_of_a_step():
+    parts = np.array_split(np.arange(50), 4)
+    apart, joined = orders(parts, 3, 4), orders(parts, 3, 4)
+    for step in (0, 1, 2, 3, 11, 2):
+        draw_together(joined, step)
+        assert all(order.knows(order.epoch(step)) for order in joined)
+        for one, other in zip(apart, joined, strict=True):
+            assert (one.batch_indices(step) == other.batch_indices(step)).all()
