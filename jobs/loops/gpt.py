@@ -121,7 +121,7 @@ def main():
     optimizer = configure(model)
     optimizer = mpigossip.Gossip(world, model, optimizer, graph="one-peer-exponential")  # <-
     if options.resume:
-        saved = torch.load(options.out / f"{options.resume}-{rank}.pt")
+        saved = torch.load(options.out / f"{options.resume}-{rank}.pt", weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         draw.set_state(saved["draw"])

@@ -145,5 +145,5 @@ def _three_lines(out: Path) -> list[str]:
     if out.suffix == ".safetensors":
         first, call = "from safetensors.torch import load_file", f'load_file("{out}")'
     else:
-        first, call = "import torch", f'torch.load("{out}")'
+        first, call = "import torch", f'torch.load("{out}", weights_only=True)'
     return [first, "model = …  # made as for the training", f"model.load_state_dict({call})"]

@@ -85,10 +85,11 @@ class Recorder(Hook):
         self._metrics = metric_columns(progress.objective) | {VIRTUAL: VIRTUAL_COLUMN}
         self._flush_every = progress.job.log.flush_steps
         self._goes_on = progress.job.log.on_error == "continue"
-        engine, hosts = assembly.engine, self._world.nodes.column.hosts
-        self._watchers = watchers(
-            progress.job.log, hosts, lambda: engine.cadence.warning(engine.rhythm)
-        )
+
+        def warning() -> str:
+            return assembly.engine.cadence.warning(assembly.engine.rhythm)
+
+        self._watchers = watchers(progress.job.log, self._world.nodes.column.hosts, warning)
         self._gathered = progress.first_step
         # always, as a rank may be lost when some have begun and others have not
         kept = [row for row in self._kept if row["step"] < progress.first_step]

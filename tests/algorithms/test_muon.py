@@ -17,6 +17,10 @@ from mpigossip.models import decayed, model
 from mpigossip.runs import launch
 from mpigossip.training import assemble
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"),
+    reason=f"torch {torch.__version__} has no Muon: it came with 2.9",
+)
 JOB = {"model": {"name": "mlp", "hidden": [24, 16]}, "local": {"name": "muon"}}
 SETTINGS = ["algorithm.name=dsgd", "data.batch=4", "schedule.lr=0.01", "schedule.scale=none",
             "local.decoupled_decay=0.1", "algorithm.decay_all=false"]  # fmt: skip

@@ -243,8 +243,9 @@ class Own(torch.optim.AdamW):
 
 
 def test_what_would_be_another_method_is_refused_with_the_reason():
-    refused(r"Adafactor is not known to be elementwise.*inside parameters.*overlap=\"auto\"",
-            torch.optim.Adafactor)  # fmt: skip
+    if hasattr(torch.optim, "Adafactor"):
+        reason = r"Adafactor is not known to be elementwise.*inside parameters.*overlap=\"auto\""
+        refused(reason, torch.optim.Adafactor)
     refused(r"Own is not known to be elementwise", Own)
     if hasattr(torch.optim, "Muon"):
         refused(r"Muon is not known", lambda p: torch.optim.Muon([q for q in p if q.dim() == 2]))

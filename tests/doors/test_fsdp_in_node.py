@@ -135,7 +135,7 @@ def resumed(world):
     wanted = whole(model)
     optimizer.close()
     model, optimizer = made(world, algorithm="d2")
-    optimizer.load_state_dict(torch.load(kept))
+    optimizer.load_state_dict(torch.load(kept, weights_only=True))
     for index in range(3, 6):
         step(world, model, optimizer, index)
     found = whole(model)

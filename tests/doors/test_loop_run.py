@@ -243,7 +243,7 @@ def test_commands_read_a_loops_run(tmp_path, capsys):
     assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / "model.pt")]) == 0
     assert "left out" not in capsys.readouterr().out
     model, _ = make(9)
-    model.load_state_dict(torch.load(tmp_path / "model.pt"))
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
 
 
 def uneven(comm, folder):

@@ -29,6 +29,8 @@ OPTIMIZERS = {
     "Rprop": {},
     "ASGD": {},
 }
+if not hasattr(torch.optim, "Adafactor"):
+    del OPTIMIZERS["Adafactor"]
 
 
 class Net(nn.Module):

@@ -129,8 +129,9 @@ def test_ddp_over_several_nodes_is_refused(ranks, tmp_path, before):
 
 
 def test_a_model_that_is_sharded_after_its_optimizer_is_refused():
-    from torch.distributed.fsdp import fully_shard
-
+    fully_shard = getattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard", None)
+    if fully_shard is None:
+        pytest.skip(f"torch {torch.__version__} has no FSDP2: it came with 2.6")
     with joined(0, 1, distributed.HashStore()):
         model = net()
         optimizer = mpigossip.Gossip(Alone(), model, adamw(model))
@@ -160,7 +161,7 @@ def test_a_state_goes_on_with_and_without_compile(tmp_path, first):
     again = net()
     other = again if first else compiled(again)
     resumed = mpigossip.Gossip(Alone(), other, adamw(other))
-    resumed.load_state_dict(torch.load(tmp_path / "saved"))
+    resumed.load_state_dict(torch.load(tmp_path / "saved", weights_only=True))
     assert torch.equal(values(again), values(model))
     train(other, resumed, rank=1)
     train(given, optimizer, rank=1)

@@ -75,7 +75,8 @@ def trained(tmp_path_factory):
 LOAD = {
     ".safetensors": "from safetensors.torch import load_file\nmodel = Net((1, 8, 8), 10)\n"
     "model.load_state_dict(load_file({out!r}))",
-    ".pt": "import torch\nmodel = Net((1, 8, 8), 10)\nmodel.load_state_dict(torch.load({out!r}))",
+    ".pt": "import torch\nmodel = Net((1, 8, 8), 10)\n"
+    "model.load_state_dict(torch.load({out!r}, weights_only=True))",
 }
 ACCURACY = """
 import sys; sys.path.insert(0, {folder!r})
@@ -138,7 +139,7 @@ def test_a_nodes_own_model_and_the_average(trained, monkeypatch):
     assert mean["norm.num_batches_tracked"] == every[0].arrays["buffers/0/norm.num_batches_tracked"]
     monkeypatch.syspath_prepend(folder)
     export(path, folder / "two.pt", node=2, trust_model=True)
-    own = torch.load(folder / "two.pt")
+    own = torch.load(folder / "two.pt", weights_only=True)
     packed = np.concatenate([own[name].numpy().ravel() for name in every[2].names])
     assert (packed == every[2].parameters).all()
 
@@ -148,7 +149,7 @@ def test_a_model_that_is_not_here_is_exported_by_the_names_of_the_checkpoint(tra
     sys.modules.pop("own_net", None)
     told = export(Path(summary["checkpoint"]), folder / "bare.pt", trust_model=True)
     assert "note: the model couldn't be made here" in told and "own_net" in told
-    state = torch.load(folder / "bare.pt")
+    state = torch.load(folder / "bare.pt", weights_only=True)
     assert "second.weight" in state and "scale" not in state
 
 
