@@ -121,7 +121,25 @@ class Drawn:
         return _drawn(self, t)
 
 
-Schedule = Cycle | Shuffled | Drawn
+@dataclass(frozen=True)
+class Slowed:
+    """Each round of a drawn schedule so many times, one after the other."""
+
+    of: Shuffled | Drawn
+    times: int
+    period = None
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """Those of the schedule, once each."""
+        return self.of.rounds
+
+    def at(self, t: int) -> Round:
+        """Round t."""
+        return self.of.at(t // self.times)
+
+
+Schedule = Cycle | Shuffled | Drawn | Slowed
 
 
 @dataclass(frozen=True, repr=False)
@@ -241,6 +259,7 @@ class Graph:
         if kappa == 1.0:
             return self
         schedule: Schedule
+        assert not isinstance(self.schedule, Slowed), "a graph is slowed last"
         if isinstance(self.schedule, Drawn):
             schedule = replace(self.schedule, kappa=kappa * self.schedule.kappa)
         else:
@@ -252,6 +271,17 @@ class Graph:
     def lazy(self) -> "Graph":
         """The graph of (I + W)/2: for symmetric W with weights ≥ 0 its spectrum is ≥ 0."""
         return self.slack(0.5)
+
+    def slowed(self, times: int) -> "Graph":
+        """Each round so many times, one after the other: W(⌊t / times⌋)."""
+        if times == 1:
+            return self
+        schedule = self.schedule
+        if isinstance(schedule, Cycle):
+            rounds = tuple(r for r in schedule.rounds for _ in range(times))
+            return replace(self, schedule=Cycle(rounds))
+        assert not isinstance(schedule, Slowed), "a graph is slowed last"
+        return replace(self, schedule=Slowed(schedule, times))
 
     def renamed(self, name: str, **options: object) -> "Graph":
         """The same graph under another name, with the options to be shown in its repr."""

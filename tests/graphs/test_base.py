@@ -230,3 +230,22 @@ def test_sparse_rounds_bear_empty_rows():
     r = Sparse.from_edges(4, [3], [0], 0.25)
     assert r.apply(np.arange(4.0)).tolist() == [0.0, 1.0, 2.0, 2.25]
     assert r.neighbours(0)[0].tolist() == [] and r.receivers(0).tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("one-peer-exponential", {}),
+        ("one-peer-exponential", {"order": "permuted"}),
+        ("random-matching", {}),
+        ("ring", {}),
+    ],
+)
+def test_a_slowed_graph_has_each_round_several_times(name, options):
+    made = graph(name, 6, **options)
+    slow = made.slowed(3)
+    assert slow.facts == made.facts and slow.degree == made.degree and made.slowed(1) is made
+    for t in range(24):
+        assert (slow.matrix(t) == made.matrix(t // 3)).all()
+    if made.period and made.period > 1:
+        assert slow.period == 3 * made.period
