@@ -8,15 +8,37 @@ import torch
 
 from mpigossip import algorithms
 from mpigossip.engine.step import Engine
+from mpigossip.engine.vector import Flat
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Layout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.training import assemble
+from mpigossip.training.fragments import make_fragments, narrowed
 
 WIDTHS = (512, 512)
-FLAT = SimpleNamespace(slots=2, decayed_in=lambda slot: 512 * (1 - slot))
+LAYERS = (96, 64, 160, 192, 320, 128, 64)
+"""Columns of the layers: the fifth lies in both slots."""
+FLAT = Flat(
+    tuple(f"{k}.weight" for k in range(len(LAYERS))), tuple((width,) for width in LAYERS),
+    ((1,),) * len(LAYERS), tuple(np.cumsum((0, *LAYERS[:-1])).tolist()), 1024, 512, 2,
+)  # fmt: skip
 SYMMETRIC = {"decentlam", "choco"}
 WIRES = ("bf16", "qsgd", "qsgd node.levels=7", "fp4")
+
+FRAGMENTS = (
+    *(f"algorithm.name={name} cadence.name=every cadence.period=3 cadence.fragments=3"
+      for name in ("dsgd", "dmsgd", "qg-dmsgd", "dsgt", "momentum-tracking algorithm.style=atc")),
+    *(f"algorithm.name={name} cadence.period=4 cadence.fragments=2 cadence.delay={delay}"
+      for name in ("cpsgd", "diloco", "noloco", "gasloc") for delay in (0, 2)),
+    "algorithm.name=dsgd cadence.name=every cadence.fragments=4 cadence.delay=1 node.wire=qsgd",
+    "algorithm.name=diloco cadence.period=5 cadence.fragments=3 cadence.delay=1 node.wire=bf16",
+    "algorithm.name=slowmo cadence.name=cpsgd cadence.period=2 cadence.fragments=2",
+    "algorithm.name=noloco algorithm.form=two_vectors cadence.period=3 cadence.fragments=3 "
+    "cadence.delay=1 graph.name=one-peer-exponential node.wire=bf16",
+    "algorithm.name=gasloc cadence.period=3 cadence.delay=3 algorithm.blend=0.7",
+    "algorithm.name=sparseloco cadence.period=4 cadence.fragments=2 cadence.delay=1 node.kept=0.5",
+)  # fmt: skip
+"""What travels by fragments, and what is open for some steps."""
 
 
 def cases():
@@ -61,6 +83,7 @@ def cases():
     yield "algorithm.name=parallel node.wire=qsgd node.levels=1"
     yield "algorithm.name=sparta cadence.name=always node.kept=0.4"
     yield "algorithm.name=sparta cadence.name=gossip-pga cadence.period=3 node.wire=fp32"
+    yield from FRAGMENTS
 
 
 @cache
@@ -91,13 +114,19 @@ class Driver(Engine):
         methods = assemble.make_algorithms(made, FLAT, self.graph)
         cadence = assemble.make_cadence(made, methods[0], self.graph, steps)
         wire = assemble.make_wire(made)
-        self.layout = Layout(WIDTHS, methods[0].vectors, methods[0].scalars, (), wire)
-        self.mixer = (mixer or Simulated)(self.graph, self.layout)
+        whole = Layout(WIDTHS, methods[0].vectors, methods[0].scalars, (), wire)
+        self.layout = narrowed(whole, cadence.turns)
+        self.mixer = (mixer or Simulated)(self.graph.slowed(cadence.turns.fragments), self.layout)
+        parts = make_fragments(
+            made, cadence.turns, self.layout, FLAT, [slice(0, 512), slice(512, 1024)], methods,
+            lambda decayed, local: assemble.make_method(made, decayed, self.graph, local),
+        )  # fmt: skip
         equal = bool(methods[0].needs & {"always-global", "never-gossip"})
         self.x = [self._drawn([0 if equal else 1, slot], equal) for slot in range(2)]
         self.b = [self._drawn([2, slot]) for slot in range(2)]
         vector = SimpleNamespace(x=self.x, g=[torch.empty_like(x) for x in self.x], full=self.x)
-        super().__init__(self.mixer, Two(), vector, methods, cadence)
+        vector.flat = FLAT
+        super().__init__(self.mixer, Two(), vector, methods, cadence, fragments=parts)
 
     def _drawn(self, key, equal=False):
         rows = [np.random.default_rng([*key, 0 if equal else i]) for i in self.mixer.rows]

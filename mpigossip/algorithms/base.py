@@ -9,9 +9,8 @@ from typing import Annotated, Any, NamedTuple
 from mpigossip.config.toml import Limit
 from mpigossip.mixing.base import Kind
 
-Share = Annotated[float, Limit(lambda v: 0 <= v <= 1, "must be between 0 and 1")]
 Decay = Annotated[float, Limit(lambda v: 0 <= v < 1, "must be at least 0 and below 1")]
-"""Types of options, checked when a job is read; Decay is for momenta and running means."""
+"""Type of options, checked when a job is read: momenta and running means."""
 
 
 class Step(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpigossip.algorithms import compressed
 from mpigossip.algorithms.base import Algorithm
-from mpigossip.algorithms.local import Local, skipping
+from mpigossip.algorithms.local import STILL, Local, skipping
 from mpigossip.algorithms.methods import BUILDERS, LOCALS, Known
 from mpigossip.config import JobError, NodeSection, Part
 from mpigossip.config.own_parts import imported, is_own
@@ -27,11 +27,10 @@ def build(
 ) -> Algorithm:
     """The algorithm for a segment whose first ``decayed`` columns take weight decay.
 
-    ``layout``: of the vector, where a local step takes whole parameters.
-
     ``local``: a local step, or the name of one, None for the usual one. The options of a name are
-    ``local_options``, and those of ``options`` that the algorithm doesn't have. Without
-    ``graph`` options that follow from it keep their cautious defaults.
+    ``local_options``, and those of ``options`` that the algorithm doesn't have (of no use to
+    `STILL`). Without ``graph`` options that follow from it keep their cautious defaults.
+    ``layout``: of the vector, where a local step takes whole parameters.
     """
     part = BUILDERS[name] if not is_own(name) else Part(_own(name))
     step, has = local or part.local, part.build.__kwdefaults__ or {}
@@ -41,7 +40,7 @@ def build(
         mine |= part.following(mine, Known(graph, options, node))
     if isinstance(step, str):
         step = _made(step, decayed, layout, others | dict(local_options or {}))
-    elif others:
+    elif others and step is not STILL:
         raise JobError(
             [
                 f'algorithm.{key}: unknown; options of "{name}" are its keyword-only parameters: '

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mpigossip.algorithms.base import Share
+from mpigossip.algorithms.fragments import Turns
 from mpigossip.config import Part
-from mpigossip.config.limits import NotNegative, Positive
+from mpigossip.config.limits import Count, NotNegative, Positive, Share
 from mpigossip.graphs import Graph
 from mpigossip.mixing.base import Kind
 
@@ -31,6 +31,8 @@ class Cadence(NamedTuple):
     """the kinds that it can give"""
     warning: Callable[[Any], str] = lambda state: ""
     """(state) -> what the user should know of it, "" for nothing"""
+    turns: Turns = Turns()
+    """what of the model its exchanges are of, and when they are taken in"""
 
 
 class Nothing(NamedTuple):
@@ -69,14 +71,32 @@ def _each(period: int, last: Kind, others: Kind) -> Cadence:
     return fixed(lambda index: others if (index + 1) % period else last, last, others)
 
 
-def every(*, period: Positive = 4) -> Cadence:
-    """Gossip at every ``period``-th step, local steps between."""
-    return _each(period, Kind.GOSSIP, Kind.LOCAL)
+def _in_turn(kind: Kind, period: int, fragments: int, delay: int) -> Cadence:
+    """Exchanges of a kind at every ``period``-th step of each fragment, local steps between."""
+    turns = Turns(period, fragments, delay)
+    if turns.plain:
+        return _each(period, kind, Kind.LOCAL)
+    made = fixed(lambda index: Kind.LOCAL if turns.due(index) is None else kind, kind, Kind.LOCAL)
+    return made._replace(turns=turns)
 
 
-def cpsgd(*, period: Positive = 8) -> Cadence:
-    """Periodic averaging with a constant period: a global average at every ``period``-th step."""
-    return _each(period, Kind.GLOBAL, Kind.LOCAL)
+def every(*, period: Positive = 4, fragments: Positive = 1, delay: Count = 0) -> Cadence:
+    """Gossip at every ``period``-th step, local steps between.
+
+    The model in P = ``fragments``: each is exchanged once in the period H, at an offset of its own
+    (Streaming DiLoCo, arXiv 2501.18512), so that a step sends 1/P of it at most. The exchange of
+    a fragment stays open for τ = ``delay`` steps, at most ⌊H/P⌋, and is then taken in as
+    x ← α · mixed + (1 − α) · x, α = ``algorithm.blend``, x with the local steps made meanwhile.
+    """
+    return _in_turn(Kind.GOSSIP, period, fragments, delay)
+
+
+def cpsgd(*, period: Positive = 8, fragments: Positive = 1, delay: Count = 0) -> Cadence:
+    """Periodic averaging with a constant period: a global average at every ``period``-th step.
+
+    ``fragments`` and ``delay`` as in :func:`every`.
+    """
+    return _in_turn(Kind.GLOBAL, period, fragments, delay)
 
 
 def gossip_pga(*, period: Positive = 6) -> Cadence:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Share, Step, held
+from mpigossip.algorithms.base import Algorithm, Step, held
 from mpigossip.algorithms.local import Local
+from mpigossip.config.limits import Share
 from mpigossip.mixing.base import Kind
 
 

@@ -6,8 +6,9 @@ from typing import Literal
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Share, Step, held
+from mpigossip.algorithms.base import Algorithm, Decay, Step, held
 from mpigossip.algorithms.local import Local, Momentum
+from mpigossip.config.limits import Share
 
 AVERAGING = frozenset({"row-stochastic"})
 """What plain averaging needs; on a graph that isn't doubly stochastic the mean drifts."""

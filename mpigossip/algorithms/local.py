@@ -49,6 +49,16 @@ def skipping(local: Local) -> Local:
     return local._replace(adapt=adapt)
 
 
+def _stay(x, g, state, step, out):
+    if out is not x:
+        out.copy_(x)
+    return state
+
+
+STILL = Local(no_state, _stay)
+"""No step at all, x½ = x: of a method that exchanges what another step has left."""
+
+
 class Momentum(NamedTuple):
     """The momentum buffer m, shaped like x."""
 

@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Share, Step
+from mpigossip.algorithms.base import Algorithm, Decay, Step
 from mpigossip.algorithms.gossip import AVERAGING, dsgd
 from mpigossip.algorithms.local import Local
-from mpigossip.config.limits import AboveZero
+from mpigossip.config.limits import AboveZero, Share
 from mpigossip.mixing.base import Kind
 
 
@@ -117,7 +117,8 @@ def noloco(
             state.anchor.copy_(x)
         return state
 
-    return _meeting(local, send, receive)._replace(vectors=2, needs=AVERAGING)
+    made = _meeting(local, send, receive)
+    return made._replace(vectors=2, by_columns=True, needs=AVERAGING)
 
 
 def _meeting(local: Local, send: Callable, receive: Callable) -> Algorithm:
@@ -207,7 +208,7 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
         return state
 
     needs = frozenset({"own-wire", "never-gossip"})
-    return Algorithm(init, send, receive, alone, raw=local.raw, needs=needs)
+    return Algorithm(init, send, receive, alone, by_columns=True, raw=local.raw, needs=needs)
 
 
 def sparta(local: Local) -> Algorithm:

@@ -6,9 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Share, Step, held, no_state
+from mpigossip.algorithms.base import Algorithm, Decay, Step, held, no_state
 from mpigossip.algorithms.local import Local
-from mpigossip.config.limits import AboveZero, Positive
+from mpigossip.config.limits import AboveZero, Positive, Share
 from mpigossip.mixing.base import Kind
 
 

@@ -11,6 +11,7 @@ NotNegative = Annotated[float, Limit(lambda v: v >= 0, "must be at least 0")]
 AboveZero = Annotated[float, Limit(lambda v: v > 0, "must be greater than 0")]
 OneOrMore = Annotated[float, Limit(lambda v: v >= 1, "must be at least 1")]
 Chance = Annotated[float, Limit(lambda v: 0 <= v < 1, "must be at least 0 and below 1")]
+Share = Annotated[float, Limit(lambda v: 0 <= v <= 1, "must be between 0 and 1")]
 Percent = Annotated[float, Limit(lambda v: 0 <= v <= 100, "must be between 0 and 100")]
 Text = Annotated[str, Limit(lambda v: v.strip() != "", "must not be empty")]
 Name = Annotated[str, Limit(lambda v: re.fullmatch(r"(?!\.\.?$)[^/\0]+", v) is not None,

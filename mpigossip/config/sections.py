@@ -21,6 +21,7 @@ from mpigossip.config.limits import (
     Placement,
     Positive,
     Shape,
+    Share,
     Text,
 )
 from mpigossip.config.toml import Limit
@@ -123,6 +124,9 @@ class AlgorithmSection:
     """Largest norm of a node's gradient; unset never clips."""
     accumulate: Positive = 1
     """Batches whose gradients are averaged into one step."""
+    blend: Share | None = None
+    """With `cadence.delay`: the share α of what was exchanged in x ← α · mixed + (1 − α) · x, as
+    what was learnt meanwhile would be lost by α = 1; unset: 0.5, without a delay 1."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword-only parameters of the algorithm's builder."""
 

@@ -19,7 +19,7 @@ from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.step import Engine
 from mpigossip.graphs import Graph
 from mpigossip.mixing.base import ByBlocks
-from mpigossip.training.assemble import make_method
+from mpigossip.training.assemble import make_cadence, make_method
 
 INSTEAD = (
     "put all but the last backward pass of a step into `with optimizer.no_sync():`, or give "
@@ -30,7 +30,9 @@ INSTEAD = (
 def check(job: Job, graph: Graph, optimizer: torch.optim.Optimizer, slots: int) -> None:
     """JobError where layers can't be sent before the whole gradient is there."""
     method, why = make_method(job, 0, graph, SIGNATURE), None
-    if not method.by_columns:
+    if not make_cadence(job, method, graph).turns.plain:
+        why = "fragments travel after the step (cadence.delay hides them behind the next ones)"
+    elif not method.by_columns:
         why = f'algorithm.name = "{job.algorithm.name}" sends '
         why += "before there is a gradient" if method.ahead else "whole models only"
     elif job.node.mixer != "synchronous":

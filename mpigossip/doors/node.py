@@ -31,6 +31,7 @@ from mpigossip.groups.devices import make_group
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Layout, Mixer
 from mpigossip.training import assemble
+from mpigossip.training.fragments import make_fragments, narrowed
 
 
 class Node:
@@ -84,11 +85,13 @@ class Node:
             (width,), method.vectors, method.scalars, (self._device,),
             assemble.make_wire(self.job), first=(first,),
         )  # fmt: skip
+        self.turns = assemble.make_cadence(self.job, method).turns
+        layout, graph = narrowed(layout, self.turns), self.graph.slowed(self.turns.fragments)
         alone = self.world.comm is None  # nobody whose pace could differ
 
         def of(layout: Layout) -> Mixer:
             return open_mixer(
-                self.graph, layout, nodes.column, "synchronous" if alone else node.mixer,
+                graph, layout, nodes.column, "synchronous" if alone else node.mixer,
                 same_host=node.same_host, gpu_window=node.gpu_window, timeout_s=node.timeout_s,
             )  # fmt: skip
 
@@ -131,14 +134,20 @@ class Node:
 
     def _build(self) -> None:
         """The engine over the vector, with method and cadence of the graph."""
-        method = self._method(borrowed(self.vector, [self.inner], self.held))
+        local = borrowed(self.vector, [self.inner], self.held)
+        method = self._method(local)
         if self._overlap == "layers" and self.layers is None:
             self.layers = Layers(
                 self.model, self.vector, self.inner, self._method, self.gather, self._rate
             )
+        flat = self.flat.own
+        parts = make_fragments(
+            self.job, self.turns, self.mixer.layout, flat, [slice(0, flat.size)], [method],
+            lambda decayed, still: self._method(still or local),
+        )  # fmt: skip
         self.engine = Engine(
             self.mixer, self.group, self.vector, [method],
-            assemble.make_cadence(self.job, method, self.graph),
+            assemble.make_cadence(self.job, method, self.graph), fragments=parts,
             cut=self.layers.cut if self.layers else None,
             measure_every=measured_every(self._every, self._device),
             inspect=Finite(self.flat.own, self.world.rank),

@@ -10,6 +10,7 @@ from typing import Any
 
 from mpigossip import algorithms, graphs
 from mpigossip.algorithms import cadence as cadences
+from mpigossip.algorithms import takes_local
 from mpigossip.cluster.world import World
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError
 from mpigossip.config.choices import options_of, part_of
@@ -20,6 +21,7 @@ from mpigossip.training import assemble
 from mpigossip.training.fit import unfit
 
 KEYS = {
+    "algorithm": ("blend",),
     "run": ("seed", "survive"),
     "graph": ("weights", "lazy", "slack"),
     "node": ("levels", "kept", "same_host", "timeout_s", "gpu_window"),
@@ -141,6 +143,12 @@ def _sections(
 def _unseen(job: Job, method: algorithms.Algorithm, graph: Graph) -> list[str]:
     """What a job knows and a loop of one's own doesn't say."""
     cadence = assemble.make_cadence(job, method, graph)
+    if not cadence.turns.plain and method.alone is None and takes_local(job.algorithm.name):
+        return [
+            f'cadence.fragments = {cadence.turns.fragments}: algorithm "{job.algorithm.name}" takes'
+            " its step and what it receives in one, for which each fragment would need an "
+            'optimizer of its own; use a method such as "dsgd" or "diloco", or a job'
+        ]
     if "loss" in cadence.measures:
         return [
             f'cadence.name = "{job.cadence.name}": it measures the loss, which a step from a '

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,9 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
+from mpigossip.engine.clock import Clock
 from mpigossip.engine.consensus import consensus_distance, square_norms
+from mpigossip.engine.fragments import Fragments
 from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.state import joined, leaves, split
 from mpigossip.engine.vector import Vector
@@ -61,17 +62,21 @@ class Engine:
         cadence: Cadence,
         *,
         cut: Callable[[ByBlocks], Blocks] | None = None,
+        fragments: Fragments | None = None,
         measure_every: int = 0,
         inspect: Callable[[Sequence[torch.Tensor], slice, int], None] | None = None,
     ):
         """``methods``: one a segment (they differ in which columns take weight decay).
 
         ``cut``: the blocks of layers that a mixer may send during backward; None where the
-        gradient is needed whole. ``measure_every``: steps between two consensus distances, 0: none.
+        gradient is needed whole. ``fragments``: where not all of the vector travels at once, or
+        it is not waited for; no ``cut`` then. ``measure_every``: steps between two consensus
+        distances, 0: none.
         ``inspect``: is shown some columns of the vectors that are about to be sent, and the step.
         """
         self.mixer, self.group, self.vector = mixer, group, vector
         self._into = mixer if isinstance(mixer, Into) else None
+        self.fragments = fragments
         self.methods, self.method, self.cadence = methods, methods[0], cadence
         self.measure_every = measure_every
         self.index, self.born, self.round = 0, 0, 0
@@ -119,7 +124,7 @@ class Engine:
             self._sent = True
         (x,), g = self.vector.x, None if self.method.raw else self.vector.g[0]
         blocks.send(block, x, g, self.states[0], self._out, now)
-        self._look([self._out], blocks.columns[block])
+        self.look([self._out], blocks.columns[block])
         blocks.mixer.filled(block)
 
     def step(
@@ -138,8 +143,12 @@ class Engine:
         if self._kind is None:
             self.ahead()
         kind, now = self._kind, self._now(lr)._replace(skipped=skipped)
-        if kind is Kind.LOCAL and self._alone():
-            self._adapt(now)
+        if self.fragments is not None:
+            came = self.fragments.step(self, now)
+            nothing = self._unmeasured(0.0 if self.measuring else NAN)
+            apart = nothing if came is None else came
+        elif kind is Kind.LOCAL and self._alone():
+            self.adapt(now)
             apart = self._unmeasured(0.0 if self.measuring else NAN)
         else:
             if not self._sent:
@@ -147,7 +156,7 @@ class Engine:
             self.settle(self._direct())
             assert self._came is not None
             sent, mixed = self._came
-            apart = self._distance(sent, mixed, kind)
+            apart = self.distance(sent, mixed, kind)
             self._receive(sent, mixed, now)
         self.round += kind is Kind.GOSSIP
         self._kind, self._sent, self._came = None, False, None
@@ -175,6 +184,8 @@ class Engine:
 
         ``into``: where what they sent may be summed, the old values being spent.
         """
+        if self.fragments is not None:
+            self.fragments.settle(self)
         if self._sent and self._came is None:
             direct = None if into is None else self._into
             self._came = direct.finish_into(into) if direct else self.mixer.finish()
@@ -192,6 +203,8 @@ class Engine:
         self.mixer, self.clock, self.counting = mixer, Clock(mixer), False
         self._into = mixer if isinstance(mixer, Into) else None
         self._kind, self._sent, self._came = None, False, None
+        if self.fragments is not None:
+            self.fragments.drop()
 
     def average(self, lr: float) -> None:
         """An exchange without a gradient: what a node that waits for others does asynchronously.
@@ -231,11 +244,11 @@ class Engine:
             return onepass.send(self.methods[slot].send, *arguments, local=local)
 
         self.states = self.group.on_shards(send)
-        self._look(out)
+        self.look(out)
         self.mixer.start(now.kind, now.round, self.index)
         self._sent = True
 
-    def _look(self, out: Sequence, columns: slice | None = None) -> None:
+    def look(self, out: Sequence, columns: slice | None = None) -> None:
         """Show what is about to be sent to who asked for it."""
         for parts in out if self._inspect else ():
             c = columns or slice(0, parts[0].shape[1])
@@ -260,7 +273,9 @@ class Engine:
         """Whether a LOCAL step needs no outbox; asynchronous nodes show theirs all the time."""
         return self.method.alone is not None and self.mixer.synchronous
 
-    def _adapt(self, now: Step) -> None:
+    def adapt(self, now: Step) -> None:
+        """A LOCAL step in place, of a method that has ``alone``."""
+
         def adapt(slot: int):
             gradient = None if self.method.raw else self.vector.g[slot]
             alone = self.methods[slot].alone
@@ -297,7 +312,7 @@ class Engine:
     def _unmeasured(self, value: float = NAN) -> torch.Tensor:
         return torch.full((len(self.mixer.rows),), value, dtype=torch.float64)
 
-    def _distance(self, sent: Sequence, mixed: Sequence, kind: Kind) -> torch.Tensor:
+    def distance(self, sent: Sequence, mixed: Sequence, kind: Kind) -> torch.Tensor:
         """‖mixed − sent‖ of the first vector where it is asked for, else NaN: (rows,)."""
         wanted = "variance" in self.cadence.measures and kind is Kind.GLOBAL
         if not wanted and not self.measuring:
@@ -334,9 +349,16 @@ class Engine:
         self.born = self.index
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
-        """The method's arrays as they are: by name, one a segment."""
+        """The method's arrays as they are, and what fragments brought: by name, one a segment.
+
+        Waits for the neighbours of an open exchange of a fragment.
+        """
+        if self.fragments is not None:
+            self.fragments.settle(self)
         named = [dict(leaves(state)) for state in self.states]
-        return {f"state/{name}": [each[name] for each in named] for name in named[0]}
+        found = {f"state/{name}": [each[name] for each in named] for name in named[0]}
+        received = self.fragments.received(self) if self.fragments is not None else []
+        return found | ({"state/fragments/received": received} if received else {})
 
     def arrays(self, row: int = 0, places: Mapping[str, np.ndarray] | None = None) -> dict:
         """The method's state of one node, packed: a copy, over that of ``places`` if given.
@@ -372,25 +394,3 @@ class Engine:
         """Take the cadence's state alone."""
         fields = self.rhythm._fields
         self.rhythm = type(self.rhythm)(*(numbers[f"cadence/{name}"] for name in fields))
-
-
-class Clock:
-    """Seconds of a step by what they went to; waiting for other nodes is told apart as idle."""
-
-    def __init__(self, mixer: Mixer):
-        """Start the first lap."""
-        self.seconds = {"compute_s": 0.0, "node_s": 0.0, "exchange_s": 0.0, "idle_s": 0.0}
-        self._mixer, self._waited = mixer, mixer.waited
-        self._at = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """Book the time since the last lap."""
-        at, waited = time.perf_counter(), self._mixer.waited
-        idle = min(waited - self._waited, at - self._at)
-        self.seconds[name] += at - self._at - idle
-        self.seconds["idle_s"] += idle
-        self._at, self._waited = at, waited
-
-    def skip(self) -> None:
-        """The time since the last lap is none of the step's."""
-        self._at, self._waited = time.perf_counter(), self._mixer.waited

@@ -138,6 +138,11 @@ class Slowed:
         """Round t."""
         return self.of.at(t // self.times)
 
+    def mapped(self, change: Callable[[Round], Round]) -> "Slowed":
+        """The same with each round changed; of rounds drawn anew there is none."""
+        assert isinstance(self.of, Shuffled), "a graph is slowed last"
+        return replace(self, of=self.of.mapped(change))
+
 
 Schedule = Cycle | Shuffled | Drawn | Slowed
 
@@ -259,7 +264,6 @@ class Graph:
         if kappa == 1.0:
             return self
         schedule: Schedule
-        assert not isinstance(self.schedule, Slowed), "a graph is slowed last"
         if isinstance(self.schedule, Drawn):
             schedule = replace(self.schedule, kappa=kappa * self.schedule.kappa)
         else:

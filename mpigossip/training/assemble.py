@@ -42,6 +42,7 @@ from mpigossip.mixing.wire import Wire
 from mpigossip.training import shape, task
 from mpigossip.training.convolutions import arranged
 from mpigossip.training.fit import contradictions, may_cut, unfit
+from mpigossip.training.fragments import make_fragments, narrowed
 from mpigossip.training.loop import Settings, Trainer
 from mpigossip.training.precision import Precision, resolved
 from mpigossip.training.replicas import Replicas
@@ -310,15 +311,18 @@ def make_engine(
         each = make_algorithms(job, flat, graph, by.blocks)
         return Blocks(by, each, flat, replicas.modules[0][0])
 
+    cadence, width = make_cadence(job, methods[0], graph, total), flat.size // flat.slots
+    parts = make_fragments(
+        job, cadence.turns, mixer.layout, flat,
+        [slice(width * shard, width * (shard + 1)) for shard in held(group)],
+        methods, lambda decayed, local: make_method(job, decayed, graph, local),
+    )  # fmt: skip
     return Engine(
-        mixer,
-        group,
-        replicas,
-        methods,
-        make_cadence(job, methods[0], graph, total),
-        cut=cut if may_cut(job, group.slots) else None,
+        mixer, group, replicas, methods, cadence,
+        cut=cut if may_cut(job, group.slots) and parts is None else None,
+        fragments=parts,
         measure_every=measured_every(job.log.consensus_every, group.devices[0]),
-    )
+    )  # fmt: skip
 
 
 def _check_vmap(job: Job, module: torch.nn.Module) -> None:
@@ -368,7 +372,9 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     graph = placed(job, graph, world)
     group = shape.make_group(job, world)
     methods = make_algorithms(job, flat, graph, here=held(group))
-    mixer = make_mixer(job, graph, make_layout(job, flat, methods[0], group), world)
+    turns = make_cadence(job, methods[0]).turns
+    layout = narrowed(make_layout(job, flat, methods[0], group), turns)
+    mixer = make_mixer(job, graph.slowed(turns.fragments), layout, world)
     replicas = make_replicas(job, module, flat, len(mixer.rows), group, objective)
     loader = open_loader(
         data,

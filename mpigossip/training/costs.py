@@ -22,6 +22,7 @@ from mpigossip.mixing import mixer_class
 from mpigossip.mixing.base import Kind, Layout, is_average, traffic
 from mpigossip.store import StoreError
 from mpigossip.training import assemble, shape
+from mpigossip.training.fragments import narrowed
 from mpigossip.training.schedule import schedule
 
 STEPS = 240
@@ -100,7 +101,7 @@ class Exchanges:
         state, clock = self.cadence.init(), 0
         for index in range(self.steps):
             kind = self.cadence.kind(state, index)
-            yield kind, clock
+            yield kind, clock // self.cadence.turns.fragments
             now = Step(index, clock, kind, 1.0)
             clock += kind is Kind.GOSSIP
             state = self.cadence.observe(state, now, STEADY)
@@ -141,6 +142,7 @@ def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
     method = assemble.make_algorithms(job, flat, graph)[0]
     layout = Layout(flat.widths, method.vectors, method.scalars, wire=assemble.make_wire(job))
     cadence = assemble.make_cadence(job, method, graph, STEPS)
+    layout = narrowed(layout, cadence.turns)
     made = Exchanges(graph, method, cadence, layout, job.node.mixer == "asynchronous")
     if cadence.measures:
         period = average_period(what, n) if period is None else period
@@ -198,6 +200,8 @@ def memory(what: Subject, made: Exchanges) -> dict[str, int]:
     job, flat = what.job, what.flat
     state = made.method.init(torch.empty(1, flat.size, device="meta"))
     arrays = sum(array.numel() * array.element_size() for _, array in leaves(state))
+    if made.cadence.turns.delay:
+        arrays += 4 * flat.size  # what was received and isn't taken in yet
     on_cpu = job.node.devices.startswith("cpu")
     where = "survivors" if job.run.survive else "ranks" if on_cpu else "devices"
     mixer = mixer_class(job.node.mixer, where)

@@ -16,6 +16,7 @@ from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind
 from mpigossip.mixing.codes import wire as wire_of
 from mpigossip.training import shape
+from mpigossip.training.fragments import unfit_fragments
 
 FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
 
@@ -27,6 +28,7 @@ def unfit(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[s
         *_unfit_cadence(job, method.needs, cadence),
         *_unfit_length(job, graph, method.needs),
         *_unfit_wire(job, method.needs),
+        *unfit_fragments(job, graph, method, cadence),
         *_unfit_asynchrony(job, method),
         *_unfit_nccl(job),
     ]

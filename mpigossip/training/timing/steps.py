@@ -91,14 +91,19 @@ class Timing:
     ):
         self.made, self.machine = made, machine
         layout, method = made.layout, made.method
-        self._bandwidth, self._fragments, self._delay = bandwidth, *little(job)
+        self._bandwidth, self._delay = bandwidth, made.cadence.turns.delay
         slots = slots_of(job.node.devices)
         self.last = 1.0
         """share of an exchange that begins when backward is over"""
         self._ddp = method.always_global
         if self._ddp:
             self.last = last_bucket(layout.nbytes)
-        elif method.by_columns and may_cut(job, planned(job)) and slots == ("cpu",):
+        elif (
+            method.by_columns
+            and may_cut(job, planned(job))
+            and slots == ("cpu",)
+            and made.cadence.turns.plain
+        ):
             size = layout.sent_bytes
             self.last = min(1.0, piece_size(size, machine.bandwidth) / size)
         lossy = 0.0 if layout.wire.exact else layout.nbytes
@@ -117,9 +122,9 @@ class Timing:
             moved = 2 * (n - 1) / n * layout.nbytes
             if not layout.wire.exact:  # a sum of codes has no code: decoded, or to all others
                 moved = min(moved, (n - 1) * layout.sent_bytes)
-            latency = self._fragments * hops(n) * m.global_latency_s
+            latency = hops(n) * m.global_latency_s
             return latency + moved / (slowest * m.global_bandwidth)
-        latency = self._fragments * m.latency_s * (messages > 0)
+        latency = m.latency_s * (messages > 0)
         return latency + messages * layout.sent_bytes / m.bandwidth
 
     def exchange_s(self, kind: Kind, t: int | None) -> float:
@@ -144,7 +149,7 @@ class Timing:
     def _hidden(self, kind: Kind, whole):
         compute = self.machine.compute_s
         if self._delay:
-            return np.minimum(whole, self._fragments * self._delay * compute)
+            return np.minimum(whole, self._delay * compute)
         early = 1 - self.last if kind is Kind.GOSSIP or self._ddp else 0.0
         return np.minimum(early * whole, BACKWARD * compute)
 
@@ -255,12 +260,6 @@ def _on_edges(timing: Timing, edges: Edges) -> tuple[np.ndarray, np.ndarray]:
     wire[edges.starts] = 0.0
     busy = (edges.sent + edges.received > 0)[to]
     return wire + busy * timing.encode_s, edges.received[to] * timing.term_s
-
-
-def little(job: Job) -> tuple[int, int]:
-    """Fragments in which the model travels, and steps after which what came is applied."""
-    section = job.cadence
-    return max(1, getattr(section, "fragments", 1) or 1), getattr(section, "delay", 0) or 0
 
 
 def busiest(graph: Graph, t: int) -> tuple[int, int]:

@@ -1,0 +1,229 @@
+"""Exchanges of a fragment of the model at a time, which may stay open while steps go on.
+
+To the mixer a fragment is a whole message of a narrower layout: its columns are gathered before
+the exchange and scattered afterwards. So any mixer and wire serves, in 1/P of its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from mpigossip.algorithms.base import Algorithm, Step
+from mpigossip.algorithms.fragments import Turns
+from mpigossip.engine.vector import Vector
+from mpigossip.groups.base import Group
+from mpigossip.mixing.base import Kind, Mixer
+
+Columns = Sequence[slice]
+
+
+class Part(NamedTuple):
+    """A segment's fragment, gathered: arrays (rows, width), 0 behind its columns."""
+
+    x: torch.Tensor
+    g: torch.Tensor | None
+    state: Any
+
+
+class Open(NamedTuple):
+    """An exchange that has begun: of which fragment, at which step, of what."""
+
+    fragment: int
+    step: Step
+    parts: list[Part]
+
+
+class Engine(Protocol):
+    """What is asked of the engine."""
+
+    mixer: Mixer
+    group: Group
+    vector: Vector
+    method: Algorithm
+    methods: Sequence[Algorithm]
+    states: list[Any]
+    index: int
+    round: int
+
+    def adapt(self, now: Step) -> None:
+        """A LOCAL step in place, of a method that has ``alone``."""
+
+    def distance(self, sent: Sequence, mixed: Sequence, kind: Kind) -> torch.Tensor:
+        """‖mixed − sent‖ where it is asked for, else NaN: (rows,)."""
+
+    def look(self, out: Sequence, columns: slice | None = None) -> None:
+        """Show what is about to be sent."""
+
+
+class Fragments:
+    """The columns of each fragment, the method on them, and the exchange that is open.
+
+    The local step is the whole vector's. Where it stands ``apart`` from the exchange, as in all
+    methods with ``alone``, the methods here have none: they exchange what it has left. Else they
+    take the fragment's gradient, and there is no delay.
+
+    All state between steps is one array shaped like x, where there is a delay: what was received
+    and is still to be taken in. A method's own arrays are touched by exchanges alone, so that
+    receiving early, as a checkpoint does, changes no bit.
+    """
+
+    def __init__(
+        self,
+        turns: Turns,
+        cuts: Sequence[Sequence[Columns]],
+        width: int,
+        methods: Sequence[Sequence[Algorithm]],
+        *,
+        blend: float = 1.0,
+        apart: bool = True,
+    ):
+        """``cuts``, ``methods``: of each segment, of each fragment, at most ``width`` wide.
+
+        ``blend``: α of x ← α · received + (1 − α) · x.
+        """
+        self.turns, self.width = turns, width
+        self._cuts, self._methods, self._blend, self._apart = cuts, methods, blend, apart
+        self._needs = methods[0][0].init(torch.empty(1, 2, device="meta"))
+        self._open: Open | None = None
+        self._received: list[torch.Tensor] = []
+        self._scratch: list[tuple[torch.Tensor, ...]] = []
+        self._apart_by: torch.Tensor | None = None
+
+    def step(self, engine: Engine, now: Step) -> torch.Tensor | None:
+        """The local step; then take in the fragment that was sent τ steps ago, send the due one.
+
+        ‖mixed − sent‖ of a fragment that came, (rows,); None where none did.
+        """
+        due, arriving = self.turns.due(now.index), self.turns.arriving(now.index)
+        self._apart_by = None
+        with_gradient = due is not None and not self._apart
+        parts = self._gathered(engine, due) if with_gradient else []
+        self._local(engine, now._replace(kind=Kind.LOCAL))
+        if arriving is not None:
+            self.settle(engine)
+            engine.group.on_shards(lambda k: self._blended(engine.vector.x[k], k, arriving))
+        if due is not None:
+            # as if the fragment were alone: the graph's round is that of its own exchanges
+            now = now._replace(round=now.round // self.turns.fragments)
+            self._begin(engine, Open(due, now, parts or self._gathered(engine, due)))
+            if not self.turns.delay:
+                self.settle(engine)
+        return self._apart_by
+
+    def settle(self, engine: Engine) -> None:
+        """Receive what an open exchange brings, waiting for its neighbours; x has it later."""
+        if self._open is None:
+            return
+        (fragment, now, parts), self._open = self._open, None
+        sent, mixed = engine.mixer.finish()
+        self._apart_by = engine.distance(sent, mixed, now.kind)
+        into = self.received(engine) if self.turns.delay else engine.vector.x
+
+        def receive(k: int) -> None:
+            x, g, state = parts[k]
+            state = self._methods[k][fragment].receive(x, g, state, sent[k], mixed[k], now)
+            columns = self._cuts[k][fragment]
+            _put(engine.states[k], state, columns)
+            _scatter(x, into[k], columns)
+
+        engine.group.on_shards(receive)
+
+    def received(self, engine: Engine) -> list[torch.Tensor]:
+        """What is still to be taken in, shaped like x; its other columns are of no meaning."""
+        if self.turns.delay and not self._received:
+            self._received = [torch.zeros_like(x) for x in engine.vector.x]
+        return self._received
+
+    def drop(self) -> None:
+        """Forget an exchange that is open: its mixer is gone."""
+        self._open = None
+
+    def _local(self, engine: Engine, now: Step) -> None:
+        """A LOCAL step of all columns."""
+        if engine.method.alone is not None:
+            engine.adapt(now)
+            return
+        vectors = range(engine.method.vectors)
+        if not self._scratch:
+            self._scratch = [tuple(torch.empty_like(x) for _ in vectors) for x in engine.vector.x]
+
+        def work(k: int) -> Any:
+            x, g, out = engine.vector.x[k], engine.vector.g[k], self._scratch[k]
+            state = engine.methods[k].send(x, g, engine.states[k], out, now)
+            return engine.methods[k].receive(x, g, state, out, out, now)
+
+        engine.states = engine.group.on_shards(work)
+
+    def _begin(self, engine: Engine, opened: Open) -> None:
+        """Send a fragment."""
+        fragment, now, parts = opened
+        out = engine.mixer.outbox(engine.round)
+
+        def send(k: int) -> Part:
+            x, g, state = parts[k]
+            return Part(x, g, self._methods[k][fragment].send(x, g, state, out[k], now))
+
+        self._open = Open(fragment, now, engine.group.on_shards(send))
+        for k, arrays in enumerate(out):
+            for at, c in _places(self._cuts[k][fragment]):
+                engine.look([tuple(array[:, at] for array in arrays)], c)
+        engine.mixer.start(now.kind, engine.round, engine.index)
+
+    def _gathered(self, engine: Engine, fragment: int) -> list[Part]:
+        def work(k: int) -> Part:
+            columns, vector = self._cuts[k][fragment], engine.vector
+            g = None if self._apart else self._gather(vector.g[k], columns)
+            state = self._taken(self._needs, engine.states[k], columns)
+            return Part(self._gather(vector.x[k], columns), g, state)
+
+        return engine.group.on_shards(work)
+
+    def _gather(self, array: torch.Tensor, columns: Columns) -> torch.Tensor:
+        """A copy of some columns side by side."""
+        found = array.new_zeros(len(array), self.width)
+        for at, c in _places(columns):
+            found[:, at] = array[:, c]
+        return found
+
+    def _taken(self, needs: Any, state: Any, columns: Columns) -> Any:
+        """Of a nested state what the methods here have of it, gathered."""
+        if isinstance(needs, torch.Tensor):
+            return self._gather(state, columns)
+        fields = needs._fields
+        return type(needs)(
+            *(self._taken(getattr(needs, f), getattr(state, f), columns) for f in fields)
+        )
+
+    def _blended(self, x: torch.Tensor, k: int, fragment: int) -> None:
+        for c in self._cuts[k][fragment]:
+            mine, theirs = x[:, c], self._received[k][:, c]
+            if self._blend == 1:
+                mine.copy_(theirs)
+            else:
+                mine.mul_(1 - self._blend).add_(theirs * self._blend)
+
+
+def _places(columns: Columns) -> list[tuple[slice, slice]]:
+    """Where columns lie in a fragment, and in the vector."""
+    found, at = [], 0
+    for c in columns:
+        found.append((slice(at, at + c.stop - c.start), c))
+        at += c.stop - c.start
+    return found
+
+
+def _scatter(part: torch.Tensor, into: torch.Tensor, columns: Columns) -> None:
+    for at, c in _places(columns):
+        into[:, c] = part[:, at]
+
+
+def _put(state: Any, part: Any, columns: Columns) -> None:
+    """What the methods here have of a nested state, back to its place."""
+    if isinstance(part, torch.Tensor):
+        _scatter(part, state, columns)
+        return
+    for field in part._fields:
+        _put(getattr(state, field), getattr(part, field), columns)

@@ -1,0 +1,130 @@
+"""A job's exchanges by fragments: which columns they have, the method on each, what can't be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from mpigossip.algorithms import BUILDERS, Algorithm, build
+from mpigossip.algorithms.cadence import Cadence
+from mpigossip.algorithms.fragments import Turns, cut
+from mpigossip.algorithms.local import STILL, Local
+from mpigossip.config import Job
+from mpigossip.engine.fragments import Fragments
+from mpigossip.engine.vector import ALIGN, Flat
+from mpigossip.graphs import Graph
+from mpigossip.mixing.base import Layout
+from mpigossip.mixing.wire import BUCKET
+
+
+def narrowed(layout: Layout, turns: Turns) -> Layout:
+    """The layout of a fragment's message, ``layout`` being that of the whole model's."""
+    if turns.fragments == 1:
+        return layout
+    unit = turns.fragments * (ALIGN if layout.wire.exact else BUCKET)
+    widths = tuple(-(-width // unit) * unit // turns.fragments for width in layout.widths)
+    first = (layout.begin(k) // layout.widths[k] * width for k, width in enumerate(widths))
+    return replace(layout, widths=widths, first=tuple(first))
+
+
+def make_fragments(
+    job: Job,
+    turns: Turns,
+    layout: Layout,
+    flat: Flat,
+    segments: Sequence[slice],
+    methods: Sequence[Algorithm],
+    make: Callable[[int, Local | None], Algorithm],
+) -> Fragments | None:
+    """The fragments of segments that have these columns of ``flat``; None: all travels at once.
+
+    ``layout``: of a fragment; ``methods``: of the segments; ``make``: the method for so many
+    leading columns that take weight decay, and a local step in place of the job's.
+    """
+    if turns.plain:
+        return None
+    (width,) = set(layout.widths)
+    apart, blend = methods[0].alone is not None, job.algorithm.blend
+    cuts, each = [], []
+    for columns in segments:
+        found = cut(_layers(flat, columns), turns.fragments, width)
+        cuts.append(found)
+        shifted = (
+            [slice(c.start + columns.start, c.stop + columns.start) for c in one] for one in found
+        )
+        decayed = [sum(map(flat.decayed_among, one)) for one in shifted]
+        each.append([make(count, STILL if apart else None) for count in decayed])
+    if blend is None:
+        blend = 0.5 if turns.delay else 1.0
+    return Fragments(turns, cuts, width, each, blend=blend, apart=apart)
+
+
+def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
+    """Fragments, or a delay, that period, method or mixer don't bear."""
+    turns, blend = cadence.turns, job.algorithm.blend
+    found = _unfit_period(turns)
+    if blend is not None and not turns.delay:
+        found.append(
+            f"algorithm.blend = {blend:g}: what is exchanged at once is taken as it is; add "
+            'cadence.delay = 1 or more (cadence "every" or "cpsgd"), or leave it out'
+        )
+    if turns.plain:
+        return found
+    count, delay, name = turns.fragments, turns.delay, job.algorithm.name
+    said = f"cadence.fragments = {count}" if count > 1 else f"cadence.delay = {delay}"
+    apart = method.alone is not None
+    exchange = build(name, STILL, job.algorithm.options, 0, graph) if apart else method
+    if not _goes_by_columns(exchange):
+        named = ((each, build(each, None, {}, 0)) for each in BUILDERS)
+        fitting = ", ".join(each for each, made in named if _goes_by_columns(made))
+        found.append(
+            f'{said}: algorithm "{name}" exchanges models as a whole; choose one of {fitting}'
+        )
+    elif delay and not apart:
+        found.append(
+            f'cadence.delay = {delay}: algorithm "{name}" needs what it receives in the step in '
+            'which it sends; use cadence.delay = 0, or a method of local steps such as "diloco"'
+        )
+    if job.node.mixer == "asynchronous":
+        found.append(
+            f"{said}: asynchronous nodes would average different fragments; use node.mixer = "
+            '"synchronous"'
+        )
+    return found
+
+
+def _unfit_period(turns: Turns) -> list[str]:
+    period, count, delay = turns
+    if count > period:
+        return [
+            f"cadence.fragments = {count}: each is sent at a step of its own, and a period has "
+            f"cadence.period = {period}; use at most {period}, or a longer period"
+        ]
+    if delay > period // count:
+        return [
+            f"cadence.delay = {delay}: a fragment is taken in before the next one is sent, "
+            f"{period // count} steps later (cadence.period = {period}, cadence.fragments = "
+            f"{count}); use at most {period // count}, or a longer period"
+        ]
+    return []
+
+
+def _goes_by_columns(method: Algorithm) -> bool:
+    """Whether fragments of a model may be exchanged at different steps."""
+    return method.by_columns and "unmixed" not in method.needs
+
+
+def _layers(flat: Flat, within: slice) -> list[slice]:
+    """The columns of each module's parameters that lie side by side, counted from ``within``."""
+    found: list[slice] = []
+    last = None
+    for name, place in zip(flat.names, flat.places, strict=True):
+        begin, end = max(place.start, within.start), min(place.stop, within.stop)
+        if begin >= end:
+            continue
+        begin, end, module = begin - within.start, end - within.start, name.rpartition(".")[0]
+        if found and module == last:
+            begin = found.pop().start
+        found.append(slice(begin, end))
+        last = module
+    return found

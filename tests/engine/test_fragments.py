@@ -1,0 +1,200 @@
+"""Fragments and delays: limits, bytes, the formula, resume at every step, ranks."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.algorithms.fragments import Turns, cut
+from mpigossip.training import assemble
+from tests import battery
+from tests.battery import FRAGMENTS, Driver
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_each_fragment_has_a_step_of_its_own_in_the_period():
+    assert [Turns(8, 4).due(k) for k in range(9)] == [None, 0, None, 1, None, 2, None, 3, None]
+    assert [Turns(7, 3, 2).due(k) for k in range(7)] == [None, 0, None, 1, None, None, 2]
+    assert [Turns(7, 3, 2).arriving(k) for k in range(9)] == [None] * 3 + [
+        0,
+        None,
+        1,
+        None,
+        None,
+        2,
+    ]
+    for period in range(1, 14):
+        for count in range(1, period + 1):
+            sent = [Turns(period, count).due(k) for k in range(2 * period)]
+            assert [p for p in sent if p is not None] == [*range(count)] * 2
+            assert sent[period - 1] == count - 1  # of one fragment: the last step of the period
+
+
+def test_a_fragment_has_layers_of_all_depths_and_large_ones_are_cut():
+    layers = [slice(0, 40), slice(40, 80), slice(80, 400), slice(400, 440), slice(440, 480)]
+    found = cut(layers, 3, 160)
+    columns = [np.concatenate([np.arange(c.start, c.stop) for c in one]) for one in found]
+    assert sorted(np.concatenate(columns).tolist()) == list(range(480))
+    assert [len(one) for one in columns] == [160] * 3
+    assert found[0] == (slice(0, 40), slice(240, 360))
+    assert all((np.diff(one) > 0).all() for one in columns)  # decayed columns stay first
+
+
+class Forced(Driver):
+    """Sends all at once and waits for it, and yet by the way that fragments go."""
+
+    def __init__(self, settings, n, **options):
+        plain = Turns.plain
+        Turns.plain = False
+        try:
+            super().__init__(settings, n, **options)
+        finally:
+            Turns.plain = plain
+
+
+WHOLE = [
+    "algorithm.name=dsgd cadence.name=every cadence.period=3",
+    "algorithm.name=dmsgd cadence.name=every cadence.period=3",
+    "algorithm.name=dsgt cadence.name=every cadence.period=2",
+    "algorithm.name=dsgd cadence.name=every cadence.period=2 local.name=adamw node.wire=qsgd",
+    "algorithm.name=diloco cadence.period=3 node.wire=bf16",
+    "algorithm.name=slowmo cadence.name=cpsgd cadence.period=3",
+    "algorithm.name=noloco cadence.period=2 algorithm.form=two_vectors",
+    "algorithm.name=gasloc cadence.period=3 algorithm.outer_beta=0.3",
+    "algorithm.name=sparseloco cadence.period=2 node.kept=0.5",
+]
+
+
+@pytest.mark.parametrize("settings", WHOLE)
+def test_one_fragment_without_a_delay_is_the_method(settings):
+    plain, forced = Driver(settings, 5, noise=0.1), Forced(settings, 5, noise=0.1)
+    assert plain.fragments is None and forced.fragments.turns.fragments == 1
+    assert torch.equal(plain.run(9).whole(), forced.run(9).whole())
+    assert plain.mixer.bytes_sent == forced.mixer.bytes_sent
+
+
+def test_columns_of_a_fragment_go_as_if_the_model_were_they():
+    """Each fragment gossips along the graph's own rounds, whatever the others do."""
+    settings = "algorithm.name=dsgd cadence.name=every cadence.period=2 cadence.fragments=2"
+    cut_up, whole = Driver(settings, 4), Driver(settings.rpartition(" ")[0], 4)
+    last = [c for k in range(2) for c in cut_up.fragments._cuts[k][1]]
+    assert last
+    for _ in range(6):
+        cut_up.advance()
+        whole.advance()
+        for k in range(2):
+            for c in cut_up.fragments._cuts[k][1]:  # the fragment of the period's last step
+                assert torch.equal(cut_up.x[k][:, c], whole.x[k][:, c])
+    for _ in range(30):
+        cut_up.advance()
+    apart = cut_up.whole() - cut_up.whole().mean(0)
+    whole.run(30)
+    assert apart.norm() < 3 * (whole.whole() - whole.whole().mean(0)).norm()
+
+
+def streaming_diloco(driver, steps, period, count, delay, blend):
+    """Algorithm 2 of arXiv 2501.18512 on the driver's quadratics, inner SGD, in float64."""
+    cuts = driver.fragments._cuts
+    places = [
+        torch.cat([torch.arange(c.start, c.stop) + 512 * k for k in range(2) for c in cuts[k][p]])
+        for p in range(count)
+    ]
+    x, b = driver.whole().double(), torch.cat(driver.b, dim=1).double()
+    outer, momentum, coming = x.clone(), torch.zeros_like(x), {}
+    for step in range(1, steps + 1):
+        x -= driver.lr * (x - b)
+        for p, c in enumerate(places):
+            offset = (p + 1) * period // count
+            if step > delay and (step - delay - offset) % period == 0 and p in coming:
+                x[:, c] = blend * coming.pop(p) + (1 - blend) * x[:, c]
+            if (step - offset) % period == 0:
+                delta = outer[:, c] - x[:, c].mean(0)
+                momentum[:, c] = 0.9 * momentum[:, c] + delta
+                outer[:, c] -= 0.7 * (delta + 0.9 * momentum[:, c])
+                coming[p] = outer[:, c].clone()
+    return x
+
+
+@pytest.mark.parametrize(("count", "delay", "blend"), [(2, 1, 0.5), (3, 2, 0.7), (1, 6, 1.0)])
+def test_delayed_fragments_of_diloco_are_streaming_diloco(count, delay, blend):
+    settings = f"cadence.period=6 cadence.fragments={count} cadence.delay={delay}"
+    settings += f" algorithm.local=sgd algorithm.blend={blend}"
+    driver = Driver(f"algorithm.name=diloco {settings}", 5)
+    for x in driver.x:  # DiLoCo's nodes begin equal
+        x.copy_(x[:1].expand_as(x).clone())
+    driver.restart()
+    expected = streaming_diloco(driver, 27, 6, count, delay, blend)
+    assert torch.allclose(driver.run(27).whole().double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("period", [4, 8])
+@pytest.mark.parametrize("name", ["dsgd cadence.name=every", "cpsgd", "diloco", "noloco"])
+def test_a_step_sends_at_most_its_share(name, period):
+    settings = f"algorithm.name={name} cadence.period={period}"
+    parts = Driver(f"{settings} cadence.fragments=4", 6)
+    whole, sent = Driver(settings, 6).run(period).mixer.bytes_sent[0], [0]
+    for _ in range(3 * period):
+        sent.append(parts.run(1).mixer.bytes_sent[0])
+    assert max(np.diff(sent)) <= 1.05 / 4 * whole and sent[-1] >= 3 * whole - 12
+
+
+@pytest.mark.parametrize("case", FRAGMENTS)
+def test_resume_at_every_step_of_a_period(case):
+    """As a checkpoint does: what was received goes into it, also early, and no exchange does."""
+    steps = 6
+    whole = Driver(case, 3, noise=0.1).run(2 * steps + 1).whole()
+    for at in range(1, steps + 1):
+        first, second = (Driver(case, 3, noise=0.1) for _ in range(2))
+        first.run(steps - 1 + at)
+        saved = {name: [a.clone() for a in parts] for name, parts in first.parts().items()}
+        numbers, x = first.numbers(), [a.clone() for a in first.x]
+        if at == 2:  # the run that was saved goes on unchanged
+            assert torch.equal(first.run(steps + 2 - at).whole(), whole)
+        for mine, theirs in zip(second.x, x, strict=True):
+            mine.copy_(theirs)
+        for name, parts in second.parts().items():
+            for mine, theirs in zip(parts, saved.pop(name), strict=True):
+                mine.copy_(theirs)
+        assert not saved
+        second.count_from(numbers)
+        second.restore_rhythm(numbers)
+        assert torch.equal(second.run(steps + 2 - at).whole(), whole), at
+
+
+def on_ranks(comm, same_host):
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    world = World(comm)
+    drivers = battery.on_ranks(FRAGMENTS, world, same_host, 9)
+    found = [(driver.whole().numpy(), driver.mixer.bytes_sent[0]) for driver in drivers]
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize(("n", "same_host"), [(5, "put"), (8, "read")])
+def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
+    """The numbers of nodes that the battery leaves out."""
+    got = ranks(n)(on_ranks, same_host, timeout=200)
+    for at, case in enumerate(FRAGMENTS):
+        driver = Driver(case, n, noise=0.1).run(9)
+        assert (np.concatenate([rank[at][0] for rank in got]) == driver.whole().numpy()).all(), case
+        assert [rank[at][1] for rank in got] == driver.mixer.bytes_sent, case
+
+
+REFUSED = {
+    "algorithm.name=dsgd cadence.name=every cadence.fragments=5": "cadence.period = 4; use at most",
+    "algorithm.name=diloco cadence.fragments=3 cadence.delay=3": "2 steps later",
+    "algorithm.name=sgp cadence.name=every cadence.fragments=2": "exchanges models as a whole",
+    "algorithm.name=sparta cadence.name=every cadence.fragments=2": "choose one of dsgd, dmsgd",
+    "algorithm.name=dmsgd cadence.name=every cadence.delay=1": "in the step in which it sends",
+    "algorithm.name=dsgd cadence.name=every algorithm.blend=0.5": "add cadence.delay = 1",
+    "algorithm.name=dsgd cadence.name=every cadence.fragments=2 node.mixer=asynchronous":
+        "would average different fragments",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", REFUSED)
+def test_refusals_name_value_limit_and_remedy(settings):
+    (told,) = assemble.mistakes(assemble.load({}, settings.split()), 4)
+    assert REFUSED[settings] in told and "; " in told
