@@ -41,7 +41,7 @@ from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.wire import Wire
 from mpigossip.training import shape, task
 from mpigossip.training.convolutions import arranged
-from mpigossip.training.fit import contradictions, may_cut, unfit
+from mpigossip.training.fit import check_vmap, contradictions, may_cut, unfit
 from mpigossip.training.fragments import make_fragments, narrowed
 from mpigossip.training.loop import Settings, Trainer
 from mpigossip.training.precision import Precision, resolved
@@ -325,19 +325,6 @@ def make_engine(
     )  # fmt: skip
 
 
-def _check_vmap(job: Job, module: torch.nn.Module) -> None:
-    if job.node.vmap and any(getattr(part, "recompute", False) for part in module.modules()):
-        raise JobError(
-            ["node.vmap = true: model.recompute = true keeps what backward needs by hooks, which "
-             "can't be vectorized over nodes; leave one of them out"]
-        )  # fmt: skip
-    if job.node.vmap and any(b.is_floating_point() for b in module.buffers()):
-        raise JobError(
-            [f'node.vmap = true: model "{job.model.name}" keeps norm statistics, which can\'t be '
-             "vectorized over nodes; leave node.vmap out"]
-        )  # fmt: skip
-
-
 def assemble(job: Job, world: World, n: int) -> Assembly:
     """Build all that a run on n nodes needs; collective under MPI.
 
@@ -364,7 +351,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
             make_model(job, data), job.node.channels_last, slots_of(job.node.devices)[0]
         )
         objective = task.make(job.task).tried(module, data.sample("test"))
-        _check_vmap(job, module)
+        check_vmap(job, module)
         decayed = None if section.decay_all else models.decayed(module)
         flat = flatten(module, slots if job.node.shard else 1, decayed)
         graph = make_graph(job, n)

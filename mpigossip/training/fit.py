@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 
+from torch import nn
+
 from mpigossip import graphs
 from mpigossip.algorithms import BUILDERS, Algorithm, build
 from mpigossip.algorithms.cadence import BUILDERS as CADENCES
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.spectrum import above_minus_third
-from mpigossip.config import Data, Job
+from mpigossip.config import Data, Job, JobError
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact
 from mpigossip.groups.devices import slots_of
@@ -174,6 +176,20 @@ def contradictions(job: Job) -> list[str]:
             'can\'t; use "bf16", or leave node.vmap out'
         )
     return found
+
+
+def check_vmap(job: Job, module: nn.Module) -> None:
+    """JobError where the gradients of a model's copies can't be one call."""
+    if job.node.vmap and any(getattr(part, "recompute", False) for part in module.modules()):
+        raise JobError(
+            ["node.vmap = true: model.recompute = true keeps what backward needs by hooks, which "
+             "can't be vectorized over nodes; leave one of them out"]
+        )  # fmt: skip
+    if job.node.vmap and any(b.is_floating_point() for b in module.buffers()):
+        raise JobError(
+            [f'node.vmap = true: model "{job.model.name}" keeps norm statistics, which can\'t be '
+             "vectorized over nodes; leave node.vmap out"]
+        )  # fmt: skip
 
 
 def may_cut(job: Job, slots: int) -> bool:
