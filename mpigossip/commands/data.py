@@ -10,6 +10,7 @@ EXAMPLES = "mpigossip data pack imagenet imagenet.h5 --image-size 256"
 PACK = f"""
 {EXAMPLES}
 mpigossip data pack books books.h5 --text
+mpigossip data pack books books.h5 --text --tokenizer bpe --vocabulary 8192
 """
 
 
@@ -19,10 +20,17 @@ def add(commands) -> None:
     pack = command(
         data, "pack", _pack, "pack train/CLASS/*.jpg and test/CLASS/*.jpg into HDF5", PACK
     )
-    pack.add_argument("folder", type=Path, metavar="FOLDER")
+    pack.add_argument("folder", type=Path, metavar="FOLDER", help="of text, also a single file")
     pack.add_argument("out", type=Path, metavar="OUT.h5")
     pack.add_argument("--image-size", type=int, help="shorter side in pixels to resize to")
     pack.add_argument("--text", action="store_true", help="pack text files for a language model")
+    pack.add_argument(
+        "--tokenizer", default="byte",
+        help="byte (default), or bpe: byte-pair encoding learned from the text (needs tokenizers)",
+    )  # fmt: skip
+    pack.add_argument(
+        "--vocabulary", type=int, default=4096, help="entries of a bpe: 257 to 65536 (4096)"
+    )
     show = command(
         data, "show", _show, "say what a packed file holds", "mpigossip data show imagenet.h5"
     )
@@ -32,7 +40,10 @@ def add(commands) -> None:
 def _pack(options) -> None:
     from mpigossip.store.dataset import pack, show
 
-    pack(options.folder, options.out, image_size=options.image_size, text=options.text)
+    pack(
+        options.folder, options.out, image_size=options.image_size, text=options.text,
+        tokenizer=options.tokenizer, vocabulary=options.vocabulary,
+    )  # fmt: skip
     print(show(options.out))
 
 

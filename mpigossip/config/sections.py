@@ -90,7 +90,11 @@ class Data:
     classes: Positive = 10
     """Number of classes (synthetic), or what a model is told of them (one's own Datasets)."""
     context: Positive = 128
-    """Bytes of a sample (packed text only)."""
+    """Tokens of a sample (packed text only)."""
+    windows: Literal["joined", "apart"] = "joined"
+    """Samples of a packed text run over the ends of its documents, or stay within one."""
+    tokenizer: Text | None = None
+    """Of a packed text, as `data show` names it; unset takes any. Another one is a mistake."""
     workers: Literal["auto"] | Count = "auto"
     """Decoding or loading processes per node; 0 does it in the training process; auto: 2, on GPUs
     2 a slot as far as there are cores."""

@@ -171,44 +171,68 @@ class SyntheticSource(Source):
 
 
 class TextSource(Source):
-    """Bytes of a packed text in windows of `context`: inputs x[t], targets x[t + 1], both int64.
+    """Tokens of a packed text in windows of `context`: inputs x[t], targets x[t + 1], both int64.
 
-    Windows don't overlap, but for one byte. The label of a window, for partitions, is the file
-    that it begins in.
+    Windows don't overlap, but for one token. They run over the ends of documents, or ("apart") stay
+    within one, whose last tokens are left out. The label of a window, for partitions, is the
+    document that it begins in.
     """
 
     dtype = torch.int64
 
-    def __init__(self, path: str, context: int) -> None:
-        self.classes, self.shape, self.raw_shape = 256, (context,), (context + 1,)
-        self.raw_dtype = np.dtype(np.uint8)
-        self._text, labels = {}, {}
+    def __init__(self, path: str, context: int, windows: str = "joined") -> None:
+        self.shape, self.raw_shape = (context,), (context + 1,)
+        self.raw_dtype = np.dtype(np.int32)
+        self._text, self._begins, labels = {}, {}, {}
         with open_dataset(path) as data:
+            self.tokenizer = data.tokenizer
             for name in ("train", "test"):
                 split = data.split(name)
-                text = self._text[name] = split.array()
-                windows = (len(text) - 1) // context
-                if windows < 1:
-                    raise JobError(
-                        [
-                            f"the {name} text of {path} has {len(text)} bytes, less than "
-                            f"one window of data.context + 1 = {context + 1}: make "
-                            "data.context smaller or pack more text"
-                        ]
-                    )
-                begins = np.arange(windows) * context
-                labels[name] = np.searchsorted(split.offsets, begins, side="right") - 1
+                self._text[name] = data.tokens(name)
+                ends = split.offsets // data.tokenizer.width
+                begins = _apart(ends, context) if windows == "apart" else _joined(ends, context)
+                if not len(begins):
+                    raise JobError([_short(name, path, ends, context, windows)])
+                self._begins[name] = begins
+                labels[name] = np.searchsorted(ends, begins, side="right") - 1
+        self.classes = len(self.tokenizer.lengths)
         self.train_labels, self.test_labels = labels["train"], labels["test"]
 
     def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
-        """Return (B, T + 1) uint8."""
-        context = self.shape[0]
-        return self._text[split][indices[:, None] * context + np.arange(context + 1)]
+        """Return (B, T + 1) int32."""
+        places = self._begins[split][indices][:, None] + np.arange(self.shape[0] + 1)
+        return self._text[split][places].astype(np.int32)
 
     def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens and the tokens after them, (B, T) int64 each."""
         tokens = raw.to(torch.int64)
         return tokens[:, :-1], tokens[:, 1:]
+
+
+def _joined(ends: np.ndarray, context: int) -> np.ndarray:
+    """Where windows begin in all documents as one; ``ends``: (documents + 1,), from 0."""
+    return np.arange(max(ends[-1] - 1, 0) // context) * context
+
+
+def _apart(ends: np.ndarray, context: int) -> np.ndarray:
+    """Where windows begin, each within a document."""
+    counts = np.maximum(np.diff(ends) - 1, 0) // context
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(ends[:-1], counts) + within * context
+
+
+def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -> str:
+    """What is wrong with a text without a window."""
+    has, more = f"has {ends[-1]} tokens", ""
+    if windows == "apart":
+        has, more = (
+            f"has no document of more than {np.diff(ends).max()} tokens",
+            (', data.windows = "joined"'),
+        )
+    return (
+        f"the {name} text of {path} {has}, less than one window of data.context + 1 = "
+        f"{context + 1}: make data.context smaller{more} or pack more text"
+    )
 
 
 def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> Source | Datasets:
@@ -288,4 +312,13 @@ def _packed(path: Path, data: config.Data) -> Source:
                 'needs data.augment = "none"'
             ]
         )
-    return TextSource(str(path), data.context)
+    made = TextSource(str(path), data.context, data.windows)
+    if data.tokenizer not in (None, made.tokenizer.name):
+        raise JobError(
+            [
+                f'data.tokenizer = "{data.tokenizer}": the tokens of {path} are those of '
+                f'"{made.tokenizer.name}", which mean other text; name the pack that the model '
+                "was trained on, or leave data.tokenizer out to begin anew"
+            ]
+        )
+    return made

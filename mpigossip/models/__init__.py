@@ -68,8 +68,9 @@ def model(
     name: one of BUILDERS, or "package.module:factory", which is given the options, and shape and
     classes where it names them, or where it can't be called without; dtype: of the samples,
     torch.int64 for tokens. The global random generator is left as it was. The result has been tried
-    on one sample of zeros, for scores of all classes; with dtype None it hasn't, and may give
-    anything. Raises JobError for what can't be imported, built or applied to the shape.
+    on one sample of zeros (of the last token), for scores of all classes; with dtype None it
+    hasn't, and may give anything. Raises JobError for what can't be imported, built or applied to
+    the shape.
     """
     builder = _factory(name)
     with torch.random.fork_rng(devices=()):
@@ -92,7 +93,9 @@ def model(
                 ]
             )
         if dtype is not None:
-            _try(network, name, torch.zeros((1, *shape), dtype=dtype), classes)
+            # tokens: the last one, which a model made for fewer hasn't
+            value = classes - 1 if dtype == torch.int64 else 0
+            _try(network, name, torch.full((1, *shape), value, dtype=dtype), classes)
     return network
 
 
@@ -136,10 +139,8 @@ def _factory(name: str) -> Callable[..., nn.Module]:
 
 def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
     """Apply the network to one sample (1, ...) and compare the shape of what comes out."""
-    what = (
-        f"{'tokens' if sample.dtype == torch.int64 else 'samples'} of shape "
-        f"{tuple(sample.shape[1:])}"
-    )
+    shape, tokens = tuple(sample.shape[1:]), sample.dtype == torch.int64
+    what = f"tokens of shape {shape}, 0 … {classes - 1}" if tokens else f"samples of shape {shape}"
     expected = (*sample.shape, classes) if sample.dtype == torch.int64 else (1, classes)
     training = network.training
     network.eval()

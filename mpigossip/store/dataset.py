@@ -1,6 +1,6 @@
 """Data sets in one HDF5 file: packing a folder, opening it, showing what it holds.
 
-Layout (version 2)::
+Layout (version 2, with a tokenizer 3)::
 
     /                attributes: format, version, kind ("images" | "arrays" | "text"), source,
                      licence, channels, scale (the stored value that means 1.0), mean, std,
@@ -13,6 +13,9 @@ Layout (version 2)::
         sizes        (N, 2) int64, height and width in pixels        (kind "images")
         checksums    (N,) uint32, CRC-32 of each sample's bytes
         images       (N, channels, height, width) uint8, in place of bytes (kind "arrays")
+    /tokenizer       uint8, the text of a tokenizer: bytes are then tokens, two little-endian each
+    /lengths         (V,) int64, the bytes of text that a token stands for; the attribute tokenizer
+                     is kind, V and a checksum of the text
 
 Texts have a fixed length. What HDF5 doesn't check itself is compared with a checksum: nothing
 damaged is taken for data. Version 1, which has no checksums, is read without that promise.
@@ -37,6 +40,7 @@ import numpy as np
 from mpigossip.store import StoreError, guard
 from mpigossip.store.hdf5 import WRONG
 from mpigossip.store.packing import FORMAT, SPLITS, VERSION, checksum_of, pack
+from mpigossip.store.texts import BYTES, MOST, Tokenizer
 
 __all__ = ["Dataset", "Split", "open_dataset", "pack", "show"]
 
@@ -127,6 +131,21 @@ class Dataset:
     """source, licence and whatever else the file says of itself in words."""
     train: Split
     test: Split
+    tokenizer: Tokenizer = BYTES
+    """of a text: what its bytes are"""
+
+    def tokens(self, name: str) -> np.ndarray:
+        """The tokens of a half of a text, all documents joined: (T,) uint8 or uint16.
+
+        StoreError for one that the tokenizer doesn't have.
+        """
+        found = self.split(name).array().view("<u2" if self.tokenizer.text else np.uint8)
+        if found.size and int(found.max()) >= len(self.tokenizer.lengths):
+            raise StoreError(
+                f"{self.path}: {name} has the token {found.max()}, and the tokenizer "
+                f"{self.tokenizer.name} none above {len(self.tokenizer.lengths) - 1}; pack it again"
+            )
+        return found
 
     def split(self, name: str) -> Split:
         """Return the split called "train" or "test"."""
@@ -229,10 +248,25 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str,
             fields["checksums"] = sums = guard.array(found, f"{name}/checksums", "<u4", 1)
             require(len(sums) == len(fields["labels"]), f"{name} has {len(sums)} checksums")
         _check_labels(fields["labels"], len(classes), name, require)
+    tokenizer = _tokenizer(found, facts, require) if "tokenizer" in found else BYTES
+    odd = [n for n in SPLITS if kind == "text" and (splits[n]["offsets"] % tokenizer.width).any()]
+    require(not odd, f"documents of {', '.join(odd)} end in the middle of a token")
     words = {key: value for key, value in facts.items() if isinstance(value, str)}
     train, test = (Split(file=raw, **splits[name]) for name in SPLITS)
     scale = float(facts["scale"])
-    return Dataset(path, kind, classes, channels, scale, mean, std, words, train, test)
+    return Dataset(path, kind, classes, channels, scale, mean, std, words, train, test, tokenizer)
+
+
+def _tokenizer(found: dict[str, Any], facts: dict[str, Any], require: Require) -> Tokenizer:
+    """The tokenizer of a text, if it is the one that the file names."""
+    stored = guard.array(found, "tokenizer", "u", 1)
+    lengths = guard.array(found, "lengths", "<i8", 1)
+    few = len(lengths) <= MOST and len(lengths) > 0 and int(lengths.min()) > 0
+    require(few, f"its tokenizer has {len(lengths)} tokens, not 1 to {MOST} of at least one byte")
+    made = Tokenizer(lengths, stored.tobytes())
+    named = facts.get("tokenizer")
+    require(made.name == named, f"its tokenizer is {made.name}, and not {named}, as it says")
+    return made
 
 
 def _classes(found: dict[str, Any]) -> tuple[tuple[str, ...], int]:
@@ -303,6 +337,10 @@ def show(path: Path | str) -> str:
             split = data.split(name)
             stored = math.prod(split.array_shape)
             line = f"  {name:<9} {len(split)} samples, {stored / 1e6:.1f} MB"
+            if data.tokenizer.text:
+                tokens = data.tokens(name)
+                each = data.tokenizer.lengths[tokens].mean() if tokens.size else 0.0
+                line += f", {tokens.size} tokens of {each:.2f} bytes"
             if split.sizes is not None:
                 low, high = split.sizes.min(0), split.sizes.max(0)
                 line += f", {low[0]}x{low[1]}"

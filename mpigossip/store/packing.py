@@ -15,11 +15,13 @@ import h5py
 import numpy as np
 from PIL import Image
 
-from mpigossip.store import StoreError
+from mpigossip.store import StoreError, texts
 from mpigossip.store.hdf5 import reading, sync, writing
 
 FORMAT = "mpigossip-dataset"
-VERSION = 2
+VERSION, PLAIN = 3, 2
+"""Of packs with a tokenizer, which earlier programs would take for bytes; of all others."""
+VOCABULARY = 4096
 SPLITS = ("train", "test")
 SAMPLE_FOR_MEAN = 10_000
 """Train images, evenly spread, whose pixels give the mean and standard deviation."""
@@ -72,6 +74,8 @@ def pack(
     *,
     image_size: int | None = None,
     text: bool = False,
+    tokenizer: str = "byte",
+    vocabulary: int = VOCABULARY,
     progress: Progress | None = None,
 ) -> Path:
     """Pack a folder into the data set `out` and return its path.
@@ -81,18 +85,22 @@ def pack(
     are scaled down to it and stored as JPEG of quality 95. Mean and standard deviation of the
     channels, for normalization, come from up to 10,000 train images.
 
-    Text: all files under FOLDER, sorted by path, as bytes; the first 90 % of each file is for
-    training, the rest for testing. A sample's label is the number of its file.
+    Text: the file, or all files under FOLDER, sorted by path, each a document; the first 90 % of
+    each is for training, the rest for testing. A sample's label is the number of its file. Tokens
+    are its bytes, or with `tokenizer = "bpe"` those of a byte-pair encoding with `vocabulary`
+    entries, learned from the training text.
 
     `progress(done, total)` is called now and then with numbers of files. While packing, the
     encoded bytes lie twice on the disk of `out`, which appears under its name only when whole.
     Raises StoreError naming missing folders and all files that can't be read (the first ten).
     """
     folder, out = Path(folder), Path(out)
-    if not folder.is_dir():
-        raise StoreError(
-            f"{folder} is not a folder; name one that holds train/CLASS/*.jpg and test/CLASS/*.jpg"
-        )
+    if not folder.is_dir() and not (text and folder.is_file()):
+        wanted = "text files" if text else "train/CLASS/*.jpg and test/CLASS/*.jpg"
+        raise StoreError(f"{folder} is not a folder; name one that holds {wanted}")
+    if tokenizer != "byte" and not text:
+        raise StoreError(f"tokenizer {tokenizer!r} is for text; add --text, or leave it out")
+    coder = texts.Coder(tokenizer, texts.files_of(folder)[0] if text else (), vocabulary)
     if image_size is not None and image_size < 1:
         raise StoreError(f"image size {image_size} is too small: it is pixels, at least 1")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
@@ -101,10 +109,10 @@ def pack(
             temporary.touch()  # HDF5's own words for a place that can't be written are long
             with h5py.File(temporary, "w", libver=("v110", "v110")) as file:
                 file.attrs.update(
-                    format=fixed(FORMAT), version=VERSION, source=fixed(str(folder.resolve()))
+                    format=fixed(FORMAT), version=PLAIN, source=fixed(str(folder.resolve()))
                 )
                 if text:
-                    _pack_text(folder, file, progress or _quiet)
+                    _pack_text(folder, file, coder, progress or _quiet)
                 else:
                     _pack_images(folder, file, image_size, progress or _quiet)
             publish(temporary, out)
@@ -300,36 +308,23 @@ def _smaller(image: Image.Image, shorter: int) -> tuple[Image.Image, bytes]:
     return small, buffer.getvalue()
 
 
-def _refused(error: OSError) -> None:
-    with reading(Path(error.filename)):
-        raise error
-
-
-def _pack_text(folder: Path, file: h5py.File, progress: Progress) -> None:
-    """Write all files below a folder: the first 90 % of each to train, the rest to test."""
-    files = sorted(
-        path
-        for top, _, names in os.walk(folder, onerror=_refused)
-        for path in map(Path(top).joinpath, names)
-        if path.is_file()
-        and path.stat().st_size > 0
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
-    if not files:
-        raise StoreError(f"{folder} holds no files with text in them")
+def _pack_text(where: Path, file: h5py.File, coder: texts.Coder, progress: Progress) -> None:
+    """Write all files of a text: the first 90 % of each to train, the rest to test."""
+    files, names = texts.files_of(where)
     with _spool(file) as train, _spool(file) as test:
         lengths: tuple[list[int], list[int]] = ([], [])
         checksums: tuple[list[int], list[int]] = ([], [])
         for number, path in enumerate(files):
-            with reading(path), path.open("rb") as source:
-                train_part = source.read(path.stat().st_size * 9 // 10)
-                for at, (spool, part) in enumerate([(train, train_part), (test, source.read())]):
-                    spool.write(part)
-                    lengths[at].append(len(part))
-                    checksums[at].append(zlib.crc32(part))
+            for at, (spool, part) in enumerate(zip((train, test), coder.halves(path), strict=True)):
+                spool.write(part)
+                lengths[at].append(len(part))
+                checksums[at].append(zlib.crc32(part))
             progress(number + 1, len(files))
         labels = range(len(files))
         for at, (name, spool) in enumerate([("train", train), ("test", test)]):
             _write_split(file.create_group(name), labels, lengths[at], checksums[at], spool)
-    names = [str(path.relative_to(folder)) for path in files]
     _write_facts(file, "text", names, np.array([[1.0, 0.0, 1.0]]))
+    if coder.tokenizer.text:
+        file["tokenizer"] = np.frombuffer(coder.tokenizer.text, np.uint8)
+        file["lengths"] = coder.tokenizer.lengths
+        file.attrs.update(version=VERSION, tokenizer=fixed(coder.tokenizer.name))

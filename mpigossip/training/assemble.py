@@ -350,7 +350,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         module = arranged(
             make_model(job, data), job.node.channels_last, slots_of(job.node.devices)[0]
         )
-        objective = task.make(job.task).tried(module, data.sample("test"))
+        objective = task.make(job.task).told(data).tried(module, data.sample("test"))
         check_vmap(job, module)
         decayed = None if section.decay_all else models.decayed(module)
         flat = flatten(module, slots if job.node.shard else 1, decayed)

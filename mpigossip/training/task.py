@@ -38,7 +38,8 @@ NAME = r"(?!local_|share_)[A-Za-z][A-Za-z0-9_.-]{0,31}"
 class Task(Protocol):
     """What a job's `[task]` names: the factory's options are the further keys of that section.
 
-    It may have `units`, a mapping from "loss" and metrics' names; "1" where it is silent.
+    It may have `units`, a mapping from "loss" and metrics' names; "1" where it is silent; and
+    `told(data)`, which is called once with the data, before the first batch.
     """
 
     def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
@@ -75,13 +76,23 @@ class LanguageModel:
     by one; -100 doesn't count. The mapping's other tensors are the model's too.
     """
 
-    units = {"loss": "nat"}
+    units = {"loss": "nat", "nats_per_byte": "nat/byte"}
     IGNORED = -100
+
+    def __init__(self) -> None:
+        self._lengths: dict[torch.device, Tensor] = {}
+
+    def told(self, data: Any) -> None:
+        """Of packed text: the bytes of each token, by which losses compare between tokenizers."""
+        tokenizer = getattr(data, "tokenizer", None)
+        if tokenizer is not None:
+            self._lengths = {torch.device("cpu"): torch.from_numpy(tokenizer.lengths)}
 
     def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
         """The mean loss over tokens."""
         if not isinstance(batch, Mapping):
-            return Classification.loss(self, model, batch)  # type: ignore[arg-type]
+            loss, metrics = Classification.loss(self, model, batch)  # type: ignore[arg-type]
+            return loss, {**metrics, **self._per_byte(metrics["loss"][0], batch[1])}
         given = dict(batch)
         targets = given.pop("labels", given["input_ids"])[:, 1:]
         found = scores(model(**given))[:, :-1].flatten(0, -2).float()
@@ -91,6 +102,14 @@ class LanguageModel:
         loss = functional.cross_entropy(found, wanted, ignore_index=self.IGNORED)
         right = ((found.detach().argmax(-1) == wanted) & counted).sum()
         return loss, {"loss": (loss.detach().double() * count, count), "accuracy": (right, count)}
+
+    def _per_byte(self, nats: Tensor, targets: Tensor) -> Metrics:
+        """The loss of these tokens by the bytes that they stand for, where those are known."""
+        if not self._lengths:
+            return {}
+        if targets.device not in self._lengths:  # a copy per batch would wait for the GPU
+            self._lengths[targets.device] = self._lengths[torch.device("cpu")].to(targets.device)
+        return {"nats_per_byte": (nats, self._lengths[targets.device][targets].sum())}
 
 
 def _problem(made_by: str, source: str, model: str) -> Part:
@@ -156,6 +175,12 @@ class Objective:
         pairs = [metrics.get("loss", (loss.detach().double() * samples, samples))]
         pairs += [metrics[name] for name in self.metrics]
         return torch.tensor([[float(a), float(b)] for a, b in pairs], dtype=torch.float64)
+
+    def told(self, data: Any) -> Objective:
+        """Itself; the task knows the data, if it asks to."""
+        if callable(getattr(self.task, "told", None)):
+            self.task.told(data)  # type: ignore[attr-defined]
+        return self
 
     def tried(self, model: nn.Module, batch: Nested) -> Objective:
         """The same with the names of its metrics, from a first batch, as evaluations call it.

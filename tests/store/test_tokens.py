@@ -1,0 +1,228 @@
+"""Packed texts: bytes or learned tokens, windows in documents, losses per byte, what can't be."""
+
+import sys
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.cli import main
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import Data, JobError
+from mpigossip.data.sources import source
+from mpigossip.models import model
+from mpigossip.runs import launch
+from mpigossip.store import StoreError
+from mpigossip.store.dataset import open_dataset, pack, show
+from mpigossip.store.log import read
+from mpigossip.training import assemble
+
+WORDS = "gossip averages neighbours; größer, “quoted”, 日本語 and a café. "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("texts") / "in"
+    root.mkdir()
+    (root / "a.txt").write_text(WORDS * 60)
+    (root / "b.txt").write_text("".join(f"line {k}: {WORDS[k % 40 :]}\n" for k in range(90)))
+    (root / "tiny.txt").write_text("short")
+    return root
+
+
+@pytest.fixture(scope="module")
+def bpe(folder):
+    pytest.importorskip("tokenizers")
+    return pack(folder, folder.parent / "bpe.h5", text=True, tokenizer="bpe", vocabulary=400)
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return pack(folder, folder.parent / "byte.h5", text=True)
+
+
+def test_tokens_are_the_text_again(folder, bpe, plain):
+    from tokenizers import Tokenizer
+
+    with open_dataset(bpe) as data, open_dataset(plain) as byte:
+        assert byte.tokenizer.name == "byte" and byte.tokens("train").dtype == np.uint8
+        assert data.tokenizer.name.startswith("bpe-400-") and len(data.tokenizer.lengths) == 400
+        library = Tokenizer.from_str(data.tokenizer.text.decode())
+        for number, path in enumerate(sorted(folder.iterdir())):
+            parts = []
+            for name in ("train", "test"):
+                begin, end = data.split(name).offsets[number : number + 2] // 2
+                tokens = data.tokens(name)[begin:end]
+                parts.append(library.decode(tokens.tolist()))
+                assert data.tokenizer.lengths[tokens].sum() == len(parts[-1].encode())
+                # cut at a letter: less than one away from where bytes are cut
+                assert abs(len(parts[-1].encode()) - len(byte.split(name).encoded(number))) < 4
+            assert "".join(parts) == path.read_text()
+        assert data.tokens("train").size < 0.5 * byte.tokens("train").size
+
+
+def test_a_tokenizer_is_learned_the_same_twice_and_from_the_training_text_alone(tmp_path, folder):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "x").write_text("abcd" * 900 + "qz" * 200)  # the last tenth is all q and z
+    names = []
+    for out in ("one.h5", "two.h5"):
+        made = pack(tmp_path / "x", tmp_path / out, text=True, tokenizer="bpe", vocabulary=260)
+        with open_dataset(made) as data:
+            names.append(data.tokenizer.name)
+            assert b"qz" not in data.tokenizer.text and b"abcd" in data.tokenizer.text
+    assert names[0] == names[1]
+
+
+def test_windows_run_over_documents_or_stay_within(bpe, plain):
+    for path in (bpe, plain):
+        with open_dataset(path) as data:
+            text, ends = data.tokens("train"), data.train.offsets // data.tokenizer.width
+        joined, apart = (
+            source(Data(source=str(path), context=16, windows=windows), 0)
+            for windows in ("joined", "apart")
+        )
+        assert joined.train_size == (len(text) - 1) // 16
+        assert apart.train_size == sum((n - 1) // 16 for n in np.diff(ends) if n)
+        x, y = joined.train_batch(np.array([0, 3]), (0, 0))
+        assert np.array_equal(x[1], text[48:64].astype(int)) and torch.equal(x[:, 1:], y[:, :-1])
+        every = apart.raw("train", np.arange(apart.train_size))
+        at = 0
+        for number in range(len(ends) - 1):
+            mine = every[apart.train_labels == number]
+            document = text[ends[number] : ends[number + 1]]
+            for k, window in enumerate(mine):
+                assert np.array_equal(window, document[16 * k : 16 * k + 17])
+            at += len(mine)
+        assert at == len(every) and set(apart.train_labels) == {0, 1}, "no window of the tiny one"
+
+
+def job(path, folder, *settings):
+    base = {"task": {"name": "language-model"},
+            "model": {"name": "gpt", "layers": 1, "heads": 2, "width": 16}}  # fmt: skip
+    return assemble.load(base, [f"data.source={path}", "data.context=16", "data.batch=4",
+                                f"run.output={folder}", "run.steps=6", "algorithm.name=dsgd",
+                                "schedule.scale=none", *settings])  # fmt: skip
+
+
+def test_losses_are_logged_per_byte(bpe, plain, tmp_path):
+    found = {}
+    for path in (bpe, plain):
+        with Alone() as world:
+            found[path] = launch.train(job(path, tmp_path / path.stem), world, 2)
+    assert found[plain]["nats_per_byte"] == found[plain]["loss"]
+    data = source(Data(source=str(bpe), context=16), 0)
+    _, targets = data.test_batch(np.arange(data.test_size))
+    per_token = data.tokenizer.lengths[targets].mean()
+    assert found[bpe]["nats_per_byte"] == pytest.approx(found[bpe]["loss"] / per_token, rel=1e-9)
+    log = read(tmp_path / bpe.stem / "log.h5")
+    assert log.evaluations["nats_per_byte"][-1] == found[bpe]["nats_per_byte"]
+    assert log.steps["nats_per_byte"].shape == (6, 2)
+    units = set()
+
+    def note(name, one):
+        if name.endswith("nats_per_byte"):
+            units.add(bytes(one.attrs["units"]))
+
+    with h5py.File(tmp_path / bpe.stem / "log.h5") as file:
+        file.visititems(note)
+    assert units == {b"nat/byte"}
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        (b"", {}, "is empty; name a file or folder with text"),
+        (b"ab\xffcd" * 40, {"tokenizer": "bpe"},
+         r"is not UTF-8: byte 0xff at 2; convert it .*--tokenizer byte"),
+        ("é".encode() * 90 + b"\xe9\n", {"tokenizer": "bpe"}, "is not UTF-8: byte 0xe9 at 180;"),
+        (b"abc", {"tokenizer": "words"}, "tokenizer 'words' is unknown; choose one of byte, bpe"),
+        (b"abc", {"tokenizer": "bpe", "vocabulary": 256}, "vocabulary 256 .* give 257 to 65536"),
+        (b"abc", {"tokenizer": "bpe", "vocabulary": 70_000}, "vocabulary 70000 .* give 257"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_packed_is_said(tmp_path, text, more, message):
+    if "UTF-8" in message:
+        pytest.importorskip("tokenizers")
+    (tmp_path / "x.txt").write_bytes(text)
+    with pytest.raises(StoreError, match=message):
+        pack(tmp_path / "x.txt", tmp_path / "x.h5", text=True, **more)
+    assert not (tmp_path / "x.h5").exists()
+
+
+def test_without_the_library_the_remedy_is_named(tmp_path, monkeypatch):
+    (tmp_path / "x.txt").write_text("abc" * 50)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(StoreError, match=r"pip install 'mpigossip\[text\]', or pack with"):
+        pack(tmp_path / "x.txt", tmp_path / "x.h5", text=True, tokenizer="bpe")
+    assert pack(tmp_path / "x.txt", tmp_path / "x.h5", text=True).exists()
+
+
+def test_a_tokenizer_is_for_text(tmp_path):
+    with pytest.raises(StoreError, match="is not a folder; name one that holds train/CLASS"):
+        pack(tmp_path / "none", tmp_path / "x.h5")
+    with pytest.raises(StoreError, match="tokenizer 'bpe' is for text; add --text"):
+        pack(tmp_path, tmp_path / "x.h5", tokenizer="bpe")
+
+
+@pytest.mark.parametrize("windows", ["joined", "apart"])
+def test_a_window_longer_than_the_text_is_said(plain, windows):
+    remedy = 'data.windows = "joined" or pack' if windows == "apart" else "smaller or pack"
+    with pytest.raises(JobError, match=f"data.context \\+ 1 = 100001: .*{remedy} more text"):
+        source(Data(source=str(plain), context=100_000, windows=windows), 0)
+
+
+def test_another_tokenizer_and_another_vocabulary_are_said(bpe, plain, tmp_path):
+    named = Data(source=str(bpe), context=16, tokenizer="bpe-400-00000000")
+    with pytest.raises(JobError, match=r'"bpe-400-00000000": the tokens of .* those of "bpe-400-'):
+        source(named, 0)
+    assert source(Data(source=str(plain), context=16, tokenizer="byte"), 0).classes == 256
+    small = job(bpe, tmp_path, "model.name=tests.store.test_tokens:bytes_only", "model.layers=none")
+    with (
+        Alone() as world,
+        pytest.raises(JobError, match=r"tokens of .* 0 … 399: index out of range"),
+    ):
+        assemble.assemble(small, world, 2)
+
+
+def bytes_only(shape, classes, **_):
+    """A model made for bytes, whatever the data's tokens are."""
+    inside = model("gpt", shape, 256, 0, torch.int64, layers=1, heads=2, width=16)
+    return torch.nn.Sequential(inside, torch.nn.Linear(256, classes))
+
+
+def damaged(path, out, change):
+    out.write_bytes(path.read_bytes())
+    with h5py.File(out, "r+") as file:
+        change(file)
+    return out
+
+
+def test_a_damaged_tokenizer_is_not_taken(bpe, tmp_path):
+    def letter(file):
+        file["tokenizer"][100] ^= 1
+
+    def length(file):
+        file["lengths"][300] = 0
+
+    def renamed(file):
+        file.attrs["tokenizer"] = np.bytes_("bpe-400-12345678")
+
+    for change, message in (
+        (letter, "its tokenizer is bpe-400-.*, and not bpe-400-.*, as it says"),
+        (renamed, "and not bpe-400-12345678, as it says"),
+        (length, "not 1 to 65536 of at least one byte"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            open_dataset(damaged(bpe, tmp_path / "bad.h5", change))
+
+
+def test_commands_pack_and_show(folder, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    out = str(tmp_path / "out.h5")
+    words = ["data", "pack", "--text", str(folder / "a.txt"), out, "--tokenizer", "bpe"]
+    assert not main([*words, "--vocabulary", "300"])
+    printed = capsys.readouterr().out
+    assert (
+        "tokenizer bpe-300-" in printed and "tokens of" in printed and printed.strip() == show(out)
+    )
