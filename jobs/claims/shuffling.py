@@ -1,0 +1,33 @@
+"""DeTAG (Lu & De Sa 2021): convergence as the nodes' data become different.
+
+    python jobs/claims/shuffling.py
+
+Four methods on a ring of 8 nodes, digits shuffled between them by 100, 50, 25 and 0 %, each at its
+own rate; with CIFAR-10 it is the job jobs/claims/jobs/lenet.toml.
+"""
+
+# %% the runs: what is there already isn't repeated
+import mpigossip
+
+study = mpigossip.study(
+    "jobs/claims/jobs/digits.toml",
+    grid={
+        "shuffled": {f"{k} %": f"data.shuffled_percent={k}" for k in (100, 50, 25, 0)},
+        "method": {
+            "DeTAG": "algorithm.name=detag",
+            "D-PSGD": "algorithm.name=dsgd",
+            "DSGT": "algorithm.name=dsgt",
+            "D²": "algorithm.name=d2",
+        },
+    },
+    nodes=8,
+    seeds=3,
+    rates="search",
+    settings=["graph.name=ring", "data.partition=mixed", "schedule.lr=0.05"],
+    output="runs/claims-figures/shuffling",
+)
+print(study)
+
+# %% a panel for each share
+study.plot("accuracy", out=study.folder / "accuracy.png")
+study.plot("train_loss", out=study.folder / "loss.png")

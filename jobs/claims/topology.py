@@ -1,0 +1,48 @@
+"""Exponential graphs (Ying et al. 2021): accuracy against topology, at several numbers of nodes.
+
+    python jobs/claims/topology.py
+
+DmSGD with LeNet on digits, each graph at its own rate; with CIFAR-10 it is the job
+jobs/claims/jobs/lenet.toml, settings=["data.source=cifar10.h5"].
+"""
+
+# %% the runs: what is there already isn't repeated
+from matplotlib.figure import Figure
+
+import mpigossip
+from mpigossip.analysis.compared import COLOURS
+
+study = mpigossip.study(
+    "jobs/digits.toml",
+    grid={
+        "graph": {
+            "one-peer": "graph.name=one-peer-exponential",
+            "parallel": "algorithm.name=parallel graph.name=complete",
+            "exponential": "graph.name=exponential",
+            "ring": "graph.name=ring",
+        }
+    },
+    nodes=[4, 8, 16, 32],
+    seeds=3,
+    rates="search",
+    output="runs/claims-figures/topology",
+)
+print(study)
+
+# %% accuracy at the end against the nodes, with 95 % intervals over the seeds
+figure = Figure(figsize=(5.4, 4.2), layout="constrained")
+axes = figure.subplots()
+for k, name in enumerate(dict.fromkeys(row["graph"] for row in study.rows)):
+    rows = [row for row in study.rows if row["graph"] == name]
+    half = [row["accuracy_high"] - row["accuracy"] for row in rows]
+    places = [row["nodes"] * 1.03 ** (k - 1.5) for row in rows]  # beside each other
+    accuracies = [row["accuracy"] for row in rows]
+    axes.errorbar(places, accuracies, half, fmt="o-", capsize=3, color=COLOURS[k], label=name)
+nodes = sorted({row["nodes"] for row in study.rows})
+axes.set_xscale("log")
+axes.set_xticks(nodes, map(str, nodes))
+axes.minorticks_off()
+axes.set(xlabel="nodes", ylabel="test accuracy")
+axes.grid(alpha=0.25)
+axes.legend(frameon=False)
+figure.savefig(study.folder / "topology.png", dpi=150)
