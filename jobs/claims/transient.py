@@ -38,7 +38,10 @@ for name in dict.fromkeys(row["graph"] for row in rows):
     print(name, {row["nodes"]: row["transient"] for row in mine})
 gaps.set(xlabel="nodes", ylabel="1 − ρ", xscale="log", yscale="log", title="gap")
 steps.set(xlabel="nodes", ylabel="steps", xscale="log", title="transient iterations")
+nodes = sorted({row["nodes"] for row in rows})
 for axes in (gaps, steps):
+    axes.set_xticks(nodes, map(str, nodes))
+    axes.xaxis.minorticks_off()
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9)
 figure.savefig(study.folder / "transient.png", dpi=150)

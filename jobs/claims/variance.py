@@ -7,7 +7,10 @@ the job jobs/claims/jobs/lenet.toml, settings=["data.source=cifar10.h5"].
 """
 
 # %% the runs: what is there already isn't repeated
+from matplotlib.figure import Figure
+
 import mpigossip
+from mpigossip.analysis.compared import COLOURS
 
 study = mpigossip.study(
     "jobs/claims/jobs/digits.toml",
@@ -30,4 +33,18 @@ print(study)
 
 # %% against what a node has sent
 study.plot("train_loss", "bytes", study.folder / "loss.png")
-study.plot("consensus_distance", "bytes", study.folder / "variance.png")
+
+# %% the variance that each average found, (1/n) Σ ‖x̄ − x_i‖², of every seed
+figure = Figure(figsize=(5.4, 4.2), layout="constrained")
+axes = figure.subplots()
+for k, cell in enumerate(study.cells):
+    for seed, run in enumerate(study.ended(cell)):
+        steps = run.log.steps
+        met = (steps["kind"] == 2).all(1)
+        sent, apart = steps["bytes_sent"][met].mean(1), steps["mixed_distance"][met]
+        label = cell.label("method") if seed == 0 else None
+        axes.plot(sent / 1e6, (apart**2).mean(1), lw=1, color=COLOURS[k], label=label)
+axes.set(xlabel="MB sent by a node", ylabel="variance at an average", yscale="log")
+axes.grid(alpha=0.25)
+axes.legend(frameon=False)
+figure.savefig(study.folder / "variance.png", dpi=150)

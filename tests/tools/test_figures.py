@@ -1,4 +1,4 @@
-"""The program jobs/compare.py and the scripts of jobs/claims that draw the papers' figures, in little."""
+"""Scripts of jobs/ that draw papers' figures and compare methods for a paper, in little."""
 
 import runpy
 from pathlib import Path

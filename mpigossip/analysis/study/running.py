@@ -24,7 +24,7 @@ from mpigossip.training import assemble
 OUTPUT = "output.txt"
 DIVERGED = "diverged.txt"
 """Beside the log: what a run printed; and why it can't be finished."""
-COLUMNS = ("bytes_sent", "consensus_distance", "kind", "loss", VIRTUAL)
+COLUMNS = ("bytes_sent", "consensus_distance", "kind", "loss", "mixed_distance", VIRTUAL)
 DERIVED: dict[str, Callable[[Log], float]] = {
     "train_loss": lambda log: float(np.nanmean(_last(log.steps["loss"]))),
     "spread": lambda log: float(np.nanmean(log.steps["consensus_distance"])),
