@@ -333,12 +333,6 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     shape.check_alike(job, world)
     with world.together(Mistake):
         found = shape.explained(mistakes(job, n), world) + shape.mistakes(job, world)
-        if world.comm is not None and (job.faults.slow_times > 1 or job.faults.lost):
-            found.append("faults: ranks have their own; only `mpigossip simulate` invents some")
-        if world.comm is not None and job.node.mixer == "product":
-            found.append(
-                'node.mixer = "product": ranks have a row of W each; it is for `mpigossip simulate`'
-            )
         if found:
             raise JobError(found)
         here = [world.nodes.of[world.rank]] if world.comm is not None else range(n)

@@ -53,7 +53,7 @@ def assumed(job: Job) -> str:
 
 
 def mistakes(job: Job, world: World) -> list[str]:
-    """Why nodes of several ranks can't be had here, with the remedy."""
+    """What can't be had here, on these ranks or simulated, with the remedy."""
     node, found = job.node, []
     if planned(job) == 1:  # else it has been said
         found += cut(job, slots(job, world))
@@ -61,6 +61,12 @@ def mistakes(job: Job, world: World) -> list[str]:
         found.append(
             'node.ranks_per_node = "host": a simulation has no hosts; say how many ranks a node '
             "has, as in node.ranks_per_node=4"
+        )
+    if world.comm is not None and (job.faults.slow_times > 1 or job.faults.lost):
+        found.append("faults: ranks have their own; only `mpigossip simulate` invents some")
+    if world.comm is not None and node.mixer == "product":
+        found.append(
+            'node.mixer = "product": ranks have a row of W each; it is for `mpigossip simulate`'
         )
     if node.ranks_per_node == 1 or world.comm is None:
         return found
