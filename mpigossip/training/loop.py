@@ -74,10 +74,19 @@ class Trainer:
         engine.ahead()
         blocks = None if self._whole_norm() else engine.sends_early()
         figures = self._gradients_sent_early(blocks, lr) if blocks else self._gradients()
+        return self.take(figures, early=bool(blocks))
+
+    def take(self, figures: torch.Tensor, early: bool = False) -> Record:
+        """The step that has begun, from the gradients that lie in the replicas.
+
+        ``figures``: (rows, 1 + 2 metrics); ``early``: blocks of layers have been sent already.
+        """
+        engine = self.engine
+        lr = self.settings.rate(engine.index - self.shift)
         engine.clock.lap("compute_s")
         self.replicas.gather()
         skipped = self._unscale()
-        norm = None if blocks else self._clip_and_decay()
+        norm = None if early else self._clip_and_decay()
         engine.clock.lap("node_s")
         record = engine.step(lr, skipped, loss=figures[:, 0], gradient_norm=norm)
         for at, name in enumerate(self.replicas.objective.metrics):
@@ -94,17 +103,22 @@ class Trainer:
         settings, index = self.settings, self.engine.index
         batches = settings.batches(index - self.shift)
         figures = self.replicas.gradients(
-            batches, settings.accumulate, settings.precision, self._seeds(index)
+            batches, settings.accumulate, settings.precision, self.seeds(index)
         )
+        self.check(figures)
+        return figures
+
+    def check(self, figures: torch.Tensor) -> None:
+        """NotFinite for a loss that is no number."""
+        index = self.engine.index
         for node, loss in zip(self.mixer.rows, figures[:, 0].tolist(), strict=True):
             if not abs(loss) < float("inf"):
                 raise NotFinite(
                     f"the loss of node {node} is {loss} at step {index}: the last checkpoint is "
                     "kept; a smaller schedule.lr or algorithm.clip_norm = 1.0 often helps"
                 )
-        return figures
 
-    def _seeds(self, step: int) -> list[int]:
+    def seeds(self, step: int) -> list[int]:
         """What each replica draws from in a step: the same after a resume, and on ranks."""
         places = product(self.mixer.rows, self.group.mine)
         return [mixed(self.settings.seed, step, node, slot) for node, slot in places]

@@ -103,7 +103,9 @@ class Replicas:
             if self.together:
                 if seeds:
                     draw_from(self.grads[slot].device, seeds[slot])
-                return self._all_rows(slot, batches[slot::slots], accumulate, precision)
+                cuts = [parts(batch, accumulate) for batch in batches[slot::slots]]
+                full, grads = self.full[slot], self.grads[slot]
+                return self.vectorized(self.modules[0][slot], full, grads, cuts, precision)
             found = [one(row, slot, batches[row * slots + slot]) for row in range(self.rows)]
             return torch.stack(found).cpu()
 
@@ -143,19 +145,25 @@ class Replicas:
             warnings.warn(f"{error}; training goes on with a thread a slot", stacklevel=2)
             return None
 
-    def _all_rows(
+    def vectorized(
         self,
-        slot: int,
-        batches: Sequence[Nested],
-        accumulate: int,
+        module: nn.Module,
+        full: torch.Tensor,
+        grads: torch.Tensor,
+        cuts: Sequence[Sequence[Nested]],
         precision: Precision,
     ) -> torch.Tensor:
-        """One slot's gradients of all rows in one vmap; figures (rows, …) as `_one` has them."""
-        self.grads[slot].zero_()
-        found = torch.zeros(self.rows, self.objective.width, dtype=torch.float64)
-        module, names = self.modules[0][slot].train(), self.flat.names
-        parameters = dict(zip(names, self.flat.stacked(self.full[slot]), strict=True))
-        targets_of = self.flat.stacked(self.grads[slot])
+        """Gradients of a model at all rows of ``full`` (rows, P) into ``grads``, by one vmap.
+
+        ``cuts``: of each row the parts whose gradients are averaged. Figures (rows, …) as `_one`
+        has them.
+        """
+        grads.zero_()
+        accumulate = len(cuts[0])
+        found = torch.zeros(len(full), self.objective.width, dtype=torch.float64)
+        parameters = dict(zip(self.flat.names, self.flat.stacked(full), strict=True))
+        targets = dict(zip(self.flat.names, self.flat.stacked(grads), strict=True))
+        module.train()
 
         def loss_of(parameters, batch):
             def model(*given, **named):
@@ -166,13 +174,23 @@ class Replicas:
             return loss, self.objective.figures(loss, metrics, accumulate)
 
         work = vmap(grad_and_value(loss_of, has_aux=True), randomness="different")
-        cuts = zip(*(parts(batch, accumulate) for batch in batches), strict=True)
-        for batch in map(stacked, cuts):
+        for batch in map(stacked, zip(*cuts, strict=True)):
             gradients, (_, figures) = work(parameters, batch)
-            for name, target in zip(names, targets_of, strict=True):
+            for name, target in targets.items():
                 target.add_(gradients[name], alpha=1 / accumulate)
             found += figures.cpu()
         return found
+
+    def live_in(self, full: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """Move parameters and gradients to other memory, arrays (rows, P) a slot."""
+        for there, here in zip(full, self.full, strict=True):
+            there.copy_(here)
+        self.full, self.grads = list(full), list(grads)
+        self.x = shards(self.full, self.group.segments, held(self.group))
+        self.g = shards(self.grads, self.group.segments, held(self.group))
+        for row, modules in enumerate(self.modules):
+            for slot, module in enumerate(modules):
+                self.flat.attach(module, self.full[slot][row], self.grads[slot][row])
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
         """Per slot the named buffers that belong to a checkpoint."""
