@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from mpigossip.commands.arguments import command, settings
 from mpigossip.commands.train import exit_code
+from mpigossip.config.errors import OK
 
 EXAMPLES = "mpigossip simulate jobs/digits.toml --nodes 16 run.name=sixteen"
 
@@ -18,7 +20,19 @@ def add(commands) -> None:
     )  # fmt: skip
     simulate.add_argument("job", type=Path, metavar="JOB.toml")
     simulate.add_argument("--nodes", type=int, required=True, metavar="N")
+    simulate.add_argument(
+        "--seeds", type=seeds, metavar="0,1,…",
+        help="several values of run.seed in one vectorized call (with node.vmap=true), each in a "
+        "folder of its own below run.output: from the start, whole or not at all",
+    )  # fmt: skip
     settings(simulate)
+
+
+def seeds(text: str) -> list[int]:
+    """Whole numbers with commas between."""
+    if not all(word.strip().isdecimal() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f'"{text}": needs whole numbers with commas, as 0,1,2')
+    return [int(word) for word in text.split(",")]
 
 
 def run(options) -> int:
@@ -35,4 +49,9 @@ def run(options) -> int:
         # a real run of the same job has the folder's plain name
         job = assemble.with_output(job, f"{job.run.folder}-simulated")
     with Alone() as alone:
+        if options.seeds:
+            from mpigossip.analysis.study import batch
+
+            batch.simulate(job, options.seeds, alone, options.nodes)
+            return OK
         return exit_code(launch.train(job, alone, options.nodes), alone)

@@ -14,6 +14,7 @@ import torch
 from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config.readable import counted
+from mpigossip.engine.step import Record
 from mpigossip.groups.base import Group
 from mpigossip.mixing.base import Mixer
 from mpigossip.runs.elastic import Kept, go_on
@@ -119,6 +120,14 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         """Run to the last step, or until a hook asks to stop; the summary, on rank 0."""
+        self.begin()
+        stopped = False
+        while not self.finished and not stopped:
+            stopped = self.took(self.trainer.step())
+        return self.end()
+
+    def begin(self) -> None:
+        """What comes before the first step."""
         progress, trainer = self.progress, self.trainer
         progress.first_step, progress.began = trainer.index, time.perf_counter()
         self._keep()
@@ -126,27 +135,31 @@ class Run:
             self.saved = self._states([])
         for hook in self.hooks:
             hook.start(progress, self.assembly)
-        stopped = False
         if self.rejoined:  # the loss may have come before what belongs behind this step
             self._between_steps(False)
         elif self.finished:  # only its summary is missing
             self._evaluate()
             self.saver.last = checkpoint.folder(progress.folder, trainer.index)
-        while not self.finished and not stopped:
-            record = trainer.step()
-            self._keep()
-            self.tally.add(record, progress.samples_per_step)
-            for hook in self.hooks:
-                hook.step(progress, record)
-            stopped = any([hook.wants_stop(trainer.index) for hook in self.hooks])
-            self._between_steps(stopped)
+
+    def took(self, record: Record) -> bool:
+        """What follows a step; whether a hook asks to stop."""
+        self._keep()
+        self.tally.add(record, self.progress.samples_per_step)
+        for hook in self.hooks:
+            hook.step(self.progress, record)
+        stopped = any([hook.wants_stop(self.trainer.index) for hook in self.hooks])
+        self._between_steps(stopped)
+        return stopped
+
+    def end(self) -> dict[str, Any]:
+        """What comes behind the last step: the summary, on rank 0."""
         self.saver.close()
         summary = self._summary()
         with self.world.together(StoreError):
             if "checkpoint" in summary:
                 summary["digest"] = checkpoint.digest(Path(summary["checkpoint"]))
         for hook in self.hooks:
-            hook.stop(progress, summary)
+            hook.stop(self.progress, summary)
         return summary
 
     def _keep(self) -> None:

@@ -55,6 +55,10 @@ def assumed(job: Job) -> str:
 def mistakes(job: Job, world: World) -> list[str]:
     """What can't be had here, on these ranks or simulated, with the remedy."""
     node, found = job.node, []
+    if world.comm is not None and node.mixer == "product":
+        found.append(
+            'node.mixer = "product": ranks have a row of W each; it is for `mpigossip simulate`'
+        )
     if planned(job) == 1:  # else it has been said
         found += cut(job, slots(job, world))
     if node.ranks_per_node == "host" and world.comm is None:

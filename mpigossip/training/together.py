@@ -49,7 +49,7 @@ class Together:
                     continue
                 except NotFinite as error:
                     self.ended[at] = error
-            found.append(self.ended[at])  # type: ignore[arg-type]
+            found.append(self.ended[at])
         return found
 
     def _gradients(self) -> torch.Tensor:

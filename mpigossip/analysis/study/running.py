@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mpigossip import config
+from mpigossip.analysis.study.batch import DIVERGED
 from mpigossip.analysis.study.grid import Cell
 from mpigossip.config.errors import FAILED, Failure
 from mpigossip.store import StoreError
@@ -22,8 +23,7 @@ from mpigossip.store.log import VIRTUAL, Log, read
 from mpigossip.training import assemble
 
 OUTPUT = "output.txt"
-DIVERGED = "diverged.txt"
-"""Beside the log: what a run printed; and why it can't be finished."""
+"""Beside the log: what a run printed."""
 COLUMNS = ("bytes_sent", "consensus_distance", "kind", "loss", "mixed_distance", VIRTUAL)
 DERIVED: dict[str, Callable[[Log], float]] = {
     "train_loss": lambda log: float(np.nanmean(_last(log.steps["loss"]))),
