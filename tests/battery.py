@@ -37,6 +37,9 @@ FRAGMENTS = (
     "cadence.delay=1 graph.name=one-peer-exponential node.wire=bf16",
     "algorithm.name=gasloc cadence.period=3 cadence.delay=3 algorithm.blend=0.7",
     "algorithm.name=sparseloco cadence.period=4 cadence.fragments=2 cadence.delay=1 node.kept=0.5",
+    "algorithm.name=diloco algorithm.eager=true cadence.period=3 cadence.delay=3",
+    "algorithm.name=diloco algorithm.eager=true cadence.period=4 cadence.fragments=2 "
+    "cadence.delay=2 node.wire=bf16",
 )  # fmt: skip
 """What travels by fragments, and what is open for some steps."""
 

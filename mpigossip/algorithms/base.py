@@ -67,7 +67,7 @@ class Algorithm(NamedTuple):
     the cadence: "always-global", "unmixed" (one kind only), "never-global", "never-gossip",
     "cadence:NAME". Of the wire: "exact-wire" (fp32), "own-wire" (sends differences itself),
     "shared-wire" (all nodes leave out the same), "sends-gradients" (a biased wire by error
-    feedback).
+    feedback). Of a delay: "keeps-x" (x is done when a GLOBAL round is sent).
     """
 
     @property

@@ -81,7 +81,12 @@ BUILDERS: dict[str, Part] = {
     ),
     "choco": Part(ROOM + "compressed:choco", "sgd", follows={"consensus_step": _bearable}),
     "slowmo": Part(ROOM + "periodic:slowmo", "momentum", {"cadence.name": "gossip-pga"}),
-    "diloco": Part(ROOM + "periodic:diloco", "adamw", {"cadence.name": "cpsgd"}),
+    "diloco": Part(
+        ROOM + "periodic:diloco",
+        "adamw",
+        {"cadence.name": "cpsgd"},
+        follows={"nodes": lambda known: known.graph.n},
+    ),
     "noloco": Part(
         ROOM + "periodic:noloco",
         "adamw",

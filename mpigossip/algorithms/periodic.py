@@ -10,7 +10,7 @@ import torch
 from mpigossip.algorithms.base import Algorithm, Decay, Step
 from mpigossip.algorithms.gossip import AVERAGING, dsgd
 from mpigossip.algorithms.local import Local
-from mpigossip.config.limits import AboveZero, Share
+from mpigossip.config.limits import AboveZero, Positive, Share
 from mpigossip.mixing.base import Kind
 
 
@@ -63,13 +63,24 @@ def slowmo(local: Local, *, slow_beta: Decay = 0.5, slow_lr: AboveZero = 1.0) ->
     return _outer(local, Kind.GLOBAL, update)
 
 
-def diloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.9) -> Algorithm:
+def diloco(
+    local: Local,
+    *,
+    outer_lr: AboveZero = 0.7,
+    outer_beta: Decay = 0.9,
+    eager: bool = False,
+    nodes: Positive | None = None,
+) -> Algorithm:
     """DiLoCo (Douillard et al. 2023): many local steps, then Nesterov's step on what they did.
 
     At each GLOBAL step, x the average, x₀ where the last one ended: Δ = x₀ − x;
     u ← β u + Δ;  x ← x₀ − α (Δ + β u). The inner optimizer (AdamW) keeps its state. One vector
-    travels in ``cadence.period`` steps.
+    travels in ``cadence.period`` steps. With ``eager`` (arXiv 2502.12996) Δ is :func:`_eager`'s,
+    n = ``nodes``, those of the graph: no node waits for an average, ``cadence.delay`` steps may
+    bring it.
     """
+    if eager:
+        return _eager(local, outer_lr, outer_beta, nodes or 1)
 
     def update(x, state: Outer, step: Step) -> None:
         state.slow.mul_(outer_beta).add_(state.anchor).sub_(x)
@@ -78,6 +89,48 @@ def diloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.9) 
         x.add_(state.slow, alpha=-outer_lr * outer_beta)
 
     return _outer(local, Kind.GLOBAL, update)
+
+
+class Eager(NamedTuple):
+    """The node's own outer point and momentum, what is known of the others; the inner state."""
+
+    anchor: torch.Tensor
+    slow: torch.Tensor
+    others: torch.Tensor
+    inner: Any
+
+
+def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algorithm:
+    """DiLoCo with eager updates: the own part of Δ is new, that of the others a period old.
+
+    At each GLOBAL step, x after the local steps, x₀ where the node's last one ended:
+    δ = x₀ − x is sent;  Δ = δ/n + o;  u ← β u + Δ;  x ← x₀ − α (Δ + β u), at once. What comes is
+    for the next time: o ← (1/n) Σ_j δ_j − δ/n. o starts as 0.
+    """
+
+    def init(x) -> Eager:
+        return Eager(x.clone(), torch.zeros_like(x), torch.zeros_like(x), local.init(x))
+
+    def send(x, g, state: Eager, out, step: Step):
+        inner = local.adapt(x, g, state.inner, step, out[0])
+        if step.kind is Kind.GLOBAL:
+            own = out[0].neg_().add_(state.anchor)
+            torch.add(state.others, own, alpha=1 / nodes, out=x)
+            state.slow.mul_(outer_beta).add_(x)
+            state.anchor.add_(x, alpha=-outer_lr).add_(state.slow, alpha=-outer_lr * outer_beta)
+            x.copy_(state.anchor)
+        return state._replace(inner=inner)
+
+    def receive(x, g, state: Eager, sent, mixed, step: Step):
+        if step.kind is Kind.GLOBAL:
+            torch.sub(mixed[0], sent[0], alpha=1 / nodes, out=state.others)
+        else:
+            x.copy_(mixed[0])
+        return state
+
+    needs = frozenset({"never-gossip", "keeps-x"})
+    made = _meeting(local, send, receive)
+    return made._replace(init=init, by_columns=True, needs=needs)
 
 
 def noloco(

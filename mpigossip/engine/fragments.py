@@ -127,7 +127,8 @@ class Fragments:
             state = self._methods[k][fragment].receive(x, g, state, sent[k], mixed[k], now)
             columns = self._cuts[k][fragment]
             _put(engine.states[k], state, columns)
-            _scatter(x, into[k], columns)
+            if self._blend:
+                _scatter(x, into[k], columns)
 
         engine.group.on_shards(receive)
 
@@ -168,6 +169,8 @@ class Fragments:
 
         self._open = Open(fragment, now, engine.group.on_shards(send))
         for k, arrays in enumerate(out):
+            if "keeps-x" in engine.method.needs:
+                _scatter(self._open.parts[k].x, engine.vector.x[k], self._cuts[k][fragment])
             for at, c in _places(self._cuts[k][fragment]):
                 engine.look([tuple(array[:, at] for array in arrays)], c)
         engine.mixer.start(now.kind, engine.round, engine.index)
@@ -198,7 +201,7 @@ class Fragments:
         )
 
     def _blended(self, x: torch.Tensor, k: int, fragment: int) -> None:
-        for c in self._cuts[k][fragment]:
+        for c in self._cuts[k][fragment] if self._blend else ():
             mine, theirs = x[:, c], self._received[k][:, c]
             if self._blend == 1:
                 mine.copy_(theirs)

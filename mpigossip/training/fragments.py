@@ -54,7 +54,9 @@ def make_fragments(
         )
         decayed = [sum(map(flat.decayed_among, one)) for one in shifted]
         each.append([make(count, STILL if apart else None) for count in decayed])
-    if blend is None:
+    if "keeps-x" in methods[0].needs:
+        blend = 0.0
+    elif blend is None:
         blend = 0.5 if turns.delay else 1.0
     return Fragments(turns, cuts, width, each, blend=blend, apart=apart)
 
@@ -67,6 +69,11 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
         found.append(
             f"algorithm.blend = {blend:g}: what is exchanged at once is taken as it is; add "
             'cadence.delay = 1 or more (cadence "every" or "cpsgd"), or leave it out'
+        )
+    elif blend is not None and "keeps-x" in method.needs:
+        found.append(
+            f"algorithm.blend = {blend:g}: with algorithm.eager nothing that comes goes into x; "
+            "leave it out"
         )
     if turns.plain:
         return found

@@ -127,6 +127,35 @@ def test_delayed_fragments_of_diloco_are_streaming_diloco(count, delay, blend):
     assert torch.allclose(driver.run(27).whole().double(), expected, atol=1e-5)
 
 
+def eager_diloco(driver, steps, period, n):
+    """The docstring's formula in float64, whole models."""
+    x, b = driver.whole().double(), torch.cat(driver.b, dim=1).double()
+    outer, momentum, others = x.clone(), torch.zeros_like(x), torch.zeros_like(x)
+    for step in range(1, steps + 1):
+        x -= driver.lr * (x - b)
+        if step % period == 0:
+            own = outer - x
+            taken = own / n + others
+            momentum = 0.9 * momentum + taken
+            x = outer - 0.7 * (taken + 0.9 * momentum)
+            outer, others = x.clone(), own.mean(0) - own / n
+    return x
+
+
+def test_eager_updates_need_an_average_one_period_later():
+    settings = "algorithm.name=diloco algorithm.eager=true algorithm.local=sgd cadence.period=4"
+    at_once, late = Driver(settings, 5), Driver(f"{settings} cadence.delay=4", 5)
+    expected = eager_diloco(at_once, 22, 4, 5)
+    found = at_once.run(22).whole()
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+    assert torch.equal(late.run(22).whole(), found)
+    alone, plain = Driver(settings, 1), Driver(settings.replace("=true", "=false"), 1)
+    for mine, theirs in zip(plain.x, alone.x, strict=True):
+        mine.copy_(theirs)
+    plain.restart()
+    assert torch.allclose(alone.run(22).whole(), plain.run(22).whole(), atol=1e-5)
+
+
 @pytest.mark.parametrize("period", [4, 8])
 @pytest.mark.parametrize("name", ["dsgd cadence.name=every", "cpsgd", "diloco", "noloco"])
 def test_a_step_sends_at_most_its_share(name, period):
@@ -189,6 +218,8 @@ REFUSED = {
     "algorithm.name=sparta cadence.name=every cadence.fragments=2": "choose one of dsgd, dmsgd",
     "algorithm.name=dmsgd cadence.name=every cadence.delay=1": "in the step in which it sends",
     "algorithm.name=dsgd cadence.name=every algorithm.blend=0.5": "add cadence.delay = 1",
+    "algorithm.name=diloco algorithm.eager=true cadence.delay=2 algorithm.blend=0.5":
+        "nothing that comes goes into x",
     "algorithm.name=dsgd cadence.name=every cadence.fragments=2 node.mixer=asynchronous":
         "would average different fragments",
 }  # fmt: skip
