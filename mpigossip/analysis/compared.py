@@ -114,14 +114,18 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
     apart = differences([logs[group[0]] for group in groups])
     runs = []
     for k, group in enumerate(groups):
-        style = {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
         name, log = names[group[0]], logs[group[0]]
         bands: Bands = {}
         if len(group) > 1:
             log, bands = joined([logs[member] for member in group])
             name = f"{apart[k] or description(log)} ({len(group)} seeds)"
-        runs.append(LoggedRun(name, log, style, bands, paths[group[0]]))
+        runs.append(LoggedRun(name, log, style(k), bands, paths[group[0]]))
     return runs
+
+
+def style(k: int) -> dict[str, Any]:
+    """Colour, line and marker of the k-th run of a picture."""
+    return {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
 
 
 def log_of(run: Path) -> Path:

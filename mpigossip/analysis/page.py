@@ -13,6 +13,7 @@ from pathlib import Path
 from mpigossip.analysis.compared import LoggedRun, description, load
 from mpigossip.analysis.plot import figure
 from mpigossip.analysis.report import table
+from mpigossip.analysis.seeds import CURVES
 from mpigossip.store.hdf5 import reading, replacing
 
 STYLE = """
@@ -43,10 +44,12 @@ def write(runs: Sequence[Path], out: Path) -> None:
 
 def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
     """The page as text; `findings` are those of the doctor for each run."""
-    title = ", ".join(run.name for run in runs)
+    few = len(runs) <= CURVES
+    title = ", ".join(run.name for run in runs) if few else f"{len(runs)} runs"
+    about = dict.fromkeys(description(run.log) for run in runs)
     parts = [
         f"<h1>{_text(title)}</h1>",
-        f'<p class="about">{_text("; ".join(description(run.log) for run in runs))}</p>',
+        f'<p class="about">{_text("; ".join(about))}</p>',
         "<h2>Result</h2>", _result(runs),
         "<h2>Figures</h2>", _picture(runs),
     ]  # fmt: skip

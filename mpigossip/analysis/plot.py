@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpigossip.analysis import panels
 from mpigossip.analysis.axis import clock, steps
-from mpigossip.analysis.compared import LoggedRun, description, load
+from mpigossip.analysis.compared import LoggedRun, description, load, style
+from mpigossip.analysis.seeds import parted
 from mpigossip.runs.summary import number
 from mpigossip.store.hdf5 import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
 
 HIGH, LINE = 3.9, 0.21
 """Inches: of a row of panels, of a line of text."""
@@ -34,22 +36,45 @@ def plot(runs: Sequence[Path], out: Path) -> None:
 
 
 def figure(runs: Sequence[LoggedRun]) -> Figure:
-    """The picture, not yet written."""
+    """The picture, not yet written: more than some ten runs in parts, one below the other."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    parts = {
+        title: [replace(runs[k], style=style(at)) for at, k in enumerate(chosen)]
+        for title, chosen in parted([run.log for run in runs]).items()
+    }
+    heights = {title: _heights(part) for title, part in parts.items()}
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, rect=(0, 0, 0.99, 1))
+    high = [sum(each) + _names(parts[title]) for title, each in heights.items()]
+    made = Figure(figsize=(12.4, sum(high)), dpi=110, layout=layout)
+    FigureCanvasAgg(made)  # needs no display, and leaves pyplot's global state alone
+    if len(parts) == 1:
+        _draw(made, parts[""], "", heights[""])
+        return made
+    below: Any = made.subfigures(len(parts), 1, height_ratios=high)
+    for sub, (title, part) in zip(below, parts.items(), strict=True):
+        _draw(sub, part, title, heights[title])
+    return made
+
+
+def _heights(runs: Sequence[LoggedRun]) -> list[float]:
+    """Of the rows of panels: loss, metrics, distances, times, and staleness where there is some."""
+    metrics = {name for run in runs for name in run.metrics}
+    bars = max(HIGH, 1 + LINE * len(runs))  # a bar and its name for each run
+    return [HIGH] * (2 + len(metrics)) + [bars] + [HIGH] * any(panels.stale(run) for run in runs)
+
+
+def _names(runs: Sequence[LoggedRun]) -> float:
+    return LINE * -(-len(runs) // 2) if len(runs) > 3 else 0.0
+
+
+def _draw(made: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list[float]) -> None:
     stale = any(panels.stale(run) for run in runs)
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    rows = 3 + len(metrics) + stale
     below, last = 1 + len(metrics), 2 + len(metrics)
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, rect=(0, 0, 0.99, 1))
-    heights = [HIGH] * rows
-    heights[last] = max(HIGH, 1 + LINE * len(runs))  # a bar and its name for each run
-    names = LINE * -(-len(runs) // 2) if len(runs) > 3 else 0.0
-    made = Figure(figsize=(12.4, sum(heights) + names), dpi=110, layout=layout)
-    FigureCanvasAgg(made)  # needs no display, and leaves pyplot's global state alone
-    grid = made.subplots(rows, 2, squeeze=False, height_ratios=heights)
+    grid = made.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
     by_step, by_time = steps(runs), clock(runs)
     tested = [partial(panels.metric, name=name) for name in metrics]
     both: list[Callable] = [panels.loss, *tested]
@@ -71,11 +96,10 @@ def figure(runs: Sequence[LoggedRun]) -> Figure:
         by_step.dress(axes, runs)
     if stale:
         grid[-1, 1].set_axis_off()
-    _name_runs(made, runs)
-    return made
+    _name_runs(made, runs, title)
 
 
-def _name_runs(made: Figure, runs: Sequence[LoggedRun]) -> None:
+def _name_runs(made: FigureBase, runs: Sequence[LoggedRun], title: str) -> None:
     """The title of one run, or the legend of several, each with its last first metric."""
     labels = []
     for run in runs:
@@ -84,7 +108,7 @@ def _name_runs(made: Figure, runs: Sequence[LoggedRun]) -> None:
         what = "" if run.bands else f": {description(run.log)}"
         labels.append(f"{run.name}{what}{last}")
     if len(runs) == 1:
-        made.suptitle(labels[0], fontsize=13)
+        made.suptitle(f"{title}: {labels[0]}" if title else labels[0], fontsize=13)
         return
     from matplotlib.lines import Line2D
 
@@ -92,7 +116,7 @@ def _name_runs(made: Figure, runs: Sequence[LoggedRun]) -> None:
         Line2D([], [], lw=2.2, ms=6, **run.style, label=label)
         for run, label in zip(runs, labels, strict=True)
     ]
-    columns = 1 + (len(runs) > 3)
     made.legend(
-        handles=lines, loc="outside upper left", handlelength=4.5, frameon=False, ncols=columns
-    )
+        handles=lines, loc="outside upper left", handlelength=4.5, frameon=False,
+        ncols=1 + (len(runs) > 3), title=title or None, title_fontsize=13,
+    )  # fmt: skip

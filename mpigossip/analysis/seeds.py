@@ -17,6 +17,8 @@ LEVEL = 0.95
 """Of the intervals: Student's t over the seeds."""
 MOST = 36
 """Letters of a name."""
+CURVES = 10
+"""In a panel, at most."""
 Bands = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
@@ -86,11 +88,42 @@ def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
     return replace(first, steps=steps, evaluations=evaluations, summary=summary), bands
 
 
-def differences(logs: Sequence[Log]) -> list[str]:
-    """Each run by what it has and others don't: values of names, and "key=value" if need be."""
+def _apart(logs: Sequence[Log]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The settings of each run, and those of which not all have the same."""
     told = [settings(log.job) | {"nodes": log.nodes} for log in logs]
     keys = dict.fromkeys(key for each in told for key in each if key not in OWN)
-    apart = [key for key in keys if len({repr(each.get(key)) for each in told}) > 1]
+    return told, [key for key in keys if len({repr(each.get(key)) for each in told}) > 1]
+
+
+def parted(logs: Sequence[Log]) -> dict[str, list[int]]:
+    """Indexes of logs by a setting that they differ by, at most CURVES together; {"": all} if few.
+
+    By the setting that gives the fewest parts; where none does, in turn.
+    """
+    count = len(logs)
+    if count <= CURVES:
+        return {"": list(range(count))}
+    told, keys = _apart(logs)
+    found: list[dict[str, list[int]]] = []
+    for key in keys:
+        parts: dict[str, list[int]] = {}
+        for k, each in enumerate(told):
+            parts.setdefault(f"{key} = {each.get(key, 'unset')}", []).append(k)
+        if max(map(len, parts.values())) <= CURVES:
+            found.append(parts)
+    if found:
+        return min(found, key=len)
+    firsts = range(0, count, CURVES)
+    return {
+        f"runs {first + 1} to {min(first + CURVES, count)}":
+        list(range(first, min(first + CURVES, count)))
+        for first in firsts
+    }  # fmt: skip
+
+
+def differences(logs: Sequence[Log]) -> list[str]:
+    """Each run by what it has and others don't: values of names, and "key=value" if need be."""
+    told, apart = _apart(logs)
     names, others = ([k for k in apart if k.endswith(".name") is named] for named in (True, False))
 
     def called(each: Mapping[str, Any], more: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from mpigossip.analysis.compared import load, short_names
 from mpigossip.analysis.page import write
 from mpigossip.analysis.plot import figure, plot
 from mpigossip.analysis.report import table
+from mpigossip.analysis.seeds import parted
 from mpigossip.store import StoreError
 from mpigossip.store.log import Column, LogWriter, read
 from mpigossip.store.log_export import to_csv
@@ -20,10 +21,10 @@ NAMES = ("loss", "consensus_distance", "compute_s", "node_s", "exchange_s", "idl
 
 
 def run(folder, steps=200, nodes=3, evaluations=(50, 100, 200), consensus=1e-4, epoch=50,
-        seed=0, graph="ring"):  # fmt: skip
+        seed=0, graph="ring", lr=0.1):  # fmt: skip
     """A run folder with a made-up log."""
     folder.mkdir(parents=True)
-    job = config.load({"graph": {"name": graph}, "run": {"seed": seed}})
+    job = config.load({"graph": {"name": graph}, "run": {"seed": seed}, "schedule": {"lr": lr}})
     draw = np.random.default_rng(seed)
     with LogWriter(
         folder / "log.h5",
@@ -199,10 +200,12 @@ def test_nothing_is_written_over_anything_else(tmp_path, count):
         legend = axes.get_legend()
         title = next(t for t in (axes.title, axes._left_title) if t.get_text())
         assert not legend or not overlapping([title, legend], made.canvas), title.get_text()
-    bars = next(a for a in made.axes if a._left_title.get_text() == "Step time")
+    bars = [a for a in made.axes if a._left_title.get_text() == "Step time"]
+    assert len(bars) == -(-count // 10)
     if count > 1:
-        names = bars.get_yticklabels()
-        assert len(names) == count and not overlapping(names, made.canvas)
+        names = [axes.get_yticklabels() for axes in bars]
+        assert sum(map(len, names)) == count
+        assert not any(overlapping(each, made.canvas) for each in names)
 
 
 def test_a_consensus_below_rounding_is_drawn_and_marked(tmp_path):
@@ -244,3 +247,29 @@ def test_csv_holds_every_number(tmp_path):
     assert [float(r["accuracy"]) for r in rows] == np.repeat(
         log.evaluations["accuracy"], 3
     ).tolist()
+
+
+def test_many_runs_are_drawn_in_parts_of_at_most_ten(tmp_path):
+    """Twelve runs of three graphs, by graph; a title doesn't name them all."""
+    graphs = ("ring", "exponential", "complete")
+    places = [
+        run(tmp_path / f"{graph}-{lr}", steps=20, evaluations=(10, 20), graph=graph, lr=lr)
+        for lr in (0.1, 0.2, 0.3, 0.4)
+        for graph in graphs
+    ]
+    made = figure(load(places))
+    assert [len(sub.legends[0].texts) for sub in made.subfigs] == [4, 4, 4]
+    first, *_ = drawn_with = [
+        [line.get_color() for line in sub.legends[0].get_lines()] for sub in made.subfigs
+    ]
+    assert drawn_with == [first] * 3 and len({*first}) == 4
+    titles = [sub.legends[0].get_title().get_text() for sub in made.subfigs]
+    assert titles == [f"graph.name = {graph}" for graph in graphs]
+    assert len(figure(load(places[:10])).subfigs) == 0
+    logs = [read(place / "log.h5") for place in places]
+    same = [replace(log, job="") for log in logs]
+    assert list(map(len, parted(same).values())) == [10, 2]
+    write(places, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "<title>12 runs</title>" in text
+    plot(places, tmp_path / "many.png")
