@@ -275,11 +275,12 @@ def routes_of_devices(
     world: World, tried: Graph, slots: Sequence[str], size: int, now: list[str]
 ) -> Finding:
     """The mixer that training uses on these slots: its routes, its time, its results."""
-    from mpigossip.mixing.device.windows import DeviceWindows
+    from mpigossip.mixing.windows import Windows
 
     now.append("opening windows on GPU memory")
     width = max(size // 4 // len(slots), 1)
-    mixer = DeviceWindows(tried, Layout((width,) * len(slots), devices=tuple(slots)), world)
+    layout = Layout((width,) * len(slots), devices=tuple(slots))
+    mixer = Windows(tried, layout, world, on_devices=True)
     routes = mixer.routes
     return _judge_routes(
         world, routes, tried, _try_out(world, tried, mixer, now, "GPU memory"), size

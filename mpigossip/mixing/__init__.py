@@ -19,7 +19,7 @@ MIXERS = {
     ("synchronous", "ranks"): "windows.Windows",
     ("asynchronous", "ranks"): "asynchronous.Asynchronous",
     ("synchronous", "survivors"): "messages.Messages",
-    ("synchronous", "devices"): "device.windows.DeviceWindows",
+    ("synchronous", "devices"): "windows.Windows",
 }
 """Mixers by what is asked for (`node.mixer`) and by where the nodes are: all in this process, one
 a rank, ranks of which some may be lost, ranks whose slots are GPUs."""

@@ -28,7 +28,7 @@ from mpigossip.mixing.averages import OfRank
 from mpigossip.mixing.base import Kind, Layout, Segments, traffic
 from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.delayed import flow, readers
-from mpigossip.mixing.push import CUT
+from mpigossip.mixing.host.push import CUT
 
 BEGUN, DONE, ROUND, INCLUDED = 0, 1, 2, 3
 """Words (int64) at the head of a rank's window: the counter that is raised before the model is

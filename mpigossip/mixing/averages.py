@@ -62,6 +62,17 @@ def average(
     return waited
 
 
+def average_message(
+    comm: MPI.Comm, layout: Layout, message: torch.Tensor, result: torch.Tensor, timeout_s: float
+) -> float:
+    """The exact average of messages, uint8 as the layout says; seconds waited."""
+    waited = 0.0
+    for dtype, part in layout.parts:
+        own, out = message[part].view(dtype), result[part].view(dtype)
+        waited += average(comm, own, out, timeout_s)
+    return waited
+
+
 def gather(comm: MPI.Comm, own: torch.Tensor, everyone: torch.Tensor, swap: Swap) -> float:
     """Fill ``everyone``, (n, bytes) by rank, with all ranks' ``own``, uint8; seconds waited.
 
@@ -125,8 +136,4 @@ class OfRank(Common):
 
     def _average_whole(self, comm: MPI.Comm, message: torch.Tensor, result: torch.Tensor) -> float:
         """The exact average of messages, uint8 as the layout says; seconds waited."""
-        waited = 0.0
-        for dtype, part in self.layout.parts:
-            own, out = message[part].view(dtype), result[part].view(dtype)
-            waited += average(comm, own, out, self._timeout_s)
-        return waited
+        return average_message(comm, self.layout, message, result, self._timeout_s)

@@ -16,8 +16,8 @@ from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import OfRank
 from mpigossip.mixing.base import Kind, Layout, Segments
 from mpigossip.mixing.combine import add_up
+from mpigossip.mixing.host.push import CUT
 from mpigossip.mixing.plan import Exchange, Plans
-from mpigossip.mixing.push import CUT
 from mpigossip.mixing.tokens import wait_all
 from mpigossip.mixing.wire import encode
 

@@ -7,15 +7,18 @@ therefore is hardly ever idle, and little is left to do when the last piece is i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline, numbers
+from mpigossip.mixing.courier import Courier
+from mpigossip.mixing.host.shared import SharedHost
 from mpigossip.mixing.plan import SMALLEST, Piece
 from mpigossip.mixing.tokens import ARRIVING, ROOM, Signals, wait_all
 
@@ -76,6 +79,40 @@ class Route(Protocol):
 
     def close(self) -> None:
         """Free all; collective. The memory must not be used any more."""
+
+
+@dataclass
+class Reach:
+    """How a rank gets to the others: what a mixer opens, and what its slots exchange through."""
+
+    comm: MPI.Intracomm
+    rank: int
+    n: int
+    timeout_s: float
+    host: SharedHost | None = None
+    """to those on this host, where they aren't pushed to, too"""
+    places: Mapping[int, int] = field(default_factory=dict)
+    """of those ranks on this host, this one among them"""
+    push: Any = None
+    """to all others: a `Route` with inboxes"""
+    courier: Courier | Any = None
+    """the thread of what isn't done by the one that trains"""
+    first: int = 0
+    """The first round of kind GOSSIP."""
+    waited: float = 0.0
+    """Seconds that the thread which trains has waited for the courier."""
+
+    def near(self, nodes: Iterable[int]) -> list[int]:
+        """The places on this host of those of ``nodes`` that are read in place."""
+        return [self.places[j] for j in nodes if j in self.places]
+
+    def count(self, t: int) -> int:
+        """What inboxes call a round."""
+        return t - self.first
+
+    def wait(self, ticket: Future, what: str) -> None:
+        """Wait until the courier has done it."""
+        self.waited += self.courier.wait(ticket, what)
 
 
 @dataclass(eq=False, slots=True)

@@ -205,7 +205,9 @@ def memory(what: Subject, made: Exchanges) -> dict[str, int]:
     on_cpu = job.node.devices.startswith("cpu")
     where = "survivors" if job.run.survive else "ranks" if on_cpu else "devices"
     mixer = mixer_class(job.node.mixer, where)
-    messages = mixer.holds(made.graph, made.layout, 0, averages=Kind.GLOBAL in made.cadence.kinds)
+    devices = () if on_cpu else ("cuda",) * len(flat.widths)
+    layout = replace(made.layout, devices=devices)
+    messages = mixer.holds(made.graph, layout, 0, averages=Kind.GLOBAL in made.cadence.kinds)
     return held(job, flat, what.slots, arrays, messages)
 
 

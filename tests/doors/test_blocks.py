@@ -83,7 +83,7 @@ def gossip(world, model, inner, overlap, algorithm="dsgd", **options):
     made = mpigossip.Gossip(
         world, model, inner, algorithm, overlap=overlap, same_host="put", timeout_s=30, **options
     )
-    made.mixer._cut(made.mixer._push, SIZE)
+    made.mixer._slots.cut(SIZE)
     return made
 
 

@@ -183,8 +183,8 @@ def _proof(module) -> None:
 
 WATCHED = {
     "mpigossip.mixing.averages": _raw,
-    "mpigossip.mixing.shared": _shared,
-    "mpigossip.mixing.push": _push,
+    "mpigossip.mixing.host.shared": _shared,
+    "mpigossip.mixing.host.push": _push,
     "mpigossip.mixing.device.push": _device_push,
     "mpigossip.mixing.device.ordering": _ordering,
     "mpigossip.mixing.device.proof": _proof,

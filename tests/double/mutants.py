@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.double.__main__ import environment
 
-WINDOWS, PUSH = "mpigossip.mixing.device.windows", "mpigossip.mixing.device.push"
+SLOTS, PUSH = "mpigossip.mixing.device.slots", "mpigossip.mixing.device.push"
 STREAM = "mpigossip.mixing.stream"
 AVERAGES, NCCL = "mpigossip.mixing.device.averages", "mpigossip.groups.nccl"
 NCCL_NODES = "mpigossip.mixing.device.nccl"
@@ -32,21 +32,21 @@ KERNEL = "tests/double/test_training.py::test_a_kernel_runs_where_its_arrays_are
 REPLAYED = "tests/test_gpu.py::test_captured_replicas_train_as_eager_ones[fp32-lenet]"
 EAGER = "tests/test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
 MUTANTS = [
-    ("no wait for the outbox before others read it", WINDOWS,
+    ("no wait for the outbox before others read it", SLOTS,
      "for event in copied[piece.number] or ready:\n"
      "                _ = event and event.synchronize()",
      "pass", IPC),
-    ("no wait for a piece's copy to the host", WINDOWS,
+    ("no wait for a piece's copy to the host", SLOTS,
      "for event in copied[piece.number] or ready:\n"
      "                _ = event and event.synchronize()",
      "for event in ready:\n                _ = event and event.synchronize()", HOST),
-    ("a global average begins before the outbox is filled", WINDOWS,
-     "for event in ready:\n            _ = event and event.synchronize()\n        if self.n",
-     "if self.n", IPC),
-    ("what was read in place is let go while it is summed", WINDOWS,
-     "for lane in self._lanes:\n            lane.drain()\n        if self._host:",
-     "if self._host:", IPC),
-    ("the copies of a staged average aren't awaited", WINDOWS,
+    ("a global average begins before the outbox is filled", SLOTS,
+     "for event in ready:\n            _ = event and event.synchronize()\n        reach, areas",
+     "reach, areas", IPC),
+    ("what was read in place is let go while it is summed", SLOTS,
+     "for lane in self.lanes:\n            lane.drain()\n        if reach.host:",
+     "if reach.host:", IPC),
+    ("the copies of a staged average aren't awaited", SLOTS,
      "for event in events:\n                _ = event and event.synchronize()", "pass", STAGED),
     ("copies out before the outbox is filled", PUSH,
      "for stream in (self.out, self.into) if event else ():",
@@ -68,12 +68,12 @@ MUTANTS = [
      IPC),
     ("the scale of a mean on another stream", NCCL,
      "with torch.cuda.stream(self._streams[slot]):", "if True:", IPC),
-    ("NCCL between nodes begins before the outbox is filled", WINDOWS,
+    ("NCCL between nodes begins before the outbox is filled", SLOTS,
      "        if self._nccl:\n            self._follow()\n", "        if self._nccl:\n", NODES),
-    ("an average by NCCL begins before the outbox is filled", WINDOWS,
+    ("an average by NCCL begins before the outbox is filled", SLOTS,
      "        self._follow()\n        work([])", "        work([])", NODES),
-    ("the next round begins before NCCL's sums are over", WINDOWS,
-     "                work(ready)\n                for lane in self._lanes:\n"
+    ("the next round begins before NCCL's sums are over", SLOTS,
+     "                work(ready)\n                for lane in self.lanes:\n"
      "                    lane.drain()", "                work(ready)", NODES),
     ("two slots of a GPU share scratch of averages", AVERAGES,
      'own.device, f"chunks {slot}"', 'own.device, "chunks 0"', NODES_FP32),
@@ -89,8 +89,8 @@ MUTANTS = [
     ("what came by messages isn't flushed", PUSH,
      "if into:\n                arrived_whole(self._devices[slot])\n", "pass\n", DEVICE),
     ("a put while another device is current", PUSH,
-     "with current(device):\n                    for at in range(0, source",
-     "if True:\n                    for at in range(0, source", DEVICE),
+     "with current(device):\n                    for at in range(span", "if True:\n"
+     "                    for at in range(span", DEVICE),
     ("the proof while another device is current", PROOF,
      "with current(device):\n                    step(", "if True:\n                    step(",
      DEVICE),

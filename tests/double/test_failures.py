@@ -96,11 +96,11 @@ def unflushed(comm, kind):
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import Kind, Layout
     from mpigossip.mixing.device.memory import MemoryRefused
-    from mpigossip.mixing.device.windows import DeviceWindows
+    from mpigossip.mixing.windows import Windows
 
     world, layout = World(comm), Layout((512,), devices=("cuda:0",))
     with failing("", aware=True):
-        mixer = DeviceWindows(graph("ring", comm.size), layout, world, same_host="put", timeout_s=5)
+        mixer = Windows(graph("ring", comm.size), layout, world, same_host="put", timeout_s=5)
     with failing("flush:1"), pytest.raises(MemoryRefused) as refused:
         mixer.outbox(0)[0][0].fill_(1.0)
         mixer.start(Kind[kind], 0)

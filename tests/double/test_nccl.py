@@ -17,7 +17,7 @@ def by_nccl(comm, what, limit_s, device, window):
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import Kind, Layout
     from mpigossip.mixing.device.memory import MemoryRefused
-    from mpigossip.mixing.device.windows import DeviceWindows
+    from mpigossip.mixing.windows import Windows
 
     world, began = World(comm), time.perf_counter()
     layout = Layout((512,), devices=(device.format(rank=comm.rank),))
@@ -25,7 +25,7 @@ def by_nccl(comm, what, limit_s, device, window):
     opening, then = (what, "") if "initRank" in what else ("", what)
     try:
         with failing(opening):
-            mixer = DeviceWindows(graph("ring", comm.size), layout, world, **ways)
+            mixer = Windows(graph("ring", comm.size), layout, world, **ways)
     except MemoryRefused as error:
         world.close()
         return str(error), time.perf_counter() - began
@@ -35,7 +35,7 @@ def by_nccl(comm, what, limit_s, device, window):
             mixer.start(Kind.GOSSIP, 0)
             mixer.finish()
         except Failure as error:
-            mixer._push.links.close()  # cut off, as a world that ends by this would
+            mixer._reach.push.links.close()  # cut off, as a world that ends by this would
             return str(error), time.perf_counter() - began
     said = str(mixer.routes)
     mixer.close()

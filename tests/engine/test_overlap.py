@@ -59,7 +59,7 @@ def filled_late(comm, wire, name):
     with short_chunks():
         world = World(comm)
         mixer = Windows(made, layout, world, same_host="put", timeout_s=30)
-        mixer._cut(mixer._push, SIZE)
+        mixer._slots.cut(SIZE)
         reference = Simulated(made, layout)
         assert isinstance(mixer, ByBlocks) and not isinstance(reference, ByBlocks)
         assert len(mixer.blocks) > 2 and mixer.blocks[-1].stop == layout.widths[0]
@@ -112,7 +112,7 @@ def by_blocks(comm, settings, overlap):
         assembly = assemble.assemble(job(settings, node), world, comm.size)
         trainer = assembly.trainer
         mixer = trainer.mixer
-        mixer._cut(mixer._push, SIZE)
+        mixer._slots.cut(SIZE)
         filled, early = mixer.filled, []
         mixer.filled = lambda block: (early.append(trainer.index), filled(block))
         for _ in range(5):

@@ -32,7 +32,7 @@ def held(*arrays):
 
 def allocated(mixer):
     """Bytes that messages take in a mixer's private arrays, by what it consists of."""
-    name, parts = type(mixer).__name__, vars(mixer)
+    name = type(mixer).__name__
     if name == "Asynchronous":
         copies = [copy.memory for copy in mixer._copies]
         return held(mixer._memory, mixer._result, *copies)
@@ -42,14 +42,16 @@ def allocated(mixer):
     if name in ("Simulated", "Delayed"):
         arrays = [a for segments in (mixer._out, mixer._mixed) for parts in segments for a in parts]
         return sum(a.nbytes for a in arrays)
-    found = [mixer._push.memory] if mixer._push and mixer._push.places else []
-    if mixer._host:
-        found.append(mixer._host._area(mixer._host.rank))
+    reach, slots = mixer._reach, mixer._slots
+    message = getattr(slots, "message", None) or slots._message
+    found = [reach.push.memory] if reach.push and reach.push.places else []
+    if reach.host:
+        found.append(reach.host._area(reach.host.rank))
     else:
-        found += [mixer._message, parts.get("_result", mixer._message)]
-    found += [mixer._codes] if mixer._codes is not None else []
-    if name == "DeviceWindows":
-        found += [*mixer._own, *mixer._mixed_memory, *mixer._code, *mixer._stage]
+        found += [message.own, vars(message).get("result", message.own)]
+    found += [message.codes] if message.codes is not None else []
+    if areas := getattr(slots, "areas", None):
+        found += [*areas.own, *areas.mixed, *areas.code, *areas.stage]
     return held(*found)
 
 
@@ -62,9 +64,9 @@ def opened(comm, asked, survives, name, wire_name, averages, **options):
     with World(comm) as world:
         world.survives = survives
         if "gpu_window" in options:
-            from mpigossip.mixing.device.windows import DeviceWindows
+            from mpigossip.mixing.windows import Windows
 
-            mixer = DeviceWindows(made, layout, world, timeout_s=30, **options)
+            mixer = Windows(made, layout, world, timeout_s=30, on_devices=True, **options)
         else:
             mixer = mixing.open_mixer(made, layout, world, asked, timeout_s=30, **options)
         for t in range(2 * made.period):
@@ -76,7 +78,8 @@ def opened(comm, asked, survives, name, wire_name, averages, **options):
                 mixer.finish()
         said, real = mixer.memory(averages), allocated(mixer)
         near = mixer._near
-        planned = type(mixer).holds(made, layout, comm.rank, near, averages)
+        made_of = mixer._slots if "gpu_window" in options else type(mixer)
+        planned = made_of.holds(made, layout, comm.rank, near, averages)
         mixer.close()
         world.survives = False
     return said == planned, sum(said.values()), real

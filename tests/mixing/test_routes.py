@@ -17,8 +17,8 @@ def opened(comm, way):
     """A route to the right and from the left; the places at both; the areas to send."""
     from mpigossip.mixing.device import nccl
     from mpigossip.mixing.device.push import BySlot, DevicePush, Lane
-    from mpigossip.mixing.push import PushWindow
-    from mpigossip.mixing.shared import open_host
+    from mpigossip.mixing.host.push import PushWindow
+    from mpigossip.mixing.host.shared import open_host
 
     layout = BySlot(WIDTHS, devices=("cpu",) * len(WIDTHS))
     sizes = [layout.of(slot).sent_bytes for slot in range(len(WIDTHS))]

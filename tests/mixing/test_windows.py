@@ -70,7 +70,7 @@ def compare(
             made, layout, world, same_host=same_host, timeout_s=30 if mutate is None else 3
         )
         if same_host == "put" and len(name) % 2:  # else the message is a single piece
-            mixer._cut(mixer._push, 4096)
+            mixer._slots.cut(4096)
         if mutate is not None:
             mutate(mixer)
         reference, t, wrong = Simulated(made, layout), first, 0
@@ -172,13 +172,13 @@ def test_pieces_hold_every_column_once_and_every_byte_in_order(wire, size, monke
 
 
 def without_waiting_for_free_places(mixer):
-    mixer._push.signals.room = lambda rank, count: True
-    mixer._push.signals.take_in_free = lambda targets, count: None
+    mixer._reach.push.signals.room = lambda rank, count: True
+    mixer._reach.push.signals.take_in_free = lambda targets, count: None
 
 
 def free_for_the_next_round(mixer):
     """The places of round t are freed for t + 1 in place of t + 2."""
-    signals, free = mixer._push.signals, mixer._push.signals.free
+    signals, free = mixer._reach.push.signals, mixer._reach.push.signals.free
     signals.free = lambda writers, count: free(writers, count - 1)
 
 
@@ -194,19 +194,19 @@ def counting_global_rounds(mixer):
 
 
 def without_waiting_for_readers(mixer):
-    mixer._host.await_done = lambda readers, t: None
+    mixer._reach.host.await_done = lambda readers, t: None
 
 
 def without_waiting_for_models(mixer):
-    mixer._host.await_ready = lambda sources, t: None
+    mixer._reach.host.await_ready = lambda sources, t: None
 
 
 def without_waiting_for_pieces(mixer):
-    mixer._push.signals.arrived = lambda rank, number: True
+    mixer._reach.push.signals.arrived = lambda rank, number: True
 
 
 def without_waiting_for_the_other_half(mixer):
-    mixer._host.await_half = lambda partner, t: None
+    mixer._reach.host.await_half = lambda partner, t: None
 
 
 def caught(comm, mutate, same_host, graphs):
@@ -260,7 +260,7 @@ def slow_reader(comm, waits):
     world = World(comm)
     mixer = Windows(graph("one-peer-hypercube", 4), LAYOUT, world, timeout_s=30)
     if not waits:
-        mixer._host.leave_pair = lambda partner, t: None
+        mixer._reach.host.leave_pair = lambda partner, t: None
     same = []
     for t in range(4):
         fill(mixer.outbox(t), t, [comm.rank])

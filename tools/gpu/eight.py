@@ -101,16 +101,21 @@ def proof(place: Place):
     from mpigossip.cluster.ranks import world
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import Layout
-    from mpigossip.mixing.device.windows import DeviceWindows
+    from mpigossip.mixing.windows import Windows
 
     found = {}
     with world() as w:
         mine = names()[w.rank :: w.size]
         layout = Layout((4096,) * len(mine), devices=tuple(mine))
         for same_host, window in (("read", "auto"), ("put", "auto"), ("put", "nccl")):
-            ways = {"same_host": same_host, "gpu_window": window, "timeout_s": 60}
+            ways = {
+                "same_host": same_host,
+                "gpu_window": window,
+                "timeout_s": 60,
+                "on_devices": True,
+            }
             try:
-                mixer = DeviceWindows(graph("complete", w.size), layout, w, **ways)
+                mixer = Windows(graph("complete", w.size), layout, w, **ways)
                 found[f"{same_host} {window}"] = mixer.routes[1 - w.rank]
                 mixer.close()
             except RuntimeError as error:
@@ -126,7 +131,7 @@ def cold(place: Place):
     from mpigossip.graphs import graph
     from mpigossip.groups.devices import make_group
     from mpigossip.mixing.base import Kind, Layout
-    from mpigossip.mixing.device.windows import DeviceWindows
+    from mpigossip.mixing.windows import Windows
 
     wrong = ran = 0
     ends, window = time.monotonic() + place.seconds - 30, "nccl" if "nccl" in sys.argv else "auto"
@@ -138,9 +143,9 @@ def cold(place: Place):
         for again in range(place.size(200, 3)):
             if w.agree(int(time.monotonic() > ends)):
                 break
-            mixer = DeviceWindows(
+            mixer = Windows(
                 graph("ring", w.size), Layout((width,) * len(mine), devices=mine), w,
-                same_host="put", gpu_window=window, timeout_s=60,
+                same_host="put", gpu_window=window, timeout_s=60, on_devices=True,
             )  # fmt: skip
             for slot, (array,) in enumerate(mixer.outbox(0)):
                 array.fill_(w.rank + slot + again)

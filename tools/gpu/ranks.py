@@ -96,7 +96,7 @@ def rank_exchange(place: Place, memory: str):
     from mpigossip.cluster.ranks import world
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import Kind, Layout
-    from mpigossip.mixing.device.windows import DeviceWindows
+    from mpigossip.mixing.windows import Windows
 
     with world() as w:
         # two messages a rank lie in shared memory, which is small in some containers
@@ -116,7 +116,8 @@ def rank_exchange(place: Place, memory: str):
 
         found = {"bytes": 4 * width, "copy": timed(lambda: two.copy_(one))}
         found["pinned"] = timed(lambda: host.copy_(one, non_blocking=True))
-        mixer = DeviceWindows(pair, Layout((width,), devices=(place.device,)), w, gpu_window=memory)
+        layout = Layout((width,), devices=(place.device,))
+        mixer = Windows(pair, layout, w, gpu_window=memory, on_devices=True)
         clock = iter(range(1000))
 
         def round_of():

@@ -39,13 +39,13 @@ def rounds(place: Place, w, memory: str, count: int, mutate=lambda mixer: None):
 
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import Kind, Layout
-    from mpigossip.mixing.device.windows import DeviceWindows
     from mpigossip.mixing.simulated import Simulated
+    from mpigossip.mixing.windows import Windows
 
     options = {"vectors": 2, "scalars": 1}
     made, devices = graph("exponential", w.size), (place.device,) * len(WIDTHS)
     layout = Layout(WIDTHS, devices=devices, **options)
-    mixer = DeviceWindows(made, layout, w, gpu_window=memory, timeout_s=40)
+    mixer = Windows(made, layout, w, gpu_window=memory, timeout_s=40, on_devices=True)
     reference, nap = Simulated(made, Layout(WIDTHS, **options)), naps(place, w.rank)
     mutate(mixer)
     ends, wrong, ran, t = time.monotonic() + place.seconds / 3, 0, 0, 0
@@ -64,7 +64,7 @@ def rounds(place: Place, w, memory: str, count: int, mutate=lambda mixer: None):
         nap()  # what fills the outbox comes late, and the host doesn't wait for it
         for target, row in pairs:
             target.copy_(row)
-        for lane in mixer._lanes:
+        for lane in mixer._slots.lanes:
             for stream in (lane.out, lane.into):
                 with torch.cuda.stream(stream):
                     nap()
@@ -98,7 +98,7 @@ def mutant(place: Place):
 
     def forget(mixer) -> None:
         """The event is recorded on a stream where nothing is under way."""
-        for lane in mixer._lanes:
+        for lane in mixer._slots.lanes:
             quiet = torch.cuda.Stream(lane.device)
             lane.ready = quiet.record_event
 

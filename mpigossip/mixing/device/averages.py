@@ -1,4 +1,4 @@
-"""Exact averages of GPU memory over all nodes, each sum in rank order; used by DeviceWindows.
+"""Exact averages of GPU memory over all nodes, each sum in rank order; used by `DeviceSlots`.
 
 Rank r sums chunk r of all outboxes and hands it to everyone, so that all hold the same bits and
 each moves 2(n−1)/n of a message. Untested on a GPU; the CPU runs the same code in the tests.
@@ -17,7 +17,7 @@ from mpigossip.mixing.combine import combine
 from mpigossip.mixing.device.memory import Kept, current
 from mpigossip.mixing.device.nccl import NcclPush
 from mpigossip.mixing.device.push import BySlot, DevicePush, Lane, on
-from mpigossip.mixing.shared import SharedHost
+from mpigossip.mixing.host.shared import SharedHost
 
 SHARE = 1 << 24
 """Bytes that are averaged at once by messages; more than on the CPU, as a GPU takes long to be told

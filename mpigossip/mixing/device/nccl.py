@@ -20,7 +20,7 @@ from mpigossip.mixing.averages import Swap
 from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.device.memory import MemoryRefused, current
 from mpigossip.mixing.device.push import BySlot, Inboxes, Lane, on
-from mpigossip.mixing.push import ARRIVED, CUT, FREE
+from mpigossip.mixing.host.push import ARRIVED, CUT, FREE
 from mpigossip.mixing.tokens import Signals, Tokens
 
 PROBE = 1 << 16

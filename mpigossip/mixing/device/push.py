@@ -13,7 +13,7 @@ from mpigossip.mixing.averages import Swap, raw, swapped
 from mpigossip.mixing.base import Layout, Segments
 from mpigossip.mixing.device.memory import MemoryRefused, current, private
 from mpigossip.mixing.device.ordering import arrived_whole
-from mpigossip.mixing.push import ARRIVED, CUT, FREE
+from mpigossip.mixing.host.push import ARRIVED, CUT, FREE
 from mpigossip.mixing.tokens import Signals, Tokens
 
 
@@ -27,6 +27,11 @@ class BySlot(Layout):
             self.widths[slot : slot + 1], self.vectors, self.scalars,
             self.devices[slot : slot + 1], self.wire, self.dtype, (self.begin(slot),),
         )  # fmt: skip
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes that each slot sends."""
+        return [self.of(slot).sent_bytes for slot in range(len(self.widths))]
 
     def span(self, slot: int, *, sent: bool = False) -> slice:
         """Where a slot's bytes are in the message, in memory or as sent."""
@@ -118,7 +123,7 @@ class Inboxes:
     def __init__(self, comm: MPI.Intracomm, layout: BySlot, lanes: Sequence[Lane], places: int):
         """Collective. Raises MemoryRefused, on all ranks, where one has no room."""
         self.places, self.others_places = places, comm.allgather(places)
-        self.sizes = [layout.of(slot).sent_bytes for slot in range(len(lanes))]
+        self.sizes = layout.sizes
         self.memory: list[torch.Tensor] = []
         refused = ""
         try:

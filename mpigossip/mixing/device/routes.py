@@ -1,206 +1,160 @@
 """The memory of a rank's slots and the routes to its neighbours, chosen at start and explained.
 
-Part of :class:`mpigossip.mixing.device.windows.DeviceWindows`; its docstring says what they are.
+:mod:`mpigossip.mixing.device.slots` says what they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from mpi4py import MPI
 
-from mpigossip.mixing.base import Layout
 from mpigossip.mixing.device.aware import proven
 from mpigossip.mixing.device.mapping import reaches
-from mpigossip.mixing.device.memory import Mapped, MemoryRefused, can_map, handles, pin, private
+from mpigossip.mixing.device.memory import Mapped, MemoryRefused, can_map, handles, private
 from mpigossip.mixing.device.nccl import NcclPush
 from mpigossip.mixing.device.push import BySlot, DevicePush, Lane
-from mpigossip.mixing.push import PushWindow
-from mpigossip.mixing.shared import SharedHost
-from mpigossip.mixing.windows import Windows
+from mpigossip.mixing.host.push import PushWindow
+from mpigossip.mixing.host.shared import SharedHost
+from mpigossip.mixing.stream import Reach
 
 WAYS = {"auto": ("device", "nccl"), "device": ("device",), "nccl": ("nccl",), "host": ()}
 """What is tried by `node.gpu_window` to reach other nodes, before host memory or a refusal."""
 STAGE = 1 << 24
 """Bytes of a vector that are averaged at once where other ranks map the memory."""
+Push = PushWindow | DevicePush | NcclPush
 
 
-class DeviceMemory(Windows):
-    """Outbox, result and codes of each slot, windows and mapped memory; ``routes``."""
+class Areas:
+    """Outbox, result and codes of each slot, uint8; allocations of their own where shared."""
 
-    layout: BySlot
-    _through: list[torch.Tensor]
-    _far = "host"
-
-    def __init__(
-        self, graph, layout: Layout, world, same_host: str, timeout_s: float, gpu_window: str
-    ):
-        """Collective; see :class:`mpigossip.mixing.device.windows.DeviceWindows`."""
-        names = layout.devices or ("cpu",) * len(layout.widths)
-        self._devices = [torch.device(name) for name in names]
-        self._staged_on = list(dict.fromkeys(self._devices))
-        self._lanes = [Lane(device) for device in self._devices]
-        self._asked = gpu_window
-        self._why: dict[str, list[str]] = {"near": [], "far": [], "all": []}
-        self._unpin: Callable[[], None] = lambda: None
-        self._mapped: dict[int, Mapped] = {}
-        given = {f: getattr(layout, f) for f in Layout.__dataclass_fields__}
-        by_slot = BySlot(**given | {"devices": tuple(names)})
-        self._memory_of_own(by_slot)
-        super().__init__(graph, by_slot, world, same_host=same_host, timeout_s=timeout_s)
-
-    @staticmethod
-    def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
-        """Memory: outbox, result, codes of the slots on their devices, stages to average vectors.
-
-        "host": the messages in host memory, which neighbours need that no device is reached from.
-        """
-        host = Windows.holds(graph, layout, node, near, averages)
-        inbox, first = host.pop("inbox"), Layout(layout.widths[:1], layout.vectors, layout.scalars)
-        return {
-            "outbox": layout.nbytes,
-            "result": layout.nbytes,
-            "encoded": 0 if layout.wire.exact else layout.sent_bytes,
-            "stages": 2 * min(STAGE, first.nbytes) * len(set(layout.devices) or {"cpu"}),
-            "inbox": inbox,
-            "host": sum(host.values()),
-        }
-
-    def _memory_of_own(self, layout: BySlot) -> None:
-        """Outbox, result and codes of each slot: allocations of their own where they are shared."""
-        parts = [layout.of(slot) for slot in range(len(self._devices))]
+    def __init__(self, layout: BySlot, devices: Sequence[torch.device], *, shared: bool):
+        """``refused``: why they aren't shared, where they should have been."""
+        parts = [layout.of(slot) for slot in range(len(devices))]
         coded = 0 if layout.wire.exact else 1
-        sizes = [(part.nbytes, part.nbytes, coded * part.sent_bytes) for part in parts]
+        self._sizes = [(part.nbytes, part.nbytes, coded * part.sent_bytes) for part in parts]
+        self._devices, self.staged_on = devices, list(dict.fromkeys(devices))
         # on each device a vector's piece and its average: the mean of vectors that lie elsewhere
-        self._stage: list[torch.Tensor] = []
-        if self._asked != "host":
+        self.stage: list[torch.Tensor] = []
+        self.refused = ""
+        if shared:
             try:
-                self._take(sizes, private)
+                self._take(private)
                 room = min(STAGE, parts[0].nbytes)
-                self._stage = [private(room, on) for on in self._staged_on for _ in range(2)]
+                self.stage = [private(room, on) for on in self.staged_on for _ in range(2)]
                 return
             except MemoryRefused as error:
-                self._why["all"].append(str(error))
-        self._take(sizes, lambda size, on: torch.zeros(size, dtype=torch.uint8, device=on))
+                self.refused = str(error)
+        self._take(lambda size, on: torch.zeros(size, dtype=torch.uint8, device=on))
 
-    def _take(self, sizes: Sequence[tuple[int, ...]], allocate: Callable) -> None:
+    def _take(self, allocate: Callable) -> None:
         taken = [
             [allocate(size, device) for size in three]
-            for three, device in zip(sizes, self._devices, strict=True)
+            for three, device in zip(self._sizes, self._devices, strict=True)
         ]
-        self._own, self._mixed_memory, self._code = map(list, zip(*taken, strict=True))
+        self.own, self.mixed, self.code = map(list, zip(*taken, strict=True))
 
-    def _open_host(self, same_host: str) -> SharedHost | None:
-        """Shared memory with the ranks of this host, and their GPUs' memory where it maps."""
-        host = super()._open_host(same_host)
-        if host is None or self._asked == "host":
-            self._why["near"].append('node.gpu_window = "host"')
-            return host
-        on_host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+    @property
+    def shared(self) -> list[torch.Tensor]:
+        """What other ranks of the host may map, in their order."""
+        return [*self.own, *self.mixed, *self.stage]
+
+    @property
+    def where(self) -> list[torch.device]:
+        """On which device each of them is."""
+        return [*self._devices, *self._devices, *(on for on in self.staged_on for _ in range(2))]
+
+
+class Peers:
+    """GPU memory of this host's other ranks, mapped and read where it lies.
+
+    Contract: :class:`mpigossip.mixing.stream.Route`; what is said goes by the host's signals.
+    """
+
+    def __init__(self, host: SharedHost, mapped: Mapping[int, Mapped]):
+        """``mapped``: by place on the host, in the order of `Areas.shared`."""
+        self.signals, self.put, self.sent, self.sync = host.signals, host.put, host.sent, host.sync
+        self._mapped = mapped
+
+    def inbox(self, count: int, place: int, area: int) -> torch.Tensor:
+        """The outbox of a slot."""
+        return self._mapped[place].arrays[area]
+
+    def shared(self, mine: Sequence[torch.Tensor], size: int) -> list[Sequence[torch.Tensor]]:
+        """Everyone's areas by place on the host, this rank's own among them."""
+        return [self._mapped[k].arrays if k in self._mapped else mine for k in range(size)]
+
+    def close(self) -> None:
+        """Unmap; others may still have this rank's memory mapped."""
+        for mapped in self._mapped.values():
+            mapped.close()
+        self._mapped = {}
+
+
+def peers(
+    host: SharedHost, areas: Areas, devices: Sequence[torch.device]
+) -> tuple[Peers | None, str]:
+    """The memory of this host's GPUs, mapped, or None; and why. Collective on the host."""
+    on_host, mine, mapped, why = host.signals.comm, None, dict[int, Mapped](), ""
+    if can_map(devices) and not areas.refused:
         try:
-            self._map(on_host)
-        finally:
-            on_host.Free()
-        return host
-
-    def _map(self, on_host: MPI.Comm) -> None:
-        mine: list[bytes] | None = None
-        shared = [*self._own, *self._mixed_memory, *self._stage]
-        where = [*self._devices * 2, *(on for on in self._staged_on for _ in range(2))]
-        if can_map(self._devices) and not self._why["all"]:
-            try:
-                mine = handles(shared)
-            except RuntimeError as error:
-                self._why["near"].append(f"cudaIpcGetMemHandle failed: {error}")
-        everyone = on_host.allgather(mine)
-        failed = "" if all(everyone) else "not all ranks of this host offer their memory"
-        for place, given in enumerate(everyone):
-            if place == on_host.rank or failed:
-                continue
-            try:
-                sizes = [memory.numel() for memory in shared]
-                self._mapped[place] = Mapped(given, sizes, where)
-            except MemoryRefused as error:
-                failed = str(error)
-        # all or none on a host: a reader that maps and one that doesn't need other outboxes
-        reasons = [text for text in on_host.allgather(failed) if text]
-        if not reasons:
-            failed = reaches(on_host, shared, self._mapped)
-            reasons = [text for text in on_host.allgather(failed) if text]
-        if reasons:
-            for mapped in self._mapped.values():
-                mapped.close()
-            self._mapped = {}
-            self._why["near"].append(failed or f"another rank of this host: {reasons[0]}")
-        else:
-            self._why["near"].append("mapped from a process of the same host")
-
-    def _open_push(self) -> PushWindow | DevicePush | NcclPush | None:
-        """The inboxes: on the devices where MPI is proven able, else in host memory."""
-        if len(self._near[self.rank]) == self.n:
-            return None
-        why: list[str] = []
-        for way in WAYS[self._asked]:
-            try:
-                push, said = self._open_way(way)
-                self._far, self._why["far"] = way, [said, *why]
-                return push
-            except MemoryRefused as error:
-                why.append(str(error))
-        if self._asked in ("device", "nccl"):
-            raise MemoryRefused(
-                f'node.gpu_window = "{self._asked}": {why[0]}; "auto" takes the best way there is '
-                "(`mpigossip doctor` says what was asked)"
-            )
-        self._why["far"] = why or ['node.gpu_window = "host"']
-        own = self._host is None and not self._lossy
-        sizes = [self.layout.of(slot).sent_bytes for slot in range(len(self._lanes))]
-        return PushWindow(self._comm, sizes, self._plans.places, self._timeout_s, outbox=own)
-
-    def _open_way(self, way: str) -> tuple[DevicePush | NcclPush, str]:
-        """Inboxes on the devices, filled this way, and why; MemoryRefused where it can't be."""
-        given = self._comm, self.layout, self._lanes, self._plans.places, self._timeout_s
-        if way == "nccl":
-            return NcclPush(*given), "NCCL brought a message to every slot's GPU"
-        able, why = proven(self._comm, self._devices)
-        if not able:
-            raise MemoryRefused(f"{why}; use a GPU-aware MPI")
-        return DevicePush(*given), why
-
-    @property
-    def _on_devices(self) -> DevicePush | NcclPush | None:
-        """What brings messages from device to device, by MPI or NCCL; None where nothing does."""
-        return None if isinstance(self._push, PushWindow) else self._push
-
-    @property
-    def _stages_out(self) -> bool:
-        """Whether gossip needs the message, not encoded, in host memory."""
-        by_host = self._host is not None and self._host.size > 1 and not self._mapped
-        by_push = self._push is not None and not self._on_devices
-        return by_host or (by_push and not self._lossy)
-
-    @property
-    def routes(self) -> dict[int, str]:
-        """How each other rank is reached, and why: "ipc", "device", "nccl" or "host"; a reason."""
-        found, far = {}, self._far
-        for rank in range(self.n):
-            near = rank in self._places_on_host
-            route = ("ipc" if self._mapped else "host") if near else far
-            reasons = [*self._why["near" if near else "far"], *self._why["all"]]
-            found[rank] = route + (f" ({'; '.join(reasons)})" if reasons else "")
-        del found[self.rank]
-        return found
-
-    def _pin_all(self) -> None:
-        """Lock the host memory that copies use; what can't be locked is noted and slower."""
-        if not self._stages_out and (self._push is None or self._on_devices):
-            return
-        stretches = [*self._through]
-        stretches += [*self._host.outboxes, self._host.result] if self._host else [self._message]
-        stretches += [self._codes] if self._codes is not None else []
-        stretches += [self._push.memory] if isinstance(self._push, PushWindow) else []
+            mine = handles(areas.shared)
+        except RuntimeError as error:
+            why = f"cudaIpcGetMemHandle failed: {error}; "
+    everyone = on_host.allgather(mine)
+    failed = "" if all(everyone) else "not all ranks of this host offer their memory"
+    for place, given in enumerate(everyone):
+        if place == on_host.rank or failed:
+            continue
         try:
-            self._unpin = pin(stretches, self._devices[0])
+            sizes = [memory.numel() for memory in areas.shared]
+            mapped[place] = Mapped(given, sizes, areas.where)
         except MemoryRefused as error:
-            self._why["all"].append(str(error))
+            failed = str(error)
+    # all or none on a host: a reader that maps and one that doesn't need other outboxes
+    reasons = [text for text in on_host.allgather(failed) if text]
+    if not reasons:
+        failed = reaches(on_host, areas.shared, mapped)
+        reasons = [text for text in on_host.allgather(failed) if text]
+    found = Peers(host, mapped)
+    if not reasons:
+        return found, "mapped from a process of the same host"
+    found.close()
+    return None, why + (failed or f"another rank of this host: {reasons[0]}")
+
+
+def inboxes(
+    asked: str, reach: Reach, layout: BySlot, lanes: Sequence[Lane], places: int
+) -> tuple[Push, str, list[str]]:
+    """Inboxes on the devices where something is proven able to fill them, else in host memory.
+
+    With the way's name, and why. MemoryRefused where "device" or "nccl" is asked for in vain.
+    """
+    why: list[str] = []
+    for way in WAYS[asked]:
+        try:
+            push, said = _on_devices(way, reach, layout, lanes, places)
+            return push, way, [said, *why]
+        except MemoryRefused as error:
+            why.append(str(error))
+    if asked in ("device", "nccl"):
+        raise MemoryRefused(
+            f'node.gpu_window = "{asked}": {why[0]}; "auto" takes the best way there is '
+            "(`mpigossip doctor` says what was asked)"
+        )
+    own, sizes = reach.host is None and layout.wire.exact, layout.sizes
+    staged = PushWindow(reach.comm, sizes, places, reach.timeout_s, outbox=own)
+    return staged, "host", why or ['node.gpu_window = "host"']
+
+
+def _on_devices(
+    way: str, reach: Reach, layout: BySlot, lanes: Sequence[Lane], places: int
+) -> tuple[DevicePush | NcclPush, str]:
+    """Inboxes on the devices, filled this way, and why; MemoryRefused where it can't be."""
+    given = reach.comm, layout, lanes, places, reach.timeout_s
+    if way == "nccl":
+        return NcclPush(*given), "NCCL brought a message to every slot's GPU"
+    able, why = proven(reach.comm, [lane.device for lane in lanes])
+    if not able:
+        raise MemoryRefused(f"{why}; use a GPU-aware MPI")
+    return DevicePush(*given), why

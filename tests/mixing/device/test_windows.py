@@ -36,14 +36,14 @@ def cannot(memory):
 
 def compare(*args, **kwargs):
     """`compared`, after which the kept pool's process has the package as it was."""
-    from mpigossip.mixing.device import averages, nccl, routes, windows
+    from mpigossip.mixing.device import averages, nccl, routes, slots
 
-    kept, sizes = {name: getattr(routes, name) for name in PATCHED}, (windows.PIECE, averages.SHARE)
+    kept, sizes = {name: getattr(routes, name) for name in PATCHED}, (slots.PIECE, averages.SHARE)
     links = nccl.Links
     try:
         return compared(*args, **kwargs)
     finally:
-        windows.PIECE, averages.SHARE = sizes
+        slots.PIECE, averages.SHARE = sizes
         nccl.Links = links
         for name, value in kept.items():
             setattr(routes, name, value)
@@ -126,10 +126,11 @@ def compared(
 ):
     """Rank-rounds, by graph, that differ from the simulator; the ways to the neighbours."""
     from mpigossip.cluster.ranks import World
-    from mpigossip.mixing.device import averages, nccl, routes, windows
+    from mpigossip.mixing.device import averages, nccl, routes, slots
+    from mpigossip.mixing.windows import Windows
 
     torch.set_num_threads(1)
-    windows.PIECE, routes.STAGE, averages.SHARE = piece, 1000, 6000
+    slots.PIECE, routes.STAGE, averages.SHARE = piece, 1000, 6000
     files, world_comm = SharedFiles(), comm
     if memory.startswith("hosts "):  # two ranks on each
         from mpi4py import MPI
@@ -158,7 +159,7 @@ def compared(
     world, delays, found, routes = World(world_comm), random.Random(comm.rank), {}, {}
     for name, made in graphs_for(comm.size, names):
         ways = {"same_host": same_host, "timeout_s": 30, "gpu_window": memory}
-        mixer = windows.DeviceWindows(made, there, world, **ways)
+        mixer = Windows(made, there, world, on_devices=True, **ways)
         if mutate is not None:
             mutate(mixer)
         routes |= mixer.routes
@@ -267,14 +268,12 @@ def test_slots_may_be_of_different_width(ranks, wire_name, same_host, memory):
 def refused(comm):
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
-    from mpigossip.mixing.device import windows
     from mpigossip.mixing.device.memory import MemoryRefused
+    from mpigossip.mixing.windows import Windows
 
-    world = World(comm)
+    world, ways = World(comm), {"same_host": "put", "gpu_window": "device", "on_devices": True}
     try:
-        windows.DeviceWindows(
-            graph("ring", comm.size), Layout(WIDTHS), world, same_host="put", gpu_window="device"
-        )
+        Windows(graph("ring", comm.size), Layout(WIDTHS), world, **ways)
     except MemoryRefused as error:
         return str(error)
     finally:
@@ -301,13 +300,13 @@ def test_the_proof_is_a_put_and_a_library_that_says_no_is_believed(ranks):
 
 def without_waiting_for_pieces(mixer):
     """The first piece's token is taken for all of them."""
-    signals, many = mixer._host.signals, len(mixer._pieces)
+    signals, many = mixer._reach.host.signals, len(mixer._slots.pieces)
     arrived = signals.arrived
     signals.arrived = lambda rank, number: number % many > 0 or arrived(rank, number)
 
 
 def without_waiting_for_readers(mixer):
-    mixer._host.await_done = lambda readers, t: None
+    mixer._reach.host.await_done = lambda readers, t: None
 
 
 def caught(comm, mutate):

@@ -385,14 +385,15 @@ def exchanged(comm, in_passes):
     """Rounds over a bf16 wire whose outbox a send has filled."""
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
-    from mpigossip.mixing.device.windows import DeviceWindows
+    from mpigossip.mixing.windows import Windows
 
     launch, worth = onepass.launch, onepass._worth
     if in_passes:
         onepass.launch, onepass._worth = run_pass, lambda x: True
     world, found = World(comm), []
     layout = Layout((1024, 1024), 2, 1, wire=wire("bf16"))
-    mixer = DeviceWindows(graph("ring", comm.size), layout, world, same_host="put", timeout_s=30)
+    ways = {"same_host": "put", "timeout_s": 30, "on_devices": True}
+    mixer = Windows(graph("ring", comm.size), layout, world, **ways)
     method = algorithms.build("dmsgd", None, {}, 0)
     draw = torch.Generator().manual_seed(comm.rank)
     x = [torch.randn(1, 1024, generator=draw) for _ in range(2)]
