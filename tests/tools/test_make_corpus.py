@@ -1,0 +1,63 @@
+"""tools/data/make_corpus.py on a small tar of a kernel's form; nothing is downloaded."""
+
+import importlib.util
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "data" / "make_corpus.py"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("make_corpus", TOOL)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture
+def archive(tmp_path):
+    path = tmp_path / "linux-source.tar.xz"
+    with tarfile.open(path, "w:xz") as tar:
+        for k in range(60):
+            add(
+                tar,
+                f"linux-source-1/{['drivers', 'net', 'mm', 'fs'][k % 4]}/{k}.c",
+                b"int x;\n" * 100,
+            )
+        add(tar, "linux-source-1/Makefile", b"all:\n" * 100)
+        add(tar, "linux-source-1/fs/odd.h", b"\xff" * 700)
+        add(tar, "linux-source-1/../../escaped.c", b"int y;\n" * 100)
+    return path
+
+
+def add(tar, name, data):
+    one = tarfile.TarInfo(name)
+    one.size = len(data)
+    tar.addfile(one, io.BytesIO(data))
+
+
+def test_a_smaller_text_is_part_of_a_larger_one(tool, archive, tmp_path, capsys):
+    found = []
+    for megabytes in ("0.007", "0.02", "1"):
+        out = tmp_path / megabytes
+        tool.main([str(out), "--megabytes", megabytes, "--archive", str(archive)])
+        found.append({path.relative_to(out) for path in out.rglob("*") if path.is_file()})
+    assert found[0] < found[1] < found[2] and 9 <= len(found[0]) <= 10
+    assert {path.parts[0] for path in found[1]} == {"drivers", "net", "mm", "fs"}
+    assert len(found[2]) == 60 and not list(tmp_path.rglob("escaped.c"))
+    printed = capsys.readouterr()
+    assert "60 files, 0.0 MB; 1 were no UTF-8" in printed.out and "no more than 0.0" in printed.err
+
+
+def test_what_cannot_be_is_said(tool, archive, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="is not empty; name a new folder"):
+        tool.main([str(tmp_path), "--archive", str(archive)])
+    with pytest.raises(SystemExit, match="--megabytes -1: give a number above 0"):
+        tool.main([str(tmp_path / "new"), "--megabytes", "-1"])
+    monkeypatch.setattr(tool.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match="apt-get is not here: .*--archive"):
+        tool.main([str(tmp_path / "new")])

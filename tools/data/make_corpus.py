@@ -1,0 +1,121 @@
+"""Makes a larger text from Debian's package of the kernel's sources.
+
+    python tools/data/make_corpus.py corpus --megabytes 200
+    mpigossip data pack --text corpus corpus.h5 --tokenizer bpe --vocabulary 8192
+
+On Debian and its kin, without root: `apt-get download` fetches the package (linux-source-6.1 has
+about 140 MB), and files of C are taken from it, spread over all directories by a checksum of their
+names, so that a smaller text is part of a larger one. The kernel is under GPL-2.0; what is made
+here stays where you make it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = "linux-source-6.1"
+SUFFIXES = (".c", ".h")
+LARGEST = 1 << 18
+"""Bytes of a file: longer ones are tables of registers that a program has written."""
+
+
+def chosen(sizes: dict[str, int], most: int) -> list[str]:
+    """Names, in the order of their checksums, of files that have ``most`` bytes together."""
+    found, total = [], 0
+    for name in sorted(sizes, key=lambda name: (zlib.crc32(name.encode()), name)):
+        if total >= most:
+            break
+        found.append(name)
+        total += sizes[name]
+    return found
+
+
+def members(archive: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str]]:
+    """Files of C in the kernel's tar, and their names below its folder."""
+    with tarfile.open(archive, "r|*") as tar:
+        for one in tar:
+            name = one.name.partition("/")[2]
+            if (
+                one.isfile()
+                and 0 < one.size <= LARGEST
+                and name.endswith(SUFFIXES)
+                and ".." not in name
+            ):
+                yield tar, one, name
+
+
+def write(archive: Path, folder: Path, most: int) -> tuple[int, int, int]:
+    """Files, bytes and files left out (no UTF-8) of the text that is written below ``folder``."""
+    wanted = set(chosen({name: one.size for _, one, name in members(archive)}, most))
+    files = total = odd = 0
+    for tar, one, name in members(archive):
+        if name not in wanted:
+            continue
+        content = tar.extractfile(one)
+        data = content.read() if content else b""
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            odd += 1
+            continue
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        files, total = files + 1, total + len(data)
+    return files, total, odd
+
+
+def fetched(package: str, within: Path) -> Path:
+    """The kernel's tar out of the package, downloaded to a folder."""
+    for tool in ("apt-get", "dpkg-deb"):
+        if shutil.which(tool) is None:
+            raise SystemExit(
+                f"{tool} is not here: this needs Debian or its kin; give --archive a kernel's "
+                "linux-*.tar.xz that you have"
+            )
+    got = subprocess.run(["apt-get", "download", package], cwd=within, capture_output=True)
+    found = list(within.glob("*.deb"))
+    if got.returncode or not found:
+        words = got.stderr.decode(errors="replace").strip().splitlines() or ["nothing was said"]
+        raise SystemExit(
+            f"apt-get download {package}: {words[-1]}; try apt-get update, or --package with "
+            "another of `apt-cache search '^linux-source'`"
+        )
+    subprocess.run(["dpkg-deb", "-x", found[0], within / "out"], check=True)
+    tars = sorted((within / "out" / "usr" / "src").glob("linux-source-*.tar.*"))
+    if not tars:
+        raise SystemExit(f"{found[0].name} has no usr/src/linux-source-*.tar.*; name another one")
+    return tars[0]
+
+
+def main(words: list[str] | None = None) -> None:
+    """Write the text."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="a new one")
+    parser.add_argument("--megabytes", type=float, default=200.0, help="of text (200)")
+    parser.add_argument("--package", default=PACKAGE, help=f"of sources ({PACKAGE})")
+    parser.add_argument("--archive", type=Path, help="a kernel's tar, in place of the package")
+    options = parser.parse_args(words)
+    if options.folder.exists() and any(options.folder.iterdir()):
+        raise SystemExit(f"{options.folder} is not empty; name a new folder")
+    if options.megabytes <= 0:
+        raise SystemExit(f"--megabytes {options.megabytes:g}: give a number above 0")
+    with tempfile.TemporaryDirectory(dir=options.folder.resolve().parent) as within:
+        archive = options.archive or fetched(options.package, Path(within))
+        options.folder.mkdir(exist_ok=True)
+        files, total, odd = write(archive, options.folder, round(options.megabytes * 1e6))
+    print(f"{options.folder}: {files} files, {total / 1e6:.1f} MB; {odd} were no UTF-8")
+    if total < 0.99e6 * options.megabytes:
+        print(f"the package has no more than {total / 1e6:.1f} MB of C", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
