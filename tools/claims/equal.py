@@ -92,12 +92,10 @@ def equal(options) -> Iterator[Row]:
         different += [f"n = {n}: {case}" for case in told["different"]]
     counts = ", ".join(f"n = {n}: {count}" for n, count in found.items())
     yield Row(
-        "every algorithm x graph x wire format that a job may name: simulated = ranks",
-        "own bar",
+        "every algorithm x graph x wire format that a job may name: simulated = ranks", "own bar",
         "equal to the last bit, neighbours read in place and by put",
-        f"combinations {counts}; different: {'; '.join(different) or 'none'}",
-        not different,
-    )
+        f"combinations {counts}; different: {'; '.join(different) or 'none'}", not different,
+    )  # fmt: skip
 
 
 def battery(options) -> Iterator[Row]:
@@ -107,12 +105,9 @@ def battery(options) -> Iterator[Row]:
     last = ran.stdout.strip().splitlines()[-1]
     yield Row(
         "one battery over all algorithms: mean or mass kept, consensus, quadratic solved, state "
-        "through HDF5, resume, refusals (`pytest tests/algorithms/test_algorithms.py`)",
-        "own bar",
-        "all pass",
-        last.strip("= "),
-        ran.returncode == 0,
-    )
+        "through HDF5, resume, refusals (`pytest tests/algorithms/test_algorithms.py`)", "own bar",
+        "all pass", last.strip("= "), ran.returncode == 0,
+    )  # fmt: skip
 
 
 CLAIMS = (equal, battery)

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import networkx
 import numpy as np
@@ -57,11 +57,9 @@ def exponential_gap(options) -> Iterator[Row]:
             even = max(even, abs(difference))
     yield Row(
         "static exponential gap = 2/(1+⌈log2 n⌉) for even n, larger for odd n; n = 2 … 256",
-        "Ying et al., NeurIPS 2021",
-        "≤ 1e-12; > 0",
-        f"even: differs by ≤ {even:.1e}; odd: larger by ≥ {odd:.3f}",
-        even <= 1e-12 and odd > 0,
-    )
+        "Ying et al., NeurIPS 2021", "≤ 1e-12; > 0",
+        f"even: differs by ≤ {even:.1e}; odd: larger by ≥ {odd:.3f}", even <= 1e-12 and odd > 0,
+    )  # fmt: skip
 
 
 def one_peer_exact(options) -> Iterator[Row]:
@@ -75,20 +73,16 @@ def one_peer_exact(options) -> Iterator[Row]:
         worst = max(worst, *(residue(g, tau, k * tau) for g in drawn for k in range(4)))
     yield Row(
         "one-peer exponential exact in log2 n rounds, n = 2 … 256: cyclic from any round, permuted "
-        "in each period",
-        "Ying et al., NeurIPS 2021",
-        "≤ 1e-12",
-        f"‖ΠW − J‖ ≤ {worst:.1e}",
+        "in each period", "Ying et al., NeurIPS 2021", "≤ 1e-12", f"‖ΠW − J‖ ≤ {worst:.1e}",
         worst <= 1e-12,
-    )
+    )  # fmt: skip
     found = {n: residue(graph("one-peer-exponential", n)) for n in RESIDUES}
     yield Row(
-        "what one period leaves for other n",
-        "own arithmetic",
+        "what one period leaves for other n", "own arithmetic",
         ", ".join(f"{n}: {value:g}" for n, value in RESIDUES.items()),
         ", ".join(f"{n}: {value:.4f}" for n, value in found.items()),
         all(abs(found[n] - value) < 6e-5 for n, value in RESIDUES.items()),
-    )
+    )  # fmt: skip
 
 
 def finite_time(options) -> Iterator[Row]:
@@ -105,13 +99,12 @@ def finite_time(options) -> Iterator[Row]:
             right = k > 1 or name != "base-2" or BASE2_LENGTHS.items() <= lengths.items()
             which = "n = 2 … 129" if name != "hyper-hypercube" else f"{len(smooth)} n ≤ 129"
             yield Row(
-                f"{name} with k = {k} exact for {which}",
-                "Takezawa et al., NeurIPS 2023",
+                f"{name} with k = {k} exact for {which}", "Takezawa et al., NeurIPS 2023",
                 f"≤ 1e-9, length ≤ 2 log n + 2 (base {k + 1}), degree ≤ {k}",
                 f"residue {worst:.0e}, longest {used:.2f} of the bound, degree {degree}"
                 + ("" if k > 1 or name != "base-2" else ", lengths of 6.2 reproduced" * right),
                 worst <= 1e-9 and used <= 1 and degree <= k and right,
-            )
+            )  # fmt: skip
 
 
 def _smooth(n: int, largest: int) -> bool:
@@ -148,7 +141,7 @@ def laplacian_weights(options) -> Iterator[Row]:
             "{:.4f}, {:.4f}".format(*expected),
             "{:.4f}, {:.4f}".format(*found) + ("" if not ahead else "; never slower"),
             ahead and all(abs(f - e) <= near for f, e in zip(found, expected, strict=True)),
-        )
+        )  # fmt: skip
 
 
 def _connected(n: int, edges: int, seed: int):
@@ -174,11 +167,10 @@ def topology_search(options) -> Iterator[Row]:
         yield Row(
             f"topology search, degree 4, n = {n}, "
             + (f"{limit:g} s on one core" if options.full else f"{limit} graphs judged"),
-            "own bar, after Jameel et al. 2020",
-            f"r ≥ {bar}, connected, within the budget",
+            "own bar, after Jameel et al. 2020", f"r ≥ {bar}, connected, within the budget",
             f"r = {found.score:.4f} after {found.seconds:.1f} s, {found.evaluations} graphs",
             sound and agrees and found.score >= bar,
-        )
+        )  # fmt: skip
 
 
 def speed(options) -> Iterator[Row]:
@@ -193,19 +185,27 @@ def speed(options) -> Iterator[Row]:
         took[name] = _children() - begin
     yield Row(
         "`graph show`, n = 4,096: circulant and one-peer graphs, processor time of the command",
-        "own bar",
-        "< 2 s",
-        ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items()),
+        "own bar", "< 2 s", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items()),
         max(took.values()) < 2,
-    )
-    alone, whole = _step_seconds(64, 6 if options.full else 3)
+    )  # fmt: skip
+    data = {"source": "synthetic", "samples": 32 * 64, "workers": 0}
+    assembly = _nodes(64, data=data, model={"name": "lenet"})
+    module = assemble.make_model(assembly.job, assembly.source)
+    batches = list(assembly.loader.step(0))
+
+    def gradients() -> None:
+        for inputs, targets in batches:
+            module.zero_grad()
+            loss_and_correct(module(inputs), targets)[0].backward()
+
+    whole, alone = _timed(6 if options.full else 3, assembly.trainer.step, gradients)
+    assembly.close()
     yield Row(
         "64 LeNet nodes (batch 32, CIFAR's shape) simulated: a step against 64 single gradients",
-        "own bar",
-        "≤ 1.3 times",
+        "own bar", "≤ 1.3 times",
         f"{whole * 1e3:.0f} ms against {alone * 1e3:.0f} ms: {whole / alone:.2f} times",
         whole <= 1.3 * alone,
-    )
+    )  # fmt: skip
 
 
 def _children() -> float:
@@ -214,58 +214,37 @@ def _children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _step_seconds(n: int, repeats: int) -> tuple[float, float]:
-    """Processor seconds of n single gradients and of one step of n nodes: the least of some."""
-    table = {
-        "data": {"source": "synthetic", "samples": 32 * n, "workers": 0},
-        "model": {"name": "lenet"},
-        "log": {"consensus_every": 0},
-    }
-    assembly = assemble.assemble(assemble.load(table), Alone(), n)
-    module = assemble.make_model(assembly.job, assembly.source)
-    alone, whole = [], []
-    for repeat in range(repeats + 1):
-        begin = time.process_time()
-        assembly.trainer.step()
-        whole.append(time.process_time() - begin)
-        batches = assembly.loader.step(repeat)
-        begin = time.process_time()
-        for inputs, targets in batches:
-            module.zero_grad()
-            loss_and_correct(module(inputs), targets)[0].backward()
-        alone.append(time.process_time() - begin)
-    assembly.close()
-    return min(alone[1:]), min(whole[1:])
+def _nodes(n: int, **sections):
+    """Nodes of a job, put together."""
+    job = assemble.load({"log": {"consensus_every": 0}, **sections})
+    return assemble.assemble(job, Alone(), n)
+
+
+def _timed(repeats: int, *works: Callable) -> list[float]:
+    """Processor seconds of each, the least of some repeats in turn after a first."""
+    laps = np.empty((repeats + 1, len(works)))
+    for lap in laps:
+        for k, work in enumerate(works):
+            begin = time.process_time()
+            work()
+            lap[k] = time.process_time() - begin
+    return laps[1:].min(0).tolist()
 
 
 def vectorized(options) -> Iterator[Row]:
     """`node.vmap` against the loop: small models gain, convolutions on a processor lose."""
+    data = {"source": "digits", "batch": 4, "workers": 0}
     for name, n in (("mlp", 256), ("lenet", 64)):
-        seconds, parameters = [], []
-        for vmap in (False, True):
-            table = {
-                "data": {"source": "digits", "batch": 4, "workers": 0},
-                "model": {"name": name},
-                "node": {"vmap": vmap},
-                "log": {"consensus_every": 0},
-            }
-            assembly = assemble.assemble(assemble.load(table), Alone(), n)
-            laps = []
-            for _ in range(3):
-                begin = time.process_time()
-                assembly.trainer.step()
-                laps.append(time.process_time() - begin)
-            seconds.append(min(laps[1:]))
-            parameters.append(assembly.trainer.replicas.full[0].clone())
-            assembly.close()
-        apart = float(torch.dist(*parameters) / torch.linalg.norm(parameters[0]))
+        both = [_nodes(n, data=data, model={"name": name}, node={"vmap": v}) for v in (False, True)]
+        loop, vmap = (1e3 * lap for lap in _timed(2, *(one.trainer.step for one in both)))
+        ends = [one.trainer.replicas.full[0].clone() for one in both]
+        apart = float(torch.dist(*ends) / torch.linalg.norm(ends[0]))
+        for one in both:
+            one.close()
         yield Row(
-            f"node.vmap, {n} {name} nodes on digits, a step",
-            "own bar",
-            "same numbers to rounding",
-            f"loop {seconds[0] * 1e3:.0f} ms, vmap {seconds[1] * 1e3:.0f} ms; apart {apart:.0e}",
-            apart < 1e-5,
-        )
+            f"node.vmap, {n} {name} nodes on digits, a step", "own bar", "same numbers to rounding",
+            f"loop {loop:.0f} ms, vmap {vmap:.0f} ms; apart {apart:.0e}", apart < 1e-5,
+        )  # fmt: skip
 
 
 CLAIMS = (

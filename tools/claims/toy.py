@@ -149,13 +149,10 @@ def toy_limits(options) -> Iterator[Row]:
         also = {method: _limit(made, *how) for method, how in ours.items()}
         yield Row(
             f"limits on 16 quadratics, {name}, lr .05, β .9, float64, b normal (seed {SEED}): "
-            "order, zeros, divergences",
-            "own arithmetic (sizes depend on b)",
-            _words(expected),
+            "order, zeros, divergences", "own arithmetic (sizes depend on b)", _words(expected),
             f"{_words(found)}; also {_words(also)}"
-            + (f"; differs: {', '.join(wrong)}" if wrong else ""),
-            not wrong,
-        )
+            + (f"; differs: {', '.join(wrong)}" if wrong else ""), not wrong,
+        )  # fmt: skip
 
 
 def _words(column: dict[str, float]) -> str:
@@ -175,13 +172,12 @@ def accelerated(options) -> Iterator[Row]:
     expected = (2.3e-1, 6.5e-3, 8.2e-2, 1.8e-5)
     yield Row(
         "ring 16: what R = 20, 40 steps of accelerated gossip leave, as a part of what plain "
-        "gossip leaves (worst start)",
-        "Lu & De Sa, JMLR 2023",
+        "gossip leaves (worst start)", "Lu & De Sa, JMLR 2023",
         ", ".join(f"{expected[k + 1] / expected[k]:.1e}" for k in (0, 2)),
         ", ".join(f"{found[k + 1] / found[k]:.1e}" for k in (0, 2))
         + f" (plain {found[0]:.2f}, {found[2]:.2f})",
         all(abs(found[k + 1] / found[k] * expected[k] / expected[k + 1] - 1) < 0.1 for k in (0, 2)),
-    )
+    )  # fmt: skip
 
 
 def _left(method, phase: int) -> float:
