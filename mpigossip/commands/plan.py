@@ -46,6 +46,7 @@ def add(commands) -> None:
     plan.add_argument("--jitter", type=share, metavar="P", help="deviation of computing, 5%%")
     plan.add_argument("--period", type=float, metavar="H", help="of an adaptive cadence")
     plan.add_argument("--seconds", type=float, default=8.0, help="spent on measuring, about")
+    plan.add_argument("--best", action="store_true", help="propose graph, method, H and wire")
     plan.add_argument("--save", type=Path, metavar="FILE", help="write it for clock.network")
     plan.add_argument("--out", type=Path, metavar="OUT.png", help="a picture")
     plan.add_argument("--json", action="store_true", help="every combination, as one object")
@@ -56,7 +57,7 @@ def run(options) -> None:
     from mpigossip.analysis.dryrun import launched
     from mpigossip.analysis.machine import Given, examine
     from mpigossip.analysis.plan import as_json, table
-    from mpigossip.analysis.plan_report import picture, text
+    from mpigossip.analysis.plan.report import picture, text
     from mpigossip.cluster.ranks import Alone, world
     from mpigossip.config import JobError
     from mpigossip.training import assemble
@@ -81,6 +82,9 @@ def run(options) -> None:
         if options.save:
             machine.save(options.save)
         epochs = what.job.run.epochs if options.epochs is None else options.epochs
+        if options.best:
+            _best(options, what, machine)
+            return
         rows = table(what, machine, options.nodes, epochs, options.period)
         if options.out:
             picture(what, rows, options.nodes, epochs, options.out)
@@ -90,3 +94,15 @@ def run(options) -> None:
         print(text(what, machine, rows, options.nodes, epochs, note))
         if options.out:
             print(options.out)
+
+
+def _best(options, what, machine) -> None:
+    """Print what is proposed for each number of nodes."""
+    from mpigossip.analysis.plan.best import as_json, proposals, text
+
+    each = {n: proposals(options.job, options.settings, what, machine, n) for n in options.nodes}
+    if options.json:
+        print(json.dumps({n: as_json(*found) for n, found in each.items()}))
+        return
+    told = [text(options.job, options.settings, *found, n) for n, found in each.items()]
+    print("\n\n".join(told))

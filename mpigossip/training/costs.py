@@ -148,6 +148,9 @@ def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
         period = average_period(what, n) if period is None else period
         steps = max(STEPS, round(PERIODS * period))
         made = replace(made, cadence=steady(cadence, period), steps=steps)
+    elif cadence.kinds != {Kind.GOSSIP}:  # whole periods
+        own = job.cadence.options.get("period", 1)
+        made = replace(made, steps=own * -(-STEPS // own))
     return made
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpigossip.analysis.plan import ALL_REDUCE, Choice, choices, predict, recommend, table
-from mpigossip.analysis.plan_report import text
+from mpigossip.analysis.plan.report import text
 from mpigossip.commands.arguments import BYTES_A_SECOND, SECONDS, numbers_of_nodes, quantity
 from mpigossip.graphs import graph
 from mpigossip.graphs.theory import averaging_gap, transient_iterations, transient_of

@@ -1,0 +1,165 @@
+"""`mpigossip plan --best`: graph, method, period and wire for a network, ready to be pasted."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mpigossip.analysis.plan import ALL_REDUCE, GOSSIP, NEAR, Choice, Row, predict
+from mpigossip.config import Job, JobError
+from mpigossip.training import assemble
+from mpigossip.training.costs import Subject, subject
+from mpigossip.training.timing.machines import Machine
+
+PERIODS = (8, 32, 128)
+"""Steps between two exchanges that are tried."""
+FRAGMENTS = 4
+"""Of the model, where periods allow them: each is exchanged while the next steps are computed."""
+WITHIN = 1.1
+"""Proposals that take at most so many times as long as the fastest count as equally fast."""
+KNOWN = {
+    "none": "the same training as on one large node",
+    "one-peer": "published: +0.02 points (ResNet-50, 32 nodes)",
+    "static": "in theory as one-peer",
+    "ring": "published: -0.63 points (ResNet-50, 32 nodes)",
+    "bf16": "measured: none (steps to a loss, LeNet, 8 nodes)",
+    "diloco": "measured: 1.1-1.4 x the steps at H = 50; own rate",
+    "gasloc": "published: as DiLoCo; not measured; own rate",
+}
+"""What is known of the accuracy that a choice costs: Ying et al. 2021's table (76.25 % all-reduce,
+76.27 % one-peer, 75.62 % ring), ours in jobs/claims/BEYOND.md (LeNet, 8 nodes: steps to a training
+loss of 1.8: fp32 231 to 240, bf16 213, DiLoCo with AdamW 269 to 318)."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A way to train, from the dearest in bytes to the cheapest: higher levels risk more."""
+
+    label: str
+    level: int
+    known: str
+    settings: tuple[str, ...]
+    row: Row
+
+
+@dataclass(frozen=True)
+class _Way:
+    label: str
+    level: int
+    known: str
+    graph: str
+    settings: tuple[str, ...]
+    """besides the graph's"""
+
+
+def _ways(job: Job, n: int) -> Iterator[_Way]:
+    """What may be proposed, by what it risks."""
+    always = ("cadence.name=always", "node.wire=fp32")
+    yield _Way("all-reduce (DDP)", 0, "none", ALL_REDUCE, ("algorithm.name=parallel", *always))
+    method = job.algorithm.name
+    if assemble.make_bare(job).always_global:
+        method = GOSSIP
+    own = (f"algorithm.name={method}",)
+    graphs = {"one-peer-exponential": "one-peer", "one-peer-hypercube": "one-peer",
+              "base-2": "one-peer", "exponential": "static", "ring": "ring"}  # fmt: skip
+    for graph, known in graphs.items():
+        if n & (n - 1) and graph == "one-peer-exponential":
+            continue  # not exact for this n, as base-2 is
+        level = 3 if graph == "ring" else 1
+        yield _Way(f"{method}, {graph}", level, known, graph, (*own, *always))
+    peer = "base-2" if n & (n - 1) else "one-peer-exponential"
+    wire = ("cadence.name=always", "node.wire=bf16")
+    yield _Way(f"{method}, {peer}, bf16", 2, "bf16", peer, (*own, *wire))
+    for step, period in enumerate(PERIODS):
+        level, seldom = 4 + step, f"cadence.period={period}"
+        outer = ("algorithm.name=diloco", "cadence.name=cpsgd", seldom, "node.wire=fp32")
+        parts = (f"cadence.fragments={FRAGMENTS}", "cadence.delay=1")
+        gasloc = ("algorithm.name=gasloc", "cadence.name=every", seldom, "node.wire=fp32")
+        yield _Way(f"diloco, H = {period}", level, "diloco", "complete", outer)
+        label = f"diloco, H = {period}, {FRAGMENTS} fragments"
+        yield _Way(label, level, "diloco", "complete", (*outer, *parts))
+        yield _Way(f"gasloc, {peer}, H = {period}", level, "gasloc", peer, gasloc)
+
+
+def proposals(
+    path: Path, settings: Sequence[str], what: Subject, machine: Machine, n: int
+) -> tuple[list[Proposal], dict[str, str]]:
+    """All that can be pasted behind a job's file and settings, and what can't, with the reason."""
+    found, left_out = [], {}
+    for way in _ways(what.job, n):
+        graph = "complete" if way.graph == ALL_REDUCE else way.graph
+        pasted = (*way.settings, f"graph.name={graph}")
+        try:
+            job = assemble.load(path, [*settings, *pasted])
+            wrong = [m for m in assemble.mistakes(job, n) if not m.startswith("node.devices")]
+            if wrong:
+                raise JobError(wrong)
+        except JobError as error:
+            left_out[way.label] = str(error)
+            continue
+        choice = Choice(way.graph, job.cadence.name, job.node.wire)
+        row = predict(subject(job)[0], machine, choice, n, job.run.epochs)
+        if row is None:
+            left_out[way.label] = f"the graph doesn't exist for {n} nodes, or the parts don't fit"
+        else:
+            found.append(Proposal(way.label, way.level, KNOWN[way.known], pasted, row))
+    if not found:
+        raise JobError([f"{label}: {why}" for label, why in left_out.items()])
+    return found, left_out
+
+
+def best(found: Sequence[Proposal]) -> Proposal:
+    """Of those within `WITHIN` of the fastest what risks least; among equals the fewest bytes."""
+    fastest = min(one.row.step_s for one in found)
+    near = [one for one in found if one.row.step_s <= WITHIN * fastest]
+    level = min(one.level for one in near)
+    least = [one for one in near if one.level == level]
+    quick = min(one.row.step_s for one in least)
+    least = [one for one in least if one.row.step_s <= NEAR * quick]
+    return min(least, key=lambda one: (one.row.bytes_per_step, one.row.step_s))
+
+
+def text(
+    job: Path,
+    settings: Sequence[str],
+    found: Sequence[Proposal],
+    left_out: dict[str, str],
+    n: int,
+) -> str:
+    """A table, fastest first, and the line to paste."""
+    chosen = best(found)
+    reduce = next((one.row.step_s for one in found if one.level == 0), None)
+    lines = [f"{n} nodes: predicted, fastest first; * proposed: of those within "
+             f"{WITHIN - 1:.0%} of the fastest what risks least",
+             f"  {'':36}{'ms a step':>10}{'MB a step':>11}  known of its accuracy"]  # fmt: skip
+    for one in sorted(found, key=lambda one: one.row.step_s):
+        mark = "*" if one is chosen else " "
+        lines.append(
+            f"{mark} {one.label:36}{1e3 * one.row.step_s:10.4g}"
+            f"{one.row.bytes_per_step / 1e6:11.3g}  {one.known}"
+        )
+    if reduce is not None and chosen.level:
+        gain = f"{reduce / chosen.row.step_s:.2f} x as fast as all-reduce; "
+    else:
+        gain = "nothing to be gained by sending less; " if not chosen.level else ""
+    command = shlex.join(["mpigossip", "train", str(job), *settings, *chosen.settings])
+    lines += ["", f"{gain}to paste:", f"  {command}"]
+    for label, why in left_out.items():
+        lines.append(f"left out: {label}: {why.splitlines()[0]}")
+    return "\n".join(lines)
+
+
+def as_json(found: Sequence[Proposal], left_out: dict[str, str]) -> dict[str, Any]:
+    """The same as plain values."""
+    chosen = best(found)
+    rows = [
+        {"label": one.label, "level": one.level, "known": one.known,
+         "settings": list(one.settings), "proposed": one is chosen, **asdict(one.row)}
+        for one in found
+    ]  # fmt: skip
+    for row in rows:
+        row["transient"] = row["transient"] if row["transient"] < float("inf") else None
+    return {"proposals": rows, "left_out": left_out}
