@@ -48,7 +48,6 @@ from mpigossip.training.precision import Precision, resolved
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.schedule import schedule
 from mpigossip.training.task import CLASSIFICATION, Objective
-from mpigossip.training.timing.machines import OFF, named
 
 
 @dataclass
@@ -211,17 +210,7 @@ def mistakes(job: Job, n: int) -> list[str]:
     found = _unfit(job, n)
     if not found:
         found += lasting(job, n)
-    return found + devices.mistakes(job.node.devices) + contradictions(job) + _clockless(job)
-
-
-def _clockless(job: Job) -> list[str]:
-    """What keeps a virtual clock from knowing its machine."""
-    try:
-        if job.clock.network != OFF:
-            named(job.clock)
-    except JobError as error:
-        return list(error.messages)
-    return []
+    return found + devices.mistakes(job.node.devices) + contradictions(job)
 
 
 def lasting(job: Job, n: int) -> list[str]:

@@ -19,6 +19,7 @@ from mpigossip.mixing.base import Kind
 from mpigossip.mixing.codes import wire as wire_of
 from mpigossip.training import shape
 from mpigossip.training.fragments import unfit_fragments
+from mpigossip.training.timing.machines import OFF, named
 
 FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
 
@@ -175,7 +176,17 @@ def contradictions(job: Job) -> list[str]:
             'node.precision = "fp16": each node scales its loss by itself, which node.vmap '
             'can\'t; use "bf16", or leave node.vmap out'
         )
-    return found
+    return found + _clockless(job)
+
+
+def _clockless(job: Job) -> list[str]:
+    """What keeps a virtual clock from knowing its machine."""
+    try:
+        if job.clock.network != OFF:
+            named(job.clock)
+    except JobError as error:
+        return list(error.messages)
+    return []
 
 
 def check_vmap(job: Job, module: nn.Module) -> None:

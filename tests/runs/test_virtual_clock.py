@@ -53,14 +53,16 @@ def test_digests_and_columns_are_those_of_a_run_without(tmp_path):
 
 
 @pytest.mark.parametrize("graph", ["one-peer-exponential", "ring", "complete"])
-@pytest.mark.parametrize("cadence", ["always", "every"])
+@pytest.mark.parametrize(
+    "cadence", ["always", "every", "every cadence.fragments=2", "cpsgd cadence.period=6"]
+)
 def test_without_jitter_it_is_what_plan_says(tmp_path, graph, cadence):
-    settings = [*CLOCK, f"graph.name={graph}", f"cadence.name={cadence}"]
+    settings = [*CLOCK, f"graph.name={graph}", *f"cadence.name={cadence}".split()]
     _, log = trained(tmp_path, *settings)
     made = exchanges(subject(job(tmp_path, *settings))[0], NODES)
     step = Timing(job(tmp_path), made, named(job(tmp_path, *CLOCK).clock)).step_s()
     assert len(log.steps["step"]) == 24  # whole periods
-    np.testing.assert_allclose(log.steps[VIRTUAL][-1], 24 * step, rtol=1e-9)
+    np.testing.assert_allclose(log.steps[VIRTUAL][-1], 24 * step, rtol=1e-9, err_msg=cadence)
 
 
 def test_a_stopped_run_goes_on_at_its_time(tmp_path):

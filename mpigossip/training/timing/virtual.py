@@ -9,6 +9,7 @@ from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.faults import Faults
 from mpigossip.training import assemble
 from mpigossip.training.costs import Exchanges
+from mpigossip.training.fragments import narrowed
 from mpigossip.training.timing.machines import named
 from mpigossip.training.timing.steps import Clock, Timing
 
@@ -28,7 +29,8 @@ class VirtualClock:
         self._machine, n = named(section), assembly.graph.n
         layout = Layout((flat.size,), engine.method.vectors, engine.method.scalars,
                         wire=assemble.make_wire(job))  # fmt: skip
-        asynchronous = job.node.mixer == "asynchronous"
+        asynchronous, turns = job.node.mixer == "asynchronous", engine.cadence.turns
+        layout, self._fragments = narrowed(layout, turns), turns.fragments
         made = Exchanges(assembly.graph, engine.method, engine.cadence, layout, asynchronous)
         self._clock = Clock(Timing(job, made, self._machine))
         if begun is not None:
@@ -44,7 +46,7 @@ class VirtualClock:
         machine, n = self._machine, len(self._clock.now[0])
         pace = 1 + machine.jitter * normal((self._seed, DRAWS, index), n)
         pace = np.maximum(pace, 0.0) * self._slow.costs(index)
-        self._clock.step(kind, self._round, machine.compute_s * pace[None])
+        self._clock.step(kind, self._round // self._fragments, machine.compute_s * pace[None])
         self._round += kind is Kind.GOSSIP
         return self._clock.now[0]
 
