@@ -247,7 +247,11 @@ class NodeSection:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsSection:
-    """Section `[faults]`: slow nodes and lost links, for simulated asynchronous runs."""
+    """Section `[faults]`: what goes wrong in a simulated run, drawn from `run.seed`.
+
+    Slow nodes are for asynchronous runs; lost links and nodes that are away for others, too: there
+    weights are mended so that the mean stays.
+    """
 
     slow_times: OneOrMore = 1.0
     """How many times longer a slow node computes; 1: none is slow."""
@@ -256,7 +260,16 @@ class FaultsSection:
     slow_steps: Positive = 10
     """Steps that a node stays slow."""
     lost: Chance = 0.0
-    """Probability that a node doesn't see another one in a round."""
+    """Probability that a node doesn't see another one in a round; synchronous: that their link
+    carries nothing, either way."""
+    lost_rounds: NotNegative = 0.0
+    """Rounds that a lost link stays lost, on the average; 0: drawn anew each round."""
+    away: Chance = 0.0
+    """Probability that a node takes no part in a round; its steps go on."""
+    away_rounds: NotNegative = 0.0
+    """Rounds that it stays away, on the average; 0: drawn anew each round."""
+    ticks: NotNegative = 0.0
+    """Ticks a round of each node's Poisson clock: it takes part in rounds with one; 0: in all."""
 
 
 @dataclass(frozen=True, kw_only=True)

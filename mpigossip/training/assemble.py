@@ -30,6 +30,7 @@ from mpigossip.engine.overlap import Blocks
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph, GraphError
+from mpigossip.graphs.faulty import Links, faulty
 from mpigossip.graphs.placement import place
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group, held
@@ -102,9 +103,14 @@ def make_graph(job: Job, n: int) -> Graph:
     """The graph that the job names, over n nodes."""
     section = job.graph
     seed = job.run.seed if section.seed is None else section.seed
-    return graphs.graph(
+    made = graphs.graph(
         section.name, n, weights=section.weights, seed=seed, lazy=section.lazy, **section.options
     )
+    ill = job.faults
+    if job.node.mixer == "asynchronous" or not (ill.lost or ill.away or ill.ticks):
+        return made
+    return faulty(made, Links(n, job.run.seed, ill.lost, ill.lost_rounds, ill.away,
+                              ill.away_rounds, ill.ticks))  # fmt: skip
 
 
 def placed(job: Job, graph: Graph, world: World) -> Graph:

@@ -33,6 +33,7 @@ def unfit(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[s
         *_unfit_wire(job, method.needs),
         *unfit_fragments(job, graph, method, cadence),
         *_unfit_asynchrony(job, method),
+        *_unfit_faults(job, method),
         *_unfit_nccl(job),
     ]
 
@@ -78,6 +79,12 @@ def _unfit_graph(job: Job, graph: Graph, needs: frozenset) -> list[str]:
     missing = lacking(needs, graph)
     if not missing:
         return []
+    if _links_fail(job) and "static" in missing:
+        return [
+            f'faults: algorithm "{job.algorithm.name}" needs a graph that is '
+            f"{' and '.join(missing)}, and lost links make another one each round; leave [faults] "
+            "out, or choose another method"
+        ]
     fitting = [name for name in graphs.BUILDERS if _fits(name, graph.n, needs)]
     own = ", by their own weights" if job.graph.weights else ""
     return [
@@ -218,6 +225,31 @@ def bears_delay(method: Algorithm) -> bool:
     return method.needs <= {"row-stochastic", "doubly", "never-global"}
 
 
+def _links_fail(job: Job) -> bool:
+    """Whether rounds are mended for links that are lost."""
+    ill = job.faults
+    return job.node.mixer != "asynchronous" and bool(ill.lost or ill.away or ill.ticks)
+
+
+def _unfit_faults(job: Job, method: Algorithm) -> list[str]:
+    """Stays that are too short, and averages over all, which lost links don't keep from."""
+    ill, found = job.faults, []
+    stays = {"lost": (ill.lost, ill.lost_rounds), "away": (ill.away, ill.away_rounds)}
+    for key, (share, rounds) in stays.items():
+        least = 1 / (1 - share)
+        if rounds and rounds < least:
+            found.append(
+                f"faults.{key}_rounds = {rounds:g}: drawn anew each round they are {least:.3g} "
+                f"already, with faults.{key} = {share:g}; take more, or 0"
+            )
+    if method.always_global and _links_fail(job):
+        found.append(
+            f'faults: algorithm "{job.algorithm.name}" averages over all nodes, which waits for '
+            "every link; leave [faults] out, or choose a method of neighbours"
+        )
+    return found
+
+
 def _unfit_nccl(job: Job) -> list[str]:
     if job.node.gpu_window != "nccl":
         return []
@@ -232,15 +264,17 @@ def _unfit_nccl(job: Job) -> list[str]:
 def _unfit_asynchrony(job: Job, method: Algorithm) -> list[str]:
     node, faults, found = job.node, job.faults, []
     if node.mixer != "asynchronous":
-        if faults.slow_times > 1 or faults.lost:
-            key, value = ("slow_times", faults.slow_times) if faults.slow_times > 1 else (
-                "lost", faults.lost
-            )  # fmt: skip
+        if faults.slow_times > 1:
             found.append(
-                f"faults.{key} = {value:g}: only an asynchronous run goes on without what it "
-                'doesn\'t see; add node.mixer = "asynchronous", or leave it out'
+                f"faults.slow_times = {faults.slow_times:g}: only an asynchronous run goes on "
+                'without what it doesn\'t see; add node.mixer = "asynchronous", or leave it out'
             )
         return found
+    found += [
+        f"faults.{key} = {value:g}: an asynchronous run has faults.lost only; leave it out"
+        for key in ("lost_rounds", "away", "away_rounds", "ticks")
+        if (value := getattr(faults, key))
+    ]
     if not bears_delay(method):
         fitting = [name for name in BUILDERS if _named_bears_delay(name)]
         found.append(

@@ -9,6 +9,7 @@ import torch
 from mpigossip.algorithms import LOCALS
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
+from mpigossip.config.sections import FaultsSection
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group
 from mpigossip.groups.devices import slots_of
@@ -66,7 +67,7 @@ def mistakes(job: Job, world: World) -> list[str]:
             'node.ranks_per_node = "host": a simulation has no hosts; say how many ranks a node '
             "has, as in node.ranks_per_node=4"
         )
-    if world.comm is not None and (job.faults.slow_times > 1 or job.faults.lost):
+    if world.comm is not None and job.faults != FaultsSection():
         found.append("faults: ranks have their own; only `mpigossip simulate` invents some")
     if world.comm is not None and node.mixer == "product":
         found.append(

@@ -293,7 +293,7 @@ def test_a_run_on_ranks_logs_staleness(mpirun, tmp_path):
         ("node.devices=cuda:0", "memory of the CPU"),
         ("node.gpu_window=nccl", "with NCCL the other end has to take part"),
         ("node.gpu_window=nccl run.survive=true", "after one of its ranks is lost"),
-        ("node.mixer=synchronous faults.lost=0.1", "only an asynchronous run"),
+        ("node.mixer=synchronous faults.slow_times=3", "only an asynchronous run"),
     ],
 )
 def test_what_asynchrony_does_not_bear_is_refused(settings, message):

@@ -1,0 +1,196 @@
+"""Links that are lost and nodes that are away: each round of a graph with its weights mended.
+
+What a lost link would have carried stays with who would have had it, so that every round keeps
+what the graph promises: of a doubly stochastic one rows and columns still sum to one, and the mean
+of the nodes stays. Everything follows from (seed, round).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+
+from mpigossip.graphs.base import SAMPLED_ROUNDS, Graph
+from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
+
+
+@dataclass(frozen=True)
+class OnOff:
+    """Things of which each is off in a share of the rounds, for ``rounds`` on the average.
+
+    A chain of two states: with probability r a thing is drawn anew (off with probability
+    ``share``), else it stays. Off it stays 1/(r (1 − share)) rounds; 0 means r = 1, drawn anew each
+    round.
+    """
+
+    share: float
+    rounds: float
+    key: tuple[int, ...]
+    count: int
+    _latest: dict = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def anew(self) -> float:
+        """The probability r."""
+        return 1 / (self.rounds * (1 - self.share)) if self.rounds else 1.0
+
+    def off(self, t: int) -> np.ndarray:
+        """Which are off in round t: bool (count,)."""
+        if not self.share:
+            return np.zeros(self.count, bool)
+        before = self._latest.get(t - 1)
+        drawn, off = self._drawn(t)
+        back = t
+        while not drawn.all() and back > 0 and before is None:
+            back -= 1
+            also, state = self._drawn(back)
+            off, drawn = np.where(drawn, off, state), drawn | also
+        if before is not None:
+            off = np.where(drawn, off, before)
+        self._latest.clear()
+        self._latest[t] = off
+        return off
+
+    def _drawn(self, t: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which are drawn anew in a round, all in the first; and what those are then."""
+        words = np.random.Philox(np.random.SeedSequence((*self.key, t)))
+        anew, state = words.random_raw(2 * self.count).reshape(2, -1) / 2.0**64
+        return (anew < self.anew) | (t == 0), state < self.share
+
+
+@dataclass(frozen=True)
+class Links:
+    """Which links fail and which nodes are away; a function of (seed, round) alone.
+
+    ``lost``: share of the rounds in which a link, both ways, carries nothing, ``lost_rounds`` in a
+    row on the average (0: independent). ``away``, ``away_rounds``: the same of nodes and all their
+    links. ``ticks``: nodes take part where their Poisson clocks tick, so often a round on the
+    average; 0: always.
+    """
+
+    n: int
+    seed: int = 0
+    lost: float = 0.0
+    lost_rounds: float = 0.0
+    away: float = 0.0
+    away_rounds: float = 0.0
+    ticks: float = 0.0
+
+    def alive(self, t: int) -> np.ndarray:
+        """Between which nodes something travels in round t: bool (n, n), symmetric."""
+        pairs, nodes, clocks = _chains(self)
+        alive = np.ones((self.n, self.n), bool)
+        upper = np.triu_indices(self.n, 1)
+        alive[upper] = ~pairs.off(t)
+        alive &= alive.T
+        here = ~(nodes.off(t) | clocks.off(t))
+        return alive & here[:, None] & here[None, :]
+
+
+@lru_cache(maxsize=8)
+def _chains(links: Links) -> tuple[OnOff, OnOff, OnOff]:
+    n, seed = links.n, links.seed
+    asleep = math.exp(-links.ticks) if links.ticks else 0.0
+    return (
+        OnOff(links.lost, links.lost_rounds, (seed, 11), n * (n - 1) // 2),
+        OnOff(links.away, links.away_rounds, (seed, 12), n),
+        OnOff(asleep, 0.0, (seed, 13), n),
+    )
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """The rounds of a graph, each mended for the links that are lost in it."""
+
+    of: Graph
+    links: Links
+    change: Callable[[Round], Round] = lambda r: r
+    """of a round before it is mended"""
+    period = None
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """The graph's own, and the first few that are mended."""
+        own = tuple(map(self.change, self.of.schedule.rounds))
+        return (*own, *(self.at(t) for t in range(SAMPLED_ROUNDS)))
+
+    def at(self, t: int) -> Round:
+        """Round t."""
+        return _mended(self, t)
+
+    def mapped(self, change: Callable[[Round], Round]) -> Faulty:
+        """The same with each round changed before it is mended."""
+        return replace(self, change=lambda r: change(self.change(r)))
+
+
+@lru_cache(maxsize=64)
+def _mended(faulty: Faulty, t: int) -> Round:
+    whole = faulty.change(faulty.of.schedule.at(t))
+    return mended(whole, faulty.links.alive(t), faulty.of.facts)
+
+
+def faulty(graph: Graph, links: Links) -> Graph:
+    """The graph with its links lost now and then."""
+    named = {k: v for k, v in vars(links).items() if v and k not in ("n", "seed")}
+    return Graph(cast("Any", Faulty(graph, links)), graph.name, (*graph.options, *named.items()))
+
+
+def mended(whole: Round, alive: np.ndarray, facts: frozenset[str]) -> Round:
+    """A round without the dead links, that keeps which of its sums are one.
+
+    Doubly stochastic: W is a sum of circles of nodes that hand on the same weight; one with a dead
+    link in it is left out, and its nodes keep their own. Two nodes that exchange are a circle of
+    two. Else a receiver keeps more of its own, or (column-stochastic) a sender.
+    """
+    w = whole.matrix()
+    n = len(w)
+    off = ~np.eye(n, dtype=bool)
+    left = np.where(off & alive, w, 0.0)
+    own = w.diagonal().copy()
+    if {"row-stochastic", "column-stochastic"} <= facts and not whole.symmetric():
+        left, kept = np.where(off, w, 0.0), own
+        for nodes, weight in _circles(whole):
+            after = np.roll(nodes, -1)
+            if not alive[nodes, after].all():
+                left[nodes, after] -= weight
+                kept[nodes] += weight
+        left[left < TOLERANCE] = 0.0
+    elif "row-stochastic" in facts:
+        own += (w - left).sum(1) - w.diagonal()
+    else:
+        own += (w - left).sum(0) - w.diagonal()
+    np.fill_diagonal(left, own)
+    return Sparse.from_matrix(left)
+
+
+@lru_cache(maxsize=64)
+def _circles(whole: Round) -> list[tuple[np.ndarray, float]]:
+    """Circles of nodes, each taking from the next, and their weights: W off its diagonal.
+
+    Pairs that exchange come first; the rest is walked until a node is met again.
+    """
+    left = whole.matrix()
+    np.fill_diagonal(left, 0.0)
+    found = []
+    both = np.triu(np.minimum(left, left.T))
+    for i, j in zip(*np.nonzero(both), strict=True):
+        found.append((np.array([i, j]), float(both[i, j])))
+    left -= both + both.T
+    for start in range(len(left)):
+        while left[start].max() > TOLERANCE:
+            walk, at = [], start
+            while at not in walk:
+                walk.append(at)
+                at = int(np.argmax(left[at]))
+            nodes = np.array(walk[walk.index(at) :])
+            after = np.roll(nodes, -1)
+            weight = float(left[nodes, after].min())
+            left[nodes, after] -= weight
+            left[left < TOLERANCE] = 0.0
+            found.append((nodes, weight))
+    return found

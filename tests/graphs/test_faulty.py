@@ -1,0 +1,124 @@
+"""Lost links: every round keeps its sums, chains have their shares and stays, runs their mean."""
+
+import numpy as np
+import pytest
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.graphs import graph
+from mpigossip.graphs.faulty import Links, OnOff, faulty
+from mpigossip.training import assemble
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("ring", {}), ("exponential", {}), ("one-peer-exponential", {}), ("base-3", {}),
+     ("erdos-renyi", {}), ("one-peer-exponential", {"order": "uniform"}), ("d-equistatic", {})],
+)  # fmt: skip
+def test_every_round_stays_doubly_stochastic_and_uses_no_dead_link(name, options):
+    whole = graph(name, 12, **options)
+    links = Links(12, 3, lost=0.15, away=0.1)
+    made, fewer = faulty(whole, links), 0
+    assert made.doubly_stochastic and made.period is None
+    assert ("symmetric" in made.facts) == ("symmetric" in whole.facts)
+    for t in range(30):
+        w, before, alive = made.matrix(t), whole.matrix(t), links.alive(t)
+        off = w - np.diag(w.diagonal())
+        assert np.allclose(w.sum(0), 1) and np.allclose(w.sum(1), 1) and w.min() >= 0
+        assert not off[~alive].any() and (off <= before + 1e-12).all()
+        fewer += int((off < before - np.diag(before.diagonal()) - 1e-9).any())
+    assert fewer > 20  # of 30 rounds
+
+
+def test_pairs_lose_what_they_share_and_nothing_else():
+    made = faulty(graph("ring", 10), links := Links(10, 0, lost=0.3))
+    for t in range(20):
+        w, alive = made.matrix(t), links.alive(t)
+        expected = graph("ring", 10).matrix(0) * alive
+        np.fill_diagonal(expected, 0)
+        assert np.allclose(w - np.diag(w.diagonal()), expected)
+
+
+def test_a_lazy_one_is_mended_likewise():
+    made = faulty(graph("random-matching", 8), Links(8, 0, lost=0.3))
+    lazy = made.lazy()
+    for t in range(12):
+        assert np.allclose(lazy.matrix(t), (np.eye(8) + made.matrix(t)) / 2)
+
+
+@pytest.mark.parametrize("weights", ["push", None])
+def test_one_sided_sums_are_kept(weights):
+    whole = graph("star", 6, weights=weights) if weights else graph("ring", 6)
+    made = faulty(whole, Links(6, 1, lost=0.4))
+    assert {"row-stochastic", "column-stochastic"} & made.facts == (
+        {"row-stochastic", "column-stochastic"} & whole.facts
+    )
+
+
+@pytest.mark.parametrize(("share", "rounds"), [(0.2, 0.0), (0.2, 10.0), (0.5, 4.0)])
+def test_chains_are_off_for_their_share_and_their_stays(share, rounds):
+    chain, count = OnOff(share, rounds, (7,), 400), 500
+    states = np.array([chain.off(t) for t in range(count)])
+    ends = (states[:-1] & ~states[1:]).sum()
+    stay = states[:-1].sum() / ends
+    assert states.mean() == pytest.approx(share, abs=0.02)
+    assert stay == pytest.approx(rounds or 1 / (1 - share), rel=0.1)
+    # any round in any order: a resumed run sees the same
+    fresh = OnOff(share, rounds, (7,), 400)
+    assert (fresh.off(377) == states[377]).all() and (fresh.off(12) == states[12]).all()
+
+
+def test_poisson_clocks_take_part_as_often_as_they_tick():
+    links = Links(200, 0, ticks=0.7)
+    here = [links.alive(t).any(1).mean() for t in range(40)]
+    assert np.mean(here) == pytest.approx(1 - np.exp(-0.7), abs=0.02)
+
+
+JOB = {
+    "task": {"name": "quadratics", "noise": 0.0},
+    "data": {"condition": 1.0, "dimension": 4, "steps": 10},
+    "algorithm": {"name": "dsgd"},
+    "graph": {"name": "one-peer-hypercube"},
+    "schedule": {"lr": 0.1},
+}
+
+
+def trainer(*settings, n=8):
+    with Alone() as alone:
+        return assemble.assemble(assemble.load(JOB, settings), alone, n).trainer
+
+
+@pytest.mark.parametrize("ill", ["lost=0.3", "away=0.2", "ticks=0.5"])
+def test_the_mean_goes_its_way_whatever_is_lost(ill):
+    whole, hurt = trainer(), trainer(f"faults.{ill}")
+    for _ in range(12):
+        whole.step()
+        record = hurt.step()
+        means = [one.replicas.x[0].double().mean(0) for one in (whole, hurt)]
+        assert (means[0] - means[1]).abs().max() < 1e-6
+    assert (whole.replicas.x[0] - hurt.replicas.x[0]).abs().max() > 1e-3
+    assert sum(record.bytes_sent) < sum(whole.mixer.bytes_sent)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["faults.lost=0.5", "faults.lost_rounds=1.5"],
+            "faults.lost_rounds = 1.5: .* are 2 already",
+        ),
+        (
+            ["faults.away=0.1", "algorithm.name=parallel", "graph.name=complete"],
+            '"parallel" averages',
+        ),
+        (
+            ["faults.lost=0.1", "algorithm.name=decentlam", "graph.name=ring"],
+            "links make another",
+        ),
+        (["faults.ticks=1", "node.mixer=asynchronous"], "faults.ticks = 1: an asynchronous run"),
+        (["faults.slow_times=3"], "faults.slow_times = 3"),
+    ],
+)
+def test_what_faults_do_not_go_with_is_said(settings, message):
+    with pytest.raises(JobError, match=message):
+        trainer(*settings)
