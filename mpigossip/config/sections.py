@@ -43,6 +43,11 @@ class RunSection:
     """Folder of the run; `{name}` stands for `run.name`."""
     evaluate_every: Count = 1
     """Epochs between evaluations; 0 evaluates only at the end."""
+    evaluate_steps: Count = 0
+    """Steps between further evaluations, whatever the epoch; 0: none."""
+    recalibrate: Count = 0
+    """Training batches a node by which the batch norms of the averaged model get statistics of
+    their own before it is tested; 0: it has the mean of the nodes'."""
     survive: bool = False
     """Go on without ranks that are lost, where MPI is fault-tolerant (Open MPI, started with
     `mpirun --with-ft ulfm`). Costs a copy of the node's state at every step, in host memory."""

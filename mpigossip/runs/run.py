@@ -27,7 +27,7 @@ from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import MOST
 from mpigossip.training.assemble import Assembly
-from mpigossip.training.evaluate import Evaluation, evaluate
+from mpigossip.training.evaluate import Evaluation, evaluate, norms
 from mpigossip.training.snapshot import by_slot, snapshot
 
 IDLE_S = 1e-3
@@ -172,8 +172,9 @@ class Run:
         self.progress.checkpoint = self.saver.last or self.progress.checkpoint
         last = done == self.progress.total_steps
         epoch, over = divmod(done - self.progress.shift, self.progress.steps_per_epoch)
-        every = job.run.evaluate_every
-        if last or (over == 0 and every and epoch % every == 0):
+        every, steps = job.run.evaluate_every, job.run.evaluate_steps
+        due = over == 0 and every and epoch % every == 0
+        if last or due or (steps and done % steps == 0):
             self._evaluate()
         if (
             last
@@ -185,7 +186,14 @@ class Run:
     def _evaluate(self) -> None:
         meet(self.trainer, self.world, self.trainer.group)
         trainer = self.trainer
-        self.progress.evaluation = evaluate(trainer.replicas, trainer.mixer, self.assembly.loader)
+        begin, count = trainer.index - trainer.shift, self.progress.job.run.recalibrate
+        shown = range(begin, begin + count if norms(trainer.replicas.modules[0][0]) else begin)
+        self.progress.evaluation = evaluate(
+            trainer.replicas,
+            trainer.mixer,
+            self.assembly.loader,
+            [trainer.settings.batches(step) for step in shown],
+        )
         self._doubt(self.progress.evaluation)
         for hook in self.hooks:
             hook.evaluation(self.progress, trainer.index, self.progress.evaluation)

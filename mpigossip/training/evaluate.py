@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpigossip.data.loading import AnyLoader
+from mpigossip.data.nested import Nested
 from mpigossip.engine.consensus import consensus_distance
 from mpigossip.groups.base import held, shards
 from mpigossip.mixing.base import Mixer
@@ -47,16 +49,24 @@ class Evaluation(NamedTuple):
         return self.averaged["accuracy"]
 
 
-def evaluate(replicas: Replicas, mixer: Mixer, loader: AnyLoader) -> Evaluation:
+def evaluate(
+    replicas: Replicas,
+    mixer: Mixer,
+    loader: AnyLoader,
+    batches: Sequence[Sequence[Nested]] = (),
+) -> Evaluation:
     """Average parameters and norm buffers exactly, and test on the shared test set.
 
     Node i tests on samples i, i + n, i + 2n, …, the averaged model and its own, so that all
     nodes together run through the test set once for each; its slot 0 does, for which the node's
-    other ranks wait however long it takes. Uses the gradients' memory. Collective over nodes and
-    their slots.
+    other ranks wait however long it takes. ``batches``: of some steps, row after row, slot after
+    slot: the averaged model's batch norms are recalibrated by them. Uses the gradients' memory.
+    Collective over nodes and their slots.
     """
     objective, group = replicas.objective, replicas.group
     averaged = averaged_model(replicas, mixer)
+    if batches:
+        recalibrate(averaged, replicas, mixer, batches)
     names = ("loss", *objective.metrics)
     # (rows, averaged or own, loss and metrics, sum or count)
     rows = torch.zeros(len(mixer.rows), 2, len(names), 2, dtype=torch.float64)
@@ -100,6 +110,49 @@ def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
             for buffer, value in zip(buffers.values(), values, strict=True):
                 buffer.copy_(value.view(buffer.shape))
     return module
+
+
+def norms(module: nn.Module) -> list[_BatchNorm]:
+    """The layers that keep statistics of batches."""
+    found = [one for one in module.modules() if isinstance(one, _BatchNorm)]
+    return [one for one in found if one.track_running_stats]
+
+
+def recalibrate(
+    module: nn.Module, replicas: Replicas, mixer: Mixer, batches: Sequence[Sequence[Nested]]
+) -> None:
+    """Give the batch norms of an averaged model statistics of its own activations.
+
+    The mean of the nodes' statistics belongs to none of the models: theirs are of other weights.
+    Here each node's slot 0 shows the model its ``batches``, in training mode of these layers alone;
+    the statistics are the mean over batches, then over nodes, exactly. Collective.
+    """
+    group, slots = replicas.group, len(replicas.group.mine)
+    found = norms(module.eval())
+    for one in found:
+        one.momentum = None  # the mean of all batches since they were reset
+    rows = []
+    for row in range(replicas.rows if 0 in group.mine else 0):
+        for one in found:
+            one.reset_running_stats()
+            one.train()
+        with torch.no_grad():
+            for step in batches:
+                replicas.objective(module, step[row * slots])
+        both = [part.double().cpu() for one in found for part in _statistics(one)]
+        rows.append(torch.cat(both) if both else torch.zeros(0, dtype=torch.float64))
+    width = sum(part.numel() for one in found for part in _statistics(one))
+    mine = torch.stack(rows) if rows else torch.zeros(replicas.rows, width, dtype=torch.float64)
+    mine = group.sum_scalars([torch.zeros_like(mine) if slot else mine for slot in group.mine])
+    values = mixer.mean(mine).split([part.numel() for one in found for part in _statistics(one)])
+    for part, value in zip([p for one in found for p in _statistics(one)], values, strict=True):
+        part.copy_(value)
+    module.eval()
+
+
+def _statistics(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    assert norm.running_mean is not None and norm.running_var is not None
+    return norm.running_mean, norm.running_var
 
 
 def _buffers_of(replicas: Replicas, place: int) -> torch.Tensor:
