@@ -14,22 +14,30 @@ from mpigossip.training import assemble
 JOB = Path(__file__).parents[2] / "jobs/digits.toml"
 
 
-def job(name, slots, steps):
+LATE = {"cadence": "every", "period": 6, "fragments": 3, "delay": 2, "blend": 0.7}
+
+
+def job(name, slots, steps, late):
     settings = [f"algorithm.name={name}", f"node.devices=cpu:{slots}", f"run.steps={steps}"]
+    if late:
+        settings += ["cadence.name=every", "cadence.period=6", "cadence.fragments=3"]
+        settings += ["cadence.delay=2", "algorithm.blend=0.7"]
     return assemble.load(JOB, [*settings, "data.workers=0"])
 
 
-def own_loop(comm, name, slots, steps):
+def own_loop(comm, name, slots, steps, late):
     """The same data, model and rates without any of the job's step."""
     from mpigossip.cluster.ranks import World
 
     torch.set_num_threads(1)
     with World(comm) as world:
-        made = assemble.assemble(job(name, slots, steps), world, world.size)
+        made = assemble.assemble(job(name, slots, steps, late), world, world.size)
         loader, settings, data = made.loader, made.trainer.settings, made.source
         model = assemble.make_model(made.job, data)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1e-4)
-        optimizer = mpigossip.Gossip(world, model, optimizer, name, devices=("cpu",) * slots)
+        devices = ("cpu",) * slots
+        more = LATE if late else {}
+        optimizer = mpigossip.Gossip(world, model, optimizer, name, devices=devices, **more)
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = settings.rate(step)
             batches = loader.step(step)
@@ -44,8 +52,8 @@ def backward(model, inputs, targets):
     torch.nn.functional.cross_entropy(model(inputs), targets).backward()
 
 
-def simulated(name, slots, steps):
-    made = assemble.assemble(job(name, slots, steps), Alone(), 4)
+def simulated(name, slots, steps, late):
+    made = assemble.assemble(job(name, slots, steps, late), Alone(), 4)
     for _ in range(steps):
         record = made.trainer.step()
     flat, rows = made.trainer.replicas.flat, made.trainer.replicas.full[0]
@@ -54,11 +62,19 @@ def simulated(name, slots, steps):
     return packed, record.bytes_sent
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("name", ["dmsgd", "dsgd"])
-def test_a_plain_loop_and_a_job_have_one_digest(ranks, name, slots):
-    got = ranks(4)(own_loop, name, slots, 40)
-    packed, sent = simulated(name, slots, 40)
+@pytest.mark.parametrize(
+    ("name", "slots", "late"),
+    [
+        ("dmsgd", 1, False),
+        ("dmsgd", 2, False),
+        ("dsgd", 1, False),
+        ("dsgd", 2, False),
+        ("dsgd", 1, True),
+    ],
+)
+def test_a_plain_loop_and_a_job_have_one_digest(ranks, name, slots, late):
+    got = ranks(4)(own_loop, name, slots, 40, late)
+    packed, sent = simulated(name, slots, 40, late)
     mine, theirs = (
         hashlib.sha256(b"".join(one.tobytes() for one in each)).hexdigest()
         for each in ([parameters for parameters, _ in got], packed)
