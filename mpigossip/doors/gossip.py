@@ -67,7 +67,7 @@ class Gossip(WithFolder):
       come later; and optimizers that aren't elementwise.
 
     Names are those of a job, None its default; ``graph`` may be a networkx graph. ``options``:
-    of the algorithm, graph and cadence, and ``seed``, ``weights``, ``lazy``, ``levels``,
+    of the algorithm, graph and cadence, and ``blend``, ``seed``, ``weights``, ``lazy``, ``levels``,
     ``kept``, ``same_host``, ``timeout_s``. ``overlap = "auto"``: methods that are
     ahead travel during forward and backward, others begin with the step, as all do by "never".
     "layers": adapt-then-combine sends layers while backward still runs, where no neighbour is

@@ -165,3 +165,60 @@ def test_buffers_of_further_slots_are_kept_too():
     state["gossip"]["buffers"][0]["1.running_mean"] = torch.zeros(3)
     with pytest.raises(JobError, match=r"no buffer 1.running_mean of slot 1 with shape \(2,\)"):
         again.load_state_dict(state)
+
+
+STREAMING = {"algorithm": "diloco", "period": 4, "fragments": 2, "delay": 2}
+
+
+def streaming(world):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 2))
+    inner = torch.optim.AdamW(model.parameters(), 0.01)
+    return model, mpigossip.Gossip(world, model, inner, timeout_s=20.0, **STREAMING)
+
+
+def learn(model, optimizer, rank, steps):
+    for step in steps:
+        draw = torch.Generator().manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(3, 4, generator=draw)).square().mean().backward()
+        optimizer.step()
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def at_each_step_of_a_period(comm):
+    from mpigossip.cluster.ranks import World
+
+    with World(comm) as world:
+        model, optimizer = streaming(world)
+        states = []
+        for step in range(11):
+            states.append(copy.deepcopy(optimizer.state_dict()))
+            learn(model, optimizer, world.rank, [step])
+        same = []
+        for step in range(4, 9):
+            again, stepper = streaming(world)
+            stepper.load_state_dict(states[step])
+            learn(again, stepper, world.rank, range(step, 11))
+            same.append(torch.equal(flat(model), flat(again)))
+            stepper.close()
+        return same, sorted(states[5]["gossip"]["arrays"])
+
+
+def test_a_state_with_an_open_exchange_goes_on_to_the_bit(ranks):
+    for same, arrays in ranks(2)(at_each_step_of_a_period):
+        assert same == [True] * 5
+        assert arrays == ["state/anchor", "state/fragments/received", "state/slow"]
+
+
+def test_fragments_of_a_method_whose_step_is_not_apart_are_refused():
+    model = nn.Linear(4, 2)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        Alone() as world,
+        pytest.raises(JobError, match=r"optimizer of its own; use a method such"),
+    ):
+        mpigossip.Gossip(world, model, inner, "dsgt", cadence="every", fragments=2)
