@@ -98,6 +98,8 @@ class Data:
     """Tokens of a sample (packed text only)."""
     windows: Literal["joined", "apart"] = "joined"
     """Samples of a packed text run over the ends of its documents, or stay within one."""
+    every: Positive = 1
+    """Every so many-th training sample of a packed text: 10 is a tenth of the text, for trials."""
     tokenizer: Text | None = None
     """Of a packed text, as `data show` names it; unset takes any. Another one is a mistake."""
     workers: Literal["auto"] | Count = "auto"

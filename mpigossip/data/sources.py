@@ -180,7 +180,8 @@ class TextSource(Source):
 
     dtype = torch.int64
 
-    def __init__(self, path: str, context: int, windows: str = "joined") -> None:
+    def __init__(self, path: str, context: int, windows: str = "joined", every: int = 1) -> None:
+        """``every``: of the training windows only each so many-th is there."""
         self.shape, self.raw_shape = (context,), (context + 1,)
         self.raw_dtype = np.dtype(np.int32)
         self._text, self._begins, labels = {}, {}, {}
@@ -193,6 +194,7 @@ class TextSource(Source):
                 begins = _apart(ends, context) if windows == "apart" else _joined(ends, context)
                 if not len(begins):
                     raise JobError([_short(name, path, ends, context, windows)])
+                begins = begins[:: every if name == "train" else 1]
                 self._begins[name] = begins
                 labels[name] = np.searchsorted(ends, begins, side="right") - 1
         self.classes = len(self.tokenizer.lengths)
@@ -312,7 +314,7 @@ def _packed(path: Path, data: config.Data) -> Source:
                 'needs data.augment = "none"'
             ]
         )
-    made = TextSource(str(path), data.context, data.windows)
+    made = TextSource(str(path), data.context, data.windows, data.every)
     if data.tokenizer not in (None, made.tokenizer.name):
         raise JobError(
             [

@@ -84,6 +84,12 @@ def test_windows_run_over_documents_or_stay_within(bpe, plain):
         )
         assert joined.train_size == (len(text) - 1) // 16
         assert apart.train_size == sum((n - 1) // 16 for n in np.diff(ends) if n)
+        tenth = source(Data(source=str(path), context=16, every=10), 0)
+        assert tenth.train_size == -(-joined.train_size // 10)
+        assert tenth.test_size == joined.test_size
+        assert np.array_equal(
+            tenth.raw("train", np.array([2])), joined.raw("train", np.array([20]))
+        )
         x, y = joined.train_batch(np.array([0, 3]), (0, 0))
         assert np.array_equal(x[1], text[48:64].astype(int)) and torch.equal(x[:, 1:], y[:, :-1])
         every = apart.raw("train", np.arange(apart.train_size))
