@@ -1,0 +1,56 @@
+"""tools/bench/atlas.py: what it predicts, and its table of cells; the lab itself needs root."""
+
+import json
+import runpy
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from mpigossip.training.timing.machines import Machine
+
+REPO = Path(__file__).parents[2]
+MACHINE = Machine(0.2, 0.0, 0.0, 1e-4, 1.2e8, 1e-4, 1.2e8, 1e10)
+
+
+@pytest.fixture
+def atlas(monkeypatch):
+    """The program's names; it is started where the repository is."""
+    monkeypatch.syspath_prepend(str(REPO))
+    yield runpy.run_path(str(REPO / "tools" / "bench" / "atlas.py"))
+    sys.modules.pop("tools.bench.slept", None)
+
+
+def test_what_is_predicted_falls_with_the_rate_and_rises_with_what_is_slow(atlas):
+    methods, networks = atlas["METHODS"], atlas["NETWORKS"]
+    found = {
+        name: [
+            atlas["predicted"](words, slow, MACHINE, rate) for _, rate, slow in networks.values()
+        ]
+        for name, words in methods.items()
+        if name in ("DDP (gloo)", "one-peer", "DiLoCo 8", "fragments 8", "GASLoC 8")
+    }
+    for fast, middle, slow, link, node in found.values():
+        assert fast <= middle < slow and middle < link < slow and node > 0.3
+    message = 4.2e6 / 1.2e7  # at 100 Mbit/s
+    assert found["one-peer"][1] == pytest.approx(0.2 + message, rel=0.5)
+    assert found["DiLoCo 8"][1] == pytest.approx(0.2 + 1.5 * message / 8, rel=0.05)
+    assert found["fragments 8"][1] < found["DiLoCo 8"][1]
+    assert len(methods) * len(networks) <= 60
+
+
+def test_the_table_and_the_figure(atlas, tmp_path, capsys):
+    out = tmp_path / "cells.jsonl"
+    step = atlas["predicted"](atlas["METHODS"]["one-peer"], "", MACHINE, 0.1)
+    cell = {"network": "100 Mbit/s", "bytes": 4.2e6, "load": 1.0, "steps": 9}
+    rows = [
+        {"machine": asdict(replace(MACHINE, where="x"))},
+        cell | {"cell": "one-peer", "step_s": step / 1.1},
+        cell | {"cell": "DiLoCo 8", "step_s": 9.9},
+    ]
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    atlas["show"](out)
+    said = capsys.readouterr().out
+    assert "within 15%: 1 of 2 cells" in said and "| one-peer |" in said and "load" in said
+    assert out.with_suffix(".png").stat().st_size > 5_000

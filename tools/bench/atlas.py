@@ -1,0 +1,320 @@
+"""Steps a second, utilization and bytes over shaped links, beside what plan predicts.
+
+    tools/bench/atlas.py --out FILE.jsonl             what is missing is measured; needs root
+    tools/bench/atlas.py --out FILE.jsonl --show      the table and FILE.png
+
+Four hosts (tools/labs/net.sh), 1.05 M parameters, 200 ms of computing, slept. Each network is
+started once; a cell that FILE has isn't measured again. The machine is calibrated by rounds of
+other messages on the first network; on the others bandwidth is in proportion to the nominal rate.
+Latency can't be shaped where the kernel has no netem (it is said). "utilization": computing over
+step. Bytes are those that leave the host, headers included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+LAB = ROOT / "tools" / "labs" / "net.sh"
+HOSTS, COMPUTE_S, SLOW_TIMES = 4, 0.2, 3.0
+SECONDS = 6.0
+"""Of a cell, about; but whole periods, and two steps at least."""
+NETWORKS = {
+    "1 Gbit/s": ("1gbit", 1.0, ""),
+    "100 Mbit/s": ("100mbit", 0.1, ""),
+    "10 Mbit/s": ("10mbit", 0.01, ""),
+    "100 Mbit/s, one link 20": ("100mbit", 0.1, "link"),
+    "100 Mbit/s, one node 3 x": ("100mbit", 0.1, "node"),
+}
+"""Rate of the lab's links, the same in Gbit/s, and what is slow."""
+PEER = "graph.name=one-peer-exponential"
+EVERY = "algorithm.name=dsgd cadence.name=always"
+METHODS = {
+    "DDP (gloo)": "",
+    "parallel": "algorithm.name=parallel graph.name=complete",
+    "one-peer": f"{EVERY} {PEER}",
+    **{f"DiLoCo {h}": f"algorithm.name=diloco graph.name=complete cadence.name=cpsgd "
+       f"cadence.period={h}" for h in (8, 32, 128)},
+    **{f"fragments {h}": f"algorithm.name=diloco graph.name=complete cadence.name=cpsgd "
+       f"cadence.period={h} cadence.fragments=4 cadence.delay=1" for h in (8, 32, 128)},
+    **{f"GASLoC {h}": f"algorithm.name=gasloc {PEER} cadence.name=every cadence.period={h}"
+       for h in (8, 32, 128)},
+}  # fmt: skip
+CLOCK = {
+    f"{graph}, {cadence}": f"algorithm.name=dsgd graph.name={graph} cadence.name={cadence}"
+    for graph in ("one-peer-exponential", "ring", "complete")
+    for cadence in ("always", "every")
+}
+"""What the virtual clock is checked with, at 1 Gbit/s and 100 Mbit/s."""
+SMALL = [
+    "data.source=synthetic", "data.shape=[1,2,2]", "data.classes=2", "data.batch=1",
+    "data.samples=65536", "data.test_samples=4", "data.workers=0", "run.epochs=1",
+    "model.name=tools.bench.slept:layers", f"model.seconds={COMPUTE_S}", "schedule.lr=0.001",
+    "schedule.name=constant", "schedule.scale=none", "log.consensus_every=0", "data.cache=never",
+]  # fmt: skip
+
+
+def job_of(words: str, slow: str):
+    """The job of a cell."""
+    from mpigossip.training import assemble
+
+    own = [f"model.times={SLOW_TIMES}", f"model.slow={HOSTS - 1}"] if slow == "node" else []
+    given = words or "algorithm.name=parallel graph.name=complete"
+    return assemble.load({}, [*SMALL, *own, *given.split()])
+
+
+def sent_bytes() -> int:
+    """What this host has sent so far."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("eth0:"):
+            return int(line.split()[9])
+    return 0
+
+
+def predicted(words: str, slow: str, machine, rate: float) -> float:
+    """Seconds of a step by the clock of events, with what is slow."""
+    from mpigossip.training.costs import exchanges, subject
+    from mpigossip.training.timing.steps import Clock, Timing
+
+    job = job_of(words, slow)
+    made = exchanges(subject(job)[0], HOSTS)
+    here = replace(machine, bandwidth=machine.bandwidth * rate,
+                   global_bandwidth=machine.global_bandwidth * rate)  # fmt: skip
+    links = np.full(HOSTS, here.bandwidth)
+    pace = np.ones((1, HOSTS))
+    links[-1] /= 5 if slow == "link" else 1
+    pace[0, -1] = SLOW_TIMES if slow == "node" else 1
+    clock = Clock(Timing(job, made, here, links))
+    for kind, t in made.rounds():
+        clock.step(kind, t, here.compute_s * pace)
+    return float(clock.now.max()) / made.steps
+
+
+# -- on the hosts ---------------------------------------------------------------------------------
+
+
+def ranks(cells: list[str], slow: str, calibrate: bool) -> None:
+    """Measure cells one after the other; a JSON line each on rank 0."""
+    import torch
+
+    import mpigossip
+
+    torch.set_num_threads(1)
+    with mpigossip.world() as world:
+        if calibrate:
+            found = calibrated(world)
+            if world.rank == 0:
+                print(json.dumps({"machine": found}), flush=True)
+        for name in cells:
+            words = (METHODS | CLOCK)[name]
+            step, close, period = engine(world, words, slow) if words else ddp(world, slow)
+            row = measured(world, step, period) | {"cell": name}
+            close()
+            if world.rank == 0:
+                print(json.dumps(row), flush=True)
+
+
+def calibrated(world) -> dict:
+    """The machine as `plan` measures it: a step alone, and rounds of the model's size."""
+    from mpigossip.analysis.machine import Given, examine
+    from mpigossip.training.costs import subject
+
+    what = subject(job_of(f"{EVERY} {PEER}", ""))[0]
+    machine = examine(what, world, Given(jitter=0.0), 3.0)
+    return asdict(machine)
+
+
+def engine(world, words: str, slow: str):
+    """A job's step, what closes it, and the steps of a period."""
+    from mpigossip.training import assemble
+
+    job = job_of(words, slow)
+    made = assemble.assemble(job, world, world.size)
+    return made.trainer.step, made.close, job.cadence.options.get("period", 4)
+
+
+def ddp(world, slow: str):
+    """The same with DistributedDataParallel on gloo."""
+    import torch
+    from torch import distributed, nn
+
+    from tools.bench.slept import layers
+
+    os.environ |= {"MASTER_ADDR": world.broadcast(_address()), "MASTER_PORT": "29511",
+                   "GLOO_SOCKET_IFNAME": "eth0"}  # fmt: skip
+    distributed.init_process_group("gloo", rank=world.rank, world_size=world.size)
+    own = {"times": SLOW_TIMES, "slow": HOSTS - 1} if slow == "node" else {}
+    model = nn.parallel.DistributedDataParallel(layers((1, 2, 2), 2, seconds=COMPUTE_S, **own))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-3), torch.ones(1, 1, 2, 2)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step, distributed.destroy_process_group, 4
+
+
+def _address() -> str:
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        one.connect(("10.255.255.255", 1))
+        return one.getsockname()[0]
+
+
+def measured(world, step, period: int) -> dict:
+    """Mean seconds of a step of the slowest rank over whole periods, and bytes a step."""
+    begin = time.perf_counter()
+    for _ in range(2):
+        step()
+    one = max(world.comm.allgather((time.perf_counter() - begin) / 2))
+    count = period * max(1, min(160, round(SECONDS / one)) // period)
+    for _ in range(-2 % period if period <= 8 else period - 2):  # to the beginning of a period
+        step()
+    world.barrier()
+    sent, begin = sent_bytes(), time.perf_counter()
+    for _ in range(count):
+        step()
+    seconds = time.perf_counter() - begin
+    each = world.comm.allgather((seconds, sent_bytes() - sent))
+    return {
+        "steps": count, "step_s": max(s for s, _ in each) / count,
+        "bytes": float(np.mean([b for _, b in each])) / count, "load": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+# -- the table and the figure ---------------------------------------------------------------------
+
+
+def fill(out: Path, lab: Path, networks: list[str], methods: dict[str, str]) -> None:
+    """Measure what the file doesn't have."""
+    there = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    have = {(row.get("network"), row.get("cell")) for row in there}
+    machine = next((row["machine"] for row in there if "machine" in row), None)
+    for network in networks:
+        rate, _, slow = NETWORKS[network]
+        missing = [name for name in methods if (network, name) not in have]
+        if not missing and machine is not None:
+            continue
+        subprocess.run([lab, "up", str(HOSTS), rate], check=True)
+        try:
+            if slow == "link":
+                shape = "root tbf rate 20mbit burst 256kb latency 10ms"
+                command = ["tc", "qdisc", "change", "dev", "eth0", *shape.split()]
+                subprocess.run([lab, "on", f"h{HOSTS}", *command], check=True)
+            words = [sys.executable, __file__, "--ranks", ";".join(missing), "--slow", slow]
+            words += ["--calibrate"] * (machine is None)
+            run = subprocess.Popen([lab, "run", str(HOSTS), *map(str, words)], cwd=ROOT,
+                                   text=True, stdout=subprocess.PIPE,
+                                   env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+            for line in run.stdout or ():
+                if not line.startswith("{"):
+                    continue
+                row = json.loads(line)
+                machine = row.get("machine", machine)
+                with out.open("a") as file:
+                    file.write(json.dumps(row | {"network": network}) + "\n")
+                print(line.strip(), flush=True)
+            run.wait()
+        finally:
+            subprocess.run([lab, "down"], check=True)
+
+
+def rows_of(out: Path) -> list[dict]:
+    """All cells with what is predicted of them."""
+    from mpigossip.training.timing.machines import Machine
+
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    machine = Machine(**next(line["machine"] for line in lines if "machine" in line))
+    rows = []
+    for line in lines:
+        if "cell" in line:
+            _, rate, slow = NETWORKS[line["network"]]
+            expected = predicted((METHODS | CLOCK)[line["cell"]], slow, machine, rate)
+            rows.append(line | {"predicted_s": expected})
+    return rows
+
+
+def show(out: Path) -> None:
+    """Utilization by method and network, predicted behind it; how many cells are within 20 %."""
+    rows = rows_of(out)
+    cells = {(row["cell"], row["network"]): row for row in rows}
+    names = list(dict.fromkeys(row["cell"] for row in rows))
+    networks = [name for name in NETWORKS if any(row["network"] == name for row in rows)]
+    print("utilization in %, measured (predicted); MB a step behind")
+    print("| | " + " | ".join(networks) + " |")
+    print("|---" * (1 + len(networks)) + "|")
+    for name in names:
+        line = []
+        for network in networks:
+            row = cells.get((name, network))
+            line.append("-" if row is None else
+                        f"{100 * COMPUTE_S / row['step_s']:.0f} "
+                        f"({100 * COMPUTE_S / row['predicted_s']:.0f}) "
+                        f"{row['bytes'] / 1e6:.3g}")  # fmt: skip
+        print(f"| {name} | " + " | ".join(line) + " |")
+    for bar in (0.15, 0.2):
+        near = sum(abs(row["predicted_s"] / row["step_s"] - 1) <= bar for row in rows)
+        print(f"predicted step within {bar:.0%}: {near} of {len(rows)} cells")
+    loads = [row["load"] for row in rows]
+    print(f"load of the machine: {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores")
+    picture(cells, names, networks, out.with_suffix(".png"))
+
+
+def picture(cells: dict, names: list[str], networks: list[str], out: Path) -> None:
+    """Measured utilization as coloured cells."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    values = [[100 * COMPUTE_S / cells[n, w]["step_s"] if (n, w) in cells else np.nan
+               for w in networks] for n in names]  # fmt: skip
+    size = (2 + 1.3 * len(networks), 1.2 + 0.36 * len(names))
+    made = Figure(figsize=size, dpi=120, layout="constrained")
+    FigureCanvasAgg(made)
+    axes = made.subplots()
+    axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    for k, line in enumerate(values):
+        for j, value in enumerate(line):
+            axes.text(j, k, f"{value:.0f}", ha="center", va="center")
+    axes.set_xticks(range(len(networks)), [w.replace(", ", "\n") for w in networks], fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.set_title("share of the time that is computing, %", fontsize=10)
+    made.savefig(out)
+
+
+def main() -> None:
+    """Measure, or show."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("atlas.jsonl"))
+    parser.add_argument("--lab", type=Path, default=LAB)
+    parser.add_argument("--networks", default=";".join(NETWORKS), help="separated by ;")
+    parser.add_argument("--clock", action="store_true", help="the cells of the virtual clock")
+    parser.add_argument("--show", action="store_true")
+    for name in ("--ranks", "--slow"):
+        parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    parser.add_argument("--calibrate", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ranks:
+        known = [*METHODS, *CLOCK]
+        cells = [name for name in known if name in options.ranks.split(";")]
+        ranks(cells, options.slow, options.calibrate)
+    elif options.show:
+        show(options.out)
+    else:
+        methods = CLOCK if options.clock else METHODS
+        fill(options.out, options.lab, options.networks.split(";"), methods)
+        show(options.out)
+
+
+if __name__ == "__main__":
+    main()
