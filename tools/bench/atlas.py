@@ -5,7 +5,8 @@
 
 Four hosts (tools/labs/net.sh), 1.05 M parameters, 200 ms of computing, slept. Each network is
 started once; a cell that FILE has isn't measured again. The machine is calibrated by rounds of
-other messages on the first network; on the others bandwidth is in proportion to the nominal rate.
+other messages on the first network; on the others the link's nominal rate takes the place of the
+first's.
 Latency can't be shaped where the kernel has no netem (it is said). "utilization": computing over
 step. Bytes are those that leave the host, headers included.
 """
@@ -26,6 +27,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 LAB = ROOT / "tools" / "labs" / "net.sh"
 HOSTS, COMPUTE_S, SLOW_TIMES = 4, 0.2, 3.0
+SLOW_GBIT = 0.02
+NOMINAL = 119e6
+"""Bytes/s of TCP's payload over a link of 1 Gbit/s."""
 SECONDS = 6.0
 """Of a cell, about; but whole periods, and two steps at least."""
 NETWORKS = {
@@ -80,6 +84,12 @@ def sent_bytes() -> int:
     return 0
 
 
+def at_rate(measured: float, gbit: float) -> float:
+    """Bytes/s over a link of another rate: a byte's own time on this machine stays as it is."""
+    own = max(1 / measured - 1 / NOMINAL, 0.0)
+    return 1 / (own + 1 / (gbit * NOMINAL))
+
+
 def predicted(words: str, slow: str, machine, rate: float) -> float:
     """Seconds of a step by the clock of events, with what is slow."""
     from mpigossip.training.costs import exchanges, subject
@@ -87,11 +97,14 @@ def predicted(words: str, slow: str, machine, rate: float) -> float:
 
     job = job_of(words, slow)
     made = exchanges(subject(job)[0], HOSTS)
-    here = replace(machine, bandwidth=machine.bandwidth * rate,
-                   global_bandwidth=machine.global_bandwidth * rate)  # fmt: skip
-    links = np.full(HOSTS, here.bandwidth)
-    pace = np.ones((1, HOSTS))
-    links[-1] /= 5 if slow == "link" else 1
+    here = replace(
+        machine,
+        bandwidth=at_rate(machine.bandwidth, rate),
+        global_bandwidth=at_rate(machine.global_bandwidth, rate),
+    )
+    links, pace = np.full(HOSTS, here.bandwidth), np.ones((1, HOSTS))
+    if slow == "link":
+        links[-1] = at_rate(machine.bandwidth, SLOW_GBIT)
     pace[0, -1] = SLOW_TIMES if slow == "node" else 1
     clock = Clock(Timing(job, made, here, links))
     for kind, t in made.rounds():
@@ -209,7 +222,7 @@ def fill(out: Path, lab: Path, networks: list[str], methods: dict[str, str]) -> 
         subprocess.run([lab, "up", str(HOSTS), rate], check=True)
         try:
             if slow == "link":
-                shape = "root tbf rate 20mbit burst 256kb latency 10ms"
+                shape = f"root tbf rate {1000 * SLOW_GBIT:g}mbit burst 256kb latency 10ms"
                 command = ["tc", "qdisc", "change", "dev", "eth0", *shape.split()]
                 subprocess.run([lab, "on", f"h{HOSTS}", *command], check=True)
             words = [sys.executable, __file__, "--ranks", ";".join(missing), "--slow", slow]
@@ -298,6 +311,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("atlas.jsonl"))
     parser.add_argument("--lab", type=Path, default=LAB)
     parser.add_argument("--networks", default=";".join(NETWORKS), help="separated by ;")
+    parser.add_argument("--methods", help="separated by ;")
     parser.add_argument("--clock", action="store_true", help="the cells of the virtual clock")
     parser.add_argument("--show", action="store_true")
     for name in ("--ranks", "--slow"):
@@ -312,6 +326,8 @@ def main() -> None:
         show(options.out)
     else:
         methods = CLOCK if options.clock else METHODS
+        if options.methods:
+            methods = {name: methods[name] for name in options.methods.split(";")}
         fill(options.out, options.lab, options.networks.split(";"), methods)
         show(options.out)
 
