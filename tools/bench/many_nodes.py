@@ -153,7 +153,8 @@ def against(before: Path, turns: int) -> None:
 
 def _started(program: str, checkout: Path) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE,
+    # its folder, as Python looks there first
+    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, cwd=checkout,
                             stdout=subprocess.PIPE, text=True, env=environment)  # fmt: skip
 
 

@@ -1,0 +1,33 @@
+"""tools/claims/theory.py: what is measured is what the formulas say."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from mpigossip.graphs import graph
+
+PLACE = Path(__file__).resolve().parents[2] / "tools" / "claims" / "theory.py"
+spec = importlib.util.spec_from_file_location("theory_tool", PLACE)
+assert spec is not None and spec.loader is not None
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+
+@pytest.mark.parametrize(("name", "data", "rel"), [
+    ("ring", "random", 1e-6), ("one-peer-exponential", "smooth", 1e-6),
+    ("one-peer-exponential", "noise", 0.05), ("grid", "noise", 0.05),
+])  # fmt: skip
+def test_what_nodes_are_off_by_is_as_expected(name, data, rel):
+    made = graph(name, 8)
+    assert tool.measured(made, data, 0.05) == pytest.approx(
+        tool.expected(made, data, 0.05), rel=rel
+    )
+
+
+def test_a_meeting_is_where_both_errors_are_equal():
+    made = graph("ring", 16)
+    rate = tool.meets(tool.expected, made, "random", 0.01)
+    assert tool.expected(made, "random", rate) == pytest.approx(tool.parallels(16, rate), rel=0.01)
+    never = tool.meets(lambda *_: 0.001, made, "random", 0.01)
+    assert never != never
