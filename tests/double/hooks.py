@@ -4,176 +4,115 @@ And the memory's device must be the current one, as MPI libraries want it; and w
 wrote into it is flushed before it is read.
 """
 
-from __future__ import annotations
-
-import contextlib
-import importlib.abc
-import importlib.util
-import json
 import os
 import signal
-import sys
-from pathlib import Path
+from importlib.machinery import SourceFileLoader
 from types import SimpleNamespace
 
 import torch
-from mpi4py import MPI
 
-from tests.double import cuda, cupy, tensors
-from tests.double.checker import HOST, Unordered, checker, spans
-from tests.double.failures import fails
-
-
-class _Patches(importlib.abc.MetaPathFinder):
-    """Calls a function with a module once it is loaded."""
-
-    def __init__(self, patches: dict):
-        """By the modules' names."""
-        self.patches = patches
-
-    def find_spec(self, name, path, target=None):
-        """Of the modules asked for, with what is to be done behind."""
-        if name not in self.patches:
-            return None
-        patch = self.patches.pop(name)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            if isinstance(patch, tuple):  # a mutant: the module with a text in another's place
-                source = Path(spec.origin).read_text()
-                if source.count(patch[0]) != 1:
-                    raise ValueError(f"{name}: {source.count(patch[0])} times {patch[0]!r}")
-                source = source.replace(*patch)
-                exec(compile(source, spec.origin, "exec"), module.__dict__)
-            else:
-                load(module)
-            if name in WATCHED:
-                WATCHED[name](module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-def _raw(module) -> None:
-    """Memory for MPI: read or written by the host from now on."""
-    original = module.raw
-
-    def raw(memory: torch.Tensor):
-        if memory.device.type == "cuda" and memory.device.index != cuda.current_device():
-            raise RuntimeError(f"{memory.device} isn't current where MPI gets its memory")
-        # host memory, too: copies may still be on their way into it
-        checker.host_must_know(
-            _allocations(memory), "MPI", reads=False, inside=spans(tensors.plain(memory))
-        )
-        return original(memory)
-
-    module.raw = raw
-
-
-def _shared(module) -> None:
-    """Neighbours read this rank's memory when it says so, and write again when it lets go."""
-    put, publish = module.SharedHost.put, module.SharedHost.publish
-    release, what = module.SharedHost.release, "saying that the outbox is whole"
-
-    def said(self, areas, span, *arguments):
-        # all or none of a host's ranks map each other's memory
-        checker.host_must_know(cupy.exported if cupy.mapped else (), what, reads=False)
-        # of every slot's message in host memory: later pieces are still on their way
-        pieces = [area[span] for area in areas if area.device.type == "cpu"]
-        inside = [one for piece in pieces for one in spans(piece)]
-        checker.host_must_know(_allocations(self.own), what, reads=False, inside=inside)
-        return put(self, areas, span, *arguments)
-
-    def published(self, *arguments):
-        checker.host_must_know(cupy.exported if cupy.mapped else (), what, reads=False)
-        checker.host_must_know(_allocations(self.own), what, reads=False)
-        return publish(self, *arguments)
-
-    def released(self, *arguments):
-        keys = [*cupy.mapped, *_allocations(*self.outboxes)]
-        checker.host_must_know(keys, "saying that a neighbour's outbox is read", reads=True)
-        return release(self, *arguments)
-
-    module.SharedHost.put, module.SharedHost.publish = said, published
-    module.SharedHost.release = released
-
-
-def _allocations(*memory: torch.Tensor) -> list[int]:
-    return [checker.owned(one) for one in memory]
-
-
-def _push(module) -> None:
-    """A message in host memory is put: the copy out must be over."""
-    put = module.PushWindow.put
-
-    def checked(self, areas, span, *arguments):
-        for area in areas:
-            key = area.untyped_storage().data_ptr()
-            checker.touch(HOST, key, spans(area[span]), False, "a put")
-        return put(self, areas, span, *arguments)
-
-    module.PushWindow.put = checked
-
-
-def _device_push(module) -> None:
-    """Puts from GPU memory may fail; what comes into it has to be flushed."""
-    put, sync = module.DevicePush.put, module.DevicePush.sync
-
-    def put_or_not(self, *arguments):
-        if fails("exchange put"):
-            raise RuntimeError("MPI_ERR_RMA_RANGE: invalid RMA address range")
-        return put(self, *arguments)
-
-    def synced(self, *arguments):
-        with _flushing("the network", self._devices):
-            sync(self, *arguments)
-
-    module.DevicePush.put, module.DevicePush.sync = put_or_not, synced
-    swap = module.DevicePush.swap
-
-    def swapping(self, slot):
-        by_messages = swap(self, slot)
-
-        def swapped(out, into):
-            with _flushing("messages", [self._devices[slot]] if into else []):
-                return by_messages(out, into)
-
-        return swapped
-
-    module.DevicePush.swap = swapping
-
+from tests.double import cupy, fails
+from tests.double.checker import HOST, Unordered
+from tests.double.cuda import current_device
 
 flushed: set[int] = set()
 
 
-@contextlib.contextmanager
-def _flushing(what: str, devices):
-    """What comes from others meanwhile has to be flushed on these devices."""
-    flushed.clear()
-    yield
-    if missing := {device.index for device in devices} - flushed:
-        raise Unordered(f"what came by {what} isn't flushed on {missing}")
+def before(owner, name: str, look) -> None:
+    """Let ``look`` see what a function is given, first."""
+    original = getattr(owner, name)
+
+    def seen(*arguments):
+        look(*arguments)
+        return original(*arguments)
+
+    setattr(owner, name, seen)
 
 
-def _ordering(module) -> None:
+def refused(what: str) -> None:
+    if fails(what):
+        raise RuntimeError("MPI_ERR_RMA_RANGE: invalid RMA address range")
+
+
+def averages(module) -> None:
+    """Memory for MPI: read or written by the host from now on."""
+
+    def taken(memory: torch.Tensor) -> None:
+        if memory.device.type == "cuda" and memory.device.index != current_device():
+            raise RuntimeError(f"{memory.device} isn't current where MPI gets its memory")
+        HOST.given("MPI", [memory], [])  # host memory, too: copies may be on their way into it
+
+    before(module, "raw", taken)
+
+
+def shared(module) -> None:
+    """Neighbours read this rank's memory when it says so, and write again when it lets go."""
+
+    def whole(memory: list[torch.Tensor]) -> None:
+        # all or none of a host's ranks map each other's memory
+        mapped = [torch.empty(0, dtype=torch.uint8).set_(one) for one in cupy.private.values()]
+        what = "saying that the outbox is whole"
+        HOST.given(what, memory + mapped if cupy.mapped else memory, [])
+
+    def piece(self, areas, span, *_) -> None:  # later ones are still on their way
+        whole([area[span] for area in areas if area.device.type == "cpu"])
+
+    def read(self, *_) -> None:
+        memory = [*cupy.mapped.values(), *self.outboxes]
+        HOST.given("saying that a neighbour's outbox is read", [], memory)
+
+    before(module.SharedHost, "put", piece)
+    before(module.SharedHost, "publish", lambda self, *_: whole([self.own]))
+    before(module.SharedHost, "release", read)
+
+
+def push(module) -> None:
+    """A message in host memory is put: the copy out must be over."""
+
+    def put(self, areas, span, *_) -> None:
+        HOST.given("a put", [area[span] for area in areas], [])
+
+    before(module.PushWindow, "put", put)
+
+
+def device_push(module) -> None:
+    """Puts from GPU memory may fail; what comes into it has to be flushed."""
+    device = module.DevicePush
+    sync, swap = device.sync, device.swap
+
+    def flushing(what, devices, work, *arguments):
+        flushed.clear()
+        done = work(*arguments)
+        if missing := {device.index for device in devices} - flushed:
+            raise Unordered(f"what came by {what} isn't flushed on {missing}")
+        return done
+
+    def swapping(self, slot):
+        bring, devices = swap(self, slot), [self._devices[slot]]
+        return lambda out, into: flushing("messages", devices if into else [], bring, out, into)
+
+    before(device, "put", lambda *_: refused("exchange put"))
+    device.sync = lambda self, *_: flushing("the network", self._devices, sync, self, *_)
+    device.swap = swapping
+
+
+def ordering(module) -> None:
     """The driver's flush: these devices need it."""
 
-    def flush(target, scope):
-        flushed.add(cuda.current_device())
+    def flush(target, scope) -> int:
+        flushed.add(current_device())
         return 999 if fails("flush") else 0
 
     module.driver = lambda: SimpleNamespace(cuFlushGPUDirectRDMAWrites=flush)
 
 
-def _proof(module) -> None:
+def proof(module) -> None:
     """Puts of the proof, in a rank or ("alone") in a process of its own, that go wrong."""
     original = module.put
 
-    def put(*arguments):
-        where = " alone" if MPI.COMM_WORLD.size == 1 else ""
-        if fails("put" + where):
-            raise RuntimeError("MPI_ERR_RMA_RANGE: invalid RMA address range")
+    def put(*arguments) -> None:
+        where = " alone" if module.MPI.COMM_WORLD.size == 1 else ""
+        refused("put" + where)
         if fails("crash" + where):
             os.kill(os.getpid(), signal.SIGSEGV)
         _ = None if fails("lost put" + where) else original(*arguments)
@@ -181,20 +120,27 @@ def _proof(module) -> None:
     module.put = put
 
 
-WATCHED = {
-    "mpigossip.mixing.averages": _raw,
-    "mpigossip.mixing.host.shared": _shared,
-    "mpigossip.mixing.host.push": _push,
-    "mpigossip.mixing.device.push": _device_push,
-    "mpigossip.mixing.device.ordering": _ordering,
-    "mpigossip.mixing.device.proof": _proof,
-}
+def elementwise(module) -> None:
+    """What a kernel reads and writes is known where it is launched."""
+
+    def launched(made) -> None:
+        stream = torch.cuda.current_stream(made.arrays[-1][1].device)
+        stream.line.given("a kernel", [*made.inputs.values()], [*made.outputs.values()])
+
+    before(module, "launch", launched)
 
 
 def install() -> None:
-    """Watch the modules as they are imported; MPIGOSSIP_DOUBLE_MUTANT: JSON [module, old, new]."""
-    patches: dict = dict(WATCHED)
-    if mutant := os.environ.get("MPIGOSSIP_DOUBLE_MUTANT"):
-        module, old, new = json.loads(mutant)
-        patches[module] = (old, new)
-    sys.meta_path.insert(0, _Patches(patches))
+    """Let these see their modules of `mpigossip.mixing` once they are loaded."""
+    watched = {
+        "averages": averages, "host.shared": shared, "host.push": push, "device.push": device_push,
+        "device.ordering": ordering, "device.proof": proof, "kernels.elementwise": elementwise,
+    }  # fmt: skip
+    load = SourceFileLoader.exec_module
+
+    def exec_module(self, module) -> None:
+        load(self, module)
+        if watch := watched.get(module.__name__.removeprefix("mpigossip.mixing.")):
+            watch(module)
+
+    SourceFileLoader.exec_module = exec_module

@@ -1,4 +1,4 @@
-"""Waits, events and orders taken away one by one: `python tests/double/mutants.py` prints a table.
+"""Waits, events and orders taken away one by one: `python -m tests.double.mutants` prints a table.
 
 Each mutant is a module with one text in another's place, under which a training or an exchange on
 the double has to fail: by an unordered access, wrong bits, or an error.
@@ -6,15 +6,14 @@ the double has to fail: by an unordered access, wrong bits, or an error.
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.double.__main__ import environment
 
 SLOTS, PUSH = "mpigossip.mixing.device.slots", "mpigossip.mixing.device.push"
@@ -112,17 +111,25 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def source(module: str) -> str:
-    """A module's text."""
-    return Path(f"{module.replace('.', '/')}.py").read_text()
+REPO = Path(__file__).resolve().parents[2]
 
 
-def caught(mutant: tuple, env: dict[str, str]) -> str:
-    """What gave the mutant away; "" where nothing did."""
-    _, module, old, new, test = mutant
+def caught(mutant: tuple, folder: Path) -> str:
+    """What gave the mutant away, in a copy of the sources; "" where nothing did."""
+    name, module, old, new, test = mutant
+    place = folder / f"{module.replace('.', '/')}.py"
+    whole = place.read_text()
+    if (there := whole.count(old)) != 1:
+        raise ValueError(f"{name}: {there} times {old!r} in {module}")
+    place.write_text(whole.replace(old, new))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", test]
-    env = env | {"MPIGOSSIP_DOUBLE_MUTANT": json.dumps([module, old, new])}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    env = os.environ | {"PYTHONPATH": f"{folder / 'tests/double/site'}:{folder}"}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=600
+        )
+    finally:
+        place.write_text(whole)
     if done.returncode == 0:
         return ""
     for pattern in (r"Unordered: .*", r"\w*(?:Error|Refused): (?!tests\.).*", r"Failed: .*"):
@@ -134,16 +141,15 @@ def caught(mutant: tuple, env: dict[str, str]) -> str:
 def main(wanted: str = "") -> int:
     """Try them all, or those whose text has a word; how many weren't caught."""
     missed = 0
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        env = environment(Path(folder))
-        env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        copy = Path(folder, "copy")
+        shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".*"))
+        os.environ.update(environment(Path(folder)))
         print("| taken away | found by |\n|---|---|")
         for mutant in MUTANTS:
             if wanted in mutant[0]:
-                there = source(mutant[1]).count(mutant[2])
-                if there != 1:
-                    raise ValueError(f"{mutant[0]}: {there} times {mutant[2]!r} in {mutant[1]}")
-                how = caught(mutant, env)
+                how = caught(mutant, copy)
                 missed += not how
                 print(f"| {mutant[0]} | {how or '**not caught**'} |", flush=True)
     return missed

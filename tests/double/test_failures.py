@@ -16,9 +16,9 @@ AWARE = "MPICH_GPU_SUPPORT_ENABLED"
 @contextlib.contextmanager
 def failing(what, aware=False):
     """These calls fail in this process; ``aware``: MPI says that it takes GPU memory."""
-    from tests.double import failures
+    from tests import double
 
-    failures.forget()
+    double.calls.clear()
     given = {"MPIGOSSIP_DOUBLE_FAILS": what} | ({AWARE: "1"} if aware else {})
     os.environ.update(given)
     try:

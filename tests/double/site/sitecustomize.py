@@ -1,18 +1,11 @@
 """Python began with this folder on its path: the double stands in the place of CUDA and CuPy."""
 
+import ctypes
 import os
-import sys
-from pathlib import Path
 
-if "MPIGOSSIP_DOUBLE_GUARD" in os.environ:
-    import ctypes
+if folder := os.environ.get("MPIGOSSIP_DOUBLE_FOLDER"):
+    ctypes.CDLL(f"{folder}/guard.so")  # before torch: it asks once whether there is an accelerator
+    from tests.double import cuda, cupy, hooks, tensors
 
-    # before torch: it asks once whether there is an accelerator
-    ctypes.CDLL(os.environ["MPIGOSSIP_DOUBLE_GUARD"])
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-    from tests.double import cupy, hooks
-    from tests.double.cuda import install
-
-    install()
-    cupy.install()
-    hooks.install()
+    for part in (tensors, cuda, cupy, hooks):
+        part.install()

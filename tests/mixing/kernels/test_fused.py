@@ -1,10 +1,8 @@
 """The kernels for GPUs: their text, run or compiled for the CPU, has the bits of the reference."""
 
 import contextlib
-import ctypes
 import shutil
-import subprocess
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from mpigossip.mixing.combine import combine
 from mpigossip.mixing.kernels import elementwise, fused, onepass
 from mpigossip.mixing.kernels.elementwise import Pass
 from mpigossip.mixing.kernels.fused import operation
+from tests.mixing.kernels import on_cpu
 
 FUNCTIONS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "over": np.divide, "root": np.sqrt,
@@ -46,72 +45,11 @@ def test_the_kernels_arithmetic_has_the_bits_of_the_sum(weights):
     assert (run_text(operation(kinds, uniform), values)["y"] == expected).all()
 
 
-ON_THE_CPU = """
-#include <cmath>
-#include <cstring>
-#define __device__
-#define __global__
-#define __forceinline__ inline
-struct float4 { float x, y, z, w; };
-struct ushort4 { unsigned short x, y, z, w; };
-static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
-typedef unsigned short half_;
-static ushort4 make_ushort4(half_ a, half_ b, half_ c, half_ d) { return {a, b, c, d}; }
-static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
-static unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
-static struct { long x, y; } blockIdx, threadIdx, blockDim;
-"""
-
-
-def as_cpp(number, form):
-    """A kernel in C++, and a function that calls it for every thread with one array of arguments.
-
-    An argument takes 8 bytes there.
-    """
-    text = elementwise.source(form).replace("#pragma unroll", "").replace("#pragma STDC", "//")
-    helpers, kernel = elementwise.HELPERS.replace("#pragma STDC", "//"), f"pass{number}"
-    body = text.removeprefix(helpers).replace(elementwise.NAME, kernel)
-    body = body.replace("element(", f"element{number}(")
-    types = {torch.float32: "float*", torch.bfloat16: "unsigned short*"}
-    kinds = ["long"]
-    for _, dtype, *_ in (*form.inputs, *form.outputs):
-        kinds += [types[dtype], "long"]
-    kinds += ["float"] * len(form.numbers) + ["long"] * len(form.counts)
-    given = ", ".join(f"*({kind}*)(a + {k})" for k, kind in enumerate(kinds))
-    return (
-        body
-        + f"""
-extern "C" void run{number}(long blocks, long rows, long threads, const long* a) {{
-    blockDim.x = threads;
-    for (blockIdx.y = 0; blockIdx.y < rows; ++blockIdx.y)
-        for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-            for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) {kernel}({given});
-}}
-"""
-    )
-
-
 def compiled(forms, folder):
     """Kernels as functions that take what CuPy's do, run by this processor."""
-    compiler = shutil.which("c++")
-    if compiler is None:
+    if shutil.which("c++") is None:
         pytest.skip("no C++ compiler to try the kernels' text with")
-    source, library = folder / "kernels.cpp", folder / "kernels.so"
-    helpers = elementwise.HELPERS.replace("#pragma STDC", "//")
-    source.write_text(ON_THE_CPU + helpers + "".join(map(as_cpp, range(len(forms)), forms)))
-    flags = ["-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True, timeout=120)
-    loaded = ctypes.CDLL(str(library))
-
-    def call(number, grid, block, values):
-        raw = np.zeros(len(values), np.int64)
-        for at, value in enumerate(values):
-            raw[at : at + 1].view(value.dtype)[0] = value
-        run = getattr(loaded, f"run{number}")
-        sizes = [ctypes.c_long(v) for v in (*grid, *block)]
-        run(*sizes, ctypes.c_void_p(raw.ctypes.data))
-
-    return [partial(call, number) for number in range(len(forms))]
+    return on_cpu.compiled([elementwise.source(form) for form in forms], folder)
 
 
 @pytest.fixture
@@ -120,10 +58,8 @@ def on_the_cpu(monkeypatch, tmp_path):
     seen = []
 
     def kernel(form):
-        folder = tmp_path / str(len(seen))
-        folder.mkdir()
         seen.append(form)
-        return compiled([form], folder)[0]
+        return compiled([form], tmp_path)[0]
 
     monkeypatch.setattr(elementwise, "_compiled", cache(kernel))
     monkeypatch.setattr(elementwise, "_on", lambda device: contextlib.nullcontext())

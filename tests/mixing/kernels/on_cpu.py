@@ -1,0 +1,70 @@
+"""GPU kernels run by this processor, each thread after the other."""
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+HEAD = """
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define sqrtf __builtin_sqrtf
+struct float4 { float x, y, z, w; };
+struct ushort4 { unsigned short x, y, z, w; };
+typedef unsigned short code;
+static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+static ushort4 make_ushort4(code a, code b, code c, code d) { return {a, b, c, d}; }
+static float __uint_as_float(unsigned u) { return __builtin_bit_cast(float, u); }
+static unsigned __float_as_uint(float f) { return __builtin_bit_cast(unsigned, f); }
+static thread_local struct { long x, y; } blockIdx, threadIdx, blockDim;
+"""
+FLAGS = ["-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+
+
+def parameters(source: str) -> list[tuple[str, str]]:
+    """A kernel's, as (type, name)."""
+    listed = source.partition("__global__ void ")[2].partition("(")[2].partition(")")[0]
+    return [(kind, name) for kind, _, name in (one.rpartition(" ") for one in listed.split(", "))]
+
+
+def as_cpp(number: int, source: str) -> str:
+    """The kernel, and a function that calls it for every thread.
+
+    That takes one array of arguments, of which each has 8 bytes there.
+    """
+    kinds = [kind.removeprefix("const ") for kind, _ in parameters(source)]
+    given = ", ".join(f"*({kind}*)(a + {k})" for k, kind in enumerate(kinds))
+    name = source.partition("__global__ void ")[2].partition("(")[0]
+    return f"""
+namespace of{number} {{ {source.replace('extern "C"', "")} }}
+extern "C" void run{number}(long blocks, long rows, long threads, const long* a) {{
+    blockDim.x = threads;
+    for (blockIdx.y = 0; blockIdx.y < rows; ++blockIdx.y)
+        for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+            for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
+                of{number}::{name}({given});
+}}
+"""
+
+
+def compiled(sources: Sequence[str], folder: Path) -> list[Callable]:
+    """Kernels as functions that take what CuPy's do; their library is kept in the folder."""
+    text = HEAD + "".join(map(as_cpp, range(len(sources)), sources))
+    made = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
+    if not made.exists():
+        beside = made.with_suffix(f".{os.getpid()}")
+        command = ["c++", *FLAGS, "-x", "c++", "-", "-o", beside]
+        subprocess.run(command, input=text, text=True, check=True, timeout=120)
+        beside.rename(made)
+    loaded = ctypes.CDLL(str(made))
+
+    def call(number: int, grid, block, values) -> None:
+        sizes = [ctypes.c_long(size) for size in (*grid, *block)]
+        raw = b"".join(value.tobytes().ljust(8, b"\0") for value in values)
+        getattr(loaded, f"run{number}")(*sizes, raw)
+
+    return [partial(call, number) for number in range(len(sources))]
