@@ -56,7 +56,8 @@ class Timeline:
             if raced and self.knows.get(line, 0) < tick:
                 raise Unordered(
                     f"{what} on {self.name} {'writes' if writes else 'reads'} what {past} "
-                    f"{'wrote' if wrote else 'read'} on {line.name}, and nothing stands between"
+                    f"{'wrote' if wrote else 'read'} on {line.name}, and nothing stands "
+                    "between them"
                 )
             inside = low <= first and last <= high
             if not inside or not (writes or (mine and not wrote)):

@@ -43,7 +43,7 @@ class Place(NamedTuple):
 def here(seconds: float) -> Place:
     """The place that the command line names: this GPU; small on the double; smallest on a CPU."""
     rehearsed = "--rehearse" in sys.argv
-    on_cpu = rehearsed and "MPIGOSSIP_DOUBLE_GUARD" not in os.environ
+    on_cpu = rehearsed and "MPIGOSSIP_DOUBLE" not in os.environ
     return Place("cpu" if on_cpu else "cuda:0", rehearsed, seconds)
 
 
