@@ -225,6 +225,16 @@ def test_ways_differ_between_neighbours_on_this_host_and_on_others(ranks, memory
         assert routes[rank ^ 2].startswith(far), routes
 
 
+@pytest.mark.parametrize("memory", ["host", "mapped"])
+def test_a_rank_alone_on_its_host_opens_with_those_that_share_one(ranks, memory):
+    """Ranks 0 and 1 on one host, 2 on another: only the two have memory to map."""
+    results = ranks(3)(compare, ["ring"], "read", f"hosts {memory}", 6, timeout=60)
+    near = {"mapped": "ipc"}.get(memory, "host")
+    for rank, (found, routes) in enumerate(results):
+        assert found and not any(found.values()), found
+        assert rank == 2 or routes[1 - rank].startswith(near), routes
+
+
 @pytest.mark.parametrize("piece", [512, 1 << 24])
 def test_pieces_of_any_size_and_rounds_that_begin_anywhere(ranks, piece):
     for same_host in ("read", "put"):
