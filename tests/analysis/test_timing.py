@@ -110,6 +110,9 @@ def test_ddp_sends_all_but_its_last_bucket_during_backward():
     what = subject(assemble.load({"model": {"name": "resnet56"}, "algorithm": {"name": "dsgd"}}))[0]
     row = predict(what, SLOW, Choice(ALL_REDUCE), 8, 1)
     assert row.hidden_s == pytest.approx(2 / 3 * SLOW.compute_s)  # of seconds on the wire
+    job = Choice(ALL_REDUCE).job(what.job)
+    own = Timing(job, exchanges(replace(what, job=job), 8), SLOW, ddp=False)
+    assert own.mean_s() == (pytest.approx(row.exchange_s), 0.0)
     quick = predict(what, replace(SLOW, compute_s=100.0), Choice(ALL_REDUCE), 8, 1)
     assert quick.hidden_s == pytest.approx((1 - last_bucket(4 * what.flat.size)) * quick.exchange_s)
 

@@ -106,7 +106,7 @@ def predicted(words: str, slow: str, machine, rate: float) -> float:
     if slow == "link":
         links[-1] = at_rate(machine.bandwidth, SLOW_GBIT)
     pace[0, -1] = SLOW_TIMES if slow == "node" else 1
-    clock = Clock(Timing(job, made, here, links))
+    clock = Clock(Timing(job, made, here, links, ddp=not words))
     for kind, t in made.rounds():
         clock.step(kind, t, here.compute_s * pace)
     return float(clock.now.max()) / made.steps
@@ -178,11 +178,15 @@ def ddp(world, slow: str):
 
 
 def _address() -> str:
+    """Of this host in the lab."""
+    import fcntl
     import socket
+    import struct
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        one.connect(("10.255.255.255", 1))
-        return one.getsockname()[0]
+        asked = struct.pack("256s", b"eth0")
+        found = fcntl.ioctl(one.fileno(), 0x8915, asked)  # SIOCGIFADDR
+    return socket.inet_ntoa(found[20:24])
 
 
 def measured(world, step, period: int) -> dict:
@@ -238,7 +242,8 @@ def fill(out: Path, lab: Path, networks: list[str], methods: dict[str, str]) -> 
                 with out.open("a") as file:
                     file.write(json.dumps(row | {"network": network}) + "\n")
                 print(line.strip(), flush=True)
-            run.wait()
+            if run.wait():
+                raise SystemExit(f"{network}: the ranks ended with code {run.returncode}")
         finally:
             subprocess.run([lab, "down"], check=True)
 

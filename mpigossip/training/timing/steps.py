@@ -82,12 +82,17 @@ class Timing:
     """Seconds of a job's exchanges on a machine.
 
     A method of global averages at every step is timed as torch's DistributedDataParallel carries
-    it out: each bucket of gradients leaves during backward. ``bandwidth`` (n,): of each node's
-    link, where they differ.
+    it out: each bucket of gradients leaves during backward; without ``ddp`` as this package does,
+    behind it. ``bandwidth`` (n,): of each node's link, where they differ.
     """
 
     def __init__(
-        self, job: Job, made: Exchanges, machine: Machine, bandwidth: np.ndarray | None = None
+        self,
+        job: Job,
+        made: Exchanges,
+        machine: Machine,
+        bandwidth: np.ndarray | None = None,
+        ddp: bool = True,
     ):
         self.made, self.machine = made, machine
         layout, method = made.layout, made.method
@@ -95,7 +100,7 @@ class Timing:
         slots = slots_of(job.node.devices)
         self.last = 1.0
         """share of an exchange that begins when backward is over"""
-        self._ddp = method.always_global
+        self._ddp = ddp and method.always_global
         if self._ddp:
             self.last = last_bucket(layout.nbytes)
         elif (
