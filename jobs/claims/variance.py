@@ -43,7 +43,7 @@ for k, cell in enumerate(study.cells):
         met = (steps["kind"] == 2).all(1)
         sent, apart = steps["bytes_sent"][met].mean(1), steps["mixed_distance"][met]
         label = cell.label("method") if seed == 0 else None
-        axes.plot(sent / 1e6, (apart**2).mean(1), lw=1, color=COLOURS[k], label=label)
+        axes.plot(sent / 1e6, (apart**2).mean(1), ".-", lw=1, color=COLOURS[k], label=label)
 axes.set(xlabel="MB sent by a node", ylabel="variance at an average", yscale="log")
 axes.grid(alpha=0.25)
 axes.legend(frameon=False)

@@ -20,6 +20,8 @@ MOST = 10
 """Curves in a panel."""
 AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent by a node", "time": "virtual seconds"}
 LABELS = {"loss": "test loss", "accuracy": "test accuracy", "train_loss": "training loss"}
+SPAN = 3.0
+"""Largest over smallest value from which on an axis is logarithmic."""
 WIDE, HIGH = 5.4, 4.2
 """Inches of a panel."""
 
@@ -64,16 +66,24 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
         axes.set_xlabel(AXES[x])
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=9)
-        if y in ("consensus_distance", "loss") or "_square" in y:
-            axes.set_yscale("log")
-        elif "accuracy" in y:  # bands may go beyond what an accuracy can be
-            axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(axes.get_ylim()[1], 1.02))
+        _scale(axes, y)
     for row in grid:
         row[0].set_ylabel(LABELS.get(y, y))
     seeds = len(study.seeds)
     if seeds > 1:
         made.suptitle(f"mean of {seeds} seeds, 95 % interval", fontsize=10, color="#555555")
     return made
+
+
+def _scale(axes, y: str) -> None:
+    """Orders of magnitude where curves span some; accuracies within what they can be."""
+    if "accuracy" in y:  # bands may go beyond
+        axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(axes.get_ylim()[1], 1.02))
+        return
+    drawn = np.concatenate([[], *(np.asarray(line.get_ydata(), float) for line in axes.lines)])
+    drawn = drawn[np.isfinite(drawn)]
+    if len(drawn) and drawn.min() > 0 and drawn.max() > SPAN * drawn.min():
+        axes.set_yscale("log")
 
 
 def _panel_axis(study: Results) -> str | None:
