@@ -131,3 +131,17 @@ def test_what_cannot_be_is_said():
         assemble.assemble(vmap, world, 2)
     with pytest.raises(JobError, match=r"model.norm = \"batch\".*layer"):
         assemble.load({"model": {"name": "gpt", "norm": "batch"}})
+
+
+def test_torch_compile_takes_what_is_computed_again():
+    """`node.compile` with another backend: inductor would need a compiler, and minutes."""
+    found = []
+    tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(2))
+    for backend in (None, "aot_eager"):
+        network = made(**LATER, recompute=True)
+        if backend:
+            network.compile(backend=backend)
+        loss, _ = loss_and_correct(network(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        found.append([p.grad.clone() for p in network.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
