@@ -192,7 +192,8 @@ def test_a_model_that_waits_for_the_gpu_trains_eagerly():
     assembly = assemble.assemble(job("mlp", "cuda:0", *settings), Alone(), 1)
     with pytest.warns(UserWarning, match="can't be captured"):
         assembly.trainer.step()
-    assert np.isfinite(float(assembly.trainer.step().loss))
+    for _ in range(4):  # on batches, too, whose copies were begun after the capture
+        assert np.isfinite(float(assembly.trainer.step().loss))
     assembly.close()
 
 
