@@ -91,8 +91,9 @@ class Windows(OfRank):
         is asked for and can't be had. ``on_devices``: see :func:`slots_of`; the CPU may stand in.
         """
         made = slots_of(layout, on_devices)
-        self._slots: Slots = made(layout) if made is HostSlots else made(layout, gpu_window)
-        super().__init__(graph, self._slots.layout, world, timeout_s)
+        slots: Slots = made(layout) if made is HostSlots else made(layout, gpu_window)
+        super().__init__(graph, slots.layout, world, timeout_s)
+        self._slots = slots
         self._reach = reach = Reach(self._comm, self.rank, self.n, timeout_s)
         if same_host == "read":
             reach.host, reach.places = open_host(self._comm, self.layout.nbytes, timeout_s)
