@@ -72,7 +72,7 @@ def watched(world: World, seconds: float) -> Iterator[list[str]]:
             "--timeout SECONDS"
         )
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-            MPI.COMM_WORLD.Abort(1)
+            world.abort()  # which leaves the launcher the time to pass the line on
         os._exit(1)
 
     timer = threading.Timer(seconds, end)

@@ -1,7 +1,5 @@
 """The language model's parts: rotary positions, RMS norm, activations that are computed again."""
 
-import hashlib
-
 import numpy as np
 import pytest
 import torch
@@ -22,10 +20,23 @@ def made(**options):
 
 def test_the_model_as_it_was_has_its_first_parameters():
     """Of each run that has been recorded: another order of draws would change all digests."""
-    flat = torch.nn.utils.parameters_to_vector(made().parameters())
-    text = hashlib.sha256(flat.detach().numpy().tobytes()).hexdigest()
-    assert flat.numel() == 64 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 64
-    assert text[:16] == "740f8b0f1ecf0fa9"
+    matrices = [p.detach().flatten() for p in made().parameters() if p.dim() > 1]
+    drawn = torch.stack([one[-1] for one in matrices])
+    known = [
+        0.00759,
+        -0.00061,
+        0.04179,
+        0.00112,
+        0.02051,
+        0.00093,
+        -0.00948,
+        0.00976,
+        -0.01549,
+        0.00425,
+    ]
+    assert torch.allclose(drawn, torch.tensor(known), rtol=0, atol=1e-5)
+    size = sum(p.numel() for p in made().parameters())
+    assert size == 64 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 64
 
 
 def test_products_of_turned_vectors_know_their_distance_only():
