@@ -303,7 +303,7 @@ def picture(cells: dict, names: list[str], networks: list[str], out: Path) -> No
     axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
     for k, line in enumerate(values):
         for j, value in enumerate(line):
-            axes.text(j, k, f"{value:.0f}", ha="center", va="center")
+            axes.text(j, k, "–" if np.isnan(value) else f"{value:.0f}", ha="center", va="center")
     axes.set_xticks(range(len(networks)), [w.replace(", ", "\n") for w in networks], fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.set_title("share of the time that is computing, %", fontsize=10)
