@@ -50,8 +50,8 @@ def run(options) -> int:
         job = assemble.with_output(job, f"{job.run.folder}-simulated")
     with Alone() as alone:
         if options.seeds:
-            from mpigossip.analysis.study import batch
+            from mpigossip.analysis.study import vectorized
 
-            batch.simulate(job, options.seeds, alone, options.nodes)
+            vectorized.simulate(job, options.seeds, alone, options.nodes)
             return OK
         return exit_code(launch.train(job, alone, options.nodes), alone)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mpigossip
-from mpigossip.analysis.study import batch
-from mpigossip.analysis.study.batch import DIVERGED
+from mpigossip.analysis.study import vectorized
+from mpigossip.analysis.study.vectorized import DIVERGED
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.store.log import read
@@ -83,7 +83,7 @@ def test_a_seed_that_diverged_is_marked_and_the_exact_path_is_refused(tmp_path):
     settings = [f"run.output={tmp_path}", "node.vmap=true", "schedule.lr=1e30"]
     job = assemble.load(JOB, settings)
     with Alone() as alone:
-        assert batch.simulate(job, [4], alone, N) == [{}]
+        assert vectorized.simulate(job, [4], alone, N) == [{}]
         assert "the loss of node" in (tmp_path / "seed-4" / DIVERGED).read_text()
         with pytest.raises(JobError, match="node.vmap = false"):
-            batch.simulate(assemble.load(JOB), [4], alone, N)
+            vectorized.simulate(assemble.load(JOB), [4], alone, N)

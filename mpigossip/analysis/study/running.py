@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from mpigossip import config
-from mpigossip.analysis.study.batch import DIVERGED
 from mpigossip.analysis.study.grid import Cell
+from mpigossip.analysis.study.vectorized import DIVERGED
 from mpigossip.config.errors import FAILED, Failure
 from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import replacing
