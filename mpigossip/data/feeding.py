@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils import signal_handling
 
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
@@ -233,8 +234,7 @@ class DatasetLoader:
     def close(self) -> None:
         """End the processes. A second call does nothing."""
         for one in (self._batches, self._test and self._test._iterator):
-            if hasattr(one, "_shutdown_workers"):
-                one._shutdown_workers()
+            end(one)
         self._batches = self._test = None
 
     def __enter__(self) -> DatasetLoader:
@@ -247,8 +247,7 @@ class DatasetLoader:
 
     def _begin(self, step: int) -> Iterator[Nested]:
         """The training batches from a step on."""
-        if self._batches is not None and hasattr(self._batches, "_shutdown_workers"):
-            self._batches._shutdown_workers()
+        end(self._batches)
         if self.source.streams:
             shares: Any = self.orders
             data: Any = Stream(self.source, shares, self.slots, self.mine, step)
@@ -328,6 +327,19 @@ class DatasetLoader:
 
     def _moved(self, batch: Nested, device: torch.device) -> Nested:
         return mapped(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def end(batches: Any) -> None:
+    """End the processes behind an iterator; nothing where there are none.
+
+    All that was wanted of them is here: that one aborts while it ends, as torch's own threads let
+    it at times, is no failure of the run, so torch stops watching them first.
+    """
+    if getattr(batches, "_worker_pids_set", False):
+        signal_handling._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()
 
 
 def same(batch: Nested) -> Nested:

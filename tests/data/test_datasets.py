@@ -1,6 +1,8 @@
 """Data sets of torch as a job's data: what a function may return, loading, positions, mistakes."""
 
+import atexit
 import itertools
+import multiprocessing
 import os
 import random
 import sys
@@ -32,6 +34,14 @@ class Squares(Dataset):
             raise ValueError("no thirteen")
         drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
         return {"x": torch.tensor([float(index)]), "y": index**2, "drawn": torch.tensor(drawn)}
+
+
+class Aborting(Squares):
+    """Its process ends as one in which a thread of C++ is left over."""
+
+    def __getitem__(self, index):
+        atexit.register(os.abort)
+        return super().__getitem__(index)
 
 
 class Launched(Dataset):
@@ -173,6 +183,15 @@ def test_loading_processes_know_no_launcher(mine, monkeypatch):
         known, mpi, hidden = loader.step(0)[0].unbind(1)
     assert not known.any() and not mpi.any() and hidden.all()
     assert os.environ["PMI_RANK"] == "0", "this process keeps them"
+
+
+def test_how_a_process_ends_that_has_given_all_is_no_matter(mine):
+    mine(aborting=given(Aborting()))
+    with opened("aborting", workers=2) as loader:
+        first = figures(loader.step(0))
+        loader.step(3)
+        assert figures(loader.step(0)) == first
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
