@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -90,6 +91,15 @@ def at_rate(measured: float, gbit: float) -> float:
     return 1 / (own + 1 / (gbit * NOMINAL))
 
 
+def linked(machine, gbit: float):
+    """The machine that was calibrated with links of 1 Gbit/s, with links of another rate."""
+    return replace(
+        machine,
+        bandwidth=at_rate(machine.bandwidth, gbit),
+        global_bandwidth=at_rate(machine.global_bandwidth, gbit),
+    )
+
+
 def predicted(words: str, slow: str, machine, rate: float) -> float:
     """Seconds of a step by the clock of events, with what is slow."""
     from mpigossip.training.costs import exchanges, subject
@@ -97,11 +107,7 @@ def predicted(words: str, slow: str, machine, rate: float) -> float:
 
     job = job_of(words, slow)
     made = exchanges(subject(job)[0], HOSTS)
-    here = replace(
-        machine,
-        bandwidth=at_rate(machine.bandwidth, rate),
-        global_bandwidth=at_rate(machine.global_bandwidth, rate),
-    )
+    here = linked(machine, rate)
     links, pace = np.full(HOSTS, here.bandwidth), np.ones((1, HOSTS))
     if slow == "link":
         links[-1] = at_rate(machine.bandwidth, SLOW_GBIT)
@@ -223,29 +229,32 @@ def fill(out: Path, lab: Path, networks: list[str], methods: dict[str, str]) -> 
         missing = [name for name in methods if (network, name) not in have]
         if not missing and machine is not None:
             continue
-        subprocess.run([lab, "up", str(HOSTS), rate], check=True)
-        try:
-            if slow == "link":
-                shape = f"root tbf rate {1000 * SLOW_GBIT:g}mbit burst 256kb latency 10ms"
-                command = ["tc", "qdisc", "change", "dev", "eth0", *shape.split()]
-                subprocess.run([lab, "on", f"h{HOSTS}", *command], check=True)
-            words = [sys.executable, __file__, "--ranks", ";".join(missing), "--slow", slow]
-            words += ["--calibrate"] * (machine is None)
-            run = subprocess.Popen([lab, "run", str(HOSTS), *map(str, words)], cwd=ROOT,
-                                   text=True, stdout=subprocess.PIPE,
-                                   env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
-            for line in run.stdout or ():
-                if not line.startswith("{"):
-                    continue
-                row = json.loads(line)
-                machine = row.get("machine", machine)
-                with out.open("a") as file:
-                    file.write(json.dumps(row | {"network": network}) + "\n")
+        own = ["--ranks", ";".join(missing), "--slow", slow, *["--calibrate"] * (machine is None)]
+        for row in on_hosts(lab, rate, slow, [__file__, *own]):
+            machine = row.get("machine", machine)
+            with out.open("a") as file:
+                file.write(json.dumps(row | {"network": network}) + "\n")
+
+
+def on_hosts(lab: Path, rate: str, slow: str, words: list[str]) -> Iterator[dict]:
+    """What a program of Python prints as JSON lines, a rank on each host of a new lab."""
+    subprocess.run([lab, "up", str(HOSTS), rate], check=True)
+    try:
+        if slow == "link":
+            shape = f"root tbf rate {1000 * SLOW_GBIT:g}mbit burst 256kb latency 10ms"
+            command = ["tc", "qdisc", "change", "dev", "eth0", *shape.split()]
+            subprocess.run([lab, "on", f"h{HOSTS}", *command], check=True)
+        run = subprocess.Popen([lab, "run", str(HOSTS), sys.executable, *words], cwd=ROOT,
+                               text=True, stdout=subprocess.PIPE,
+                               env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+        for line in run.stdout or ():
+            if line.startswith("{"):
                 print(line.strip(), flush=True)
-            if run.wait():
-                raise SystemExit(f"{network}: the ranks ended with code {run.returncode}")
-        finally:
-            subprocess.run([lab, "down"], check=True)
+                yield json.loads(line)
+        if run.wait():
+            raise SystemExit(f"{rate}: the ranks ended with code {run.returncode}")
+    finally:
+        subprocess.run([lab, "down"], check=True)
 
 
 def rows_of(out: Path) -> list[dict]:
