@@ -155,16 +155,15 @@ def noloco(
         return _outer(local, Kind.GOSSIP, update)
 
     def send(x, g, state: Outer, out, step: Step):
-        inner = local.adapt(x, g, state.inner, step, out[0])
+        inner = _adapted(local, x, g, state, out, step)
         out[1].copy_(state.anchor)
-        if step.kind is not Kind.LOCAL:
-            out[0].sub_(state.anchor)
+        out[0].sub_(state.anchor)
         return state._replace(inner=inner)
 
     def receive(x, g, state: Outer, sent, mixed, step: Step):
-        x.copy_(mixed[0])
-        if step.kind is not Kind.LOCAL:
-            x.add_(mixed[1])
+        if step.kind is Kind.LOCAL:
+            return state
+        torch.add(mixed[0], mixed[1], out=x)
         if step.kind is Kind.GOSSIP:
             update(x, state, step)
             state.anchor.copy_(x)
@@ -172,6 +171,17 @@ def noloco(
 
     made = _meeting(local, send, receive)
     return made._replace(vectors=2, by_columns=True, needs=AVERAGING)
+
+
+def _adapted(local: Local, x, g, state: Outer, out, step: Step) -> Any:
+    """The local step into ``out[0]``, from which the caller forms what others are to see.
+
+    In a LOCAL step also into x: nothing comes back, and asynchronous neighbours look all the time.
+    """
+    inner = local.adapt(x, g, state.inner, step, out[0])
+    if step.kind is Kind.LOCAL:
+        x.copy_(out[0])
+    return inner
 
 
 def _meeting(local: Local, send: Callable, receive: Callable) -> Algorithm:
@@ -199,14 +209,12 @@ def gasloc(
     """
 
     def send(x, g, state: Outer, out, step: Step):
-        inner = local.adapt(x, g, state.inner, step, out[0])
-        if step.kind is not Kind.LOCAL:
-            out[0].sub_(state.anchor).mul_(outer_lr).add_(state.anchor)
+        inner = _adapted(local, x, g, state, out, step)
+        out[0].sub_(state.anchor).mul_(outer_lr).add_(state.anchor)
         return state._replace(inner=inner)
 
     def receive(x, g, state: Outer, sent, mixed, step: Step):
         if step.kind is Kind.LOCAL:
-            x.copy_(mixed[0])
             return state
         before, y = state.slow, sent[0]
         torch.sub(mixed[0], y, out=x).mul_(consensus_step).add_(y)

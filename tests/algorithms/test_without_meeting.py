@@ -1,0 +1,111 @@
+"""Outer steps among nodes that wait for nobody: what is shown, what stays, limits, stragglers."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.mixing.base import Kind
+from mpigossip.mixing.delayed import Delayed
+from mpigossip.mixing.faults import Faults, table
+from mpigossip.mixing.simulated import Simulated
+from mpigossip.training import assemble
+from tests.battery import Driver
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GASLOC = "algorithm.name=gasloc algorithm.local=sgd cadence.period=3"
+NOLOCO = "algorithm.name=noloco algorithm.local=sgd cadence.period=3"
+METHODS = (
+    GASLOC,
+    f"{GASLOC} algorithm.outer_beta=0.3 algorithm.consensus_step=0.8",
+    NOLOCO,
+    f"{NOLOCO} algorithm.form=two_vectors",
+)
+
+
+class Looked(Simulated):
+    """Neighbours look at any time, as at an asynchronous node: keeps what each step shows."""
+
+    synchronous = False
+    shown = None
+
+    def start(self, kind, t, exchange=None):
+        self.shown = kind, [[part.clone() for part in segment] for segment in self._out]
+        super().start(kind, t, exchange)
+
+
+@pytest.mark.parametrize("settings", METHODS)
+def test_local_steps_show_what_an_exchange_would_send(settings):
+    """Else who looks in between averages a model with what is none: θ + η (x − θ), x − φ and φ."""
+    looked, unseen = Driver(settings, 4, Looked, noise=0.1), Driver(settings, 4, noise=0.1)
+    kinds = []
+    for _ in range(7):
+        anchors = [state.anchor.clone() for state in looked.states]
+        looked.advance()
+        unseen.advance()
+        kind, shown = looked.mixer.shown
+        kinds.append(kind)
+        for x, anchor, parts in zip(looked.x, anchors, shown, strict=True):
+            way = {1: [x], 2: [x - anchor, anchor]}[len(parts)]
+            wanted = [anchor + 0.7 * (x - anchor)] if "gasloc" in settings else way
+            if kind is Kind.LOCAL:
+                assert all(map(torch.allclose, parts, wanted))
+    assert kinds.count(Kind.LOCAL) == 5
+    assert torch.equal(looked.whole(), unseen.whole())
+
+
+def held(driver):
+    """What no exchange changes in the sum over nodes, what is under way included.
+
+    gasloc: θ − γ y' + α f; noloco: φ + (μ m + a f)/(1 − μ), f what is under way.
+    """
+    options, total = driver.job.algorithm.options, []
+    pending = [sum(part.double() for part in parts)[0] for parts in driver.mixer.pending()]
+    for state, way in zip(driver.states, pending, strict=True):
+        anchor, slow = state.anchor.double().sum(0), state.slow.double().sum(0)
+        beta, lr = options["outer_beta"], options["outer_lr"]
+        if "consensus_step" in options:
+            total.append(anchor - beta * slow + options["consensus_step"] * way)
+        else:
+            total.append(anchor + (beta * slow + lr * way) / (1 - beta))
+    return torch.cat(total)
+
+
+@pytest.mark.parametrize("settings", METHODS)
+@pytest.mark.parametrize("n", [3, 6])
+def test_the_mean_stays_and_is_reached_whatever_is_seen(settings, n):
+    ages = table(np.random.default_rng(n).integers(-1, 4, size=(7, n, n)))
+    driver = Driver(settings, n, lambda g, layout: Delayed(g, layout, ages), scale=0.0)
+    begin, mean, spread = held(driver), driver.whole().mean(0), driver.whole().std()
+    for _ in range(40):
+        driver.run(3)
+        assert torch.allclose(held(driver), begin, atol=1e-4)
+    driver.run(600)
+    assert float((driver.whole() - mean).abs().max()) < 1e-2 * spread
+
+
+@pytest.mark.parametrize("settings", METHODS)
+def test_where_nobody_is_late_it_is_the_method(settings):
+    """On a graph of pairs: what one takes the other gives at once."""
+    settings += " graph.name=random-matching"
+    free = Driver(settings, 6, lambda g, layout: Delayed(g, layout, Faults(6).ages), noise=0.1)
+    waiting = Driver(settings, 6, noise=0.1)
+    assert torch.allclose(free.run(24).whole(), waiting.run(24).whole(), atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", METHODS)
+@pytest.mark.parametrize("n", [3, 8])
+def test_a_straggler_leaves_nodes_near_the_optimum(settings, n):
+    """Nodes of unlike data, one 4 x slower: copies of it are up to 16 rounds old."""
+    ill = Faults(n, times=4.0, steps=10**6, lost=0.05)
+    driver = Driver(settings, n, lambda g, layout: Delayed(g, layout, ill.ages), lr=0.05)
+    begin, best = driver.whole(), driver.optimum()
+    after = driver.run(600).whole()
+    assert (after.mean(0) - best).norm() < 0.25 * (begin.mean(0) - best).norm()
+    assert (after - best).norm() < 0.5 * (begin - best).norm()
+
+
+@pytest.mark.parametrize("name", ["gasloc", "noloco"])
+def test_jobs_may_ask_for_it(name):
+    settings = [f"algorithm.name={name}", "node.mixer=asynchronous"]
+    assert not assemble.mistakes(assemble.load({}, settings), 8)
