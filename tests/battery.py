@@ -142,7 +142,8 @@ class Driver(Engine):
             torch.sub(self.x[slot], self.b[slot], out=g).mul_(self.scale)
             if self.noise:
                 g.add_(self._drawn([3, slot, self.index]), alpha=self.noise)
-        self.step(self.lr, loss=torch.ones(len(self.mixer.rows), dtype=torch.float64))
+        resting = self.cadence.resting(self.index - self.born, self.mixer.rows)
+        self.step(self.lr, resting, loss=torch.ones(len(self.mixer.rows), dtype=torch.float64))
 
     def run(self, steps):
         for _ in range(steps):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 from mpigossip.algorithms.fragments import Turns
 from mpigossip.config import Part
 from mpigossip.config.limits import Count, NotNegative, Positive, Share
+from mpigossip.config.toml import Limit
 from mpigossip.graphs import Graph
 from mpigossip.mixing.base import Kind
+
+ByNode = Annotated[tuple[Positive, ...], Limit(bool, "must name a number for each node")]
 
 
 class Cadence(NamedTuple):
@@ -33,6 +36,21 @@ class Cadence(NamedTuple):
     """(state) -> what the user should know of it, "" for nothing"""
     turns: Turns = Turns()
     """what of the model its exchanges are of, and when they are taken in"""
+    own: tuple[int, ...] = ()
+    """local steps of each node in a period, where they differ"""
+
+    def resting(self, index: int, nodes: Sequence[int]) -> tuple[int, ...]:
+        """Places among ``nodes`` of those that make no local step at a step since the start.
+
+        Of a period's H = max H_i steps node i makes H_i, evenly spread, and the last one always.
+        """
+        if not self.own:
+            return ()
+        period = max(self.own)
+        before = index % period
+        steps = [self.own[node] for node in nodes]
+        made = [(before + 1) * own // period > before * own // period for own in steps]
+        return tuple(place for place, does in enumerate(made) if not does)
 
 
 class Nothing(NamedTuple):
@@ -71,17 +89,23 @@ def _each(period: int, last: Kind, others: Kind) -> Cadence:
     return fixed(lambda index: others if (index + 1) % period else last, last, others)
 
 
-def _in_turn(kind: Kind, period: int, fragments: int, delay: int) -> Cadence:
+def _in_turn(kind: Kind, period: int | ByNode, fragments: int, delay: int) -> Cadence:
     """Exchanges of a kind at every ``period``-th step of each fragment, local steps between."""
-    turns = Turns(period, fragments, delay)
+    own: tuple[int, ...] = () if isinstance(period, int) else period
+    longest = period if isinstance(period, int) else max(period)
+    turns = Turns(longest, fragments, delay)
     if turns.plain:
-        return _each(period, kind, Kind.LOCAL)
+        return _each(longest, kind, Kind.LOCAL)._replace(own=own)
     made = fixed(lambda index: Kind.LOCAL if turns.due(index) is None else kind, kind, Kind.LOCAL)
-    return made._replace(turns=turns)
+    return made._replace(turns=turns, own=own)
 
 
-def every(*, period: Positive = 4, fragments: Positive = 1, delay: Count = 0) -> Cadence:
+def every(*, period: Positive | ByNode = 4, fragments: Positive = 1, delay: Count = 0) -> Cadence:
     """Gossip at every ``period``-th step, local steps between.
+
+    ``period`` as a list, H_i of each node i: all exchange at every max H_i-th step, and node i
+    makes H_i of these steps, evenly spread, and rests in the others. So nodes that are slow keep
+    pace; what is minimized weighs each node's data by its share of all steps.
 
     The model in P = ``fragments``: each is exchanged once in the period H, at an offset of its own
     (Streaming DiLoCo, arXiv 2501.18512), so that a step sends 1/P of it at most. The exchange of
@@ -91,10 +115,10 @@ def every(*, period: Positive = 4, fragments: Positive = 1, delay: Count = 0) ->
     return _in_turn(Kind.GOSSIP, period, fragments, delay)
 
 
-def cpsgd(*, period: Positive = 8, fragments: Positive = 1, delay: Count = 0) -> Cadence:
+def cpsgd(*, period: Positive | ByNode = 8, fragments: Positive = 1, delay: Count = 0) -> Cadence:
     """Periodic averaging with a constant period: a global average at every ``period``-th step.
 
-    ``fragments`` and ``delay`` as in :func:`every`.
+    A ``period`` for each node, ``fragments`` and ``delay`` as in :func:`every`.
     """
     return _in_turn(Kind.GLOBAL, period, fragments, delay)
 

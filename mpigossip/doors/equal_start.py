@@ -54,6 +54,8 @@ def _told(tensor: torch.Tensor) -> str:
 def settings_of(job: Job) -> Facts:
     """What nodes have to do alike."""
     sections = config.as_dict(job)
+    if job.node.mixer == "asynchronous" and job.cadence.name == "every":
+        sections["cadence"].pop("period")  # nobody waits for a node's exchange
     facts = [(f"{s}.{key}", repr(value)) for s in ALIKE for key, value in sections[s].items()]
     more = [("run", "seed"), ("node", "wire"), ("node", "mixer")]
     return facts + [(f"{s}.{key}", repr(sections[s][key])) for s, key in more]

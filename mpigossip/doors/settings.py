@@ -149,6 +149,12 @@ def _unseen(job: Job, method: algorithms.Algorithm, graph: Graph) -> list[str]:
             " its step and what it receives in one, for which each fragment would need an "
             'optimizer of its own; use a method such as "dsgd" or "diloco", or a job'
         ]
+    if cadence.own:
+        return [
+            f"period = {list(cadence.own)}: a loop of one's own makes each step that it is told; "
+            'give one number, or mixer="asynchronous" with cadence "every", where each rank may '
+            "give a number of its own"
+        ]
     if "loss" in cadence.measures:
         return [
             f'cadence.name = "{job.cadence.name}": it measures the loss, which a step from a '

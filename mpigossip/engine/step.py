@@ -42,6 +42,8 @@ class Record:
     figures: dict[str, Any] = field(default_factory=dict)
     """what else is known of the step, by name: a number of this process, or one a row. A job's
     task counts its metrics, a user's own loop says what it likes"""
+    rested: tuple[int, ...] = ()
+    """rows that made no local step, as the cadence wants it"""
 
 
 class Engine:

@@ -84,7 +84,7 @@ class Printer(Hook):
         if not self._speaks:
             return
         now = time.monotonic()
-        self._losses.append(float(record.loss.mean()))
+        self._losses.append(float(record.loss.nanmean()))
         self._recent.append((now, record.seconds))
         self._figures = {n: v for n, v in record.figures.items() if n not in COLUMNS}
         if record.consensus_distance == record.consensus_distance:
@@ -139,7 +139,7 @@ class Printer(Hook):
 
     def _row(self, progress, step: int, found: Evaluation) -> list[tuple[str, str]]:
         """Names and texts; "local" is the nodes' own first metric."""
-        seen, self._losses = self._losses, []
+        seen, self._losses = [loss for loss in self._losses if loss == loss], []
         metrics = [(name, number(value)) for name, value in found.averaged.items()][1:]
         first = metrics[0][0] if metrics else "loss"
         return [

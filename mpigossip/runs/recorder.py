@@ -156,6 +156,8 @@ class Recorder(Hook):
         """Keep the step's figures; write at every flush."""
         ones = np.ones(self._rows)
         per_node = progress.samples_per_step / progress.nodes or np.nan
+        samples = ones * per_node
+        samples[list(record.rested)] = 0.0
         self._kept.append(
             {
                 "step": record.index,
@@ -165,7 +167,7 @@ class Recorder(Hook):
                 "gradient_norm": record.gradient_norm.numpy(),
                 "mixed_distance": record.mixed_distance.numpy(),
                 "consensus_distance": ones * record.consensus_distance,
-                "samples_per_second": ones * (per_node / sum(record.seconds.values())),
+                "samples_per_second": samples / sum(record.seconds.values()),
                 "staleness": np.array(record.staleness),
                 "bytes_sent": np.array(record.bytes_sent),
             }

@@ -144,7 +144,9 @@ class Run:
     def took(self, record: Record) -> bool:
         """What follows a step; whether a hook asks to stop."""
         self._keep()
-        self.tally.add(record, self.progress.samples_per_step)
+        engine, nodes = self.trainer.engine, self.progress.nodes
+        rested = len(engine.cadence.resting(record.index - engine.born, range(nodes)))
+        self.tally.add(record, self.progress.samples_per_step * (nodes - rested) // nodes)
         for hook in self.hooks:
             hook.step(self.progress, record)
         stopped = any([hook.wants_stop(self.trainer.index) for hook in self.hooks])

@@ -60,7 +60,7 @@ class TensorBoard(Hook):
             return
         per_node = progress.samples_per_step / progress.nodes or np.nan
         found = {
-            "loss": float(record.loss.mean()),
+            "loss": float(record.loss.nanmean()),
             "lr": record.lr,
             "gradient_norm": float(record.gradient_norm.mean()),
             "consensus_distance": record.consensus_distance,

@@ -150,6 +150,7 @@ def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
         made = replace(made, cadence=steady(cadence, period), steps=steps)
     elif cadence.kinds != {Kind.GOSSIP}:  # whole periods
         own = job.cadence.options.get("period", 1)
+        own = max(cadence.own, default=own)
         made = replace(made, steps=own * -(-STEPS // own))
     return made
 

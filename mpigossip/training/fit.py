@@ -29,6 +29,7 @@ def unfit(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[s
     return [
         *_unfit_graph(job, graph, method.needs),
         *_unfit_cadence(job, method.needs, cadence),
+        *_unfit_periods(job, graph, method, cadence),
         *_unfit_length(job, graph, method.needs),
         *_unfit_wire(job, method.needs),
         *unfit_fragments(job, graph, method, cadence),
@@ -121,6 +122,26 @@ def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
     if reason is None:
         return []
     return [f'cadence.name = "{job.cadence.name}": algorithm "{job.algorithm.name}" {reason}']
+
+
+def _unfit_periods(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
+    """Local steps by node, where a method needs a gradient of each node, or for other nodes."""
+    own, name = cadence.own, job.algorithm.name
+    if not own:
+        return []
+    said = f"cadence.period = {list(own)}"
+    if method.alone is None:
+        fitting = [each for each in BUILDERS if build(each, None, {}, 0).alone is not None]
+        return [
+            f'{said}: algorithm "{name}" needs a gradient of every node in every step, and who '
+            f"rests has none; give one number, or choose one of {', '.join(fitting)}"
+        ]
+    if len(own) != graph.n:
+        return [
+            f"{said}: {len(own)} numbers, one for each node, and there are {graph.n}; give "
+            f"{graph.n} numbers, or one for all"
+        ]
+    return []
 
 
 def _unfit_length(job: Job, graph: Graph, needs: frozenset) -> list[str]:

@@ -67,6 +67,12 @@ class Trainer:
         """The slots of a node."""
         return self.engine.group
 
+    @property
+    def resting(self) -> tuple[int, ...]:
+        """Rows that make no local step now, as their nodes make fewer than others."""
+        engine = self.engine
+        return engine.cadence.resting(engine.index - engine.born, self.mixer.rows)
+
     def step(self) -> Record:
         """One gradient a node, one update, and the exchange that the cadence asks for."""
         engine = self.engine
@@ -84,11 +90,16 @@ class Trainer:
         engine = self.engine
         lr = self.settings.rate(engine.index - self.shift)
         engine.clock.lap("compute_s")
+        if rested := self.resting:
+            figures[list(rested)] = float("nan")
+            for grads in self.replicas.grads:
+                grads[list(rested)] = 0.0
         self.replicas.gather()
-        skipped = self._unscale()
+        skipped = tuple(sorted({*self._unscale(), *rested}))
         norm = None if early else self._clip_and_decay()
         engine.clock.lap("node_s")
         record = engine.step(lr, skipped, loss=figures[:, 0], gradient_norm=norm)
+        record.rested = rested
         for at, name in enumerate(self.replicas.objective.metrics):
             record.figures[name] = figures[:, 1 + 2 * at] / figures[:, 2 + 2 * at]
         return record
@@ -103,16 +114,18 @@ class Trainer:
         settings, index = self.settings, self.engine.index
         batches = settings.batches(index - self.shift)
         figures = self.replicas.gradients(
-            batches, settings.accumulate, settings.precision, self.seeds(index)
-        )
+            batches, settings.accumulate, settings.precision, self.seeds(index),
+            self.resting,
+        )  # fmt: skip
         self.check(figures)
         return figures
 
     def check(self, figures: torch.Tensor) -> None:
-        """NotFinite for a loss that is no number."""
-        index = self.engine.index
-        for node, loss in zip(self.mixer.rows, figures[:, 0].tolist(), strict=True):
-            if not abs(loss) < float("inf"):
+        """NotFinite for a loss that is no number, where there is one."""
+        index, resting = self.engine.index, self.resting
+        for row, loss in enumerate(figures[:, 0].tolist()):
+            if row not in resting and not abs(loss) < float("inf"):
+                node = self.mixer.rows[row]
                 raise NotFinite(
                     f"the loss of node {node} is {loss} at step {index}: the last checkpoint is "
                     "kept; a smaller schedule.lr or algorithm.clip_norm = 1.0 often helps"

@@ -83,6 +83,7 @@ class Replicas:
         accumulate: int,
         precision: Precision,
         seeds: Sequence[int] = (),
+        resting: Sequence[int] = (),
     ) -> torch.Tensor:
         """Forward and backward of all replicas on their own batches, into ``grads``.
 
@@ -90,11 +91,14 @@ class Replicas:
         gradients are averaged. ``seeds``: of what each replica draws (dropout); exact where
         replicas of a device run one after the other and aren't captured. Returns each row's mean
         loss, and of each metric the sum and the count over its slots: (rows, 1 + 2 metrics),
-        float64.
+        float64. What rows that are ``resting`` get is of no meaning.
         """
         slots = len(self.group.mine)
 
         def one(row: int, slot: int, batch: Nested) -> torch.Tensor:
+            if row in resting:
+                width, device = self.objective.width, self.grads[slot].device
+                return torch.zeros(width, dtype=torch.float64, device=device)
             if seeds and self.graphs == "never":  # never inside a capture
                 draw_from(self.grads[slot].device, seeds[row * slots + slot])
             return self._one(row, slot, batch, accumulate, precision)
@@ -109,7 +113,8 @@ class Replicas:
             found = [one(row, slot, batches[row * slots + slot]) for row in range(self.rows)]
             return torch.stack(found).cpu()
 
-        per_slot = self._replayed(one, batches)
+        # graphs compute all rows
+        per_slot = None if resting else self._replayed(one, batches)
         figures = self.group.sum_scalars(self.group.run(work) if per_slot is None else per_slot)
         figures[:, 0] /= self.group.slots
         return figures

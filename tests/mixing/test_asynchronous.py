@@ -219,7 +219,7 @@ def one_waits(comm, algorithm):
 
     torch.set_num_threads(1)
     world = World(comm)
-    job = assemble.load(JOB, [f"algorithm.name={algorithm}"])
+    job = assemble.load(JOB, f"algorithm.name={algorithm}".split())
     assembly = assemble.assemble(job, world, comm.size)
     trainer = assembly.trainer
     x = trainer.replicas.x[0]
@@ -236,7 +236,7 @@ def one_waits(comm, algorithm):
     return before, behind, pending, index
 
 
-@pytest.mark.parametrize("algorithm", ["dsgd", "dsgt"])
+@pytest.mark.parametrize("algorithm", ["dsgd", "dsgt", "gasloc algorithm.outer_lr=1"])
 def test_who_waits_goes_on_averaging(ranks, algorithm):
     before, behind, pending, index = zip(*ranks(2)(one_waits, algorithm), strict=True)
     assert np.allclose(sum(before), sum(behind) + sum(pending), atol=1e-4)

@@ -3,8 +3,10 @@
 Every rank trains jobs/digits.toml, once waiting for its neighbours and once not. The computing of
 a step is lengthened by sleeping to --step-ms (as on a device: the few cores of this machine stay
 free), and in slow moments to --times as long. "moving": in each stretch of steps another rank,
-drawn from the seed, is slow; "one": rank 0 is slow in half of its stretches. Steps per second are
-summed over ranks, each over its own time; the accuracy is that of the averaged model. With
+drawn from the seed, is slow; "one": rank 0 is slow in half of its stretches; "lasting": rank 0 is
+slow for ever; "none": nobody is. Steps per second are summed over ranks, each over its own time;
+those of ranks 1, 2, … (a rank, mean) are told beside them. The accuracy is that of the averaged
+model. With
 --torn N each rank then runs N rounds under random delays, each model published in two halves, and
 counts torn copies that were used: there must be none.
 """
@@ -37,7 +39,9 @@ def costs(pattern: str, n: int, times: float, stretch: int, t: int) -> np.ndarra
     """How much longer each rank computes in its step t, (n,)."""
     if pattern == "moving":
         return Faults(n, times=times, steps=stretch).costs(t)
-    slow = random.Random(f"{t // stretch}").random() < 0.5
+    slow = pattern == "lasting"
+    if pattern == "one":
+        slow = random.Random(f"{t // stretch}").random() < 0.5
     return np.array([times if slow else 1.0] + [1.0] * (n - 1))
 
 
@@ -53,6 +57,8 @@ def train(world, mixer: str, pattern: str, options) -> dict:
     gradients = trainer._gradients
 
     def slowed():
+        if trainer.resting:
+            return gradients()
         begin = time.perf_counter()
         losses = gradients()
         cost = costs(pattern, world.size, options.times, options.stretch, trainer.index)
@@ -76,7 +82,8 @@ def train(world, mixer: str, pattern: str, options) -> dict:
     rates, means, most, torn, skipped = zip(*world.comm.allgather(mine), strict=True)
     assembly.close()
     return {
-        "steps_per_second": sum(rates), "whole_run": world.size * steps / whole,
+        "steps_per_second": sum(rates), "others": float(np.mean(rates[1:])),
+        "whole_run": world.size * steps / whole,
         "accuracy": found.accuracy, "staleness": float(np.mean(means)), "oldest": max(most),
         "torn": sum(torn), "skipped": sum(skipped), "steps": steps,
     }  # fmt: skip
@@ -112,6 +119,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--steps", type=int, help="fewer steps than the epochs have")
     parser.add_argument("--patterns", default="moving,one")
+    parser.add_argument("--mixers", default="synchronous,asynchronous")
     parser.add_argument("--torn", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("settings", nargs="*", metavar="section.key=value")
@@ -120,7 +128,7 @@ def main() -> None:
     with mpigossip.world() as world:
         rows = {}
         for pattern in filter(None, options.patterns.split(",")):
-            for mixer in ("synchronous", "asynchronous"):
+            for mixer in options.mixers.split(","):
                 rows[f"{pattern}, {mixer}"] = train(world, mixer, pattern, options)
         if options.torn:
             used, seen = torn_copies(world, options.torn)

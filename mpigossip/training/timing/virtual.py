@@ -35,7 +35,7 @@ class VirtualClock:
         self._clock = Clock(Timing(job, made, self._machine))
         if begun is not None:
             self._clock.now[0] = begun
-        self._round, self._seed = engine.round, job.run.seed
+        self._round, self._seed, self._engine = engine.round, job.run.seed, engine
         # the stragglers of a simulated asynchronous run are its own
         ill, own = job.faults, job.faults.slow_times > 1
         slow = ill if own else section
@@ -46,6 +46,8 @@ class VirtualClock:
         machine, n = self._machine, len(self._clock.now[0])
         pace = 1 + machine.jitter * normal((self._seed, DRAWS, index), n)
         pace = np.maximum(pace, 0.0) * self._slow.costs(index)
+        begun = index - self._engine.born
+        pace[list(self._engine.cadence.resting(begun, range(n)))] = 0.0
         self._clock.step(kind, self._round // self._fragments, machine.compute_s * pace[None])
         self._round += kind is Kind.GOSSIP
         return self._clock.now[0]

@@ -1,0 +1,155 @@
+"""Nodes that make unlike numbers of local steps between exchanges: formula, bits, what is told."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.algorithms import cadence
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.runs import launch
+from mpigossip.store.log import read
+from mpigossip.training import assemble
+from tests.battery import Driver, on_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OWN = (4, 1, 3)
+SETTINGS = [
+    "algorithm.name=gasloc cadence.period=[4,1,3] algorithm.outer_beta=0.3",
+    "algorithm.name=noloco cadence.period=[4,1,3] local.name=accumadam",
+    "algorithm.name=diloco cadence.period=[4,1,3] cadence.fragments=2 cadence.delay=1",
+    "algorithm.name=slowmo cadence.name=cpsgd cadence.period=[1,1,2] node.wire=bf16",
+]
+
+
+def test_steps_are_spread_evenly_and_the_last_of_a_period_is_made_by_all():
+    made = cadence.every(period=(8, 2, 3))
+    resting = [made.resting(index, range(3)) for index in range(16)]
+    steps = [[k for k in range(8) if node not in resting[k]] for node in range(3)]
+    assert steps == [list(range(8)), [3, 7], [2, 5, 7]]
+    assert resting[:8] == resting[8:] and made.resting(0, [2, 0]) == (0,)
+    assert cadence.every(period=8).resting(0, range(3)) == ()
+
+
+@pytest.mark.parametrize("name", ["dsgd cadence.name=every", "cpsgd"])
+def test_it_is_so_many_local_steps_and_the_exchange(name):
+    driver = Driver(f"algorithm.name={name} local.name=sgd cadence.period=[4,1,3]", 3, lr=0.2)
+    x, b = driver.whole().double(), torch.cat(driver.b, dim=1).double()
+    left = 0.8 ** torch.tensor([OWN], dtype=torch.float64).T
+    for t in range(5):
+        w = driver.graph.matrix(t) if "every" in name else np.full((3, 3), 1 / 3)
+        x = torch.from_numpy(w) @ (b + left * (x - b))
+        assert torch.allclose(driver.run(4).whole().double(), x, atol=1e-5)
+    if name == "cpsgd":  # who makes more steps counts for more
+        weighted = ((1 - left) * b).sum(0) / (1 - left).sum()
+        assert torch.allclose(driver.run(200).whole().double()[0], weighted, atol=1e-5)
+
+
+def all_settings(comm):
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        return [driver.whole().numpy() for driver in on_ranks(SETTINGS, world, "put", 9)]
+
+
+def test_ranks_have_the_bits_of_the_simulator(ranks):
+    for settings, *found in zip(SETTINGS, *ranks(3)(all_settings), strict=True):
+        expected = Driver(settings, 3, noise=0.1).run(9).whole().numpy()
+        assert (np.concatenate(found) == expected).all(), settings
+
+
+JOB = {
+    "run": {"steps": 12, "evaluate_every": 0},
+    "data": {"source": "digits", "batch": 4, "workers": 0},
+    "algorithm": {"name": "gasloc"},
+    "cadence": {"period": [4, 1, 3]},
+    "model": {"name": "lenet"},
+}
+
+
+def train(folder, *settings):
+    with Alone() as world:
+        made = assemble.load(JOB, [f"run.output={folder}", *settings])
+        return launch.train(made, world, 3)
+
+
+def test_a_run_says_who_rested_and_goes_on_where_it_was(tmp_path):
+    whole, _ = train(tmp_path / "whole"), train(tmp_path / "cut", "run.steps=6")
+    with Alone() as world:
+        again = launch.resume(tmp_path / "cut", ["run.steps=12"], world, None)
+    assert again["digest"] == whole["digest"]
+    loss = read(tmp_path / "whole" / "log.h5").steps["loss"]
+    assert np.isfinite(loss).sum(0).tolist() == [12, 3, 9] and np.isfinite(loss[3::4]).all()
+    rate = read(tmp_path / "whole" / "log.h5").steps["samples_per_second"]
+    assert ((rate > 0) == np.isfinite(loss)).all()
+
+
+@pytest.mark.parametrize("more", [[], ["node.vmap=true", "model.name=mlp"]])
+def test_equal_numbers_are_one_number(tmp_path, more):
+    short = ["run.steps=8", *more]
+    one = train(tmp_path / "one", "cadence.period=4", *short)
+    many = train(tmp_path / "many", "cadence.period=[4,4,4]", *short)
+    assert one["digest"] == many["digest"] != train(tmp_path / "other", *short)["digest"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("", "cadence.period = [4, 1, 3]: 3 numbers, one for each node, and there are 4; give 4"),
+        ("algorithm.name=dsgt cadence.name=every", "needs a gradient of every node in every step"),
+        ("run.survive=true cadence.period=[4,1,3,2]", "one node fewer: cadence.period = [4, 1, 3,"),
+    ],
+)
+def test_what_has_none_is_refused(settings, message):
+    found = assemble.mistakes(assemble.load(JOB, settings.split()), 4)
+    assert any(message in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("cadence.period=[]", "must name a number for each node"),
+        ("cadence.period=[2,0,1]", "must be at least 1"),
+        ("cadence.name=gossip-pga", "needs a whole number"),
+    ],
+)
+def test_wrong_lists_are_refused(settings, message):
+    with pytest.raises(JobError, match=message):
+        assemble.load(JOB, settings.split())
+
+
+def loops(comm):
+    """What a loop of one's own says to numbers by node: a list, numbers by rank, the same free."""
+    import mpigossip
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    found = []
+    with World(comm) as world:
+        own = 2 + world.rank
+        for mixer, period in (("synchronous", [2, 3]), ("synchronous", own), ("asynchronous", own)):
+            model = torch.nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            try:
+                gossip = mpigossip.Gossip(
+                    world, model, optimizer, algorithm="gasloc", period=period, mixer=mixer
+                )
+            except JobError as error:
+                found.append(str(error))
+                continue
+            for _ in range(6):
+                gossip.zero_grad()
+                model(torch.ones(3, 4)).square().mean().backward()
+                gossip.step()
+            found.append(gossip.engine.round)
+            gossip.close()
+    return found
+
+
+def test_ranks_of_a_loop_may_differ_where_nobody_waits(ranks):
+    listed, unlike, rounds = zip(*ranks(2)(loops), strict=True)
+    assert all("each rank may give a number of its own" in text for text in listed)
+    assert any("cadence.period" in text for text in unlike)
+    assert rounds == (3, 2)
