@@ -22,15 +22,14 @@ CURVES = 10
 Bands = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
-def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over the rows of (seeds, k), and half its interval, NaN below two seeds."""
+def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over the rows of (seeds, …), and half its interval, NaN below two seeds."""
     from scipy import stats
 
-    count = len(values)
-    if count == 0:
-        return np.full(values.shape[1], np.nan), np.full(values.shape[1], np.nan)
-    if count == 1:
-        return values[0], np.full(values.shape[1], np.nan)
+    values = np.asarray(values, float)
+    count, unknown = len(values), np.full(values.shape[1:], np.nan)
+    if count < 2:
+        return (values[0] if count else unknown), unknown
     half = stats.t.ppf((1 + LEVEL) / 2, count - 1) * values.std(0, ddof=1) / count**0.5
     return values.mean(0), half
 
@@ -75,7 +74,7 @@ def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
     for name in first.evaluations.keys() - {"step"}:
         values = [log.evaluations[name] for log in logs]
         if values[0].ndim == 1:
-            mean, half = interval(np.array(values, float))
+            mean, half = interval(values)
             evaluations[name], bands[name] = mean, (mean - half, mean + half)
         else:
             evaluations[name] = np.concatenate(values, axis=1)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(TOOLS / "claims"))
 
 import learning  # noqa: E402
 import measure  # noqa: E402
-from table import Row, markdown, write  # noqa: E402
+from table import Row, markdown, verdicts  # noqa: E402
 
 MAY_FAIL = ("`graph show`", "64 LeNet nodes")
 """Times, on a busy machine."""
@@ -40,25 +40,38 @@ def test_quick_table_holds(tmp_path):
 def test_only_one_claim_and_a_wrong_name(capsys, tmp_path):
     out = tmp_path / "one.md"
     assert measure.main(["--quick", "--only", "exponential_gap", "--out", str(out)]) == 0
-    assert out.read_text(encoding="utf-8").count("| holds |") == 1
+    text = out.read_text(encoding="utf-8")
+    assert text.startswith("# What the papers claim") and text.count("| holds |") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["one.md"]
     with pytest.raises(SystemExit):
         measure.main(["--only", "exponential_gup"])
     assert "exponential_gap" in capsys.readouterr().err
 
 
-def test_table_names_verdicts_and_keeps_what_was_there(tmp_path):
+def test_table_names_verdicts():
     rows = [
         Row("x|y", "s", "1", "2", False),
         Row("c", "s", "1", "not run: no time", None, judged=False),
         Row("c", "s", "1", "2", None, judged=False, table="Second"),
         Row("c", "s", "1", "2", None),
     ]
-    text = markdown(rows)
+    text = markdown(rows, {})
     assert "x¦y" in text and "**does not hold**" in text and "| cannot tell |" in text
     assert "| not run |" in text and text.index("## Second") < text.index("| as measured |")
-    write(rows[:1], tmp_path / "t.md", "head\n")
-    assert (tmp_path / "t.md").read_text(encoding="utf-8").startswith("head\n| claim |")
-    assert [path.name for path in tmp_path.iterdir()] == ["t.md"]
+
+
+def test_a_changed_verdict_says_what_it_was():
+    """Of claims in both tables; those under another heading are measured otherwise."""
+    old = markdown([Row(c, "s", "1", "2", holds) for c, holds in (("a|", True), ("b", None))], {})
+    rows = [Row(c, "s", "1", "2", False) for c in ("a|", "b", "new")]
+    rows += [Row("b", "s", "1", "2", True, table="Second")]
+    found = [line.rpartition(" | ")[2] for line in markdown(rows, verdicts(old)).splitlines()]
+    no = "**does not hold**"
+    assert found[2:5] == [f"{no} (before: holds) |", f"{no} (before: cannot tell) |", f"{no} |"]
+    assert found[-1] == "holds |" and verdicts(markdown(rows, {}))["b"] == no
+    assert verdicts(markdown(rows, verdicts(old)))["b"] == no
+    results = (PROTOCOLS / "RESULTS.md").read_text(encoding="utf-8")
+    assert verdicts(results)["LeNet, 8 nodes, ring, 100 % shuffled: all alike"] == no
 
 
 def test_protocols_are_studies_that_fit_in_six_hours(capsys):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import resource
-import statistics
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from time import process_time
+from timeit import timeit
 
 import networkx
 import numpy as np
@@ -18,8 +19,9 @@ from table import Row
 from mpigossip.cluster.ranks import Alone
 from mpigossip.graphs import graph
 from mpigossip.graphs.exponential import rounds_needed
+from mpigossip.graphs.finite_time import factors
 from mpigossip.graphs.search import search
-from mpigossip.graphs.spectral import consensus_rate, eigenvalues, residue, spectral_gap
+from mpigossip.graphs.spectral import consensus_rate, residue, spectral_gap
 from mpigossip.models import loss_and_correct
 from mpigossip.training import assemble
 
@@ -33,32 +35,29 @@ BASE2_LENGTHS = {
 """Rounds of the Base-2 graph."""
 
 MIXING = {
-    "ring 16": (0.9267, 0.9493),
-    "lattice 16": (0.7866, 0.8524),
-    "4-regular 16": (0.6745, 0.7222),
-    "hypercube 16": (0.6, 0.6),
-    "G(16, 32)": (0.8046, 0.8623),
-    "star 16": (0.8824, 0.9375),
-    "path 16": (0.9808, 0.9872),
-    "lattice 32": (0.9407, 0.9619),
-    "4-regular 32": (0.8053, 0.8441),
+    "ring 16": ("ring", 16, 0.9267, 0.9493),
+    "lattice 16": ("ring-lattice", 16, 0.7866, 0.8524),
+    "4-regular 16": ("random-regular", 16, 0.6745, 0.7222),
+    "hypercube 16": ("hypercube", 16, 0.6, 0.6),
+    "G(16, 32)": ("G(n, 2n)", 16, 0.8046, 0.8623),
+    "star 16": ("star", 16, 0.8824, 0.9375),
+    "path 16": ("path", 16, 0.9808, 0.9872),
+    "lattice 32": ("ring-lattice", 32, 0.9407, 0.9619),
+    "4-regular 32": ("random-regular", 32, 0.8053, 0.8441),
 }
 """Spectral radius ρ with the best Laplacian constant, and with Metropolis–Hastings weights."""
 
 
 def exponential_gap(options) -> Iterator[Row]:
     """The gap of the static exponential graph."""
-    even, odd = 0.0, np.inf
-    for n in range(2, 257):
-        difference = spectral_gap(graph("exponential", n)) - 2 / (1 + rounds_needed(n))
-        if n % 2:
-            odd = min(odd, difference)
-        else:
-            even = max(even, abs(difference))
+    gaps = ((n, spectral_gap(graph("exponential", n))) for n in range(2, 257))
+    over = [gap - 2 / (1 + rounds_needed(n)) for n, gap in gaps]
+    even, odd = max(map(abs, over[::2])), min(over[1::2])
     yield Row(
         "static exponential gap = 2/(1+⌈log2 n⌉) for even n, larger for odd n; n = 2 … 256",
         "Ying et al., NeurIPS 2021", "≤ 1e-12; > 0",
-        f"even: differs by ≤ {even:.1e}; odd: larger by ≥ {odd:.3f}", even <= 1e-12 and odd > 0,
+        f"even: differs by ≤ {even:.1e}; odd: larger by ≥ {odd:.3f}",
+        even <= 1e-12 and odd > 0,
     )  # fmt: skip
 
 
@@ -88,101 +87,78 @@ def one_peer_exact(options) -> Iterator[Row]:
 def finite_time(options) -> Iterator[Row]:
     """Base-(k+1) and hyper-hypercube graphs are exact, short and of degree ≤ k."""
     for k in range(1, 5):
-        made = {f"base-{k + 1}": [graph(f"base-{k + 1}", n) for n in range(2, 130)]}
-        smooth = [n for n in range(2, 130) if _smooth(n, k + 1)]
-        made["hyper-hypercube"] = [graph("hyper-hypercube", n, p=k) for n in smooth]
-        for name, graphs in made.items():
+        base, smooth = f"base-{k + 1}", [n for n in range(2, 130) if factors(n, k + 1)]
+        for name, which, graphs in (
+            (base, "n = 2 … 129", [graph(base, n) for n in range(2, 130)]),
+            ("hyper-hypercube", f"{len(smooth)} n ≤ 129",
+             [graph("hyper-hypercube", n, p=k) for n in smooth]),
+        ):  # fmt: skip
             worst = max(residue(g) for g in graphs)
             degree = max(g.degree for g in graphs)
             used = max(g.period / (2 * math.log(g.n, k + 1) + 2) for g in graphs)
             lengths = {g.n: g.period for g in graphs}
-            right = k > 1 or name != "base-2" or BASE2_LENGTHS.items() <= lengths.items()
-            which = "n = 2 … 129" if name != "hyper-hypercube" else f"{len(smooth)} n ≤ 129"
+            right = name != "base-2" or BASE2_LENGTHS.items() <= lengths.items()
+            note = ", lengths of 6.2 reproduced" * (right and name == "base-2")
             yield Row(
                 f"{name} with k = {k} exact for {which}", "Takezawa et al., NeurIPS 2023",
                 f"≤ 1e-9, length ≤ 2 log n + 2 (base {k + 1}), degree ≤ {k}",
-                f"residue {worst:.0e}, longest {used:.2f} of the bound, degree {degree}"
-                + ("" if k > 1 or name != "base-2" else ", lengths of 6.2 reproduced" * right),
+                f"residue {worst:.0e}, longest {used:.2f} of the bound, degree {degree}{note}",
                 worst <= 1e-9 and used <= 1 and degree <= k and right,
             )  # fmt: skip
 
 
-def _smooth(n: int, largest: int) -> bool:
-    """Whether all prime factors of n are ≤ largest."""
-    for f in range(2, largest + 1):
-        while n % f == 0:
-            n //= f
-    return n == 1
-
-
 def laplacian_weights(options) -> Iterator[Row]:
     """Best-constant Laplacian weights against Metropolis–Hastings."""
-    random = {
-        "4-regular 16": lambda s, w: graph("random-regular", 16, weights=w, seed=s),
-        "4-regular 32": lambda s, w: graph("random-regular", 32, weights=w, seed=s),
-        "G(16, 32)": lambda s, w: graph(_connected(16, 32, s), weights=w),
-    }
-    fixed = {"ring 16": "ring", "lattice 16": "ring-lattice", "hypercube 16": "hypercube"}
-    fixed |= {"star 16": "star", "path 16": "path", "lattice 32": "ring-lattice"}
-    for name, expected in MIXING.items():
-        n, seeds = (32 if "32" in name.split() else 16), range(20 if name in random else 1)
-        pairs = []
-        for seed in seeds:
-            make = random.get(name) or (lambda s, w, k=name, n=n: graph(fixed[k], n, weights=w))
-            rules = ("laplacian", "metropolis-hastings")
-            pairs.append([consensus_rate(make(seed, rule)) for rule in rules])
-        found = [statistics.median(column) for column in zip(*pairs, strict=True)]
-        ahead = all(pair[0] < pair[1] + 1e-12 * ("hyper" in name) for pair in pairs)
-        near = 0.05 if name in random else 6e-5
+    for label, (name, n, *expected) in MIXING.items():
+        drawn = name in ("random-regular", "G(n, 2n)")
+        pairs = np.array([_rates(name, n, seed) for seed in range(20 if drawn else 1)])
+        found, near = np.median(pairs, axis=0), 0.05 if drawn else 6e-5
+        ahead = bool((pairs[:, 0] < pairs[:, 1] + 1e-12 * (name == "hypercube")).all())
         yield Row(
-            f"ρ by Laplacian and Metropolis weights, {name}"
-            + (f" (median of {len(pairs)} draws)" if name in random else ""),
-            "own arithmetic" + (", one draw" if name in random else ""),
-            "{:.4f}, {:.4f}".format(*expected),
-            "{:.4f}, {:.4f}".format(*found) + ("" if not ahead else "; never slower"),
-            ahead and all(abs(f - e) <= near for f, e in zip(found, expected, strict=True)),
+            f"ρ by Laplacian and Metropolis weights, {label}" + " (median of 20 draws)" * drawn,
+            "own arithmetic" + ", one draw" * drawn, "{:.4f}, {:.4f}".format(*expected),
+            "{:.4f}, {:.4f}".format(*found) + "; never slower" * ahead,
+            ahead and bool((np.abs(found - expected) <= near).all()),
         )  # fmt: skip
 
 
-def _connected(n: int, edges: int, seed: int):
-    """A connected random graph with so many edges, the first from the seed on."""
-    while True:
-        drawn = networkx.gnm_random_graph(n, edges, seed=seed)
-        if networkx.is_connected(drawn):
-            return drawn
-        seed += 1000
+def _rates(name: str, n: int, seed: int) -> list[float]:
+    """ρ by both rules; of G(n, 2n) that of the first connected graph from the seed on."""
+    drawn = (networkx.gnm_random_graph(n, 2 * n, seed=s) for s in itertools.count(seed, 1000))
+    network = next(filter(networkx.is_connected, drawn)) if name == "G(n, 2n)" else name
+    rules = ("laplacian", "metropolis-hastings")
+    return [consensus_rate(graph(network, n, weights=rule, seed=seed)) for rule in rules]
 
 
 def topology_search(options) -> Iterator[Row]:
     """The search reaches its bars and stays connected and within its budget."""
-    plans = {16: (20.0, 0.37), 32: (60.0, 0.23), 64: (60.0, 0.17)}
-    quick = {16: (10_000, 0.31)}
-    for n, (limit, bar) in (plans if options.full else quick).items():
-        kind = {"seconds": limit} if options.full else {"evaluations": int(limit)}
-        found = search(n, degree=4, seed=0, **kind)
+    plans = [(16, 20.0, 0.37), (32, 60.0, 0.23), (64, 60.0, 0.17)]
+    kind, said = "seconds", "{:g} s on one core"
+    if options.quick:
+        plans, kind, said = [(16, 10_000, 0.31)], "evaluations", "{} graphs judged"
+    for n, limit, bar in plans:
+        found = search(n, degree=4, seed=0, **{kind: limit})
         degrees = np.bincount(np.array(found.edges).ravel(), minlength=n)
         sound = found.spectrum[1] > 1e-9 and degrees.max() <= 4 and len(found.edges) <= 2 * n
-        rho = float(np.abs(eigenvalues(found.graph())[1:]).max())
+        rho = consensus_rate(found.graph())
         agrees = abs(rho - (1 - found.score) / (1 + found.score)) < 1e-9
         yield Row(
-            f"topology search, degree 4, n = {n}, "
-            + (f"{limit:g} s on one core" if options.full else f"{limit} graphs judged"),
+            f"topology search, degree 4, n = {n}, {said.format(limit)}",
             "own bar, after Jameel et al. 2020", f"r ≥ {bar}, connected, within the budget",
             f"r = {found.score:.4f} after {found.seconds:.1f} s, {found.evaluations} graphs",
-            sound and agrees and found.score >= bar,
+            bool(sound and agrees and found.score >= bar),
         )  # fmt: skip
 
 
 def speed(options) -> Iterator[Row]:
     """`graph show` for 4,096 nodes, and a simulated step against its gradients alone."""
-    names = ("exponential", "ring", "ring-lattice", "one-peer-exponential", "one-peer-hypercube",
-             "base-2")  # fmt: skip
     took = {}
-    for name in names:
-        begin = _children()
+    for name in ("exponential", "ring", "ring-lattice", "one-peer-exponential",
+                 "one-peer-hypercube", "base-2"):  # fmt: skip
+        begin = sum(os.times()[2:4])  # of children that have ended
         command = [sys.executable, "-m", "mpigossip", "graph", "show", name, "--nodes", "4096"]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
-        took[name] = _children() - begin
+        took[name] = sum(os.times()[2:4]) - begin
     yield Row(
         "`graph show`, n = 4,096: circulant and one-peer graphs, processor time of the command",
         "own bar", "< 2 s", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items()),
@@ -198,7 +174,7 @@ def speed(options) -> Iterator[Row]:
             module.zero_grad()
             loss_and_correct(module(inputs), targets)[0].backward()
 
-    whole, alone = _timed(6 if options.full else 3, assembly.trainer.step, gradients)
+    whole, alone = _timed(4 if options.quick else 7, assembly.trainer.step, gradients)
     assembly.close()
     yield Row(
         "64 LeNet nodes (batch 32, CIFAR's shape) simulated: a step against 64 single gradients",
@@ -208,27 +184,15 @@ def speed(options) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def _children() -> float:
-    """Processor seconds of all child processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 def _nodes(n: int, **sections):
     """Nodes of a job, put together."""
-    job = assemble.load({"log": {"consensus_every": 0}, **sections})
-    return assemble.assemble(job, Alone(), n)
+    return assemble.assemble(assemble.load({"log": {"consensus_every": 0}, **sections}), Alone(), n)
 
 
-def _timed(repeats: int, *works: Callable) -> list[float]:
-    """Processor seconds of each, the least of some repeats in turn after a first."""
-    laps = np.empty((repeats + 1, len(works)))
-    for lap in laps:
-        for k, work in enumerate(works):
-            begin = time.process_time()
-            work()
-            lap[k] = time.process_time() - begin
-    return laps[1:].min(0).tolist()
+def _timed(turns: int, *works: Callable) -> list[float]:
+    """Processor seconds of each, the least of so many turns."""
+    laps = [[timeit(work, timer=process_time, number=1) for work in works] for _ in range(turns)]
+    return np.min(laps, axis=0).tolist()
 
 
 def vectorized(options) -> Iterator[Row]:
@@ -236,7 +200,7 @@ def vectorized(options) -> Iterator[Row]:
     data = {"source": "digits", "batch": 4, "workers": 0}
     for name, n in (("mlp", 256), ("lenet", 64)):
         both = [_nodes(n, data=data, model={"name": name}, node={"vmap": v}) for v in (False, True)]
-        loop, vmap = (1e3 * lap for lap in _timed(2, *(one.trainer.step for one in both)))
+        loop, vmap = (1e3 * lap for lap in _timed(3, *(one.trainer.step for one in both)))
         ends = [one.trainer.replicas.full[0].clone() for one in both]
         apart = float(torch.dist(*ends) / torch.linalg.norm(ends[0]))
         for one in both:

@@ -11,6 +11,7 @@ next one's figure; `reaches`: a training loss, bytes until it. Without `order` n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,12 +26,13 @@ from mpigossip.analysis.study import Study
 from mpigossip.analysis.study.file import arguments
 from mpigossip.analysis.study.grid import Cell, cells_of
 from mpigossip.analysis.study.results import lost
-from mpigossip.cluster.ranks import Alone
+from mpigossip.analysis.study.running import Found
 from mpigossip.config.errors import Failure
 from mpigossip.graphs.files import save
 from mpigossip.graphs.search import search
 from mpigossip.runs.summary import number
 from mpigossip.training import assemble
+from mpigossip.training.costs import subject
 
 SEEDS = 5
 """Pairs of seeds that a verdict needs."""
@@ -49,65 +51,57 @@ class Protocol:
         self.name, self.options = path.stem, options
         given = arguments(path, mpigossip.study, OWN_KEYS)
         self.own = {key: given.pop(key, None) for key in OWN_KEYS}
-        self.lacks = "{data}" in str(given) and not (options.data or options.rehearse)
-        self.given = given | {
-            "output": options.runs / f"{self.name}{'-rehearsal' * options.rehearse}",
-            "processes": options.workers,
-        }
+        folder = options.runs / f"{self.name}{'-rehearsal' * options.rehearse}"
+        self.given = given | {"output": folder, "processes": options.workers}
         if options.rehearse:
             settings = [*given.get("settings", ()), *REHEARSAL]
             self.given |= {"seeds": 2, "rates": None, "settings": settings}
 
     def tables(self) -> Iterator[tuple[str, Study]]:
         """The studies at each method's own rate, and at the common one."""
-        given = _filled(self.given, {"{data}": str(self.options.data)})
-        if "{searched}" in str(given):
-            given = _filled(given, {"{searched}": self._searched(given["nodes"])})
-        common = self.own["common"]
+        places = {"{data}": str(self.options.data)}
+        if "{searched}" in str(self.given):
+            places["{searched}"] = str(self._searched(self.given["nodes"]))
+        given, common = _filled(self.given, places), self.own["common"]
         for table in ("", COMMON)[: 1 + bool(common)]:
             rates = given | ({"rates": [common]} if table else {})
             yield table, mpigossip.study(**rates | {"grid": self._grid(rates)})
 
-    def _searched(self, nodes: int) -> str:
+    def _searched(self, nodes: int) -> Path:
         """The file of a searched graph."""
         file = self.options.runs / f"searched-{nodes}.json"
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             save(search(nodes, degree=4, evaluations=20_000, seed=0), file)
-        return str(file)
+        return file
 
     def _grid(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The grid, with the period of equal traffic: the largest that spends no less."""
-        grid, pair = dict(given["grid"]), self.own["equal_traffic"]
-        if not pair:
-            return grid
-        methods, (first, second) = dict(grid["method"]), pair
-        alone = mpigossip.study(**given | {"grid": {"method": {first: methods[first]}}})
-        runs = alone.ended(alone.cells[0])
-        if not runs:
-            raise Failure(f"{alone.folder}: all runs of {first} diverged")
-        used = np.mean([run.last("exchanges") / len(run.log.steps["step"]) for run in runs])
-        period = str(max(1, int(1 / used)))
-        words = methods.pop(second).replace("{period}", period)
-        return grid | {"method": methods | {f"{second}, period {period}": words}}
+        methods = dict(given["grid"]["method"])
+        if self.own["equal_traffic"]:
+            first, second = self.own["equal_traffic"]
+            alone = mpigossip.study(**given | {"grid": {"method": {first: methods[first]}}})
+            runs = alone.ended(alone.cells[0])
+            if not runs:
+                raise Failure(f"{alone.folder}: all runs of {first} diverged")
+            used = np.mean([run.last("exchanges") / len(run.log.steps["step"]) for run in runs])
+            period = str(max(1, int(1 / used)))
+            words = methods.pop(second).replace("{period}", period)
+            methods[f"{second}, period {period}"] = words
+        return given["grid"] | {"method": methods}
 
     def rows(self) -> Iterator[Row]:
         """The rows of all tables; where runs are missing, what they lack."""
         try:
-            if self.lacks:
+            if "{data}" in str(self.given) and not (self.options.data or self.options.rehearse):
                 raise Failure("it needs --data")
             for table, study in self.tables():
                 study.plot(out=study.folder / f"curves{'-common' * bool(table)}.png")
                 for row in self.own["row"]:
-                    said, holds = measured(study, row)
-                    yield self._row(row, said, holds, table, "order" in row)
+                    yield Row(*_about(row), *measured(study, row), "order" in row, table)
         except Failure as error:
             for row in self.own["row"]:
-                yield self._row(row, f"not run: {error}", None, "", False)
-
-    def _row(self, row, said: str, holds: bool | None, table: str, judged: bool) -> Row:
-        claim, source, expected = row["claim"], row["source"], row.get("expected", "as measured")
-        return Row(claim, source, expected, said, holds, judged, table)
+                yield Row(*_about(row), f"not run: {error}", None, judged=False)
 
     def estimate(self) -> tuple[int, float]:
         """Runs of the whole, about, and hours that they take on so many cores."""
@@ -119,15 +113,16 @@ class Protocol:
         return runs, runs * self.own["seconds"] / self.options.workers / 3600
 
 
-def _filled(value: Any, places: Mapping[str, str]) -> Any:
-    """Nested values with placeholders replaced."""
-    if isinstance(value, Mapping):
-        return {key: _filled(one, places) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_filled(one, places) for one in value]
-    for place, text in places.items():
-        value = value.replace(place, text) if isinstance(value, str) else value
-    return value
+def _about(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["claim"], row["source"], row.get("expected", "as measured")
+
+
+def _filled(given: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:
+    """A study's arguments with placeholders replaced."""
+    text = json.dumps(dict(given), default=str)
+    for place, words in places.items():
+        text = text.replace(place, json.dumps(words)[1:-1])
+    return json.loads(text) | {"job": given["job"]}  # a path, as a text would be TOML
 
 
 def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
@@ -158,10 +153,10 @@ def judged(apart: Sequence[float], by: float = 0.0, alike: float | None = None) 
 
     None where it lies on both sides, or there are fewer than SEEDS.
     """
+    mean, half = interval(apart)
+    low, high = mean - half, mean + half
     if len(apart) < SEEDS:
         return None
-    (mean,), (half,) = interval(np.asarray(apart, float).reshape(-1, 1))
-    low, high = mean - half, mean + half
     if alike is not None:
         within, beyond = -alike <= low and high <= alike, low > alike or high < -alike
     else:
@@ -170,10 +165,9 @@ def judged(apart: Sequence[float], by: float = 0.0, alike: float | None = None) 
 
 
 def _interval(values: Sequence[float]) -> str:
-    if not len(values):
-        return "– (all pairs diverged)"
-    (mean,), (half,) = interval(np.asarray(values, float).reshape(-1, 1))
-    return f"{mean:+.3g} [{mean - half:+.3g}, {mean + half:+.3g}]"
+    mean, half = interval(values)
+    known = f"{mean:+.3g} [{mean - half:+.3g}, {mean + half:+.3g}]"
+    return known if len(values) else "– (all pairs diverged)"
 
 
 def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
@@ -182,12 +176,12 @@ def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
     words = []
     for name in dict.fromkeys([study.judge, *figures]):
         if name != "bytes_sent":
-            (mean,), (half,) = interval(np.array([[run.last(name)] for run in runs]).reshape(-1, 1))
+            mean, half = interval([run.last(name) for run in runs])
             words.append(f"{name} {number(mean)} ± {number(half)}")
     if "reaches" in row:
         words.append(_until(study, cell, row["reaches"]))
     if "bytes_sent" in figures:
-        words.append(f"{number(found['MB'])} MB{_codes(cell, study, runs)}")
+        words.append(f"{number(found['MB'])} MB{_codes(cell, runs)}")
     rate = f" (lr {found['lr']:g})" if "lr" in found else ""
     return f"{cell.label('method')}{rate}: {', '.join(words)}{lost(found)}"
 
@@ -204,16 +198,12 @@ def _until(study: Study, cell: Cell, loss: float) -> str:
     return f"{number(np.mean(sent)) if sent else '–'} MB to {loss:g}{said}"
 
 
-def _codes(cell: Cell, study: Study, runs) -> str:
+def _codes(cell: Cell, runs: Sequence[Found]) -> str:
     """Of an encoded wire, bytes of codes and of decoded values on a ring, as papers count them."""
-    if not runs:
+    job = assemble.load(runs[0].log.job) if runs else None
+    if job is None or job.node.wire == "fp32":
         return ""
-    job = assemble.load(runs[0].log.job)
-    if job.node.wire == "fp32":
-        return ""
-    assembly = assemble.assemble(job, Alone(), cell.nodes)
-    width = assembly.trainer.replicas.flat.size
-    assembly.close()
+    width = subject(job)[0].flat.size
     rounds = np.mean([run.last("exchanges") for run in runs]) * 2 * (cell.nodes - 1) / cell.nodes
     codes = rounds * assemble.make_wire(job).nbytes(width)
     return f" as sent, {codes / 1e6:.1f} MB of codes, {rounds * 4 * width / 1e6:.1f} MB decoded"

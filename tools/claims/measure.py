@@ -13,9 +13,6 @@ interrupted run goes on where it was. Protocols and how to pack CIFAR-10: jobs/c
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -27,12 +24,16 @@ import graphs
 import torch
 import toy
 from learning import Protocol
-from table import Row, write
+from table import Row, markdown, origin, verdicts
 
-import mpigossip
+from mpigossip.store.hdf5 import replacing
 
 FOLDER = Path(__file__).resolve().parents[2] / "jobs" / "claims"
 PROTOCOLS = {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
+HEAD = (
+    "# What the papers claim, measured\n\n`python tools/claims/measure.py {}`, {}: {:.0f} minutes. "
+    "Protocols, seeds and what was reduced: [PROTOCOL.md](PROTOCOL.md).\n\n"
+)
 FUNCTIONS = {f.__name__: f for room in (graphs, toy, beyond, equal) for f in room.CLAIMS}
 
 
@@ -41,62 +42,40 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ", ".join([*FUNCTIONS, *PROTOCOLS])
-    parser.add_argument("--quick", action="store_true", help="short searches, no training")
-    parser.add_argument(
-        "--only", action="append", metavar="NAME", default=[], help=f"one of {names}; repeatable"
-    )
-    parser.add_argument("--data", type=Path, help="CIFAR-10, packed by `mpigossip data pack`")
-    parser.add_argument("--out", type=Path, help="write the table there, in Markdown")
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs/claims"), help="where training runs are kept"
-    )
-    parser.add_argument("--workers", type=int, default=2, help="training runs at a time (2)")
-    parser.add_argument(
-        "--rehearse", action="store_true", help="train an epoch of digits with two seeds"
-    )
-    parser.add_argument(
-        "--estimate", action="store_true", help="print what training takes, and do nothing"
-    )
-    parser.add_argument(
-        "--asynchronous", type=Path, nargs="+", help="what tools/bench/asynchronous.py --json gave"
-    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="short searches, no training")
+    add("--only", action="append", metavar="NAME", default=[], choices=[*FUNCTIONS, *PROTOCOLS],
+        help="one of %(choices)s; repeatable")  # fmt: skip
+    add("--data", type=Path, help="CIFAR-10, packed by `mpigossip data pack`")
+    add("--out", type=Path, help="write the table there, in Markdown")
+    add("--before", type=Path, help="an older table: verdicts that have changed say so")
+    add("--runs", type=Path, default=Path("runs/claims"), help="where training runs are kept")
+    add("--workers", type=int, default=2, help="training runs at a time (2)")
+    add("--rehearse", action="store_true", help="train an epoch of digits with two seeds")
+    add("--estimate", action="store_true", help="print what training takes, and do nothing")
+    add("--asynchronous", type=Path, nargs="+", help="what tools/bench/asynchronous.py --json gave")
     options = parser.parse_args(given)
-    unknown = set(options.only) - {*FUNCTIONS, *PROTOCOLS}
-    if unknown:
-        parser.error(f"--only {', '.join(sorted(unknown))} is unknown; choose one of {names}")
     if options.data is not None and not options.data.is_file():
         parser.error(f"--data {options.data} is no file; make it with: mpigossip data pack")
-    options.full = not options.quick
     return options
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """Names of the claims to be measured: those asked for, the short ones, or all."""
+    short = [name for name, function in FUNCTIONS.items() if function not in equal.CLAIMS]
+    return options.only or (short if options.quick else [*FUNCTIONS, *PROTOCOLS])
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """The rows, one after the other as they are measured."""
-    for name, function in FUNCTIONS.items():
-        long = function in equal.CLAIMS and options.quick
-        if not long and (not options.only or name in options.only):
-            yield from function(options)
-    for protocol in protocols(options):
-        yield from protocol.rows()
+    for name in chosen(options):
+        function = FUNCTIONS.get(name)
+        yield from function(options) if function else Protocol(PROTOCOLS[name], options).rows()
 
 
 def protocols(options: argparse.Namespace) -> list[Protocol]:
     """The training claims that were chosen."""
-    chosen = options.only or ([] if options.quick else PROTOCOLS)
-    return [Protocol(path, options) for name, path in PROTOCOLS.items() if name in chosen]
-
-
-def head(given: list[str], minutes: float) -> str:
-    """What was run, when, on what, and how long it took."""
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        "# What the papers claim, measured\n\n"
-        f"`python tools/claims/measure.py {' '.join(given)}`, {now:%Y-%m-%d}, mpigossip "
-        f"{mpigossip.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} {platform.machine()} cores, no GPU used: {minutes:.0f} minutes. "
-        "Protocols, seeds and what was reduced: [PROTOCOL.md](PROTOCOL.md).\n\n"
-    )
+    return [Protocol(PROTOCOLS[name], options) for name in chosen(options) if name in PROTOCOLS]
 
 
 def main(given: list[str] | None = None) -> int:
@@ -110,14 +89,15 @@ def main(given: list[str] | None = None) -> int:
         for name, (runs, hours) in found.items():
             print(f"{name:<12} {runs:5} runs  {hours:.2f} hours, {options.workers} at a time")
         return 0
-    rows: list[Row] = []
-    began = time.monotonic()
+    before = verdicts(options.before.read_text("utf-8")) if options.before else {}
+    rows, began = list[Row](), time.monotonic()
     for row in measure(options):
         rows.append(row)
-        print(f"{row.verdict:<18} {row.claim}: {row.measured} (expected: {row.expected})")
-        sys.stdout.flush()
+        print(f"{row.verdict:<18} {row.claim}: {row.measured} (bar: {row.expected})", flush=True)
         if options.out:
-            write(rows, options.out, head(given, (time.monotonic() - began) / 60))
+            with replacing(options.out) as beside:  # an interrupted run keeps the rows that it had
+                head = HEAD.format(" ".join(given), origin(), (time.monotonic() - began) / 60)
+                beside.write_text(head + markdown(rows, before), encoding="utf-8")
     failed = sum(row.judged and row.holds is False for row in rows)
     print(f"{len(rows)} claims, {failed} of them do not hold")
     return int(failed > 0)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from mpigossip.runs.recorder import environment
 
 
 class Row(NamedTuple):
@@ -30,23 +35,36 @@ class Row(NamedTuple):
         return {None: "cannot tell", True: "holds", False: "**does not hold**"}[self.holds]
 
 
-HEAD = ("claim", "source", "expected", "measured", "verdict")
+HEAD = "| claim | source | expected | measured | verdict |\n|---|---|---|---|---|"
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The tables in Markdown."""
+def verdicts(page: str) -> dict[str, str]:
+    """Those of a table of before, by claim."""
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    # of a claim in two tables the first's
+    return {row[0]: row[-1].partition(" (before")[0] for row in reversed(rows)}
+
+
+def markdown(rows: Sequence[Row], before: Mapping[str, str]) -> str:
+    """The tables in Markdown; a verdict of the first that isn't what it was before says so."""
     lines: list[str] = []
     for table in dict.fromkeys(row.table for row in rows):
         lines += ["", f"## {table}", ""] if table else []
-        lines += [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
+        lines.append(HEAD)
         for row in (row for row in rows if row.table == table):
-            cells = (row.claim, row.source, row.expected, row.measured, row.verdict)
-            lines.append(f"| {' | '.join(cell.replace('|', '¦') for cell in cells)} |")
+            cells = [cell.replace("|", "¦") for cell in row[:4]]
+            was = row.verdict if table else before.get(cells[0], row.verdict)
+            word = row.verdict + f" (before: {was})" * (was != row.verdict)
+            lines.append(f"| {' | '.join(cells)} | {word} |")
     return "\n".join(lines) + "\n"
 
 
-def write(rows: Sequence[Row], out: Path, head: str = "") -> None:
-    """Replace the file: an interrupted run keeps the rows that it had."""
-    beside = out.with_name(f".{out.name}.part")
-    beside.write_text(head + markdown(rows), encoding="utf-8")
-    beside.replace(out)
+def origin() -> str:
+    """When, by which program and on what something is measured."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    on = environment()
+    return (
+        f"{time.strftime('%Y-%m-%d')}, commit {commit}, torch {on['torch']}, Python "
+        f"{on['python']}, {os.cpu_count()} {on['machine']} cores, no GPU used"
+    )

@@ -19,19 +19,20 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
+import toy
 from scipy.linalg import solve_discrete_lyapunov
+from table import origin
 
 from mpigossip import algorithms
-from mpigossip.algorithms import Step
 from mpigossip.graphs import Graph, graph
+from mpigossip.graphs.spectral import spectral_gap
 from mpigossip.graphs.theory import quadratic_limit
 from mpigossip.mixing import codes
-from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.simulated import Simulated
 
 SIZES, N = (8, 16, 32, 64), 16
 GRAPHS = {
@@ -57,25 +58,14 @@ def models(
     made: Graph, name: str, options: dict, b: torch.Tensor, lr: float, noise: float = 0.0
 ) -> Iterator[torch.Tensor]:
     """The models (n, d) after each step of a method that begins at the optimum."""
+    random = torch.Generator().manual_seed(SEED)
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        noisy = noise * torch.randn(b.shape, generator=random, dtype=b.dtype) if noise else 0
+        return x - b + noisy
+
     method = algorithms.build(name, "sgd", options, 0, made)
-    layout = Layout((b.shape[1],), method.vectors, method.scalars, dtype=torch.float64)
-    mixer, x = Simulated(made, layout), b.mean(0).expand_as(b).clone()
-    state, random = method.init(x), torch.Generator().manual_seed(SEED)
-    t = 0
-    while True:
-        step, out = Step(t, t, Kind.GOSSIP, lr), mixer.outbox(t)[0]
-        if method.ahead:
-            state = method.send(x, None, state, out, step._replace(lr=None))
-        g = x - b
-        if noise:
-            g.add_(torch.randn(b.shape, generator=random, dtype=torch.float64), alpha=noise)
-        if not method.ahead:
-            state = method.send(x, g, state, out, step)
-        mixer.start(Kind.GOSSIP, t)
-        sent, mixed = mixer.finish()
-        state = method.receive(x, g, state, sent[0], mixed[0], step)
-        yield x
-        t += 1
+    return toy.steps(method, made, b.mean(0).expand_as(b).clone(), gradient, lr)
 
 
 def minima(n: int, data: str, width: int = 1) -> torch.Tensor:
@@ -120,7 +110,7 @@ def measured(made: Graph, data: str, lr: float) -> float:
     """The same of a run of the package."""
     b = minima(made.n, data, 64 if data == "random" else 1)
     period = made.period or 1
-    gap = 1 - np.sort(np.abs(np.linalg.eigvals(made.matrix(0))))[-2] if period == 1 else 1 / period
+    gap = spectral_gap(made) if period == 1 else 1 / period
     settle = round((3 if data == "noise" else 16) / gap / period + 2) * period
     window = period * max(1, round((400 if data == "noise" else 1) / period))
     total = 0.0
@@ -162,8 +152,9 @@ def meets(excess: Callable[[Graph, str, float], float], made: Graph, data: str, 
 
 def transients(out: Callable[[str], None]) -> None:
     """T* of four graphs at four sizes, its slopes, and the table of the paper."""
-    slopes = []
+    ranked = {}
     for data in DATA:
+        longest = {}
         heads = " | ".join(f"n = {n}: measured, formula" for n in SIZES)
         out(f"\n| T*, {data} | {heads} | slope | table |\n|{'---|' * (len(SIZES) + 3)}")
         for name, orders in GRAPHS.items():
@@ -176,13 +167,12 @@ def transients(out: Callable[[str], None]) -> None:
                 said.append(f"{steps[-1]:.3g}, {n / by_hand**2:.3g}".replace("nan", "none"))
             known = np.isfinite(steps)
             slope = np.polyfit(np.log(SIZES)[known], np.log(steps)[known], 1)[0]
-            slopes.append((data, name, slope, steps))
+            longest[name] = steps[-1]
             order = orders[0] if data == "noise" else orders[1]
             out(f"| {name} | {' | '.join(said)} | {slope:.1f} | {order} |")
-    for data in DATA:
-        last = {name: steps[-1] for d, name, _, steps in slopes if d == data}
-        ranked = sorted(last, key=last.__getitem__, reverse=True)
-        out(f"\nOrder at n = {SIZES[-1]}, {data}: {' > '.join(ranked)}.")
+        ranked[data] = sorted(longest, key=longest.__getitem__, reverse=True)
+    for data, names in ranked.items():
+        out(f"\nOrder at n = {SIZES[-1]}, {data}: {' > '.join(names)}.")
     out(READING)
 
 
@@ -198,12 +188,12 @@ def limits(out: Callable[[str], None]) -> None:
         for style in ("atc", "awc"):
             made = graph(name, N)
             limit = quadratic_limit(made, b.numpy(), np.ones_like(b.numpy()), 0.05, style)
-            x = _last(models(made, "dsgd", {"style": style}, b, 0.05), 1200)
+            x = toy.last(models(made, "dsgd", {"style": style}, b, 0.05), 1200)
             found, formula = (float(np.sqrt((one**2).mean())) for one in (x.numpy(), limit))
             apart = float(np.abs(x.numpy() - limit).max())
             out(f"| D-PSGD {style.upper()}, {name} | {found:.6f} | {formula:.6f} | {apart:.0e} |")
     for name, options in (("d2", {"lazy": True}), ("dsgt", {}), ("dsgt", {"style": "awc"})):
-        x = _last(models(graph("ring", N), name, options, b, 0.05), 3000)
+        x = toy.last(models(graph("ring", N), name, options, b, 0.05), 3000)
         words = "".join(f" {k} = {v}" for k, v in options.items())
         off = float(x.square().mean().sqrt())
         out(f"| {name}{words}, ring | {off:.0e} | 0 | {off:.0e} |")
@@ -217,37 +207,23 @@ def limits(out: Callable[[str], None]) -> None:
             f"{apart:.0e} | 0 | {apart:.0e} |")  # fmt: skip
 
 
-def _last(run: Iterator[torch.Tensor], steps: int) -> torch.Tensor:
-    for _ in range(steps - 1):
-        next(run)
-    return next(run).clone()
-
-
 def choco(out: Callable[[str], None]) -> None:
     """The linear rate at which CHOCO's nodes agree, beside its theorem's."""
     out(f"\n| CHOCO, top-k, factor of ‖X − X̄‖² a round, n = {N} | measured | theorem, at most |")
     out("|---|---|---|")
     for name in ("ring", "exponential"):
         for kept, size in ((0.05, 0.1), (0.25, 0.3)):
-            made, x = (
-                graph(name, N),
-                torch.randn(N, 512, generator=torch.Generator().manual_seed(0)),
-            )
+            made, draw = graph(name, N), torch.Generator().manual_seed(0)
             method = algorithms.build("choco", "sgd", {"consensus_step": size}, 0, made)
-            mixer = Simulated(made, Layout((512,), 1, wire=codes.wire("top-k", 127, kept, 0)))
-            state, apart = method.init(x), []
-            for t in range(200):
-                step, zero = Step(t, t, Kind.GOSSIP, 1e-30), torch.zeros_like(x)
-                state = method.send(x, zero, state, mixer.outbox(t)[0], step)
-                mixer.start(Kind.GOSSIP, t)
-                sent, mixed = mixer.finish()
-                state = method.receive(x, zero, state, sent[0], mixed[0], step)
-                apart.append(float((x - x.mean(0)).double().square().sum()))
+            wire = codes.wire("top-k", 127, kept, 0)
+            x = torch.randn(N, 512, generator=draw)
+            run = toy.steps(method, made, x, torch.zeros_like, 1e-30, wire)
+            apart = [float((x - x.mean(0)).double().square().sum()) for x in islice(run, 200)]
             known = [t for t in range(200) if apart[t] > 1e-6 * apart[0]]
             half = len(known) // 2
             rate = (apart[known[-1]] / apart[half]) ** (1 / (known[-1] - half))
-            gap = 1 - np.sort(np.abs(np.linalg.eigvals(made.matrix(0))))[-2]
-            bound = 1 - gap**2 * kept / 82  # Koloskova, Stich, Jaggi, ICML 2019, theorem 2
+            # Koloskova, Stich, Jaggi, ICML 2019, theorem 2
+            bound = 1 - spectral_gap(made) ** 2 * kept / 82
             out(f"| {name}, {kept:.0%} kept, step {size} | {rate:.4f} | {bound:.6f} |")
 
 
@@ -270,7 +246,8 @@ def main(given: list[str] | None = None) -> int:
         part(out)
     if options.out:
         about = (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2]
-        head = f"# Theory beside measurement\n\n`python tools/claims/theory.py`\n\n{about}"
+        command = f"`python tools/claims/theory.py`, {origin()}."
+        head = f"# Theory beside measurement\n\n{command}\n\n{about}"
         options.out.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
     print(f"{time.monotonic() - began:.0f} s")
     return 0

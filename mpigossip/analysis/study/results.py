@@ -186,10 +186,9 @@ def lost(row: Mapping[str, Any]) -> str:
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     """Mean, deviation and interval of a figure."""
-    mean, half = interval(np.asarray(values, float).reshape(-1, 1))
+    mean, half = map(float, interval(values))
     std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-    low, high = float(mean[0] - half[0]), float(mean[0] + half[0])
-    return {name: float(mean[0]), f"{name}_std": std, f"{name}_low": low, f"{name}_high": high}
+    return {name: mean, f"{name}_std": std, f"{name}_low": mean - half, f"{name}_high": mean + half}
 
 
 def _with_interval(row: Mapping[str, Any], name: str, between: str) -> str:
