@@ -40,6 +40,14 @@ FRAGMENTS = (
     "algorithm.name=diloco algorithm.eager=true cadence.period=3 cadence.delay=3",
     "algorithm.name=diloco algorithm.eager=true cadence.period=4 cadence.fragments=2 "
     "cadence.delay=2 node.wire=bf16",
+    *(f"algorithm.name={name} cadence.name=every cadence.period=2 cadence.fragments=2"
+      for name in ("dsgd algorithm.style=awc node.wire=qsgd", "momentum-tracking", "sgp", "ceca",
+                   "detag algorithm.phase=4", "choco graph.name=ring node.wire=top-k node.kept=0.5",
+                   "sparta node.kept=0.5")),
+    "algorithm.name=detag graph.name=ring algorithm.phase=3 algorithm.momentum=delayed "
+    "algorithm.beta=0.3 cadence.name=every cadence.period=3 cadence.fragments=2 node.wire=bf16",
+    "algorithm.name=choco graph.name=ring cadence.name=every cadence.period=3 cadence.fragments=2 "
+    "cadence.delay=1",
 )  # fmt: skip
 """What travels by fragments, and what is open for some steps."""
 

@@ -55,6 +55,9 @@ class Algorithm(NamedTuple):
     by_columns: bool = False
     """send and receive may be called block by block of columns, in any order: elementwise, the
     state changed in place only, x not before receive; no scalars, one exchange a step"""
+    elementwise: bool = False
+    """columns know nothing of each other, as ``by_columns`` says, too: fragments of a model may be
+    exchanged at steps of their own, each with scalars of its own"""
     takes_mixed: bool = False
     """receive makes mixed[0] x, first of all and without reading x: the two may be one array"""
     raw: bool = False

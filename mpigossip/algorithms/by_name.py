@@ -49,7 +49,9 @@ def build(
             ]
         )
     made = part.build(step, **mine)
-    return made._replace(by_columns=False) if getattr(step, "whole", False) else made
+    if getattr(step, "whole", False):
+        return made._replace(by_columns=False, elementwise=False)
+    return made
 
 
 def _made(name: str, decayed: int, layout: Any, options: Mapping[str, Any]) -> Local:

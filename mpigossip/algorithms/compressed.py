@@ -149,5 +149,8 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
             x.add_(state.memory, alpha=zeta).add_(state.public, alpha=-zeta)
         return state
 
+    def alone(x, g, state: Choco, step: Step):
+        return state._replace(inner=local.adapt(x, g, state.inner, step, x))
+
     needs = frozenset({"static", "doubly", "never-global", "own-wire"})
-    return Algorithm(init, send, receive, raw=local.raw, needs=needs)
+    return Algorithm(init, send, receive, alone, elementwise=True, raw=local.raw, needs=needs)

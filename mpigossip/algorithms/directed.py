@@ -43,7 +43,7 @@ def sgp(local: Local) -> Algorithm:
         return state
 
     needs = frozenset({"column-stochastic", "unsigned"})
-    return Algorithm(init, send, receive, scalars=1, raw=local.raw, needs=needs)
+    return Algorithm(init, send, receive, scalars=1, elementwise=True, raw=local.raw, needs=needs)
 
 
 class Carriers(NamedTuple):
@@ -93,4 +93,4 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
         return Carriers(x.clone(), local.init(x))
 
     needs = frozenset({"graph:ceca", "exact-wire"})
-    return Algorithm(init, send, receive, raw=local.raw, needs=needs)
+    return Algorithm(init, send, receive, elementwise=True, raw=local.raw, needs=needs)

@@ -73,6 +73,7 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
         send_as_is,
         receive_then_adapt,
         ahead=True,
+        elementwise=True,
         takes_mixed=True,
         raw=local.raw,
         needs=AVERAGING | {"never-global"},

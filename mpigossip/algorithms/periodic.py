@@ -295,4 +295,4 @@ def sparta(local: Local) -> Algorithm:
         return local.adapt(x, g, state, step, x)
 
     needs = frozenset({"own-wire", "shared-wire", "row-stochastic"})
-    return Algorithm(local.init, send, receive, alone, raw=local.raw, needs=needs)
+    return Algorithm(local.init, send, receive, alone, elementwise=True, raw=local.raw, needs=needs)

@@ -121,7 +121,9 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
         return Algorithm(
             init, send_adapted, receive_combined, vectors=2, by_columns=True, needs=needs
         )
-    return Algorithm(init, send_as_is, receive_then_adapt, vectors=2, ahead=True, needs=needs)
+    return Algorithm(
+        init, send_as_is, receive_then_adapt, vectors=2, ahead=True, elementwise=True, needs=needs
+    )
 
 
 class Detag(NamedTuple):
@@ -237,7 +239,9 @@ def detag(
         return old._replace(model=model, model_before=before, tracker=y, tracker_before=y_before)
 
     facts = {"doubly", "static", "symmetric"} if eta or quotient else {"doubly"}
-    return Algorithm(init, send, receive, vectors=2, ahead=True, needs=frozenset(facts))
+    return Algorithm(
+        init, send, receive, vectors=2, ahead=True, elementwise=True, needs=frozenset(facts)
+    )
 
 
 class Defacto(NamedTuple):

@@ -238,6 +238,11 @@ class Node:
     def average(self) -> None:
         """An exchange without a step."""
         self.between("average()")
+        if not self.turns.plain:
+            raise JobError(
+                ["average(): with fragments or a delay, what travels is given by the step; leave "
+                 "it out, or Gossip's fragments and delay"]
+            )  # fmt: skip
         if self.engine.under_way:  # its readers would wait for this node, and it for them
             raise JobError(
                 ["average(): the next step's exchange is under way, as this method sends before "

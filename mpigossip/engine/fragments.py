@@ -25,11 +25,15 @@ class Part(NamedTuple):
 
     x: torch.Tensor
     g: torch.Tensor | None
+    """None where the local step stands apart, or is still to come"""
     state: Any
 
 
 class Open(NamedTuple):
-    """An exchange that has begun: of which fragment, at which step, of what."""
+    """An exchange that has begun: of which fragment, at which step, of what.
+
+    One that was sent ahead of its gradient has a step without a learning rate.
+    """
 
     fragment: int
     step: Step
@@ -43,7 +47,6 @@ class Engine(Protocol):
     group: Group
     vector: Vector
     method: Algorithm
-    methods: Sequence[Algorithm]
     states: list[Any]
     index: int
     round: int
@@ -61,13 +64,15 @@ class Engine(Protocol):
 class Fragments:
     """The columns of each fragment, the method on them, and the exchange that is open.
 
-    The local step is the whole vector's. Where it stands ``apart`` from the exchange, as in all
-    methods with ``alone``, the methods here have none: they exchange what it has left. Else they
-    take the fragment's gradient, and there is no delay.
+    Where the local step stands ``apart`` from the exchange, as in all methods with ``alone``, it
+    is the whole vector's and the methods here have none: they exchange what it has left. Else
+    each takes its fragment's gradient, in a step that is LOCAL for all fragments but the due one,
+    and there is no delay. Where it is ``ahead``, the due one is sent before the gradient is there.
 
     All state between steps is one array shaped like x, where there is a delay: what was received
     and is still to be taken in. A method's own arrays are touched by exchanges alone, so that
-    receiving early, as a checkpoint does, changes no bit.
+    receiving early, as a checkpoint does, changes no bit. What a method keeps of a row, (rows, 1),
+    it has here of each fragment: (rows, P).
     """
 
     def __init__(
@@ -88,9 +93,27 @@ class Fragments:
         self._cuts, self._methods, self._blend, self._apart = cuts, methods, blend, apart
         self._needs = methods[0][0].init(torch.empty(1, 2, device="meta"))
         self._open: Open | None = None
+        self._came: tuple | None = None
         self._received: list[torch.Tensor] = []
         self._scratch: list[tuple[torch.Tensor, ...]] = []
         self._apart_by: torch.Tensor | None = None
+
+    def fresh(self, state: Any) -> Any:
+        """A method's new state with what it keeps of a row once for each fragment."""
+        if isinstance(state, torch.Tensor):
+            return state.repeat(1, self.turns.fragments) if state.shape[1] == 1 else state
+        return state if self._apart else type(state)(*map(self.fresh, state))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether what is open was sent before its step has a gradient."""
+        return self._open is not None and self._open.step.lr is None
+
+    def ahead(self, engine: Engine, now: Step) -> None:
+        """Send the due fragment before there is a gradient."""
+        due = self.turns.due(now.index)
+        if due is not None:
+            self._begin(engine, Open(due, self._own(now), self._gathered(engine, due)))
 
     def step(self, engine: Engine, now: Step) -> torch.Tensor | None:
         """The local step; then take in the fragment that was sent τ steps ago, send the due one.
@@ -99,16 +122,16 @@ class Fragments:
         """
         due, arriving = self.turns.due(now.index), self.turns.arriving(now.index)
         self._apart_by = None
-        with_gradient = due is not None and not self._apart
-        parts = self._gathered(engine, due) if with_gradient else []
-        self._local(engine, now._replace(kind=Kind.LOCAL))
+        self._local(engine, now._replace(kind=Kind.LOCAL), due)
         if arriving is not None:
             self.settle(engine)
             engine.group.on_shards(lambda k: self._blended(engine.vector.x[k], k, arriving))
         if due is not None:
-            # as if the fragment were alone: the graph's round is that of its own exchanges
-            now = now._replace(round=now.round // self.turns.fragments)
-            self._begin(engine, Open(due, now, parts or self._gathered(engine, due)))
+            if self._open is not None:  # sent ahead
+                self._open = self._open._replace(step=self._own(now))
+            else:
+                parts = self._gathered(engine, due, gradient=not self._apart)
+                self._begin(engine, Open(due, self._own(now), parts))
             if not self.turns.delay:
                 self.settle(engine)
         return self._apart_by
@@ -117,16 +140,22 @@ class Fragments:
         """Receive what an open exchange brings, waiting for its neighbours; x has it later."""
         if self._open is None:
             return
-        (fragment, now, parts), self._open = self._open, None
-        sent, mixed = engine.mixer.finish()
+        opened, came = self._open, self._came
+        self.drop()
+        came = came or engine.mixer.finish()
+        if opened.step.lr is None:  # the step takes it in
+            self._open, self._came = opened, came
+            return
+        (fragment, now, parts), (sent, mixed) = opened, came
         self._apart_by = engine.distance(sent, mixed, now.kind)
         into = self.received(engine) if self.turns.delay else engine.vector.x
 
         def receive(k: int) -> None:
-            x, g, state = parts[k]
+            (x, g, state), columns = parts[k], self._cuts[k][fragment]
+            if g is None and not self._apart:
+                g = self._gather(engine.vector.g[k], columns)
             state = self._methods[k][fragment].receive(x, g, state, sent[k], mixed[k], now)
-            columns = self._cuts[k][fragment]
-            _put(engine.states[k], state, columns)
+            self._put(engine.states[k], state, k, fragment)
             if self._blend:
                 _scatter(x, into[k], columns)
 
@@ -139,28 +168,45 @@ class Fragments:
         return self._received
 
     def drop(self) -> None:
-        """Forget an exchange that is open: its mixer is gone."""
-        self._open = None
+        """Forget an exchange that is open."""
+        self._open, self._came = None, None
 
-    def _local(self, engine: Engine, now: Step) -> None:
-        """A LOCAL step of all columns."""
-        if engine.method.alone is not None:
+    def _own(self, now: Step) -> Step:
+        """As if the fragment were alone: the graph's round is that of its own exchanges."""
+        return now._replace(round=now.round // self.turns.fragments)
+
+    def _local(self, engine: Engine, now: Step, due: int | None) -> None:
+        """A LOCAL step: of all columns where it stands apart, else of all but the due fragment."""
+        if self._apart:
             engine.adapt(now)
             return
-        vectors = range(engine.method.vectors)
         if not self._scratch:
-            self._scratch = [tuple(torch.empty_like(x) for _ in vectors) for x in engine.vector.x]
+            self._scratch = [self._room(x) for x in engine.vector.x]
 
-        def work(k: int) -> Any:
-            x, g, out = engine.vector.x[k], engine.vector.g[k], self._scratch[k]
-            state = engine.methods[k].send(x, g, engine.states[k], out, now)
-            return engine.methods[k].receive(x, g, state, out, out, now)
+        def work(k: int) -> None:
+            out = self._scratch[k]
+            for fragment, method in enumerate(self._methods[k]):
+                if fragment == due:
+                    continue
+                x, g, state = self._part(engine, k, fragment, gradient=True)
+                state = method.send(x, None if method.ahead else g, state, out, now)
+                state = method.receive(x, g, state, out, out, now)
+                self._put(engine.states[k], state, k, fragment)
+                _scatter(x, engine.vector.x[k], self._cuts[k][fragment])
 
-        engine.states = engine.group.on_shards(work)
+        engine.group.on_shards(work)
+
+    def _room(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """An outbox of a fragment for steps that send nothing."""
+        (method, *_), *_ = self._methods
+        rows, one = len(x), torch.float64
+        vectors = [x.new_empty(rows, self.width) for _ in range(method.vectors)]
+        return *vectors, *(x.new_empty(rows, 1, dtype=one) for _ in range(method.scalars))
 
     def _begin(self, engine: Engine, opened: Open) -> None:
         """Send a fragment."""
         fragment, now, parts = opened
+        # waits for those who read the exchange before the last out of this memory
         out = engine.mixer.outbox(engine.round)
 
         def send(k: int) -> Part:
@@ -175,14 +221,14 @@ class Fragments:
                 engine.look([tuple(array[:, at] for array in arrays)], c)
         engine.mixer.start(now.kind, engine.round, engine.index)
 
-    def _gathered(self, engine: Engine, fragment: int) -> list[Part]:
-        def work(k: int) -> Part:
-            columns, vector = self._cuts[k][fragment], engine.vector
-            g = None if self._apart else self._gather(vector.g[k], columns)
-            state = self._taken(self._needs, engine.states[k], columns)
-            return Part(self._gather(vector.x[k], columns), g, state)
+    def _gathered(self, engine: Engine, fragment: int, gradient: bool = False) -> list[Part]:
+        return engine.group.on_shards(lambda k: self._part(engine, k, fragment, gradient))
 
-        return engine.group.on_shards(work)
+    def _part(self, engine: Engine, k: int, fragment: int, gradient: bool) -> Part:
+        columns, vector = self._cuts[k][fragment], engine.vector
+        g = self._gather(vector.g[k], columns) if gradient else None
+        state = self._taken(self._needs, engine.states[k], k, fragment)
+        return Part(self._gather(vector.x[k], columns), g, state)
 
     def _gather(self, array: torch.Tensor, columns: Columns) -> torch.Tensor:
         """A copy of some columns side by side."""
@@ -191,14 +237,27 @@ class Fragments:
             found[:, at] = array[:, c]
         return found
 
-    def _taken(self, needs: Any, state: Any, columns: Columns) -> Any:
+    def _taken(self, needs: Any, state: Any, k: int, fragment: int) -> Any:
         """Of a nested state what the methods here have of it, gathered."""
         if isinstance(needs, torch.Tensor):
-            return self._gather(state, columns)
+            if needs.shape[1] == 1:
+                return state[:, fragment : fragment + 1].clone()
+            return self._gather(state, self._cuts[k][fragment])
         fields = needs._fields
         return type(needs)(
-            *(self._taken(getattr(needs, f), getattr(state, f), columns) for f in fields)
+            *(self._taken(getattr(needs, f), getattr(state, f), k, fragment) for f in fields)
         )
+
+    def _put(self, state: Any, part: Any, k: int, fragment: int) -> None:
+        """What the methods here have of a nested state, back to its place."""
+        if isinstance(part, torch.Tensor):
+            if part.shape[1] == 1:
+                state[:, fragment : fragment + 1] = part
+            else:
+                _scatter(part, state, self._cuts[k][fragment])
+            return
+        for field in part._fields:
+            self._put(getattr(state, field), getattr(part, field), k, fragment)
 
     def _blended(self, x: torch.Tensor, k: int, fragment: int) -> None:
         for c in self._cuts[k][fragment] if self._blend else ():
@@ -221,12 +280,3 @@ def _places(columns: Columns) -> list[tuple[slice, slice]]:
 def _scatter(part: torch.Tensor, into: torch.Tensor, columns: Columns) -> None:
     for at, c in _places(columns):
         into[:, c] = part[:, at]
-
-
-def _put(state: Any, part: Any, columns: Columns) -> None:
-    """What the methods here have of a nested state, back to its place."""
-    if isinstance(part, torch.Tensor):
-        _scatter(part, state, columns)
-        return
-    for field in part._fields:
-        _put(getattr(state, field), getattr(part, field), columns)

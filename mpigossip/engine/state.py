@@ -24,11 +24,11 @@ def leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 def joined(
     parts: Sequence[torch.Tensor], row: int, flat: Flat, place: np.ndarray | None = None
 ) -> np.ndarray:
-    """One row over all slots: shaped like x, cut to the parameters; (rows, 1) as it is.
+    """One row over all slots: shaped like x, cut to the parameters; figures of a row as they are.
 
     ``place``: an array of an earlier call that is overwritten; without one, whole pages are taken.
     """
-    if parts[0].shape[1] == 1:
+    if of_rows(parts[0]):
         return parts[0][row].cpu().numpy().copy()
     # a single slot's shard is the whole: packing it is the only copy
     whole = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
@@ -48,7 +48,7 @@ def split(
 ) -> None:
     """Inverse of :func:`joined`; ``here``: the shards that ``parts`` are, None: all."""
     values = torch.from_numpy(np.array(packed))
-    if parts[0].shape[1] == 1:
+    if of_rows(parts[0]):
         for part in parts:
             part[row].copy_(values)
         return
@@ -57,3 +57,8 @@ def split(
     pieces = whole.chunk(flat.slots)
     for part, shard in zip(parts, range(flat.slots) if here is None else here, strict=True):
         part[row].copy_(pieces[shard])
+
+
+def of_rows(part: torch.Tensor) -> bool:
+    """Whether an array has figures of a row, one or one a fragment, and isn't shaped like x."""
+    return part.shape[1] == 1 or part.dtype == torch.float64

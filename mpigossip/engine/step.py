@@ -100,7 +100,9 @@ class Engine:
         if not self.counting:
             self.count()
         self._kind = self.cadence.kind(self.rhythm, self.index - self.born)
-        if self.method.ahead:
+        if self.method.ahead and self.fragments is not None:
+            self.fragments.ahead(self, self._now(None))
+        elif self.method.ahead:
             self._send(None, self._now(None))
         self.clock.lap("exchange_s")
 
@@ -179,7 +181,7 @@ class Engine:
     @property
     def under_way(self) -> bool:
         """Whether the exchange of a step that is still to come has begun."""
-        return self._sent
+        return self._sent or self.fragments is not None and self.fragments.is_ahead
 
     def settle(self, into: torch.Tensor | None = None) -> None:
         """Wait for the neighbours of an exchange that has begun; the step takes it in later.
@@ -348,6 +350,8 @@ class Engine:
         """Begin the method's and the cadence's state anew at the present step."""
         pairs = zip(self.methods, self.vector.x, strict=True)
         self.states, self.rhythm = [method.init(x) for method, x in pairs], self.cadence.init()
+        if self.fragments is not None:
+            self.states = [self.fragments.fresh(state) for state in self.states]
         self.born = self.index
 
     def parts(self) -> dict[str, list[torch.Tensor]]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mpigossip.cluster.world import World
-from mpigossip.engine.state import split
+from mpigossip.engine.state import of_rows, split
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat
 from mpigossip.groups.base import Group, held
@@ -169,8 +169,13 @@ def same_model(saved: NodeState, flat: Flat, path: Path, model: str) -> None:
 
 def same_method(saved: NodeState, engine: Engine) -> bool:
     """Whether the method and its cadence have the state that was saved."""
-    was = {name for name in saved.arrays if name.startswith("state/")}
-    return was == set(engine.parts()) and same_rhythm(saved, engine)
+    was, parts = {name for name in saved.arrays if name.startswith("state/")}, engine.parts()
+    figures = {name: part.shape[1] for name, (part, *_) in parts.items() if of_rows(part)}
+    return (
+        was == set(parts)
+        and all(saved.arrays[name].size == size for name, size in figures.items())
+        and same_rhythm(saved, engine)
+    )
 
 
 def same_rhythm(saved: NodeState, engine: Engine) -> bool:

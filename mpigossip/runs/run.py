@@ -14,6 +14,7 @@ import torch
 from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config.readable import counted
+from mpigossip.engine.state import of_rows
 from mpigossip.engine.step import Record
 from mpigossip.groups.base import Group
 from mpigossip.mixing.base import Mixer
@@ -277,7 +278,7 @@ class Run:
     def _by_slot(self) -> bool:
         """Whether each slot of a node writes a file of its own."""
         engine = self.trainer.engine
-        large = sum(parts[0].shape[1] > 1 for parts in engine.parts().values())
+        large = sum(not of_rows(parts[0]) for parts in engine.parts().values())
         nbytes = 4 * self.trainer.replicas.flat.count * (1 + large)
         limit = self.progress.job.checkpoint.one_file_gb
         # a permuted parameter can't be put in order by slots that have a part of it each

@@ -79,18 +79,17 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
         return found
     count, delay, name = turns.fragments, turns.delay, job.algorithm.name
     said = f"cadence.fragments = {count}" if count > 1 else f"cadence.delay = {delay}"
-    apart = method.alone is not None
-    exchange = build(name, STILL, job.algorithm.options, 0, graph) if apart else method
-    if not _goes_by_columns(exchange):
+    exchange = (
+        method if method.alone is None else build(name, STILL, job.algorithm.options, 0, graph)
+    )
+    if reason := _whole(exchange):
         named = ((each, build(each, None, {}, 0)) for each in BUILDERS)
-        fitting = ", ".join(each for each, made in named if _goes_by_columns(made))
+        fitting = ", ".join(each for each, made in named if not _whole(made))
+        found.append(f'{said}: algorithm "{name}" {reason}; choose one of {fitting}')
+    elif delay and (reason := _prompt(method)):
         found.append(
-            f'{said}: algorithm "{name}" exchanges models as a whole; choose one of {fitting}'
-        )
-    elif delay and not apart:
-        found.append(
-            f'cadence.delay = {delay}: algorithm "{name}" needs what it receives in the step in '
-            'which it sends; use cadence.delay = 0, or a method of local steps such as "diloco"'
+            f'cadence.delay = {delay}: algorithm "{name}" {reason}; use cadence.delay = 0, or a '
+            'method of local steps such as "diloco"'
         )
     if job.node.mixer == "asynchronous":
         found.append(
@@ -116,9 +115,40 @@ def _unfit_period(turns: Turns) -> list[str]:
     return []
 
 
-def _goes_by_columns(method: Algorithm) -> bool:
-    """Whether fragments of a model may be exchanged at different steps."""
-    return method.by_columns and "unmixed" not in method.needs
+def _whole(method: Algorithm) -> str:
+    """Why fragments of a model can't be exchanged at different steps; "" where they can."""
+    if method.always_global:
+        return "averages all gradients in every step"
+    if "unmixed" in method.needs:
+        return "bears one kind of step only, and between two exchanges of a fragment are local ones"
+    if "cadence:halves" in method.needs:
+        return (
+            "adds gradients up at one frozen model and exchanges when it has them all, while other "
+            "fragments would still add"
+        )
+    if not (method.by_columns or method.elementwise):
+        return (
+            "steps on a model as a whole: its local step takes whole matrices, or its Algorithm "
+            "doesn't say that it is elementwise"
+        )
+    return ""
+
+
+def _prompt(method: Algorithm) -> str:
+    """Why what is received can't wait for some steps; "" where it can."""
+    if method.ahead:
+        return "steps from what it receives, and has sent it before the step already"
+    if method.alone is None:
+        return (
+            "needs what it receives in the step in which it sends: it has arrays of its own that "
+            "belong to that, and the next steps use them"
+        )
+    if "shared-wire" in method.needs:
+        return (
+            "exchanges a few values of a fragment, and algorithm.blend would take back the local "
+            "steps of all others"
+        )
+    return ""
 
 
 def _layers(flat: Flat, within: slice) -> list[slice]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from mpigossip.engine.state import joined, split
+from mpigossip.engine.state import joined, of_rows, split
 from mpigossip.engine.step import Engine
 from mpigossip.groups.base import held
 from mpigossip.store import direct
@@ -64,10 +64,10 @@ def by_slot(
         pieces: dict[str, np.ndarray] = {}
         for name, parts in state.items():
             values = parts[place][0]
-            if len(values) > 1:
+            if not of_rows(parts[place]):
                 again = before.pieces[name] if before else None
                 pieces[name] = _packed(flat.inside(values, slot), again)
-            elif slot == 0:  # one number, the same in all of them
+            elif slot == 0:  # figures, the same in all of them
                 arrays[name] = values.cpu().numpy().copy()
         x = flat.inside(engine.vector.x[place][0], slot)
         own = _packed(x, before.parameters if before else None)

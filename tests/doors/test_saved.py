@@ -222,3 +222,10 @@ def test_fragments_of_a_method_whose_step_is_not_apart_are_refused():
         pytest.raises(JobError, match=r"optimizer of its own; use a method such"),
     ):
         mpigossip.Gossip(world, model, inner, "dsgt", cadence="every", fragments=2)
+
+
+def test_an_exchange_without_a_step_is_refused_with_fragments():
+    with Alone() as world:
+        _, optimizer = streaming(world)
+        with pytest.raises(JobError, match=r"what travels is given by the step; leave it out"):
+            optimizer.average()

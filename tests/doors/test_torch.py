@@ -311,6 +311,8 @@ def test_an_exchange_under_way_bears_no_change():
 METHODS = {
     "dsgd": {}, "dsgd awc": {"style": "awc"}, "d2": {}, "dsgt awc": {"style": "awc"},
     "slowmo": {"period": 2}, "dmsgd": {}, "choco": {"graph": "ring"}, "sgp": {"wire": "bf16"},
+    "detag": {"cadence": "every", "period": 2, "fragments": 2},
+    "choco late": {"graph": "ring", "cadence": "every", "period": 2, "fragments": 1, "delay": 2},
 }  # fmt: skip
 
 
@@ -325,7 +327,7 @@ def gone_on(comm):
 
             def begin(name=name, options=options):
                 model = net()
-                inner = "SGD" if name == "dmsgd" else "AdamW"
+                inner = "SGD" if name in ("dmsgd", "detag") else "AdamW"
                 one = getattr(torch.optim, inner)(model.parameters(), lr=0.01)
                 return model, mpigossip.Gossip(world, model, one, name.split()[0], **options)
 

@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from mpigossip.algorithms.fragments import Turns, cut
+from mpigossip.engine.state import joined, split
+from mpigossip.runs.elastic import same_method
+from mpigossip.store.checkpoint import NodeState
 from mpigossip.training import assemble
 from tests import battery
-from tests.battery import FRAGMENTS, Driver
+from tests.battery import FLAT, FRAGMENTS, Driver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,15 +65,100 @@ WHOLE = [
     "algorithm.name=noloco cadence.period=2 algorithm.form=two_vectors",
     "algorithm.name=gasloc cadence.period=3 algorithm.outer_beta=0.3",
     "algorithm.name=sparseloco cadence.period=2 node.kept=0.5",
+    "algorithm.name=dsgd algorithm.style=awc cadence.name=every cadence.period=2 node.wire=qsgd",
+    "algorithm.name=momentum-tracking cadence.name=every cadence.period=2",
+    "algorithm.name=detag cadence.name=every cadence.period=2 algorithm.phase=4",
+    "algorithm.name=sgp cadence.name=every cadence.period=2 algorithm.local=adamw",
+    "algorithm.name=ceca cadence.name=every cadence.period=2 algorithm.local=momentum",
+    "algorithm.name=choco graph.name=ring cadence.name=every cadence.period=2 node.wire=sign",
+    "algorithm.name=sparta cadence.name=every cadence.period=2 node.kept=0.5",
 ]
 
 
+@pytest.mark.parametrize("n", [1, 4, 5])
 @pytest.mark.parametrize("settings", WHOLE)
-def test_one_fragment_without_a_delay_is_the_method(settings):
-    plain, forced = Driver(settings, 5, noise=0.1), Forced(settings, 5, noise=0.1)
+def test_one_fragment_without_a_delay_is_the_method(settings, n):
+    plain, forced = Driver(settings, n, noise=0.1), Forced(settings, n, noise=0.1)
     assert plain.fragments is None and forced.fragments.turns.fragments == 1
     assert torch.equal(plain.run(9).whole(), forced.run(9).whole())
     assert plain.mixer.bytes_sent == forced.mixer.bytes_sent
+
+
+ALONE = [
+    *("dmsgd", "qg-dmsgd", "dsgt", "momentum-tracking", "dsgd algorithm.style=awc", "noloco"),
+    *("gasloc", "sgp graph.weights=push graph.name=star", "ceca", "detag algorithm.phase=4"),
+    *("choco graph.name=ring", "sparta node.wire=fp32"),
+]
+
+
+@pytest.mark.parametrize("n", [1, 4, 5])
+@pytest.mark.parametrize("name", ALONE)
+def test_a_fragment_is_the_method_on_its_columns_alone(name, n):
+    """Whatever the others do: the last one has the steps of a model that travels at once."""
+    settings = f"algorithm.name={name} cadence.name=every cadence.period=3"
+    parts = Driver(f"{settings} cadence.fragments=2", n, noise=0.1).run(14)
+    whole = Driver(settings, n, noise=0.1).run(14)
+    cuts = [each[1] for each in parts.fragments._cuts]
+    assert all(cuts)
+    for k, c in ((k, c) for k, each in enumerate(cuts) for c in each):
+        assert torch.equal(parts.x[k][:, c], whole.x[k][:, c])
+    if n > 1:  # the first one is exchanged at other steps
+        assert not torch.equal(parts.whole(), whole.whole())
+
+
+@pytest.mark.parametrize("style", ["stale", "fresh"])
+def test_detag_does_not_feel_when_in_a_phase_a_fragment_is_exchanged(style):
+    """A phase's gossip goes on at a frozen model: the order of what is added doesn't count."""
+    settings = "algorithm.name=detag graph.name=ring cadence.name=every cadence.period=4 "
+    settings += f"algorithm.phase=4 algorithm.eta=0.2 algorithm.tracker={style}"
+    parts = Driver(f"{settings} cadence.fragments=4", 5, noise=0.1).run(16)
+    assert torch.equal(parts.whole(), Driver(settings, 5, noise=0.1).run(16).whole())
+
+
+def test_each_fragment_has_a_push_weight_of_its_own():
+    """Mass Σ w x and weights Σ w stay as they are in each fragment, its mean is reached."""
+    settings = "algorithm.name=sgp graph.name=star graph.weights=push cadence.name=every "
+    driver = Driver(f"{settings} cadence.period=3 cadence.fragments=2", 5, scale=0.0)
+    mean = driver.whole().double().mean(0)
+    driver.run(5)
+    (weights, other) = (state.weight for state in driver.states)
+    assert weights.shape == (5, 2) and torch.equal(weights, other)
+    assert not torch.allclose(weights[:, 0], weights[:, 1])  # two exchanges, and one
+    assert torch.allclose(weights.sum(0), torch.full((2,), 5.0, dtype=torch.float64))
+    for k, each in enumerate(driver.fragments._cuts):
+        for fragment, c in ((p, c) for p, columns in enumerate(each) for c in columns):
+            mass = (weights[:, fragment, None] * driver.x[k][:, c]).mean(0)
+            assert torch.allclose(mass, mean[512 * k :][c], atol=1e-5)
+    assert torch.allclose(driver.run(150).whole().double(), mean.expand(5, -1), atol=1e-4)
+
+
+def test_push_weights_are_saved_of_each_fragment():
+    settings = "algorithm.name=sgp graph.name=star graph.weights=push cadence.name=every"
+    first, second = (Driver(f"{settings} cadence.fragments=2", 5, noise=0.1) for _ in range(2))
+    first.run(5)
+    arrays = {name: joined(parts, 1, FLAT) for name, parts in first.parts().items()}
+    saved = NodeState(np.empty(0), (), (), arrays, first.numbers())
+    assert saved.arrays["state/weight"].tolist() == first.states[0].weight[1].tolist()
+    split(saved.arrays["state/weight"], second.parts()["state/weight"], 1, FLAT)
+    assert all(torch.equal(state.weight[1], first.states[0].weight[1]) for state in second.states)
+    assert same_method(saved, second)
+    assert not same_method(saved, Driver(f"{settings} cadence.fragments=3", 5))
+
+
+def test_what_is_sent_ahead_of_the_gradient_is_taken_in_after_it():
+    """Received early, as a look at all nodes does, it changes nothing; dropped, it is repeated."""
+    settings = "algorithm.name=detag cadence.name=every cadence.period=2 cadence.fragments=2"
+    plain, looked = (Driver(settings, 4, noise=0.1) for _ in range(2))
+    for _ in range(7):
+        plain.advance()
+        looked.ahead()
+        assert looked.under_way
+        before = looked.whole()
+        looked.settle()
+        assert torch.equal(looked.whole(), before)
+        looked.advance()
+        assert not looked.under_way
+        assert torch.equal(looked.whole(), plain.whole())
 
 
 def test_columns_of_a_fragment_go_as_if_the_model_were_they():
@@ -167,13 +255,14 @@ def test_a_step_sends_at_most_its_share(name, period):
     assert max(np.diff(sent)) <= 1.05 / 4 * whole and sent[-1] >= 3 * whole - 12
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("case", FRAGMENTS)
-def test_resume_at_every_step_of_a_period(case):
+def test_resume_at_every_step_of_a_period(case, n):
     """As a checkpoint does: what was received goes into it, also early, and no exchange does."""
     steps = 6
-    whole = Driver(case, 3, noise=0.1).run(2 * steps + 1).whole()
+    whole = Driver(case, n, noise=0.1).run(2 * steps + 1).whole()
     for at in range(1, steps + 1):
-        first, second = (Driver(case, 3, noise=0.1) for _ in range(2))
+        first, second = (Driver(case, n, noise=0.1) for _ in range(2))
         first.run(steps - 1 + at)
         saved = {name: [a.clone() for a in parts] for name, parts in first.parts().items()}
         numbers, x = first.numbers(), [a.clone() for a in first.x]
@@ -214,9 +303,11 @@ def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
 REFUSED = {
     "algorithm.name=dsgd cadence.name=every cadence.fragments=5": "cadence.period = 4; use at most",
     "algorithm.name=diloco cadence.fragments=3 cadence.delay=3": "2 steps later",
-    "algorithm.name=sgp cadence.name=every cadence.fragments=2": "exchanges models as a whole",
-    "algorithm.name=sparta cadence.name=every cadence.fragments=2": "choose one of dsgd, dmsgd",
+    "algorithm.name=dsgt local.name=muon cadence.name=every cadence.fragments=2":
+        "takes whole matrices, or its Algorithm doesn't say that it is elementwise; choose one of",
     "algorithm.name=dmsgd cadence.name=every cadence.delay=1": "in the step in which it sends",
+    "algorithm.name=detag cadence.name=every cadence.delay=1": "before the step already",
+    "algorithm.name=sparta cadence.name=every cadence.delay=1": "take back the local steps",
     "algorithm.name=dsgd cadence.name=every algorithm.blend=0.5": "add cadence.delay = 1",
     "algorithm.name=diloco algorithm.eager=true cadence.delay=2 algorithm.blend=0.5":
         "nothing that comes goes into x",
@@ -229,3 +320,18 @@ REFUSED = {
 def test_refusals_name_value_limit_and_remedy(settings):
     (told,) = assemble.mistakes(assemble.load({}, settings.split()), 4)
     assert REFUSED[settings] in told and "; " in told
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("parallel", "leave the cadence out"),
+        ("d2", "between two exchanges of a fragment are local ones; choose one of dsgd, dmsgd"),
+        ("decentlam", "bears one kind of step only"),
+        ("defacto", "while other fragments would still add; choose one of dsgd, dmsgd"),
+    ],
+)
+def test_methods_without_fragments_are_refused_with_the_reason(name, reason):
+    settings = f"algorithm.name={name} cadence.name=every cadence.fragments=2"
+    told = assemble.mistakes(assemble.load({}, settings.split()), 4)
+    assert any(reason in text for text in told), told
