@@ -238,10 +238,8 @@ def detag(
             x.copy_(model)
         return old._replace(model=model, model_before=before, tracker=y, tracker_before=y_before)
 
-    facts = {"doubly", "static", "symmetric"} if eta or quotient else {"doubly"}
-    return Algorithm(
-        init, send, receive, vectors=2, ahead=True, elementwise=True, needs=frozenset(facts)
-    )
+    needs = frozenset({"doubly", "static", "symmetric"} if eta or quotient else {"doubly"})
+    return Algorithm(init, send, receive, vectors=2, ahead=True, elementwise=True, needs=needs)
 
 
 class Defacto(NamedTuple):

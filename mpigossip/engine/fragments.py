@@ -127,8 +127,9 @@ class Fragments:
             self.settle(engine)
             engine.group.on_shards(lambda k: self._blended(engine.vector.x[k], k, arriving))
         if due is not None:
-            if self._open is not None:  # sent ahead
-                self._open = self._open._replace(step=self._own(now))
+            opened = self._open
+            if opened is not None and opened.step.lr is None:  # sent ahead
+                self._open = opened._replace(step=self._own(now))
             else:
                 parts = self._gathered(engine, due, gradient=not self._apart)
                 self._begin(engine, Open(due, self._own(now), parts))

@@ -23,6 +23,7 @@ from tests.battery import Driver, on_ranks
 
 CASES = list(battery.cases())
 PLAIN = [case for case in CASES if "node.wire" not in case and "qsgd" not in case]
+WHOLE = [case for case in PLAIN if case not in battery.FRAGMENTS]
 NEVER_APART = {"parallel", "qsgd", "sparseloco"}
 """Their nodes start equal and stay so, as long as there is no gradient."""
 
@@ -115,7 +116,7 @@ EXACT = {"parallel", "cpsgd", "d2", "dsgt", "momentum-tracking", "detag"}
 """Those that a constant rate leaves at the optimum, data alike or not (momenta left to settle)."""
 
 
-@pytest.mark.parametrize("case", [case for case in PLAIN if case not in battery.FRAGMENTS])
+@pytest.mark.parametrize("case", WHOLE)
 def test_a_quadratic_is_solved(case):
     name = name_of(case)
     driver = Driver(case, 6, lr=0.01 if name == "slowmo" else 0.05, steps=400)
@@ -384,7 +385,7 @@ def test_state_through_hdf5_resumes_to_the_bit(case, tmp_path):
     assert (second.run(7).whole() == whole.whole()).all()
 
 
-@pytest.mark.parametrize("case", PLAIN)
+@pytest.mark.parametrize("case", WHOLE)
 def test_an_ahead_send_changes_nothing(case):
     driver = Driver(case, 4).run(3)
     if not driver.method.ahead:
