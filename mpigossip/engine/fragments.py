@@ -149,7 +149,7 @@ class Fragments:
             return
         (fragment, now, parts), (sent, mixed) = opened, came
         self._apart_by = engine.distance(sent, mixed, now.kind)
-        into = self.received(engine) if self.turns.delay else engine.vector.x
+        into = self._rooms(engine) if self.turns.delay else engine.vector.x
 
         def receive(k: int) -> None:
             (x, g, state), columns = parts[k], self._cuts[k][fragment]
@@ -162,9 +162,14 @@ class Fragments:
 
         engine.group.on_shards(receive)
 
-    def received(self, engine: Engine) -> list[torch.Tensor]:
-        """What is still to be taken in, shaped like x; its other columns are of no meaning."""
-        if self.turns.delay and not self._received:
+    def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
+        """What is kept between steps, by name; waits for the neighbours of an open exchange."""
+        self.settle(engine)
+        return {"state/fragments/received": self._rooms(engine)} if self.turns.delay else {}
+
+    def _rooms(self, engine: Engine) -> list[torch.Tensor]:
+        """For what is still to be taken in, shaped like x; other columns are of no meaning."""
+        if not self._received:
             self._received = [torch.zeros_like(x) for x in engine.vector.x]
         return self._received
 

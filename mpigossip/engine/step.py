@@ -359,12 +359,9 @@ class Engine:
 
         Waits for the neighbours of an open exchange of a fragment.
         """
-        if self.fragments is not None:
-            self.fragments.settle(self)
+        of_fragments = {} if self.fragments is None else self.fragments.parts(self)
         named = [dict(leaves(state)) for state in self.states]
-        found = {f"state/{name}": [each[name] for each in named] for name in named[0]}
-        received = self.fragments.received(self) if self.fragments is not None else []
-        return found | ({"state/fragments/received": received} if received else {})
+        return {f"state/{k}": [each[k] for each in named] for k in named[0]} | of_fragments
 
     def arrays(self, row: int = 0, places: Mapping[str, np.ndarray] | None = None) -> dict:
         """The method's state of one node, packed: a copy, over that of ``places`` if given.
