@@ -9,12 +9,14 @@ import torch
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
+from mpigossip.mixing.codes import WIRES
 from mpigossip.training import assemble
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 PROTOCOLS = TOOLS.parent / "jobs" / "claims"
 sys.path.insert(0, str(TOOLS / "claims"))
 
+import equal  # noqa: E402
 import learning  # noqa: E402
 import measure  # noqa: E402
 from table import Row, markdown, verdicts  # noqa: E402
@@ -85,6 +87,13 @@ def test_protocols_are_studies_that_fit_in_six_hours(capsys):
             assert {*row.get("order", [])} <= {*grid["method"]}
             for axis, label in row.get("at", {}).items():
                 assert label in (axes | grid)[axis]
+
+
+def test_combinations_are_of_every_wire():
+    """Of algorithm, graph and wire format, for the comparison of ranks with the simulator."""
+    found = [each for graph in (0, 1) for each in equal.combinations(2, graph, 97)]
+    wires = {setting.rpartition("node.wire=")[2] for setting in found}
+    assert "fp32" in wires and wires <= {*WIRES} and len(wires) > len(WIRES) / 2
 
 
 def test_a_resnet_of_the_authors_is_a_job():

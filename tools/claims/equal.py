@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -30,11 +29,11 @@ STEPS = 5
 def combinations(n: int, part: int = 0, parts: int = 1) -> Iterator[str]:
     """The settings of all that goes together at n nodes; of so many parts, this one."""
     from mpigossip import algorithms, config, graphs
+    from mpigossip.mixing.codes import WIRES
     from mpigossip.training import assemble
     from tests.battery import job
 
-    wires = get_args(get_type_hints(config.NodeSection)["wire"])
-    every = itertools.product(algorithms.BUILDERS, graphs.BUILDERS, wires)
+    every = itertools.product(algorithms.BUILDERS, graphs.BUILDERS, WIRES)
     for names in itertools.islice(every, part, None, parts):
         settings = "algorithm.name={} graph.name={} node.wire={}".format(*names)
         try:
