@@ -216,13 +216,17 @@ def test_the_life_after_a_loss_has_all_ranks_again(mpirun, tmp_path, monkeypatch
     assert read(tmp_path / "log.h5").summary["nodes"] == 3
 
 
-def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(mpirun, tmp_path, monkeypatch):
+# neighbours may be a fragment's turn, 3 steps, behind who is lost behind its seventh
+@pytest.mark.parametrize(("name", "least"), [("diloco", 6), ("gasloc", 4)])
+def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(
+    mpirun, tmp_path, monkeypatch, name, least
+):
     if not launch.is_open_mpi():
         pytest.skip("only Open MPI's launcher has --with-ft ulfm")
     monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
     settings = ["model.name=mlp", "data.batch=8", "data.workers=0", "run.evaluate_every=0"]
     settings += ["run.survive=true", 'log.hooks=["victim:Victim"]', "run.steps=14"]
-    settings += ["algorithm.name=diloco", "cadence.period=6", "cadence.fragments=2"]
+    settings += [f"algorithm.name={name}", "cadence.period=6", "cadence.fragments=2"]
     job = ["jobs/digits.toml", *settings, "cadence.delay=3", f"run.output={tmp_path}"]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     # sent in step 5, taken in in step 8: rank 1 dies between
@@ -230,7 +234,7 @@ def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(mpirun, tmp_path, 
     done = mpirun(3, ["mpigossip", "train", *job], 60, launch.REPO, env)
     assert done.returncode == 0, done.stderr[-3000:]
     (step,) = re.findall(r"rank 1 on \S+ was lost after step (\d+)", done.stderr)
-    assert int(step) >= 6, "more than the open exchange was lost"
+    assert int(step) >= least, "more than the open exchange was lost"
     log = read(tmp_path / "log.h5")
     assert log.summary["nodes"] == 2 and log.steps["step"].tolist() == list(range(14))
 
