@@ -10,6 +10,7 @@ from mpigossip.config import JobError
 from mpigossip.runs import launch
 from mpigossip.store.log import read
 from mpigossip.training import assemble
+from mpigossip.training.costs import exchanges, subject
 from tests.battery import Driver, on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,6 +93,13 @@ def test_equal_numbers_are_one_number(tmp_path, more):
     one = train(tmp_path / "one", "cadence.period=4", *short)
     many = train(tmp_path / "many", "cadence.period=[4,4,4]", *short)
     assert one["digest"] == many["digest"] != train(tmp_path / "other", *short)["digest"]
+
+
+def test_a_step_costs_what_it_does_with_the_longest_for_all():
+    one, many = (assemble.load(JOB, [f"cadence.period={own}"]) for own in ("4", "[4, 1, 3]"))
+    counted = [exchanges(subject(made)[0], 3) for made in (one, many)]
+    assert counted[0].bytes_per_step == counted[1].bytes_per_step > 0
+    assert counted[0].steps == counted[1].steps
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from mpigossip.analysis.study.drawing import _places
 from mpigossip.analysis.study.running import Found
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
+from mpigossip.mixing.faults import Faults
 from mpigossip.runs import launch
 from mpigossip.store.log import COLUMNS, VIRTUAL, read
 from mpigossip.training import assemble
@@ -86,6 +87,19 @@ def test_stragglers_hold_up_all_reduce_at_once_and_gossip_by_and_by(tmp_path):
     assert np.ptp(every.steps[VIRTUAL], axis=1).max() == 0
     late = one.steps[VIRTUAL] > 0.1
     assert late.sum(1)[:3].tolist() == [2, 4, 4] and every.steps[VIRTUAL][0].min() > 0.1
+
+
+def test_a_straggler_that_makes_fewer_steps_holds_nobody_up(tmp_path):
+    settings = [*CLOCK, "algorithm.name=gasloc", "cadence.period=8"]
+    slowed = [*settings, "clock.slow_times=4", "clock.slow_steps=1000"]
+    late = Faults(NODES, job(tmp_path).run.seed, 4.0, 1, 1000).costs(0).argmax()
+    own = [2 if node == late else 8 for node in range(NODES)]
+    _, even = trained(tmp_path / "even", *settings)
+    _, waiting = trained(tmp_path / "waiting", *slowed)
+    _, kept = trained(tmp_path / "kept", *slowed, f"cadence.period={own}")
+    end = even.steps[VIRTUAL][-1].max()
+    assert waiting.steps[VIRTUAL][-1].max() > 3 * end
+    assert kept.steps[VIRTUAL][-1].max() == pytest.approx(end, rel=1e-9)
 
 
 def test_pictures_have_virtual_time_as_an_axis(tmp_path):
