@@ -87,6 +87,25 @@ def test_a_run_says_who_rested_and_goes_on_where_it_was(tmp_path):
     assert ((rate > 0) == np.isfinite(loss)).all()
 
 
+@pytest.mark.parametrize("vmap", ["true", "false"])
+def test_who_rests_stays_where_it_is(vmap):
+    """Its momenta, too, though they would go on without a gradient."""
+    made = assemble.load(JOB, [f"node.vmap={vmap}", "model.name=mlp", "algorithm.weight_decay=0.1"])
+    with Alone() as world:
+        trainer = (assembly := assemble.assemble(made, world, 3)).trainer
+        rested = []
+        for _ in range(8):
+            x, first = trainer.replicas.x[0].clone(), trainer.engine.states[0].inner.first.clone()
+            rested.append(trainer.step().rested)
+            for before, after in (
+                (x, trainer.replicas.x[0]), (first, trainer.engine.states[0].inner.first)
+            ):  # fmt: skip
+                still = (before == after).all(1)
+                assert tuple(still.nonzero().flatten().tolist()) == rested[-1]
+        assembly.close()
+    assert rested == [(1, 2), (1,), (1,), ()] * 2
+
+
 @pytest.mark.parametrize("more", [[], ["node.vmap=true", "model.name=mlp"]])
 def test_equal_numbers_are_one_number(tmp_path, more):
     short = ["run.steps=8", *more]
