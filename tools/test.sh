@@ -25,11 +25,12 @@ scripts_parse() { for script in tools/*.sh tools/*/*.sh .ci/run; do bash -n "$sc
 # twice PYTEST…: at most three tests that fail are run once more, alone: thousands of tests, many
 # of several processes, meet a launcher's or another library's rare faults on a busy machine. What
 # passes only then is named at the end; a fault of this package that comes at times is one, too.
+# Not where arguments select: -x leaves out all behind the first failure.
 twice() {
     local code=0 cache names
     cache=$(mktemp -d)
     "$@" -o cache_dir="$cache" || code=$?
-    if [ $code -eq 1 ] && names=$(failures "$cache"); then
+    if [ $code -eq 1 ] && [ "$selected" -eq 0 ] && names=$(failures "$cache"); then
         say "once more, alone: $names"
         "$@" -n 0 -o cache_dir="$cache" --last-failed --last-failed-no-failures none &&
             code=0 && unsteady+=("$names")
