@@ -39,6 +39,11 @@ class Cadence(NamedTuple):
     own: tuple[int, ...] = ()
     """local steps of each node in a period, where they differ"""
 
+    @property
+    def share(self) -> float:
+        """Of the local steps that nodes would make if all made the most, those that they make."""
+        return sum(self.own) / (max(self.own) * len(self.own)) if self.own else 1.0
+
     def resting(self, index: int, nodes: Sequence[int]) -> tuple[int, ...]:
         """Places among ``nodes`` of those that make no local step at a step since the start.
 

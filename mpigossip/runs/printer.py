@@ -86,7 +86,8 @@ class Printer(Hook):
         now = time.monotonic()
         self._losses.append(float(record.loss.nanmean()))
         self._recent.append((now, record.seconds))
-        self._figures = {n: v for n, v in record.figures.items() if n not in COLUMNS}
+        if len(record.rested) < len(record.loss):  # who rests has none
+            self._figures = {n: v for n, v in record.figures.items() if n not in COLUMNS}
         if record.consensus_distance == record.consensus_distance:
             self._consensus = record.consensus_distance
         if now - self._shown < (LIVE_S if self._live else self._plain_s):
@@ -110,7 +111,7 @@ class Printer(Hook):
         words = [f"step {done}" + (f"/{progress.total_steps}" if progress.total_steps else "")]
         words += [f"loss {number(sum(losses) / len(losses))}"] if losses else []
         words += [f"{name} {number(mean(value))}" for name, value in self._figures.items()]
-        samples = progress.samples_per_step
+        samples = progress.samples_per_step * self._engine.cadence.share
         words += [f"{speed * samples:,.0f} samples/s" if samples else f"{speed:,.1f} steps/s"]
         if progress.total_steps:
             rate = (done - progress.first_step) / max(time.perf_counter() - progress.began, 1e-9)

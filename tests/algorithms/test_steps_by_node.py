@@ -20,6 +20,7 @@ SETTINGS = [
     "algorithm.name=gasloc cadence.period=[4,1,3] algorithm.outer_beta=0.3",
     "algorithm.name=noloco cadence.period=[4,1,3] local.name=accumadam",
     "algorithm.name=diloco cadence.period=[4,1,3] cadence.fragments=2 cadence.delay=1",
+    "algorithm.name=choco graph.name=ring cadence.name=every cadence.period=[2,1,2] node.wire=sign",
     "algorithm.name=slowmo cadence.name=cpsgd cadence.period=[1,1,2] node.wire=bf16",
 ]
 
@@ -30,6 +31,7 @@ def test_steps_are_spread_evenly_and_the_last_of_a_period_is_made_by_all():
     steps = [[k for k in range(8) if node not in resting[k]] for node in range(3)]
     assert steps == [list(range(8)), [3, 7], [2, 5, 7]]
     assert resting[:8] == resting[8:] and made.resting(0, [2, 0]) == (0,)
+    assert made.share == 13 / 24 and cadence.every(period=8).share == 1
     assert cadence.every(period=8).resting(0, range(3)) == ()
 
 

@@ -70,6 +70,24 @@ def test_a_batch_log_gets_one_plain_line_an_interval():
     assert len(re.findall(r"^step \d/20 .* exchange\+idle 25%$", text, re.MULTILINE)) == 2
 
 
+def test_who_rests_leaves_the_figures_of_the_step_before():
+    with Alone() as alone:
+        settings = ["run.output=nowhere/else", "algorithm.name=gasloc", "cadence.period=[1,3]"]
+        assembly = assemble.assemble(assemble.load(JOB, settings), alone, 2)
+        run, stream = Run(assembly, alone, []), io.StringIO()
+        printer = Printer(alone, stream, 0.0)
+        printer.start(run.progress, assembly)
+        for k, (loss, rested) in enumerate([(0.5, ()), (float("nan"), (0,))]):
+            value = torch.tensor([loss], dtype=torch.float64)
+            record = Record(k, Kind.LOCAL, 0.1, value, value, value, loss, {"compute_s": 1.0})
+            record.figures, record.rested = {"accuracy": value}, rested
+            printer.step(run.progress, record)
+        assembly.close()
+    (last,) = [line for line in stream.getvalue().splitlines() if line.startswith("step 2/")]
+    assert "loss 0.5000  accuracy 0.5000" in last
+    assert assembly.engine.cadence.share == 4 / 6
+
+
 def test_what_is_hidden_is_said_where_a_thread_exchanges():
     assert "hidden" not in shown(io.StringIO(), plain_s=1.5)
     text = shown(io.StringIO(), plain_s=1.5, thread=True)
