@@ -57,7 +57,7 @@ def test_the_table_and_the_figure(atlas, tmp_path, capsys):
 
 
 def test_what_best_proposes_is_measured_beside_the_fastest(monkeypatch):
-    monkeypatch.syspath_prepend(str(REPO))
+    monkeypatch.syspath_prepend(str(REPO / "tools" / "bench"))
     best = runpy.run_path(str(REPO / "tools" / "bench" / "best.py"))
     rows = [best["chosen"](MACHINE, mbit) for mbit in (1000, 100, 10)]
     picks = [next(row for row in some if row["proposed"]) for some in rows]

@@ -15,7 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
-from tools.bench.atlas import HOSTS, LAB, SMALL, ddp, engine, linked, measured, on_hosts
+from atlas import HOSTS, LAB, SMALL, ddp, engine, linked, measured, on_hosts
 
 NETWORKS = (1000, 500, 300, 200, 100, 70, 50, 30, 20, 10)
 """Mbit/s of a host's link."""
