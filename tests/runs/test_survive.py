@@ -227,6 +227,7 @@ def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(
     settings = ["model.name=mlp", "data.batch=8", "data.workers=0", "run.evaluate_every=0"]
     settings += ["run.survive=true", 'log.hooks=["victim:Victim"]', "run.steps=14"]
     settings += [f"algorithm.name={name}", "cadence.period=6", "cadence.fragments=2"]
+    settings += ["graph.name=complete"]  # a neighbour's neighbour may be two turns behind
     job = ["jobs/digits.toml", *settings, "cadence.delay=3", f"run.output={tmp_path}"]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     # sent in step 5, taken in in step 8: rank 1 dies between
