@@ -1,5 +1,6 @@
 """Studies: grids, seeds and rates; what is there isn't repeated; intervals, tables, curves."""
 
+import itertools
 import math
 import os
 import signal
@@ -14,9 +15,11 @@ import pytest
 
 import mpigossip
 from mpigossip import cli
+from mpigossip.analysis.compared import COLOURS, LINES
 from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study import Study
-from mpigossip.analysis.study.grid import cells_of
+from mpigossip.analysis.study.drawing import _styles
+from mpigossip.analysis.study.grid import Cell, cells_of
 from mpigossip.analysis.study.running import Found, Runner
 from mpigossip.analysis.study.search import Tried, _best, chosen
 from mpigossip.config import JobError
@@ -204,6 +207,62 @@ def test_many_points_are_drawn_in_panels_of_at_most_ten(here):
     made = Study(cells, dict.fromkeys(cells), [0], found, None, [], {}, run.folder).plot()
     assert [len(axes.lines) for axes in made.axes] == [6, 6]
     assert [axes.get_title() for axes in made.axes] == ["ring", "complete"]
+
+
+def cells(**sizes):
+    """The points of a grid of axes with so many labels."""
+    labels = itertools.product(*[[f"{axis}{k}" for k in range(sizes[axis])] for axis in sizes])
+    return [Cell(tuple(zip(sizes, each, strict=True)), (), 3) for each in labels]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "colours", "lines"),
+    [
+        ({"a": 4, "b": 2}, [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 1, 0, 1, 0, 1]),
+        ({"alone": 1, "b": 3}, [0, 1, 2], [0, 1, 2]),  # grey print tells them apart
+        ({"a": 1, "b": 2, "c": 2}, [0, 0, 1, 1], [0, 1, 0, 1]),
+        ({"a": 2, "b": 2, "c": 2}, [0] * 4 + [1] * 4, [0, 1, 2, 3] * 2),
+        ({"a": 1, "b": 1, "c": 1}, [0], [0]),
+        ({"a": 2, "b": 6}, [0, 1, 2, 3, 4, 5] * 2, [0] * 6 + [1] * 6),
+        ({"a": 8, "b": 2}, [k % 7 for k in range(16)], [k % 5 for k in range(16)]),
+    ],
+)
+def test_an_axis_is_a_colour_and_another_a_line(sizes, colours, lines):
+    styles = _styles(cells(**sizes), list(sizes)).values()
+    assert [COLOURS.index(style["color"]) for style in styles] == colours
+    assert [LINES.index(style["linestyle"]) for style in styles] == lines
+
+
+def told(accuracy, loss=0.5, late=False, sent=12345678):
+    """A run that nobody made: its log has these figures at both of its evaluations."""
+    steps = {"loss": np.full((40, 3), 1.0), "step": np.arange(40)}
+    steps["loss"][:20] = 1.5
+    steps["loss"][-8:] += late
+    figures = {"accuracy": accuracy, "loss": loss}
+    evaluations = {"step": np.array([20, 40]), "epoch": np.array([1.0, 2.0])}
+    evaluations |= {name: np.full(2, value) for name, value in figures.items()}
+    summary = figures | {"metrics": "accuracy", "bytes_sent": sent, "steps": 40}
+    return Found(SimpleNamespace(steps=steps, evaluations=evaluations, summary=summary))
+
+
+def study_of(runs, rate=None, tried=()):
+    """A study whose points have these runs, one a seed; rows of a list share an axis."""
+    points = cells(method=len(runs))
+    seeds = range(len(runs[0]))
+    found = {
+        (c, rate, k): one for c, row in zip(points, runs, strict=True) for k, one in enumerate(row)
+    }
+    return Study(points, dict.fromkeys(points, rate), seeds, found, None, tried, {}, Path())
+
+
+def test_bands_stay_within_what_an_accuracy_can_be():
+    made = study_of([[told(0.9), told(1.0)]]).plot("accuracy", "epoch")
+    (axes,) = made.axes
+    heights = axes.collections[0].get_paths()[0].vertices[:, 1]
+    # Student's t of two seeds: 0.95 ± 0.64
+    assert (heights.min(), heights.max()) == pytest.approx((0.3147, 1.0), abs=1e-3)
+    assert made.get_suptitle() == "n = 3, mean of 2 seeds, 95 % interval"
+    assert all(tick == round(tick) for tick in axes.get_xticks())
 
 
 def test_the_command_writes_tables_and_curves(here, capsys):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from mpigossip.analysis.compared import COLOURS, LINES
-from mpigossip.analysis.seeds import interval
+from mpigossip.analysis.seeds import LEVEL, interval
 from mpigossip.analysis.study.grid import Cell
 from mpigossip.analysis.study.results import Results, lost
 from mpigossip.analysis.study.running import Found
@@ -24,6 +26,8 @@ SPAN = 3.0
 """Largest over smallest value from which on an axis is logarithmic."""
 WIDE, HIGH = 5.4, 4.2
 """Inches of a panel."""
+INK = 0.6
+"""Opacity of all bands of a panel together; of one at most a quarter of it."""
 
 
 class Picture(Figure):
@@ -56,28 +60,40 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     named = [axis for axis in study.axes if axis != apart]
-    styles = _styles([_name(cell, named) for cell in study.cells])
+    styles = _styles(study.cells, named)
     for axes, (title, cells) in zip(grid.flat, panels.items(), strict=False):
         for cell in cells:
             _draw(axes, study, cell, y, x, styles[_name(cell, named)], _name(cell, named))
+        for band in axes.collections:
+            band.set_alpha(INK / max(4, len(cells)))
         if theory:
             draw_rates(axes, study, {cell: styles[_name(cell, named)]["color"] for cell in cells})
         axes.set_title(_title(apart, title), fontsize=11)
         axes.set_xlabel(AXES[x])
+        if x in ("step", "epoch"):
+            axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=9)
+        if named or theory:
+            axes.legend(frameon=False, fontsize=9)
         _scale(axes, y)
     for row in grid:
         row[0].set_ylabel(LABELS.get(y, y))
+    made.suptitle(_of_all(study), fontsize=10, color="#555555")
+    return made
+
+
+def _of_all(study: Results) -> str:
+    """What all curves have in common, and what their bands are."""
+    said = [] if "nodes" in study.axes else [f"n = {study.cells[0].nodes}"]
     seeds = len(study.seeds)
     if seeds > 1:
-        made.suptitle(f"mean of {seeds} seeds, 95 % interval", fontsize=10, color="#555555")
-    return made
+        said += [f"mean of {seeds} seeds", f"{100 * LEVEL:.0f} % interval"]
+    return ", ".join(said)
 
 
 def _scale(axes, y: str) -> None:
     """Orders of magnitude where curves span some; accuracies within what they can be."""
-    if "accuracy" in y:  # bands may go beyond
+    if "accuracy" in y:
         axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(axes.get_ylim()[1], 1.02))
         return
     drawn = np.concatenate([[], *(np.asarray(line.get_ydata(), float) for line in axes.lines)])
@@ -103,11 +119,25 @@ def _title(axis: str | None, label: str) -> str:
     return f"{label} nodes" if axis == "nodes" else label
 
 
-def _styles(names: list[str]) -> dict[str, dict]:
-    """A colour and a line for each name, the same in all panels."""
+def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
+    """A colour and a line for each name, the same in all panels.
+
+    The first axis of several labels chooses the colour, the others the line. Where there are too
+    few lines for those but enough colours it is the other way round; else both go on in turn.
+    """
+    several = [axis for axis in axes if len({cell.label(axis) for cell in cells}) > 1]
+    parts = {
+        _name(cell, axes): (_name(cell, several[:1]), _name(cell, several[1:])) for cell in cells
+    }
+    first, others = (list(dict.fromkeys(part)) for part in zip(*parts.values(), strict=True))
+    at = {name: (first.index(a), others.index(b)) for name, (a, b) in parts.items()}
+    if len(first) <= len(LINES) and len(LINES) < len(others) <= len(COLOURS):
+        at = {name: (line, colour) for name, (colour, line) in at.items()}
+    elif len(others) == 1 or len(first) > len(COLOURS) or len(others) > len(LINES):
+        at = {name: (k, k) for k, name in enumerate(at)}
     return {
-        name: {"color": COLOURS[k % len(COLOURS)], "linestyle": LINES[k % len(LINES)]}
-        for k, name in enumerate(dict.fromkeys(names))
+        name: {"color": COLOURS[colour % len(COLOURS)], "linestyle": LINES[line % len(LINES)]}
+        for name, (colour, line) in at.items()
     }
 
 
@@ -137,4 +167,7 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
     at = np.mean([_places(run, x) for run in runs], axis=0)
     axes.plot(at, mean, lw=1.8, label=label, **style)
     if np.isfinite(half).any():
-        axes.fill_between(at, mean - half, mean + half, color=style["color"], alpha=0.15, lw=0)
+        low, high = mean - half, mean + half
+        if "accuracy" in y:  # Student's t knows no ends
+            low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+        axes.fill_between(at, low, high, color=style["color"], lw=0)
