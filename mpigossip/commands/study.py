@@ -34,7 +34,7 @@ def run(options) -> None:
     print(found)
     for name, text in (("table.csv", found.table("csv")), ("table.tex", found.table("latex"))):
         with replacing(found.folder / name) as beside:
-            beside.write_text(text.rstrip() + "\n", encoding="utf-8")
+            beside.write_text(text, encoding="utf-8")
     for y in found.figures:
         found.plot(y, out=found.folder / f"{y}.png")
     for name, why in found.left_out.items():

@@ -242,7 +242,8 @@ def told(accuracy, loss=0.5, late=False, sent=12345678):
     evaluations = {"step": np.array([20, 40]), "epoch": np.array([1.0, 2.0])}
     evaluations |= {name: np.full(2, value) for name, value in figures.items()}
     summary = figures | {"metrics": "accuracy", "bytes_sent": sent, "steps": 40}
-    return Found(SimpleNamespace(steps=steps, evaluations=evaluations, summary=summary))
+    job = "[schedule]\nscale = 'linear'\nreference_batch = 128\n"
+    return Found(SimpleNamespace(steps=steps, evaluations=evaluations, summary=summary, job=job))
 
 
 def study_of(runs, rate=None, tried=()):
@@ -263,6 +264,43 @@ def test_bands_stay_within_what_an_accuracy_can_be():
     assert (heights.min(), heights.max()) == pytest.approx((0.3147, 1.0), abs=1e-3)
     assert made.get_suptitle() == "n = 3, mean of 2 seeds, 95 % interval"
     assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
+def test_a_table_says_what_its_figures_are_and_what_was_lost():
+    good, tie = [told(0.9, 0.25), told(0.91, 0.25)], [told(0.88), told(0.92)]
+    late = [told(0.5, late=True), told(0.52, late=True)]
+    points = cells(method=5)
+    tried = [Tried(points[2], 0.1, 0.6, late=True), Tried(points[2], 1.0, math.nan)]
+    tried += [Tried(points[3], 0.1, 0.6), Tried(points[3], 1.0, math.nan)]
+    runs = [good, tie, late, [Found(None), told(0.5)], late[::-1]]
+    study = study_of(runs, rate=0.1, tried=tried)
+    comments, lines = study.table("latex").split(r"\begin{tabular}")
+    assert comments.splitlines() == [
+        "% ±: half the 95 % interval of the mean of 2 seeds (Student's t); n = 3, 40 steps",
+        "% bold: can't be told from the best accuracy (differences paired by seed)",
+    ]
+    assert lines.splitlines()[2:] == [
+        r"method & lr per 128 samples & accuracy & loss & MB a node \\",
+        r"\midrule",
+        r"method0 & 0.1 & $\mathbf{0.905 \pm 0.064}$ & 0.2500 & 12.35 \\",
+        r"method1 & 0.1 & $\mathbf{0.90 \pm 0.25}$ & 0.5000 & 12.35 \\",
+        r"method2 & 0.1 & $0.51 \pm 0.13$\rlap{$^{\dagger}$} & 0.5000 & 12.35 \\",
+        r"method3 & 0.1 & 0.5000\rlap{$^{\ddagger}$} & 0.5000 & 12.35 \\",
+        r"method4 & 0.1 & $0.51 \pm 0.13$\rlap{$^{\S}$} & 0.5000 & 12.35 \\",
+        r"\bottomrule",
+        r"\multicolumn{5}{l}{\footnotesize $^{\dagger}$ "
+        r"2 of 2 diverged late; no tried rate converged} \\",
+        r"\multicolumn{5}{l}{\footnotesize $^{\ddagger}$ 1 of 2 diverged} \\",
+        r"\multicolumn{5}{l}{\footnotesize $^{\S}$ 2 of 2 diverged late} \\",
+        r"\end{tabular}",
+    ]
+    assert study.table("latex").endswith("\n")
+    text = study.table().splitlines()
+    assert [line.endswith("12.35") for line in text[1:3]] == [True, True]
+    assert text[3].endswith("  †") and text[6] == "† 2 of 2 diverged late; no tried rate converged"
+    one = study_of([[told(0.9)]]).table("latex")
+    assert one.startswith("% one seed, no intervals; n = 3, 40 steps; bold: the best accuracy\n")
+    assert r"$\mathbf{0.9000}$" in one
 
 
 def test_the_command_writes_tables_and_curves(here, capsys):

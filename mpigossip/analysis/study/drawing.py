@@ -13,8 +13,9 @@ from matplotlib.ticker import MaxNLocator
 from mpigossip.analysis.compared import COLOURS, LINES
 from mpigossip.analysis.seeds import LEVEL, interval
 from mpigossip.analysis.study.grid import Cell
-from mpigossip.analysis.study.results import Results, lost
+from mpigossip.analysis.study.results import Results
 from mpigossip.analysis.study.running import Found
+from mpigossip.analysis.study.tables import lost
 from mpigossip.analysis.study.theory import draw_rates
 from mpigossip.config import JobError
 
@@ -156,7 +157,8 @@ def _places(run: Found, x: str) -> np.ndarray:
 
 def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: str) -> None:
     runs = study.ended(cell)
-    label = name + lost(study.rows[study.cells.index(cell)])
+    said = lost(study.rows[study.cells.index(cell)])
+    label = f"{name} ({', '.join(said)})" if said else name
     if not runs:
         axes.plot([], [], label=label, **style)
         return

@@ -12,14 +12,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpigossip.analysis.seeds import interval
+from mpigossip.analysis.seeds import LEVEL, interval, settings
+from mpigossip.analysis.study import tables
 from mpigossip.analysis.study.grid import Cell
 from mpigossip.analysis.study.running import Found, Key
 from mpigossip.analysis.study.search import Tried, figure_of, larger_is_better
 from mpigossip.config import JobError
-from mpigossip.runs.summary import metrics_of, number
-
-LOST = {"diverged": "diverged", "late": "diverged late"}
+from mpigossip.runs.summary import metrics_of
 
 
 class Results:
@@ -132,24 +131,52 @@ class Results:
             return out.getvalue()
         if form not in ("text", "latex"):
             raise JobError([f'table("{form}"): choose one of text, csv, latex'])
+        left, rates = len(self.axes), ["lr"] * ("lr" in self.rows[0])
         heads = [axis.removesuffix(".name").rpartition(".")[2] for axis in self.axes]
-        chosen = ["lr"] * ("lr" in self.rows[0])
-        heads += [*chosen, *self.figures, "MB a node"]
-        strong = [id(row) for row in ([self.best(), *self.ties()] if form == "latex" else [])]
-        lines = [self._line(row, chosen, form, id(row) in strong) for row in self.rows]
-        return (_latex if form == "latex" else _text)(heads, lines, len(self.axes))
+        heads += [f"lr{self._per()}" for _ in rates] + [*self.figures, "MB a node"]
+        strong = [id(row) for row in [self.best(), *self.ties()]]
+        rows = []
+        for cell, row in zip(self.cells, self.rows, strict=True):
+            said = [str(row[axis]) for axis in self.axes] + [f"{row[key]:g}" for key in rates]
+            said += [tables.with_interval(row, name) for name in self.figures]
+            said += [tables.megabytes(row["MB"])]
+            rows.append(tables.Row(said, left + len(rates), self.note(cell), id(row) in strong))
+        if form == "text":
+            return tables.text(heads, rows, left)
+        return tables.latex(heads, rows, left, self._comments())
 
-    def _line(
-        self, row: Mapping[str, Any], chosen: Sequence[str], form: str, strong: bool
-    ) -> list[str]:
-        said = [str(row[axis]) for axis in self.axes] + [f"{row[key]:g}" for key in chosen]
-        for name in self.figures:
-            value = _with_interval(row, name, " \\pm " if form == "latex" else " ± ")
-            if form == "latex":
-                value = f"$\\mathbf{{{value}}}$" if strong and name == self.judge else f"${value}$"
-            said.append(value)
-        said[len(self.axes) + len(chosen)] += lost(row)
-        return [*said, number(row["MB"])]
+    def note(self, cell: Cell) -> str:
+        """What goes with a point's figures: runs that diverged; that none of a search converged."""
+        said = tables.lost(self.rows[self.cells.index(cell)])
+        tried = [one for one in self.tried if one.cell == cell]
+        if tried and all(one.lost for one in tried):
+            said.append("no tried rate converged")
+        return "; ".join(said)
+
+    def _per(self) -> str:
+        """How many samples a rate is for, " per 256 samples", where jobs scale it."""
+        told = [settings(run.log.job) for run in self._found.values() if run.log is not None]
+        found = {
+            f" per {job['schedule.reference_batch']} samples"
+            if job.get("schedule.scale") == "linear" else ""
+            for job in told
+        }  # fmt: skip
+        return found.pop() if len(found) == 1 else ""
+
+    def _comments(self) -> list[str]:
+        """What the figures of the LaTeX table are."""
+        steps = [int(run.last("steps")) for cell in self.cells for run in self.ended(cell)]
+        nodes = sorted({cell.nodes for cell in self.cells})
+        made = f"n = {', '.join(map(str, nodes))}"
+        if steps:
+            made += f", {' to '.join(map(str, sorted({min(steps), max(steps)})))} steps"
+        if len(self.seeds) == 1:
+            return [f"one seed, no intervals; {made}; bold: the best {self.judge}"]
+        return [
+            f"±: half the {100 * LEVEL:.0f} % interval of the mean of {len(self.seeds)} seeds "
+            f"(Student's t); {made}",
+            f"bold: can't be told from the best {self.judge} (differences paired by seed)",
+        ]
 
     def frame(self) -> Any:
         """The rows as a DataFrame of pandas."""
@@ -178,53 +205,8 @@ class Results:
         return f"<pre>{html.escape(self.table())}</pre>"
 
 
-def lost(row: Mapping[str, Any]) -> str:
-    """How many of a row's runs diverged, and how many of them late, in words."""
-    said = [f"{row[k]} of {row['seeds']} {word}" for k, word in LOST.items() if row[k]]
-    return f" ({', '.join(said)})" if said else ""
-
-
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     """Mean, deviation and interval of a figure."""
     mean, half = map(float, interval(values))
     std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
     return {name: mean, f"{name}_std": std, f"{name}_low": mean - half, f"{name}_high": mean + half}
-
-
-def _with_interval(row: Mapping[str, Any], name: str, between: str) -> str:
-    half = row[f"{name}_high"] - row[name]
-    if math.isnan(row[name]):
-        return "--"
-    if math.isnan(half) or half == 0:
-        return number(row[name])
-    digits = min(max(1 - math.floor(math.log10(half)), 0), 12)  # two of the interval
-    return f"{row[name]:.{digits}f}{between}{half:.{digits}f}"
-
-
-def _text(heads: Sequence[str], lines: Sequence[Sequence[str]], left: int) -> str:
-    widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
-
-    def padded(words: Sequence[str]) -> str:
-        cells = [
-            word.ljust(width) if k < left else word.rjust(width)
-            for k, (word, width) in enumerate(zip(words, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join(padded(line) for line in [heads, *lines])
-
-
-def _latex(heads: Sequence[str], lines: Sequence[Sequence[str]], left: int) -> str:
-    form = "l" * left + "r" * (len(heads) - left)
-    named = [" & ".join(_escaped(head) for head in heads) + r" \\"]
-    rows = [
-        " & ".join(_escaped(w) if k < left else w.replace("%", r"\%") for k, w in enumerate(line))
-        + r" \\"
-        for line in lines
-    ]
-    begin, end = rf"\begin{{tabular}}{{{form}}}", r"\end{tabular}"
-    return "\n".join([begin, r"\toprule", *named, r"\midrule", *rows, r"\bottomrule", end])
-
-
-def _escaped(text: str) -> str:
-    return "".join("\\" + c if c in "_%&#$" else c for c in text)

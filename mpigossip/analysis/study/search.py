@@ -31,6 +31,11 @@ class Tried:
     late: bool = False
     """Whether it diverged late: it is taken only where all others diverged"""
 
+    @property
+    def lost(self) -> bool:
+        """Whether it diverged, at once or late."""
+        return self.late or not math.isfinite(self.judged)
+
 
 def chosen(
     cells: Sequence[Cell], rates: Sequence[float] | str | None, judge: str | None, runner: Runner
@@ -84,7 +89,7 @@ def _best(tried: Sequence[Tried], name: str) -> float:
     """
     sign = -1 if larger_is_better(name) else 1
     ended = [one for one in tried if math.isfinite(one.judged)]
-    known = [one for one in ended if not one.late] or ended
+    known = [one for one in ended if not one.lost] or ended
     if not known:
         return min(one.rate for one in tried)
     return min(known, key=lambda one: (sign * one.judged, one.rate)).rate

@@ -1,0 +1,100 @@
+"""A study's rows as text and as LaTeX: figures with intervals, and notes on what was lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpigossip.runs.summary import number
+
+LOST = {"diverged": "diverged", "late": "diverged late"}
+MARKS = {"†": r"\dagger", "‡": r"\ddagger", "§": r"\S", "¶": r"\P"}
+"""Of notes below a table, in text and in LaTeX's mathematics; after those twice the first, …"""
+
+
+class Row(NamedTuple):
+    """A line: the first cells are labels; `note` is said below, `strong` makes `marked` bold."""
+
+    cells: Sequence[str]
+    marked: int
+    """which cell has the figure that is judged"""
+    note: str
+    strong: bool
+
+
+def lost(row: Mapping[str, Any]) -> list[str]:
+    """How many of a row's runs diverged, and how many of them late, in words."""
+    return [f"{row[k]} of {row['seeds']} {word}" for k, word in LOST.items() if row[k]]
+
+
+def with_interval(row: Mapping[str, Any], name: str) -> str:
+    """A mean ± half its interval, both to two digits of the latter."""
+    half = row[f"{name}_high"] - row[name]
+    if math.isnan(row[name]):
+        return "--"
+    if math.isnan(half) or half == 0:
+        return number(row[name])
+    digits = min(max(1 - math.floor(math.log10(half)), 0), 12)
+    return f"{row[name]:.{digits}f} ± {half:.{digits}f}"
+
+
+def megabytes(value: float) -> str:
+    """To four digits."""
+    return f"{float(f'{value:.4g}'):g}"
+
+
+def text(heads: Sequence[str], rows: Sequence[Row], left: int) -> str:
+    """Columns below their heads, ``left`` of them labels; marks of notes behind the last."""
+    marks = _marks(rows)
+    widths = [max(map(len, column)) for column in zip(heads, *(r.cells for r in rows), strict=True)]
+
+    def padded(words: Sequence[str], mark: str = "") -> str:
+        cells = [
+            word.ljust(width) if k < left else word.rjust(width)
+            for k, (word, width) in enumerate(zip(words, widths, strict=True))
+        ]
+        return "  ".join([*cells, mark]).rstrip()
+
+    lines = [padded(heads), *(padded(row.cells, marks.get(row.note, "")) for row in rows)]
+    return "\n".join(lines + [f"{mark} {note}" for note, mark in marks.items()])
+
+
+def latex(
+    heads: Sequence[str], rows: Sequence[Row], left: int, comments: Sequence[str] = ()
+) -> str:
+    """A tabular of booktabs, ``comments`` above it; notes are its last lines."""
+    marks = {
+        note: "$^{" + "".join(MARKS[one] for one in mark) + "}$"
+        for note, mark in _marks(rows).items()
+    }
+
+    def line(row: Row) -> str:
+        cells = [_escaped(word) for word in row.cells[:left]]
+        for at, word in enumerate(row.cells[left:], left):
+            value = word.replace("±", r"\pm")
+            bold = row.strong and at == row.marked
+            value = rf"$\mathbf{{{value}}}$" if bold else f"${value}$" if "±" in word else word
+            mark = marks.get(row.note, "") if at == row.marked else ""
+            cells.append(value + (rf"\rlap{{{mark}}}" if mark else ""))  # of no width: aligned
+        return " & ".join(cells) + r" \\"
+
+    notes = [
+        rf"\multicolumn{{{len(heads)}}}{{l}}{{\footnotesize {mark} {_escaped(note)}}} \\"
+        for note, mark in marks.items()
+    ]
+    form = "l" * left + "r" * (len(heads) - left)
+    lines = [*(f"% {comment}" for comment in comments), rf"\begin{{tabular}}{{{form}}}"]
+    lines += [r"\toprule", " & ".join(map(_escaped, heads)) + r" \\", r"\midrule"]
+    lines += [*map(line, rows), r"\bottomrule", *notes, r"\end{tabular}"]
+    return "\n".join(lines) + "\n"
+
+
+def _marks(rows: Sequence[Row]) -> dict[str, str]:
+    """The mark of each note, in the order of the rows."""
+    notes, marks = dict.fromkeys(row.note for row in rows if row.note), [*MARKS]
+    return {note: marks[k % len(marks)] * (k // len(marks) + 1) for k, note in enumerate(notes)}
+
+
+def _escaped(words: str) -> str:
+    return "".join("\\" + c if c in "_%&#$" else c for c in words)
