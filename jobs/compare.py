@@ -1,18 +1,24 @@
 """D², DSGT, DeTAG and QG on two graphs, 32 nodes, different data: LaTeX table and figure.
 
 python jobs/compare.py
+
+DeTAG's phase is log2 n, the period of the one-peer graph (mpigossip/algorithms/README.md).
 """
+
+from pathlib import Path
 
 import mpigossip
 
+methods = {"D²": "d2", "DSGT": "dsgt", "DeTAG": "detag algorithm.phase=5", "QG": "qg-dmsgd"}
 study = mpigossip.study(
     "jobs/digits.toml",
     grid={
-        "algorithm.name": ["d2", "dsgt", "detag", "qg-dmsgd"],
+        "method": {label: f"algorithm.name={name}" for label, name in methods.items()},
         "graph.name": ["ring", "one-peer-exponential"],
     },
     nodes=32, seeds=3, rates="search", output="runs/compare",
     settings=["data.partition=dirichlet", "data.dirichlet_alpha=0.1"],
 )  # fmt: skip
-print(study.table("latex"))
-study.plot(out="runs/compare/curves.pdf")
+print(study)
+Path("runs/compare/table.tex").write_text(study.table("latex"), "utf-8")
+study.plot(x="epoch", out="runs/compare/curves.pdf")

@@ -78,8 +78,9 @@ def study(
     ``grid``: an axis a name: values of a setting (``{"graph.name": ["ring", "exponential"]}``), or
     under a name of your own the settings that each label stands for (``{"method": {"QG":
     "algorithm.name=qg-dmsgd algorithm.beta=0.9"}}``). ``nodes``: one number or several. ``seeds``:
-    how many, from 0 on, or which; run.seed sets initial parameters, order of samples and random
-    graphs. ``settings`` hold for all (``["run.epochs=5"]``).
+    how many, from 0 on, or which; run.seed draws who has which samples (data.partition, all but
+    "sorted"), initial parameters, order of samples and random graphs. ``settings`` hold for all
+    (``["run.epochs=5"]``).
 
     ``rates``: unset, schedule.lr as the job has it. Several: each point takes the one that is best
     by ``judge`` with a seed of its own (`search.SEED`), which is not reported. "search": of ¼, ½,
