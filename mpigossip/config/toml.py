@@ -55,12 +55,16 @@ def show(value: object) -> str:
 
 
 def near(word: object, words: Iterable[str]) -> str:
-    """`did you mean …` for a close match among `words`, all of them otherwise."""
-    words = sorted(words)
-    close = difflib.get_close_matches(str(word), words, 1)
-    if close:
-        return f'did you mean "{close[0]}"?'
+    """`did you mean …`: those of `words` that have it in them, or one like it; all otherwise."""
+    words, part = sorted(words), _bare(str(word))
+    whole = [each for each in words if len(part) > 2 and part in _bare(each)]
+    if close := sorted(whole, key=len)[:3] or difflib.get_close_matches(str(word), words, 1):
+        return "did you mean " + " or ".join(f'"{each}"' for each in close) + "?"
     return "known here: " + ", ".join(words) if words else "there are none here"
+
+
+def _bare(word: str) -> str:
+    return re.sub(r"[\W_]", "", word.lower())
 
 
 def plain(value: Any, depth: int = 16) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from mpigossip.algorithms import takes_local
 from mpigossip.cluster.world import World
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError
 from mpigossip.config.choices import options_of, part_of
+from mpigossip.config.toml import near
 from mpigossip.doors.equal_start import SIGNATURE
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.networks import is_network
@@ -129,12 +129,9 @@ def _sections(
     for key, value in options.items():
         homes = [section for section, keys in known.items() if key in keys]
         if not homes:
-            every = sorted(set().union(*known.values()))
-            near = difflib.get_close_matches(key, every, n=1)
             if any(key in keys for keys in OF_RUN.values()):
                 raise JobError([f'{key}: goes with a run\'s folder: give Gossip run="runs/mine"'])
-            hint = f'did you mean "{near[0]}"?' if near else f"options here are {', '.join(every)}"
-            raise JobError([f"{key}: unknown; {hint}"])
+            raise JobError([f"{key}: unknown; {near(key, set().union(*known.values()))}"])
         for section in homes:
             sections[section][key] = value
     return sections

@@ -3,7 +3,6 @@
 `graph(name, n)` makes any of them by the name that a job file uses; `BUILDERS` lists the names.
 """
 
-import difflib
 import functools
 import inspect
 import operator
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpigossip.config.limits import Positive
+from mpigossip.config.toml import near
 from mpigossip.graphs import classic, equitopo, exponential, factors, finite_time
 from mpigossip.graphs.base import Graph, GraphError, checked_seed, from_matrices
 from mpigossip.graphs.networks import from_networkx, from_sequence, is_network
@@ -135,9 +135,7 @@ def graph(
 
         return _finished(read(name.removeprefix("file:")), n, weights, lazy, **options)
     if name not in BUILDERS:
-        near = difflib.get_close_matches(str(name), BUILDERS, n=1)
-        hint = f'did you mean "{near[0]}"?' if near else f"choose one of {', '.join(BUILDERS)}"
-        raise GraphError(f'graph "{name}" is unknown; {hint}')
+        raise GraphError(f'graph "{name}" is unknown; {near(name, BUILDERS)}')
     slack = options.pop("slack", 1.0)
     return _finished(BUILDERS[name](n, seed, **options), n, weights, lazy, slack=slack)
 

@@ -9,6 +9,7 @@ import pytest
 
 from mpigossip import config
 from mpigossip.config import JobError, Part, as_dict, dump, load, sections
+from mpigossip.training import assemble
 
 JOB = """\
 # A trial.
@@ -256,6 +257,20 @@ def test_all_mistakes_at_once():
 def test_limits_and_malformed_overrides(override, part):
     (message,) = mistakes({}, [override])
     assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("data.alpha=0.1", '"dirichlet_alpha"'),
+        ("graph.name=onepeer", '"one-peer-hypercube" or "one-peer-exponential"'),
+        ("algorithm.name=DMSG", '"dmsgd" or "qg-dmsgd" or "dmsgd-vanilla"'),
+    ],
+)
+def test_a_part_of_a_name_proposes_the_whole(override, meant):
+    with pytest.raises(JobError) as caught:
+        assemble.load({}, [override])
+    assert caught.value.messages[0].endswith(f"; did you mean {meant}?")
 
 
 def test_overrides():

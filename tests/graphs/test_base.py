@@ -173,7 +173,7 @@ def test_bad_matrices_are_refused(matrices, message):
     ("call", "message"),
     [
         (lambda: graph("rong", 4), 'graph "rong" is unknown; did you mean "ring"?'),
-        (lambda: graph("xyzzy", 4), "choose one of exponential, one-peer-exponential"),
+        (lambda: graph("xyzzy", 4), "known here: alternating-exponential-ring, base-2"),
         (lambda: graph("ring", 0), "needs at least one node, got 0"),
         (lambda: graph("ring", 2.5), "needs at least one node, got 2.5"),
         (lambda: graph("ring"), "needs at least one node, got None"),
