@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mpigossip import cli
 from mpigossip.graphs.search import search
 
 JOB = str(Path(__file__).parents[1] / "jobs" / "digits.toml")
@@ -224,6 +225,18 @@ def test_the_imagenet_job_is_printed_dry(tmp_path):
         "3.2 at most",
     ):
         assert text in done.stdout
+
+
+def test_a_dry_simulation_prints_the_job_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for command in ("train", "simulate"):
+        assert cli.main([command, str(JOB), "--dry-run", "--nodes", "4", "run.epochs=7"]) == 0
+        said.append(capsys.readouterr().out)
+    assert "epochs = 7" in said[1] and "planned for 4 nodes" in said[1]
+    # one difference: a real run of the same job has the folder's plain name
+    assert said[1] == said[0].replace('"runs/{name}"', '"runs/digits-simulated"')
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_imagenet_job_runs_small_on_a_packed_folder(tmp_path):

@@ -64,6 +64,11 @@ def settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def dry_run(parser: argparse.ArgumentParser) -> None:
+    """Let a command say what its job would do (`analysis.dryrun`)."""
+    parser.add_argument("--dry-run", action="store_true", help="print the whole job and stop")
+
+
 def run_named(path: Path) -> Path:
     """A run that the user named; StoreError with what there is instead where it isn't."""
     from mpigossip.config.toml import near

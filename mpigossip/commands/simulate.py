@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mpigossip.commands.arguments import command, settings
+from mpigossip.commands.arguments import command, dry_run, settings
 from mpigossip.commands.train import exit_code
 from mpigossip.config.errors import OK
 
@@ -25,6 +25,7 @@ def add(commands) -> None:
         help="several values of run.seed in one vectorized call (with node.vmap=true), each in a "
         "folder of its own below run.output: from the start, whole or not at all",
     )  # fmt: skip
+    dry_run(simulate)
     settings(simulate)
 
 
@@ -37,6 +38,7 @@ def seeds(text: str) -> list[int]:
 
 def run(options) -> int:
     """Train to the end, or to a stop."""
+    from mpigossip.analysis.dryrun import describe
     from mpigossip.cluster.ranks import Alone
     from mpigossip.config import JobError
     from mpigossip.runs import launch
@@ -48,6 +50,9 @@ def run(options) -> int:
     if not any(setting.strip().startswith("run.output") for setting in options.settings):
         # a real run of the same job has the folder's plain name
         job = assemble.with_output(job, f"{job.run.folder}-simulated")
+    if options.dry_run:
+        print(describe(job, options.nodes))
+        return OK
     with Alone() as alone:
         if options.seeds:
             from mpigossip.analysis.study import vectorized

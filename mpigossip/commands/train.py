@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mpigossip.cluster.world import World
-from mpigossip.commands.arguments import command, settings
+from mpigossip.commands.arguments import command, dry_run, settings
 from mpigossip.config.errors import OK, STOPPED, Mistake
 
 EXAMPLES = """
@@ -18,7 +18,7 @@ def add(commands) -> None:
     """Add it to the parser."""
     train = command(commands, "train", run, "train a job on all ranks of the launcher", EXAMPLES)
     train.add_argument("job", type=Path, metavar="JOB.toml")
-    train.add_argument("--dry-run", action="store_true", help="print the whole job and stop")
+    dry_run(train)
     train.add_argument("--nodes", type=int, help="with --dry-run: nodes to plan for")
     settings(train)
 
