@@ -83,9 +83,10 @@ def study(
     (``["run.epochs=5"]``).
 
     ``rates``: unset, schedule.lr as the job has it. Several: each point takes the one that is best
-    by ``judge`` with a seed of its own (`search.SEED`), which is not reported. "search": of ¼, ½,
-    1, 2, 4 times the job's, going on by twos at most 3 times where the best is at an end; "fine":
-    then the geometric means of the best and those beside it too.
+    by ``judge`` with a seed of its own (`search.SEED`), which is not reported; of rates that
+    diverged, if late, only where all did. "search": of ¼, ½, 1, 2, 4 times the job's, going on by
+    twos at most 3 times where the best is at an end; "fine": then the geometric means of the best
+    and those beside it too.
 
     ``judge``: a metric of the task or "loss", at the end, of the averaged model, or "train_loss",
     of the nodes' batches in the last twentieth of the steps; unset, the task's first. ``output``:
