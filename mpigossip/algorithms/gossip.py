@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -57,27 +58,11 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
     def alone(x, g, state, step: Step):
         return local.adapt(x, g, state, step, x)
 
+    made = partial(Algorithm, local.init, takes_mixed=True, raw=local.raw)
     if style == "atc":
-        return Algorithm(
-            local.init,
-            send_adapted,
-            receive_combined,
-            alone,
-            by_columns=True,
-            takes_mixed=True,
-            raw=local.raw,
-            needs=AVERAGING,
-        )
-    return Algorithm(
-        local.init,
-        send_as_is,
-        receive_then_adapt,
-        ahead=True,
-        elementwise=True,
-        takes_mixed=True,
-        raw=local.raw,
-        needs=AVERAGING | {"never-global"},
-    )
+        return made(send_adapted, receive_combined, alone, by_columns=True, needs=AVERAGING)
+    needs = AVERAGING | {"never-global"}
+    return made(send_as_is, receive_then_adapt, ahead=True, elementwise=True, needs=needs)
 
 
 def dmsgd_vanilla(local: Local) -> Algorithm:

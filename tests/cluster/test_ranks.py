@@ -297,11 +297,10 @@ def test_one_rank_that_exits_does_not_leave_the_others_hanging(mpirun):
 
 
 def test_ranks_that_all_exit_with_a_code_pass_it_on(mpirun):
-    begin = time.monotonic()
-    done = mpirun(3, script("with mpigossip.world() as world: sys.exit(2)"), timeout=30)
+    never = "process.LEAVE_S = 1e6"  # nobody waits for it, or mpirun's limit is over
+    done = mpirun(3, script(never, "with mpigossip.world() as world: sys.exit(2)"), timeout=60)
     assert done.returncode == 2
     assert "mpigossip" not in done.stderr
-    assert time.monotonic() - begin < 9  # nobody waited for LEAVE_S
 
 
 def test_a_rank_may_take_longer_than_the_others(mpirun):
