@@ -25,8 +25,8 @@ from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study import Study
 from mpigossip.analysis.study.file import arguments
 from mpigossip.analysis.study.grid import Cell, cells_of
-from mpigossip.analysis.study.results import lost
 from mpigossip.analysis.study.running import Found
+from mpigossip.analysis.study.tables import lost
 from mpigossip.config.errors import Failure
 from mpigossip.graphs.files import save
 from mpigossip.graphs.search import search
@@ -183,7 +183,8 @@ def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
     if "bytes_sent" in figures:
         words.append(f"{number(found['MB'])} MB{_codes(cell, runs)}")
     rate = f" (lr {found['lr']:g})" if "lr" in found else ""
-    return f"{cell.label('method')}{rate}: {', '.join(words)}{lost(found)}"
+    wrong = f" ({', '.join(lost(found))})" if lost(found) else ""
+    return f"{cell.label('method')}{rate}: {', '.join(words)}{wrong}"
 
 
 def _until(study: Study, cell: Cell, loss: float) -> str:
