@@ -25,8 +25,8 @@ LATENCY_S, BANDWIDTH = 10e-6, 12.5e9
 """Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""
 SMALL = 512
 """Elements of the message that shows the latency."""
-BURST = 8
-"""Rounds that are timed together."""
+BURST, BURST_S = 8, 1.0
+"""Rounds that are timed together: at most so many, and one where it takes longer."""
 LONGEST_S = 0.05
 """Seconds of work at most before each of them."""
 WARM_UP, LEAST, MOST = 3, 8, 60
@@ -238,9 +238,9 @@ def _rounds(
 
     work = _work(world, work_s)
 
-    def burst(kind: Kind) -> float:
+    def burst(kind: Kind, rounds: int) -> float:
         began = time.perf_counter()
-        for _ in range(BURST):
+        for _ in range(rounds):
             work()
             if kind is Kind.LOCAL:
                 continue
@@ -248,14 +248,16 @@ def _rounds(
             mixer.outbox(t)[0][0].fill_(1.0)
             mixer.start(kind, t)
             mixer.finish()
-        return (time.perf_counter() - began) / BURST
+        return (time.perf_counter() - began) / rounds
 
+    longest = max(world.comm.allgather(burst(Kind.GLOBAL, 1)))
+    rounds = max(1, min(BURST, int(BURST_S / longest)))
     times: dict[Kind, list[float]] = {Kind.LOCAL: [], Kind.GOSSIP: [], Kind.GLOBAL: []}
     began, late = time.perf_counter(), 0
     while not late or len(times[Kind.GOSSIP]) < 6:
         for kind, kept in times.items():
             world.barrier()
-            kept.append(burst(kind))
+            kept.append(burst(kind, rounds))
         late = world.agree(int(time.perf_counter() - began > budget_s / 4))
     mixer.close()
     # the first is a warm-up

@@ -26,7 +26,9 @@ def test_what_is_predicted_falls_with_the_rate_and_rises_with_what_is_slow(atlas
     methods, networks = atlas["METHODS"], atlas["NETWORKS"]
     found = {
         name: [
-            atlas["predicted"](words, slow, MACHINE, rate) for _, rate, slow in networks.values()
+            atlas["predicted"](words, links.slow, MACHINE, links.gbit)
+            for links in networks.values()
+            if links.latency == "0"
         ]
         for name, words in methods.items()
         if name in ("DDP (gloo)", "one-peer", "DiLoCo 8", "fragments 8", "GASLoC 8")
@@ -37,7 +39,6 @@ def test_what_is_predicted_falls_with_the_rate_and_rises_with_what_is_slow(atlas
     assert found["one-peer"][1] == pytest.approx(0.2 + message, rel=0.5)
     assert found["DiLoCo 8"][1] == pytest.approx(0.2 + 1.5 * message / 8, rel=0.05)
     assert found["fragments 8"][1] < found["DiLoCo 8"][1]
-    assert len(methods) * len(networks) <= 60
 
 
 def test_the_table_and_the_figure(atlas, tmp_path, capsys):
@@ -45,7 +46,7 @@ def test_the_table_and_the_figure(atlas, tmp_path, capsys):
     step = atlas["predicted"](atlas["METHODS"]["one-peer"], "", MACHINE, 0.1)
     cell = {"network": "100 Mbit/s", "bytes": 4.2e6, "load": 1.0, "steps": 9}
     rows = [
-        {"machine": asdict(replace(MACHINE, where="x"))},
+        {"machine": asdict(replace(MACHINE, where="x")), "network": "1 Gbit/s"},
         cell | {"cell": "one-peer", "step_s": step / 1.1},
         cell | {"cell": "DiLoCo 8", "step_s": 9.9},
     ]

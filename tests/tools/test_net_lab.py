@@ -30,14 +30,14 @@ def run(*words, check=True):
 
 
 @pytest.fixture(scope="module")
-def lab():
-    """Starts a command on three hosts with fast links."""
+def lab(request):
+    """Starts a command on three hosts with fast links, of a latency where a test asks for one."""
     launch.launcher()
     if os.environ.get("MPIGOSSIP_NET_LAB") != "1":
         pytest.skip("MPIGOSSIP_NET_LAB=1 lets the lab of network namespaces start")
     if os.getuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("the lab of network namespaces needs root, ip and tc (Debian: iproute2)")
-    told = run(LAB, "up", 3, "1gbit", check=False)
+    told = run(LAB, "up", 3, "1gbit", getattr(request, "param", "0"), check=False)
     if "up: 3 hosts" not in told:
         if "is up already" not in told:
             run(LAB, "down")  # what was made of it
@@ -69,3 +69,14 @@ def test_training_between_hosts_has_the_bits_of_the_simulator(lab, settings, tmp
 def test_the_bench_measures_a_network(lab):
     shown = lab("bench", "exchange", "--sizes", "1MB", "--seconds", "0.2")
     assert "3 ranks on 3 hosts" in shown
+
+
+@pytest.mark.parametrize("lab", ["20"], indirect=True)
+def test_links_with_latency(lab):
+    """A way there and back takes at least twice as long; windows work."""
+    asked = (
+        "import socket, time; began = time.perf_counter(); "
+        "socket.socket().connect_ex(('10.77.0.2', 9)); print(time.perf_counter() - began)"
+    )
+    assert float(run(LAB, "on", "h1", sys.executable, "-c", asked)) >= 0.04
+    assert "3 ranks on 3 hosts" in lab("bench", "exchange", "--sizes", "100KB", "--seconds", "0.2")

@@ -5,10 +5,9 @@
 
 Four hosts (tools/labs/net.sh), 1.05 M parameters, 200 ms of computing, slept. Each network is
 started once; a cell that FILE has isn't measured again. The machine is calibrated by rounds of
-other messages on the first network; on the others the link's nominal rate takes the place of the
-first's.
-Latency can't be shaped where the kernel has no netem (it is said). "utilization": computing over
-step. Bytes are those that leave the host, headers included.
+other messages on the first network, and on each that has latency; on the others the link's nominal
+rate takes the place of the first's. "utilization": computing over step. Bytes are those that leave
+the host, headers included.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,14 +33,26 @@ NOMINAL = 119e6
 """Bytes/s of TCP's payload over a link of 1 Gbit/s."""
 SECONDS = 6.0
 """Of a cell, about; but whole periods, and two steps at least."""
+
+
+class Network(NamedTuple):
+    """Links of a lab: their rate as `tc` has it and in Gbit/s, what is slow, milliseconds added."""
+
+    rate: str
+    gbit: float
+    slow: str = ""
+    latency: str = "0"
+
+
 NETWORKS = {
-    "1 Gbit/s": ("1gbit", 1.0, ""),
-    "100 Mbit/s": ("100mbit", 0.1, ""),
-    "10 Mbit/s": ("10mbit", 0.01, ""),
-    "100 Mbit/s, one link 20": ("100mbit", 0.1, "link"),
-    "100 Mbit/s, one node 3 x": ("100mbit", 0.1, "node"),
+    "1 Gbit/s": Network("1gbit", 1.0),
+    "100 Mbit/s": Network("100mbit", 0.1),
+    "10 Mbit/s": Network("10mbit", 0.01),
+    "100 Mbit/s, one link 20": Network("100mbit", 0.1, "link"),
+    "100 Mbit/s, one node 3 x": Network("100mbit", 0.1, "node"),
+    "100 Mbit/s, 5 ms": Network("100mbit", 0.1, latency="5"),
+    "100 Mbit/s, 50 ms": Network("100mbit", 0.1, latency="50"),
 }
-"""Rate of the lab's links, the same in Gbit/s, and what is slow."""
 PEER = "graph.name=one-peer-exponential"
 EVERY = "algorithm.name=dsgd cadence.name=always"
 METHODS = {
@@ -100,14 +112,14 @@ def linked(machine, gbit: float):
     )
 
 
-def predicted(words: str, slow: str, machine, rate: float) -> float:
-    """Seconds of a step by the clock of events, with what is slow."""
+def predicted(words: str, slow: str, machine, gbit: float | None) -> float:
+    """Seconds of a step by the clock of events; None: on the links that were calibrated."""
     from mpigossip.training.costs import exchanges, subject
     from mpigossip.training.timing.steps import Clock, Timing
 
     job = job_of(words, slow)
     made = exchanges(subject(job)[0], HOSTS)
-    here = linked(machine, rate)
+    here = linked(machine, gbit) if gbit else machine
     links, pace = np.full(HOSTS, here.bandwidth), np.ones((1, HOSTS))
     if slow == "link":
         links[-1] = at_rate(machine.bandwidth, SLOW_GBIT)
@@ -223,24 +235,25 @@ def fill(out: Path, lab: Path, networks: list[str], methods: dict[str, str]) -> 
     """Measure what the file doesn't have."""
     there = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     have = {(row.get("network"), row.get("cell")) for row in there}
-    machine = next((row["machine"] for row in there if "machine" in row), None)
+    measured_on = {row["network"] for row in there if "machine" in row}
     for network in networks:
-        rate, _, slow = NETWORKS[network]
+        links = NETWORKS[network]
         missing = [name for name in methods if (network, name) not in have]
-        if not missing and machine is not None:
+        unknown = not measured_on or (links.latency != "0" and network not in measured_on)
+        if not missing and not unknown:
             continue
-        own = ["--ranks", ";".join(missing), "--slow", slow, *["--calibrate"] * (machine is None)]
-        for row in on_hosts(lab, rate, slow, [__file__, *own]):
-            machine = row.get("machine", machine)
+        own = ["--ranks", ";".join(missing), "--slow", links.slow, *["--calibrate"] * unknown]
+        for row in on_hosts(lab, links, [__file__, *own]):
+            measured_on |= {network} if "machine" in row else set()
             with out.open("a") as file:
                 file.write(json.dumps(row | {"network": network}) + "\n")
 
 
-def on_hosts(lab: Path, rate: str, slow: str, words: list[str]) -> Iterator[dict]:
+def on_hosts(lab: Path, links: Network, words: list[str]) -> Iterator[dict]:
     """What a program of Python prints as JSON lines, a rank on each host of a new lab."""
-    subprocess.run([lab, "up", str(HOSTS), rate], check=True)
+    subprocess.run([lab, "up", str(HOSTS), links.rate, links.latency], check=True)
     try:
-        if slow == "link":
+        if links.slow == "link":
             shape = f"root tbf rate {1000 * SLOW_GBIT:g}mbit burst 256kb latency 10ms"
             command = ["tc", "qdisc", "change", "dev", "eth0", *shape.split()]
             subprocess.run([lab, "on", f"h{HOSTS}", *command], check=True)
@@ -252,7 +265,7 @@ def on_hosts(lab: Path, rate: str, slow: str, words: list[str]) -> Iterator[dict
                 print(line.strip(), flush=True)
                 yield json.loads(line)
         if run.wait():
-            raise SystemExit(f"{rate}: the ranks ended with code {run.returncode}")
+            raise SystemExit(f"{links}: the ranks ended with code {run.returncode}")
     finally:
         subprocess.run([lab, "down"], check=True)
 
@@ -262,12 +275,13 @@ def rows_of(out: Path) -> list[dict]:
     from mpigossip.training.timing.machines import Machine
 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    machine = Machine(**next(line["machine"] for line in lines if "machine" in line))
-    rows = []
+    machines = {line["network"]: Machine(**line["machine"]) for line in lines if "machine" in line}
+    first, rows = next(iter(machines.values())), []
     for line in lines:
         if "cell" in line:
-            _, rate, slow = NETWORKS[line["network"]]
-            expected = predicted((METHODS | CLOCK)[line["cell"]], slow, machine, rate)
+            links = NETWORKS[line["network"]]
+            at = (first, links.gbit) if links.latency == "0" else (machines[line["network"]], None)
+            expected = predicted((METHODS | CLOCK)[line["cell"]], links.slow, *at)
             rows.append(line | {"predicted_s": expected})
     return rows
 

@@ -15,7 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
-from atlas import HOSTS, LAB, SMALL, ddp, engine, linked, measured, on_hosts
+from atlas import HOSTS, LAB, SMALL, Network, ddp, engine, linked, measured, on_hosts
 
 NETWORKS = (1000, 500, 300, 200, 100, 70, 50, 30, 20, 10)
 """Mbit/s of a host's link."""
@@ -106,11 +106,15 @@ def main() -> None:
     there = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     have = {(row["mbit"], row["label"]) for row in there}
     for mbit in options.networks:
-        rows = [row for row in chosen(machine, mbit) if (mbit, row["label"]) not in have]
+        picked = chosen(machine, mbit)
+        proposed = {row["label"] for row in picked if row["proposed"]}
+        for row in there:  # an older program may have proposed another
+            row["proposed"] = row["label"] in proposed if row["mbit"] == mbit else row["proposed"]
+        rows = [row for row in picked if (mbit, row["label"]) not in have]
         if not rows:
             continue
         words = [__file__, "--ranks", json.dumps(rows)]
-        for row in on_hosts(options.lab, f"{mbit}mbit", "", words):
+        for row in on_hosts(options.lab, Network(f"{mbit}mbit", mbit / 1000), words):
             there.append(row)
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")

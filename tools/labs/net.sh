@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Several hosts on this machine: network namespaces joined by links of a given rate.
-#   tools/labs/net.sh up [HOSTS] [RATE]        4 hosts, 1gbit by default
+#   tools/labs/net.sh up [HOSTS] [RATE] [MS]   4 hosts, 1gbit, no added latency by default
 #   tools/labs/net.sh run RANKS COMMAND…       a command on that many ranks, one a host
 #   tools/labs/net.sh on HOST COMMAND…         a command on one host (h1, h2, …)
 #   tools/labs/net.sh down
 # Needs root, ip and tc. The launcher is MPIGOSSIP_MPIEXEC, else mpiexec on PATH (MPICH or Open MPI).
 # Each host has its own network, host name and IPC, so that MPI takes its network path; files are
-# shared, as on a cluster. Links have a rate but no added latency, and short queues, as switches
-# have; TCP is as clusters set it: cubic, without a slow start after each pause.
+# shared, as on a cluster. Links have a rate and short queues, as switches have, and each way between
+# two hosts MS milliseconds (tools/labs/latency.py, which needs python3 and /dev/net/tun); TCP is as
+# clusters set it: cubic, without a slow start after each pause.
 # MPIGOSSIP_NET_LAB_BURST (256kb) is a link's credit, MPIGOSSIP_NET_LAB_QUEUE (10ms) its queue.
 set -euo pipefail
 LAB=${MPIGOSSIP_NET_LAB_DIR:-/tmp/mpigossip-net-lab}
@@ -26,7 +27,11 @@ shape() { tc "${@:2}" qdisc add dev "$1" root tbf rate "$RATE" burst "${MPIGOSSI
 add_host() {
     local k=$1 name=mpglab-h$1
     ip netns add "$name"
-    ip link add "mpglab-v$k" type veth peer name eth0 netns "$name"
+    if [ "$LATENCY" = 0 ]; then
+        ip link add "mpglab-v$k" type veth peer name eth0 netns "$name"
+    else
+        ip link set "mpglab-t$k" netns "$name" name eth0
+    fi
     ip link set "mpglab-v$k" master "$BRIDGE" up
     ip -n "$name" addr add "$NET.$k/24" dev eth0
     ip -n "$name" link set eth0 up
@@ -37,11 +42,28 @@ add_host() {
     shape eth0 -n "$name"
 }
 
+# TAP devices with a program between them in place of veth pairs
+start_latency() {
+    local count=$1 pairs
+    pairs=$(for k in $(seq "$count"); do printf 'mpglab-t%s:mpglab-v%s ' "$k" "$k"; done)
+    : >"$LAB/latency"
+    # shellcheck disable=SC2086
+    python3 "$(dirname "$0")/latency.py" "${LATENCY}e-3" $pairs >"$LAB/latency" 2>&1 </dev/null &
+    echo $! >"$LAB/latency.pid"
+    for _ in $(seq 100); do
+        grep -q ready "$LAB/latency" && return
+        sleep 0.05
+    done
+    die "up … $LATENCY: $(tail -1 "$LAB/latency")"
+}
+
 up() {
     local count=${1:-4}
     RATE=${2:-1gbit}
+    LATENCY=${3:-0}
     [[ $count =~ ^[1-9][0-9]?$ ]] || die "up $count: give a number of hosts from 1 to 99"
     [[ $RATE =~ ^[0-9]+[kmg]bit$ ]] || die "up … $RATE: give a rate such as 200mbit or 1gbit"
+    [[ $LATENCY =~ ^[0-9]+(\.[0-9]+)?$ ]] || die "up … $LATENCY: give milliseconds such as 5 or 0.1"
     [ "$(id -u)" = 0 ] || die "needs root"
     command -v tc ip >/dev/null || die "needs ip and tc (Debian: iproute2)"
     [ -z "$(hosts)" ] || die "is up already; tools/labs/net.sh down stops it"
@@ -49,9 +71,10 @@ up() {
     ip link add "$BRIDGE" type bridge
     ip addr add "$NET.254/24" dev "$BRIDGE"
     ip link set "$BRIDGE" up
+    [ "$LATENCY" = 0 ] || start_latency "$count"
     for k in $(seq "$count"); do add_host "$k"; done
     write_ssh
-    echo "up: $count hosts, $RATE each"
+    echo "up: $count hosts, $RATE each$([ "$LATENCY" = 0 ] || echo ", $LATENCY ms each way")"
 }
 
 # What launchers take for ssh: [options] HOST COMMAND…
@@ -77,6 +100,7 @@ down() {
         ip netns del "mpglab-$name"
         ip link del "mpglab-v${name#h}" 2>/dev/null || true
     done
+    [ ! -f "$LAB/latency.pid" ] || kill "$(cat "$LAB/latency.pid")" 2>/dev/null || true
     ip link del "$BRIDGE" 2>/dev/null || true
     rm -rf "$LAB"
     echo "down"
@@ -112,9 +136,9 @@ on() {
 }
 
 case ${1:-} in
-up) up "${2:-}" "${3:-}" ;;
+up) up "${2:-}" "${3:-}" "${4:-}" ;;
 down) down ;;
 run) shift && run "$@" ;;
 on) shift && on "$@" ;;
-*) die "say up [HOSTS] [RATE], run RANKS COMMAND…, on HOST COMMAND… or down" ;;
+*) die "say up [HOSTS] [RATE] [MS], run RANKS COMMAND…, on HOST COMMAND… or down" ;;
 esac

@@ -253,7 +253,10 @@ class Clock:
 
 
 def _on_edges(timing: Timing, edges: Edges) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of each message on its way, 0 to oneself, and of the sums of who gets it."""
+    """Seconds of each message on its way and of the sums of who gets it.
+
+    To oneself as long as one's own message to the slowest takes: a step ends when it has left.
+    """
     to, bandwidth = edges.receivers, timing._bandwidth
     many = np.maximum(edges.sent[edges.senders], edges.received[to])
     wire = timing.wire_s(Kind.GOSSIP, many)
@@ -263,6 +266,9 @@ def _on_edges(timing: Timing, edges: Edges) -> tuple[np.ndarray, np.ndarray]:
             wire + many * timing.made.layout.sent_bytes * (1 / slow - 1) / timing.machine.bandwidth
         )
     wire[edges.starts] = 0.0
+    own = np.zeros(len(edges.starts))
+    np.maximum.at(own, edges.senders, wire)
+    wire[edges.starts] = own  # a node goes on when its own message has left
     busy = (edges.sent + edges.received > 0)[to]
     return wire + busy * timing.encode_s, edges.received[to] * timing.term_s
 
