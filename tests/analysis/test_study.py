@@ -17,7 +17,7 @@ import mpigossip
 from mpigossip import cli
 from mpigossip.analysis.compared import COLOURS, LINES
 from mpigossip.analysis.seeds import interval
-from mpigossip.analysis.study import Study
+from mpigossip.analysis.study import Study, tables
 from mpigossip.analysis.study.drawing import _styles
 from mpigossip.analysis.study.grid import Cell, cells_of
 from mpigossip.analysis.study.running import Found, Runner
@@ -173,6 +173,13 @@ def test_a_run_that_diverges_late_is_told_from_one_that_converged():
     assert [name for name, late in found.items() if late] == ["late", "beyond its start"]
     tried = [Tried(None, 0.1, 0.4), Tried(None, 0.2, 0.5, late=True), Tried(None, 0.3, math.nan)]
     assert _best(tried, "accuracy") == 0.1 and _best(tried[1:], "accuracy") == 0.2
+
+
+def test_labels_as_latex_has_to_have_them():
+    row = tables.Row(["κ^2~{50 %}_\\", "1"], 1, "", False)
+    words = tables.latex(["graph", "loss"], [row], 1)
+    letter, hat, tilde = r"\ensuremath{\kappa}", r"\textasciicircum{}", r"\textasciitilde{}"
+    assert letter + hat + "2" + tilde + r"\{50 \%\}\_\textbackslash{} & 1 \\" in words
 
 
 def test_tables_and_curves(here):

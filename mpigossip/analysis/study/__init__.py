@@ -10,6 +10,7 @@ from mpigossip.analysis.study.grid import Axis, cells_of
 from mpigossip.analysis.study.results import Results
 from mpigossip.analysis.study.running import Runner
 from mpigossip.analysis.study.search import chosen
+from mpigossip.analysis.study.tables import with_greek
 from mpigossip.analysis.study.together import TogetherRunner
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Study(Results):
         if out is not None:
             with replacing(Path(out)) as beside:
                 made.savefig(beside, dpi=150)
+                if beside.suffix == ".pgf":
+                    beside.write_text(with_greek(beside.read_text()))
         return made
 
     def transient(

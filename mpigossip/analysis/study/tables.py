@@ -11,6 +11,15 @@ from mpigossip.runs.summary import number
 LOST = {"diverged": "diverged", "late": "diverged late"}
 MARKS = {"†": r"\dagger", "‡": r"\ddagger", "§": r"\S", "¶": r"\P"}
 """Of notes below a table, in text and in LaTeX's mathematics; after those twice the first, …"""
+_NAMES = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau phi "
+    "chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+)
+GREEK = dict(zip("αβγδεζηθικλμνξπρστφχψωΓΔΘΛΞΠΣΦΨΩ", _NAMES.split(), strict=True))
+"""Letters that LaTeX's fonts of text lack, and its commands for them."""
+SPECIAL = {"\\": "textbackslash{}", "~": "textasciitilde{}", "^": "textasciicircum{}"} | {
+    c: c for c in "_%&#${}"
+}
 
 
 class Row(NamedTuple):
@@ -96,5 +105,10 @@ def _marks(rows: Sequence[Row]) -> dict[str, str]:
     return {note: marks[k % len(marks)] * (k // len(marks) + 1) for k, note in enumerate(notes)}
 
 
+def with_greek(words: str) -> str:
+    """Greek letters by their commands, in text or mathematics."""
+    return "".join(rf"\ensuremath{{\{GREEK[c]}}}" if c in GREEK else c for c in words)
+
+
 def _escaped(words: str) -> str:
-    return "".join("\\" + c if c in "_%&#$" else c for c in words)
+    return with_greek("".join("\\" + SPECIAL[c] if c in SPECIAL else c for c in words))
