@@ -33,11 +33,14 @@ class Straggler:
     def see(self, first: int, rows: Rows) -> list[str]:
         """Lines of warning about the steps from ``first`` on; one for each time a node slows."""
         compute = rows["compute_s"]
-        if compute.shape[1] < 2 or not self._times:
+        # of the steps that a node makes: who rests computes nothing, and has no loss
+        worked = ~np.isnan(rows["loss"])
+        mean = np.where(worked, compute, 0.0).sum(axis=0) / np.maximum(worked.sum(axis=0), 1)
+        awake = np.sort(mean[worked.any(axis=0)])
+        if len(awake) < 2 or not self._times:
             return []
-        mean = compute.mean(axis=0)
         # the lower middle: of two nodes the faster one is the measure
-        median = np.sort(mean)[(len(mean) - 1) // 2]
+        median = awake[(len(awake) - 1) // 2]
         slow = mean > self._times * median
         spent = sum(rows[name].sum(axis=0) for name in SPLIT if name in rows)
         before = np.zeros(len(mean)) if self._slow_s is None else self._slow_s

@@ -83,6 +83,14 @@ def test_stragglers_of_two_nodes_of_one_and_none_wanted():
     assert len(Straggler(2.0, 1.0).see(0, rows([[1, 1, 1, 9, 9]] * 5))) == 2
 
 
+def test_who_rests_makes_no_straggler_of_the_others():
+    nan = float("nan")
+    told = rows([[4, 1], [4, 4]] * 10) | {"loss": np.array([[1, nan], [1, 1]] * 10)}
+    assert Straggler(1.5, 1.0).see(0, told) == []  # node 1 computes in every other step
+    told["loss"][:, 1] = nan
+    assert Straggler(1.5, 1.0).see(0, told) == []  # and here in none
+
+
 def distances(values):
     return {"consensus_distance": np.repeat(np.asarray(values, float)[:, None], 3, axis=1)}
 
