@@ -12,7 +12,7 @@ inside of runs too. The last call writes table.md and loss_by_bytes.png.
 Sizes: "cpu", 4 nodes, 2.6 million parameters with 4,096 entries of vocabulary; "gpu", gpt-10m and
 8 nodes on one GPU; "tiny", a rehearsal of minutes. A step of "cpu" is 4,096 tokens and took 1.6 s
 of one core (with 8,192 entries), so that all nine methods on 10 MB should take about six hours of
-two cores: an estimate. What three of them made of 6 MB with half the batch: BENCHMARKS.md.
+two cores: an estimate. What they made of 6 MB with half the batch in three: BENCHMARKS.md.
 """
 
 from __future__ import annotations
