@@ -1,5 +1,6 @@
 """Studies: grids, seeds and rates; what is there isn't repeated; intervals, tables, curves."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -94,6 +95,42 @@ def test_what_was_killed_is_done_again_to_the_same_bits(here):
     going.wait()
     assert 1 <= len(when("killed")) < 4
     assert small(grid, output="killed").table("csv") == whole.table("csv")
+
+
+def programs(folder):
+    """Other processes that work there."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if place.readlink() == folder and int(place.parent.name) != os.getpid():
+                found.append(int(place.parent.name))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="runs end with their study on Linux")
+@pytest.mark.parametrize("together", [False, True])
+def test_runs_end_with_a_study_that_is_killed(here, together):
+    settings = [*SMALL, "run.epochs=100000"]
+    program = (
+        "import mpigossip\n"
+        f"mpigossip.study('job.toml', nodes=3, seeds=2, settings={settings!r}, processes=2,"
+        f" together={together}, output='killed')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    going = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    try:
+        while not when("killed") and going.poll() is None:
+            time.sleep(0.05)
+        assert len(programs(here)) >= (2 if together else 3)
+        going.kill()
+        going.wait()
+        until = time.monotonic() + 60
+        while programs(here) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not programs(here)
+    finally:
+        for each in programs(here):
+            os.kill(each, signal.SIGKILL)
 
 
 def test_each_point_takes_its_own_rate_by_a_seed_that_is_not_reported(here):

@@ -182,13 +182,17 @@ class Runner:
         return failed
 
     def _start(self, key: Key) -> subprocess.Popen:
-        place = self.place(key)
+        words = ["--nodes", str(key[0].nodes), *self.settings(key)]
+        return self._simulated(self.place(key), words)
+
+    def _simulated(self, place: Path, words: Sequence[str]) -> subprocess.Popen:
+        """A simulation of the job that ends where this process does; what it prints is kept."""
         place.mkdir(parents=True, exist_ok=True)
-        words = ["simulate", str(self.job), "--nodes", str(key[0].nodes), *self.settings(key)]
+        child = [sys.executable, "-m", "mpigossip.analysis.study.child", str(os.getpid())]
         environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         with (place / OUTPUT).open("a") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "mpigossip", *words],
+                [*child, "simulate", str(self.job), *words],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
             )  # fmt: skip
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 
-from mpigossip.analysis.study.running import OUTPUT, Found, Key, Runner
+from mpigossip.analysis.study.running import Found, Key, Runner
 
 
 class TogetherRunner(Runner):
@@ -36,13 +34,6 @@ class TogetherRunner(Runner):
 
     def _start(self, key: Key) -> subprocess.Popen:
         place = self.place(key)
-        place.mkdir(parents=True, exist_ok=True)
         seeds = ",".join(str(seed) for _, _, seed in self._groups[key])
-        words = ["simulate", str(self.job), "--nodes", str(key[0].nodes), "--seeds", seeds]
-        settings = [*self.settings(key), f"run.output={place.parent}"]
-        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
-        with (place / OUTPUT).open("a") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "mpigossip", *words, *settings],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
-            )  # fmt: skip
+        words = ["--nodes", str(key[0].nodes), "--seeds", seeds, *self.settings(key)]
+        return self._simulated(place, [*words, f"run.output={place.parent}"])
