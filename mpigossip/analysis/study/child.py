@@ -7,10 +7,9 @@ go on writing where the next call does. On Linux; elsewhere they end by themselv
 import contextlib
 import ctypes
 import os
+import runpy
 import signal
 import sys
-
-from mpigossip.cli import main
 
 PR_SET_PDEATHSIG = 1
 
@@ -25,5 +24,5 @@ def end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    end_with(int(sys.argv[1]))
-    sys.exit(main(sys.argv[2:]))
+    end_with(int(sys.argv.pop(1)))
+    runpy.run_module("mpigossip", run_name="__main__")
