@@ -30,7 +30,7 @@ for name, place in GRAPHS.items():
     for weights in WEIGHTS:
         made = mpigossip.graph(place, 16, weights=weights)
         axes.plot(rounds, [residue(made, t) for t in rounds], label=f"{name}, {weights}")
-axes.set(xlabel="rounds", ylabel="‖W^t − J‖", yscale="log")
+axes.set(xlabel="rounds", ylabel="‖Wᵗ − J‖", yscale="log")
 axes.grid(alpha=0.25)
 axes.legend(frameon=False)
 figure.savefig(OUT / "residue.png", dpi=150)
