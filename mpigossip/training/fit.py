@@ -12,6 +12,7 @@ from mpigossip.algorithms.cadence import BUILDERS as CADENCES
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.spectrum import above_minus_third
 from mpigossip.config import Data, Job, JobError
+from mpigossip.config.choices import Part
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact
 from mpigossip.groups.devices import slots_of
@@ -131,7 +132,13 @@ def _unfit_periods(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) 
         return []
     said = f"cadence.period = {list(own)}"
     if method.alone is None:
-        fitting = [each for each in BUILDERS if build(each, None, {}, 0).alone is not None]
+        parts = {each: Part.of(BUILDERS, each) for each in BUILDERS}
+        fitting = [
+            each
+            for each, part in parts.items()
+            if build(each, None, {}, 0).alone is not None
+            and not (part.only and part.brings.get("cadence.name", "") != job.cadence.name)
+        ]
         return [
             f'{said}: algorithm "{name}" needs a gradient of every node in every step, and who '
             f"rests has none; give one number, or choose one of {', '.join(fitting)}"

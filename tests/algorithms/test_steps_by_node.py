@@ -134,6 +134,7 @@ def test_a_step_costs_what_it_does_with_the_longest_for_all():
 def test_what_has_none_is_refused(settings, message):
     found = assemble.mistakes(assemble.load(JOB, settings.split()), 4)
     assert any(message in text for text in found), found
+    assert "adpsgd" not in " ".join(found)  # has a cadence of its own, of one number
 
 
 @pytest.mark.parametrize(
