@@ -136,6 +136,11 @@ def sharp_timers() -> None:
 
     Linux lets a sleep last up to 50 µs longer than asked for; elsewhere nothing is done.
     """
+    prctl(PR_SET_TIMERSLACK, 1)
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this thread or process that Linux has; elsewhere nothing is done."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+            ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

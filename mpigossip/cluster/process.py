@@ -3,13 +3,14 @@
 import atexit
 import contextlib
 import os
+import signal
 import stat
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpigossip.cluster.deadline import Deadline, LateError
+from mpigossip.cluster.deadline import Deadline, LateError, prctl
 from mpigossip.cluster.launcher import job_id, places
 from mpigossip.cluster.lost_ranks import Witness
 
@@ -19,7 +20,16 @@ if TYPE_CHECKING:
 TIMEOUT_S = 300.0  # seconds; the default of `node.timeout_s`
 LEAVE_S = 10.0  # seconds that a rank with a bad exit code waits for the others to end too
 
+PR_SET_PDEATHSIG = 1
+
 _witness: Witness | None = None
+
+
+def end_with(parent: int) -> None:
+    """SIGTERM for this process when the thread that started it ends, or has ended. On Linux."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def begin(folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> float:

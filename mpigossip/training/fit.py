@@ -132,12 +132,13 @@ def _unfit_periods(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) 
         return []
     said = f"cadence.period = {list(own)}"
     if method.alone is None:
+        named = job.cadence.name
         parts = {each: Part.of(BUILDERS, each) for each in BUILDERS}
         fitting = [
             each
             for each, part in parts.items()
             if build(each, None, {}, 0).alone is not None
-            and not (part.only and part.brings.get("cadence.name", "") != job.cadence.name)
+            and not (part.only and part.brings.get("cadence.name", named) != named)
         ]
         return [
             f'{said}: algorithm "{name}" needs a gradient of every node in every step, and who '

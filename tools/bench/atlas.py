@@ -244,7 +244,8 @@ def fill(out: Path, lab: Path, networks: list[str], methods: dict[str, str]) -> 
             continue
         own = ["--ranks", ";".join(missing), "--slow", links.slow, *["--calibrate"] * unknown]
         for row in on_hosts(lab, links, [__file__, *own]):
-            measured_on |= {network} if "machine" in row else set()
+            if "machine" in row:
+                measured_on.add(network)
             with out.open("a") as file:
                 file.write(json.dumps(row | {"network": network}) + "\n")
 

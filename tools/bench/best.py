@@ -109,7 +109,8 @@ def main() -> None:
         picked = chosen(machine, mbit)
         proposed = {row["label"] for row in picked if row["proposed"]}
         for row in there:  # an older program may have proposed another
-            row["proposed"] = row["label"] in proposed if row["mbit"] == mbit else row["proposed"]
+            if row["mbit"] == mbit:
+                row["proposed"] = row["label"] in proposed
         rows = [row for row in picked if (mbit, row["label"]) not in have]
         if not rows:
             continue

@@ -57,6 +57,13 @@ start_latency() {
     die "up … $LATENCY: $(tail -1 "$LAB/latency")"
 }
 
+end_latency() {
+    local pid
+    pid=$(cat "$LAB/latency.pid" 2>/dev/null) || return 0
+    # a number may be another program's by now
+    grep -qs latency.py "/proc/$pid/cmdline" && kill "$pid" || true
+}
+
 up() {
     local count=${1:-4}
     RATE=${2:-1gbit}
@@ -100,7 +107,7 @@ down() {
         ip netns del "mpglab-$name"
         ip link del "mpglab-v${name#h}" 2>/dev/null || true
     done
-    [ ! -f "$LAB/latency.pid" ] || kill "$(cat "$LAB/latency.pid")" 2>/dev/null || true
+    end_latency
     ip link del "$BRIDGE" 2>/dev/null || true
     rm -rf "$LAB"
     echo "down"
