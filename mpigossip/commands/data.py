@@ -9,6 +9,7 @@ from mpigossip.commands.arguments import command, family
 EXAMPLES = "mpigossip data pack imagenet imagenet.h5 --image-size 256"
 PACK = f"""
 {EXAMPLES}
+mpigossip data pack cifar10 cifar10.h5 --decoded
 mpigossip data pack books books.h5 --text
 mpigossip data pack books books.h5 --text --tokenizer bpe --vocabulary 8192
 """
@@ -23,6 +24,10 @@ def add(commands) -> None:
     pack.add_argument("folder", type=Path, metavar="FOLDER", help="of text, also a single file")
     pack.add_argument("out", type=Path, metavar="OUT.h5")
     pack.add_argument("--image-size", type=int, help="shorter side in pixels to resize to")
+    pack.add_argument(
+        "--decoded", action="store_true",
+        help="store pixels: for small images of one size, so that no run decodes them",
+    )  # fmt: skip
     pack.add_argument("--text", action="store_true", help="pack text files for a language model")
     pack.add_argument(
         "--tokenizer", default="byte",
@@ -41,8 +46,8 @@ def _pack(options) -> None:
     from mpigossip.store.dataset import pack, show
 
     pack(
-        options.folder, options.out, image_size=options.image_size, text=options.text,
-        tokenizer=options.tokenizer, vocabulary=options.vocabulary,
+        options.folder, options.out, image_size=options.image_size, decoded=options.decoded,
+        text=options.text, tokenizer=options.tokenizer, vocabulary=options.vocabulary,
     )  # fmt: skip
     print(show(options.out))
 

@@ -73,6 +73,7 @@ def pack(
     out: Path | str,
     *,
     image_size: int | None = None,
+    decoded: bool = False,
     text: bool = False,
     tokenizer: str = "byte",
     vocabulary: int = VOCABULARY,
@@ -82,8 +83,10 @@ def pack(
 
     Images: FOLDER/train/CLASS/* and FOLDER/test/CLASS/* (or val/), every file decoded once as a
     check and stored as it is; with `image_size`, images whose shorter side is longer than that
-    are scaled down to it and stored as JPEG of quality 95. Mean and standard deviation of the
-    channels, for normalization, come from up to 10,000 train images.
+    are scaled down to it and stored as JPEG of quality 95. With `decoded` their pixels are stored
+    (kind "arrays"), for small images of one size in many runs: batches have the same bytes, and no
+    run decodes. Mean and standard deviation of the channels, for normalization, come from up to
+    10,000 train images.
 
     Text: the file, or all files under FOLDER, sorted by path, each a document; the first 90 % of
     each is for training, the rest for testing. A sample's label is the number of its file. Tokens
@@ -100,6 +103,8 @@ def pack(
         raise StoreError(f"{folder} is not a folder; name one that holds {wanted}")
     if tokenizer != "byte" and not text:
         raise StoreError(f"tokenizer {tokenizer!r} is for text; add --text, or leave it out")
+    if decoded and text:
+        raise StoreError("--decoded is for images, and --text packs none; leave one of them out")
     coder = texts.Coder(tokenizer, texts.files_of(folder)[0] if text else (), vocabulary)
     if image_size is not None and image_size < 1:
         raise StoreError(f"image size {image_size} is too small: it is pixels, at least 1")
@@ -114,7 +119,7 @@ def pack(
                 if text:
                     _pack_text(folder, file, coder, progress or _quiet)
                 else:
-                    _pack_images(folder, file, image_size, progress or _quiet)
+                    _pack_images(folder, file, image_size, decoded, progress or _quiet)
             publish(temporary, out)
     finally:
         with suppress(OSError):
@@ -133,30 +138,41 @@ def _quiet(done: int, total: int) -> None:
     """Tell nobody."""
 
 
-def _pack_images(folder: Path, file: h5py.File, image_size: int | None, progress: Progress) -> None:
+def _pack_images(
+    folder: Path, file: h5py.File, image_size: int | None, decoded: bool, progress: Progress
+) -> None:
     """Write the splits, classes and statistics of an image folder."""
     classes, lists = _find(folder)
     tally = _Tally(sum(len(files) for files, _ in lists.values()), progress)
-    for name, (files, labels) in lists.items():
-        every = max(1, len(files) // SAMPLE_FOR_MEAN) if name == "train" else 0
-        sizes, lengths, checksums = [], [], []
-        with _spool(file) as spool:
+    with _spool(file) as train, _spool(file) as test:
+        spools = dict(zip(SPLITS, (train, test), strict=True))
+        lengths: dict[str, list[int]] = {name: [] for name in SPLITS}
+        checksums: dict[str, list[int]] = {name: [] for name in SPLITS}
+        sizes: dict[str, list[tuple[int, int]]] = {name: [] for name in SPLITS}
+        for name, (files, _) in lists.items():
+            every = max(1, len(files) // SAMPLE_FOR_MEAN) if name == "train" else 0
             for payload in _checked(files, image_size, every):
                 tally.count(payload)
-                spool.write(payload.data)
-                lengths.append(len(payload.data))
-                checksums.append(zlib.crc32(payload.data))
-                sizes.append(payload.size)
-            if not tally.problems:
-                file.create_group(name)["sizes"] = np.array(sizes, np.int64)
-                _write_split(file[name], labels, lengths, checksums, spool)
-    if tally.problems:
-        more = f" and {len(tally.problems) - 10} more" if len(tally.problems) > 10 else ""
-        raise StoreError(
-            f"{len(tally.problems)} of {tally.total} files can't be read as images: "
-            f"{'; '.join(tally.problems[:10])}{more}. Mend or remove them and pack again"
-        )
-    _write_facts(file, "images", classes, tally.moments[:1] if tally.gray else tally.moments)
+                spools[name].write(payload.data)
+                lengths[name].append(len(payload.data))
+                checksums[name].append(zlib.crc32(payload.data))
+                sizes[name].append(payload.size)
+        if tally.problems:
+            more = f" and {len(tally.problems) - 10} more" if len(tally.problems) > 10 else ""
+            raise StoreError(
+                f"{len(tally.problems)} of {tally.total} files can't be read as images: "
+                f"{'; '.join(tally.problems[:10])}{more}. Mend or remove them and pack again"
+            )
+        for name, (_, labels) in lists.items():
+            group = file.create_group(name)
+            if decoded:
+                side = _one_size([*sizes["train"], *sizes["test"]])
+                _write_decoded(group, labels, lengths[name], spools[name], tally.gray, side)
+            else:
+                group["sizes"] = np.array(sizes[name], np.int64)
+                _write_split(group, labels, lengths[name], checksums[name], spools[name])
+    kind = "arrays" if decoded else "images"
+    _write_facts(file, kind, classes, tally.moments[:1] if tally.gray else tally.moments)
 
 
 def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
@@ -239,6 +255,42 @@ def _write_split(
     while piece := spool.read(BUFFER):
         target[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
         position += len(piece)
+
+
+def _one_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Height and width of all images."""
+    found = sorted(set(sizes))
+    if len(found) > 1:
+        raise StoreError(
+            f"--decoded stores images of one size, and these have {len(found)}, from "
+            f"{found[0][0]}x{found[0][1]} to {found[-1][0]}x{found[-1][1]} pixels; leave it out"
+        )
+    return found[0]
+
+
+def _write_decoded(
+    group: h5py.Group,
+    labels: Sequence[int],
+    lengths: Sequence[int],
+    spool: IO[bytes],
+    gray: bool,
+    side: tuple[int, int],
+) -> None:
+    """Write labels, checksums and, contiguously, the pixels of the files that lie in the spool."""
+    shape = (len(labels), 1 if gray else 3, *side)
+    target = group.create_dataset("images", shape, np.uint8)
+    checksums = np.empty(len(labels), np.uint32)
+    spool.seek(0)
+    for begin in range(0, len(labels), BLOCK):
+        block = np.empty((len(lengths[begin : begin + BLOCK]), *shape[1:]), np.uint8)
+        for row, length in enumerate(lengths[begin : begin + BLOCK]):
+            with Image.open(io.BytesIO(spool.read(length))) as image:
+                pixels = np.asarray(image.convert("L" if gray else "RGB"))
+            block[row] = pixels if gray else pixels.transpose(2, 0, 1)
+            checksums[begin + row] = zlib.crc32(block[row])
+        target[begin : begin + len(block)] = block
+    group["labels"], group["checksums"] = np.array(labels, np.int64), checksums
+    group.attrs["checksum"] = checksum_of(group)
 
 
 def _visible(folder: Path) -> list[Path]:

@@ -189,6 +189,20 @@ def test_packed_images_are_what_was_stored(square, opened):
 
 
 @pytest.mark.parametrize("augment", ["none", "crop-flip", "resized-crop"])
+def test_images_packed_as_pixels_give_the_same_bytes(square, opened, tmp_path, augment):
+    pixels = pack(square.parent, tmp_path / "pixels.h5", decoded=True)
+    one, other = (
+        opened(source=str(path), augment=augment, image_size=16) for path in (square, pixels)
+    )
+    indices = np.array([29, 3, 3, 12])
+    for image, pixel in zip(
+        one.train_batch(indices, (3, 1)), other.train_batch(indices, (3, 1)), strict=True
+    ):
+        assert torch.equal(image, pixel)
+    assert torch.equal(one.test_batch(np.arange(9))[0], other.test_batch(np.arange(9))[0])
+
+
+@pytest.mark.parametrize("augment", ["none", "crop-flip", "resized-crop"])
 def test_cache_and_order_of_calls_change_no_bit(varied, opened, augment):
     sources = [
         opened(source=str(varied), augment=augment, image_size=32, cache=cache)

@@ -64,6 +64,34 @@ def test_pack_val_and_gray_and_smaller(tmp_path):
         assert data.train.encoded(0)[:2] == b"\xff\xd8"  # JPEG
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_pack_decoded_keeps_pixels(tmp_path, mode):
+    root = folder_of_images(tmp_path / "images", mode=mode, sides=(9, 9))
+    with (
+        open_dataset(pack(root, tmp_path / "files.h5")) as files,
+        open_dataset(pack(root, tmp_path / "pixels.h5", decoded=True)) as data,
+    ):
+        assert data.kind == "arrays" and data.channels == files.channels == (
+            3 if mode == "RGB" else 1
+        )
+        for split in SPLITS:
+            stored = sorted((root / split).glob("*/*"))
+            wanted = np.stack([np.asarray(Image.open(path)) for path in stored])
+            wanted = wanted.transpose(0, 3, 1, 2) if mode == "RGB" else wanted[:, None]
+            np.testing.assert_array_equal(data.split(split).array(), wanted)
+            np.testing.assert_array_equal(data.split(split).labels, files.split(split).labels)
+        np.testing.assert_array_equal([data.mean, data.std], [files.mean, files.std])
+
+
+def test_pack_decoded_refuses(tmp_path):
+    root = folder_of_images(tmp_path / "images")
+    with pytest.raises(StoreError, match=r"of one size, and these have \d+, from .* leave it out"):
+        pack(root, tmp_path / "out.h5", decoded=True)
+    with pytest.raises(StoreError, match="--decoded is for images"):
+        pack(root, tmp_path / "out.h5", decoded=True, text=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
+
+
 def test_large_files_take_the_threads(tmp_path):
     root = folder_of_images(tmp_path / "images", sides=(90, 100))
     with open_dataset(pack(root, tmp_path / "out.h5")) as data:
