@@ -27,12 +27,12 @@ KNOWN = {
     "ring": "published: -0.63 points (ResNet-50, 32 nodes)",
     "bf16": "measured: none (steps to a loss, LeNet, 8 nodes)",
     "diloco": "measured: 1.1-1.4 x the steps at H = 50; own rate",
-    "gasloc": "measured: loss 5 % above DiLoCo's, H = 32; own rate",
+    "gasloc": "measured: loss 5 % above DiLoCo's; own rate",
 }
 """What is known of the accuracy that a choice costs: Ying et al. 2021's table (76.25 % all-reduce,
 76.27 % one-peer, 75.62 % ring), ours in jobs/claims/BEYOND.md (LeNet, 8 nodes: steps to a training
 loss of 1.8: fp32 231 to 240, bf16 213, DiLoCo with AdamW 269 to 318), and of GASLoC (published: as
-DiLoCo) in tools/bench/BENCHMARKS.md (GPT of 2.2 M parameters, 4 nodes)."""
+DiLoCo) in tools/bench/BENCHMARKS.md (GPT of 2.2 M parameters, 4 nodes, H = 32)."""
 
 
 @dataclass(frozen=True)
