@@ -253,6 +253,17 @@ def test_many_points_are_drawn_in_panels_of_at_most_ten(here):
     assert [axes.get_title() for axes in made.axes] == ["ring", "complete"]
 
 
+def test_a_single_evaluation_is_drawn_as_a_point_with_its_interval():
+    runs = [[told(0.5), told(0.6)], [told(0.7), told(0.8)]]
+    for one in itertools.chain(*runs):
+        one.log.evaluations = {name: v[-1:] for name, v in one.log.evaluations.items()}
+    (axes,) = study_of(runs).plot().axes
+    points = [bars.lines[0].get_ydata().item() for bars in axes.containers]
+    assert points == pytest.approx([0.55, 0.75])
+    low, high = axes.containers[0].lines[2][0].get_segments()[0][:, 1]
+    assert low < 0.5 and high > 0.6 and axes.containers[0].lines[2][0].get_alpha() is None
+
+
 def cells(**sizes):
     """The points of a grid of axes with so many labels."""
     labels = itertools.product(*[[f"{axis}{k}" for k in range(sizes[axis])] for axis in sizes])

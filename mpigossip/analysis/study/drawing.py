@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from mpigossip.analysis.compared import COLOURS, LINES
+from mpigossip.analysis.compared import COLOURS, LINES, MARKERS
 from mpigossip.analysis.seeds import LEVEL, interval
 from mpigossip.analysis.study.grid import Cell
 from mpigossip.analysis.study.results import Results
@@ -22,7 +23,11 @@ from mpigossip.config import JobError
 MOST = 10
 """Curves in a panel."""
 AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent by a node", "time": "virtual seconds"}
-LABELS = {"loss": "test loss", "accuracy": "test accuracy", "train_loss": "training loss"}
+LABELS = {
+    "loss": "test loss",
+    "accuracy": "test accuracy",
+    "train_loss": "training loss since the evaluation before",
+}
 SPAN = 3.0
 """Largest over smallest value from which on an axis is logarithmic."""
 WIDE, HIGH = 5.4, 4.2
@@ -65,7 +70,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
     for axes, (title, cells) in zip(grid.flat, panels.items(), strict=False):
         for cell in cells:
             _draw(axes, study, cell, y, x, styles[_name(cell, named)], _name(cell, named))
-        for band in axes.collections:
+        for band in (one for one in axes.collections if isinstance(one, PolyCollection)):
             band.set_alpha(INK / max(4, len(cells)))
         if theory:
             draw_rates(axes, study, {cell: styles[_name(cell, named)]["color"] for cell in cells})
@@ -167,6 +172,11 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
     except KeyError:
         raise JobError([f'y = "{y}": the logs have no such figure at evaluations']) from None
     at = np.mean([_places(run, x) for run in runs], axis=0)
+    if len(at) == 1:  # no line: of a single evaluation
+        bar = half if np.isfinite(half).any() else None
+        mark = MARKERS[LINES.index(style["linestyle"])]
+        axes.errorbar(at, mean, bar, label=label, color=style["color"], fmt=mark, capsize=4)
+        return
     axes.plot(at, mean, lw=1.8, label=label, **style)
     if np.isfinite(half).any():
         low, high = mean - half, mean + half
