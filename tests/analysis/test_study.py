@@ -19,7 +19,7 @@ from mpigossip import cli
 from mpigossip.analysis.compared import COLOURS, LINES
 from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study import Study, tables
-from mpigossip.analysis.study.drawing import _styles
+from mpigossip.analysis.study.drawing import _said, _styles
 from mpigossip.analysis.study.grid import Cell, cells_of
 from mpigossip.analysis.study.running import Found, Runner
 from mpigossip.analysis.study.search import Tried, _best, chosen
@@ -262,6 +262,21 @@ def test_a_single_evaluation_is_drawn_as_a_point_with_its_interval():
     assert points == pytest.approx([0.55, 0.75])
     low, high = axes.containers[0].lines[2][0].get_segments()[0][:, 1]
     assert low < 0.5 and high > 0.6 and axes.containers[0].lines[2][0].get_alpha() is None
+
+
+@pytest.mark.parametrize(
+    ("axis", "label", "said"),
+    [
+        ("nodes", "8", "n = 8"),
+        ("graph.slack", "0.05", "slack = 0.05"),
+        ("schedule.lr", "1e-3", "lr = 1e-3"),
+        ("node.vmap", "True", "vmap = True"),
+        ("graph.name", "base-2", "base-2"),
+        ("method", "D²", "D²"),
+    ],
+)
+def test_a_label_that_says_nothing_by_itself_is_named(axis, label, said):
+    assert _said(axis, label) == said
 
 
 def cells(**sizes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,7 +75,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
             band.set_alpha(INK / max(4, len(cells)))
         if theory:
             draw_rates(axes, study, {cell: styles[_name(cell, named)]["color"] for cell in cells})
-        axes.set_title(_title(apart, title), fontsize=11)
+        axes.set_title(_said(apart, title) if apart else "", fontsize=11)
         axes.set_xlabel(AXES[x])
         if x in ("step", "epoch"):
             axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
@@ -118,11 +119,15 @@ def _panel_axis(study: Results) -> str | None:
 
 
 def _name(cell: Cell, axes: list[str]) -> str:
-    return ", ".join(f"n = {cell.nodes}" if a == "nodes" else cell.label(a) for a in axes)
+    return ", ".join(_said(axis, cell.label(axis)) for axis in axes)
 
 
-def _title(axis: str | None, label: str) -> str:
-    return f"{label} nodes" if axis == "nodes" else label
+def _said(axis: str, label: str) -> str:
+    """A label where its axis isn't named: of numbers and truths what they are of."""
+    if axis == "nodes":
+        return f"n = {label}"
+    speaks = not re.fullmatch(r"[-+.\de]+|true|false", label, re.IGNORECASE)
+    return label if speaks else f"{axis.rpartition('.')[2]} = {label}"
 
 
 def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
