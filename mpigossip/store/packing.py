@@ -163,10 +163,10 @@ def _pack_images(
                 f"{len(tally.problems)} of {tally.total} files can't be read as images: "
                 f"{'; '.join(tally.problems[:10])}{more}. Mend or remove them and pack again"
             )
+        side = _one_size([*sizes["train"], *sizes["test"]]) if decoded else None
         for name, (_, labels) in lists.items():
             group = file.create_group(name)
-            if decoded:
-                side = _one_size([*sizes["train"], *sizes["test"]])
+            if side:
                 _write_decoded(group, labels, lengths[name], spools[name], tally.gray, side)
             else:
                 group["sizes"] = np.array(sizes[name], np.int64)

@@ -126,7 +126,7 @@ def _said(axis: str, label: str) -> str:
     """A label where its axis isn't named: of numbers and truths what they are of."""
     if axis == "nodes":
         return f"n = {label}"
-    speaks = not re.fullmatch(r"[-+.\de]+|true|false", label, re.IGNORECASE)
+    speaks = not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", label, re.IGNORECASE)
     return label if speaks else f"{axis.rpartition('.')[2]} = {label}"
 
 
@@ -177,14 +177,15 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
     except KeyError:
         raise JobError([f'y = "{y}": the logs have no such figure at evaluations']) from None
     at = np.mean([_places(run, x) for run in runs], axis=0)
+    low, high = mean - half, mean + half
+    if "accuracy" in y:  # Student's t knows no ends
+        low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+    banded = bool(np.isfinite(half).any())
     if len(at) == 1:  # no line: of a single evaluation
-        bar = half if np.isfinite(half).any() else None
+        bar = [mean - low, high - mean] if banded else None
         mark = MARKERS[LINES.index(style["linestyle"])]
         axes.errorbar(at, mean, bar, label=label, color=style["color"], fmt=mark, capsize=4)
         return
     axes.plot(at, mean, lw=1.8, label=label, **style)
-    if np.isfinite(half).any():
-        low, high = mean - half, mean + half
-        if "accuracy" in y:  # Student's t knows no ends
-            low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+    if banded:
         axes.fill_between(at, low, high, color=style["color"], lw=0)
