@@ -192,6 +192,13 @@ def test_a_run_that_diverges_is_a_result(here):
     study.plot()
 
 
+def test_what_diverged_late_is_no_tie(here):
+    study = small({"schedule.lr": [0.01, 0.0100001]}, seeds=2)
+    (other,) = study.ties()
+    other["late"] = 1
+    assert study.ties() == []
+
+
 def test_a_run_that_diverges_late_is_told_from_one_that_converged():
     t = np.linspace(0, 1, 200)[:, None]
     noise = 0.05 * np.random.default_rng(0).standard_normal((200, 3))

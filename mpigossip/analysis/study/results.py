@@ -90,19 +90,22 @@ class Results:
 
         def place(k: int):
             value = self.rows[k][self.judge]
-            lost = self.rows[k]["diverged"] + self.rows[k]["late"]
-            return lost, math.isnan(value), sign * value
+            return _lost(self.rows[k]), math.isnan(value), sign * value
 
         return sorted(range(len(self.rows)), key=place)
 
     def ties(self) -> list[dict[str, Any]]:
-        """Rows that can't be told from the best: the interval of paired differences has 0 in it."""
-        first = self.cells[self._order()[0]]
+        """Rows that can't be told from the best: the interval of paired differences has 0 in it.
+
+        And no more of their runs diverged, at once or late.
+        """
+        best, *others = self._order()
         found = []
-        for cell, row in zip(self.cells, self.rows, strict=True):
-            apart = _spread("d", self.apart(first, cell, self.judge))
-            if cell is not first and not row["diverged"] and apart["d_low"] <= 0 <= apart["d_high"]:
-                found.append(row)
+        for k in sorted(others):
+            apart = _spread("d", self.apart(self.cells[best], self.cells[k], self.judge))
+            as_safe = _lost(self.rows[k]) == _lost(self.rows[best])
+            if as_safe and apart["d_low"] <= 0 <= apart["d_high"]:
+                found.append(self.rows[k])
         return found
 
     def apart(self, first: Cell, second: Cell, name: str, share: float = 1.0) -> list[float]:
@@ -203,6 +206,11 @@ class Results:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.table())}</pre>"
+
+
+def _lost(row: Mapping[str, Any]) -> int:
+    """How many of a point's runs diverged, at once or late."""
+    return row["diverged"] + row["late"]
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
