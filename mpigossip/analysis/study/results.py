@@ -210,7 +210,7 @@ class Results:
 
 def _lost(row: Mapping[str, Any]) -> int:
     """How many of a point's runs diverged, at once or late."""
-    return row["diverged"] + row["late"]
+    return sum(row[k] for k in tables.LOST)
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
