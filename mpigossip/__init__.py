@@ -8,8 +8,6 @@ nothing else: torch, MPI and numpy come with the first use of a name.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpigossip import old_names  # noqa: F401 - modules by their old names
-
 if TYPE_CHECKING:
     from mpigossip.analysis.study import study
     from mpigossip.doors.averager import Averager
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from mpigossip.doors.world import world
     from mpigossip.graphs import graph
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Averager", "Gossip", "graph", "study", "world"]
 
 _HOMES = {

@@ -12,7 +12,9 @@ from importlib import import_module
 
 import mpigossip
 from mpigossip.commands.arguments import every, told
+from mpigossip.commands.spared import reads, spared
 from mpigossip.config.errors import FAILED, OK, WRONG, Failure, Mistake, output_fails
+from mpigossip.config.readable import note
 
 COMMANDS = (
     "train",
@@ -47,7 +49,14 @@ mpigossip log plot runs/digits
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. Mistakes of the user become one paragraph and code 2."""
+    """Run one command; its exit code. Mistakes of the user become one paragraph and code 2.
+
+    As a program of its own (no ``arguments``) a command that reads files is `spared`.
+    """
+    if arguments is None and reads(sys.argv[1:]):
+        ended = spared(sys.argv[1:])
+        if ended is not None:
+            return ended
     try:
         code = _run(arguments)
     except SystemExit:  # help is printed, or explained why these words are none
@@ -70,24 +79,26 @@ def _run(arguments: Sequence[str] | None) -> int:
         return OK
     except Mistake as error:
         if _speaks(error):
-            print(f"mpigossip: {error}", file=sys.stderr)
+            note(error)
         else:
             time.sleep(HUSH_S)
         return WRONG
     except Failure as error:
-        print(f"mpigossip: {error}", file=sys.stderr)
-        return FAILED
+        note(error)
+        return error.code
     except OSError as error:
         if error.filename and error.errno in REMEDIES:
-            name = os.fsdecode(error.filename).encode(errors="backslashreplace").decode()[-200:]
-            remedy = REMEDIES[error.errno]
-            print(f"mpigossip: {name}: {error.strerror}; {remedy}", file=sys.stderr)
+            name = os.fsdecode(error.filename)[-200:]
+            note(f"{name}: {error.strerror}; {REMEDIES[error.errno]}")
             return WRONG
         if not _unprinted(error):
             raise
         return FAILED
+    except MemoryError as error:
+        note(f"not enough memory: {error}; take fewer nodes, samples, classes or parameters")
+        return WRONG
     except KeyboardInterrupt:
-        print("mpigossip: interrupted", file=sys.stderr)
+        note("interrupted")
         return 130
 
 
@@ -95,7 +106,7 @@ def _unprinted(error: OSError | None = None) -> bool:
     """Whether standard output can't be written, which is then said."""
     why = output_fails(error)
     if why:
-        print(f"mpigossip: standard output can't be written: {why}", file=sys.stderr)
+        note(f"standard output can't be written: {why}")
     return bool(why)
 
 
@@ -114,9 +125,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
-    """End with a hint where the first word is no command: `plot` means `log plot`."""
+    """End with a hint at a removed option, or where the first word is no command (`plot`)."""
+    from mpigossip.config import removed
     from mpigossip.config.toml import near
 
+    if gone := removed.of_words(given):
+        top.error(gone)
     known = [words for words, _ in every(top) if words]
     if given and not given[0].startswith("-") and given[0] not in known:
         meant = [words for words in known if words.endswith(f" {given[0]}")]

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from mpigossip import algorithms
+from mpigossip.engine.fragments import Fragmented
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat
 from mpigossip.mixing import open_mixer
@@ -27,13 +28,13 @@ WIRES = ("bf16", "qsgd", "qsgd node.levels=7", "fp4")
 
 FRAGMENTS = (
     *(f"algorithm.name={name} cadence.name=every cadence.period=3 cadence.fragments=3"
-      for name in ("dsgd", "dmsgd", "qg-dmsgd", "dsgt", "momentum-tracking algorithm.style=atc")),
+      for name in ("dsgd", "dmsgd-vanilla")),
     *(f"algorithm.name={name} cadence.period=4 cadence.fragments=2 cadence.delay={delay}"
       for name in ("cpsgd", "diloco", "noloco", "gasloc") for delay in (0, 2)),
     "algorithm.name=dsgd cadence.name=every cadence.fragments=4 cadence.delay=1 node.wire=qsgd",
     "algorithm.name=diloco cadence.period=5 cadence.fragments=3 cadence.delay=1 node.wire=bf16",
     "algorithm.name=slowmo cadence.name=cpsgd cadence.period=2 cadence.fragments=2",
-    "algorithm.name=noloco algorithm.form=two_vectors cadence.period=3 cadence.fragments=3 "
+    "algorithm.name=noloco cadence.period=3 cadence.fragments=3 "
     "cadence.delay=1 graph.name=one-peer-exponential node.wire=bf16",
     "algorithm.name=gasloc cadence.period=3 cadence.delay=3 algorithm.blend=0.7",
     "algorithm.name=sparseloco cadence.period=4 cadence.fragments=2 cadence.delay=1 node.kept=0.5",
@@ -41,11 +42,7 @@ FRAGMENTS = (
     "algorithm.name=diloco algorithm.eager=true cadence.period=4 cadence.fragments=2 "
     "cadence.delay=2 node.wire=bf16",
     *(f"algorithm.name={name} cadence.name=every cadence.period=2 cadence.fragments=2"
-      for name in ("dsgd algorithm.style=awc node.wire=qsgd", "momentum-tracking", "sgp", "ceca",
-                   "detag algorithm.phase=4", "choco graph.name=ring node.wire=top-k node.kept=0.5",
-                   "sparta node.kept=0.5")),
-    "algorithm.name=detag graph.name=ring algorithm.phase=3 algorithm.momentum=delayed "
-    "algorithm.beta=0.3 cadence.name=every cadence.period=3 cadence.fragments=2 node.wire=bf16",
+      for name in ("choco graph.name=ring node.wire=top-k node.kept=0.5", "sparta node.kept=0.5")),
     "algorithm.name=choco graph.name=ring cadence.name=every cadence.period=3 cadence.fragments=2 "
     "cadence.delay=1",
 )  # fmt: skip
@@ -70,14 +67,14 @@ def cases():
         yield f"algorithm.name={name} cadence.name=every cadence.period=2"
     for name in ("dsgd", "dsgt", "momentum-tracking"):
         yield f"algorithm.name={name} algorithm.style=awc node.wire=qsgd"
-    yield "algorithm.name=dsgt algorithm.style=awc algorithm.local=momentum graph.name=ring"
-    yield "algorithm.name=d2 graph.name=star algorithm.local=momentum"
+    yield "algorithm.name=dsgt algorithm.style=awc local.name=momentum graph.name=ring"
+    yield "algorithm.name=d2 graph.name=star local.name=momentum"
     yield "algorithm.name=d2 graph.name=ring graph.lazy=true algorithm.lazy=false"
     yield "algorithm.name=detag graph.name=ring algorithm.phase=3 algorithm.beta=0.8 node.wire=bf16"
-    yield ("algorithm.name=detag algorithm.momentum=delayed algorithm.beta=0.5 algorithm.growing=2")
-    yield "algorithm.name=detag algorithm.tracker=fresh algorithm.quotient=2 graph.name=ring"
+    yield "algorithm.name=detag algorithm.beta=0.5"
+    yield "algorithm.name=detag graph.name=ring"
     yield "algorithm.name=qg-dmsgd algorithm.nesterov=true graph.name=random-matching"
-    yield "algorithm.name=dsgd algorithm.local=accumadam algorithm.period=3"
+    yield "algorithm.name=dsgd local.name=accumadam local.period=3"
     yield "algorithm.name=defacto graph.name=spanning-tree graph.over=ring"
     yield "algorithm.name=slowmo cadence.name=cpsgd cadence.period=4"
     yield "algorithm.name=dsgd graph.name=complete node.wire=qsgd"
@@ -87,7 +84,7 @@ def cases():
     yield "algorithm.name=dmsgd graph.name=u-equistatic"
     yield "algorithm.name=noloco cadence.period=3 graph.name=base-2"
     for wire in ("", " node.wire=fp4"):
-        yield f"algorithm.name=noloco algorithm.form=two_vectors{wire}"
+        yield f"algorithm.name=noloco{wire}"
         yield f"algorithm.name=gasloc algorithm.outer_beta=0.3 cadence.period=2{wire}"
     yield "algorithm.name=gasloc algorithm.outer_beta=0.5 cadence.name=gossip-pga"
     yield "algorithm.name=sparseloco cadence.period=3 node.wire=fp32"
@@ -118,6 +115,11 @@ class Two:
 class Driver(Engine):
     """The engine on nodes of two slots each that live here, with quadratics for a model."""
 
+    def __new__(cls, settings, *given, **more):
+        made = job(settings) if isinstance(settings, str) else settings
+        by_parts = made.cadence.options.get("fragments", 1) > 1 or made.cadence.options.get("delay")
+        return object.__new__(DriverOfParts if by_parts and cls is Driver else cls)
+
     def __init__(self, settings, n, mixer=None, *, lr=0.1, noise=0.0, scale=1.0, steps=40):
         made = job(settings) if isinstance(settings, str) else settings
         self.lr, self.noise, self.scale, self.job = lr, noise, scale, made
@@ -130,14 +132,15 @@ class Driver(Engine):
         self.mixer = (mixer or Simulated)(self.graph.slowed(cadence.turns.fragments), self.layout)
         parts = make_fragments(
             made, cadence.turns, self.layout, FLAT, [slice(0, 512), slice(512, 1024)], methods,
-            lambda decayed, local: assemble.make_method(made, decayed, self.graph, local),
+            lambda still: assemble.make_method(made, 0, self.graph, still),
         )  # fmt: skip
         equal = bool(methods[0].needs & {"always-global", "never-gossip"})
         self.x = [self._drawn([0 if equal else 1, slot], equal) for slot in range(2)]
         self.b = [self._drawn([2, slot]) for slot in range(2)]
         vector = SimpleNamespace(x=self.x, g=[torch.empty_like(x) for x in self.x], full=self.x)
-        vector.flat = FLAT
-        super().__init__(self.mixer, Two(), vector, methods, cadence, fragments=parts)
+        vector.flat, vector.first = FLAT, (0, 512)
+        more = {} if parts is None else {"fragments": parts}
+        super().__init__(self.mixer, Two(), vector, methods, cadence, **more)
 
     def _drawn(self, key, equal=False):
         rows = [np.random.default_rng([*key, 0 if equal else i]) for i in self.mixer.rows]
@@ -165,6 +168,10 @@ class Driver(Engine):
     def optimum(self):
         """Mean of all b, the minimum of the sum; of a simulated driver."""
         return torch.cat(self.b, dim=1).mean(0)
+
+
+class DriverOfParts(Driver, Fragmented):
+    """The same with exchanges of fragments."""
 
 
 def on_ranks(settings, world, same_host, steps):

@@ -1,12 +1,21 @@
 """Fixtures for all tests: `ranks` (functions on MPI ranks) and `mpirun` (command lines on them)."""
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests import launch, rankpool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="every combination: also tests marked every"
+    )
 
 
 def pytest_configure() -> None:
@@ -15,11 +24,28 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what needs an MPI launcher, so that `-m mpi` is that lane and nobody must remember."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what needs an MPI launcher, and leaves out what only `--all` runs."""
     for item in items:
-        if {"ranks", "mpirun", "mpistart"} & set(getattr(item, "fixturenames", ())):
+        used = set(getattr(item, "fixturenames", ()))
+        if {"ranks", "mpirun", "mpistart"} & used:
             item.add_marker("mpi")
+        if {"mpirun", "mpistart"} & used:
+            item.add_marker("launcher")
+    if not config.option.all:
+        left_out = [item for item in items if item.get_closest_marker("every")]
+        items[:] = [item for item in items if not item.get_closest_marker("every")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Tells tools/test.sh which tests failed, and whether they start a launcher themselves."""
+    told = os.environ.get("MPIGOSSIP_FAILURES")
+    if told and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(told).open("a") as file:
+            print(
+                "launcher" if "launcher" in report.keywords else "other", report.nodeid, file=file
+            )
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +69,12 @@ def mpirun() -> Callable:
     """
     launch.launcher()
     return launch.mpirun
+
+
+@pytest.fixture
+def warm(monkeypatch) -> None:
+    """Python processes that the test or the package starts are forks that have torch already."""
+    monkeypatch.setattr(sys, "executable", launch.warm_python())
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ Every process that a test starts inherits a token in its environment. Launchers 
 into sessions and process groups of their own, so the token, not the group, tells what is ours.
 """
 
+import atexit
 import contextlib
+import functools
 import os
 import secrets
 import shlex
@@ -19,6 +21,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
 TOKEN = "MPIGOSSIP_TEST_TOKEN"
 # Variables of a surrounding job (tests inside an allocation): they would make the launcher start
 # ranks on other hosts, or make ranks believe that they belong to the outer job.
@@ -124,8 +127,52 @@ def _unmapped(paths: frozenset[Path]) -> frozenset[Path]:
     return paths
 
 
+def warmed(args: list[str], env: dict[str, str]) -> list[str]:
+    """The command line of a stub for `python …`, or the same where a new process is needed."""
+    script = len(args) > 1 and (args[1] == "-m" or args[1].endswith(".py"))
+    early = any(name.startswith(("PYTHON", "OMP_", "LD_", "MKL_", "ATEN_")) for name in env)
+    early |= "MPIGOSSIP_DOUBLE" in os.environ  # the server's imports fail on the double of a GPU
+    if args[0] not in (PYTHON, sys.executable) or not script or early:
+        return args
+    return [PYTHON, "-IS", str(REPO / "tests" / "warmstub.py"), _server(), *args[1:]]
+
+
+@functools.cache
+def warm_python() -> str:
+    """A program that runs `-m MODULE` and scripts as `warmed` does, all else as this Python."""
+    file = Path(_server()).with_name("python")
+    stub = shlex.join([PYTHON, "-IS", str(REPO / "tests" / "warmstub.py"), _server()])
+    plain = shlex.quote(PYTHON)
+    file.write_text(
+        f'#!/bin/sh\ncase "$1" in -m|*.py) exec {stub} "$@";; *) exec {plain} "$@";; esac\n'
+    )
+    file.chmod(0o755)
+    return str(file)
+
+
+@functools.cache
+def _server() -> str:
+    """The address of tests/warmserver.py, which ends with this process."""
+    folder = tempfile.mkdtemp(prefix="warm-")
+    env = environment("") | {"TMPDIR": folder}
+    del env[TOKEN]
+    command = [PYTHON, str(REPO / "tests" / "warmserver.py"), f"{folder}/server"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.communicate)
+    deadline = time.monotonic() + 60
+    while not Path(folder, "server").exists():
+        assert server.poll() is None and time.monotonic() < deadline, "the warm server didn't start"
+        time.sleep(0.02)
+    return f"{folder}/server"
+
+
 class Launch:
-    """A command line running on n ranks (n = 0: one process, no launcher)."""
+    """A command line running on n ranks (n = 0: one process, no launcher).
+
+    `warm`: Python's start is a fork of a process that has imported torch; not for tests that
+    signal or look at processes.
+    """
 
     def __init__(
         self,
@@ -134,6 +181,7 @@ class Launch:
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
         folder: Path | None = None,
+        warm: bool = False,
     ):
         self.n, self.args = n, [str(a) for a in args]
         if self.args[0] == "mpigossip":
@@ -142,9 +190,10 @@ class Launch:
         self.segments = segments()
         self.folder = folder or Path(tempfile.mkdtemp(prefix="ranks-"))
         head = [*launcher(), "-n", str(n)] if n else []
+        started = warmed(self.args, env or {}) if warm else self.args
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
             self.process = subprocess.Popen(
-                [*head, *self.args],
+                [*head, *started],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -214,10 +263,12 @@ def mpirun(
     timeout: float = 60,
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
+    warm: bool = True,
 ) -> subprocess.CompletedProcess:
     """Runs a command line on n ranks to its end: returncode, stdout and stderr as text.
 
     `args[0] == "mpigossip"` means this checkout's command. n = 0 runs it without a launcher.
+    `warm`: as of Launch.
     """
     __tracebackhide__ = True
-    return Launch(n, args, cwd, env).finish(timeout)
+    return Launch(n, args, cwd, env, warm=warm).finish(timeout)

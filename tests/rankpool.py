@@ -41,6 +41,7 @@ class Pool:
                     [sys.executable, str(server), str(listener.address)],
                     env={"MPIGOSSIP_RANKS_KEY": key.hex()},
                     folder=folder,
+                    warm=True,
                 )
                 self._accept(listener)
         except BaseException:

@@ -90,7 +90,6 @@ def after(n, steps, losses=()):
     torch.set_num_threads(1)
     loop = script()
     nodes, t = [Node(name, loop) for name in range(n)], 0
-    become_average(nodes, Node.values, torch.float32)
     todo = list(losses)
     for step in range(steps):
         while todo and todo[0][1] == step:

@@ -41,6 +41,7 @@ def digest(done):
     return re.search(r"^digest +([0-9a-f]{64})$", done.stdout, re.MULTILINE)[1]
 
 
+@pytest.mark.both
 @pytest.mark.parametrize(
     "n, settings",
     [
@@ -67,6 +68,7 @@ def test_simulate_and_mpirun_print_the_same_digest(mpirun, tmp_path, n, settings
     assert again.stdout.strip() == digest(real), again.stderr
 
 
+@pytest.mark.both
 def test_a_run_that_was_killed_resumes_under_mpirun(mpirun, tmp_path):
     whole = mpirun(2, [*MAIN, "train", JOB, *SHORT, "run.output=whole"], timeout=120, cwd=tmp_path)
     cut = [*SHORT, "run.output=cut", "run.steps=4"]
@@ -97,6 +99,7 @@ def test_a_mistake_is_a_paragraph_and_exit_code_2(tmp_path, words, says):
         assert text in done.stderr
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("words, says", [MISTAKES[0], MISTAKES[3], MISTAKES[5]])
 def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, says):
     done = mpirun(3, [*MAIN, "train", JOB, *SHORT, *words], timeout=60, cwd=tmp_path)
@@ -125,7 +128,7 @@ def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, sa
         (["checkpoint", "show", "nowhere"], "nowhere"),
         (["checkpoint", "verify", "."], "no checkpoint"),
         (["graph", "show", "rnig", "--nodes", "4"], "ring"),
-        (["graph", "show", "ring", "--nodes", "0"], "at least one node"),
+        (["graph", "show", "ring", "--nodes", "0"], "at least 1"),
         (["train", JOB, "--frobnicate"], "frobnicate"),
         (["graph", "show", "ring"], "--nodes"),
         (["graph", "show", "ring", "--nodes", "8", "--option", "n=4"], "unknown key"),
@@ -134,18 +137,62 @@ def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, sa
             "at least 1",
         ),
         (["graph", "show", "ring", "--nodes", "8", "--parameters", "0"], "at least 1"),
-        (["graph", "compare", "--nodes", "0"], "at least one node"),
+        (["graph", "compare", "--nodes", "0"], "at least 1"),
         (["graph", "compare", "--nodes", "8", "--weights", "foo"], '"foo" are unknown'),
         (["graph", "draw", "ring", "--nodes", "8", "--out", "no/x.png"], "can't be written"),
         (["graph", "search", "--nodes", "8", "--degree", "4", "--out", "a.txt"], "its format"),
-        (["graph", "search", "--nodes", "8", "--degree", "4", "--out", "no/a.h5"], "no folder"),
-        (["train", JOB, "--dry-run", "--nodes", "0"], "one node at least"),
+        (["graph", "search", "--nodes", "8", "--degree", "4", "--out", "no/a.json"], "no folder"),
+        (["train", JOB, "--dry-run", "--nodes", "0"], "at least 1"),
     ],
 )
 def test_wrong_words_are_explained(tmp_path, words, says):
     done = alone(*words, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_nonsense_is_one_paragraph_and_exit_code_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    dry = ["simulate", JOB, "--nodes", "4", "--dry-run"]
+    plan = ["plan", JOB, "--nodes", "4", "--compute", "1ms", "--latency", "1us"]
+    plan += ["--bandwidth", "1GB/s", "--seconds", "0"]
+    search = ["graph", "search", "--nodes", "8", "--out", "g.json"]
+    cases = [
+        ([*dry, "task.name=quadratics"], 'means model.name = "point"'),
+        ([*dry, "task.name=factorization"], 'means data.source = "factorization"'),
+        ([*dry, "algorithm.name=os:system"], "algorithm.name"),
+        ([*dry, "algorithm.name=json:dumps"], "should return"),
+        ([*dry, "local.options=3"], "local.options"),
+        (["simulate", JOB, "--nodes", "10000000000", "--dry-run"], "at most 65536"),
+        ([*plan, "--save", "nowhere/x.json"], "make its folder first"),
+        ([*plan[:-1], "nan"], "at most"),
+        ([*plan, "--period", "0"], "at least 1"),
+        ([*dry, "schedule.lr=1e-320"], "1e-15"),
+        ([*dry, "algorithm.weight_decay=1e308"], "at most 1e9"),
+        ([*dry, "data.batch=2147483648"], "at most 10^7"),
+        ([*dry, "data.workers=2147483648"], "at most 1024"),
+        ([*dry, "node.threads=10000000"], "at most 1024"),
+        ([*dry, "data.source=synthetic", "data.shape=[1000000,1000000,1]"], "not enough memory"),
+        ([*dry, "data.samples=1000000000000"], "at most 10^9"),
+        ([*dry, "data.context=100000000000000000"], "at most 10^9"),
+        ([*dry, "run.epochs=9000000000000000000"], "at most 10^9"),
+        ([*dry, "algorithm.name=cpsgd", "cadence.period=9000000000000000000"], "at most 10^6"),
+        ([*dry, "graph.slack=1e-264"], "1e-9"),
+        (["bench", "exchange", "--seconds", "nan"], "at most"),
+        (["bench", "exchange", "--sizes", "infMB"], "--sizes"),
+        ([*search, "--degree", "10000000000"], "at most 7"),
+        ([*search, "--edges", "29"], "at most 28"),
+        ([*search, "--degree", "3", "--between", "nan"], "at most"),
+        ([*search, "--rounds", "3", "--racks", "36028797018963968"], "at most"),
+        (["graph", "show", "ring", "--nodes", "8", "--seed", "-1"], "at least 0"),
+    ]
+    for words, says in cases:
+        try:
+            code = cli.main(words)
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr().err
+        assert code == 2 and says in said and "Traceback" not in said, (words, code, said)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -1,5 +1,7 @@
 """What a user writes outside the package, without a fork: graph, algorithm, model, data, hook."""
 
+import re
+
 import networkx
 import numpy as np
 import pytest
@@ -199,6 +201,111 @@ def own_loop(comm):
 def test_a_networkx_graph_in_ones_own_loop(ranks):
     weights = ranks(3)(own_loop)
     np.testing.assert_allclose(np.concatenate(weights), np.ones((3, 4)), atol=0.05)
+
+
+GRAPHS = "tests.graphs.test_networks"
+ROUNDS = [
+    {"name": f"{GRAPHS}:pairs"},
+    {"name": f"{GRAPHS}:drawn", "degree": 1, "seed": 5},
+    {"name": f"{GRAPHS}:warming", "degree": 2, "lazy": True},
+]
+
+
+def with_rounds(folder, graph, **run):
+    run = {"output": str(folder), "epochs": 1} | run
+    sections = {"data": {"batch": 8, "samples": 480}, "model": {"name": "mlp", "hidden": [16]}}
+    return assemble.load(sections | {"graph": graph, "run": run})
+
+
+def on_ranks(comm, folder, stop):
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    digests = []
+    for k, graph in enumerate(ROUNDS):
+        with World(comm) as world:
+            if stop:
+                launch.train(with_rounds(folder / f"{k}", graph, steps=7), world)
+        with World(comm) as world:
+            digests.append(launch.resume(folder / f"{k}", ["run.steps=none"], world, None))
+    return [each.get("digest") for each in digests]
+
+
+def test_a_graph_of_ones_own_trains_in_jobs_and_resumes(ranks, tmp_path, one_thread):
+    """Each round from a function: the simulator's bits on ranks, across a stop in between."""
+    with Alone() as alone:
+        wanted = [
+            launch.train(with_rounds(tmp_path / f"s{k}", graph), alone, 3)["digest"]
+            for k, graph in enumerate(ROUNDS)
+        ]
+    assert len(set(wanted)) == 3
+    assert ranks(3)(on_ranks, tmp_path, True, timeout=180)[0] == wanted
+
+
+def varying_loop(comm, kind, scale=1):
+    """Six steps on rows of one's own, and the same by numpy; or what was refused."""
+    from tests.graphs.test_networks import A, B, drawn
+
+    graphs = {
+        "matrices": [A, B],
+        "array": np.stack([A, B]),
+        "networks": [networkx.Graph([(0, 1)]), networkx.Graph([(1, 2)])],
+        "tabulated": mpigossip.graph(lambda t: [A, B][t % 2], 3, period=2),
+        "named": f"{GRAPHS}:drawn",
+        "by rank": mpigossip.graph([A, B if comm.rank else A], 3),
+        "function": lambda n, seed, t: A,
+    }
+    if kind == "networks":
+        for network in graphs[kind]:
+            network.add_nodes_from(range(3))
+    options = {"degree": 1, "seed": 3} if kind == "named" else {}
+    model = torch.nn.Linear(3, 1, bias=False)
+    with mpigossip.world() as world:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        try:
+            gossip = mpigossip.Gossip(world, model, optimizer, graph=graphs[kind], **options)
+        except JobError as error:
+            return str(error)
+        x = np.zeros((3, 3), np.float32)
+        with torch.no_grad():
+            model.weight.zero_()
+        for t in range(6):
+            gossip.zero_grad()
+            model.weight.grad = -torch.eye(3)[comm.rank : comm.rank + 1]
+            gossip.step()
+            x += np.eye(3, dtype=np.float32)
+            x = (drawn(3, 3, t) if kind == "named" else [A, B][t % 2]) @ x
+        return model.weight.detach().numpy()[0], x[comm.rank]
+
+
+def test_a_graph_that_changes_with_time_in_ones_own_loop(ranks):
+    pool = ranks(3)
+    for kind in ("matrices", "array", "networks", "tabulated", "named"):
+        for got, wanted in pool(varying_loop, kind, timeout=180):
+            np.testing.assert_allclose(got, wanted, rtol=1e-6, err_msg=kind)
+    for kind, says in [
+        ("by rank", "graph.name = .sequence .given..: its first 64 rounds differ"),
+        ("function", "period="),
+    ]:
+        for said in pool(varying_loop, kind, timeout=180):
+            assert re.search(says, said), said
+
+
+def too_late(comm, folder):
+    from mpigossip.cluster.ranks import World
+
+    job = with_rounds(folder, {"name": f"{GRAPHS}:growing", "degree": 1}, epochs=9)
+    try:
+        with World(comm) as world:
+            launch.train(job, world)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_round_of_more_neighbours_than_stated_is_not_sent(ranks, tmp_path):
+    for said in ranks(3)(too_late, tmp_path, timeout=180):
+        assert "round 70 has 2 in-neighbours, more than the stated degree = 1" in said
+    assert read(tmp_path / "log.h5").steps["loss"].shape[0] <= 70
 
 
 @pytest.mark.parametrize(

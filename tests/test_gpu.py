@@ -8,11 +8,11 @@ from mpigossip import algorithms
 from mpigossip.cluster.ranks import Alone
 from mpigossip.groups import nccl
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.kernels import fused, onepass
+from mpigossip.mixing.kernels import gpu_sum
 from mpigossip.training import assemble
 from mpigossip.training.capture import Captured
+from tests.cases import on_each
 from tests.mixing.device.test_windows import compare
-from tests.mixing.kernels.test_fused import VARIANTS, same_twice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,78 +88,54 @@ def test_training_on_a_shared_gpu_is_the_cpus_within_rounding(ranks, slots, memo
     assert value <= BAR, name
 
 
-@pytest.mark.parametrize("name", sorted(algorithms.BUILDERS))
+@on_each("name", sorted(algorithms.BUILDERS))
 def test_simulated_nodes_on_a_gpu_are_the_cpus_within_rounding(name):
     found = trained(Alone(), 4, "mlp", "cuda:0", settings_of(name))
     assert difference(found, trained(Alone(), 4, "mlp", "cpu:1", settings_of(name))) <= BAR
 
 
-@pytest.mark.parametrize("same_host, memory", [("read", "auto"), ("read", "host"), ("put", "host")])
+@pytest.mark.parametrize("memory", ["auto", "host"])
 @pytest.mark.parametrize("n", [2, 3])
-def test_windows_of_gpu_memory_equal_the_simulator(ranks, n, same_host, memory):
+def test_windows_of_gpu_memory_equal_the_simulator(ranks, n, memory):
     graphs = ["one-peer-exponential", "exponential", "star"]
-    args = (graphs, same_host, memory, 12, "fp32", 4096, 0, "cuda:0")
-    for found, routes in ranks(n)(compare, *args):
+    for found, routes in ranks(n)(compare, graphs, memory, 12, "fp32", 4096, 0, "cuda:0"):
         assert not any(found.values()), (found, routes)
-        if memory == "auto":
-            assert all(route.startswith("ipc") for route in routes.values()), routes
 
 
-@pytest.mark.parametrize("same_host", ["read", "put"])
-def test_lossy_wires_on_a_gpu(ranks, same_host):
+def test_lossy_wires_on_a_gpu(ranks):
     for wire in ("bf16", "top-k"):
-        args = (["ring", "complete"], same_host, "auto", 8, wire, 4096, 0, "cuda:0")
+        args = (["ring", "complete"], "auto", 8, wire, 4096, 0, "cuda:0")
         for found, routes in ranks(3)(compare, *args):
             assert not any(found.values()), (found, routes)
 
 
-@pytest.mark.parametrize("weights", [[0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.125] * 8])
-@pytest.mark.parametrize("width", [1, 512, 70_001])
-def test_the_fused_sum_has_the_cpus_bits(weights, width):
+@on_each("weights", [[0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.125] * 8])
+@on_each("width", [1, 512, 70_001])
+def test_the_kernels_sum_has_the_cpus_bits(weights, width):
     needs_cupy()
     arrays = [torch.randn(2, width) for _ in weights]
     expected = combine(weights, arrays, torch.empty(2, width))
     there = [array.cuda() for array in arrays]
     out = torch.empty(2, width, device="cuda")
-    assert fused.combine(weights, there, out)
+    assert gpu_sum.combine(weights, there, out)
     assert torch.equal(out.cpu(), expected)
     combine(weights, there, there[1])  # in place
     assert torch.equal(there[1].cpu(), expected)
 
 
-@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.2, 0.5, 0.3]])
-def test_bf16_of_the_wire_is_coded_and_summed_with_the_cpus_bits(weights):
+@on_each("weights", [[0.5, 0.5], [0.2, 0.5, 0.3]])
+def test_bf16_of_the_wire_is_summed_with_the_cpus_bits(weights):
     needs_cupy()
-    values = [torch.randn(70_001) * 10.0 ** torch.randint(-20, 20, (70_001,)) for _ in weights]
-    there, codes = values[1].cuda(), torch.empty(70_001, dtype=torch.bfloat16, device="cuda")
-    assert fused.encode(there, codes)
-    expected = values[1].to(torch.bfloat16)
-    assert torch.equal(codes.cpu().view(torch.int16), expected.view(torch.int16))
-    assert torch.equal(there.cpu(), expected.float())
-    rows = [value.cuda().unsqueeze(0) for value in values]
-    rows[1] = codes.unsqueeze(0)
+    values = [torch.randn(1, 70_001) * 10.0 ** torch.randint(-20, 20, (1, 70_001)) for _ in weights]
+    values[1] = values[1].to(torch.bfloat16)
     out = torch.empty(1, 70_001, device="cuda")
-    assert fused.combine(weights, rows, out)
-    values[1] = expected.float()
-    terms = [value.unsqueeze(0) for value in values]
-    assert torch.equal(out.cpu(), combine(weights, terms, torch.empty(1, 70_001)))
+    assert gpu_sum.combine(weights, [value.cuda() for value in values], out)
+    expected = combine(weights, [value.float() for value in values], torch.empty(1, 70_001))
+    assert torch.equal(out.cpu(), expected)
 
 
-@pytest.mark.parametrize("coded", [False, True])
-@pytest.mark.parametrize("name, local, options", VARIANTS)
-def test_a_pass_of_every_algorithm_is_torchs_within_rounding(
-    monkeypatch, name, local, options, coded
-):
-    needs_cupy()
-    monkeypatch.setattr(onepass, "WORTHWHILE", 1)
-    onepass._plain.clear()
-    method = algorithms.build(name, local, options, decayed=130)
-    assert same_twice(method, coded=coded, device="cuda")
-    assert not onepass._plain
-
-
-@pytest.mark.parametrize("model", ["lenet", "resnet20"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@on_each("model", ["lenet", "resnet20"])
+@on_each("precision", ["fp32", "bf16", "fp16"])
 def test_captured_replicas_train_as_eager_ones(model, precision):
     def run(graphs):
         settings = [f"node.cuda_graphs={graphs}", f"node.precision={precision}"]

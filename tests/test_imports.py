@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import mpigossip
+from tests.cases import on_each
 
 PACKAGE = Path(mpigossip.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -84,7 +85,7 @@ def back_edges(module: str, tree: ast.Module) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
+@on_each("path", MODULES)
 def test_imports_go_one_way(path):
     module = module_name(path)
     tree = ast.parse(path.read_text())
@@ -154,7 +155,7 @@ def test_back_edges_are_found():
     assert edges("mpigossip.training.loop", "from mpigossip import config, store") == 0
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
+@on_each("path", MODULES)
 def test_modules_and_functions_are_short(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 400
@@ -243,26 +244,3 @@ def test_simulation_needs_neither_mpi_nor_cupy(tmp_path):
     command += ["run.steps=2", "node.devices=cpu:1", f"run.output={tmp_path}/run"]
     done = python("-c", BLOCKED.format(names=names, command=command), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-
-
-MOVED = """
-import warnings
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    from mpigossip.training.hooks import Hook
-    from mpigossip.training.data import Source
-from mpigossip.algorithms import Algorithm
-from mpigossip.runs import hooks
-from mpigossip.data import sources
-assert Hook is hooks.Hook and Source is sources.Source
-print(*(warning.message for warning in said), sep="\\n")
-"""
-
-
-def test_documented_imports_of_old_work_and_name_the_new_place():
-    done = python("-c", MOVED)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "mpigossip.training.hooks is now mpigossip.runs.hooks: import from there",
-        "mpigossip.training.data is now mpigossip.data.sources: import from there",
-    ]

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 from mpigossip import cli
+from tests.cases import on_each
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 ROOT = Path(__file__).parents[1]
 ROOMS = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "mpigossip").rglob("README.md"))
@@ -181,7 +184,7 @@ def test_the_job_file_of_the_readme_is_a_job(tmp_path):
     assert job.model.name == "lenet" and job.graph.options["order"] == "cyclic"
 
 
-@pytest.mark.parametrize("kind", ["graph", "algorithm"])
+@on_each("kind", ["graph", "algorithm"])
 def test_the_tables_name_what_there_is(kind):
     from mpigossip import algorithms, graphs
 

@@ -18,12 +18,8 @@ COMMUNICATOR, RUNTIME = "cuda.nccl.NcclCommunicator.", "cuda.runtime."
 CUPY = {
     "cuda.Memory": ["size"],
     "cuda.MemoryPointer": ["mem", "offset"],
-    "cuda.UnownedMemory": ["ptr", "size", "owner", "device_id"],
     "cuda.Device": ["device"],
     "RawKernel": ["code", "name"],
-    RUNTIME + "ipcGetMemHandle": ["devPtr"],
-    RUNTIME + "ipcOpenMemHandle": ["handle"],
-    RUNTIME + "ipcCloseMemHandle": ["devPtr"],
     RUNTIME + "deviceSynchronize": [],
     RUNTIME + "deviceGetAttribute": ["attrib", "device"],
     RUNTIME + "runtimeGetVersion": [],

@@ -52,7 +52,7 @@ def armed():
 
     plan = dict(one.split("@") for one in os.environ["VICTIMS"].split())
     at = plan.get(os.environ["OMPI_COMM_WORLD_RANK"], "-1")
-    settle, send, write = Engine.settle, Engine._send, checkpoint.write_node
+    settle, send, write = Engine.settle, Engine.send, checkpoint.write_node
 
     def settled(engine, *given):
         if at in (f"{engine.index}", f"{engine.index}g"):
@@ -71,7 +71,7 @@ def armed():
             die("a checkpoint")
         return write(folder, node, state)
 
-    Engine.settle, Engine._send, checkpoint.write_node = settled, sent, written
+    Engine.settle, Engine.send, checkpoint.write_node = settled, sent, written
     if at == "end":
         Recorder.stop = lambda *_: die("the end of its loop")
 

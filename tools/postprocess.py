@@ -56,8 +56,8 @@ def write(runs: list[Path], out: Path, *, verify: bool) -> list[str]:
         log_export.to_csv(log, out / f"{name}.csv")
         (out / f"{name}.txt").write_text(report.table(log) + "\n", "utf-8")
         print(f"{out / name}.csv, -evaluations.csv, .txt")
-        newest = checkpoint.latest(run) if verify and run.is_dir() else None
-        problems += checkpoint.verify(newest) if newest else []
+        newest, damaged = checkpoint.newest(run) if verify and run.is_dir() else (None, {})
+        problems += [*damaged.values(), *(checkpoint.verify(newest) if newest else [])]
     plot.plot(runs, out / "log.png")
     page.write(runs, out / "report.html")
     print(f"{out / 'log.png'}\n{out / 'report.html'}")

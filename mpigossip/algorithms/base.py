@@ -25,8 +25,10 @@ class Step(NamedTuple):
     """learning rate, > 0; None in an ahead send"""
     skipped: tuple[int, ...] = ()
     """rows without a usable gradient (float16 overflowed there; ``g`` is zero): they take no local
-    step, keep what it would have changed, and join the round. The only value that may differ
-    between nodes."""
+    step, keep what it would have changed, and join the round. This value and ``counts`` are the
+    only ones that may differ between nodes."""
+    counts: tuple[int, ...] = ()
+    """local steps that each row has taken since init; empty: ``index`` of each"""
 
 
 class Algorithm(NamedTuple):
@@ -52,12 +54,9 @@ class Algorithm(NamedTuple):
     """float64 per row that travel too, never compressed"""
     ahead: bool = False
     """send gets g = None, lr = None and changes nothing: it travels during forward/backward"""
-    by_columns: bool = False
-    """send and receive may be called block by block of columns, in any order: elementwise, the
-    state changed in place only, x not before receive; no scalars, one exchange a step"""
     elementwise: bool = False
-    """columns know nothing of each other, as ``by_columns`` says, too: fragments of a model may be
-    exchanged at steps of their own, each with scalars of its own"""
+    """send and receive treat every column by itself: fragments of a model may be exchanged at
+    steps of their own, each with scalars of its own"""
     takes_mixed: bool = False
     """receive makes mixed[0] x, first of all and without reading x: the two may be one array"""
     raw: bool = False

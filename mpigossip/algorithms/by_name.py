@@ -7,10 +7,10 @@ from typing import Any
 
 from mpigossip.algorithms import compressed
 from mpigossip.algorithms.base import Algorithm
-from mpigossip.algorithms.local import STILL, Local, skipping
+from mpigossip.algorithms.local import STILL, Local, by_row
 from mpigossip.algorithms.methods import BUILDERS, LOCALS, Known
 from mpigossip.config import JobError, NodeSection, Part
-from mpigossip.config.own_parts import imported, is_own
+from mpigossip.config.own_parts import imported, is_own, made
 from mpigossip.graphs import Graph
 
 
@@ -33,7 +33,7 @@ def build(
     ``layout``: of the vector, where a local step takes whole parameters.
     """
     part = BUILDERS[name] if not is_own(name) else Part(_own(name))
-    step, has = local or part.local, part.build.__kwdefaults__ or {}
+    step, has = local or part.local, getattr(part.build, "__kwdefaults__", None) or {}
     mine = {key: value for key, value in options.items() if key in has}
     others = {key: value for key, value in options.items() if key not in has}
     if graph is not None:
@@ -48,18 +48,18 @@ def build(
                 for key in sorted(others)
             ]
         )
-    made = part.build(step, **mine)
+    method = made("algorithm.name", name, Algorithm, part.build, step, **mine)
     if getattr(step, "whole", False):
-        return made._replace(by_columns=False, elementwise=False)
-    return made
+        return method._replace(elementwise=False)
+    return method
 
 
 def _made(name: str, decayed: int, layout: Any, options: Mapping[str, Any]) -> Local:
-    """The local step of this name; it leaves rows alone that are to be skipped."""
-    made = LOCALS[name](decayed, **options)
-    if made.whole and layout is not None:
-        made = LOCALS[name](decayed, layout, **options)
-    return skipping(made)
+    """The local step of this name; each row counts its own, and none where it is skipped."""
+    step = LOCALS[name](decayed, **options)
+    if step.whole and layout is not None:
+        step = LOCALS[name](decayed, layout, **options)
+    return by_row(step)
 
 
 def _own(name: str):

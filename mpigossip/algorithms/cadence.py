@@ -8,12 +8,12 @@ from typing import Annotated, Any, NamedTuple
 
 from mpigossip.algorithms.fragments import Turns
 from mpigossip.config import Part
-from mpigossip.config.limits import Count, NotNegative, Positive, Share
+from mpigossip.config.limits import Count, NotNegative, Period, Positive, Share
 from mpigossip.config.toml import Limit
 from mpigossip.graphs import Graph
 from mpigossip.mixing.base import Kind
 
-ByNode = Annotated[tuple[Positive, ...], Limit(bool, "must name a number for each node")]
+ByNode = Annotated[tuple[Period, ...], Limit(bool, "must name a number for each node")]
 
 
 class Cadence(NamedTuple):
@@ -105,7 +105,7 @@ def _in_turn(kind: Kind, period: int | ByNode, fragments: int, delay: int) -> Ca
     return made._replace(turns=turns, own=own)
 
 
-def every(*, period: Positive | ByNode = 4, fragments: Positive = 1, delay: Count = 0) -> Cadence:
+def every(*, period: Period | ByNode = 4, fragments: Positive = 1, delay: Count = 0) -> Cadence:
     """Gossip at every ``period``-th step, local steps between.
 
     ``period`` as a list, H_i of each node i: all exchange at every max H_i-th step, and node i
@@ -120,7 +120,7 @@ def every(*, period: Positive | ByNode = 4, fragments: Positive = 1, delay: Coun
     return _in_turn(Kind.GOSSIP, period, fragments, delay)
 
 
-def cpsgd(*, period: Positive | ByNode = 8, fragments: Positive = 1, delay: Count = 0) -> Cadence:
+def cpsgd(*, period: Period | ByNode = 8, fragments: Positive = 1, delay: Count = 0) -> Cadence:
     """Periodic averaging with a constant period: a global average at every ``period``-th step.
 
     A ``period`` for each node, ``fragments`` and ``delay`` as in :func:`every`.
@@ -128,7 +128,7 @@ def cpsgd(*, period: Positive | ByNode = 8, fragments: Positive = 1, delay: Coun
     return _in_turn(Kind.GLOBAL, period, fragments, delay)
 
 
-def gossip_pga(*, period: Positive = 6) -> Cadence:
+def gossip_pga(*, period: Period = 6) -> Cadence:
     """Gossip-PGA (Chen et al., ICML 2021): gossip, and a global average at every period-th step."""
     return _each(period, Kind.GLOBAL, Kind.GOSSIP)
 
@@ -156,7 +156,7 @@ class Varying(NamedTuple):
 
 def adpsgd(
     *,
-    period: Positive = 4,
+    period: Period = 4,
     sampling: Share = 0.25,
     skip: Share = 0.5,
     low: NotNegative = 0.7,
@@ -225,7 +225,7 @@ class ByLoss(NamedTuple):
     samples: int
 
 
-def gossip_aga(*, period: Positive = 4, warmup: Positive = 4, longest: Positive = 64) -> Cadence:
+def gossip_aga(*, period: Period = 4, warmup: Positive = 4, longest: Positive = 64) -> Cadence:
     """Gossip-AGA (Chen et al., ICML 2021): Gossip-PGA with a period that grows as the loss falls.
 
     At a global average, F the mean loss of all nodes: in the first ``warmup`` ones F₀ ← ½ (F₀ + F)

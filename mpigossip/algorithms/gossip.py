@@ -58,11 +58,11 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
     def alone(x, g, state, step: Step):
         return local.adapt(x, g, state, step, x)
 
-    made = partial(Algorithm, local.init, takes_mixed=True, raw=local.raw)
+    made = partial(Algorithm, local.init, elementwise=True, takes_mixed=True, raw=local.raw)
     if style == "atc":
-        return made(send_adapted, receive_combined, alone, by_columns=True, needs=AVERAGING)
+        return made(send_adapted, receive_combined, alone, needs=AVERAGING)
     needs = AVERAGING | {"never-global"}
-    return made(send_as_is, receive_then_adapt, ahead=True, elementwise=True, needs=needs)
+    return made(send_as_is, receive_then_adapt, ahead=True, needs=needs)
 
 
 def dmsgd_vanilla(local: Local) -> Algorithm:
@@ -97,7 +97,7 @@ def dmsgd(
         state.momentum.copy_(mixed[1])
         return state
 
-    return Algorithm(_zero_momentum, send, receive, vectors=2, by_columns=True, needs=AVERAGING)
+    return Algorithm(_zero_momentum, send, receive, vectors=2, elementwise=True, needs=AVERAGING)
 
 
 def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = False) -> Algorithm:
@@ -121,7 +121,7 @@ def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = Fals
         x.copy_(mixed[0])
         return state
 
-    return Algorithm(_zero_momentum, send, receive, by_columns=True, needs=AVERAGING)
+    return Algorithm(_zero_momentum, send, receive, elementwise=True, needs=AVERAGING)
 
 
 def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
@@ -146,7 +146,7 @@ def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
         return state
 
     needs = frozenset({"static", "symmetric", "doubly", "unmixed"})
-    return Algorithm(_zero_momentum, send, receive, by_columns=True, needs=needs)
+    return Algorithm(_zero_momentum, send, receive, elementwise=True, needs=needs)
 
 
 def _zero_momentum(x) -> Momentum:

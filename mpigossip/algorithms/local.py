@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Decay, Empty, Step, held, no_state
+from mpigossip.algorithms.base import Decay, Empty, Step, no_state
 from mpigossip.config.limits import NotNegative, Positive
 
 BLOCK = 1 << 15
@@ -20,6 +20,7 @@ class Local(NamedTuple):
     ``out`` may be x, which else stays as it is; rows in ``step.skipped`` get out = x. The memory
     of g may be used up. Why x½ and no direction: any `torch.optim` optimizer gives it to its own
     last bit, and (x − x½)/lr would neither be exact nor defined at lr = 0, where warm-ups begin.
+    ``step.index`` counts the local steps that the row itself has taken: Adam's bias correction.
     """
 
     init: Callable[..., Any]
@@ -30,23 +31,26 @@ class Local(NamedTuple):
     """takes whole parameters: a segment is all of a vector, and no block of its columns"""
 
 
-def skipping(local: Local) -> Local:
-    """The local step with x½ = x and an unchanged state in the rows that ``step.skipped`` names.
+def by_row(local: Local) -> Local:
+    """The local step with the index of each row's own local steps (``step.counts``).
 
-    Adam's count of steps goes on in them.
+    Rows that ``step.skipped`` names keep x½ = x and their state. Rows with unequal counts step one
+    by one: elementwise float32 operations have the same bits then.
     """
 
     def adapt(x, g, state, step: Step, out):
-        if not step.skipped:
-            return local.adapt(x, g, state, step, out)
-        rows = list(step.skipped)
-        if len(rows) == len(x):
-            return _stay(x, g, state, step, out)
-        before = x[rows]
-        with held(step, *state):
-            after = local.adapt(x, g, state, step, out)
-        out[rows] = before
-        return after
+        counts = step.counts or (step.index,) * len(x)
+        rows = [row for row in range(len(x)) if row not in step.skipped]
+        if len(rows) == len(x) and len(set(counts)) == 1:
+            return local.adapt(x, g, state, step._replace(index=counts[0]), out)
+        _stay(x, g, state, step, out)
+        for row in rows:
+            one, now = slice(row, row + 1), step._replace(index=counts[row], skipped=(), counts=())
+            mine, own = out[one], type(state)(*(part[one] for part in state))
+            after = local.adapt(mine, g[one], own, now, mine)
+            for part, value in zip(own, after, strict=True):
+                part.copy_(value)  # nothing to do where the state was changed in place
+        return state
 
     return local._replace(adapt=adapt)
 

@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpigossip.algorithms.spectrum import (
-    above_minus_third,
-    momentum_of_gossip,
-    phase_of_corollary,
-)
+from mpigossip.algorithms.spectrum import above_minus_third, momentum_of_gossip
 from mpigossip.config.choices import Part, part_of
 
 if TYPE_CHECKING:
@@ -38,12 +34,6 @@ def _bearable(known: Known) -> float | None:
     return min(0.5, node.kept) if node and node.wire == "random-k" else None
 
 
-def _phase(known: Known) -> int | None:
-    """DeTAG's phase by its corollary, where the job gives what that needs."""
-    quotient = known.options.get("quotient")
-    return None if quotient is None else phase_of_corollary(known.graph, quotient)
-
-
 BUILDERS: dict[str, Part] = {
     "parallel": Part(ROOM + "gossip:parallel", "momentum", {"graph.name": "complete"}, only=True),
     "dsgd": Part(ROOM + "gossip:dsgd", "sgd"),
@@ -61,10 +51,7 @@ BUILDERS: dict[str, Part] = {
     "detag": Part(
         ROOM + "tracking:detag",
         follows={
-            "phase": _phase,
-            "eta": lambda known: momentum_of_gossip(
-                known.graph, known.options.get("phase") or _phase(known) or 2
-            ),
+            "eta": lambda known: momentum_of_gossip(known.graph, known.options.get("phase") or 2),
         },
     ),
     "defacto": Part(
@@ -122,12 +109,15 @@ BUILDERS: dict[str, Part] = {
 """Every algorithm by name: what `algorithm.name` can be."""
 
 LOCALS: dict[str, Part] = {
-    name: Part(f"{ROOM}local:{name}")
-    for name in ("sgd", "momentum", "nesterov", "adamw", "accumadam")
-} | {"muon": Part(ROOM + "muon:muon")}
+    name: Part(f"{ROOM}local:{name}") for name in ("sgd", "momentum", "nesterov")
+} | {
+    name: Part(f"{ROOM}{module}:{name}", brings={"schedule.scale": "none"})
+    for name, module in {"adamw": "local", "accumadam": "local", "muon": "muon"}.items()
+}
 """Every local step by name, builder(decayed, *, option=…) -> Local: what `local.name` can be.
 
-One that takes whole parameters has a second argument, the vector's layout."""
+One that takes whole parameters has a second argument, the vector's layout. The length of adaptive
+steps does not follow that of the gradient: their rates are not scaled with the batch."""
 
 
 def takes_local(name: str) -> bool:

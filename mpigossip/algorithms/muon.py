@@ -66,7 +66,6 @@ def muon(
     settings = {"momentum": beta, "ns_steps": newton_schulz, "adjust_lr_fn": adjust}
 
     def adapt(x, g, state: Moments, step: Step, out):
-        out.unbind()  # not elementwise: a pass over GPU memory leaves all of this to torch
         if out is not x:
             out.copy_(x)
         for run, local in zip(rest, others, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -130,47 +130,22 @@ def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algo
 
     needs = frozenset({"never-gossip", "keeps-x"})
     made = _meeting(local, send, receive)
-    return made._replace(init=init, by_columns=True, needs=needs)
+    return made._replace(init=init, elementwise=True, needs=needs)
 
 
-def noloco(
-    local: Local,
-    *,
-    outer_lr: AboveZero = 0.7,
-    outer_beta: Decay = 0.5,
-    form: Literal["one_vector", "two_vectors"] = "one_vector",
-) -> Algorithm:
+def noloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.5) -> Algorithm:
     """NoLoCo (Kolehmainen et al. 2025): DiLoCo's outer step with one neighbour, no collective.
 
     At each GOSSIP step, φ where the node's last one ended, a the rate, ⟨·⟩ the average with the
-    neighbour: m ← μ m + a ⟨x − φ⟩ + a (⟨φ⟩ − φ);  φ ← φ + m;  x ← φ. With ``form = "two_vectors"``
-    x − φ and φ travel, as in the paper; else x, as ⟨x − φ⟩ + ⟨φ⟩ = ⟨x⟩. Needs cadence "every".
+    neighbour: m ← μ m + a ⟨x − φ⟩ + a (⟨φ⟩ − φ);  φ ← φ + m;  x ← φ. As ⟨x − φ⟩ + ⟨φ⟩ = ⟨x⟩,
+    x alone travels, where the paper sends two vectors. Needs cadence "every".
     """
 
     def update(x, state: Outer, step: Step) -> None:
         state.slow.mul_(outer_beta).add_(x, alpha=outer_lr).add_(state.anchor, alpha=-outer_lr)
         torch.add(state.anchor, state.slow, out=x)
 
-    if form == "one_vector":
-        return _outer(local, Kind.GOSSIP, update)
-
-    def send(x, g, state: Outer, out, step: Step):
-        inner = _adapted(local, x, g, state, out, step)
-        out[1].copy_(state.anchor)
-        out[0].sub_(state.anchor)
-        return state._replace(inner=inner)
-
-    def receive(x, g, state: Outer, sent, mixed, step: Step):
-        if step.kind is Kind.LOCAL:
-            return state
-        torch.add(mixed[0], mixed[1], out=x)
-        if step.kind is Kind.GOSSIP:
-            update(x, state, step)
-            state.anchor.copy_(x)
-        return state
-
-    made = _meeting(local, send, receive)
-    return made._replace(vectors=2, by_columns=True, needs=AVERAGING)
+    return _outer(local, Kind.GOSSIP, update)
 
 
 def _adapted(local: Local, x, g, state: Outer, out, step: Step) -> Any:
@@ -227,7 +202,7 @@ def gasloc(
         return Outer(x.clone(), x.clone(), local.init(x))
 
     made = _meeting(local, send, receive)
-    return made._replace(init=init, by_columns=True, needs=AVERAGING)
+    return made._replace(init=init, elementwise=True, needs=AVERAGING)
 
 
 class Sparse(NamedTuple):
@@ -269,7 +244,7 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
         return state
 
     needs = frozenset({"own-wire", "never-gossip"})
-    return Algorithm(init, send, receive, alone, by_columns=True, raw=local.raw, needs=needs)
+    return Algorithm(init, send, receive, alone, elementwise=True, raw=local.raw, needs=needs)
 
 
 def sparta(local: Local) -> Algorithm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, inf, log, sqrt
+from math import inf, sqrt
 
 import numpy as np
 
@@ -47,18 +47,6 @@ def momentum_of_gossip(graph: Graph, steps: int) -> float:
     for _ in range(steps):
         z, before = (1 + eta) * others * z - eta * before, z
     return eta if np.abs(z).max() < largest**steps else 0.0
-
-
-def phase_of_corollary(graph: Graph, quotient: float) -> int | None:
-    """R = ⌈½ max(log n, log quotient)/√(1−λ)⌉ of DeTAG's corollary, quotient = ς₀² T/(Δ L).
-
-    None for graphs whose λ = max(|λ_2|, |λ_n|) isn't known or is 1.
-    """
-    others = _others(graph)
-    gap = 0.0 if others is None else 1 - float(np.abs(others).max())
-    if gap < 1e-12:
-        return None
-    return max(1, ceil(0.5 * max(log(graph.n), log(quotient)) / sqrt(gap)))
 
 
 def _others(graph: Graph) -> np.ndarray | None:

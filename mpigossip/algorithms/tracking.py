@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Step, held, no_state
+from mpigossip.algorithms.base import Algorithm, Decay, Step, held
 from mpigossip.algorithms.local import Local
-from mpigossip.config.limits import AboveZero, Positive, Share
+from mpigossip.config.limits import Positive, Share
 from mpigossip.mixing.base import Kind
 
 
@@ -48,7 +49,7 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
 
     proven = set() if damped else {"static", "symmetric", "above -1/3"}
     needs = frozenset({"doubly", "unmixed"} | proven)
-    return Algorithm(init, send, receive, by_columns=True, raw=local.raw, needs=needs)
+    return Algorithm(init, send, receive, elementwise=True, raw=local.raw, needs=needs)
 
 
 class Tracking(NamedTuple):
@@ -116,21 +117,16 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
         inner = local.adapt(x, g.copy_(state.tracker), state.inner, step, x)
         return state._replace(inner=inner)
 
-    needs = frozenset({"doubly"})
+    made = partial(Algorithm, init, vectors=2, elementwise=True, needs=frozenset({"doubly"}))
     if style == "atc":
-        return Algorithm(
-            init, send_adapted, receive_combined, vectors=2, by_columns=True, needs=needs
-        )
-    return Algorithm(
-        init, send_as_is, receive_then_adapt, vectors=2, ahead=True, elementwise=True, needs=needs
-    )
+        return made(send_adapted, receive_combined)
+    return made(send_as_is, receive_then_adapt, ahead=True)
 
 
 class Detag(NamedTuple):
     """All shaped like x: gossiped model x̃ and tracker y with their values of a step before.
 
-    ``gathered`` is the phase's mean gradient so far, ``momentum`` v; ``held`` the gradient of the
-    last phase, where v takes it a phase late.
+    ``gathered`` is the phase's mean gradient so far, ``momentum`` v.
     """
 
     model: torch.Tensor
@@ -139,13 +135,6 @@ class Detag(NamedTuple):
     tracker_before: torch.Tensor
     gathered: torch.Tensor
     momentum: torch.Tensor
-    held: Any
-
-
-class Held(NamedTuple):
-    """A gradient, shaped like x."""
-
-    gradient: torch.Tensor
 
 
 def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
@@ -159,37 +148,12 @@ def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
     return before.mul_(-eta).add_(mixed, alpha=1 + eta), z
 
 
-def _phase_at(index: int, phase: int, growing: int | None) -> tuple[int, int]:
-    """Where in its phase a step is, and how long that is: ``growing`` of each length below."""
-    begin = 0
-    for length in range(1, phase if growing else 1):
-        end = begin + (growing or 0) * length
-        if index < end:
-            return (index - begin) % length, length
-        begin = end
-    return (index - begin) % phase, phase
-
-
-def _correct(y: torch.Tensor, state: Detag, beta: float) -> None:
-    """The end of a phase: y ← y + v⁺ − v, v⁺ = β v + g, g the phase's or the one before's."""
-    late = isinstance(state.held, Held)
-    newest = state.held.gradient if late else state.gathered
-    _track(y, state.momentum, newest, beta)
-    if late:
-        newest.copy_(state.gathered)
-    state.gathered.zero_()
-
-
 def detag(
     local,
     *,
     phase: Positive = 2,
-    growing: Positive | None = None,
-    quotient: AboveZero | None = None,
     eta: Share | None = None,
     beta: Decay = 0.0,
-    momentum: Literal["new", "delayed"] = "new",
-    tracker: Literal["stale", "fresh"] = "stale",
 ) -> Algorithm:
     """DeTAG (Lu & De Sa, JMLR 24, 2023, algorithm 2; with β > 0 algorithm 4, DeTAGM).
 
@@ -199,24 +163,18 @@ def detag(
     y and v start as 0. Two vectors travel, during forward and backward. ``local`` is not used.
 
     η unset: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|), where the phase is long enough
-    for it to gain (computed from the graph), else 0. ``growing`` = m: m phases of one step, m of
-    two, up to R, the shorter ones without η. ``quotient`` = ς₀² T/(Δ L), T phases: R, where
-    ``phase`` is unset, is the paper's corollary's, ½ max(log n, log quotient)/√(1−λ).
+    for it to gain (computed from the graph), else 0. The paper's corollary has R =
+    ½ max(log n, log(ς₀² T/(Δ L)))/√(1−λ), T the number of phases.
 
-    With β > 0 y tracks the newer momentum. The letter of algorithm 4 is v^{k+1} = β v^k + g^k, a
-    phase later: ``momentum = "delayed"``; it bears half the rate. As y is a phase late, momentum
-    bears less in any case: lr · L < 1 − β on a curvature L, not 2 (1 + β).
-
-    R = 1, η = 0 is :func:`dsgt` with gradients one step late. ``tracker = "fresh"`` corrects y by
-    the phase's own gradients before x̃ steps along it, as DeTAG* does; R = 1, η = 0 is then `dsgt`
-    with ``style = "awc"`` to the bit. (DeTAG* also gossips after the gradients, R exchanges in a
-    step; here they are overlapped.)
+    With β > 0 y tracks the newer momentum; the letter of algorithm 4, v^{k+1} = β v^k + g^k a
+    phase later, bears half the rate. As y is a phase late, momentum bears less in any case:
+    lr · L < 1 − β on a curvature L, not 2 (1 + β). R = 1, η = 0 is :func:`dsgt` with gradients one
+    step late.
     """
 
     def init(x) -> Detag:
         y, y_before, g, v = (torch.zeros_like(x) for _ in range(4))
-        held_back = Held(torch.zeros_like(x)) if momentum == "delayed" else no_state(x)
-        return Detag(x.clone(), x.clone(), y, y_before, g, v, held_back)
+        return Detag(x.clone(), x.clone(), y, y_before, g, v)
 
     def send(x, g, state: Detag, out, step: Step):
         out[0].copy_(state.model)
@@ -224,21 +182,18 @@ def detag(
         return state
 
     def receive(x, g, state: Detag, sent, mixed, step: Step):
-        r, length = _phase_at(step.index, phase, growing)
-        fast, old = eta if eta and length == phase else 0.0, state
+        r, fast, old = step.index % phase, eta or 0.0, state
         model, before = _accelerated(old.model, old.model_before, mixed[0], fast, step, r == 0)
         y, y_before = _accelerated(old.tracker, old.tracker_before, mixed[1], fast, step, r == 0)
-        old.gathered.add_(g, alpha=1 / length)
-        if r == length - 1:
-            if tracker == "fresh":
-                _correct(y, old, beta)
+        old.gathered.add_(g, alpha=1 / phase)
+        if r == phase - 1:
             model.add_(y, alpha=-step.lr)
-            if tracker == "stale":
-                _correct(y, old, beta)
+            _track(y, old.momentum, old.gathered, beta)
+            old.gathered.zero_()
             x.copy_(model)
         return old._replace(model=model, model_before=before, tracker=y, tracker_before=y_before)
 
-    needs = frozenset({"doubly", "static", "symmetric"} if eta or quotient else {"doubly"})
+    needs = frozenset({"doubly", "static", "symmetric"} if eta else {"doubly"})
     return Algorithm(init, send, receive, vectors=2, ahead=True, elementwise=True, needs=needs)
 
 

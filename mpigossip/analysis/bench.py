@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.world import World
+from mpigossip.config.readable import note
 from mpigossip.graphs import Graph, GraphError, graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout, Mixer
@@ -105,8 +105,7 @@ def sizes_that_fit(world: World, options) -> list[int]:
     fits = [size for size in options.sizes if size <= room]
     if world.rank == 0 and len(fits) < len(options.sizes):
         left = ", ".join(f"{size:,}" for size in options.sizes if size > room)
-        print(f"left out: {left} bytes; {ranks} ranks a host have room for {room:,}",
-              file=sys.stderr)  # fmt: skip
+        note(f"left out: {left} bytes; {ranks} ranks a host have room for {room:,}")
     return fits
 
 

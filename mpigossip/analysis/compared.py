@@ -25,7 +25,7 @@ PARTS = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "id
 # grey print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
-MARKERS = "os^Dv"
+MARKERS = "os^DvPX"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import mpigossip
 from mpigossip.analysis.findings import Finding, as_json, as_text, complain, merged
 from mpigossip.cluster.launcher import LaunchError
 from mpigossip.cluster.ranks import Alone, World, world
-from mpigossip.config.readable import counted
+from mpigossip.config.readable import counted, tell
 
 LOW_DISK = 10**9
 """Free bytes below which the disk is worth a word."""
@@ -61,7 +61,7 @@ def examine(options) -> int:
         found = first + merged(ranks.gather(_local(options)))
         found += _together(options, ranks)
         if ranks.rank == 0:
-            print(as_json(found) if options.json else as_text(found), flush=True)
+            tell(as_json(found) if options.json else as_text(found), flush=True)
         return ranks.agree(int(any(one.level == "wrong" for one in found)))
 
 

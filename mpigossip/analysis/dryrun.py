@@ -16,8 +16,6 @@ NODES = 8
 
 def describe(job: Job, nodes: int | None) -> str:
     """The job with all defaults, then what a step of it moves and holds. Raises JobError."""
-    if nodes is not None and nodes < 1:
-        raise JobError([f"--nodes {nodes}: a job runs on one node at least"])
     job, per = _of_launcher(job)
     ranks = launched()
     n = nodes or (ranks // per if ranks else NODES)
@@ -57,7 +55,7 @@ def launched() -> int | None:
 
 
 def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
-    from mpigossip.training.schedule import schedule
+    from mpigossip.training.schedule import full_rate, schedule
 
     total = job.run.epochs * steps
     if not total:
@@ -65,7 +63,8 @@ def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
     rate = schedule(job.schedule, steps, total, n * per_step)
     peak = max(rate(k) for k in range(0, total, max(1, total // 1000)))
     return [
-        f"# rate         {rate(0):.4g} at first, {peak:.4g} at most, {rate(total - 1):.4g} at last"
+        f"# rate         {rate(0):.4g} at first, {peak:.4g} at most, {rate(total - 1):.4g} at last",
+        f"#              {full_rate(job.schedule, n * per_step)[1]}",
     ]
 
 

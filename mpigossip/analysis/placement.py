@@ -189,8 +189,8 @@ def _devices(places: Sequence[Place], per_node: int) -> Finding:
         if len(ranks) > 1 and one.hidden:
             remedy = (
                 f"rank {ranks[0]} on {host} sees {one.visible} of {one.there} GPUs "
-                f"({one.hidden}): CUDA IPC doesn't reach what a rank can't see, so neighbours on a "
-                f"host exchange through host memory; {ALL_SEEN}"
+                f"({one.hidden}): MPI and NCCL may not reach what a rank can't see, and go through "
+                f"host memory then; {ALL_SEEN}"
             )
             return Finding("gpus", text, "note", remedy, data)
         if "" not in used[host] and len(used[host]) < max(places[r].there for r in ranks):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-from mpigossip.config.errors import Failure
+from mpigossip.config.errors import FAILED, Failure
 
 SPIN_S = 50e-6
 """Seconds of asking again at once: to be put to sleep and woken takes about as long."""
@@ -19,8 +20,15 @@ SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 PR_SET_TIMERSLACK = 29
 
 
-ALL, NOBODY, PAUSED = -1, -2, -3
-"""Whom a rank waits for: all of them, in a meeting; none; none, as it works on purpose."""
+WAITS, WORKS, PAUSED = -1, -2, -3
+"""What a rank does: it waits; it doesn't; it works on purpose."""
+SPEAKS = 1
+"""It says why the job ends."""
+CLOSES, EXITS = -4, -5
+"""It makes no further calls: it closes what it opened; it exits (EXITS less its exit code)."""
+STEP, END = "step()", "the end of its "
+TERM_S = 20.0
+"""Seconds after SIGTERM from which a wait ends: schedulers kill after about 30."""
 roll: Any = None
 """What the ranks tell each other about their waits, a `Roll`, while a world of several is open."""
 
@@ -37,6 +45,14 @@ pauses = 0
 """Blocks of :func:`paused` around what this rank does now."""
 call, steps = "", 0
 """What of a user's program this rank is in, that all ranks have to call, and steps that it made."""
+terminated = math.inf
+"""When SIGTERM came, where a run is to stop at a step that all ranks agree on and hasn't yet."""
+
+
+def tell(word: int) -> None:
+    """Tell all ranks of an open world."""
+    if roll is not None:
+        roll.tell_all(word)
 
 
 @contextlib.contextmanager
@@ -54,15 +70,15 @@ def calling(name: str) -> Iterator[None]:
 def paused() -> Iterator[None]:
     """Inside, this rank works on purpose: waits for it, and for who waits for it, have no limit."""
     global pauses
-    if roll is not None and not pauses:
-        roll.tell_all(PAUSED)
+    if not pauses:
+        tell(PAUSED)
     pauses += 1
     try:
         yield
     finally:
         pauses -= 1
-        if roll is not None and not pauses:
-            roll.tell_all(NOBODY)
+        if not pauses:
+            tell(WORKS)
 
 
 def excused() -> bool:
@@ -70,17 +86,24 @@ def excused() -> bool:
     return roll is not None and roll.excused()
 
 
-def ends(made: int) -> None:
-    """Tell all ranks that this one has come to the end of its loop, after so many steps."""
+@contextlib.contextmanager
+def ends(made: int, word: int = CLOSES, what: str = "loop") -> Iterator[None]:
+    """A block at the end of a loop of so many steps, or of a world; all ranks are told of it."""
     global steps
     steps = made
-    with calling("the end of its loop"):
-        if roll is not None:
-            roll.tell_all(ALL)
+    with calling(END + what):
+        tell(word)
+        yield
+    tell(WORKS)
 
 
 class LateError(Failure, TimeoutError):
     """Something awaited didn't come before its deadline; the message names what."""
+
+    def __init__(self, message: str, code: int = 0):
+        """``code``: the exit code of a rank that has left, if that is why."""
+        super().__init__(message)
+        self.code = code or FAILED
 
 
 class Deadline:
@@ -107,7 +130,7 @@ class Deadline:
         is near costs little latency, a far one little of the core that others compute on. `rest`
         may do the waiting for it, and says whether it did. At the deadline raises LateError with
         `what()`, which is called only then. `whom` gives the world's ranks that are awaited, none
-        for all: then the others are told, and the message names who is at fault (`wait_chains`).
+        for all: then the others are told, and the message names who is at fault (`waits`).
         """
         begin = time.monotonic()
         wait = roll.wait(self.seconds, whom) if roll is not None and whom is not None else None
@@ -116,13 +139,15 @@ class Deadline:
             now = time.monotonic()
             if now - self._start >= self.seconds and excused():
                 self._start = now  # a whole limit more, from when the pause ends on
-            if now - self._start >= self.seconds:
-                fault = wait.fault() if wait is not None else ""
+            left = wait.look() if wait is not None else None
+            stopped = wait is not None and now - max(begin, terminated) >= TERM_S and not excused()
+            over = now - self._start >= self.seconds
+            if over or stopped or left is not None:
                 told = f", in {call}, which all ranks have to call" if call else ""
-                told += f"; {fault}" if fault else ""
-                raise LateError(f"{what()}{told} (waited {self.seconds:g} s)")
-            if wait is not None:
-                wait.look()
+                faults = [wait.fault(left) if wait is not None else "", "SIGTERM came" * stopped]
+                told = "; ".join(filter(None, [what() + told, *faults]))
+                waited = self.seconds if over else round(now - begin, 1)
+                raise LateError(f"{told} (waited {waited:g} s)", left or 0)
             if not rest() and now - begin >= SPIN_S:
                 time.sleep(pause)
                 pause = min(LONGEST_S, 1.2 * pause)

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+def limited(comm: Any, timeout_s: float) -> Any:
+    """The same communicator, whose blocking calls have a limit."""
+    from mpigossip.cluster.collectives import Comm
+
+    return Comm.of(comm, timeout_s)
+
+
 class AgreedError(JobError):
     """A mistake that every rank has learnt of: all raise it, so that closing together is safe."""
 
@@ -52,30 +59,18 @@ class Meetings:
         """`comm` belongs to this object from now on."""
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.hosts, self.timeout_s = hosts, timeout_s
-        self._votes = comm  # that agreements are begun on
+        self._votes = self._closing = comm  # that agreements are begun on, and that `settle` uses
         self._family = [comm]  # all are revoked when a rank is lost
         self._asked: list[Agreement] = []
         self._begun = 0  # agreements so far
 
     def gather(self, value: Any) -> list | None:
         """All ranks' values in rank order on rank 0, None elsewhere. Pickles: for small reports."""
-        self._all_here()
-        return self.comm.gather(value)
+        return limited(self.comm, self.timeout_s).gather(value)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank. Pickles."""
-        self._all_here()
-        return self.comm.bcast(value)
-
-    def _all_here(self) -> None:
-        """The library's calls wait without limit and without a word: meet with a deadline first.
-
-        Twice the limit, as rank 0 may have a longer piece of work of its own.
-        """
-        limit = 2 * self.timeout_s
-        Deadline(limit).wait(
-            self.comm.Ibarrier().Test, lambda: "not all ranks came to a meeting", whom=tuple
-        )
+        return limited(self.comm, self.timeout_s).bcast(value)
 
     def start_agree(self, flag: int) -> Agreement:
         """Begins the maximum of all ranks' flags without waiting; read it some steps later."""
@@ -98,7 +93,7 @@ class Meetings:
 
         most = np.array([self._begun], np.int64)
         # as at the end of a program: one may have work left, and who has none waits
-        Agreement(most, self.comm.Iallreduce(MPI.IN_PLACE, most, MPI.MAX), math.inf).read()
+        Agreement(most, self._closing.Iallreduce(MPI.IN_PLACE, most, MPI.MAX), math.inf).read()
         for _ in range(self._begun, int(most[0])):
             self.start_agree(0)
         for one in self._asked:
@@ -122,8 +117,7 @@ class Meetings:
         except mistakes as error:
             mine = list(getattr(error, "messages", None) or [str(error)])
         found: dict[str, list[int]] = {}
-        self._all_here()
-        for rank, messages in enumerate(self.comm.allgather(mine)):
+        for rank, messages in enumerate(limited(self.comm, self.timeout_s).allgather(mine)):
             for message in messages:
                 found.setdefault(message, []).append(rank)
         if found:
@@ -145,5 +139,5 @@ class Meetings:
     def duplicate(self) -> "MPI.Intracomm":
         """A communicator of the same ranks that is given up with this world's; collective."""
         self._family = [comm for comm in self._family if comm]
-        self._family.append(self.comm.Dup())
+        self._family.append(limited(self.comm, self.timeout_s).Dup())
         return self._family[-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mpigossip.cluster.meetings import Meetings
+from mpigossip.cluster.meetings import Meetings, limited
 from mpigossip.cluster.world import Nodes, World
 from mpigossip.config import JobError
 from mpigossip.config.readable import counted
@@ -24,7 +24,7 @@ class Part(Meetings):
 
     def __init__(self, world: World, color: int, key: int):
         """The ranks of equal ``color``, in the order of ``key``; collective over ``world``."""
-        comm = world.comm.Split(color, key)
+        comm = limited(world.comm, world.timeout_s).Split(color, key)
         members = comm.allgather(world.rank)
         super().__init__(comm, tuple(world.hosts[rank] for rank in members), world.timeout_s)
         self.world, self.names = world, tuple(members)
@@ -75,7 +75,7 @@ def arranged(world: World, ranks_per_node: int | str) -> Nodes:
     from mpi4py import MPI
 
     # memory that can be shared makes a host, not its name: containers have names of their own
-    near = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    near = limited(world.comm, world.timeout_s).Split_type(MPI.COMM_TYPE_SHARED)
     first = near.bcast(world.rank)
     near.Free()
     where = places(world.comm.allgather(first), world.hosts, ranks_per_node)

@@ -1,28 +1,34 @@
-"""This process from before MPI starts to how it leaves: its witness, an end without hanging."""
+"""This process from before MPI starts to how it leaves, without hanging."""
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import stat
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from mpigossip.cluster import deadline, uncaught
 from mpigossip.cluster.deadline import Deadline, LateError, prctl
 from mpigossip.cluster.launcher import job_id, places
-from mpigossip.cluster.lost_ranks import Witness
+from mpigossip.cluster.starting import Start
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 TIMEOUT_S = 300.0  # seconds; the default of `node.timeout_s`
+ABORT_S = 3.0  # seconds that MPI has to end this rank
 LEAVE_S = 10.0  # seconds that a rank with a bad exit code waits for the others to end too
 
 PR_SET_PDEATHSIG = 1
 
-_witness: Witness | None = None
+_start: Start | None = None
 
 
 def end_with(parent: int) -> None:
@@ -38,12 +44,11 @@ def begin(folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> float:
     ``folder``: the run's, in which ranks see each other before MPI joins them; a temporary one
     where there is none. A process that no launcher started with others needs nothing of this.
     """
-    global _witness
+    global _start
     told = places(os.environ)
-    if _witness is None and told and told[0][1] > 1:
+    if _start is None and told and told[0][1] > 1:
         rank, size, _ = told[0]
-        _witness = Witness(_shared(folder), rank, size, timeout_s)
-        atexit.register(_witness.leaves)
+        _start = Start(_shared(folder), rank, size, timeout_s)
     return timeout_s
 
 
@@ -64,24 +69,41 @@ def _shared(folder: Path | None) -> Path:
     return Path(tempfile.mkdtemp(prefix="mpigossip.ranks-"))
 
 
-def enters() -> None:
-    """MPI is started next: waiting for the other ranks begins."""
-    if _witness is not None:
-        _witness.enters()
+def init() -> None:
+    """Start MPI, beside what `begin` began."""
+    from mpi4py import MPI
+
+    if _start is not None:
+        _start.init()
+    else:
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
 
 
 def started() -> None:
     """MPI runs, and all ranks have met."""
-    if _witness is not None:
-        _witness.started()
+    if _start is not None:
+        _start.over()
 
 
-def speaks_last() -> bool:
-    """This rank says why the job ends: no witness says so of those that the launcher ends then.
+def abort(comm: "MPI.Comm", code: int) -> None:
+    """End all ranks at once; this one also where MPI_Abort doesn't return.
 
-    False where another rank of this host, or of this folder, has said so before.
+    So it is in Open MPI when several ranks call it after a loss. mpi4py's call would keep the
+    interpreter's lock.
     """
-    return _witness is None or _witness.speak()
+    from mpi4py import MPI
+
+    sys.stdout.flush()
+    watch = threading.Timer(ABORT_S, os._exit, (code,))
+    watch.daemon = True
+    watch.start()
+    # a rank that a signal ends counts as a success for Open MPI's launcher with fault tolerance:
+    # libc's `_exit` ends it with SIGTERM's number
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], None
+    library.signal(signal.SIGTERM, ctypes.cast(library._exit, ctypes.c_void_p))
+    kind = ctypes.c_int if MPI._sizeof(MPI.Comm) == 4 else ctypes.c_void_p
+    ctypes.CDLL(MPI.__file__).MPI_Abort(kind.from_address(MPI._addressof(comm)), code)
 
 
 class Ending:
@@ -92,7 +114,7 @@ class Ending:
         self.cause = ""
         self.survivors: MPI.Intracomm | None = None
         """after the loss of a rank"""
-        self._prepared = False
+        self._prepared, self._status = False, None
 
     def prepare(self, finalize: bool) -> None:
         """Collective; the first call counts. `finalize`: MPI was initialized here."""
@@ -100,7 +122,13 @@ class Ending:
 
         if not self._prepared:
             self._prepared = True
+            # atexit isn't told the status, which ranks that wait for this one end by
+            vars(sys)["exit"] = partial(self._exit, sys.exit)
             atexit.register(self._leave, MPI.COMM_WORLD.Dup(), finalize)
+
+    def _exit(self, plain: Callable[[Any], NoReturn], status: Any = None) -> NoReturn:
+        self._status = status
+        plain(status)
 
     def _leave(self, comm: "MPI.Comm", finalize: bool) -> None:
         from mpi4py import MPI
@@ -108,6 +136,9 @@ class Ending:
         if MPI.Is_finalized():
             return
         leave(self.code)
+        with deadline.calling(f"{deadline.END}program"):
+            code = self.code or uncaught.code(SystemExit(self._status))
+            deadline.tell(deadline.EXITS - (code & 255))
         # Waiting here, not in MPI_Finalize, costs no core and can be given up.
         limit = LEAVE_S if self.code else float("inf")
         try:
@@ -116,11 +147,10 @@ class Ending:
             host = MPI.Get_processor_name()
             text = f"mpigossip: rank {comm.rank} on {host} ended by {self.cause}; {late}"
             os.write(2, f"{text}: stopping the job\n".encode(errors="replace"))
-            sys.stdout.flush()
-            speaks_last()
-            comm.Abort(self.code)
-        if finalize:
-            MPI.Finalize()
+            abort(comm, self.code)
+        if finalize or self.code:
+            # mpi4py would keep the interpreter's lock, which the thread of `uncaught.leave` needs
+            ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
 
 ending = Ending()
@@ -136,8 +166,6 @@ def leave(code: int) -> None:
     with contextlib.suppress(Exception):
         request = ending.survivors.Ibarrier()
         Deadline(LEAVE_S).wait(request.Test, lambda: "other ranks still run")
-    if _witness is not None:
-        _witness.leaves()
     os._exit(code)
 
 

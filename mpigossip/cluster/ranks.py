@@ -26,10 +26,10 @@ from mpigossip.cluster.launcher import (
     check_library,
     places,
 )
-from mpigossip.cluster.meetings import Agreement, Meetings
+from mpigossip.cluster.meetings import Agreement, Meetings, limited
 from mpigossip.cluster.nodes import arranged
 from mpigossip.cluster.process import TIMEOUT_S, ending
-from mpigossip.cluster.wait_chains import Roll
+from mpigossip.cluster.waits import Roll
 from mpigossip.cluster.world import Nodes
 from mpigossip.config.errors import Failure
 
@@ -124,7 +124,7 @@ class World(Meetings):
         from mpi4py import MPI
 
         host = MPI.Get_processor_name() or socket.gethostname()
-        super().__init__(comm.Dup(), tuple(comm.allgather(host)), timeout_s)
+        super().__init__(comm.Dup(), tuple(limited(comm, timeout_s).allgather(host)), timeout_s)
         self.launched = bool(places(os.environ))
         self.fault_tolerant = ulfm.fault_tolerant(MPI.Get_library_version(), os.environ)
         self.survives = self.diminished = False
@@ -133,6 +133,8 @@ class World(Meetings):
         self._first = (self.comm.group, self.hosts)
         # agreements are begun at steps, which ranks of a user's loop may miss
         self._votes = self.duplicate()
+        # MPI would match what a rank that closes calls with another rank's barrier
+        self._closing = self.duplicate()
         self._open = True
         self.resources = contextlib.ExitStack()
         self._roll = None if self.size == 1 else Roll(self.comm.Dup(), self.hosts)
@@ -174,24 +176,24 @@ class World(Meetings):
 
     def abort(self, code: int = 1) -> None:
         """Ends all ranks of the job at once."""
-        sys.stdout.flush()
-        process.speaks_last()
-        self.comm.Abort(code)
+        process.abort(self.comm, code)
 
     def close(self) -> None:
         """Frees the communicator and restores the exception hooks; can be called again."""
         if self._open:
             self._open = False
             self.resources.close()
+            if not self.diminished:
+                with deadline.ends(deadline.steps, what="world"):
+                    self.settle()
             sys.excepthook, threading.excepthook = self._hooks
             if deadline.roll is self._roll:
                 deadline.roll = None
             if not self.diminished:
-                self.settle()
                 if self._roll is not None:
                     self._roll.close(self.timeout_s)
-                self._votes.Free()
-                self.comm.Free()
+                for comm in (self._votes, self._closing, self.comm):
+                    comm.Free()
 
     def __enter__(self) -> Self:
         return self
@@ -216,7 +218,7 @@ class World(Meetings):
         every = None if self._roll is None else uncaught.ended_by_all(self._roll, error)
         if every is None:  # some go on, or wait for this one, whose word ends the job
             uncaught.takes_turn(self.rank)
-            if process.speaks_last() or self.diminished:
+            if self._roll is None or self._roll.speaks_first():
                 uncaught.say(uncaught.told(error, self._name))
         else:  # the first of each kind says it
             if every.index(every[self.rank]) == self.rank:
@@ -272,8 +274,7 @@ def _world(timeout_s: float, kind: type[World]) -> World:
     ours = not MPI.Is_initialized()
     if ours:
         check_library(MPI.Get_library_version(), os.environ)
-        process.enters()
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        process.init()
     ending.prepare(finalize=ours)
     check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)
     check_alone(MPI.COMM_WORLD.size, os.environ, multiprocessing.current_process()._identity)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,14 +18,14 @@ from mpigossip.config.errors import FAILED, WRONG, Failure, Mistake
 
 if TYPE_CHECKING:
     from mpigossip.cluster.launcher import LaunchError
-    from mpigossip.cluster.wait_chains import Roll
+    from mpigossip.cluster.waits import Roll
 
 INTERRUPTED = 130
 ALL_S = 1.0
 """Seconds within which the others end by the same exception, if all do."""
 TURN_S = 0.05
 """Between two ranks that end by exceptions of their own: the first one's word ends the job."""
-END_S = 10
+END_S = 30
 """Seconds after which an exit that hangs in MPI is cut short."""
 
 
@@ -34,6 +35,8 @@ def code(error: BaseException | None) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
+    if isinstance(error, Failure):
+        return error.code
     return WRONG if isinstance(error, Mistake) else FAILED
 
 
@@ -89,9 +92,9 @@ def takes_turn(rank: int) -> None:
 def leave(number: int) -> None:
     """End this process by the exit code, from within an exception hook."""
     sys.stdout.flush()
-    with contextlib.suppress(AttributeError, ValueError):  # no thread of Python's runs that late
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(END_S)
+    watch = threading.Timer(END_S, os._exit, (number,))
+    watch.daemon = True  # it runs on until MPI is finalized, which open exchanges may prevent
+    watch.start()
     raise SystemExit(number)
 
 

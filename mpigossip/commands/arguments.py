@@ -7,6 +7,9 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from mpigossip.config.readable import tell as tell
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 BYTES_A_SECOND = {
@@ -89,7 +92,7 @@ def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
 
     def read(text: str) -> float:
         found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
-        if not found or found[2] not in units or not float(found[1]) > 0:
+        if not found or found[2] not in units or not 0 < float(found[1]) < 1e30:
             known = ", ".join(units)
             raise argparse.ArgumentTypeError(f'"{text}": needs a number > 0 and one of {known}')
         return float(found[1]) * units[found[2]]
@@ -123,18 +126,28 @@ def numbers_of_nodes(text: str) -> list[int]:
     return sorted(set(found))
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
-    return int(text)
+def number(kind: type, least: float, most: float) -> Callable[[str], Any]:
+    """A reader of numbers of a kind from `least` to `most`."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least} and at most {most}")
+        return value
+
+    read.__name__ = kind.__name__  # in argparse's message
+    return read
+
+
+many, whole, seed = number(int, 1, 65_536), number(int, 1, 10**15), number(int, 0, 2**63 - 1)
+amount, times = number(float, 0, 10**7), number(float, 1, 10**7)
 
 
 def size_in_bytes(text: str) -> int:
     """Bytes, such as 1KB or 100MB."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-    number, factor = text.upper(), 1
+    figure, factor = text.upper(), 1
     for unit, value in units.items():
-        if number.endswith(unit):
-            number, factor = number.removesuffix(unit), value
-    return int(float(number) * factor)
+        if figure.endswith(unit):
+            figure, factor = figure.removesuffix(unit), value
+    return whole(f"{float(figure) * factor:.0f}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mpigossip.commands.arguments import command, size_in_bytes
+from mpigossip.commands.arguments import amount, command, size_in_bytes, tell
 
 EXAMPLES = """
 mpirun -n 2 mpigossip bench exchange --sizes 1MB 100MB
@@ -25,7 +25,7 @@ def add(commands) -> None:
         default=[10**k for k in range(3, 10)],
         help="bytes of a message, such as 1KB or 100MB; default: 1KB 10KB … 1GB, as memory allows",
     )  # fmt: skip
-    bench.add_argument("--seconds", type=float, default=1.0, help="spent on each row, about")
+    bench.add_argument("--seconds", type=amount, default=1.0, help="spent on each row, about")
     bench.add_argument(
         "--same-host", choices=["read", "put"], default="read", help="as node.same_host"
     )
@@ -45,32 +45,29 @@ def run(options) -> None:
 
     from mpigossip.analysis.bench import MEASURES, save
     from mpigossip.cluster.ranks import world
-    from mpigossip.config import JobError
     from mpigossip.graphs import BUILDERS, graph
 
     torch.set_num_threads(1)
     for name in options.graphs or ():
         if name not in BUILDERS and not name.startswith("file:"):
             graph(name, 2)
-    if min(options.sizes) < 1:
-        raise JobError([f"--sizes {min(options.sizes)}: at least 1 byte is needed"])
     with world() as ranks:
         speaks, rows = ranks.rank == 0, []
         if speaks and not options.json:
             hosts = len(set(ranks.hosts))
-            print(f"{ranks.size} ranks on {hosts} host{'s' * (hosts > 1)}; medians")
-            print(f"{'':24} {'bytes':>13} {'ms':>9} {'spread':>7} {'GB/s':>7} {'x limit':>8}")
+            tell(f"{ranks.size} ranks on {hosts} host{'s' * (hosts > 1)}; medians")
+            tell(f"{'':24} {'bytes':>13} {'ms':>9} {'spread':>7} {'GB/s':>7} {'x limit':>8}")
         for line in MEASURES[options.what](ranks, options):
             rows.append(line)
             if speaks and not options.json:
                 hidden = f"  {line['hidden']:.0%} hidden" if "hidden" in line else ""
-                print(
+                tell(
                     f"{line['graph']:24} {line['bytes']:13,} {1e3 * line['seconds']:9.3f} "
                     f"{line['spread']:7.0%} {line['gigabytes_per_second']:7.2f} "
                     f"{line['times_limit']:8.2f}{hidden}",
                     flush=True,
                 )
         if speaks and options.json:
-            print(json.dumps(rows))
+            tell(json.dumps(rows))
         if speaks and options.out:
             save(rows, options.out, ranks, options.what)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpigossip.commands.arguments import command, family, run_named
+from mpigossip.commands.arguments import command, family, run_named, tell
 from mpigossip.config.errors import OK, WRONG
 
 EXAMPLES = """
@@ -59,9 +59,11 @@ def _checkpoint_of(path: Path) -> Path:
 
     if (run_named(path) / "checkpoint.h5").exists():
         return path
-    newest = checkpoint.latest(path)
-    if newest is None:
-        raise StoreError(f'"{path}" is no checkpoint, and no run directory that has a whole one')
+    newest, damaged = checkpoint.newest(path)
+    if damaged or newest is None:
+        whole = f'"{path}" is no checkpoint, and no run directory that has a whole one'
+        whole = f"the newest whole one, to be named itself, is {newest}" if newest else whole
+        raise StoreError("; ".join([*damaged.values(), whole]))
     return newest
 
 
@@ -70,10 +72,10 @@ def _show(options) -> None:
 
     path = _checkpoint_of(options.path)
     manifest = checkpoint.read_manifest(path)
-    print(f"{path}: step {manifest.step}, {manifest.n} nodes")
+    tell(f"{path}: step {manifest.step}, {manifest.n} nodes")
     for entry in manifest.entries:
-        print(f"  {entry.file}  {entry.bytes:,} bytes")
-    print(f"digest {checkpoint.digest(path)}\n\n{manifest.job}")
+        tell(f"  {entry.file}  {entry.bytes:,} bytes")
+    tell(f"digest {checkpoint.digest(path)}\n\n{manifest.job}")
 
 
 def _verify(options) -> int:
@@ -81,7 +83,7 @@ def _verify(options) -> int:
 
     path = _checkpoint_of(options.path)
     problems = checkpoint.verify(path)
-    print("\n".join(problems) or f"{path}: whole")
+    tell("\n".join(problems) or f"{path}: whole")
     return WRONG if problems else OK
 
 
@@ -89,4 +91,4 @@ def _export(options) -> None:
     from mpigossip.runs.model_export import export
 
     path = _checkpoint_of(options.path)
-    print(export(path, options.out, options.node, options.trust_model))
+    tell(export(path, options.out, options.node, options.trust_model))

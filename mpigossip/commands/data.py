@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpigossip.commands.arguments import command, family
+from mpigossip.commands.arguments import command, family, many, tell
 
 EXAMPLES = "mpigossip data pack imagenet imagenet.h5 --image-size 256"
 PACK = f"""
@@ -23,7 +23,7 @@ def add(commands) -> None:
     )
     pack.add_argument("folder", type=Path, metavar="FOLDER", help="of text, also a single file")
     pack.add_argument("out", type=Path, metavar="OUT.h5")
-    pack.add_argument("--image-size", type=int, help="shorter side in pixels to resize to")
+    pack.add_argument("--image-size", type=many, help="shorter side in pixels to resize to")
     pack.add_argument(
         "--decoded", action="store_true",
         help="store pixels: for small images of one size, so that no run decodes them",
@@ -49,10 +49,10 @@ def _pack(options) -> None:
         options.folder, options.out, image_size=options.image_size, decoded=options.decoded,
         text=options.text, tokenizer=options.tokenizer, vocabulary=options.vocabulary,
     )  # fmt: skip
-    print(show(options.out))
+    tell(show(options.out))
 
 
 def _show(options) -> None:
     from mpigossip.store.dataset import show
 
-    print(show(options.file))
+    tell(show(options.file))

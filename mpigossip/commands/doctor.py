@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpigossip.commands.arguments import command
+from mpigossip.commands.arguments import amount, command, many, number
 
 EXAMPLES = """
 mpigossip doctor
@@ -25,14 +25,14 @@ def add(commands) -> None:
         "--ranks-per-node", type=_ranks, default=1, metavar="K",
         help='as node.ranks_per_node, a number or "host"; default: %(default)s',
     )  # fmt: skip
-    doctor.add_argument("--workers", type=int, default=2, help="as data.workers")
+    doctor.add_argument("--workers", type=number(int, 0, 1024), default=2, help="as data.workers")
     doctor.add_argument(
-        "--megabytes", type=int, default=16, help="size of a message and of the file written"
+        "--megabytes", type=many, default=16, help="size of a message and of the file written"
     )
     doctor.add_argument(
         "--folder", type=Path, default=Path(), metavar="DIR", help="where runs are to be written"
     )
-    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds that a test may take")
+    doctor.add_argument("--timeout", type=amount, default=60.0, help="seconds that a test may take")
     doctor.add_argument("--json", action="store_true", help="for programs")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip.commands import graph_search
-from mpigossip.commands.arguments import command, count, family
+from mpigossip.commands.arguments import command, family, many, seed, tell, whole
 from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
 
 FIGURES = (
@@ -47,7 +47,7 @@ def add(commands) -> None:
     group = family(commands, "graph", members, "show, compare, draw and search graphs", EXAMPLES)
     summary = "facts of a graph, and its matrices where they are small"
     show = command(group, "show", _show, summary, SHOW)
-    show.add_argument("name", help=f"one of {', '.join(BUILDERS)}, or file:PATH")
+    show.add_argument("name", help=f"one of {', '.join(BUILDERS)}, file:PATH, module:function")
     _common(show)
     _sized(show)
     compare = command(group, "compare", _compare, "a table of several graphs", COMPARE)
@@ -63,8 +63,8 @@ def add(commands) -> None:
 
 
 def _common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--nodes", type=int, required=True, metavar="N", help="of the graph")
-    command.add_argument("--seed", type=int, default=0, help="of a random graph")
+    command.add_argument("--nodes", type=many, required=True, metavar="N", help="of the graph")
+    command.add_argument("--seed", type=seed, default=0, help="of a random graph")
     command.add_argument("--weights", help="a weighting rule in place of the graph's own")
     command.add_argument("--lazy", action="store_true", help="(I + W)/2")
     command.add_argument(
@@ -75,7 +75,7 @@ def _common(command: argparse.ArgumentParser) -> None:
 
 def _sized(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--parameters", type=count, metavar="P", help="of a model: adds the bytes of a round"
+        "--parameters", type=whole, metavar="P", help="of a model: adds the bytes of a round"
     )
 
 
@@ -109,17 +109,17 @@ def _show(options) -> None:
     made = _make(options.name, options)
     facts = _facts(made, options.parameters)
     if options.json:
-        print(json.dumps(facts))
+        tell(json.dumps(facts))
         return
-    print(made)
+    tell(made)
     for key, _, meaning in _figures(facts):
-        print(f"  {key.replace('_', ' '):22} {_number(facts[key]):>10}   {meaning}")
+        tell(f"  {key.replace('_', ' '):22} {_number(facts[key]):>10}   {meaning}")
     if facts["least_weight"] < 0:
-        print(f"  some weights are negative, down to {facts['least_weight']:.4g}")
+        tell(f"  some weights are negative, down to {facts['least_weight']:.4g}")
     if made.n <= 12 and made.period is not None:
         for t in range(min(made.period, 4)):
-            print(f"\nW({t}): row i is what node i gives to each sender")
-            print(_matrix(made.matrix(t)))
+            tell(f"\nW({t}): row i is what node i gives to each sender")
+            tell(_matrix(made.matrix(t)))
 
 
 def _figures(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -153,14 +153,14 @@ def _compare(options) -> None:
     if refused and not rows:
         raise refused
     if options.json:
-        print(json.dumps(rows))
+        tell(json.dumps(rows))
         return
     width = max(len(row["name"]) for row in rows)
     figures = _figures(rows[0])
-    print(f"{'graph':{width}} " + " ".join(f"{heading:>9}" for _, heading, _ in figures))
+    tell(f"{'graph':{width}} " + " ".join(f"{heading:>9}" for _, heading, _ in figures))
     for row in rows:
         cells = " ".join(f"{_number(row[key]):>9}" for key, _, _ in figures)
-        print(f"{row['name']:{width}} {cells}")
+        tell(f"{row['name']:{width}} {cells}")
 
 
 def _draw(options) -> None:
@@ -168,4 +168,4 @@ def _draw(options) -> None:
 
     made = _make(options.name, options)
     picture(made, options.out)
-    print(json.dumps({"out": str(options.out)}) if options.json else options.out)
+    tell(json.dumps({"out": str(options.out)}) if options.json else options.out)

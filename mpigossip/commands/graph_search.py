@@ -1,4 +1,4 @@
-"""`mpigossip graph search`: the best sparse graph, or sequence of matchings, for n nodes."""
+"""`mpigossip graph search`: the best sparse graph for n nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpigossip.commands.arguments import command
+from mpigossip.commands.arguments import amount, command, many, seed, tell, whole
 from mpigossip.graphs import GraphError
 
 EXAMPLES = """
@@ -22,31 +22,22 @@ def add(group) -> None:
     """Add it to the parsers of `graph`."""
     summary = "the best sparse graph for n nodes, by local search"
     search = command(group, "search", _search, summary, EXAMPLES)
-    search.add_argument("--nodes", type=int, required=True, metavar="N")
-    search.add_argument("--degree", type=int, metavar="D", help="most neighbours of a node")
-    search.add_argument("--edges", type=int, metavar="E", help="most edges")
+    search.add_argument("--nodes", type=many, required=True, metavar="N")
+    search.add_argument("--degree", type=whole, metavar="D", help="most neighbours of a node")
+    search.add_argument("--edges", type=whole, metavar="E", help="most edges")
     search.add_argument("--weights", default="laplacian", help="rule whose gap is maximized")
     search.add_argument(
-        "--seconds", type=float, metavar="S", help="at most (60 unless --evaluations is given)"
+        "--seconds", type=amount, metavar="S", help="at most (60 unless --evaluations is given)"
     )
     search.add_argument(
-        "--evaluations", type=int, metavar="K",
+        "--evaluations", type=whole, metavar="K",
         help="graphs judged at most; without --seconds a seed gives one graph on every machine",
     )  # fmt: skip
-    search.add_argument("--seed", type=int, default=0, help="of the search")
-    search.add_argument(
-        "--rounds", type=int, metavar="R", help="a sequence of R one-peer matchings instead"
-    )
-    search.add_argument(
-        "--racks", type=_racks, metavar="4,4|a,b,a,…", help="sizes of racks, or each node's rack"
-    )
-    search.add_argument(
-        "--between", type=float, default=4.0, metavar="COST", help="of an edge between racks (4)"
-    )
+    search.add_argument("--seed", type=seed, default=0, help="of the search")
     search.add_argument(
         "--circulant", action="store_true", help="all circulant graphs, however long it takes"
     )
-    search.add_argument("--out", type=Path, required=True, metavar="FILE", help=".json or .h5")
+    search.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     search.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -54,12 +45,9 @@ def _search(options) -> None:
     from mpigossip.graphs.files import check_target, save
     from mpigossip.graphs.search import search, search_circulants
 
-    check_target(options.out, sequence=options.rounds is not None)
+    check_target(options.out)
     # a scheduler's end of time keeps the best so far, as Ctrl-C does
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if options.rounds is not None:
-        _search_matchings(options)
-        return
     if options.circulant:
         if options.degree is None:
             raise GraphError("--circulant needs --degree")
@@ -72,7 +60,7 @@ def _search(options) -> None:
         )
     else:
         if options.degree is None and options.edges is None:
-            raise GraphError("a search needs a budget: --degree D, --edges E, or --rounds R")
+            raise GraphError("a search needs a budget: --degree D, or --edges E")
         found = search(
             options.nodes,
             degree=options.degree,
@@ -84,46 +72,9 @@ def _search(options) -> None:
             progress=_progress,
         )
     if sys.stderr.isatty():
-        print(file=sys.stderr)
+        tell(file=sys.stderr)
     save(found, options.out)
     _report(found, options)
-
-
-def _racks(text: str) -> list[str]:
-    """Racks of the nodes: "4,4" gives two racks of four, "a,b,a" names one for each node."""
-    words = [word.strip() for word in text.split(",")]
-    if all(word.isdigit() for word in words):
-        return [str(k) for k, size in enumerate(words) for _ in range(int(size))]
-    return words
-
-
-def _search_matchings(options) -> None:
-    from mpigossip.graphs.files import save
-    from mpigossip.graphs.matchings import search_matchings
-
-    if options.degree is not None or options.edges is not None or options.circulant:
-        raise GraphError("--rounds searches one-peer matchings: leave --degree and --edges out")
-    if options.weights != "laplacian":
-        raise GraphError("--rounds searches matchings, pairs that average: leave --weights out")
-    found = search_matchings(
-        options.nodes, options.rounds, racks=options.racks, between=options.between,
-        seconds=options.seconds, evaluations=options.evaluations, seed=options.seed,
-        progress=_progress,
-    )  # fmt: skip
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    save(found, options.out)
-    facts = {key: getattr(found, key) for key in ("n", "score", "residue", "cost", "evaluations")}
-    facts |= {"rounds": len(found.rounds), "seconds": found.seconds, "out": str(options.out)}
-    if options.json:
-        print(json.dumps(facts))
-        return
-    print(
-        f"{found.n} nodes, {len(found.rounds)} rounds: a period leaves {found.residue:.3g} of the "
-        f"distance at a cost of {found.cost:.3g} ({found.evaluations:,} sequences judged in "
-        f"{found.seconds:.1f} s)\nsaved to {options.out}; use it as graph.name = "
-        f'"file:{options.out}"'
-    )
 
 
 def _progress(part: float, score: float, judged: int) -> None:
@@ -144,12 +95,12 @@ def _report(found, options) -> None:
         "out": str(options.out),
     }
     if options.json:
-        print(json.dumps(facts))
+        tell(json.dumps(facts))
         return
     measure = "r = λ_{n−1}/λ_1" if found.weights == "laplacian" else "1 − ρ(W − J)"
     if found.interrupted:
-        print("interrupted: the best graph so far", file=sys.stderr)
-    print(
+        tell("interrupted: the best graph so far", file=sys.stderr)
+    tell(
         f"{measure} = {found.score:.5f}: {found.n} nodes, {facts['edges']} edges, degree "
         f"{facts['degree']}, {found.evaluations:,} graphs judged in {found.seconds:.1f} s\n"
         f'saved to {options.out}; use it as graph.name = "file:{options.out}"'

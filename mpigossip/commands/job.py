@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpigossip.commands.arguments import command, settings
+from mpigossip.commands.arguments import command, many, settings, tell
 
 if TYPE_CHECKING:
     from mpigossip.cluster.batch import Site
@@ -25,9 +25,9 @@ def add(commands) -> None:
     job.add_argument("site", metavar="SITE", help="a name in jobs/sites, or the path of a .toml")
     job.add_argument("job", type=Path, metavar="JOB.toml")
     settings(job)
-    job.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes to ask for")
+    job.add_argument("--nodes", type=many, required=True, metavar="N", help="nodes to ask for")
     job.add_argument(
-        "--ranks", type=int, metavar="R",
+        "--ranks", type=many, metavar="R",
         help="ranks on each, where node.ranks_per_node asks for several; default: as many as it "
         'says, with "host" as the site has GPUs',
     )  # fmt: skip
@@ -67,7 +67,7 @@ def run(options) -> None:
     if found:
         raise JobError(found)
     if site.gpus and job.node.devices.startswith("cpu"):
-        print(
+        tell(
             f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a node '
             f"idle; node.devices={'auto' if ranks > 1 else f'cuda:0-{site.gpus - 1}'} uses them",
             file=sys.stderr,
@@ -83,7 +83,7 @@ def run(options) -> None:
         venv=_venv(options.venv),
         launcher=options.launcher,
     )
-    print(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
+    tell(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
 
 
 def _ranks(job: Job, site: Site, given: int | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpigossip.commands.arguments import command, family, run_named
+from mpigossip.commands.arguments import command, family, run_named, tell
 
 PLOT = """
 mpigossip log plot runs/digits
@@ -47,7 +47,7 @@ def _show(options) -> None:
     from mpigossip.analysis.report import table
     from mpigossip.store.log import read
 
-    print(table(read(log_of(run_named(options.run_folder)))))
+    tell(table(read(log_of(run_named(options.run_folder)))))
 
 
 def _export(options) -> None:
@@ -62,7 +62,7 @@ def _export(options) -> None:
         log_export.to_csv(read(file), options.csv)
     else:
         log_export.to_tensorboard(read(file), options.tensorboard)
-    print(options.netcdf or options.csv or options.tensorboard)
+    tell(options.netcdf or options.csv or options.tensorboard)
 
 
 def _plot(options) -> None:
@@ -71,4 +71,4 @@ def _plot(options) -> None:
     first = options.runs[0]
     out = options.out or (first if first.is_dir() else first.parent) / "log.png"
     plot([run_named(run) for run in options.runs], out)
-    print(out)
+    tell(out)

@@ -8,11 +8,14 @@ from pathlib import Path
 from mpigossip.commands.arguments import (
     BYTES_A_SECOND,
     SECONDS,
+    amount,
     command,
     numbers_of_nodes,
     quantity,
     settings,
     share,
+    tell,
+    times,
 )
 
 EXAMPLES = """
@@ -35,7 +38,7 @@ def add(commands) -> None:
     plan.add_argument(
         "--nodes", required=True, type=numbers_of_nodes, metavar="N,N,…", help="numbers of nodes"
     )
-    plan.add_argument("--epochs", type=float, help="default: the job's run.epochs")
+    plan.add_argument("--epochs", type=amount, help="default: the job's run.epochs")
     time, rate = quantity(SECONDS), quantity(BYTES_A_SECOND)
     plan.add_argument("--compute", type=time, metavar="T", help="of a step, 80ms; unset: measured")
     plan.add_argument("--node", type=time, metavar="T", help="averaging inside the node")
@@ -44,8 +47,8 @@ def add(commands) -> None:
     plan.add_argument("--sum", type=rate, metavar="B", help="bytes added, 300GB/s")
     plan.add_argument("--coding", type=rate, metavar="B", help="bytes that wires code, 50GB/s")
     plan.add_argument("--jitter", type=share, metavar="P", help="deviation of computing, 5%%")
-    plan.add_argument("--period", type=float, metavar="H", help="of an adaptive cadence")
-    plan.add_argument("--seconds", type=float, default=8.0, help="spent on measuring, about")
+    plan.add_argument("--period", type=times, metavar="H", help="of an adaptive cadence")
+    plan.add_argument("--seconds", type=amount, default=8.0, help="spent on measuring, about")
     plan.add_argument("--best", action="store_true", help="propose graph, method, H and wire")
     plan.add_argument("--save", type=Path, metavar="FILE", help="write it for clock.network")
     plan.add_argument("--out", type=Path, metavar="OUT.png", help="a picture")
@@ -89,11 +92,11 @@ def run(options) -> None:
         if options.out:
             picture(what, rows, options.nodes, epochs, options.out)
         if options.json:
-            print(json.dumps(as_json(what, machine, rows, options.nodes, epochs)))
+            tell(json.dumps(as_json(what, machine, rows, epochs)))
             return
-        print(text(what, machine, rows, options.nodes, epochs, note))
+        tell(text(what, machine, rows, options.nodes, epochs, note))
         if options.out:
-            print(options.out)
+            tell(options.out)
 
 
 def _best(options, what, machine) -> None:
@@ -102,7 +105,7 @@ def _best(options, what, machine) -> None:
 
     each = {n: proposals(options.job, options.settings, what, machine, n) for n in options.nodes}
     if options.json:
-        print(json.dumps({n: as_json(*found) for n, found in each.items()}))
+        tell(json.dumps({n: as_json(*found) for n, found in each.items()}))
         return
     told = [text(options.job, options.settings, *found, n) for n, found in each.items()]
-    print("\n\n".join(told))
+    tell("\n\n".join(told))

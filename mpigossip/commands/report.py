@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpigossip.commands.arguments import command, run_named
+from mpigossip.commands.arguments import command, run_named, tell
 
 EXAMPLES = "mpigossip report runs/ring runs/digits --html report.html"
 
@@ -21,4 +21,4 @@ def run(options) -> None:
     from mpigossip.analysis.page import write
 
     write([run_named(run) for run in options.runs], options.html)
-    print(options.html)
+    tell(options.html)

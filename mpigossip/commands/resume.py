@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpigossip.commands.arguments import command, settings
+from mpigossip.commands.arguments import command, many, settings
 from mpigossip.commands.train import begin, exit_code
 
 EXAMPLES = """
@@ -19,7 +19,7 @@ def add(commands) -> None:
     resume.add_argument("folder", type=Path, metavar="RUN_DIR")
     resume.add_argument("--simulate", action="store_true", help="nodes in this process, no MPI")
     resume.add_argument(
-        "--nodes", type=int, metavar="N", help="with --simulate; default: as many as before"
+        "--nodes", type=many, metavar="N", help="with --simulate; default: as many as before"
     )
     settings(resume)
 
@@ -28,7 +28,7 @@ def run(options) -> int:
     """Train on, to the end or to a stop."""
     from mpigossip.config import JobError
 
-    if options.nodes is not None and (options.nodes < 1 or not options.simulate):
+    if options.nodes is not None and not options.simulate:
         raise JobError(
             [f"--nodes {options.nodes}: resume takes the launcher's ranks as nodes, or with "
              "--simulate a number from 1 on"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpigossip.commands.arguments import command
+from mpigossip.commands.arguments import command, tell
 
 EXAMPLES = "mpigossip study jobs/study.toml --out runs/study"
 
@@ -19,27 +19,35 @@ def add(commands) -> None:
     study.add_argument(
         "--out", type=Path, metavar="DIR", help="where logs, tables and curves go (default: output)"
     )
+    study.add_argument("--dry-run", action="store_true", help="print the missing runs' commands")
 
 
 def run(options) -> None:
     """Do what is missing; write table.csv, table.tex and a picture of each figure."""
     from mpigossip.analysis.study import study
     from mpigossip.analysis.study.file import arguments
+    from mpigossip.analysis.study.running import Missing
     from mpigossip.store.hdf5 import replacing
 
     given = arguments(options.file, study)
     if options.out is not None:
         given["output"] = options.out
+    if options.dry_run:
+        try:
+            tell(study(**given | {"processes": 0}))
+        except Missing as missing:
+            tell(missing)
+        return
     found = study(**given)
-    print(found)
+    tell(found)
     for name, text in (("table.csv", found.table("csv")), ("table.tex", found.table("latex"))):
         with replacing(found.folder / name) as beside:
             beside.write_text(text, encoding="utf-8")
     for y in found.figures:
         found.plot(y, out=found.folder / f"{y}.png")
     for name, why in found.left_out.items():
-        print(f"left out: {name}: {why}")
+        tell(f"left out: {name}: {why}")
     best, ties = found.best(), len(found.ties())
     word = ", ".join(str(best[axis]) for axis in found.axes) or "the job"
-    print(f"best by {found.judge}: {word}" + (f"; {ties} can't be told from it" if ties else ""))
-    print(f"{found.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in found.figures)}")
+    tell(f"best by {found.judge}: {word}" + (f"; {ties} can't be told from it" if ties else ""))
+    tell(f"{found.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in found.figures)}")

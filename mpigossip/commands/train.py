@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mpigossip.cluster.world import World
-from mpigossip.commands.arguments import command, dry_run, settings
+from mpigossip.commands.arguments import command, dry_run, many, settings, tell
 from mpigossip.config.errors import OK, STOPPED, Mistake
 
 EXAMPLES = """
@@ -19,7 +19,7 @@ def add(commands) -> None:
     train = command(commands, "train", run, "train a job on all ranks of the launcher", EXAMPLES)
     train.add_argument("job", type=Path, metavar="JOB.toml")
     dry_run(train)
-    train.add_argument("--nodes", type=int, help="with --dry-run: nodes to plan for")
+    train.add_argument("--nodes", type=many, help="with --dry-run: nodes to plan for")
     settings(train)
 
 
@@ -37,7 +37,7 @@ def run(options) -> int:
         from mpigossip.analysis.dryrun import describe
         from mpigossip.training import assemble
 
-        print(describe(assemble.load(options.job, options.settings), options.nodes))
+        tell(describe(assemble.load(options.job, options.settings), options.nodes))
         return OK
     limit = begin(options.job, options.settings)
     from mpigossip.cluster.ranks import world

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from mpigossip.config import toml
+from mpigossip.config import removed, toml
 from mpigossip.config.toml import near, show
 
 OWN = r"[A-Za-z_][\w.]*:\w+"
 """The form of a name that stands for something to import: "package.module:factory"."""
 OPEN = {
-    "graph.name": r"file:.+", "model.name": OWN, "algorithm.name": OWN, "task.name": OWN,
+    "graph.name": rf"file:.+|{OWN}", "model.name": OWN, "algorithm.name": OWN, "task.name": OWN,
     "data.source": OWN,
 }  # fmt: skip
 """Settings that hold other names too, by their form: a graph from a file, what a user brings along.
@@ -43,8 +43,9 @@ class Part:
     """An algorithm's usual local step; None where it has its own."""
     brings: Mapping[str, Any] = field(default_factory=dict)
     """What the name says of other settings: "section.key" -> value."""
-    only: bool = False
-    """With anything else than `brings` it would be another method; else these are defaults."""
+    only: bool | Collection[str] = False
+    """With anything else than `brings`, or these settings of it, it would be another method; the
+    others are defaults, and a setting may name a user's own."""
     follows: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     """Options that follow from the rest of the run where a job leaves them unset."""
 
@@ -84,17 +85,22 @@ def options_of(table: Table, name: Any) -> Collection[str]:
     return toml.keyword_only(part.build)[0] if part else ()
 
 
-def bring(sections: dict[str, dict[str, Any]], tables: Tables) -> list[str]:
-    """Fill in what the chosen names bring; naming something else is a mistake where it is all."""
+def bring(sections: dict[str, dict[str, Any]], tables: Tables, local: Any = None) -> list[str]:
+    """Fill in what the chosen names bring, ``local`` being the local step in effect.
+
+    Naming something else is a mistake where it is all.
+    """
     messages = []
     for path, table in tables.items():
         section, key = path.split(".")
-        name = sections.get(section, {}).get(key)
+        name = local if section == "local" else sections.get(section, {}).get(key)
         part = part_of(table, name)
-        for other, value in part.brings.items() if part else ():
+        for other, value in part.brings.items() if part else {}:
             there, what = other.split(".")
             named = sections.setdefault(there, {}).setdefault(what, value)
-            if named != value and part and part.only:
+            own = isinstance(named, str) and re.fullmatch(OWN, named) is not None
+            only = part.only is True or part.only and other in part.only and not own
+            if named != value and only:
                 messages.append(
                     f'{other} = {show(named)}: {path} = "{name}" means {other} = "{value}"; '
                     f"leave it out, or choose another {section}"
@@ -103,11 +109,16 @@ def bring(sections: dict[str, dict[str, Any]], tables: Tables) -> list[str]:
 
 
 def check(
-    path: str, name: Any, values: dict[str, Any], known: Collection[str], table: Table
+    path: str,
+    name: Any,
+    values: dict[str, Any],
+    known: Collection[str],
+    table: Table,
+    others: Collection[str] = (),
 ) -> list[str]:
     """Check the name at `path` and the options beside it in `values`; fill in the defaults.
 
-    `known`: the section's own keys, which are no options.
+    `known`: the section's own keys, which are no options; `others`: what an unknown key may mean.
     """
     section, key = path.split(".")
     if not isinstance(name, str):
@@ -119,7 +130,8 @@ def check(
         if path in FILES:
             return toml.check_options(section, values, known, lambda: None)
         what = section if key == "name" else key
-        return [f"{path} = {show(name)}: unknown {what}; {near(name, table)}"]
+        gone = removed.of_setting(f"{path} = {show(name)}")
+        return [gone or f"{path} = {show(name)}: unknown {what}; {near(name, table)}"]
     if key != "name" and path not in FILES:
         return []
-    return toml.check_options(section, values, known, part.build)
+    return toml.check_options(section, values, known, part.build, others)

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterable
 
+from mpigossip.config.readable import shown
+
 OK, FAILED, WRONG, STOPPED = 0, 1, 2, 75
 """Exit codes: done; a run that can't go on (`Failure`); a mistake of the user (`Mistake`), or a
 check that found something; stopped before the end with a checkpoint (EX_TEMPFAIL). The batch
@@ -21,6 +23,12 @@ class Mistake(ValueError):
 
 class Failure(Exception):
     """A run that can't go on; the message says what happened, and where."""
+
+    code = FAILED  # what the process exits with
+
+
+class NotFinite(Failure, ArithmeticError):
+    """A loss, message or state with NaN or infinite values; the message names step and node."""
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -54,7 +62,7 @@ class JobError(Mistake):
 
     def __init__(self, messages: Iterable[str]) -> None:
         messages = (messages,) if isinstance(messages, str) else messages
-        self.messages = tuple(m.encode(errors="backslashreplace").decode() for m in messages)
+        self.messages = tuple(map(shown, messages))
         super().__init__(self.messages)
 
     def __str__(self) -> str:

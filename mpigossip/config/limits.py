@@ -5,11 +5,18 @@ from typing import Annotated
 
 from mpigossip.config.toml import Limit
 
-Count = Annotated[int, Limit(lambda v: v >= 0, "must be at least 0")]
-Positive = Annotated[int, Limit(lambda v: v > 0, "must be at least 1")]
-NotNegative = Annotated[float, Limit(lambda v: v >= 0, "must be at least 0")]
-AboveZero = Annotated[float, Limit(lambda v: v > 0, "must be greater than 0")]
-OneOrMore = Annotated[float, Limit(lambda v: v >= 1, "must be at least 1")]
+Seed = Annotated[int, Limit(lambda v: v >= 0, "must be at least 0")]
+Count = Annotated[int, Limit(lambda v: 0 <= v <= 10**9, "must be at least 0, at most 10^9")]
+Positive = Annotated[int, Limit(lambda v: 0 < v <= 10**9, "must be at least 1, at most 10^9")]
+Period = Annotated[int, Limit(lambda v: 0 < v <= 10**6, "must be at least 1, at most 10^6")]
+Batch = Annotated[int, Limit(lambda v: 0 < v <= 10**7, "must be at least 1, at most 10^7")]
+Threads = Annotated[int, Limit(lambda v: 1 <= v <= 1024, "must be at least 1, at most 1024")]
+Workers = Annotated[int, Limit(lambda v: 0 <= v <= 1024, "must be at least 0, at most 1024")]
+NotNegative = Annotated[float, Limit(lambda v: 0 <= v <= 1e9, "must be at least 0, at most 1e9")]
+AboveZero = Annotated[float, Limit(
+    lambda v: 1e-15 <= v <= 1e15, "must be greater than 0, from 1e-15 up to 1e15"
+)]  # fmt: skip
+OneOrMore = Annotated[float, Limit(lambda v: 1 <= v <= 1e6, "must be at least 1, at most 1e6")]
 Chance = Annotated[float, Limit(lambda v: 0 <= v < 1, "must be at least 0 and below 1")]
 Share = Annotated[float, Limit(lambda v: 0 <= v <= 1, "must be between 0 and 1")]
 Percent = Annotated[float, Limit(lambda v: 0 <= v <= 100, "must be between 0 and 100")]

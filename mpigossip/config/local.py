@@ -1,12 +1,7 @@
-"""Section `[local]` beside the algorithm that uses it, and its form in jobs of version 0.1.
-
-There `algorithm.local` was its name, and its options stood among those of the algorithm: files,
-checkpoints and overrides of that form are read as what they mean.
-"""
+"""Section `[local]` beside the algorithm that uses it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -14,9 +9,6 @@ from mpigossip.config.choices import Tables, check, options_of, part_of
 from mpigossip.config.own_parts import is_own
 from mpigossip.config.sections import SECTIONS, AlgorithmSection
 from mpigossip.config.toml import show
-
-NAME = "local"
-"""What the section's name was called in [algorithm]."""
 
 
 def local_in_effect(sections: dict[str, Any], tables: Tables) -> Any:
@@ -28,28 +20,10 @@ def local_in_effect(sections: dict[str, Any], tables: Tables) -> Any:
     return part.local if part else None
 
 
-def move(raw: dict[str, Any], tables: Tables, winning: Collection[str] = ()) -> list[str]:
-    """Move what stands in [algorithm] and belongs to [local] there; the mistakes.
-
-    `winning`: keys that replace what [local] says, as overrides do.
-    """
-    here = _table(raw, "algorithm")
-    messages = _move(raw, NAME, "name", winning) if NAME in here else []
-    name = _algorithm(raw)
-    if part_of(tables.get("algorithm.name", {}), name) is not None:
-        own = {*options_of(tables["algorithm.name"], name), *_keys("algorithm")}
-        options = options_of(tables.get("local.name", {}), local_in_effect(raw, tables))
-        for key in [key for key in here if key in options and key not in own]:
-            messages += _move(raw, key, key, winning)
-    return messages
-
-
-def _move(raw: dict[str, Any], key: str, to: str, winning: Collection[str]) -> list[str]:
-    value, there = raw["algorithm"].pop(key), raw.setdefault("local", {})
-    if not isinstance(there, dict) or to in there and key not in winning:
-        return [f"algorithm.{key} = {show(value)}: stands in [local] as {to}; leave this one out"]
-    there[to] = value
-    return []
+def local_options(sections: dict[str, Any], tables: Tables) -> list[str]:
+    """Return the options of the local step in effect, as `local.key`."""
+    name = local_in_effect(sections, tables)
+    return [f"local.{key}" for key in options_of(tables.get("local.name", {}), name)]
 
 
 def check_local(sections: dict[str, Any], tables: Tables) -> list[str]:
@@ -82,4 +56,4 @@ def _table(sections: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _keys(section: str) -> set[str]:
-    return {field.name for field in fields(SECTIONS[section])}
+    return {field.name for field in fields(SECTIONS[section]) if field.name != "options"}

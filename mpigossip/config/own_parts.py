@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip.config.choices import OWN
-from mpigossip.config.errors import JobError
+from mpigossip.config.errors import JobError, Mistake
 
 
 def is_own(name: str) -> bool:
@@ -64,6 +64,21 @@ def given(
         named = {name: value for name, value in known.items() if name in names}
         return make(**{**named, **options})
     return make(*(otherwise or known.values()), **options)
+
+
+def made(setting: str, name: str, kind: type, make: Callable, *given: Any, **options: Any) -> Any:
+    """The `kind` that somebody's factory makes; JobError for what it raises or returns instead."""
+    try:
+        found = make(*given, **options)
+    except Mistake:
+        raise
+    except (Exception, SystemExit) as error:
+        told = f" with the options {options}" if options else ""
+        raise JobError([f'{setting} = "{name}"{told}: {raised(error)}']) from error
+    if not isinstance(found, kind):
+        what = f"returned {type(found).__name__}; it should return a"
+        raise JobError([f'{setting}: "{name}" {what} {kind.__module__}.{kind.__qualname__}'])
+    return found
 
 
 def raised(error: BaseException) -> str:

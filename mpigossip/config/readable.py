@@ -1,6 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers and texts as people read them."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
 
 
 def size(count: float) -> str:
@@ -22,3 +26,23 @@ def clock(seconds: float) -> str:
 def counted(count: int, word: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def shown(text: object) -> str:
+    r"""A text as a terminal may have it: escapes, marks of direction and their like as \x1b."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(text))
+
+
+def tell(*texts: object, **options: Any) -> None:
+    """Print texts as `shown`; all that this package prints goes through here."""
+    print(*map(shown, texts), **options)
+
+
+def note(text: object) -> None:
+    """Tell something on standard error."""
+    tell(f"mpigossip: {text}", file=sys.stderr, flush=True)
+
+
+def cells(row: Iterable[Any]) -> list[Any]:
+    """A row of CSV whose texts no spreadsheet takes for formulas."""
+    return [f"'{c}" if isinstance(c, str) and c[:1] in {*"=+-@"} else c for c in row]

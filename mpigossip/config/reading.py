@@ -12,10 +12,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mpigossip.config import toml
+from mpigossip.config import removed, toml
 from mpigossip.config.choices import FILES, Tables, bring, check
 from mpigossip.config.errors import JobError
-from mpigossip.config.local import check_local, local_in_effect, move
+from mpigossip.config.local import check_local, local_in_effect, local_options
 from mpigossip.config.sections import SECTIONS, Job
 from mpigossip.config.toml import converter, explain, near, show
 
@@ -34,15 +34,16 @@ def load(
     """
     tables = tables or {}
     raw = read(source)
-    messages = move(raw, tables)
-    messages += _override(raw, overrides, tables)
+    if isinstance(source, str) and "\n" in source:
+        removed.drop_defaults(raw)
+    messages = _override(raw, overrides, tables)
     sections = {name: value for name, value in raw.items() if name in SECTIONS}
     unknown = [name for name in raw if name not in SECTIONS]
     messages += [f"{name}: unknown section; {near(name, SECTIONS)}" for name in unknown]
     for name, section in list(sections.items()):
         sections[name], wrong = toml.plain_table(name, section)
         messages += wrong
-    messages += bring(sections, tables)
+    messages += bring(sections, tables, local_in_effect(sections, tables))
     messages += _check_names(sections, tables)
     try:
         job = converter().structure({n: _fold_options(n, s) for n, s in sections.items()}, Job)
@@ -93,15 +94,11 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> 
         path, wrong = toml.override(raw, text)
         given.add(path)
         messages += wrong
-    flat = {path.removeprefix("algorithm.") for path in given}
-    messages += move(raw, tables, flat)
     after = _names(raw, tables)
     for section in before.keys() & SECTIONS.keys():
         known = _keys(section)
         if "options" in known and before[section] != after[section]:
-            # [local] may hold what an override called an option of [algorithm]
             kept = {f"{section}.{key}" for key in known} | given
-            kept |= {f"local.{key}" for key in flat} if section == "local" else set()
             table = raw[section] if isinstance(raw.get(section), dict) else {}
             for key in [key for key in table if f"{section}.{key}" not in kept]:
                 del table[key]
@@ -129,7 +126,8 @@ def _check_names(sections: dict[str, dict[str, Any]], tables: Tables) -> list[st
             continue
         known = {f.name: f.default for f in fields(SECTIONS[section]) if f.name != "options"}
         values = sections.setdefault(section, {})
-        messages += check(path, values.get(key, known[key]), values, known, table)
+        others = local_options(sections, tables) if section == "algorithm" else []
+        messages += check(path, values.get(key, known[key]), values, known, table, others)
     return messages
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from mpigossip.config.limits import (
     AboveZero,
+    Batch,
     Chance,
     Count,
     Devices,
@@ -20,9 +21,12 @@ from mpigossip.config.limits import (
     Percent,
     Placement,
     Positive,
+    Seed,
     Shape,
     Share,
     Text,
+    Threads,
+    Workers,
 )
 from mpigossip.config.toml import Limit
 
@@ -33,7 +37,7 @@ class RunSection:
 
     name: Name = "run"
     """Name of the run, used in `output`."""
-    seed: Count = 0
+    seed: Seed = 0
     """Seed of initial parameters, sample order, random graphs and random rounding."""
     epochs: Count = 10
     """Passes over the training samples."""
@@ -74,7 +78,7 @@ class Data:
 
     source: Text = "digits"
     """`"digits"` (built in), `"synthetic"`, a packed `.h5` file, or "package.module:function"."""
-    batch: Positive = 32
+    batch: Batch = 32
     """Samples per slot per gradient."""
     partition: Literal["shuffled", "sorted", "mixed", "dirichlet"] = "shuffled"
     """How samples go to nodes: at random, by label (the hardest case), or between the two."""
@@ -102,7 +106,7 @@ class Data:
     """Every so many-th training sample of a packed text: 10 is a tenth of the text, for trials."""
     tokenizer: Text | None = None
     """Of a packed text, as `data show` names it; unset takes any. Another one is a mistake."""
-    workers: Literal["auto"] | Count = "auto"
+    workers: Literal["auto"] | Workers = "auto"
     """Decoding or loading processes per node; 0 does it in the training process; auto: 2, on GPUs
     2 a slot as far as there are cores."""
     cache: Literal["auto", "always", "never"] = "auto"
@@ -133,7 +137,7 @@ class AlgorithmSection:
     """false leaves biases and parameters of norm layers without weight decay."""
     clip_norm: AboveZero | None = None
     """Largest norm of a node's gradient; unset never clips."""
-    accumulate: Positive = 1
+    accumulate: Batch = 1
     """Batches whose gradients are averaged into one step."""
     blend: Share | None = None
     """With `cadence.delay`: the share α of what was exchanged in x ← α · mixed + (1 − α) · x, as
@@ -157,12 +161,12 @@ class GraphSection:
     """Section `[graph]`: who averages with whom; further keys are the graph's options."""
 
     name: Text = "one-peer-exponential"
-    """A built-in graph, or `"file:PATH"`."""
+    """A built-in graph, `"file:PATH"`, or `"package.module:function"`."""
     weights: Text | None = None
     """Weighting rule in place of the graph's own."""
     lazy: bool = False
     """Use (I + W)/2 in place of W."""
-    seed: Count | None = None
+    seed: Seed | None = None
     """Seed of a random graph; unset takes `run.seed`."""
     placement: Placement = "given"
     """`"given"`: rank i has place i; `"hostnames"`, `"scheduler"` or `"file:PATH"` (lines HOST
@@ -190,7 +194,8 @@ class Schedule:
     lr: AboveZero = 0.1
     """Learning rate at `reference_batch` samples per step."""
     scale: Literal["linear", "none"] = "linear"
-    """linear: lr × (samples per step over all nodes) / reference_batch; none: lr as given."""
+    """linear: lr × (samples per step over all nodes) / reference_batch; none: lr as given, which
+    is the default with an adaptive local step (adamw, accumadam, muon)."""
     reference_batch: Positive = 256
     """Samples per step for which `lr` is meant."""
     warmup_epochs: NotNegative = 0.0
@@ -214,14 +219,12 @@ class NodeSection:
     ranks_per_node: Literal["host"] | Positive = 1
     """1: each rank is a node, whose slots are its `devices`; K: every K ranks of a host are one;
     "host": all of a host. A node has the slots of all its ranks."""
-    threads: Positive = 1
+    threads: Threads = 1
     """Torch threads per slot; part of what makes runs equal to the last bit."""
     same_host: Literal["read", "put"] = "read"
-    """Neighbours on the same host: read in place, or put as between hosts."""
+    """Neighbours on the same host: read in place, or put as between hosts; always put by GPUs."""
     shard: bool = True
     """Each slot updates and exchanges its part of the model; false: slot 0 does it all."""
-    overlap: bool = True
-    """Adapt-then-combine, one CPU rank a host: layers are sent while backward still runs."""
     timeout_s: AboveZero = 300.0
     """Seconds after which a neighbour that doesn't answer is given up."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -244,12 +247,11 @@ class NodeSection:
     """Weights of convolutions lie channels last, and cuDNN chooses algorithms by trying them, so
     that a run's last bits may differ from another's; auto: on NVIDIA's GPUs."""
     gpu_window: Literal["auto", "device", "nccl", "host"] = "auto"
-    """How GPU memory gets to other hosts: by MPI from device to device, by NCCL, through host
+    """How GPU memory gets to other nodes: by MPI from device to device, by NCCL, through host
     memory; auto: the first of these that is proven to work."""
     mixer: Text = "synchronous"
     """"synchronous": neighbours' models of the same round; "asynchronous": their newest whole
-    copies, without waiting; "product": simulated, a round as one sparse product, without the bits
-    of ranks (faster where many nodes have irregular neighbours)."""
+    copies, without waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+from mpigossip.config import removed
+
 if TYPE_CHECKING:
     import cattrs
 
@@ -42,7 +44,8 @@ class BadValue(ValueError):
     def at(self, path: str, default: object = None) -> str:
         """One line for the user: path, value, limit, and the default where there is one."""
         remedy = "" if default is None else f"; the default is {show(default)}"
-        return f"{path} = {show(self.value)}: {self.need}{remedy}"
+        here = f"{path} = {show(self.value)}"
+        return removed.of_setting(here) or f"{here}: {self.need}{remedy}"
 
 
 def show(value: object) -> str:
@@ -61,6 +64,12 @@ def near(word: object, words: Iterable[str]) -> str:
     if close := sorted(whole, key=len)[:3] or difflib.get_close_matches(str(word), words, 1):
         return "did you mean " + " or ".join(f'"{each}"' for each in close) + "?"
     return "known here: " + ", ".join(words) if words else "there are none here"
+
+
+def unknown(path: str, known: Iterable[str]) -> str:
+    """Return the message on a key that isn't known at `path`: what replaced it, or what is near."""
+    hint = near(path.rpartition(".")[2], known)
+    return removed.of_setting(path) or f"{path}: unknown key; {hint}"
 
 
 def _bare(word: str) -> str:
@@ -211,7 +220,7 @@ def explain(error: Exception, path: str = "", default: object = None) -> Iterato
     elif isinstance(error, cattrs.ForbiddenExtraKeysError):
         known = [f.name for f in fields(error.cl)]
         for key in sorted(error.extra_fields, key=str):
-            yield f"{f'{path}.' if path else ''}{key}: unknown key; {near(key, known)}"
+            yield unknown(f"{path}.{key}" if path else str(key), known)
     elif isinstance(error, cattrs.ClassValidationError):
         defaults = {f.name: f.default for f in fields(error.cl) if f.default is not MISSING}
         for inner, note in error.group_exceptions()[0]:
@@ -235,12 +244,16 @@ def override(raw: dict[str, Any], text: str) -> tuple[str, list[str]]:
 
 
 def check_options(
-    section: str, values: dict[str, Any], known: Collection[str], build: Callable
+    section: str,
+    values: dict[str, Any],
+    known: Collection[str],
+    build: Callable,
+    others: Collection[str] = (),
 ) -> list[str]:
     """Check `values`, but for the `known` keys, against the keyword-only parameters of `build`.
 
     Types are those of the annotations; converted values and defaults (but for None, which TOML
-    lacks) are filled into `values`. Returns the mistakes.
+    lacks) are filled into `values`. Returns the mistakes. `others`: what an unknown key may mean.
     """
     parameters, accepts_any = keyword_only(build)
     messages: list[str] = []
@@ -253,8 +266,7 @@ def check_options(
             except Exception as error:  # cattrs raises groups; explain() sorts them out
                 messages += explain(error, path, default)
         elif not accepts_any:
-            hint = near(key, [*known, *parameters])
-            messages.append(f"{path}: unknown key; {hint}")
+            messages.append(unknown(path, [*known, *parameters, *others]))
     for key, (_, default) in parameters.items():
         if default is inspect.Parameter.empty and key not in values:
             messages.append(f"{section}.{key} is not set: it has no default; write {key} = …")

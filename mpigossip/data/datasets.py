@@ -133,7 +133,7 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
         raise JobError([f'data.source = "{data.source}": {error}; {WANTED}']) from error
     except (Mistake, Failure):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError([f'data.source = "{data.source}": {raised(error)}']) from error
     first = found[0]
     if not isinstance(first, Mapping):

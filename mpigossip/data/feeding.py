@@ -1,4 +1,4 @@
-"""Batches of torch's data sets: `DataLoader` loads, here or in processes that know no launcher.
+"""Batches that torch's `DataLoader` loads, here or in processes that know no launcher.
 
 What is loaded follows from the step's number alone. Of a Dataset the samples are those of its
 node's order, and random numbers that it draws are from (seed, step, node, slot): exact after a
@@ -27,10 +27,13 @@ from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
 from mpigossip.config.own_parts import raised
 from mpigossip.data.datasets import Datasets, Draws, drawing
-from mpigossip.data.nested import Nested, mapped
+from mpigossip.data.loader import TEST_BATCH, Batch, Carrier
+from mpigossip.data.nested import Nested
 from mpigossip.data.partition import Order
-from mpigossip.data.worker import LAUNCHER
+from mpigossip.data.sources import Source
 
+LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_", "MPICH_")
+"""Beginnings of variables by which a program would take itself for a rank of the job."""
 TRAIN, TEST = 0, 1
 """What the random numbers of a batch are for."""
 
@@ -109,6 +112,24 @@ class Samples(Sent, Dataset):
                            f"{raised(error)}")  # fmt: skip
 
 
+class Raw(Sent, Dataset):
+    """Raw batches of a source by request: what the training process finishes on the device."""
+
+    def __init__(self, source: Source):
+        self.source = source
+
+    def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
+        """Arrays and labels of a request, or why there are none."""
+        indices = np.asarray(request.indices)
+        try:
+            raw = np.ascontiguousarray(self.source.raw(request.split, indices, request.key))
+            labels = self.source.labels(request.split, indices)
+            return torch.from_numpy(raw), torch.from_numpy(labels)
+        except Exception as error:
+            first = f"a batch of the samples {indices[0]}, …"
+            return Refused(f'data.source: {first} of "{request.split}": {raised(error)}')
+
+
 class Stream(Sent, IterableDataset):
     """Batches of the streams of some nodes: step after step, node after node, slot after slot."""
 
@@ -180,7 +201,7 @@ class DatasetLoader:
 
     def __init__(
         self,
-        data: Datasets,
+        data: Datasets | Source,
         orders: Sequence[Order | Share],
         *,
         devices: Sequence[torch.device | str] = ("cpu",),
@@ -189,40 +210,41 @@ class DatasetLoader:
         slots: int | None = None,
         mine: range | None = None,
     ) -> None:
-        self.source, self.orders, self.timeout_s = data, list(orders), timeout_s
-        self.devices = [torch.device(device) for device in devices]
-        self.slots = slots or len(self.devices)
+        self.source: Any = data  # of the kind that the class is for
+        self.orders, self.timeout_s = list(orders), timeout_s
+        self.carriers = [Carrier(torch.device(device)) for device in devices]
+        self.slots = slots or len(self.carriers)
         self.mine = mine or range(self.slots)
         self.workers = 0 if data.in_memory else min(workers, 1) if data.streams else workers
         self._batches: Iterator[Nested] | None = None
         self._next = 0
+        self._there: dict[int, list] = {}
         self._test: DataLoader | None = None
         self._wanted: list[Request] = []
 
     def step(self, step: int) -> list[Nested]:
-        """The batches of a step: node after node, slot after slot, on the slots' devices."""
-        if self._batches is None or step != self._next:
-            self._batches = self._begin(step)
-        self._next = step + 1
-        return [
-            self._moved(self._received(self._batches, f"step {step}"), device)
-            for _ in self.orders
-            for device in self.devices
-        ]
+        """The batches of a step: node after node, slot after slot, on the slots' devices.
+
+        To a GPU the next step's are copied while this one is computed.
+        """
+        there = self._there.pop(step, None) or self._bring(step)
+        pairs = zip(self.carriers * len(self.orders), there, strict=True)
+        batches = [carrier.hand_over(one) for carrier, one in pairs]
+        self._there.clear()
+        if any(carrier.stream for carrier in self.carriers):
+            with contextlib.suppress(DataError):  # raised again when that step is asked for
+                self._there[step + 1] = self._bring(step + 1)
+        return batches
 
     def share(self, node: int, n: int) -> Iterator[Nested]:
         """The test samples ``node``, ``node + n``, …, in batches, on the first device."""
-        size = self.source.section.batch
-        if isinstance(self.source.test, IterableDataset):
+        if isinstance(self.source, Datasets) and isinstance(self.source.test, IterableDataset):
+            size = self.source.section.batch
             batches: Iterator[Nested] = self._test_stream(node, n, size)
         else:
-            indices = np.arange(node, self.source.test_size, n)
-            cuts = [indices[at : at + size] for at in range(0, len(indices), size)]
-            batches = self._tests(
-                [Request("test", (TEST, int(cut[0])), cut.tolist()) for cut in cuts]
-            )
+            batches = self._tests(self._test_requests(np.arange(node, self.source.test_size, n)))
         while (batch := self._received(batches, "the test")) is not Refused:
-            yield self._moved(batch, self.devices[0])
+            yield self.carriers[0].hand_over(self.carriers[0].bring(batch, self._finish))
 
     def note(self, step: int) -> list[str]:
         """What to say of a run that goes on at a step."""
@@ -236,6 +258,7 @@ class DatasetLoader:
         for one in (self._batches, self._test and self._test._iterator):
             end(one)
         self._batches = self._test = None
+        self._there.clear()
 
     def __enter__(self) -> DatasetLoader:
         """Return itself."""
@@ -245,9 +268,26 @@ class DatasetLoader:
         """Close."""
         self.close()
 
+    def _bring(self, step: int) -> list:
+        """Wait for the batches of a step and begin to copy them to the devices."""
+        if self._batches is None or step != self._next:
+            end(self._batches)
+            self._batches = self._begin(step)
+        self._next = -1  # unless all of them come
+        found = [
+            carrier.bring(self._received(self._batches, f"step {step}"), self._finish)
+            for _ in self.orders
+            for carrier in self.carriers
+        ]
+        self._next = step + 1
+        return found
+
+    def _finish(self, batch: Nested) -> Nested:
+        """What a model takes, of what was loaded and copied."""
+        return batch
+
     def _begin(self, step: int) -> Iterator[Nested]:
         """The training batches from a step on."""
-        end(self._batches)
         if self.source.streams:
             shares: Any = self.orders
             data: Any = Stream(self.source, shares, self.slots, self.mine, step)
@@ -260,8 +300,16 @@ class DatasetLoader:
             for order in self.orders:
                 cuts = np.split(order.batch_indices(index), self.slots)
                 for slot in self.mine:
-                    key = (TRAIN, index, order.node, slot)
-                    yield Request("train", key, cuts[slot].tolist())
+                    yield Request("train", self._key(order, index, slot), cuts[slot].tolist())
+
+    def _key(self, order: Order, index: int, slot: int) -> tuple[int, ...]:
+        """Where the random numbers of a batch begin."""
+        return TRAIN, index, order.node, slot
+
+    def _test_requests(self, indices: np.ndarray) -> list[Request]:
+        size = self.source.section.batch
+        cuts = [indices[at : at + size] for at in range(0, len(indices), size)]
+        return [Request("test", (TEST, int(cut[0])), cut.tolist()) for cut in cuts]
 
     def _tests(self, requests: list[Request]) -> Iterator[Nested]:
         if self._test is None:
@@ -286,8 +334,11 @@ class DatasetLoader:
         return iter(batches)
 
     def _by_request(self, requests: Any, **more: Any) -> DataLoader:
-        data = Samples(self.source)
+        data = self._samples()
         return DataLoader(data, batch_sampler=requests, collate_fn=same, **self._how(), **more)
+
+    def _samples(self) -> Dataset:
+        return Samples(self.source)
 
     def _how(self) -> dict[str, Any]:
         """Settings of all loaders; their own generator leaves the program's numbers alone."""
@@ -315,7 +366,7 @@ class DatasetLoader:
     def _received(self, batches: Iterator[Nested], what: str) -> Nested:
         try:
             batch = next(batches, Refused)
-        except RuntimeError as error:  # DataLoader's own: a process that died or hangs
+        except (RuntimeError, EOFError, OSError) as error:  # a process that died or hangs
             raise DataError(
                 f'data.source = "{self.source.name}": a loading process ended or gives nothing '
                 f"for node.timeout_s = {self.timeout_s:g} s at {what} ({raised(error)}); with "
@@ -325,8 +376,29 @@ class DatasetLoader:
             raise DataError(f"{batch.text} ({what})")
         return batch
 
-    def _moved(self, batch: Nested, device: torch.device) -> Nested:
-        return mapped(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+class SourceLoader(DatasetLoader):
+    """The batches of some nodes of a source whose samples `workers` processes decode.
+
+    ``seed``: of the random changes. The bits of a batch don't depend on the processes.
+    """
+
+    def __init__(self, source: Source, orders: Sequence[Order], *, seed: int, **how: Any) -> None:
+        super().__init__(source, orders, **how)
+        self.seed = seed
+
+    def _key(self, order: Order, index: int, slot: int) -> tuple[int, ...]:
+        return self.seed, order.epoch(index)
+
+    def _test_requests(self, indices: np.ndarray) -> list[Request]:
+        cuts = [indices[at : at + TEST_BATCH] for at in range(0, len(indices), TEST_BATCH)]
+        return [Request("test", (), cut.tolist()) for cut in cuts]
+
+    def _samples(self) -> Dataset:
+        return Raw(self.source)
+
+    def _finish(self, batch: Nested) -> Batch:
+        return Batch(*self.source.finish(*batch))
 
 
 def end(batches: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from mpigossip.cluster.world import World
 from mpigossip.config import Data, JobError
 from mpigossip.data.datasets import Datasets
-from mpigossip.data.feeding import DatasetLoader, Share
+from mpigossip.data.feeding import DatasetLoader, Share, SourceLoader
 from mpigossip.data.loader import Loader
 from mpigossip.data.partition import Order, orders, partition
 from mpigossip.data.sources import Source
@@ -51,14 +51,24 @@ def check_alike(name: str, data: AnyData, world: World) -> None:
 
 
 def open_loader(
-    data: AnyData, here: Sequence[Any], *, seed: int, together: bool = False, **how: Any
+    data: AnyData,
+    here: Sequence[Any],
+    *,
+    seed: int,
+    workers: int = 0,
+    timeout_s: float = 300.0,
+    together: bool = False,
+    **how: Any,
 ) -> AnyLoader:
-    """The loader of these data for the nodes that live here; ``how``: devices, workers, timeout.
+    """The loader of these data for the nodes that live here; ``how``: devices and slots.
 
-    ``together``: batches may be parts of one array.
+    ``together``: batches may be parts of one array. What isn't in memory is decoded by ``workers``
+    processes, each of which has ``timeout_s`` for a batch.
     """
     if isinstance(data, Datasets):
-        return DatasetLoader(data, here, **how)
+        return DatasetLoader(data, here, workers=workers, timeout_s=timeout_s, **how)
+    if workers and not data.in_memory:
+        return SourceLoader(data, here, seed=seed, workers=workers, timeout_s=timeout_s, **how)
     return Loader(data, here, seed=seed, together=together, **how)
 
 

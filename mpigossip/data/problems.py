@@ -37,7 +37,7 @@ class Problem:
     gap: float
     """Δ = f(x_0) − f(x*); NaN where x_0 is drawn by the model"""
     smoothness: float
-    """L: the largest curvature of f, at x* where it isn't constant"""
+    """L: the largest curvature of f (not of each f_i); a factorization's is that at its optimum"""
     heterogeneity: float
     """ζ"""
     steps: int
@@ -138,14 +138,15 @@ def logistic(
     chance = 1 / (1 + np.exp(-np.einsum("nmd,nd->nm", features, own)))
     labels = np.where(random.random((nodes, points)) < chance, 1.0, -1.0)
     signed = features * labels[..., None]
-    optimum, curvature = _newton(signed.reshape(-1, dimension), ridge)
+    flat = signed.reshape(-1, dimension)
+    optimum = _newton(flat, ridge)
     apart = _logistic_gradients(signed, optimum, ridge)
     least, begin = (_logistic(signed, x, ridge) for x in (optimum, np.zeros(dimension)))
     zeta = math.sqrt(float((apart**2).sum(1).mean()))
-    smooth = float(np.linalg.eigvalsh(curvature)[-1])
+    smooth = float(np.linalg.norm(flat, 2) ** 2 / (4 * len(flat)) + ridge)  # at x = 0
     there = np.broadcast_to(optimum, (nodes, dimension))
     train = signed, there, np.full(nodes, ridge), np.zeros(nodes)
-    test = signed.reshape(-1, dimension), optimum, np.asarray(ridge), np.asarray(least)
+    test = flat, optimum, np.asarray(ridge), np.asarray(least)
     return Problem(train, test, begin - least, smooth, zeta, steps)
 
 
@@ -159,8 +160,8 @@ def _logistic_gradients(signed: np.ndarray, x: np.ndarray, ridge: float) -> np.n
     return ridge * x - np.einsum("nm,nmd->nd", wrong, signed) / signed.shape[1]
 
 
-def _newton(signed: np.ndarray, ridge: float) -> tuple[np.ndarray, np.ndarray]:
-    """The optimum, and the curvature (d, d) there."""
+def _newton(signed: np.ndarray, ridge: float) -> np.ndarray:
+    """The optimum."""
     x = np.zeros(signed.shape[1])
     for _ in range(NEWTON):
         wrong = 1 / (1 + np.exp(signed @ x))
@@ -170,7 +171,7 @@ def _newton(signed: np.ndarray, ridge: float) -> tuple[np.ndarray, np.ndarray]:
         x = x - step
         if np.linalg.norm(step) < 1e-13:
             break
-    return x, curvature
+    return x
 
 
 def factorization(

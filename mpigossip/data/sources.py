@@ -1,7 +1,7 @@
 """Where samples come from: the built-in digits, synthetic samples, packed images, packed text.
 
 A source gives batches in two parts: `raw` makes compact arrays (bytes of pixels or of text) on
-the CPU, in threads or in other processes; `finish` turns them, on whatever device they were moved
+the CPU, here or in other processes; `finish` turns them, on whatever device they were moved
 to, into what a model takes. So a GPU gets a quarter of the bytes and does the normalization.
 """
 
@@ -48,6 +48,9 @@ class Source(ABC):
     test_labels: np.ndarray
     in_memory: bool = True
     """A batch is a matter of microseconds: nothing to gain from decoding ahead."""
+    streams: bool = False
+    name: str = ""
+    """`data.source`, for messages."""
 
     @property
     def train_size(self) -> int:
@@ -97,7 +100,7 @@ class ImageSource(Source):
     """A packed data set of images: float32 inputs, per channel (value − mean) / std."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.images = Images(recipe)
+        self.images, self.name = Images(recipe), recipe.path
         data = self.images.data
         self.classes, self.in_memory = len(data.classes), self.images.cached
         self.shape = self.raw_shape = self.images.shape
@@ -120,6 +123,9 @@ class ImageSource(Source):
         inputs *= factor
         inputs += shift
         return inputs, labels
+
+    def __reduce__(self):  # what a decoding process gets opens the file itself
+        return ImageSource, (self.images.recipe._replace(cache="never"),)
 
     def close(self) -> None:
         """Close the file."""
@@ -247,7 +253,7 @@ def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> Source | 
 
 
 def _digits(data: config.Data, seed: int) -> Source:
-    """1,797 images of handwritten digits, 8x8."""
+    """1,797 images of handwritten digits, 8x8: scikit-learn's, every fifth for testing."""
     return _packed(DIGITS, data)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,12 +10,14 @@ import torch
 from torch import nn
 
 from mpigossip.cluster.world import World
-from mpigossip.config import JobError
-from mpigossip.config.limits import Devices
+from mpigossip.config import JobError, removed
+from mpigossip.config.readable import note
 from mpigossip.doors.inner import Together
+from mpigossip.doors.inner_guard import check_free
 from mpigossip.engine.module import LOW
-from mpigossip.groups.devices import mistakes, slots_of
+from mpigossip.engine.vector import check_type
 
+OVERLAPS = ("auto", "never")
 said: set[str] = set()
 """What this process has said once."""
 
@@ -27,17 +28,15 @@ def told_to_all(world: Any) -> AbstractContextManager:
 
 
 def one_module(model: Any, name: str = "model") -> nn.Module:
-    """The module, or several as one; JobError for anything else, and for what can't be trained."""
+    """The module; JobError for anything else."""
     if isinstance(model, nn.Module):
         return model
-    if isinstance(model, Sequence) and model and all(isinstance(m, nn.Module) for m in model):
-        return nn.ModuleList(model)
     more = ""
+    if isinstance(model, Sequence) and model and all(isinstance(m, nn.Module) for m in model):
+        more = "; torch.nn.ModuleList([…]) makes one of several"
     if type(model).__module__ == "numpy" or isinstance(model, torch.Tensor):
         more = "; arrays are averaged by mpigossip.Averager"
-    raise JobError(
-        [f"{name} is a {type(model).__name__}: give a torch.nn.Module, or a list of them{more}"]
-    )
+    raise JobError([f"{name} is a {type(model).__name__}: give a torch.nn.Module{more}"])
 
 
 def one_optimizer(optimizer: Any) -> Any:
@@ -52,8 +51,8 @@ def one_optimizer(optimizer: Any) -> Any:
     return optimizer[0] if len(optimizer) == 1 else Together(optimizer)
 
 
-def check(world: Any, model: Any, optimizer: Any) -> nn.Module:
-    """The model as one module; JobError where the first three arguments aren't what they are."""
+def check(world: Any, model: Any, optimizer: Any) -> None:
+    """JobError where the first three arguments aren't what they have to be."""
     if not hasattr(world, "together"):
         raise JobError(
             [f"world is a {type(world).__name__}: give what mpigossip.world() returns, as in "
@@ -65,26 +64,20 @@ def check(world: Any, model: Any, optimizer: Any) -> nn.Module:
             [f"optimizer is {what}: give a torch.optim optimizer that is made already, such as "
              "torch.optim.AdamW(model.parameters())"]
         )  # fmt: skip
-    model = one_module(model)
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.dtype not in (torch.float32, *LOW):
-            raise JobError(
-                [f"the model's parameter {name} is {p.dtype}; float32 is kept and exchanged, for "
-                 "16-bit ones a master of it: convert the model, model.float()"]
-            )  # fmt: skip
-    return model
+    check_free(optimizer)
+    for name, p in one_module(model).named_parameters():
+        if p.device.type == "meta":
+            raise JobError([f"the model's parameter {name} is on the meta device, without values: "
+                            "call model.to_empty(device=…) and initialize it"])  # fmt: skip
+        if p.requires_grad:
+            check_type(name, p, (torch.float32, *LOW))
 
 
-def slots(devices: Any) -> tuple[str, ...] | None:
-    """One device a slot: of a tuple of them, or of a job's words, as "cpu:2"; JobError."""
-    if devices is None or not isinstance(devices, str):
-        return None if devices is None else tuple(map(str, devices))
-    (limit,) = Devices.__metadata__  # type: ignore[attr-defined]
-    if not limit.holds(devices):
-        raise JobError([f'devices = "{devices}" {limit.words}'])
-    if wrong := mistakes(devices):
-        raise JobError(wrong)
-    return slots_of(devices)
+def check_overlap(overlap: Any) -> None:
+    """JobError for a word that `Gossip`'s ``overlap`` doesn't know."""
+    if overlap not in OVERLAPS:
+        gone = f"; {removed.of_argument('overlap')}" if overlap == "layers" else ""
+        raise JobError([f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}{gone}'])
 
 
 def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -94,14 +87,14 @@ def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if world.rank == 0 and frozen:
         count = sum(p.numel() for _, p in frozen)
-        _line(
+        report(
             f"{named([n for n, _ in frozen])} ({count:,} values) don't require gradients: rank 0's "
             "on all nodes, and exchanged from the step on at which they do"
         )
     if world.rank == 0 and left:
-        _line(f"{named(left)} are exchanged, but in no group of the optimizer: it leaves them")
+        report(f"{named(left)} are exchanged, but in no group of the optimizer: it leaves them")
     if world.comm is not None and world.size == 1 and not world.launched:
-        _line(
+        report(
             "one node alone: no launcher of MPI started this process, so nothing is exchanged; "
             "`mpiexec -n 4 python PROGRAM` starts four nodes"
         )
@@ -113,7 +106,8 @@ def named(names: list[str]) -> str:
     return f"{'parameters' if len(names) > 1 else 'parameter'} {', '.join(names[:3])}{more}"
 
 
-def _line(text: str) -> None:
+def report(text: str) -> None:
+    """Print a line to stderr, once per process."""
     if text not in said:
         said.add(text)
-        print(f"mpigossip: {text}", file=sys.stderr, flush=True)
+        note(text)

@@ -8,17 +8,16 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import update_bn
 
 from mpigossip.cluster import deadline
 from mpigossip.config import JobError
 from mpigossip.doors import equal_start
 from mpigossip.doors.node import Node
-from mpigossip.engine.consensus import consensus_distance
+from mpigossip.engine.measurements import consensus_distance
 from mpigossip.engine.sharded import fully_sharded, local, reshard
 from mpigossip.mixing.base import Mixer
 from mpigossip.runs.run import meet
+from mpigossip.training.evaluate import norms, recalibrating
 
 PIECE = 1 << 18
 """Values averaged at a time, in float64."""
@@ -33,15 +32,15 @@ def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> It
     them, and their average.
     """
     module = node.model if twin is None else twin
-    if batches is not None and not any(isinstance(m, _BatchNorm) for m in module.modules()):
+    if batches is not None and not norms(module):
         raise JobError(["averaged(recalibrate=…): the model has no BatchNorm whose running mean "
                         "and variance could be found anew; leave recalibrate out"])  # fmt: skip
     with torch.no_grad(), deadline.calling("averaged()"):
         _meet(node, "averaged()")
         with node.noticed():
             equal_start.agree(node.world, equal_start.layout(module))
-        buffers = [list(m.buffers()) for m in (node.slots.models if twin is None else [twin])]
-        kept = [(t, t.clone()) for each in buffers for t in each]
+        buffers = list(module.buffers())
+        kept = [(t, t.clone()) for t in buffers]
         own = node.vector.x[0] if twin is None else None
         if own is not None:
             parts, done = [own], node.publish
@@ -58,14 +57,15 @@ def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> It
             done()
             if batches is not None:
                 device = next(module.parameters()).device
-                with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                    update_bn(batches, module, device)
+                draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
+                with draws, recalibrating(module):
+                    for batch in batches:
+                        module((batch[0] if isinstance(batch, list | tuple) else batch).to(device))
             _average_buffers(node, buffers)
             whole = True
         if not whole:  # a rank was lost: what there is without the others
             _put_back(kept, done)
-        with node.no_sync():  # a backward pass in here is none of a step
-            yield
+        yield
     finally:
         node.looking = False
         _put_back(kept, done)
@@ -94,8 +94,9 @@ def _meet(node: Node, call: str) -> None:
     """All nodes are here, the parameters in the vector, and no exchange is under way."""
     if node.looking:
         raise JobError([f"{call} inside averaged(): all nodes are alike there; leave it first"])
-    node.between(call)
+    node.not_serving(call)
     node.check()
+    node.check_known()
     meet(node, node.world)
     with node.noticed():
         node.engine.settle()
@@ -111,20 +112,18 @@ def _average(mixer: Mixer, tensors: Sequence[torch.Tensor]) -> None:
         tensor.copy_(flat.view(tensor.shape))
 
 
-def _average_buffers(node: Node, replicas: Sequence[Sequence[torch.Tensor]]) -> None:
-    """The exact average over a node's slots, in all its ranks, then over nodes, of floats."""
-    floats = [[b for b in each if b.is_floating_point()] for each in replicas]
-    if not floats[0]:
+def _average_buffers(node: Node, buffers: Sequence[torch.Tensor]) -> None:
+    """The exact average over a node's ranks, then over nodes, of floats."""
+    floats = [b for b in buffers if b.is_floating_point()]
+    if not floats:
         return
-    rows = [torch.cat([b.reshape(-1).double().cpu() for b in each]) for each in floats]
+    rows = [torch.cat([b.reshape(-1).double().cpu() for b in floats])]
     inside = node.world.nodes.inside
     if inside is not None:
-        every = inside.broadcast(inside.gather(rows))
-        rows = [row for of_rank in every for row in of_rank]
+        rows = inside.broadcast(inside.gather(rows[0]))
     total = torch.zeros_like(rows[0])
     for row in rows:
         total += row / len(rows)
-    values = node.mixer.mean(total.unsqueeze(0)).split([b.numel() for b in floats[0]])
-    for each in floats:
-        for buffer, value in zip(each, values, strict=True):
-            buffer.copy_(value.view(buffer.shape))
+    values = node.mixer.mean(total.unsqueeze(0)).split([b.numel() for b in floats])
+    for buffer, value in zip(floats, values, strict=True):
+        buffer.copy_(value.view(buffer.shape))

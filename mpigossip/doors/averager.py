@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import numpy as np
 import torch
 
+from mpigossip.cluster import deadline
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.errors import Mistake
+from mpigossip.doors.world import report_unused
 from mpigossip.graphs import graph as make_graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
@@ -38,7 +41,7 @@ class Averager:
     Where the graph's rounds multiply to the exact average (one-peer-exponential with n = 2^τ after
     τ rounds, base-2 … base-5 with any n, complete after one), all nodes hold it then, but for
     rounding. The values are those of the start: x may be written meanwhile. No gradient of autograd
-    passes. All nodes have to take part in every round.
+    passes. All nodes have to take part in every round, and call several Averagers in one order.
     """
 
     def __init__(
@@ -55,16 +58,17 @@ class Averager:
             if (
                 getattr(like, "dtype", None) not in TYPES
                 or not isinstance(like, np.ndarray | torch.Tensor)
-                or isinstance(like, np.ma.MaskedArray)
+                or not _full(like)
             ):
                 raise JobError(
-                    [f"like is {_told(like)}: arrays of numpy and torch are averaged, of float32 "
-                     "or float64 in the processor's byte order, without a mask; convert it"]
+                    [f"like is {_told(like)}: arrays of numpy and torch are averaged, dense, of "
+                     "float32 or float64 in the processor's byte order, without a mask; convert it"]
                 )  # fmt: skip
             self.graph = make_graph(graph, world.size, **options)
         self._dtype, self._shape, self._tensor = like.dtype, like.shape, torch.is_tensor(like)
         self._count, kind = int(np.prod(like.shape)), TYPES[like.dtype]
-        mine = {"dtype": str(kind), "shape": tuple(like.shape), "graph": self.graph}
+        rounds = f"{self.graph!r} with {options}, of first rounds {self.graph.fingerprint[:16]}"
+        mine = {"dtype": str(kind), "shape": tuple(like.shape), "graph": rounds}
         first = world.broadcast(mine)
         with world.together(JobError):
             for what in mine:
@@ -80,6 +84,10 @@ class Averager:
         self.round = 0
         """The graph's clock: of the exchange that is under way, else of the next."""
         self._open = False
+        self._world, self._every = world, vars(world).setdefault("averagers", [])
+        self._every.append(self)
+        self._number, self._ordered = len(self._every), 1
+        atexit.unregister(report_unused)
         world.resources.callback(self.close)
 
     def start(self, x: Any) -> None:
@@ -89,6 +97,14 @@ class Averager:
             raise JobError(
                 [f"start: the exchange of round {self.round} is under way; finish() comes first"]
             )
+        if self._ordered < len(self._every):  # once after another one was made
+            last, first = self._world.agree(self._number), -self._world.agree(-self._number)
+            if last != first:
+                raise JobError(
+                    [f"start: some ranks call Averager {first} here and others Averager {last}, "
+                     "numbered as they were made; call them in the same order on all ranks"]
+                )  # fmt: skip
+            self._ordered = len(self._every)
         (out,) = mixer.outbox(self.round)
         self._copy(x, self._shaped(out[0]))
         mixer.start(Kind.GOSSIP, self.round)
@@ -96,22 +112,24 @@ class Averager:
 
     def finish(self, out: Any = None) -> Any:
         """The average of own and neighbours' arrays, in ``out`` or a new array; waits for them."""
-        mixer = self._ready("finish", out)
+        mixer = self._ready("finish", out=out)
         if not self._open:
             raise JobError(["finish: no exchange is under way; start(x) begins one"])
-        _, (mixed,) = mixer.finish()
+        deadline.steps = self.round
+        with deadline.calling(f"finish() of Averager {self._number}"):
+            _, (mixed,) = mixer.finish()
         self._open, self.round = False, self.round + 1
         return self._given(self._shaped(mixed[0]), out)
 
     def average(self, x: Any, out: Any = None) -> Any:
         """``start(x)`` and ``finish(out)``; ``out`` may be ``x``."""
+        self._ready("average", x, out)
         self.start(x)
         return self.finish(out)
 
     def mean(self, x: Any, out: Any = None) -> Any:
         """The exact average over all nodes, of equal bits on all; no round of the graph."""
-        mixer = self._ready("mean", x)
-        self._ready("mean", out)
+        mixer = self._ready("mean", x, out)
         row = torch.zeros(1, *mixer.layout.widths, dtype=TYPES[self._dtype], device=self._device)
         self._copy(x, self._shaped(row))
         return self._given(self._shaped(mixer.mean(row)[None]), out)
@@ -120,23 +138,29 @@ class Averager:
         """Free the memory; collective, and done by the world where it ends."""
         mixer, self._mixer = self._mixer, None
         if mixer is not None:
-            mixer.close()
+            with deadline.ends(self.round):
+                mixer.close()
 
-    def _ready(self, what: str, array: Any) -> Any:
+    def _ready(self, what: str, array: Any = None, out: Any = None) -> Any:
         """The mixer; JobError where there is none any more, or an array isn't like the first."""
         if self._mixer is None:
             raise JobError([f"{what}: this Averager is closed, as its world is; make another"])
-        if array is not None and (
-            torch.is_tensor(array) is not self._tensor
-            or isinstance(array, np.ma.MaskedArray)
-            or getattr(array, "dtype", None) != self._dtype
-            or array.shape != self._shape
+        for one in (array, out):
+            if one is not None and (
+                torch.is_tensor(one) is not self._tensor
+                or getattr(one, "dtype", None) != self._dtype
+                or one.shape != self._shape
+                or not _full(one)
+            ):
+                raise JobError(
+                    [f"{what}: an array is {_told(one)}; this Averager was made for "
+                     f"{'torch' if self._tensor else 'numpy'} arrays of {self._dtype} and shape "
+                     f"{tuple(self._shape)}"]
+                )  # fmt: skip
+        if out is not None and (
+            torch._debug_has_internal_overlap(out) == 1 if self._tensor else not out.flags.writeable
         ):
-            raise JobError(
-                [f"{what}: an array is {_told(array)}; this Averager was made for "
-                 f"{'torch' if self._tensor else 'numpy'} arrays of {self._dtype} and shape "
-                 f"{tuple(self._shape)}"]
-            )  # fmt: skip
+            raise JobError([f"{what}: out is read-only or expanded; give a copy of it"])
         return self._mixer
 
     def _shaped(self, row: torch.Tensor) -> Any:
@@ -158,8 +182,17 @@ class Averager:
         return out
 
 
+def _full(array: Any) -> bool:
+    """Whether all values are in memory, and count."""
+    if torch.is_tensor(array):
+        return array.layout == torch.strided and not array.is_meta
+    return not isinstance(array, np.ma.MaskedArray)
+
+
 def _told(array: Any) -> str:
     """What somebody has given, in words."""
     if not hasattr(array, "dtype"):
         return f"a {type(array).__name__}"
-    return f"{array.dtype} of shape {tuple(getattr(array, 'shape', ()))} ({type(array).__name__})"
+    where = f", {array.layout} on {array.device}" if torch.is_tensor(array) else ""
+    shape = tuple(getattr(array, "shape", ()))
+    return f"{array.dtype} of shape {shape} ({type(array).__name__}{where})"

@@ -1,4 +1,4 @@
-"""How nodes begin alike: one layout, the average of what is trained, rank 0's of what isn't."""
+"""Initial synchronization of layouts, parameters and buffers across nodes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mpigossip.algorithms.base import no_state
 from mpigossip.algorithms.local import Local
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
+from mpigossip.doors.arguments import report
 from mpigossip.engine.sharded import is_cut, local, planned
 from mpigossip.engine.vector import Flat
-from mpigossip.mixing.base import Mixer
 
 CUT = 1 << 27
 """Bytes of rank 0's that are pickled at once."""
@@ -83,37 +83,30 @@ def _difference(mine: tuple[str, str] | None, first: tuple[str, str] | None) -> 
     return f"{mine[0]} is {mine[1]}, on rank 0 {first[1]}; {remedy}"
 
 
-def begin(world: World, mixer: Mixer, model: nn.Module) -> None:
-    """Trained parameters and float buffers become the exact average, all else rank 0's.
+def begin(world: World, model: nn.Module) -> None:
+    """Copy node 0's parameters and buffers to all nodes, as DDP does; report differences once.
 
-    Collective, of models that :func:`agree`.
+    Collective, of models that :func:`agree`. A shard comes from the same column of node 0.
     """
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    trained = [local(p.detach()) for p in parameters if p.requires_grad]
-    floats = [b for b in buffers if b.is_floating_point()]
-    frozen = [p.detach() for p in parameters if not p.requires_grad]
+    differ = False
     with torch.no_grad():
-        for some in (trained, floats):
-            if some:
-                _average(mixer, some)
-        for tensor in frozen + [b for b in buffers if not b.is_floating_point()]:
-            # a part of a parameter is that of its place in node 0
-            _from_rank_0(world.nodes.column if is_cut(tensor) else world, local(tensor))
+        for tensor in (*model.parameters(), *model.buffers()):
+            ranks = world.nodes.column if is_cut(tensor) else world
+            differ |= _from_rank_0(ranks, local(tensor.detach()))
+    if others := sum(world.gather(differ) or ()):
+        report(f"the initial models of {others} other ranks differed from rank 0's, with which "
+               "all nodes begin, as in DDP; seed models alike, and data by rank")  # fmt: skip
 
 
-def _average(mixer: Mixer, tensors: list[torch.Tensor]) -> None:
-    row = torch.cat([t.reshape(-1).float() for t in tensors]).unsqueeze(0)
-    mean, at = mixer.mean(row), 0
-    for t in tensors:
-        t.copy_(mean[at : at + t.numel()].view(t.shape))
-        at += t.numel()
-
-
-def _from_rank_0(world: World, tensor: torch.Tensor) -> None:
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().copy()
+def _from_rank_0(world: World, tensor: torch.Tensor) -> bool:
+    """Return whether its bytes changed."""
+    own = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    flat = own.copy()
     for at in range(0, flat.size, CUT):
         flat[at : at + CUT] = world.broadcast(flat[at : at + CUT])
-    tensor.copy_(torch.from_numpy(np.array(flat)).view(tensor.dtype).view(tensor.shape))
+    if differs := not np.array_equal(flat, own):
+        tensor.copy_(torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape))
+    return differs
 
 
 def place(model: nn.Module, flat: Flat, packed: torch.Tensor) -> None:

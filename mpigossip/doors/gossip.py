@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from mpigossip.algorithms import takes_local
 from mpigossip.cluster import deadline
 from mpigossip.cluster.world import World
-from mpigossip.config import JobError
-from mpigossip.doors import arguments, blocks, unwrapped
+from mpigossip.config import JobError, removed
+from mpigossip.doors import arguments, unwrapped
 from mpigossip.doors.averaged import averaged, distance
-from mpigossip.doors.inner import check, check_group, check_plain_sgd, one_rate, unscaled
+from mpigossip.doors.inner import check, check_group, check_method, one_rate, title, unscaled
 from mpigossip.doors.loop import saved
 from mpigossip.doors.loop.folder import WithFolder
 from mpigossip.doors.loop.paused import paused
@@ -25,13 +24,12 @@ from mpigossip.doors.loop.survive import Survival, check_callback, end
 from mpigossip.doors.node import Node
 from mpigossip.doors.settings import settings
 from mpigossip.doors.zero_grad import Stale
+from mpigossip.engine.measurements import Record
 from mpigossip.engine.module import Parameters
-from mpigossip.engine.step import Engine, Record
+from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Mixer
+from mpigossip.runs import printer
 from mpigossip.runs.survive import prepare
-
-T = TypeVar("T")
-OVERLAPS = ("auto", "layers", "never")
 
 
 class Gossip(WithFolder):
@@ -53,7 +51,7 @@ class Gossip(WithFolder):
     ``[torch.optim.Muon(matrices), torch.optim.AdamW(others)]``. Everything that a job refuses is
     refused here by the same words. Beyond that, because of this door:
 
-    * LBFGS: it calls its closure several times a step, each a gradient of its own;
+    * LBFGS, whose curvature pairs averaging invalidates; parameters of float64;
     * methods with a momentum of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto) with
       anything but plain SGD, or with several learning rates: they take rate and coupled weight
       decay from it, and never its step;
@@ -61,23 +59,17 @@ class Gossip(WithFolder):
       qg-dmsgd and decentlam;
     * cadence "gossip-aga", which measures the loss; "adpsgd" without ``total``, the run's steps;
     * local steps by name (``local``, "accumadam"): the optimizer is the local step;
-    * ``step()`` of the inner optimizer, which is part of this one's;
-    * with layers sent during backward, whatever changes gradients, parameters or rates between
-      backward and ``step()``: clipping, a scaler, closures; parameter groups and parameters that
-      come later; and optimizers that aren't elementwise.
+    * ``step()`` of the inner optimizer, which is part of this one's.
 
-    Names are those of a job, None its default; ``graph`` may be a networkx graph. ``options``:
-    of the algorithm, graph and cadence, and ``blend``, ``seed``, ``weights``, ``lazy``, ``levels``,
-    ``kept``, ``same_host``, ``timeout_s``. ``overlap = "auto"``: methods that are
-    ahead travel during forward and backward, others begin with the step, as all do by "never".
-    "layers": adapt-then-combine sends layers while backward still runs, where no neighbour is
-    on the same host (else whole models, to the same bits). ``devices``: slots of this node,
-    one a device, see :meth:`run`; as in a job ("cpu:2"), or a tuple; None: where the model is.
-    ``measure_every``: steps between two consensus distances in :attr:`record`; None: 10 in a
-    run, else never. ``model``: all that the optimizer moves; several modules as a list. Frozen
-    parameters are rank 0's, and join what is exchanged at the step at which they require
-    gradients. ``survive = True`` with ``on_change``: see
-    :class:`~mpigossip.doors.loop.survive.Survival`.
+    Names are those of a job, None its default; ``graph`` is anything that `mpigossip.graph` takes,
+    such as a list of matrices. ``options``: of the algorithm, graph and cadence, and ``blend``,
+    ``seed``, ``weights``, ``lazy``, ``levels``, ``kept``, ``same_host``, ``timeout_s``.
+    ``overlap = "auto"``: methods that are ahead travel during forward and backward, others begin
+    with the step, as all do by "never". ``measure_every``: steps between two consensus
+    distances in :attr:`record`; None: 10 in a run, else never. ``model``: all that the optimizer
+    moves; several modules as a `torch.nn.ModuleList`. Frozen parameters are rank 0's, and join
+    what is exchanged at the step at which they require gradients. ``survive = True`` with
+    ``on_change``: see :class:`~mpigossip.doors.loop.survive.Survival`.
 
     ``run``: a folder for the log, checkpoints and what else a job's run has; then also
     ``steps`` (the whole loop's, for the time left), ``flush_steps``, ``keep``, ``keep_every``,
@@ -90,46 +82,39 @@ class Gossip(WithFolder):
     def __init__(
         self,
         world: World,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         algorithm: str = "dsgd",
         graph: Any = None,
         cadence: str | None = None,
         wire: str | None = None,
-        overlap: Literal["auto", "layers", "never"] = "auto",
+        overlap: Literal["auto", "never"] = "auto",
         mixer: str = "synchronous",
         *,
-        devices: str | tuple[str, ...] | None = None,
         measure_every: int | None = None,
         run: str | Path | None = None,
         on_change: Callable[[World], object] | None = None,
         **options: Any,
     ):
-        """Collective: all nodes begin with the exact average of their models."""
+        """Collective: all nodes begin with node 0's model."""
         with arguments.told_to_all(world):
             optimizer = arguments.one_optimizer(optimizer)
-            whole = arguments.check(world, model, optimizer)
-            slots = arguments.slots(devices)
+            arguments.check(world, model, optimizer)
         super().__init__(optimizer)
-        self._world, self._given, self._model = world, model, unwrapped.bare(whole)
-        if overlap not in OVERLAPS:
-            raise JobError([f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}'])
+        self._world, self._given, self._model = world, model, unwrapped.bare(model)
+        arguments.check_overlap(overlap)
         where = str(next(self._model.parameters()).device)
         with world.together(JobError, ValueError):
-            unwrapped.check(whole, optimizer, world)
+            unwrapped.check(model, optimizer, world)
             check(self._model, optimizer)
             folder = Path(run) if run else None
             self._job, self._graph = settings(
                 world, where, algorithm, graph, cadence, wire, mixer, folder, options
             )
-            if not takes_local(algorithm):
-                check_plain_sgd(algorithm, optimizer)
+            check_method(self._job, optimizer)
             check_callback(self._job, on_change)
-            if overlap == "layers":
-                blocks.check(self._job, self._graph, optimizer, len(slots or (where,)))
         self._run = LoopRun(world, self._job) if run else None
         every = self._job.log.consensus_every if run else 0
-        self._overlap = overlap
         self._loaded: dict | None = None
         self._stale = Stale()
         self.record: Record | None = None
@@ -137,8 +122,7 @@ class Gossip(WithFolder):
         if self._job.run.survive:
             prepare(self._job, world)
         self._node = Node(
-            world, self._model, optimizer, self._job, self._graph, slots,
-            overlap=overlap, rate=self._rate,
+            world, self._model, optimizer, self._job, self._graph, overlap,
             measure_every=every if measure_every is None else measure_every,
         )  # fmt: skip
         self._survival: Survival | None = None
@@ -150,17 +134,16 @@ class Gossip(WithFolder):
 
     # -- a torch optimizer ----------------------------------------------------------------------
 
+    def __getattr__(self, name: str) -> Any:
+        plain = f"'{type(self).__name__}' object has no attribute '{name}'"
+        raise AttributeError(removed.of_argument(name) or plain)
+
     def __repr__(self) -> str:
         return f"Gossip[{self._job.algorithm.name}, {self._node.graph.name}] {self._inner!r}"
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """To the inner optimizer: parameters of the model, such as ones that were frozen."""
-        if self._overlap == "layers" and self._node.laid_out:
-            raise JobError(
-                ['add_param_group: with overlap="layers" the blocks are cut by the first step; add '
-                 'groups before it, or give Gossip overlap="auto"']
-            )  # fmt: skip
-        check_group(self._model, group)
+        check_group(self._node.known, group)
         self._inner.add_param_group(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -170,11 +153,6 @@ class Gossip(WithFolder):
         """
         value = None
         if closure is not None:
-            if self._overlap == "layers":
-                raise JobError(
-                    ['a closure runs backward within step(), which overlap="layers" begins with '
-                     'backward: call backward before step(), or give Gossip overlap="auto"']
-                )  # fmt: skip
             with torch.enable_grad():
                 value = closure()
         deadline.steps = self.steps
@@ -183,34 +161,31 @@ class Gossip(WithFolder):
                 self._step()
             else:
                 self._survival.step(self._step)
+        deadline.steps = self.steps
         return value
 
     def _step(self) -> None:
         node, engine = self._node, self._laid_out()
-        if engine.counting:
+        if engine.clock.counting:
             engine.clock.lap("compute_s")
-        sent = node.layers is not None and node.layers.end()
         if self._run:
             self._run.before(node)
         node.check()
         engine = node.engine
-        self._stale.check()
-        node.slots.average_gradients()
-        skipped = unscaled(self, engine, node.vector.rows[0], self._overlap == "layers")
-        lr = self._rate()
-        if not sent:
-            node.gather()
+        self._stale.check(node.vector.rows[0], self._world.rank)
+        skipped = unscaled(self, engine, node.vector.rows[0])
+        lr = one_rate(self._job.algorithm.name, self._inner, self.steps)
+        node.gather()
         if skipped and not engine.method.raw:
             node.vector.g[0].zero_()
         self._stale.spent()
         self.record = engine.step(lr, skipped)
         node.publish()
-        node.slots.spent()
         if self._survival is not None:
             self._survival.keep()
         if self._run:
             self._run.after(self.record)
-        engine.count()
+        engine.clock.begin()
         node.go_ahead()
 
     def _laid_out(self) -> Engine:
@@ -221,7 +196,7 @@ class Gossip(WithFolder):
             saved.check_step(self._world, self._loaded)
         if first:
             self._node.lay_out()
-            self._stale.watch(self.vector.rows[0])
+            self._stale.watch(p for group in self.param_groups for p in group["params"])
         if self._loaded is not None:
             saved.check_method(self._world, self._loaded, self.engine)
             self._node.begin_anew()
@@ -232,9 +207,6 @@ class Gossip(WithFolder):
         if anew and self._survival is not None:
             self._survival.keep()
         return self.engine
-
-    def _rate(self) -> float:
-        return one_rate(self._job.algorithm.name, self._inner, self.steps)
 
     # -- where everything lies ------------------------------------------------------------------
 
@@ -262,50 +234,36 @@ class Gossip(WithFolder):
         """The trained parameters in flat memory, once the first step has begun."""
         return self._node.vector
 
-    @property
-    def models(self) -> list[nn.Module]:
-        """The replicas, one a slot; the model itself first."""
-        return self._node.slots.models
-
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and as "gossip" this node's model, method and counters.
 
-        Buffers are the model's own state; those of further slots (``devices``) stand here. Not
-        collective. Exact, with a file a node: another node's would put this one at its place.
+        Buffers are the model's own state. Not collective. Exact, with a file a node: another
+        node's would put this one at its place.
         """
-        self._node.between("state_dict()")
+        self._node.not_serving("state_dict()")
         self._run_hooks("state_dict_pre")
         mine = self._loaded
         if mine is None and self._node.laid_out:
             self.vector.check()
-            mine = saved.state(self.engine, self.vector) | {"buffers": self._node.slots.others()}
+            mine = saved.state(self.engine, self.vector) | {"optimizer": title(self._inner)}
         state = self._inner.state_dict() | {"gossip": mine}
         return self._run_hooks("state_dict_post", state) or state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` stood, to the bit, at the next step; on all nodes."""
-        self._node.between("load_state_dict()")
+        self._node.not_serving("load_state_dict()")
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
         mine = given.pop("gossip", None)
-        saved.load(given, mine, self._inner, self._node.model, self._node.flat.own)
-        self._node.slots.follow()
-        self._node.slots.put_others((mine or {}).get("buffers"))
+        told = saved.load(given, mine, self._inner, self._node.model, self._node.flat.own)
+        if told and self._world.rank == 0:
+            printer.say(f"load_state_dict: {'; '.join(told)}")
         self._loaded = mine
-        if self._node.layers:  # the next step's exchange begins anew, with the step
-            self._node.layers.stop()
         self._run_hooks("load_state_dict_post")
 
-    # -- looks at all nodes, several slots ------------------------------------------------------
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """For all backward passes of a step but the last: their gradients only add up.
-
-        Of use with ``overlap = "layers"``, which sends during backward; else nothing does.
-        """
-        return self._node.no_sync()
+    # -- looks at all nodes ---------------------------------------------------------------------
 
     def average(self) -> None:
         """An exchange without a step, while others are waited for (asynchronous mixers)."""
@@ -340,12 +298,10 @@ class Gossip(WithFolder):
         self._laid_out()
         return distance(self._node)
 
-    def run(self, work: Callable[[int, nn.Module], T]) -> list[T]:
-        """``work(slot, replica)`` on every slot at once: forward and backward of its batch."""
-        return self._node.slots.run(work)
-
     def close(self) -> None:
         """Free windows and threads; collective, and done by the world where it ends."""
-        deadline.ends(self.steps)
-        with torch.no_grad(), deadline.calling("the end of its loop"):
+        # asynchronous nodes, and survivors, take part in what others do until all have ended
+        alone = self.mixer.synchronous and not self._world.survives
+        word = deadline.CLOSES if alone else deadline.WAITS
+        with torch.no_grad(), deadline.ends(self.steps, word):
             end(self._node, self._run, self._survival)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,15 +12,20 @@ from torch import nn
 
 from mpigossip.algorithms import takes_local
 from mpigossip.algorithms.base import Empty, Step, no_state
-from mpigossip.algorithms.local import Local
-from mpigossip.config import JobError
+from mpigossip.algorithms.local import STILL, Local
+from mpigossip.config import Job, JobError
 from mpigossip.doors.wrapper import Wrapper
 from mpigossip.engine.module import Parameters
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.combine import duplicate
+from mpigossip.store import StoreError
+from mpigossip.training.assemble import make_bare
 
 DIVIDES = {"slowmo", "qg-dmsgd", "decentlam"}
 """Methods that divide by the learning rate."""
+BESIDE = {"params", "param_names", *(f"{name}_lr" for name in ("initial", "max", "min", "swa")),
+          "base_momentum", "max_momentum"}  # fmt: skip
+"""Keys of a group that are no settings of its optimizer: torch's schedulers add some."""
 
 
 def borrowed(
@@ -36,7 +41,6 @@ def borrowed(
     held = held or nullcontext()
 
     def adapt(x, g, state: Empty, step: Step, out):
-        out.unbind()  # not elementwise: a pass over GPU memory leaves all of this to torch
         if out is not x:
             duplicate(x, out)
         for row, optimizer in enumerate(optimizers):
@@ -110,6 +114,31 @@ def title(optimizer: torch.optim.Optimizer) -> str:
     return " + ".join(type(one).__name__ for one in parts(optimizer))
 
 
+def complete(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], saved: str
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Saved groups, with present values of settings that they lack; what to report.
+
+    ``saved``: the :func:`title` of the optimizer that they are of, "" where an earlier version
+    wrote them. StoreError for those of another one.
+    """
+    here, now = title(optimizer), optimizer.param_groups
+    pairs = list(zip(groups, now, strict=False))  # torch refuses another number of groups
+    unknown = sorted({key for old, new in pairs for key in old.keys() - new.keys() - BESIDE})
+    lacking = {key: new[key] for old, new in pairs for key in new.keys() - old.keys() - BESIDE}
+    if saved != here if saved else unknown and lacking:
+        raise StoreError(
+            f"the state is that of {saved or 'one with ' + ', '.join(unknown)}, and Gossip has "
+            f"{here}: give it the one that was saved, or begin anew (a run: in another folder)"
+        )
+    told = [f"saved settings that {here} doesn't have: {', '.join(unknown)}"] if unknown else []
+    if lacking:
+        some = ", ".join(f"{key} = {value}" for key, value in sorted(lacking.items()))
+        told.append(f"settings of {here} that were not saved are as given now: {some}")
+    both = [{key: new[key] for key in new if key != "params"} | old for old, new in pairs]
+    return both + groups[len(now) :], told
+
+
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The optimizer has to move the parameters of this very model, in a step of its own."""
     own = {id(p) for p in model.parameters()}
@@ -122,27 +151,30 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if moved - own:
         raise JobError(
             [f"the optimizer has {len(moved - own)} parameters that are not the model's: they "
-             "would not be exchanged; give Gossip a list of all modules that it trains"]
+             "would not be exchanged; give Gossip torch.nn.ModuleList([…]) of all that it trains"]
         )  # fmt: skip
     if any(isinstance(one, torch.optim.LBFGS) for one in parts(optimizer)):
         raise JobError(
-            ["LBFGS evaluates its closure several times a step, and nodes would exchange "
-             "between them; use another optimizer"]
+            ["LBFGS evaluates its closure several times a step, and averaging invalidates its "
+             "curvature pairs: train with torch.optim.Adam on all nodes, export the average "
+             "(optimizer.averaged() or `mpigossip checkpoint export`), and run LBFGS on that alone"]
         )  # fmt: skip
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise JobError(["differentiable = True: no gradient passes through an exchange, nor does "
+                        "torch step leaf parameters so; make the optimizer without"])  # fmt: skip
     if any(isinstance(one, Wrapper) for one in parts(optimizer)):
         raise JobError(["the optimizer is a Gossip already: give it the one inside"])
 
 
-def check_group(model: nn.Module, group: dict[str, Any]) -> None:
-    """Parameters that come later have to be the model's, too."""
+def check_group(known: Container[int], group: dict[str, Any]) -> None:
+    """JobError unless the model had all parameters when Gossip was made; ``known``: their ids."""
     given = group["params"]
-    own, given = {id(p) for p in model.parameters()}, [given] if torch.is_tensor(given) else given
-    group["params"] = given = list(given)
-    if foreign := sum(id(p) not in own for p in given):
+    group["params"] = given = [given] if torch.is_tensor(given) else list(given)
+    if foreign := sum(id(p[1] if isinstance(p, tuple) else p) not in known for p in given):
         raise JobError(
-            [f"add_param_group: {foreign} parameters that are not the model's would not be "
-             "exchanged; give Gossip all that is to be trained at its making, as one module or a "
-             "list, frozen (requires_grad = False) until then"]
+            [f"add_param_group: {foreign} parameters that are not the model's, or joined it later, "
+             "would not be exchanged; build all that is to be trained before Gossip(…), as one "
+             "module, frozen (requires_grad = False) until then"]
         )  # fmt: skip
 
 
@@ -159,15 +191,21 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
         )  # fmt: skip
 
 
-def decay(
-    vector: Parameters,
-    optimizer: torch.optim.Optimizer,
-    row: int = 0,
-    only: Sequence[int] | None = None,
-) -> None:
-    """Add SGD's weight decay to the row's gradients in the vector, of all or some parameters."""
-    some = range(len(vector.rows[row])) if only is None else only
-    place = {id(vector.rows[row][k]): k for k in some}
+def check_method(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """Reject an optimizer that the method can't use: SparseAdam takes no dense gradients."""
+    if not takes_local(job.algorithm.name):
+        check_plain_sgd(job.algorithm.name, optimizer)
+    sparse = any(isinstance(one, torch.optim.SparseAdam) for one in parts(optimizer))
+    if sparse and not make_bare(job, local=STILL._replace(raw=True)).raw:
+        raise JobError(
+            [f'algorithm.name = "{job.algorithm.name}" exchanges gradients as dense arrays, which '
+             'SparseAdam does not take; use torch.optim.Adam, or algorithm="dsgd"']
+        )  # fmt: skip
+
+
+def decay(vector: Parameters, optimizer: torch.optim.Optimizer, row: int = 0) -> None:
+    """Add SGD's weight decay to the row's gradients in the vector."""
+    place = {id(p): k for k, p in enumerate(vector.rows[row])}
     x, g = vector.cut(vector.x[0][row]), vector.cut(vector.g[0][row])
     for group in optimizer.param_groups:
         for p in group["params"] if group["weight_decay"] else ():
@@ -199,20 +237,12 @@ def one_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> fl
 
 
 def unscaled(
-    optimizer: Wrapper, engine: Engine, parameters: Sequence[nn.Parameter], sent: bool
+    optimizer: Wrapper, engine: Engine, parameters: Sequence[nn.Parameter]
 ) -> tuple[int, ...]:
-    """Take GradScaler's scale out of the gradients; (0,) where they overflowed.
-
-    ``sent``: layers have gone out during backward.
-    """
+    """Take GradScaler's scale out of the gradients; (0,) where they overflowed."""
     found = getattr(optimizer, "found_inf", None)
     if found is None:
         return ()
-    if sent:
-        raise JobError(
-            ['a GradScaler has its gradients unscaled in step(), when overlap="layers" has '
-             'sent them; use bf16 autocast without a scaler, or give Gossip overlap="auto"']
-        )  # fmt: skip
     wrong = torch.as_tensor(float(found) > 0, dtype=torch.float64).reshape(1, 1)
     if engine.method.always_global:  # used by all or by none
         wrong = engine.mixer.mean_scalars(wrong)

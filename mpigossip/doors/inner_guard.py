@@ -10,6 +10,15 @@ from mpigossip.config import JobError
 from mpigossip.doors.inner import parts
 
 
+def check_free(optimizer: torch.optim.Optimizer) -> None:
+    """JobError where it is inside another Gossip."""
+    for one in parts(optimizer):
+        hooks = getattr(one, "_optimizer_step_pre_hooks", {}).values()  # not of a wrapper
+        if any(isinstance(getattr(hook, "__self__", None), Held) for hook in hooks):
+            raise JobError([f"the {type(one).__name__} is inside another Gossip; make a torch "
+                            "optimizer for each, or close() the other Gossip first"])  # fmt: skip
+
+
 class Held:
     """Inside, the optimizer may step; outside, its `step()` is refused until :meth:`release`."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import atexit
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -13,15 +13,14 @@ from mpigossip.algorithms import Algorithm, takes_local
 from mpigossip.algorithms.local import Local
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
+from mpigossip.config.readable import note
 from mpigossip.doors import equal_start, unwrapped
 from mpigossip.doors.arguments import named
-from mpigossip.doors.blocks import Layers
 from mpigossip.doors.inner import borrowed, check, decay, rate
 from mpigossip.doors.inner_guard import Held
-from mpigossip.doors.nan_check import Finite
-from mpigossip.doors.slots import Slots
-from mpigossip.engine.consensus import measured_every
+from mpigossip.doors.world import report_unused
 from mpigossip.engine.gathered import Gathered
+from mpigossip.engine.measurements import measured_every
 from mpigossip.engine.module import Parameters
 from mpigossip.engine.sharded import Cut, Shards, planned
 from mpigossip.engine.step import Engine
@@ -31,7 +30,8 @@ from mpigossip.groups.devices import make_group
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Layout, Mixer
 from mpigossip.training import assemble
-from mpigossip.training.fragments import make_fragments, narrowed
+from mpigossip.training.fit import check_rounds
+from mpigossip.training.fragments import engine_of, make_fragments, narrowed
 
 
 class Node:
@@ -51,27 +51,26 @@ class Node:
         inner: torch.optim.Optimizer,
         job: Job,
         graph: Graph,
-        devices: Sequence[str] | None,
         overlap: str,
-        rate: Callable[[], float],
         measure_every: int | str,
     ):
-        """Collective: the models become their exact average. ``rate``: the learning rate of now."""
+        """Collective: all models become node 0's."""
         self.world, self.model, self.inner = world, model, inner
         self.job, self.graph = job, graph
-        self._overlap, self._rate, self._every = overlap, rate, measure_every
+        self._overlap, self._every = overlap, measure_every
         self._sent: list[int] = []
-        self.layers: Layers | None = None
         self.laid_out = self.looking = self.serving = False
-        unwrapped.check_cut(model, overlap, devices)
         self._facts = equal_start.layout(model)
         equal_start.agree(world, [*equal_start.settings_of(job), *self._facts])
+        check_rounds(job, graph, world)
         self.noticed: Callable[[], AbstractContextManager[None]] = nullcontext
         """the block in which a lost rank is no reason to stop, where the node outlives others"""
         self._open()
-        equal_start.begin(world, self.mixer, model)
+        equal_start.begin(world, model)
+        self.known = {id(p): p for p in model.parameters()}
+        """all that the model had when Gossip was made"""
         self.held = Held(inner)
-        self.slots = Slots(model, devices, job.node.timeout_s)
+        atexit.unregister(report_unused)
 
     def _open(self) -> None:
         """The mixer for the model as it is; collective."""
@@ -116,6 +115,11 @@ class Node:
         """Whether the node's ranks have a part of the model each."""
         return isinstance(self.flat, Cut)
 
+    @property
+    def buffers(self) -> list[dict[str, torch.Tensor]]:
+        """The model's, by name, of the only slot here."""
+        return [dict(self.model.named_buffers())]
+
     def lay_out(self) -> None:
         """The vector, where the model now is, and the engine over it; collective."""
         unwrapped.check_late(self.model, self.world)
@@ -126,31 +130,33 @@ class Node:
         if device != self._device or self.flat != planned(self.model):
             self._shut()
             self._open()
-        check(self.model, self.inner)
+        self.check_known()
         f = self.flat
         self.vector = Shards(self.model, f) if isinstance(f, Cut) else Parameters([self.model])
         self._build()
         self.laid_out = True
 
+    def check_known(self) -> None:
+        """JobError for parameters that joined model or optimizer after Gossip was made."""
+        check(self.model, self.inner)
+        new = [(n, p) for n, p in self.model.named_parameters() if id(p) not in self.known]
+        if late := [n for n, p in new if p.requires_grad]:
+            raise JobError([f"{named(late)} joined the model after Gossip was made, and would "
+                            "never be exchanged; add them before Gossip(…)"])  # fmt: skip
+
     def _build(self) -> None:
         """The engine over the vector, with method and cadence of the graph."""
         local = borrowed(self.vector, [self.inner], self.held)
         method = self._method(local)
-        if self._overlap == "layers" and self.layers is None:
-            self.layers = Layers(
-                self.model, self.vector, self.inner, self._method, self.gather, self._rate
-            )
         flat = self.flat.own
         parts = make_fragments(
             self.job, self.turns, self.mixer.layout, flat, [slice(0, flat.size)], [method],
-            lambda decayed, still: self._method(still or local),
+            self._method,
         )  # fmt: skip
-        self.engine = Engine(
+        self.engine = engine_of(parts)(
             self.mixer, self.group, self.vector, [method],
-            assemble.make_cadence(self.job, method, self.graph), fragments=parts,
-            cut=self.layers.cut if self.layers else None,
+            assemble.make_cadence(self.job, method, self.graph),
             measure_every=measured_every(self._every, self._device),
-            inspect=Finite(self.flat.own, self.world.rank),
         )  # fmt: skip
 
     def _method(self, local: Local) -> Algorithm:
@@ -167,11 +173,6 @@ class Node:
 
     def lay_out_again(self, names: list[str]) -> None:
         """With parameters that were frozen; what the method has kept begins anew. Collective."""
-        if self.layers:
-            raise JobError(
-                [f"{named(names)} require gradients, and didn't at the first step, by which "
-                 'overlap="layers" has cut what is sent; give Gossip overlap="auto"']
-            )  # fmt: skip
         before, drops = self.engine, bool(self.engine.parts())
         before.settle()
         self.lay_out()
@@ -180,16 +181,14 @@ class Node:
         self.mixer.bytes_sent[:] = before.mixer.bytes_sent
         if self.world.rank == 0:
             anew = "; what the method has kept from earlier steps begins anew" if drops else ""
-            print(
-                f"mpigossip: step {before.index}: {named(names)} require gradients now, and are "
-                f"exchanged from here on{anew}", file=sys.stderr, flush=True,
-            )  # fmt: skip
+            note(
+                f"step {before.index}: {named(names)} require gradients now, and are "
+                f"exchanged from here on{anew}"
+            )
 
     def among(self, world: World, graph: Graph) -> None:
         """Go on between other nodes, the method's state begun anew; on all of them."""
         self.world, self.graph, self._sent = world, graph, []
-        if self.layers:
-            self.layers.stop()
         self._open()
         self._build()
 
@@ -204,6 +203,8 @@ class Node:
                  "the block ends; leave it first"]
             )  # fmt: skip
         self.not_serving("step()")
+        if any(id(p) not in self.known for g in self.inner.param_groups for p in g["params"]):
+            self.check_known()
         changed = self.vector.check()
         if names := self.vector.thawed():
             self.lay_out_again(names)
@@ -217,27 +218,24 @@ class Node:
 
     def go_ahead(self) -> None:
         """Begin the next step's exchange where the method can, so that it travels meanwhile."""
-        if self.layers:
-            self.layers.begin(self.engine)
-        elif self._overlap == "auto" and self.engine.method.ahead and self.mixer.synchronous:
+        if self._overlap == "auto" and self.engine.method.ahead and self.mixer.synchronous:
             self.engine.ahead()
             self._sent = self.vector.versions()
 
-    def gather(self, only: Sequence[int] | None = None) -> None:
-        """Gradients of all parameters, or some, and SGD's decay, where the method reads them."""
+    def gather(self) -> None:
+        """Gradients of all parameters, and SGD's decay, where the method reads them."""
         if not self.engine.method.raw:
-            self.vector.gather(only)
+            self.vector.gather()
             if not takes_local(self.job.algorithm.name):
-                decay(self.vector, self.inner, only=only)
+                decay(self.vector, self.inner)
 
     def publish(self) -> None:
-        """What the parameters' other holders are to see: 16-bit ones, and the other slots."""
+        """Round the masters of 16-bit parameters to them."""
         self.vector.publish()
-        self.slots.follow()
 
     def average(self) -> None:
         """An exchange without a step."""
-        self.between("average()")
+        self.not_serving("average()")
         if not self.turns.plain:
             raise JobError(
                 ["average(): with fragments or a delay, what travels is given by the step; leave "
@@ -251,14 +249,6 @@ class Node:
         self.vector.gather()
         self.engine.average(rate(self.inner)[0])
         self.publish()
-        if self.layers:
-            self.layers.begin(self.engine)
-
-    def between(self, what: str) -> None:
-        """JobError where backward has begun the step already, or a thread exchanges the model."""
-        self.not_serving(what)
-        if self.layers:
-            self.layers.between(what)
 
     def not_serving(self, what: str) -> None:
         """JobError where :func:`~mpigossip.doors.loop.paused.paused` exchanges in a thread."""
@@ -268,15 +258,8 @@ class Node:
                  "thread; leave the block first"]
             )  # fmt: skip
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes add up gradients and send nothing."""
-        with self.layers.no_sync() if self.layers else nullcontext():
-            yield
-
     def close(self, together: bool) -> None:
-        """End the threads; free what lies between nodes, too, where they come ``together``."""
+        """Free the inner optimizer, and what lies between nodes where they come ``together``."""
         self.held.release()
         if together:
             self._shut()
-        self.slots.close()

@@ -9,9 +9,8 @@ from typing import Any
 
 from mpigossip import algorithms, graphs
 from mpigossip.algorithms import cadence as cadences
-from mpigossip.algorithms import takes_local
 from mpigossip.cluster.world import World
-from mpigossip.config import CadenceSection, GraphSection, Job, JobError
+from mpigossip.config import CadenceSection, GraphSection, Job, JobError, removed
 from mpigossip.config.choices import options_of, part_of
 from mpigossip.config.toml import near
 from mpigossip.doors.equal_start import SIGNATURE
@@ -23,7 +22,7 @@ from mpigossip.training.fit import unfit
 KEYS = {
     "algorithm": ("blend",),
     "run": ("seed", "survive"),
-    "graph": ("weights", "lazy", "slack"),
+    "graph": ("weights", "lazy", "slack", "degree"),
     "node": ("levels", "kept", "same_host", "timeout_s", "gpu_window"),
 }
 OF_RUN = {
@@ -47,7 +46,7 @@ def settings(
     options: Mapping[str, Any],
 ) -> tuple[Job, Graph]:
     """The job, and the graph over the world's ranks; JobError with all that doesn't fit."""
-    drawn = is_network(graph)
+    drawn = graph is not None and not isinstance(graph, str)
     if is_network(algorithm) or algorithm in graphs.BUILDERS.keys() - algorithms.BUILDERS.keys():
         raise JobError([f"the fourth argument is the algorithm now: write graph={algorithm!r}"])
     if "local" in options:
@@ -55,7 +54,7 @@ def settings(
     plain = {section: set(keys) for section, keys in KEYS.items()}
     for section, keys in OF_RUN.items() if folder else ():
         plain[section] = plain.get(section, set()).union(keys)
-    sections = _sections(algorithm, None if drawn else graph, cadence, options, plain)
+    sections = _sections(algorithm, graph, cadence, options, plain)
     if folder is not None:
         sections["run"] |= {"output": str(folder), "name": folder.name or "run"}
     if world.nodes.per_node > 1:
@@ -64,14 +63,18 @@ def settings(
     if wire is not None:
         sections["node"]["wire"] = wire
     job = assemble.load(sections)
-    if drawn:
-        made = graphs.graph(graph, world.nodes.count, job.graph.weights, lazy=job.graph.lazy)
-        job = replace(job, graph=replace(job.graph, name="networkx"))
-    else:
-        try:
+    try:
+        if drawn:
+            of, slack = job.graph, {"slack": job.graph.options.get("slack", 1.0)}
+            made = graphs.graph(
+                graph, world.nodes.count, of.weights, job.run.seed, of.lazy, **slack
+            )
+            name = "networkx" if is_network(graph) else f"{made.name} (given)"
+            job = replace(job, graph=replace(of, name=name, options=slack))
+        else:
             made = assemble.make_graph(job, world.nodes.count)
-        except GraphError as error:
-            raise JobError([f"graph.name: {error}"]) from error
+    except GraphError as error:
+        raise JobError([f"graph.name: {error}"]) from error
     method = assemble.make_method(job, 0, made, SIGNATURE)
     found = unfit(job, made, method, assemble.make_cadence(job, method, made))
     found += _unseen(job, method, made)
@@ -107,7 +110,7 @@ def _of_several(job: Job, world: World) -> list[str]:
 
 def _sections(
     algorithm: str,
-    graph: str | None,
+    graph: Any,
     cadence: str | None,
     options: Mapping[str, Any],
     plain: Mapping[str, set[str]],
@@ -116,11 +119,11 @@ def _sections(
     sections: dict[str, dict[str, Any]] = {"run": {}, "algorithm": {"name": algorithm}}
     sections |= {"graph": {}, "cadence": {}, "node": {}, "checkpoint": {}, "log": {}}
     for section, name in (("graph", graph), ("cadence", cadence)):
-        if name is not None:
+        if isinstance(name, str):
             sections[section]["name"] = name
     part = part_of(algorithms.BUILDERS, algorithm)
     brought = part.brings if part else {}
-    graph = graph or brought.get("graph.name", GraphSection.name)
+    graph = brought.get("graph.name", GraphSection.name) if graph is None else graph
     cadence = cadence or brought.get("cadence.name", CadenceSection.name)
     known = {section: set(plain.get(section, ())) for section in sections}
     known["algorithm"] |= {*options_of(algorithms.BUILDERS, algorithm)}
@@ -131,7 +134,8 @@ def _sections(
         if not homes:
             if any(key in keys for keys in OF_RUN.values()):
                 raise JobError([f'{key}: goes with a run\'s folder: give Gossip run="runs/mine"'])
-            raise JobError([f"{key}: unknown; {near(key, set().union(*known.values()))}"])
+            unknown = f"{key}: unknown; {near(key, set().union(*known.values()))}"
+            raise JobError([removed.of_argument(key) or unknown])
         for section in homes:
             sections[section][key] = value
     return sections
@@ -140,12 +144,6 @@ def _sections(
 def _unseen(job: Job, method: algorithms.Algorithm, graph: Graph) -> list[str]:
     """What a job knows and a loop of one's own doesn't say."""
     cadence = assemble.make_cadence(job, method, graph)
-    if not cadence.turns.plain and method.alone is None and takes_local(job.algorithm.name):
-        return [
-            f'cadence.fragments = {cadence.turns.fragments}: algorithm "{job.algorithm.name}" takes'
-            " its step and what it receives in one, for which each fragment would need an "
-            'optimizer of its own; use a method such as "dsgd" or "diloco", or a job'
-        ]
     if cadence.own:
         return [
             f"period = {list(cadence.own)}: a loop of one's own makes each step that it is told; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -134,22 +134,6 @@ def _parts(model: nn.Module, world: World | None) -> bool:
              "too, after its layers"]
         )  # fmt: skip
     return bool(cut)
-
-
-def check_cut(model: nn.Module, overlap: str, devices: Sequence[str] | None) -> None:
-    """JobError for what a model that is cut between the node's ranks can't have."""
-    if not any(is_cut(p) for p in model.parameters()):
-        return
-    if overlap == "layers":
-        raise JobError(
-            ['overlap = "layers": gradients of a model cut by fully_shard are whole a module at a '
-             'time, after their reduction in the node; give Gossip overlap="auto"']
-        )  # fmt: skip
-    if len(devices or ()) > 1:
-        raise JobError(
-            [f"devices = {', '.join(devices or ())}: a model cut by fully_shard has one device a "
-             "rank; leave devices out, and start more ranks"]
-        )  # fmt: skip
 
 
 def _of_node(name: str, parameter: Any, world: World | None) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import atexit
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from mpigossip.cluster import framework_variables, ranks
-from mpigossip.cluster.process import TIMEOUT_S
+from mpigossip.cluster.process import TIMEOUT_S, ending
 from mpigossip.config import JobError
+from mpigossip.config.readable import note
 from mpigossip.groups.process_groups import node_group
 
 
@@ -30,6 +31,13 @@ class World(ranks.World):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         group = self.node_group(backend)
         return DeviceMesh.from_group(group, device, mesh_dim_names=("node",))
+
+
+def report_unused(nodes: int) -> None:
+    """At exit, unless Gossip or Averager has unregistered it: the nodes' models are separate."""
+    if not ending.code:
+        text = f"{nodes} nodes exchanged nothing, so each has a model of its own; write "
+        note(f"{text}optimizer = mpigossip.Gossip(world, model, optimizer)")
 
 
 def _backend() -> str:
@@ -60,7 +68,9 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
     assert isinstance(made, World)
     made.arrange(ranks_per_node)
     hidden = framework_variables.hide()
+    if made.nodes.count > 1 and made.rank == 0:
+        atexit.register(report_unused, made.nodes.count)
     if hidden and made.rank == 0:
-        text = f"mpigossip: {', '.join(hidden)} are hidden, so that frameworks see one process a "
-        print(f"{text}rank; read them before mpigossip.world()", file=sys.stderr, flush=True)
+        text = f"{', '.join(hidden)} are hidden, so that frameworks see one process a rank"
+        note(f"{text}; read them before mpigossip.world()")
     return made

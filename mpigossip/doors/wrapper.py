@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpigossip.config import JobError
 from mpigossip.engine.sharded import local
 
 CALLS = ("step", "state_dict", "load_state_dict")
@@ -68,6 +69,10 @@ class Wrapper(torch.optim.Optimizer):
         for p in parameters:
             if p.grad is not None:
                 local(p.grad).mul_(inverse.to(p.grad.device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """JobError, for `copy` and `pickle`."""
+        raise JobError(["Gossip can't be copied or pickled; take optimizer.state_dict() instead"])
 
     def _run_hooks(self, name: str, *arguments: Any) -> Any:
         """Call the hooks of a name; the last value that one returned."""

@@ -1,12 +1,13 @@
-"""Whether a loop forgot `zero_grad`: gradients of the last step would add to the next."""
+"""Detection of steps on stale gradients, which `zero_grad` didn't clear, and on none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
 from mpigossip.config import JobError
+from mpigossip.doors.arguments import report
 from mpigossip.engine.sharded import is_cut, local
 
 
@@ -19,11 +20,12 @@ class Stale:
         self._spent: tuple[torch.Tensor, int, int] | None = None
         self._added = False
 
-    def watch(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Choose the smallest parameter that has a gradient."""
-        having = [p for p in parameters if p.grad is not None] or list(parameters)
-        self._parameter = min(having, key=torch.Tensor.numel)
-        self._parameter.register_post_accumulate_grad_hook(self._accumulated)
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Choose the smallest of the optimizer's parameters that has a gradient, if one has."""
+        having = [p for p in parameters if p.grad is not None and p.requires_grad]
+        self._parameter = min(having, key=torch.Tensor.numel, default=None)
+        if self._parameter is not None:
+            self._parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def spent(self) -> None:
         """A step has used the gradients."""
@@ -40,8 +42,12 @@ class Stale:
                 self._added = same and local(grad)._version > of_local
             self._spent = None
 
-    def check(self) -> None:
-        """JobError where backward added to the gradients that the last step had used."""
+    def check(self, parameters: Iterable[torch.Tensor], rank: int) -> None:
+        """JobError where backward added to gradients that were used; reports if there are none."""
+        if all(p.grad is None for p in parameters):  # a rank without data may mean it
+            report(f"step() on rank {rank} without any gradient: only the exchange changes its "
+                   "model; call zero_grad() before backward(), and that on the model given to "
+                   "Gossip, not on a copy")  # fmt: skip
         if self._added:
             self._added = False
             raise JobError(

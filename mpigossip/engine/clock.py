@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mpigossip.mixing.base import Mixer
 
@@ -11,10 +13,18 @@ class Clock:
     """Seconds of a step by what they went to; waiting for other nodes is told apart as idle."""
 
     def __init__(self, mixer: Mixer):
-        """Start the first lap."""
+        """``mixer``: knows how long it has waited."""
+        self._mixer, self.counting = mixer, False
+        self.seconds: dict[str, float] = {}
+        self._at = self._waited = 0.0
+
+    def begin(self) -> None:
+        """Time from now on is the next step's, unless that is counted already."""
+        if self.counting:
+            return
         self.seconds = {"compute_s": 0.0, "node_s": 0.0, "exchange_s": 0.0, "idle_s": 0.0}
-        self._mixer, self._waited = mixer, mixer.waited
-        self._at = time.perf_counter()
+        self.counting = True
+        self.skip()
 
     def lap(self, name: str) -> None:
         """Book the time since the last lap."""
@@ -27,3 +37,16 @@ class Clock:
     def skip(self) -> None:
         """The time since the last lap is none of the step's."""
         self._at, self._waited = time.perf_counter(), self._mixer.waited
+
+    def end(self) -> dict[str, float]:
+        """The seconds of the step, which is over."""
+        self.counting = False
+        return self.seconds
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is done inside is none of a step's time."""
+        if self.counting:
+            self.lap("compute_s")
+        yield
+        self.skip()

@@ -76,7 +76,7 @@ class Gathered:
             place.copy_(value)
         self._inner.start(kind, t, exchange)
 
-    def finish(self) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
         """``sent`` and ``mixed``, whole: the node's ranks gather their shards."""
         (sent,), (mixed,) = self._inner.finish()
         own = [(*self._out, *self._scalars)]

@@ -60,14 +60,12 @@ class Parameters:
             found = self._cache[row.data_ptr()] = self.flat.own.views(row)
         return found
 
-    def gather(self, only: Sequence[int] | None = None) -> None:
-        """The gradients of all parameters, or some, into ``g``; zero where there is none."""
+    def gather(self) -> None:
+        """The gradients of all parameters into ``g``; zero where there is none."""
         if not self.g[0].numel():
             self.g = [torch.zeros_like(x) for x in self.x]
         for parameters, row in zip(self.rows, self.g[0], strict=True):
-            views = self.cut(row)
-            for k in range(len(parameters)) if only is None else only:
-                p, view = parameters[k], views[k]
+            for p, view in zip(parameters, self.cut(row), strict=True):
                 if p.grad is None:
                     view.zero_()
                 else:

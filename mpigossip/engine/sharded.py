@@ -17,8 +17,8 @@ from torch import nn
 
 from mpigossip.config import JobError
 from mpigossip.engine.module import LOW, Parameters, alone, left, owner, unlike
-from mpigossip.engine.vector import ALIGN, Flat, flatten
-from mpigossip.mixing.wire import BUCKET
+from mpigossip.engine.vector import Flat, flatten
+from mpigossip.mixing.wire import ALIGN, BUCKET
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
@@ -259,17 +259,15 @@ class Shards(Parameters):
         shard = local(p)
         return shard.data_ptr(), shard._version + p._version
 
-    def gather(self, only: Sequence[int] | None = None) -> None:
-        """This rank's part of the gradients of all parameters, or some, into ``g``."""
+    def gather(self) -> None:
+        """This rank's part of the gradients into ``g``."""
         if not self.g[0].numel():
             self.g = [torch.zeros_like(x) for x in self.x]
-        views = self.cut(self.g[0][0])
-        for k in range(len(views)) if only is None else only:
-            gradient = self.rows[0][k].grad
-            if gradient is None:
-                views[k].zero_()
+        for p, view in zip(self.rows[0], self.cut(self.g[0][0]), strict=True):
+            if p.grad is None:
+                view.zero_()
             else:
-                views[k].copy_(local(gradient))
+                view.copy_(local(p.grad))
 
     def _as_gradients(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The pieces of a row of gradients as DTensors."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from mpigossip.engine.vector import Flat
+from mpigossip.groups.base import Group
 from mpigossip.store import direct
 
 
@@ -37,6 +38,22 @@ def joined(
         place = torch.from_numpy(direct.pages(size)).view(whole.dtype).numpy()
     flat.pack(whole, torch.from_numpy(place))
     return place
+
+
+def packed(
+    parts: Mapping[str, Sequence[torch.Tensor]],
+    group: Group,
+    flat: Flat,
+    row: int,
+    places: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """A row of arrays by name, :func:`joined`; collective over the node, of its first process."""
+    found = {}
+    for name, shards in parts.items():
+        whole = group.to_first([shard[row : row + 1] for shard in shards])
+        if whole is not None:
+            found[name] = joined(whole, 0, flat, places.get(name))
+    return found
 
 
 def split(

@@ -11,10 +11,7 @@ import torch
 from torch import nn
 
 from mpigossip.config import JobError
-from mpigossip.mixing.wire import BUCKET
-
-ALIGN = 32
-"""Elements (128 bytes) that every parameter's place is a multiple of."""
+from mpigossip.mixing.wire import ALIGN, BUCKET
 
 
 class Vector(Protocol):
@@ -81,11 +78,7 @@ class Flat:
     def decayed_in(self, slot: int) -> int:
         """Leading columns of a slot's shard that take weight decay."""
         width = self.size // self.slots
-        return self.decayed_among(slice(slot * width, (slot + 1) * width))
-
-    def decayed_among(self, columns: slice) -> int:
-        """Leading columns of a block that take weight decay."""
-        return min(max(self.decayed - columns.start, 0), columns.stop - columns.start)
+        return min(max(self.decayed - slot * width, 0), width)
 
     @property
     def places(self) -> list[slice]:
@@ -165,6 +158,17 @@ def dense(parameter: torch.Tensor) -> tuple[int, ...]:
     return like.stride()
 
 
+def check_type(name: str, parameter: torch.Tensor, types: Collection[torch.dtype]) -> None:
+    """JobError for a parameter that is none of ``types``."""
+    if parameter.dtype not in types:
+        need = " or ".join(str(one).removeprefix("torch.") for one in types)
+        raise JobError(
+            [f"parameter {name} has unsupported dtype {parameter.dtype} (need {need}): call "
+             "model.float(); to train in float64, step with torch's optimizer and average the "
+             "parameters by mpigossip.Averager (mpigossip/doors/README.md)"]
+        )  # fmt: skip
+
+
 def flatten(
     module: nn.Module,
     slots: int = 1,
@@ -182,11 +186,7 @@ def flatten(
             ["the model has no parameter to train: requires_grad is False for all; set it for some"]
         )
     for name, parameter in trained:
-        if parameter.dtype not in types:
-            raise JobError(
-                [f"the model's parameter {name} is {parameter.dtype}; float32 is kept and "
-                 'exchanged (for 16-bit arithmetic use node.precision = "bf16")']
-            )  # fmt: skip
+        check_type(name, parameter, types)
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     chosen = {name for name, _ in trained} if decayed is None else set(decayed)
     ordered = [pair for pair in trained if pair[0] in chosen]

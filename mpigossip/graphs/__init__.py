@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mpigossip.config.limits import Positive
+from mpigossip.config.own_parts import is_own
 from mpigossip.config.toml import near
 from mpigossip.graphs import classic, equitopo, exponential, factors, finite_time
 from mpigossip.graphs.base import Graph, GraphError, checked_seed, from_matrices
-from mpigossip.graphs.networks import from_networkx, from_sequence, is_network
+from mpigossip.graphs.networks import from_function, from_networkx, from_sequence, from_value
 from mpigossip.graphs.rounds import Circulant, Sparse
 from mpigossip.graphs.weights import WEIGHTS, reweighted
 
@@ -120,23 +121,23 @@ def graph(
     """The graph of this name over n nodes.
 
     `name` is one of `BUILDERS`, or "file:PATH" (what a search saved, or a network in a format of
-    networkx), or a networkx graph, or a graph; but for names n may be left out, and has to match
-    if given.
+    networkx), a function or "module:function" (see `from_function`), or a graph, a networkx graph,
+    a matrix, a list of either; but for names n may be left out, and has to match if given.
     `weights` names a rule (`WEIGHTS`) that replaces the graph's own weights; the option `slack`
     gives κW + (1−κ)I and `lazy` (I + W)/2; further options are the builder's keyword-only
     parameters. Raises GraphError naming the value, the limit and the remedy.
     """
-    if isinstance(name, Graph):
-        return _finished(name, n, weights, lazy, **options)
-    if is_network(name):
-        return _finished(from_networkx(name, weights), n, None, lazy, **options)
     if isinstance(name, str) and name.startswith("file:"):
         from mpigossip.graphs.files import read
 
         return _finished(read(name.removeprefix("file:")), n, weights, lazy, **options)
+    slack = options.pop("slack", 1.0)
+    if callable(name) or isinstance(name, str) and is_own(name):
+        return _finished(from_function(name, n, seed, **options), n, weights, lazy, slack)
+    if not isinstance(name, str):
+        return _finished(from_value(name), n, weights, lazy, slack, **options)
     if name not in BUILDERS:
         raise GraphError(f'graph "{name}" is unknown; {near(name, BUILDERS)}')
-    slack = options.pop("slack", 1.0)
     return _finished(BUILDERS[name](n, seed, **options), n, weights, lazy, slack=slack)
 
 

@@ -4,8 +4,9 @@ A graph is a *schedule* of rounds (`rounds.py`): a cycle, a drawn order of a few
 rounds drawn anew. Its facts are computed from the weights, never declared.
 """
 
+import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -160,6 +161,8 @@ class Graph:
     schedule: Schedule
     name: str = field(default="graph", compare=False)
     options: tuple[tuple[str, object], ...] = field(default=(), compare=False)
+    stated: int = field(default=0, compare=False)
+    """the degree of a user's function, of which only the first rounds are known; else 0"""
 
     def __post_init__(self) -> None:
         if not self.schedule.rounds:
@@ -167,18 +170,25 @@ class Graph:
         for t, r in enumerate(self.schedule.rounds):
             self._check(r, f"round {t}")
 
-    def _check(self, r: Round, where: str) -> None:
+    def _check(self, r: Round, where: str, facts: Collection[str] = ()) -> None:
         if r.n != self.n:
             raise GraphError(
                 f'graph "{self.name}": {where} has {r.n} nodes, round 0 has {self.n}; '
                 "all rounds need the same number"
             )
         rows, columns = (np.abs(s - 1.0).max() for s in (r.row_sums(), r.column_sums()))
-        if not min(rows, columns) <= TOLERANCE * max(self.n, 10):
+        if 0 < self.stated < r.degree:
+            raise GraphError(
+                f'graph "{self.name}": a node of {where} has {r.degree} in-neighbours, more than '
+                f"the stated degree = {self.stated}; state degree = {r.degree}"
+            )
+        sums = {"row-stochastic": rows, "column-stochastic": columns}
+        needed = [sums[fact] for fact in sums.keys() & facts] or [min(rows, columns)]
+        if not max(needed) <= TOLERANCE * max(self.n, 10):
             raise GraphError(
                 f'graph "{self.name}": in {where} the rows of weights miss a sum of one by '
                 f"{rows:.3g} and the columns by {columns:.3g}; rows (averaging) or columns "
-                "(push-sum) have to sum to one"
+                "(push-sum) have to sum to one, in all rounds alike"
             )
 
     @property
@@ -194,7 +204,14 @@ class Graph:
     @cached_property
     def degree(self) -> int:
         """Most in-neighbours of a node in any round: the size of its inbox."""
-        return max(r.degree for r in self.schedule.rounds)
+        return self.stated or max(r.degree for r in self.schedule.rounds)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the first 64 rounds: neighbours in the order of summation, and weights."""
+        rounds = map(self.round, range(min(64, self.period or 64)))
+        keys = [r._key() if isinstance(r, Sparse) else r for r in rounds]
+        return hashlib.sha256(repr(keys).encode()).hexdigest()
 
     @cached_property
     def facts(self) -> frozenset[str]:
@@ -219,7 +236,8 @@ class Graph:
     def complete(self) -> bool:
         """Whether every round is the exact average, W = 11ᵀ/n."""
         edges = self.n * (self.n - 1)
-        return self.doubly_stochastic and all(
+        known = self.doubly_stochastic and not self.stated
+        return known and all(
             r.edge_count == edges and abs(r.smallest() - 1 / self.n) <= TOLERANCE
             for r in self.schedule.rounds
         )
@@ -230,8 +248,8 @@ class Graph:
         if t < 0:
             raise GraphError(f'graph "{self.name}": round {t} doesn\'t exist; rounds count from 0')
         r = self.schedule.at(t)
-        if isinstance(self.schedule, Drawn) and t >= SAMPLED_ROUNDS:
-            self._check(r, f"round {t}")
+        if isinstance(getattr(self.schedule, "of", self.schedule), Drawn) and t >= SAMPLED_ROUNDS:
+            self._check(r, f"round {t}", self.facts)
         return r
 
     def _node(self, i: int) -> int:
@@ -258,9 +276,9 @@ class Graph:
         return self.round(t).matrix()
 
     def slack(self, kappa: float) -> "Graph":
-        """The graph of κW + (1−κ)I, 0 < κ ≤ 1: slower mixing, larger own weights."""
-        if not 0.0 < kappa <= 1.0:
-            raise GraphError(f"slack {kappa} is outside (0, 1]; 1 leaves the weights as they are")
+        """The graph of κW + (1−κ)I, 1e-9 ≤ κ ≤ 1: slower mixing, larger own weights."""
+        if not 1e-9 <= kappa <= 1.0:
+            raise GraphError(f"slack {kappa} is outside [1e-9, 1]; 1 leaves the weights as is")
         if kappa == 1.0:
             return self
         schedule: Schedule
@@ -324,7 +342,10 @@ def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matr
     """
     rounds = []
     for t, matrix in enumerate(matrices):
-        matrix = np.asarray(matrix, np.float64)
+        try:
+            matrix = np.asarray(matrix, np.float64)
+        except (TypeError, ValueError) as error:
+            raise GraphError(f"mixing matrix {t} is no array of numbers: {error}") from error
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
             raise GraphError(f"mixing matrix {t} has shape {matrix.shape}; it has to be square")
         if not np.isfinite(matrix).all():

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpigossip.graphs.base import Cycle, Graph, GraphError
 from mpigossip.graphs.rounds import Circulant, Sparse
+from mpigossip.graphs.weights import as_sparse
 
 
 def factors(parents: Sequence[int]) -> Graph:
@@ -45,31 +46,20 @@ def _depth(parents: Sequence[int], i: int) -> int:
 
 def breadth_first(over: Graph) -> list[int]:
     """Parents in the breadth-first tree of least depth, along edges of any round."""
-    rounds = over.schedule.rounds
-    near: list[set[int]] = [set() for _ in range(over.n)]
-    for r in rounds:
-        for i in range(over.n):
-            for j in r.neighbours(i)[0]:
-                near[i].add(int(j))
-                near[int(j)].add(i)
-    trees = [_tree(near, root) for root in range(over.n)]
-    if any(None in tree for tree in trees[:1]):
+    from scipy.sparse import csgraph, csr_array
+
+    n = over.n
+    rounds = [as_sparse(r) for r in over.schedule.rounds]
+    ends = np.concatenate([(r.edge_receivers, r.indices) for r in rounds], axis=1)
+    near = csr_array((np.ones(ends.shape[1]), ends), (n, n))
+    near = csr_array(near + near.T)
+    depths = csgraph.shortest_path(near, unweighted=True).max(axis=1)
+    if not np.isfinite(depths).all():
         raise GraphError(f'graph "{over.name}" is not connected; a spanning tree needs it to be')
-    return min(trees, key=lambda tree: max(_depth(tree, i) for i in range(over.n)))
-
-
-def _tree(near: Sequence[set[int]], root: int) -> list:
-    parents: list = [None] * len(near)
-    parents[root], level = -1, [root]
-    while level:
-        following = []
-        for i in level:
-            for j in sorted(near[i]):
-                if parents[j] is None:
-                    parents[j] = i
-                    following.append(j)
-        level = following
-    return parents
+    root = int(depths.argmin())
+    parents = csgraph.breadth_first_order(near, root)[1]
+    parents[root] = -1
+    return parents.tolist()
 
 
 def ceca(n: int, seed: int = 0) -> Graph:

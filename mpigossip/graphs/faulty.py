@@ -130,14 +130,15 @@ class Faulty:
 
 @lru_cache(maxsize=64)
 def _mended(faulty: Faulty, t: int) -> Round:
-    whole = faulty.change(faulty.of.schedule.at(t))
+    whole = faulty.change(faulty.of.round(t))
     return mended(whole, faulty.links.alive(t), faulty.of.facts)
 
 
 def faulty(graph: Graph, links: Links) -> Graph:
     """The graph with its links lost now and then."""
     named = {k: v for k, v in vars(links).items() if v and k not in ("n", "seed")}
-    return Graph(cast("Any", Faulty(graph, links)), graph.name, (*graph.options, *named.items()))
+    options = (*graph.options, *named.items())
+    return replace(graph, schedule=cast("Any", Faulty(graph, links)), options=options)
 
 
 def mended(whole: Round, alive: np.ndarray, facts: frozenset[str]) -> Round:

@@ -2,11 +2,10 @@
 
 JSON: {"n": 4, "edges": [[0, 1], …], "weights": "laplacian"}; "rounds": [[[0, 1], …], …] instead of
 "edges" for a sequence, "directed": true for pairs [sender, receiver]. What `save` writes has
-more, which reading leaves alone: score, spectrum, history. HDF5 holds the same as attributes and
-the datasets edges, spectrum, history. `.graphml`, `.gml`, `.edgelist`, `.adjlist`: as networkx.
+more, which reading leaves alone: score, spectrum, history. `.graphml`, `.gml`, `.edgelist` and
+`.adjlist` are read by networkx.
 """
 
-import io
 import json
 import operator
 import os
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from mpigossip.graphs.base import Cycle, Graph, GraphError
-from mpigossip.graphs.matchings import FoundSequence
 from mpigossip.graphs.networks import from_networkx
 from mpigossip.graphs.rounds import Sparse
 from mpigossip.graphs.search import Found
@@ -30,48 +28,27 @@ NODES, LARGEST = 1 << 16, 1 << 26
 """Most nodes of a graph in a file, and bytes of that."""
 
 
-def save(found: Found | FoundSequence, path: str | Path) -> Path:
-    """Write a search's result as JSON or HDF5, by suffix .json, .h5, .hdf5; whole or not at all.
-
-    A sequence of matchings goes to JSON only.
-    """
+def save(found: Found, path: str | Path) -> Path:
+    """Write a search's result as JSON; whole or not at all."""
     from mpigossip.store import StoreError, hdf5
 
     path = Path(path)
-    check_target(path, sequence=isinstance(found, FoundSequence))
+    check_target(path)
     try:
         with hdf5.replacing(path) as beside:
-            if isinstance(found, Found) and path.suffix != ".json":
-                _write_hdf5(found, beside)
-            else:
-                beside.write_text(json.dumps(asdict(found)) + "\n")
+            beside.write_text(json.dumps(asdict(found)) + "\n")
             hdf5.sync(beside)
     except StoreError as error:
         raise GraphError(str(error)) from error
     return path
 
 
-def check_target(path: Path, *, sequence: bool) -> None:
+def check_target(path: Path) -> None:
     """Whether `save` can write a search's result there: before the search, not after it."""
-    if sequence and path.suffix != ".json":
-        raise GraphError(f'"{path}": a sequence of matchings is saved as JSON; name it .json')
-    if path.suffix not in (".json", ".h5", ".hdf5"):
-        raise GraphError(f'"{path}" doesn\'t say its format; name it .json or .h5')
+    if path.suffix != ".json":
+        raise GraphError(f'"{path}": a graph is saved as JSON; name it .json')
     if not path.parent.is_dir():
         raise GraphError(f'can\'t write "{path}": there is no folder "{path.parent}"; make it')
-
-
-def _write_hdf5(found: Found, path: Path) -> None:
-    import h5py
-
-    content, written = asdict(found), io.BytesIO()  # HDF5 can't give up a file on a full disk
-    with h5py.File(written, "w") as file:
-        for name in ("edges", "spectrum", "history"):
-            file[name] = np.array(content.pop(name))
-        file["history"].attrs["columns"] = ["seconds", "evaluations", "score"]
-        for name, value in content.items():
-            file.attrs[name] = value
-    path.write_bytes(written.getbuffer())
 
 
 def load(path: str | Path) -> Found:
@@ -87,18 +64,12 @@ def load(path: str | Path) -> Found:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """What a JSON or HDF5 file holds, as one dictionary."""
+    """The object in a JSON file."""
     with _opened(path) as file:
-        if path.suffix == ".json":
-            content = json.load(file)
-            if not isinstance(content, dict):
-                raise ValueError("it holds no object")
-            return content
-        from mpigossip.store import guard
-
-        with guard.opened(file, texts=True) as (top, found):
-            facts = guard.attributes(top, texts=True)
-            return facts | {name: guard.array(found, name, "iuf").tolist() for name in found}
+        content = json.load(file)
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+        return content
 
 
 @contextmanager
@@ -123,7 +94,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except StoreError as error:
         raise GraphError(f"graph file {error}") from error
     except Exception as error:  # each format has errors of its own
-        kind = {".json": "JSON", ".h5": "HDF5", ".hdf5": "HDF5"}.get(path.suffix, path.suffix[1:])
+        kind = {".json": "JSON"}.get(path.suffix, path.suffix[1:])
         raise GraphError(f'graph file "{path}" can\'t be read as {kind}: {error}') from error
 
 
@@ -133,10 +104,9 @@ def read(path: str | Path) -> Graph:
     name = f"file:{path}"
     if path.suffix in NETWORKX:
         return from_networkx(_network(path), name=name)
-    if path.suffix not in (".json", ".h5", ".hdf5"):
+    if path.suffix != ".json":
         raise GraphError(
-            f'graph file "{path}" has an unknown suffix; known are .json, .h5, .hdf5, '
-            f"{', '.join(NETWORKX)}"
+            f'graph file "{path}" has an unknown suffix; known are .json, {", ".join(NETWORKX)}'
         )
     content = _content(path)
     try:

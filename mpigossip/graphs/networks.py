@@ -1,11 +1,13 @@
-"""Graphs from networkx graphs, and from sequences of them or of matrices."""
+"""Graphs from networkx graphs, from sequences of them or of matrices, and from functions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpigossip.graphs.base import Cycle, Graph, GraphError, from_matrices, static
+from mpigossip.config.errors import Mistake
+from mpigossip.config.own_parts import given, imported, parameters, raised
+from mpigossip.graphs.base import Cycle, Drawn, Graph, GraphError, from_matrices, static
 from mpigossip.graphs.rounds import Round, Sparse
 from mpigossip.graphs.weights import rule
 
@@ -67,3 +69,57 @@ def from_sequence(
             raise GraphError(f"networkx graph {t} of the sequence has other nodes than the first")
         rounds.append(_round(item, weights, order))
     return Graph(Cycle(tuple(rounds)), name)
+
+
+def from_value(value: Any) -> Graph:
+    """The graph of networkx graphs or matrices, one or a sequence of either."""
+    if isinstance(value, Graph) or is_network(value):
+        return value if isinstance(value, Graph) else from_networkx(value)
+    if isinstance(value, Round):
+        return static(value)
+    if isinstance(value, np.ndarray | list | tuple):
+        return from_sequence([value] if getattr(value, "ndim", 3) == 2 else list(value))
+    raise GraphError(
+        f"a {type(value).__name__} is no graph: give a matrix, a networkx graph, or a list of them"
+    )
+
+
+def _asked(function: Callable, name: str, options: Mapping[str, Any], **known: int) -> Graph:
+    """What a user's function gives, called with what it names of the ``known``."""
+    try:
+        return from_value(given(function, known, options))
+    except Exception as error:
+        says = str(error) if isinstance(error, Mistake) else raised(error)
+        raise GraphError(f'graph "{name}", called with {known}: {says}') from error
+
+
+def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph:
+    """The graph of a function, or of the one that "module:function" names.
+
+    function(n, seed) gives whatever `from_value` takes; with a parameter t it gives round t, and is
+    asked for rounds 0 … period − 1 at once, or, by its name, for each round when its time comes:
+    then ``degree`` states the most in-neighbours that a node has in any round.
+    """
+    name = function if isinstance(function, str) else getattr(function, "__name__", "function")
+    if named := function is name:
+        function = imported("graph.name", name, "n, seed and, for one round, t, returning matrices")
+    if "t" not in parameters(function)[0]:
+        return _asked(function, name, options, n=n, seed=seed)
+    period, degree = options.pop("period", None), options.pop("degree", None)
+    stated = period or degree
+
+    def draw(n: int, seed: int, t: int) -> Round:
+        return _asked(function, name, options, n=n, seed=seed, t=t).round(t)
+
+    if type(stated) is not int or not 0 < stated <= 1 << 16 or not (named or period):
+        raise GraphError(
+            f'graph "{name}" is a function of t: state degree=…, the most in-neighbours, '
+            'beside its name "module:function", or the period after which rounds repeat, '
+            f"mpigossip.graph(function, n, period=…); got period = {period}, degree = {degree}"
+        )
+    if period:
+        return Graph(Cycle(tuple(draw(n, seed, t) for t in range(period))), name)
+    made = Graph(Drawn(draw, n, seed), name, stated=min(stated, n - 1))
+    if draw(n, seed, 0) != made.round(0):
+        raise GraphError(f'graph "{name}": round 0 differs in two calls; use n, seed and t only')
+    return made

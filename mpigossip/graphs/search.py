@@ -88,7 +88,10 @@ def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task
         raise GraphError(
             f'a search can\'t judge by the weights "{weights}"; choose one of {", ".join(WEIGHTS)}'
         )
-    degree = n - 1 if degree is None else min(degree, n - 1)
+    for value, what, limit in ((degree, "degree", n - 1), (edges, "edges", n * (n - 1) // 2)):
+        if value is not None and value > limit:
+            raise GraphError(f"{what} = {value}: a graph of {n} nodes has at most {limit}")
+    degree = n - 1 if degree is None else degree
     most = n * degree // 2
     edges = most if edges is None else min(edges, most)
     if degree < min(2, n - 1):

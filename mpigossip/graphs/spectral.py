@@ -1,7 +1,7 @@
 """How fast a graph averages: spectral gap, consensus rate, rounds to the exact average.
 
 Circulant rounds are treated by FFT (they commute, so products of matrices are products of
-eigenvalues); other graphs densely up to DENSE nodes and by Lanczos iteration above.
+eigenvalues); other graphs densely up to DENSE nodes and by scipy's iterations above.
 J = 11ᵀ/n throughout, and Π W = W(t−1) … W(1) W(0).
 """
 
@@ -22,14 +22,12 @@ LARGE = 512
 DENSE = 1024
 """Largest n for which non-circulant products are formed as dense matrices."""
 
-TRIED_FROM = 128
-"""Above this n whether non-circulant rounds are exact is tried on vectors: no n³ work."""
-
 COLUMNS = 32
 """Columns from which the effective number of neighbours is estimated for large n."""
 
-EXACT = 1e-9
-"""‖Π W − J‖ below which a product of rounds counts as the exact average."""
+EXACT, BEFORE = 1e-12, 1e-3
+"""‖Π W − J‖ at most after the round that makes a product the exact average, and at least before
+it: only an exact round divides it by 1e9, and a product that decays passes between the two."""
 
 VANISHED = 1e-12
 """Spectral radius that can't be told from zero."""
@@ -162,30 +160,27 @@ def _norm(product: list[Round]) -> float:
     if n > DENSE and len(product) == 1 and product[0].symmetric():
         return _radius(product)
     if n > DENSE:
-        return _norm_lanczos(product)
+        return _norm_iterated(product)
     return float(np.linalg.norm(_applied(product, np.eye(n)) - 1.0 / n, 2))
 
 
-def _norm_lanczos(product: list[Round], steps: int = 48) -> float:
-    """‖Π W − J‖_2 by Lanczos on AᵀA with full reorthogonalization: a lower bound, close."""
-    n = product[0].n
-    vector = np.random.default_rng(0).standard_normal(n)
-    basis = [vector / np.linalg.norm(vector)]
-    diagonal, side = [], []
-    for _ in range(steps):
-        x = _applied(product, basis[-1]) - basis[-1].mean()
-        y = _applied([r.transposed for r in reversed(product)], x) - x.mean()
-        diagonal.append(basis[-1] @ y)
-        for _ in range(2):
-            y = y - np.array(basis).T @ (np.array(basis) @ y)
-        size = np.linalg.norm(y)
-        if size < 1e-14:
-            break
-        side.append(size)
-        basis.append(y / size)
-    k = len(diagonal)
-    tridiagonal = np.diag(diagonal) + np.diag(side[: k - 1], 1) + np.diag(side[: k - 1], -1)
-    return float(np.sqrt(max(0.0, np.linalg.eigvalsh(tridiagonal)[-1])))
+def _norm_iterated(product: list[Round]) -> float:
+    """‖Π W − J‖_2 of large rounds: the square root of the largest eigenvalue of AᵀA."""
+    n, back = product[0].n, [r.transposed for r in reversed(product)]
+
+    def squared(x: np.ndarray) -> np.ndarray:
+        y = _applied(product, x.reshape(n)) - x.mean()
+        return _applied(back, y) - y.mean()
+
+    start = np.random.default_rng(0).standard_normal(n)
+    seen = np.sqrt(np.linalg.norm(squared(start)) / np.linalg.norm(start))
+    if seen <= EXACT:  # rounding alone, from which nothing converges
+        return float(seen)
+    from scipy.sparse.linalg import LinearOperator, eigsh
+
+    operator = LinearOperator((n, n), matvec=squared, dtype=np.float64)
+    (largest,) = eigsh(operator, k=1, v0=start, tol=1e-9, return_eigenvectors=False)
+    return float(np.sqrt(max(0.0, largest)))
 
 
 def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
@@ -208,11 +203,10 @@ def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
 
 
 def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> int | None:
-    """Fewest rounds from `start` whose product is J to 1e-9; None if not within `limit`.
+    """Fewest rounds from `start` whose product is J; None if not within `limit`.
 
     The limit is two periods, or 4 ⌈log2 n⌉ + 4 if that is more; one round for a static graph,
-    which is exact at once or never. Above TRIED_FROM nodes the product is tried on
-    random vectors, which it can't deceive but with probability zero.
+    which is exact at once or never. See EXACT for how J is told from what only tends to it.
     """
     n = graph.n
     if n == 1:
@@ -220,21 +214,25 @@ def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> i
     if limit is None:
         limit = 1 if graph.period == 1 else max(2 * horizon(graph), 4 * rounds_needed(n) + 4)
     product = _rounds(graph, limit, start)
-    if n <= TRIED_FROM or _circulants(product):
-        exact = np.flatnonzero(residues(graph, limit, start) <= EXACT)
-        return int(exact[0]) if len(exact) else None
+    if _circulants(product):
+        return _first_exact(residues(graph, limit, start))
     return _exact_after(product)
 
 
+def _first_exact(sizes: np.ndarray) -> int | None:
+    """The first round after which the sizes (rounds + 1,) are those of the exact average."""
+    found = np.flatnonzero((sizes[1:] <= EXACT) & (sizes[:-1] >= BEFORE))
+    return int(found[0]) + 1 if len(found) else None
+
+
 def _exact_after(product: list[Round]) -> int | None:
-    """After how many of these rounds random vectors are at their mean, if they ever are."""
+    """The same of rounds tried on random vectors, which they deceive with probability zero."""
     x = np.random.default_rng(0).standard_normal((product[0].n, 4))
-    mean = x.mean(axis=0)
-    for t, r in enumerate(product):
+    mean, sizes = x.mean(axis=0), [1.0]
+    for r in product:
         x = r.apply(x)
-        if np.abs(x - mean).max() <= EXACT:
-            return t + 1
-    return None
+        sizes.append(np.abs(x - mean).max())
+    return _first_exact(np.array(sizes))
 
 
 def mean_square_contraction(graph: Graph, rounds: int | None = None) -> float:

@@ -11,6 +11,9 @@ import numpy as np
 from mpigossip.graphs import spectral
 from mpigossip.graphs.base import Graph, GraphError
 
+NO_GAP = 1e-9
+"""A gap that can't be told from none."""
+
 
 class Transient(NamedTuple):
     """One row of the table of transient iterations."""
@@ -56,7 +59,7 @@ def _gap(exact: int | None, rate: float) -> float:
 
 
 def _transient(n: int, gap: float) -> tuple[float, float]:
-    if gap <= spectral.EXACT:
+    if gap <= NO_GAP:
         return float("inf"), float("inf")
     return n**3 / gap**2, n**3 / gap**4
 
@@ -81,7 +84,7 @@ def transient_of(
     if global_every <= 1 or n == 1:
         return 0.0, 0.0
     left = gap * gossip_share
-    if left <= spectral.EXACT:
+    if left <= NO_GAP:
         if global_every == float("inf"):
             return float("inf"), float("inf")
         c = d = global_every

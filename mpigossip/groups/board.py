@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.cluster.world import World
 
@@ -25,8 +26,7 @@ class Shared:
     def __init__(self, comm: MPI.Intracomm, nbytes: int):
         """Zeroed pieces of ``nbytes`` bytes, each beginning on a page of its own."""
         room = -(-nbytes // PAGE) * PAGE
-        self.window = MPI.Win.Allocate_shared(room, 1, comm=comm)
-        self.window.Lock_all()
+        self._comm, self.window = comm, open_window(MPI.Win.Allocate_shared, room, comm)
         self.pieces = [
             torch.frombuffer(self.window.Shared_query(rank)[0], dtype=torch.uint8)[:nbytes]
             for rank in range(comm.size)
@@ -36,8 +36,7 @@ class Shared:
     def free(self) -> None:
         """Give the memory back; collective. It must not be used any more."""
         self.pieces = []
-        self.window.Unlock_all()
-        self.window.Free()
+        close_window(self.window, self._comm)
 
 
 class Board:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 MIXERS = {
     ("synchronous", "process"): "simulated.Simulated",
-    ("product", "process"): "simulated.Product",
     ("asynchronous", "process"): "delayed.Delayed",
     ("synchronous", "ranks"): "windows.Windows",
     ("asynchronous", "ranks"): "asynchronous.Asynchronous",

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import OfRank
@@ -126,8 +127,7 @@ class Asynchronous(OfRank):
         self._head, self._stride = where.head, where.stride
         self._bells_at, self._places_at = where.bells, where.places
         room = self._places_at + self._stride * len(self._readers[self.rank])
-        self._window = MPI.Win.Allocate(room, 1, comm=self._comm)
-        self._window.Lock_all()
+        self._window = open_window(MPI.Win.Allocate, room, self._comm)
         memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:room].zero_()
         self._memory = memory
         self._words = memory[: self._head].numpy().view(np.int64)
@@ -195,7 +195,7 @@ class Asynchronous(OfRank):
             self._window.Get([part, MPI.BYTE], j, [at + begin, part.size, MPI.BYTE])
         self._window.Flush(j)
 
-    def finish(self) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
         """``sent`` and ``mixed`` of the open round."""
         kind, t, ticket = self._round
         self._round = None
@@ -295,6 +295,5 @@ class Asynchronous(OfRank):
         self._courier.close()
         self._out, self._copies = None, []
         del self._memory, self._message, self._words, self._bells
-        self._window.Unlock_all()
-        self._window.Free()
+        close_window(self._window, self._comm)
         self._comm.Free()

@@ -116,6 +116,7 @@ class OfRank(Common):
             )
         super().__init__(graph, layout, range(world.rank, world.rank + 1))
         self.rank, self._comm, self._timeout_s = world.rank, world.duplicate(), timeout_s
+        self._comm.timeout_s = timeout_s
         self._beside = world.beside
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:

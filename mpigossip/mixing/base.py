@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -166,11 +166,13 @@ class Mixer(Protocol):
         of all kinds since the run's beginning and keys the random rounding (unset: t).
         """
 
-    def finish(self) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
         """``sent``, ``mixed``: read-only, valid until the next :meth:`outbox`.
 
         ``sent`` is the own message as the others decode it; ``mixed[i] = Σ_j W[i, j] sent_j``.
-        After a LOCAL start ``mixed`` is ``sent``.
+        After a LOCAL start ``mixed`` is ``sent``. ``into``, an array of a GOSSIP round whose
+        message is one float32 vector, on all ranks alike: ``mixed`` may be it, where the sum is
+        formed only now.
         """
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
@@ -187,34 +189,6 @@ class Mixer(Protocol):
 
     def close(self) -> None:
         """Finish an open round, take in outstanding tokens, free the memory; collective."""
-
-
-@runtime_checkable
-class ByBlocks(Mixer, Protocol):
-    """A mixer that sends the outbox block after block, each as soon as it is filled."""
-
-    blocks: tuple[slice, ...]
-    """Columns that travel together, equal on all ranks; none where messages go whole."""
-
-    def start_by_blocks(self, t: int, exchange: int, order: Sequence[int]) -> None:
-        """Begin the GOSSIP exchange of round t, of an outbox that is still to be filled.
-
-        ``order``: in which :meth:`filled` is going to be called, equal on all ranks.
-        """
-
-    def filled(self, block: int) -> None:
-        """These columns of every vector are filled; returns at once. ``finish`` says the rest."""
-
-
-@runtime_checkable
-class Into(Mixer, Protocol):
-    """A mixer that can leave the sum of a GOSSIP round where it is wanted."""
-
-    def finish_into(self, x: torch.Tensor) -> tuple[Segments, Segments]:
-        """:meth:`finish`, ``mixed`` being ``x`` (1, p) itself where the sum is formed only now.
-
-        On all ranks alike. For messages of one float32 vector, which ``x`` is no part of.
-        """
 
 
 class Common:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from mpigossip.mixing.wire import BUCKET, FP32, Wire
+from mpigossip.mixing.wire import ALIGN, BUCKET, FP32, Wire
 
 TINY = 1e-30
 """A bucket without a larger value is sent as zeros by wires with a scale."""
@@ -116,27 +116,43 @@ def fp4(seed: int) -> Wire:
 
 
 def sign() -> Wire:
-    """Signs, one bit a value, times the bucket's mean |v|; zero counts as positive."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    """Signs, one bit a value, times the bucket's mean |v|; zero counts as positive.
+
+    Zeros that end a run of 32 values, as the padding behind a parameter does, stay zero and don't
+    enter the mean. Where there are some, the bit after the last other value is 1 and the rest of
+    the run 0; one bit more for each run says that there are none. 70 bytes a bucket.
+    """
+
+    def spread(bits: torch.Tensor, used: torch.Tensor, scale: torch.Tensor, out) -> None:
+        signs = (2 * bits.to(torch.int8) - 1).mul_(_ordinal(out) <= used)
+        torch.mul(signs, scale.unsqueeze(2), out=out.view_as(signs))
 
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
-        # summed by halves: the same bits in any shape
-        total = buckets.abs()
-        while total.shape[1] > 1:
-            half = total.shape[1] // 2
-            total = total[:, :half] + total[:, half:]
-        scale = total / BUCKET
-        positive = buckets >= 0
-        torch.where(positive, scale, -scale, out=buckets)
-        bits = positive.view(len(buckets), -1, 8).to(torch.uint8) << shifts.to(buckets.device)
-        return [scale.view(torch.uint8), bits.sum(dim=2, dtype=torch.uint8)]
+        runs, ordinal = buckets.view(len(buckets), -1, ALIGN), _ordinal(buckets)
+        used = (ordinal * (runs != 0)).amax(dim=2, keepdim=True)
+        # divided first, as a sum of large values overflows; by halves: the same bits in any shape
+        scale = buckets.abs().div_(used.sum(dim=1).clamp(min=1))
+        while scale.shape[1] > 1:
+            half = scale.shape[1] // 2
+            scale = scale[:, :half] + scale[:, half:]
+        scale.clamp_(max=torch.finfo(scale.dtype).max)
+        bits = torch.where(ordinal <= used, runs >= 0, ordinal == used + 1)
+        spread(bits, used, scale, buckets)
+        both = torch.cat([bits.flatten(1), (used == ALIGN).flatten(1)], dim=1)
+        return [scale.view(torch.uint8), together(both.to(torch.uint8), 1)]
 
     def decode(codes, out: torch.Tensor) -> None:
-        scale = codes[0].view(torch.float32)
-        bits = codes[1].unsqueeze(2) >> shifts.to(out.device) & 1
-        torch.where(bits.view(len(out), -1).bool(), scale, -scale, out=out)
+        both = apart(codes[1], 1, BUCKET + BUCKET // ALIGN).bool()
+        bits, full = both[:, :BUCKET].reshape(len(out), -1, ALIGN), both[:, BUCKET:].unsqueeze(2)
+        last = (_ordinal(out) * bits).amax(dim=2, keepdim=True)
+        spread(bits, torch.where(full, ALIGN, last - 1), codes[0].view(torch.float32), out)
 
-    return Wire("sign", (4, BUCKET // 8), encode, decode, biased=True)
+    return Wire("sign", (4, (BUCKET + BUCKET // ALIGN) // 8), encode, decode, biased=True)
+
+
+def _ordinal(like: torch.Tensor) -> torch.Tensor:
+    """1, 2, … for the values of a run."""
+    return torch.arange(1, ALIGN + 1, dtype=torch.uint8, device=like.device)
 
 
 def _places(order: torch.Tensor) -> list[torch.Tensor]:
@@ -184,7 +200,8 @@ def top_k(kept: float) -> Wire:
 def top_k_int2(kept: float) -> Wire:
     """The values of :func:`top_k` in two bits: what SparseLoCo sends. 1¼ k + 6 bytes a bucket.
 
-    The nearest of s · (−1, −⅓, ⅓, 1), s the bucket's largest |v|.
+    The nearest of s · (−1, −⅓, ⅓, 1), s the bucket's largest |v|. A contraction only up to k = 9:
+    small values become ⅓ s, so that ‖Q(v) − v‖² may come near to (k − 1)/9 ‖v‖².
     """
     k = math.ceil(BUCKET * kept)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from mpigossip.mixing.base import Layout, Segments
-from mpigossip.mixing.kernels import fused, native
+from mpigossip.mixing.kernels import gpu_sum, native
 from mpigossip.mixing.wire import Stretch, decode
 
 BLOCK = 1 << 15
@@ -31,7 +31,7 @@ def combine(
     vector length and offset gives the same bits. ``out`` may be the memory of ``arrays[1]``.
     The result is written to ``copies`` too, while it is in the cache.
     """
-    if out.is_cuda and not copies and fused.combine(weights, arrays, out):
+    if out.is_cuda and not copies and gpu_sum.combine(weights, arrays, out):
         return out
     if not out.is_cuda and native.combine(weights, arrays, (out, *copies)):
         return out

@@ -72,7 +72,7 @@ class Delayed(Simulated):
         if kind is Kind.GOSSIP:
             self._past.append((t, [part.clone() for part in _flat(self._out)]))
 
-    def finish(self) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
         """``sent`` and ``mixed``, each (n, p) a vector."""
         kind, t = self._open
         if kind is Kind.GLOBAL:

@@ -97,7 +97,7 @@ class Messages(OfRank):
             for at, part in _cut(sent)
         }
 
-    def finish(self) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
         """``sent`` and ``mixed`` of the open round."""
         now = self._round
         if now.kind is not Kind.LOCAL:

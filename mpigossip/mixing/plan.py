@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mpigossip.mixing.base import Kind, Layout, is_average, traffic
 from mpigossip.mixing.wire import CHUNK, Stretch
@@ -42,16 +42,12 @@ class Exchange:
     rest: Callable[[], None] | None = None
     """What is left to do of an exchange without a ticket."""
     finished: bool = False
-    order: tuple[int, ...] = ()
-    """Blocks in the order in which they are sent, where they are filled after the start."""
-    empty: set[int] = field(default_factory=set)
-    """Those of them that aren't filled yet."""
 
-    def at(self, t: int, number: int, order: tuple[int, ...] = ()) -> Exchange:
+    def at(self, t: int, number: int) -> Exchange:
         """This plan for another round of the same kind, begun anew."""
         now = object.__new__(Exchange)  # dataclasses.replace takes as long as a small sum
         now.__dict__ |= self.__dict__
-        now.t, now.number, now.order, now.empty = t, number, order, set(order)
+        now.t, now.number = t, number
         return now
 
 
@@ -149,17 +145,13 @@ class Piece:
 
 
 def cut(layout: Layout, size: int) -> list[Piece]:
-    """The message in pieces of about ``size`` bytes as sent, the scalars with the last one.
-
-    Vectors of a single slot are all cut at the same columns.
-    """
+    """The message in pieces of about ``size`` bytes as sent, the scalars with the last one."""
     pieces: list[Piece] = []
     stretches: list[Stretch] = []
     begin = end = 0
-    alike = len(layout.widths) == 1 and layout.sent_bytes > size
     for slot, part, whole in layout.stretches:
         scalar = part >= layout.vectors
-        if end - begin >= (1 if alike else size) and not scalar:
+        if end - begin >= size and not scalar:
             pieces.append(Piece(slice(begin, end), tuple(stretches), len(pieces)))
             stretches, begin = [], end
         for at in range(0, whole.stop, CHUNK):
@@ -179,7 +171,7 @@ def piece_size(nbytes: int, rate: float) -> int:
     """Bytes of a piece of a message of ``nbytes`` bytes on a wire of ``rate`` bytes a second.
 
     About what it moves in ``PIECE_S``, but at most an eighth of the message, so that there is
-    something to sum, or gradients still to come, while the rest travels. They divide the message
+    something to sum while the rest travels. They divide the message
     evenly: a short last one would wait for as many ways there and back.
     """
     wanted = max(SMALLEST, min(nbytes / 8, rate * PIECE_S))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -92,7 +91,7 @@ class Simulated(Common):
         for node, nbytes in zip(self.rows, self._traffic(kind, t), strict=True):
             self.bytes_sent[node] += nbytes
 
-    def finish(self) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
         """``sent`` and ``mixed``, each (n, p) a vector."""
         kind, t = self._open
         self._open = None
@@ -156,49 +155,3 @@ class Simulated(Common):
 def _pairs(left: Segments, right: Segments):
     for one, other in zip(left, right, strict=True):
         yield from zip(one, other, strict=True)
-
-
-class Product(Simulated):
-    """The same with a round as one sparse product W X: faster where a graph is irregular.
-
-    For simulations of many nodes that need no rank's bits: the sums are rounded in another order.
-    """
-
-    def __init__(self, graph, layout: Layout):
-        """As `Simulated`."""
-        super().__init__(graph, layout)
-        self._products: dict[tuple, torch.Tensor] = {}
-
-    def finish(self) -> tuple[Segments, Segments]:
-        """``sent`` and ``mixed``, each (n, p) a vector."""
-        assert self._open is not None
-        kind, t = self._open
-        if kind is not Kind.GOSSIP or is_average(self.graph, t):
-            return super().finish()
-        self._open = None
-        for sent, mixed in _pairs(self._out, self._mixed):
-            torch.mm(self._product(t, sent), sent, out=mixed)
-        return self._out, self._mixed
-
-    def _product(self, t: int, like: torch.Tensor) -> torch.Tensor:
-        """W(t) as compressed rows, of the type and on the device of what it multiplies."""
-        period = self.graph.period
-        key = t if period is None else t % period, like.dtype, like.device
-        if key not in self._products:
-            if len(self._products) >= KEPT:
-                self._products.clear()
-            rows, columns, weights = list[int](), list[int](), list[float]()
-            for i in self.rows:
-                sources, given, own = self.graph.neighbours(t, i)
-                order = np.argsort(sources := np.append(sources, i))
-                columns += sources[order].tolist()
-                weights += np.append(given, own)[order].tolist()
-                rows.append(len(columns))
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Sparse CSR")  # "in beta state"
-                made = torch.sparse_csr_tensor(
-                    [0, *rows], columns, weights, (self.n, self.n), dtype=like.dtype,
-                    check_invariants=True,
-                )  # fmt: skip
-            self._products[key] = made.to(like.device)
-        return self._products[key]

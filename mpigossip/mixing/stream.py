@@ -51,9 +51,8 @@ def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
 class Route(Protocol):
     """One way to some of the neighbours, and from them here; numbers are those of `Signals`.
 
-    Shared memory and memory mapped between GPUs are read where they lie; MPI's puts, in host or
-    GPU memory, and NCCL fill inboxes. The mixer frees an inbox's place by ``signals.free``, what
-    was read where it lies by a token of its own.
+    MPI's puts, in host or GPU memory, and NCCL fill inboxes. The mixer frees an inbox's place by
+    ``signals.free``.
     """
 
     signals: Signals
@@ -121,7 +120,7 @@ class Leg:
 
     route: Route
     areas: Sequence[torch.Tensor]
-    """what is sent, or read where it lies"""
+    """what is sent"""
     count: int
     """the round, as the route's signals count"""
     targets: Sequence[tuple[int, int]]
@@ -134,25 +133,23 @@ class Stream:
 
     def __init__(
         self,
-        legs: Sequence[Leg],
+        leg: Leg,
         pieces: Sequence[Piece],
         timeout_s: float,
         rest: Callable[[Iterable[MPI.Request]], bool],
         prepare: Callable[[Piece], None],
         add: Callable[[Piece], None],
-        ready: Callable[[Piece], bool] = lambda piece: True,
     ):
         """``prepare`` is called before a piece is put, ``add`` when it is in from all sources.
 
-        ``pieces`` in the order in which all ranks send them; ``ready``: whether one may be sent;
         ``rest``: waits until a request is complete, as the courier does.
         """
-        self._legs, self._pieces, self._timeout_s = legs, pieces, timeout_s
-        self._prepare, self._add, self._ready, self._wait = prepare, add, ready, rest
-        self._arrived = {(leg, rank): 0 for leg in legs for rank in leg.sources}
+        self._leg, self._pieces, self._timeout_s = leg, pieces, timeout_s
+        self._prepare, self._add, self._wait = prepare, add, rest
+        self._arrived = dict.fromkeys(leg.sources, 0)
         self._prepared = self._sent = self._added = 0
         self._flying: list[MPI.Request] = []
-        self._full = [(leg, rank) for leg in legs for rank, _ in leg.targets]
+        self._full = [rank for rank, _ in leg.targets]
 
     def begin(self) -> None:
         """What of :meth:`run` can be done at once."""
@@ -175,76 +172,66 @@ class Stream:
 
     def _rest(self) -> bool:
         """Until there may be something to do."""
-        signals = [request for leg in self._legs for request in leg.route.signals.awaited()]
-        return self._wait([*filter(None, self._flying), *signals])
+        return self._wait([*filter(None, self._flying), *self._leg.route.signals.awaited()])
 
     def _send(self) -> bool:
         # a reader frees the place of this round when it has summed round t - 2: without its token
         # the put would overwrite what it still reads
-        self._full = [to for to in self._full if not to[0].route.signals.room(to[1], to[0].count)]
+        leg = self._leg
+        self._full = [rank for rank in self._full if not leg.route.signals.room(rank, leg.count)]
         if self._full or self._sent == len(self._pieces):
             return False
         piece = self._pieces[self._sent]
         if self._prepared == self._sent:
-            if not self._ready(piece):
-                return False
             # encoded here and not before: while it is, the piece before is on the wire
             self._prepare(piece)
             self._prepared += 1
-            self._flying = []
-            for leg in self._legs:
-                number = self._number(leg, self._sent)
-                self._flying += leg.route.put(leg.areas, piece.sent, leg.targets, number)
+            number = self._number(self._sent)
+            self._flying = [*leg.route.put(leg.areas, piece.sent, leg.targets, number)]
         # a flush of what still flies would spin, on the core that others compute on
         if not MPI.Request.Testall(self._flying):
             return False
         # flushed, then told: a token may overtake what isn't in the reader's memory yet
-        for leg in self._legs:
-            leg.route.sent(leg.targets, self._number(leg, self._sent))
+        leg.route.sent(leg.targets, self._number(self._sent))
         self._sent += 1
         return True
 
     def _take_in(self) -> bool:
         # from each source the token of its next piece; the sources needn't be equally far
         moved, many = False, len(self._pieces)
-        for (leg, rank), there in self._arrived.items():
-            if there < many and leg.route.signals.arrived(rank, self._number(leg, there)):
-                self._arrived[leg, rank] += 1
+        for rank, there in self._arrived.items():
+            if there < many and self._leg.route.signals.arrived(rank, self._number(there)):
+                self._arrived[rank] += 1
                 moved = True
         return moved
 
-    def _number(self, leg: Leg, index: int) -> int:
+    def _number(self, index: int) -> int:
         """What says that the piece sent as the ``index``-th is there."""
-        return leg.count * len(self._pieces) + self._pieces[index].number
+        return self._leg.count * len(self._pieces) + self._pieces[index].number
 
     def _add_one(self) -> bool:
         # one at a time, so that between two the next piece can go out; the sum is written over an
         # inbox place, and the own piece must have been encoded, so all of them are there
         if self._added == min([self._prepared, *self._arrived.values()]):
             return False
-        for leg in self._legs:
-            leg.route.sync(self._number(leg, self._added))
+        self._leg.route.sync(self._number(self._added))
         self._add(self._pieces[self._added])
         self._added += 1
         return True
 
-    def _awaited(self) -> list[tuple[Leg, int]]:
+    def _awaited(self) -> list[int]:
         """Who has no room, else those whose pieces are missing, else the readers."""
         missing = [source for source, there in self._arrived.items() if there < len(self._pieces)]
-        readers = [(leg, rank) for leg in self._legs for rank, _ in leg.targets]
-        return self._full or missing or readers
+        return self._full or missing or [rank for rank, _ in self._leg.targets]
 
     def _whom(self) -> list[int]:
-        found = [numbers(leg.route.signals.comm, [rank]) for leg, rank in self._awaited()]
-        return sorted({number for one in found for number in one})
+        return sorted(numbers(self._leg.route.signals.comm, self._awaited()))
 
     def _late(self) -> str:
-        if not (awaited := self._awaited()):
-            return "a piece of the outbox isn't filled"
-        leg, rank = min(awaited, key=lambda end: end[1])
+        awaited, signals = self._awaited(), self._leg.route.signals
+        rank = min(awaited)
         if self._full:
-            return leg.route.signals.late(rank, self._number(leg, 0), ROOM)
-        if (there := self._arrived.get((leg, rank), len(self._pieces))) < len(self._pieces):
-            return leg.route.signals.late(rank, self._number(leg, there), ARRIVING)
-        readers = [rank for rank, _ in leg.targets]
-        return f"a put to ranks {readers} doesn't complete (round {leg.count})"
+            return signals.late(rank, self._number(0), ROOM)
+        if (there := self._arrived.get(rank, len(self._pieces))) < len(self._pieces):
+            return signals.late(rank, self._number(there), ARRIVING)
+        return f"a put to ranks {awaited} doesn't complete (round {self._leg.count})"

@@ -30,20 +30,16 @@ class Slots(Protocol):
     layout: Layout
     out: Segments | None
     """The outbox; from :meth:`open` to :meth:`close`."""
-    blocks: tuple[slice, ...]
     halves: bool
-    """Whether pairs on one host average by halves."""
+    """Whether neighbours on one host read each other's memory, and pairs average by halves."""
     threaded: bool
-    """Whether all is done in the courier, what is read in place, too."""
-
-    def open_near(self, reach: Reach) -> None:
-        """Neighbours of this host may read what they are to read."""
+    """Whether all is done in the courier."""
 
     def open_far(self, reach: Reach, places: int) -> Route:
         """Inboxes for so many sources in a round, and the way to those of others."""
 
-    def open(self, reach: Reach, apart: bool) -> None:
-        """All is there to be used; ``apart``: no two ranks read each other's memory."""
+    def open(self, reach: Reach) -> None:
+        """All is there to be used."""
 
     @property
     def routes(self) -> dict[int, str]:
@@ -95,16 +91,15 @@ class Windows(OfRank):
         super().__init__(graph, slots.layout, world, timeout_s)
         self._slots = slots
         self._reach = reach = Reach(self._comm, self.rank, self.n, timeout_s)
-        if same_host == "read":
+        if same_host == "read" and slots.halves:
             reach.host, reach.places = open_host(self._comm, self.layout.nbytes, timeout_s)
-        self._slots.open_near(reach)
         self._near = self._comm.allgather(frozenset(reach.places))
         self._plans = Plans(graph, self.layout, self.rank, self._near, halves=self._slots.halves)
         if len(reach.places) < self.n:
             reach.push = self._slots.open_far(reach, self._plans.places)
         if reach.push or self._slots.threaded:
             reach.courier = self._open_courier(reach, len(set(world.hosts)) > 1)
-        self._slots.open(reach, not any(self._near))
+        self._slots.open(reach)
         self._round: Exchange | None = None
         # the graph's clock: the first and the last round of kind GOSSIP that this mixer ran
         self._first: int | None = None
@@ -137,11 +132,6 @@ class Windows(OfRank):
         return self._slots.routes
 
     @property
-    def blocks(self) -> tuple[slice, ...]:
-        """Columns that travel together."""
-        return self._slots.blocks
-
-    @property
     def flown(self) -> float:
         """Seconds that the communication thread was busy so far; 0 where there is none."""
         return self._reach.courier.busy if self._reach.courier else 0.0
@@ -151,7 +141,7 @@ class Windows(OfRank):
         """Seconds spent waiting for other nodes so far."""
         return self._reach.waited + self._slots.waited
 
-    # -- a round: outbox, start (by blocks), finish ------------------------------------------
+    # -- a round: outbox, start, finish ------------------------------------------------------
 
     def outbox(self, t: int) -> Segments:
         """Arrays (1, p) to fill whole; waits until the last round's readers are done."""
@@ -160,48 +150,20 @@ class Windows(OfRank):
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
         """Publish the outbox, quantized if the wire does so, and begin the exchange of round t."""
-        self._open(kind, t, t if exchange is None else exchange)
-        self._begin(self._round)
-
-    def start_by_blocks(self, t: int, exchange: int, order: Sequence[int]) -> None:
-        """Begin the GOSSIP exchange of round t, of an outbox that is still to be filled."""
-        self._open(Kind.GOSSIP, t, exchange, tuple(order))
-
-    def _open(self, kind: Kind, t: int, number: int, order: tuple[int, ...] = ()) -> None:
         if kind is Kind.GOSSIP and self._first is None:
             self._first = self._reach.first = t
-        self._round = self._plans.of(kind, t).at(t, number, order)
-        self.bytes_sent[0] += self._round.nbytes
-
-    def filled(self, block: int) -> None:
-        """These columns of every vector are filled: they may be sent."""
-        now = self._round
-        now.empty.discard(block)
-        # an idle thread costs less than one that waits for the first block; averages go whole
-        if now.ticket is None and not (now.average and now.empty):
-            self._begin(now)
-        elif now.ticket:
-            self._reach.courier.wake()
-
-    def _begin(self, now: Exchange) -> None:
+        now = self._plans.of(kind, t).at(t, t if exchange is None else exchange)
+        self._round = now
+        self.bytes_sent[0] += now.nbytes
         if now.average:
             self._slots.average(now)
         elif now.kind is Kind.GOSSIP:
             self._slots.gossip(now)
 
-    def finish(self) -> tuple[Segments, Segments]:
-        """``sent`` and ``mixed`` of the open round."""
-        return self._finish(None)
-
-    def finish_into(self, x: torch.Tensor) -> tuple[Segments, Segments]:
-        """The same, ``mixed`` being ``x`` where neighbours' outboxes are summed now."""
-        return self._finish(x)
-
-    def _finish(self, into: torch.Tensor | None) -> tuple[Segments, Segments]:
+    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
+        """``sent`` and ``mixed``, which is ``into`` where neighbours' outboxes are summed now."""
         now = self._round
         now.finished = True
-        for block in tuple(now.empty):
-            self.filled(block)
         out = self._slots.out
         return out, out if now.kind is Kind.LOCAL else self._slots.finish(now, into)
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+ALIGN = 32
+"""Elements (128 bytes) that every parameter's place is a multiple of; zeros fill up its end."""
 BUCKET = 512
 """Columns that are encoded together; shards are multiples of it."""
 CHUNK = 1 << 18
@@ -63,7 +65,9 @@ class Wire(NamedTuple):
         ``key``: (exchange, node, vector). The codes are uint8 arrays, one after the other an
         encoded chunk.
         """
-        buckets, seeds = values.view(-1, BUCKET), (self.seed, *key)
+        exchange, node, vector = key
+        seeds = self.seed, exchange, 0 if self.shared else node, vector
+        buckets = values.view(-1, BUCKET)
         return self.encode(buckets, lambda count: draw(seeds, first, len(buckets), count))
 
     def write(
@@ -133,8 +137,7 @@ def encode(
             first = layout.begin(slot) + columns.start
             for row, node in enumerate(nodes):
                 values = segments[slot][part][row, columns]
-                drawer = 0 if layout.wire.shared else node
-                layout.wire.write(values, (exchange, drawer, part), first, room)
+                layout.wire.write(values, (exchange, node, part), first, room)
         elif codes is not None:
             codes[at : at + 8].view(torch.float64).copy_(segments[slot][part][0])
 

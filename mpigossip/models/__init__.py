@@ -80,7 +80,7 @@ def model(
             network = given(builder, {"shape": tuple(shape), "classes": classes}, options)
         except Mistake:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise JobError(
                 [f'model "{name}" can\'t be built with the options {options} for samples of shape '
                  f"{tuple(shape)} and {classes} classes: {raised(error)}"]

@@ -117,6 +117,8 @@ def go_on_together(
             row = torch.from_numpy(array.astype(np.float64).reshape(1, -1))
             mean[name] = engine.mixer.mean(row).numpy().reshape(array.shape)
     mean["bytes_sent"] = mine.numbers["bytes_sent"]
+    counted = mine.numbers.get("local_steps", engine.index - engine.born)
+    mean["local_steps"] = engine.mixer.mean_scalars(torch.tensor([[float(counted)]]).double())
     told = begin_at(engine, [buffers], mean)
     if engine.born < engine.index:
         engine.restore_rhythm(numbers)
@@ -216,6 +218,8 @@ def begin_at(
             for name, parts in state.items():
                 split(mean[name], parts, row, flat, here)
     dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/") and not kept]
+    if "local_steps" in mean:
+        engine.counts = [round(float(mean["local_steps"]))] * len(buffers)
     if kept and names:
         told.append(f"averaged: {', '.join(names)}")
     if not kept:

@@ -11,8 +11,8 @@ from typing import Any
 
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.config.own_parts import imported, is_own
-from mpigossip.engine.step import Record
+from mpigossip.config.own_parts import imported, is_own, made
+from mpigossip.engine.measurements import Record
 from mpigossip.training.evaluate import Evaluation
 
 HOOKS = {"tensorboard": "mpigossip.runs.tensorboard:TensorBoard"}
@@ -55,10 +55,5 @@ def _made(name: str, world: World) -> Hook:
             [f'log.hooks: "{name}" is none of {", ".join(HOOKS)} and not of the form '
              '"package.module:factory"']
         )  # fmt: skip
-    made = imported("log.hooks", where, "(world) that returns a Hook")(world)
-    if not isinstance(made, Hook):
-        raise JobError(
-            [f'log.hooks: "{name}" returned {type(made).__name__}; it should return a '
-             "mpigossip.runs.hooks.Hook"]
-        )  # fmt: skip
-    return made
+    factory = imported("log.hooks", where, "(world) that returns a Hook")
+    return made("log.hooks", name, Hook, factory, world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from mpigossip import config
@@ -14,7 +15,7 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake
 from mpigossip.runs.elastic import share
 from mpigossip.runs.hooks import named_hooks
-from mpigossip.runs.lock import Guard, locked
+from mpigossip.runs.lock import locked
 from mpigossip.runs.printer import Printer, say
 from mpigossip.runs.recorder import Recorder
 from mpigossip.runs.run import Run, asked_of
@@ -55,7 +56,7 @@ def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
 def _run(assembly: Assembly, world: World, resume: Path | None) -> tuple[dict[str, Any], Assembly]:
     """The summary, and what is to be closed: another assembly where ranks were lost."""
     folder = assembly.job.run.folder
-    hooks = [Recorder(world, len(assembly.trainer.mixer.rows)), Printer(world), Guard(world)]
+    hooks = [Recorder(world, len(assembly.trainer.mixer.rows)), Printer(world)]
     hooks += named_hooks(assembly.job.log.hooks, world)
     end = end_of_allocation(assembly.job.checkpoint.wall_clock_s)
     synchronous = assembly.trainer.mixer.synchronous
@@ -114,11 +115,23 @@ def _nodes(job: Job, world: World) -> int:
 
 
 def newest(folder: Path, world: World) -> Path | None:
-    """The checkpoint to go on from, as rank 0 sees it: ranks may see a shared disk differently."""
-    found = None
+    """The checkpoint to go on from, as rank 0 sees it: ranks may see a shared disk differently.
+
+    Damaged ones that are newer are named and set aside; JobError where there is no whole one.
+    """
+    found, place = None, folder / "checkpoints"
     with world.together(Mistake):
         if world.rank == 0:
-            found = checkpoint.latest(folder)
+            found, damaged = checkpoint.newest(folder)
+            if found is None and (damaged or any(place.glob("step-*.damaged*"))):
+                raise JobError(
+                    [*damaged.values(), f'"{place}" holds checkpoints, and none of them is '
+                     "complete, so no run begins at step 0 there: copy a complete one to it, or "
+                     f"begin anew after `mv {quote(str(place))} {quote(f'{place}.damaged')}`"]
+                )  # fmt: skip
+            for path, problem in damaged.items():
+                aside = checkpoint.set_aside(path).name
+                say(f"{problem}. The run goes on from {found}, and keeps this one as {aside}")
     return world.broadcast(found)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import TextIO
 
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.runs.hooks import Hook
-from mpigossip.training.loop import Record
 
 SETTING = "run.output"
 
@@ -78,54 +75,3 @@ def _sign(handle: TextIO) -> None:
         f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else "")
     )
     handle.flush()
-
-
-class Guard(Hook):
-    """Says on rank 0 when the run's directory loses its lock, or its newest checkpoint."""
-
-    EVERY_S = 1.0
-
-    def __init__(self, world: World):
-        """``world``: keeps a lock that is taken anew until it is closed."""
-        self._world, self._looked = world, time.monotonic()
-        self._mine: int | None = None
-        self._gone: Path | None = None
-
-    def start(self, progress, assembly) -> None:
-        """Remember the lock."""
-        if self._world.rank == 0:
-            self._mine = _inode(progress.folder / "lock")
-
-    def step(self, progress, record: Record) -> None:
-        """Look once a second."""
-        now = time.monotonic()
-        if self._world.rank == 0 and now - self._looked >= self.EVERY_S:
-            self._looked = now
-            self._look(progress)
-
-    def _look(self, progress) -> None:
-        if _inode(progress.folder / "lock") != self._mine:
-            progress.warn(self._locked_anew(progress.folder))
-            self._mine = _inode(progress.folder / "lock")
-        newest = progress.checkpoint
-        if newest is not None and newest != self._gone and not newest.exists():
-            self._gone = newest
-            progress.warn(
-                f"{newest} was deleted while the run goes on: until the next checkpoint there is "
-                "none to resume from"
-            )
-
-    def _locked_anew(self, folder: Path) -> str:
-        text = f"{folder / 'lock'} was deleted while the run goes on"
-        try:
-            self._world.resources.enter_context(lock(folder))
-        except JobError as error:
-            return f"{text}: {error}: two runs would mix their files, stop one of them"
-        return f"{text}: locked anew"
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return None

@@ -19,6 +19,7 @@ from mpigossip.engine.step import Engine
 from mpigossip.graphs import Graph, spectral
 from mpigossip.mixing.base import Kind, traffic
 from mpigossip.training.costs import held
+from mpigossip.training.schedule import full_rate
 
 if TYPE_CHECKING:
     from mpigossip.runs.progress import Progress
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 64
 """Rounds of a long or random graph that neighbours and bytes are taken from."""
-WAYS = {"ipc": "read in place", "device": "put from GPU to GPU", "nccl": "NCCL",
-        "host": "host staging, because"}  # fmt: skip
+WAYS = {"device": "put from GPU to GPU", "nccl": "NCCL", "host": "host staging, because"}
 """How vectors on GPUs are exchanged, by the first word of a mixer's routes."""
 
 
@@ -49,6 +49,7 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
         *between(trainer.engine, graph, job.node, world),
         ("memory", f"{size(_memory(progress, trainer, world))} a node: replicas, gradients, state, "
                    "messages, copies; activations come on top"),
+        ("rate", full_rate(job.schedule, per_step)[1]),
         ("steps", f"{progress.total_steps:,}, {progress.steps_per_epoch:,} an epoch"),
         ("files", f"{progress.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ "
                   f"{saves}"),

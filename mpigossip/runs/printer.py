@@ -16,8 +16,8 @@ from rich.text import Text
 from mpigossip.cluster.launcher import terminal_of_launcher
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import output_fails
-from mpigossip.config.readable import clock
-from mpigossip.engine.step import Record
+from mpigossip.config.readable import clock, note, shown, tell
+from mpigossip.engine.measurements import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.summary import describe, mean, number
 from mpigossip.store.log import COLUMNS
@@ -30,8 +30,8 @@ WINDOW = 50
 HEADING_EVERY = 25
 """Rows of the table after which its heading is said again."""
 
-WIDTHS = {"epoch": 9, "step": 9, "train loss": 12, "test loss": 11, "local": 9, "consensus": 11,
-          "time": 9}  # fmt: skip
+WIDTHS = {"epoch": 7, "step": 8, "rate": 8, "train loss": 11, "test loss": 10, "local": 8,
+          "consensus": 10, "time": 9}  # fmt: skip
 """Columns of the table of evaluations that are there for every task; metrics stand between."""
 
 
@@ -60,6 +60,7 @@ class Printer(Hook):
         self._shown = time.monotonic()
         self._dirty, self._rows = False, 0
         self._losses: list[float] = []
+        self._lr = float("nan")
         self._consensus = float("nan")
         self._recent: deque[tuple[float, dict[str, float]]] = deque(maxlen=WINDOW)
         self._figures: dict[str, Any] = {}
@@ -85,6 +86,7 @@ class Printer(Hook):
             return
         now = time.monotonic()
         self._losses.append(float(record.loss.nanmean()))
+        self._lr = record.lr
         self._recent.append((now, record.seconds))
         if len(record.rested) < len(record.loss):  # who rests has none
             self._figures = {n: v for n, v in record.figures.items() if n not in COLUMNS}
@@ -93,7 +95,7 @@ class Printer(Hook):
         if now - self._shown < (LIVE_S if self._live else self._plain_s):
             return
         self._shown = now
-        text = self._line(progress, record.index + 1)
+        text = shown(self._line(progress, record.index + 1))
         if self._live:
             with self._while_it_takes_it():
                 self._stream.write(f"\r\x1b[2K{text[: self._console.width - 1]}")
@@ -131,7 +133,7 @@ class Printer(Hook):
         if not self._speaks:
             return
         row = self._row(progress, step, found)
-        widths = [WIDTHS.get(name, max(10, len(name) + 2)) for name, _ in row]
+        widths = [WIDTHS.get(name, max(9, len(name) + 1)) for name, _ in row]
         if self._rows % HEADING_EVERY == 0:
             heading = "".join(n.rjust(width) for (n, _), width in zip(row, widths, strict=True))
             self._print(Text(heading, style="bold"))
@@ -145,6 +147,7 @@ class Printer(Hook):
         first = metrics[0][0] if metrics else "loss"
         return [
             ("epoch", f"{progress.epoch(step):.2f}"), ("step", f"{step}"),
+            ("rate", f"{self._lr:.3g}".replace("e-0", "e-")),
             ("train loss", number(sum(seen) / len(seen)) if seen else "–"),
             ("test loss", number(found.loss)),
             *metrics[:1], ("local", number(found.mean_local[first])), *metrics[1:],
@@ -161,6 +164,7 @@ class Printer(Hook):
             if self._dirty:
                 self._stream.write("\r\x1b[2K")
                 self._dirty = False
+            text.plain = shown(text.plain)
             self._console.print(text)
 
     @contextmanager
@@ -177,7 +181,7 @@ class Printer(Hook):
 def say(text: str) -> None:
     """A line on standard output, or none where that is full: no reason to end a run."""
     try:
-        print(text, flush=True)
+        tell(text, flush=True)
     except OSError as error:
         silenced(error)
 
@@ -187,8 +191,7 @@ def silenced(error: OSError) -> None:
     why = output_fails(error)
     if not why:
         raise error
-    text = f"mpigossip: standard output can't be written: {why}; the run goes on without"
-    print(text, file=sys.stderr, flush=True)
+    note(f"standard output can't be written: {why}; the run goes on without")
 
 
 def _width(terminal: str | None) -> int | None:

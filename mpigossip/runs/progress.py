@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpigossip.config import Job
+from mpigossip.config.readable import note
 from mpigossip.training.evaluate import Evaluation
 from mpigossip.training.task import CLASSIFICATION, Objective
 
@@ -51,7 +51,7 @@ class Progress:
 
     def warn(self, text: str) -> None:
         """Say something at once, and again in the summary; called on rank 0."""
-        print(f"mpigossip: {text}", file=sys.stderr, flush=True)
+        note(text)
         self.warnings.append(text)
 
     def epoch(self, step: int) -> float:

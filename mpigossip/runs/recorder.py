@@ -14,7 +14,8 @@ import torch
 from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.engine.step import Record
+from mpigossip.config.readable import note
+from mpigossip.engine.measurements import Record
 from mpigossip.runs.alarms import watchers
 from mpigossip.runs.hooks import Hook
 from mpigossip.store import StoreError
@@ -209,8 +210,7 @@ class Recorder(Hook):
             if not self._goes_on:
                 raise
             if self._world.rank == 0:
-                text = f"mpigossip: {error}; training goes on, and what was to be logged is kept"
-                print(text, file=sys.stderr, flush=True)
+                note(f"{error}; training goes on, and what was to be logged is kept")
 
     def _flush(self) -> None:
         block = {}
@@ -274,7 +274,7 @@ class Recorder(Hook):
             }
             self._writer.append(rows)
             for line in [text for one in self._watchers for text in one.see(self._gathered, rows)]:
-                print(f"mpigossip: {line}", file=sys.stderr, flush=True)
+                note(line)
             self._gathered += len(rows["loss"])
         for at, row in enumerate(evaluations):
             names = gathered[0][1][at][1]

@@ -14,8 +14,8 @@ import torch
 from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config.readable import counted
+from mpigossip.engine.measurements import Record
 from mpigossip.engine.state import of_rows
-from mpigossip.engine.step import Record
 from mpigossip.groups.base import Group
 from mpigossip.mixing.base import Mixer
 from mpigossip.runs.elastic import Kept, go_on
@@ -315,8 +315,9 @@ class Run:
 
     def _own(self, row: int, sent: int) -> dict[str, float]:
         """What one node has counted."""
-        precision = self.trainer.settings.precision
-        return {"bytes_sent": sent} | self.tally.numbers() | precision.numbers(row)
+        precision, counts = self.trainer.settings.precision, self.trainer.engine.counts
+        own = {"bytes_sent": sent, "local_steps": counts[row]}
+        return own | self.tally.numbers() | precision.numbers(row)
 
     def resume(self, path: Path) -> list[str]:
         """Put every node to where the checkpoint stands; what to tell the user.

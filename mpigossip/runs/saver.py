@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,8 +12,11 @@ from typing import Any
 from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.config import CheckpointSection
+from mpigossip.config.errors import NotFinite
+from mpigossip.config.readable import note
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import Entry, NodeState
+from mpigossip.store.finite import not_finite
 
 LAG = 4
 """Steps between two looks at whether all ranks have written."""
@@ -105,9 +107,9 @@ class Saver:
     def _gather(self, now: _Writing) -> None:
         """Collect the entries of all nodes on rank 0, whose thread then makes them count."""
         try:
-            found: tuple[Sequence[Entry], str | None] = (now.files.result(), None)
-        except (OSError, StoreError) as wrong:
-            found = ((), str(wrong))
+            found: tuple[Sequence[Entry], Any] = (now.files.result(), None)
+        except (OSError, StoreError, NotFinite) as wrong:
+            found = ((), wrong)
         gathered = self._world.gather(found)
         errors = None if gathered is None else [error for _, error in gathered if error]
         errors, gone = self._world.broadcast((errors, not now.beside.is_dir()))
@@ -127,22 +129,26 @@ class Saver:
         try:
             checkpoint.prune(self._folder, self._settings.keep, self._settings.keep_every)
         except StoreError as error:  # the new one is whole, so that this is no reason to stop
-            print(f"mpigossip: an old checkpoint stays: {error}", file=sys.stderr, flush=True)
+            note(f"an old checkpoint stays: {error}")
         return path
 
-    def _failed(self, step: int, errors: Sequence[str], gone: bool = False) -> None:
+    def _failed(self, step: int, errors: Sequence[Any], gone: bool = False) -> None:
         """Stop the run, or say it and go on, as the job has it; the same on all ranks.
 
         ``gone``: somebody removed what was being written; the next one finds a working disk.
+        Values that are not finite always stop it.
         """
-        text = f"the checkpoint of step {step} could not be written: {errors[0]}"
+        error = max(errors, key=lambda one: isinstance(one, NotFinite))
+        text = f"the checkpoint of step {step} could not be written: {error}"
+        if isinstance(error, NotFinite):
+            raise NotFinite(f"{text}. Earlier ones are kept: lower the learning rate, and resume")
         if not self._goes_on and not gone:
             raise AgreedError(
                 [f"{text}. Earlier checkpoints are whole; make room and resume, or let runs go on "
                  'without with checkpoint.on_error = "continue"']
             )  # fmt: skip
         if self._world.rank == 0:
-            print(f"mpigossip: {text}; training goes on", file=sys.stderr, flush=True)
+            note(f"{text}; training goes on")
 
     def abandon(self) -> None:
         """Give up what is being written, after the loss of a rank; not collective."""
@@ -156,4 +162,7 @@ class Saver:
 
 
 def _write(folder: Path, states: Sequence[tuple[int, NodeState]]) -> list[Entry]:
+    for node, state in states:
+        if wrong := not_finite(state):
+            raise NotFinite(f"node {node} has {wrong}")
     return [checkpoint.write_node(folder, node, state) for node, state in states]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from mpigossip.cluster import deadline
 from mpigossip.cluster.world import Agreement, World
+from mpigossip.config.readable import note
 from mpigossip.runs.hooks import Hook
 
 END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
@@ -75,6 +77,8 @@ class Reserve:
 class Stopper(Hook):
     """Ends the run at a step boundary on SIGTERM, SIGUSR1, SIGUSR2, RUN/STOP or the clock.
 
+    Also where the launcher's process that started a rank is gone: nobody could end the rank then.
+
     The ranks agree by a reduction that is started at one step and read ``lag`` steps later, so
     that no step waits for it. A context manager: the signals are given back at its end.
     """
@@ -92,6 +96,7 @@ class Stopper(Hook):
         self._world, self._file = world, folder / "STOP"
         self._clock = Reserve(end, lag=2 * lag)
         self._asked, self._looked = False, float("-inf")
+        self._launcher, self._warnings = os.getppid(), list[str]()
         self._pending: Agreement | None = None
 
     def __enter__(self) -> Self:
@@ -112,14 +117,20 @@ class Stopper(Hook):
 
     def _note(self, number, frame) -> None:
         self._asked = True
+        if number == signal.SIGTERM:
+            deadline.terminated = time.monotonic()
 
     def wants_stop(self, done: int) -> bool:
         """Every ``lag`` steps: read the last agreement, begin the next."""
         self._asked = self._clock.over() or self._asked
+        if not self._asked and self._world.size > 1 and os.getppid() != self._launcher:
+            self._asked = True
+            self._warnings.append("stopped because the launcher's process is gone: resume the run")
         if done % self._lag:
             return False
         agreed, self._pending = self._pending, None
         if agreed is not None and agreed.read():
+            deadline.terminated = math.inf  # what is left may take long, as to save does
             if self._world.rank == 0:
                 self._take_away()
             return True
@@ -134,12 +145,12 @@ class Stopper(Hook):
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:  # a folder, or somebody else's
-            text = f"mpigossip: {self._file} can't be removed: {error.strerror}; remove it by hand"
-            print(f"{text}, or the next run stops at once", file=sys.stderr, flush=True)
+            text = f"{self._file} can't be removed: {error.strerror}; remove it by hand"
+            note(f"{text}, or the next run stops at once")
 
     def start(self, progress, assembly) -> None:
         """Forget an agreement with ranks that were lost."""
-        self._pending = None
+        self._pending, self._warnings = None, progress.warnings
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         """Take in an agreement that was begun."""

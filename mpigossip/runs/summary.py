@@ -65,5 +65,5 @@ def describe(summary: dict[str, Any]) -> str:
     lines.append(f"sent       {size(summary['bytes_sent'])} a node")
     if "checkpoint" in summary:
         lines.append(f"checkpoint {summary['checkpoint']}")
-        lines.append(f"digest     {summary['digest']}")
+        lines.append(f"digest     {summary.get('digest', 'not known')}")
     return "\n".join(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TypeVar
 
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
+from mpigossip.config.readable import note
 from mpigossip.runs.elastic import go_on_together, shift
 from mpigossip.runs.lock import lock
 from mpigossip.runs.printer import Printer
@@ -25,12 +25,10 @@ def prepare(job: Job, world: World) -> None:
     """Let the world outlive losses where the job asks for it; say where MPI can't."""
     world.survives = job.run.survive and world.fault_tolerant
     if job.run.survive and world.comm is not None and not world.survives and world.rank == 0:
-        print(
-            "mpigossip: run.survive: this MPI was not started fault-tolerant, so a lost rank ends "
+        note(
+            "run.survive: this MPI was not started fault-tolerant, so a lost rank ends "
             "the job at once, and the next one goes on from the last checkpoint; with Open MPI 5 "
-            "start it by `mpirun --with-ft ulfm` (srun can't: Slurm ends a step that lost a task)",
-            file=sys.stderr,
-            flush=True,
+            "start it by `mpirun --with-ft ulfm` (srun can't: Slurm ends a step that lost a task)"
         )
 
 
@@ -107,7 +105,7 @@ def tell(
     if world.rank == 0:
         told = "; ".join([*lines, _those_who_go_on(world.size)])
         told += f" ({'; '.join(how)})" if how else ""
-        print(f"mpigossip: {told}", file=sys.stderr, flush=True)
+        note(told)
     return lines
 
 

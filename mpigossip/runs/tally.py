@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpigossip.engine.step import Record
+from mpigossip.engine.measurements import Record
 
 SPENT = "spent/"
 """Before the names of what seconds went to, in a checkpoint."""

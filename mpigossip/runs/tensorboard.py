@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpigossip.cluster.world import World
-from mpigossip.engine.step import Record
+from mpigossip.engine.measurements import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.summary import mean
 from mpigossip.store import StoreError

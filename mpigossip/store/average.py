@@ -62,11 +62,12 @@ def over_slots(state: NodeState) -> dict[str, np.ndarray]:
 
 
 def over_nodes(path: Path, n: int) -> dict[str, np.ndarray]:
-    """The same of a checkpoint's n nodes together, and their mean "bytes_sent"."""
+    """The same of a checkpoint's n nodes together, their mean "bytes_sent" and "local_steps"."""
 
     def arrays(node: int) -> dict[str, np.ndarray]:
         state = read_node(path, node)
-        return over_slots(state) | {"bytes_sent": np.array(float(state.numbers["bytes_sent"]))}
+        counted = {"bytes_sent", "local_steps"} & state.numbers.keys()
+        return over_slots(state) | {k: np.array(float(state.numbers[k])) for k in counted}
 
     with reading(path):
         return average((arrays(node) for node in range(n)), loose=LOOSE)

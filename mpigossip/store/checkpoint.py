@@ -14,6 +14,7 @@ right: a damaged file gives StoreError, never a crash or wrong numbers.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -25,18 +26,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import h5py
 import numpy as np
 
-from mpigossip.store import StoreError, direct, guard
+from mpigossip.store import StoreError, direct, guard, layout
 from mpigossip.store import manifest as manifests
+from mpigossip.store.finite import not_finite
 from mpigossip.store.hdf5 import crc, create, reading, sync, write_text, writing
 from mpigossip.store.manifest import FORMAT, MANIFEST, Entry, Manifest, Number
 
 PIECE = 1 << 22  # parameters read at a time
-DIMENSIONS = 32  # of a parameter
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def write_node(folder: Path, node: int, state: NodeState) -> Entry:
                     large.append(direct.reserve(file, name, array))
                 else:
                     file.create_dataset(name, data=array)
-            file.create_dataset("layout", data=_layout(state.names, state.shapes))
+            file.create_dataset("layout", data=layout.table(state.names, state.shapes))
             write_text(file, "numbers", json.dumps(state.numbers, default=lambda v: v.item()))
         checksum = direct.fill(path, large)
     return Entry(node, path.name, path.stat().st_size, checksum, flat.size)
@@ -141,7 +143,9 @@ def commit(
         whole = Manifest(step, n, job, dict(meta), tuple(entries))
         manifests.write(temporary / MANIFEST, whole)
         sync(temporary)
-        if final.exists():
+        if final.exists() and _problem(final):
+            set_aside(final)
+        elif final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)  # found by latest() should we be killed before the next line
         temporary.rename(final)
@@ -152,13 +156,32 @@ def commit(
 
 def steps(run: Path) -> list[int]:
     """Steps of all whole checkpoints, ascending."""
-    return sorted(step for step, path in _found(run).items() if _whole(path))
+    return sorted({step for step, path in _found(run) if not _problem(path)})
 
 
 def latest(run: Path) -> Path | None:
     """The newest whole checkpoint: manifest sound, every file there with its size."""
-    found = _found(run)
-    return next((found[step] for step in sorted(found, reverse=True) if _whole(found[step])), None)
+    return newest(run)[0]
+
+
+def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest whole checkpoint, and the damaged ones that are newer, each with the reason."""
+    damaged: dict[Path, str] = {}
+    for _, path in reversed(_found(run)):
+        problem = _problem(path)
+        if not problem:
+            return path, damaged
+        damaged[path] = problem
+    return None, damaged
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint to `step-….damaged`, which nothing overwrites; its new name."""
+    aside = path.with_suffix(".damaged")
+    while aside.exists():
+        aside = aside.with_name(f"{aside.name}.damaged")
+    with writing(path):
+        return path.rename(aside)
 
 
 def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
@@ -168,8 +191,7 @@ def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
     """
     if keep < 1:
         raise ValueError(f"keep = {keep}: at least one checkpoint stays")
-    found = sorted(_found(run).items())
-    whole = [(step, path) for step, path in found if _whole(path)]
+    whole = [(step, path) for step, path in _found(run) if not _problem(path)]
     removed = [path for step, path in whole[:-keep] if not every or step % every]
     for path in removed:
         with writing(path):
@@ -203,7 +225,7 @@ def read_node(path: Path, node: int) -> NodeState:
 def _read_file(path: Path, entry: Entry, length: int, manifest: Manifest) -> NodeState:
     """What a file holds, of a node of ``length`` parameters."""
     with _node_file(path, entry) as found:
-        names, shapes = _read_layout(guard.array(found, "layout", "V", 1), length)
+        names, shapes = layout.read(guard.array(found, "layout", "V", 1), length)
         parameters = guard.array(found, "parameters", "<f4", 1)
         arrays, pieces = (
             {
@@ -215,7 +237,13 @@ def _read_file(path: Path, entry: Entry, length: int, manifest: Manifest) -> Nod
         )
         numbers = manifests.plain(guard.text(found, "numbers"), "numbers")
         manifests.counted(numbers, manifest.step)
-        return NodeState(parameters, names, shapes, arrays, numbers, entry.slot, pieces)
+        state = NodeState(parameters, names, shapes, arrays, numbers, entry.slot, pieces)
+        if wrong := not_finite(state):
+            raise StoreError(
+                f"{Path(path) / entry.file} has {wrong}, which older versions didn't look for; to "
+                f"go on from the checkpoint before: mv {path} {path}.damaged"
+            )
+        return state
 
 
 def _joined(parts: Sequence[NodeState]) -> NodeState:
@@ -270,68 +298,31 @@ def verify(path: Path) -> list[str]:
     return problems
 
 
-def _found(run: Path) -> dict[int, Path]:
-    """Directories that may be checkpoints; one set aside counts while its name is free."""
-    found: dict[int, Path] = {}
+def _found(run: Path) -> list[tuple[int, Path]]:
+    """Directories that may be checkpoints, by step; `.old` before its successor."""
     place = Path(run) / "checkpoints"
     with reading(place):
         try:
-            names = sorted(path.name for path in place.iterdir())
+            names = [path.name for path in place.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
-            return found
-    for name in names:
-        match = re.fullmatch(r"step-(\d+)(\.old)?", name)
-        if match:
-            found.setdefault(int(match[1]), place / name)
-    return found
+            return []
+    found = [re.fullmatch(r"step-(\d+)(\.old)?", name) for name in names]
+    paths = [(int(one[1]), place / one[0]) for one in found if one]
+    return sorted(paths, key=lambda one: (one[0], not one[1].suffix))
 
 
-def _whole(path: Path) -> bool:
-    """StoreError where it may not be read: a run would go on from an older one, or begin anew."""
+def _problem(path: Path) -> str:
+    """Why a checkpoint isn't whole, "" where it is; StoreError where that can't be read."""
     try:
-        with reading(path):
-            entries = read_manifest(path).entries
-            return all((path / entry.file).stat().st_size == entry.bytes for entry in entries)
+        for entry in read_manifest(path).entries:
+            with reading(place := path / entry.file):
+                if place.stat().st_size != entry.bytes:
+                    raise ValueError(f"it should have {entry.bytes} bytes, as the manifest says")
     except StoreError as error:
-        if isinstance(error.__cause__, PermissionError):
+        if getattr(error.__cause__, "errno", None) not in (None, errno.ENOENT, errno.ENOTDIR):
             raise
-        return False
-
-
-def _layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """The table of parameters: name, offset, size, and the first `ndim` numbers of `shape`."""
-    widest = max(map(len, shapes), default=0)
-    text = h5py.string_dtype("utf-8", max((len(name.encode()) for name in names), default=1) or 1)
-    kind = [("name", text), ("offset", "<i8"), ("size", "<i8"), ("ndim", "<i8")]
-    rows = np.zeros(len(names), np.dtype([*kind, ("shape", "<i8", (max(widest, 1),))]))
-    offset = 0
-    for row, name, shape in zip(rows, names, shapes, strict=True):
-        size = math.prod(shape)
-        row["name"], row["ndim"] = name.encode(), len(shape)
-        row["offset"], row["size"] = offset, size
-        row["shape"][: len(shape)] = shape
-        offset += size
-    return rows
-
-
-def _read_layout(
-    rows: np.ndarray, length: int
-) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    """Names and shapes of the table; ValueError unless they fill `length` one after the other."""
-    if [rows.dtype[name].kind for name in rows.dtype.names or ()] != list("SiiiV"):
-        raise ValueError(f"its table of parameters is {rows.dtype}")
-    names, shapes, offset = [], [], 0
-    for name, at, size, ndim, numbers in rows:
-        shape = tuple(map(int, numbers[: max(0, ndim)]))
-        fits = len(shape) == ndim <= DIMENSIONS and min(shape, default=0) >= 0
-        if not fits or at != offset or size != math.prod(shape):
-            raise ValueError(f"parameter {name!r} of {shape} at {at} doesn't follow {offset}")
-        names.append(guard.printable(name.decode(), "name"))
-        shapes.append(shape)
-        offset += int(size)
-    if offset != length or len(set(names)) != len(names):
-        raise ValueError(f"{len(set(names))} of {len(names)} parameters fill {offset} of {length}")
-    return tuple(names), tuple(shapes)
+        return str(error)
+    return ""
 
 
 @contextmanager
@@ -373,5 +364,6 @@ def _check_bytes(place: Path, file: io.FileIO, entry: Entry) -> None:
     if checksum != entry.checksum:
         raise StoreError(
             f"{place} is damaged: its CRC-32 is {checksum}, the manifest says "
-            f"{entry.checksum}; copy it again or use another checkpoint"
+            f"{entry.checksum}; copy it again, or use an older checkpoint: `mv "
+            f"{quote(str(place.parent))} {quote(str(place.parent.with_suffix('.damaged')))}`"
         )

@@ -42,7 +42,7 @@ HEADER = 68  # bytes of the longest header that is looked at
 PIECES = 1 << 20  # of a table, and bytes of their index
 LIST = struct.Struct("<4sBBBBBBBB6Q")
 GROWTH = (32, 4, 16, 4, 10)  # HDF5's own numbers for such an array; nobody sets others
-TREE = struct.Struct("<4sBBIHHBB")
+TREE = struct.Struct("<4sBBIHHBBQHQ")
 TREES = (5, 6, 8, 9, 10, 11)
 """HDF5's kinds of B-trees that our files have: of links, of attributes, of chunks."""
 SEAL = "checksum"
@@ -116,9 +116,11 @@ def _sound_tree(header: bytes) -> bool:
     """Whether a B-tree's header, as far as it was read, is one of those that our files have."""
     if len(header) < TREE.size:
         return True
-    _, _, kind, node, row, depth, split, merge = TREE.unpack_from(header)
-    sizes = row > 0 and node <= METADATA and (node - 10) // max(row, 1) >= 2 and depth <= 32
-    return kind in TREES and sizes and 0 < merge < split <= 100
+    _, _, kind, node, row, depth, split, merge, _, top, every = TREE.unpack_from(header)
+    most = (node - 10) // max(row, 1)
+    sizes = row > 0 and node <= METADATA and most >= 2 and depth <= 32
+    counts = top <= most and (top < every <= PIECES if depth else top == every)
+    return kind in TREES and sizes and counts and 0 < merge < split <= 100
 
 
 def _sound_list(header: bytes) -> bool:

@@ -210,7 +210,7 @@ def _read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
     stored = path.stat().st_size if path.exists() else 0
     if last * PAGE >= size or size > stored + count * PAGE + SLACK:
         return None
-    return size, {n: data[first + k * PAGE :][:PAGE] for k, n in enumerate(numbers)}
+    return size, {n: data[first + k * PAGE : first + (k + 1) * PAGE] for k, n in enumerate(numbers)}
 
 
 def _apply(path: Path, size: int, pages: Mapping[int, bytes | bytearray]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import h5py
 import numpy as np
 
+from mpigossip.config.readable import cells as safe
 from mpigossip.store import StoreError, guard
 from mpigossip.store.hdf5 import replacing, writing
 from mpigossip.store.log_reading import INDEX, Log, columns, metrics_in, opened
@@ -46,7 +47,7 @@ def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
     for path, table in ((out, log.steps), (beside, log.evaluations)):
         with replacing(path) as new, new.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["step", "node", *(name for name in table if name != "step")])
+            writer.writerow(safe(["step", "node", *(name for name in table if name != "step")]))
             values = [value for name, value in table.items() if name != "step"]
             for row, step in enumerate(table["step"]):
                 for node in range(log.nodes):

@@ -21,6 +21,11 @@ FORMAT = "mpigossip log 1"
 INDEX = {"steps": "step", "evaluations": "at_step"}
 """The groups of a log, and the column that numbers the rows of each."""
 COLUMNS = 1 << 10  # of a group
+TEXTS = ("metrics", "figures", "lost", "warnings", "checkpoint", "digest")
+NEEDED = {"steps", "nodes", "slots", "seconds", "bytes_sent"}
+NUMBERS = (*NEEDED, "finished", "epochs", "loss", "samples_per_second", "compute_s", "node_s",
+           "exchange_s", "idle_s")  # fmt: skip
+"""Entries of a summary that are texts, those of every finished run, and those that are numbers."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,21 @@ def _read(path: Path, wanted: Collection[str] | None, points: int | None) -> Log
                 for name, data in (evaluations | {n: steps[n] for n in ("step", *chosen)}).items()
                 if name not in ("at_step", "node")
             },
-            summary=guard.sealed(found["summary"], texts=True),
-            environment=json.loads(facts["environment"]),
+            summary=_typed(guard.sealed(found["summary"], texts=True)),
+            environment=_typed(json.loads(facts["environment"]), str),
         )
+
+
+def _typed(found: Any, default: type = object) -> dict[str, Any]:
+    """A table of a log whose known entries are there and of their types, others of `default`."""
+    if not isinstance(found, dict) or "finished" in found and not found.keys() >= NEEDED:
+        raise ValueError("its summary or environment lacks entries")
+    kinds = dict.fromkeys(TEXTS, str) | dict.fromkeys(NUMBERS, int | float)
+    kinds |= dict.fromkeys(str(found.get("metrics", "")).split(), int | float)
+    for name, value in found.items():
+        if not isinstance(value, kinds.get(name, default)):
+            raise ValueError(f'its entry "{name}" is a {type(value).__name__}')
+    return found
 
 
 def metrics_in(evaluations: Collection[str]) -> list[str]:

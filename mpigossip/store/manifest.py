@@ -215,6 +215,7 @@ def plain(text: str, name: str) -> dict[str, Number]:
 def counted(numbers: dict[str, Number], step: int) -> dict[str, Number]:
     """The counters of a node, each where a training of so many steps can stand."""
     most = {"index": step, "born": step, "round": MOST, "bytes_sent": MOST, "samples": MOST}
+    most["local_steps"] = step
     for name in most.keys() & numbers.keys():
         counter(numbers[name], name, most[name])
     if numbers.get("index", step) != step:

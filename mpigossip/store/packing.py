@@ -6,7 +6,6 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -16,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from mpigossip.store import StoreError, texts
-from mpigossip.store.hdf5 import reading, sync, writing
+from mpigossip.store.hdf5 import reading, replacing, sync
 
 FORMAT = "mpigossip-dataset"
 VERSION, PLAIN = 3, 2
@@ -103,35 +102,27 @@ def pack(
         raise StoreError(f"{folder} is not a folder; name one that holds {wanted}")
     if tokenizer != "byte" and not text:
         raise StoreError(f"tokenizer {tokenizer!r} is for text; add --text, or leave it out")
-    if decoded and text:
-        raise StoreError("--decoded is for images, and --text packs none; leave one of them out")
+    if text and (decoded or image_size is not None):
+        option = "--decoded" if decoded else f"--image-size {image_size}"
+        raise StoreError(f"{option} is for images, and --text packs none; leave one of them out")
+    if tokenizer == "byte" and vocabulary != VOCABULARY:
+        raise StoreError(f"--vocabulary {vocabulary} is for byte pairs; add --tokenizer bpe")
     coder = texts.Coder(tokenizer, texts.files_of(folder)[0] if text else (), vocabulary)
     if image_size is not None and image_size < 1:
         raise StoreError(f"image size {image_size} is too small: it is pixels, at least 1")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        with writing(out):
-            temporary.touch()  # HDF5's own words for a place that can't be written are long
-            with h5py.File(temporary, "w", libver=("v110", "v110")) as file:
-                file.attrs.update(
-                    format=fixed(FORMAT), version=PLAIN, source=fixed(str(folder.resolve()))
-                )
-                if text:
-                    _pack_text(folder, file, coder, progress or _quiet)
-                else:
-                    _pack_images(folder, file, image_size, decoded, progress or _quiet)
-            publish(temporary, out)
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    return out
-
-
-def publish(temporary: Path, out: Path) -> None:
-    """Make a finished file durable and give it its final name."""
-    sync(temporary)
-    temporary.replace(out)
+    with replacing(out) as new:
+        new.touch()  # HDF5's own words for a place that can't be written are long
+        with h5py.File(new, "w", libver=("v110", "v110")) as file:
+            file.attrs.update(
+                format=fixed(FORMAT), version=PLAIN, source=fixed(str(folder.resolve()))
+            )
+            if text:
+                _pack_text(folder, file, coder, progress or _quiet)
+            else:
+                _pack_images(folder, file, image_size, decoded, progress or _quiet)
+        sync(new)
     sync(out.parent)
+    return out
 
 
 def _quiet(done: int, total: int) -> None:

@@ -25,8 +25,7 @@ from mpigossip.data.loading import (
     processes,
 )
 from mpigossip.data.sources import SOURCES, Source, source
-from mpigossip.engine.consensus import measured_every
-from mpigossip.engine.overlap import Blocks
+from mpigossip.engine.measurements import measured_every
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph, GraphError
@@ -36,14 +35,14 @@ from mpigossip.groups import devices
 from mpigossip.groups.base import Group, held
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import MIXERS, open_mixer
-from mpigossip.mixing.base import ByBlocks, Kind, Layout, Mixer
+from mpigossip.mixing.base import Kind, Layout, Mixer
 from mpigossip.mixing.codes import WIRES, wire
 from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.wire import Wire
 from mpigossip.training import shape, task
 from mpigossip.training.convolutions import arranged
-from mpigossip.training.fit import check_vmap, contradictions, may_cut, unfit
-from mpigossip.training.fragments import make_fragments, narrowed
+from mpigossip.training.fit import check_rounds, check_vmap, contradictions, unfit
+from mpigossip.training.fragments import engine_of, make_fragments, narrowed
 from mpigossip.training.loop import Settings, Trainer
 from mpigossip.training.precision import Precision, resolved
 from mpigossip.training.replicas import Replicas
@@ -145,20 +144,15 @@ def make_algorithms(
     job: Job,
     flat: Flat,
     graph: Graph | None = None,
-    blocks: Sequence[slice] = (),
     here: range | None = None,
 ) -> list[algorithms.Algorithm]:
-    """The algorithm, once for each shard or block of columns, made to bear the job's wire.
+    """The algorithm, once for each shard, made to bear the job's wire.
 
     ``here``: the shards that live in this process; None: all.
     """
-    decayed = [flat.decayed_among(block) for block in blocks]
     shards = range(flat.slots) if here is None else here
-    whole = None if blocks or flat.slots > 1 else flat
-    return [
-        make_method(job, columns, graph, layout=whole)
-        for columns in decayed or map(flat.decayed_in, shards)
-    ]
+    whole = None if flat.slots > 1 else flat
+    return [make_method(job, flat.decayed_in(shard), graph, layout=whole) for shard in shards]
 
 
 def make_method(
@@ -302,20 +296,14 @@ def make_engine(
     """What steps along the replicas' gradients, for ``total`` steps."""
     group, flat = replicas.group, replicas.flat
 
-    def cut(by: ByBlocks) -> Blocks:
-        each = make_algorithms(job, flat, graph, by.blocks)
-        return Blocks(by, each, flat, replicas.modules[0][0])
-
     cadence, width = make_cadence(job, methods[0], graph, total), flat.size // flat.slots
     parts = make_fragments(
         job, cadence.turns, mixer.layout, flat,
         [slice(width * shard, width * (shard + 1)) for shard in held(group)],
-        methods, lambda decayed, local: make_method(job, decayed, graph, local),
+        methods, lambda still: make_method(job, 0, graph, still),
     )  # fmt: skip
-    return Engine(
+    return engine_of(parts)(
         mixer, group, replicas, methods, cadence,
-        cut=cut if may_cut(job, group.slots) and parts is None else None,
-        fragments=parts,
         measure_every=measured_every(job.log.consensus_every, group.devices[0]),
     )  # fmt: skip
 
@@ -339,12 +327,14 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         module = arranged(
             make_model(job, data), job.node.channels_last, slots_of(job.node.devices)[0]
         )
-        objective = task.make(job.task).told(data).tried(module, data.sample("test"))
-        check_vmap(job, module)
+        sample = data.sample("test")
+        objective = task.make(job.task).told(data).tried(module, sample)
+        check_vmap(job, module, objective, sample)
         decayed = None if section.decay_all else models.decayed(module)
         flat = flatten(module, slots if job.node.shard else 1, decayed)
         graph = make_graph(job, n)
     check_alike(job.data.source, data, world)
+    check_rounds(job, graph, world)
     graph = placed(job, graph, world)
     group = shape.make_group(job, world)
     methods = make_algorithms(job, flat, graph, here=held(group))

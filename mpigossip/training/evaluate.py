@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpigossip.data.loading import AnyLoader
 from mpigossip.data.nested import Nested
-from mpigossip.engine.consensus import consensus_distance
+from mpigossip.engine.measurements import consensus_distance
 from mpigossip.groups.base import held, shards
 from mpigossip.mixing.base import Mixer
 from mpigossip.training.replicas import Replicas
@@ -65,7 +66,7 @@ def evaluate(
     """
     objective, group = replicas.objective, replicas.group
     averaged = averaged_model(replicas, mixer)
-    if batches:
+    if batches and norms(averaged):
         recalibrate(averaged, replicas, mixer, batches)
     names = ("loss", *objective.metrics)
     # (rows, averaged or own, loss and metrics, sum or count)
@@ -118,6 +119,22 @@ def norms(module: nn.Module) -> list[_BatchNorm]:
     return [one for one in found if one.track_running_stats]
 
 
+@contextmanager
+def recalibrating(module: nn.Module) -> Iterator[None]:
+    """Inside, forward passes set batch norms' statistics to their mean; dropout is off."""
+    modes = {one: one.training for one in module.modules()}
+    momenta = {one: one.momentum for one in norms(module.eval())}
+    for one in momenta:
+        one.reset_running_stats()
+        one.momentum = None  # the mean of all batches since they were reset
+        one.train()
+    yield
+    for one, momentum in momenta.items():
+        one.momentum = momentum
+    for each, training in modes.items():
+        each.training = training
+
+
 def recalibrate(
     module: nn.Module, replicas: Replicas, mixer: Mixer, batches: Sequence[Sequence[Nested]]
 ) -> None:
@@ -128,31 +145,18 @@ def recalibrate(
     the statistics are the mean over batches, then over nodes, exactly. Collective.
     """
     group, slots = replicas.group, len(replicas.group.mine)
-    found = norms(module.eval())
-    for one in found:
-        one.momentum = None  # the mean of all batches since they were reset
-    rows = []
+    parts: list[Any] = [p for one in norms(module) for p in (one.running_mean, one.running_var)]
+    mine = torch.zeros(replicas.rows, sum(p.numel() for p in parts), dtype=torch.float64)
     for row in range(replicas.rows if 0 in group.mine else 0):
-        for one in found:
-            one.reset_running_stats()
-            one.train()
-        with torch.no_grad():
+        with recalibrating(module), torch.no_grad():
             for step in batches:
                 replicas.objective(module, step[row * slots])
-        both = [part.double().cpu() for one in found for part in _statistics(one)]
-        rows.append(torch.cat(both) if both else torch.zeros(0, dtype=torch.float64))
-    width = sum(part.numel() for one in found for part in _statistics(one))
-    mine = torch.stack(rows) if rows else torch.zeros(replicas.rows, width, dtype=torch.float64)
+        mine[row] = torch.cat(parts)
     mine = group.sum_scalars([torch.zeros_like(mine) if slot else mine for slot in group.mine])
-    values = mixer.mean(mine).split([part.numel() for one in found for part in _statistics(one)])
-    for part, value in zip([p for one in found for p in _statistics(one)], values, strict=True):
+    values = mixer.mean(mine).split([p.numel() for p in parts])
+    for part, value in zip(parts, values, strict=True):
         part.copy_(value)
     module.eval()
-
-
-def _statistics(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
-    assert norm.running_mean is not None and norm.running_var is not None
-    return norm.running_mean, norm.running_var
 
 
 def _buffers_of(replicas: Replicas, place: int) -> torch.Tensor:

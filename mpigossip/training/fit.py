@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
+import torch
 from torch import nn
 
 from mpigossip import graphs
@@ -11,8 +13,11 @@ from mpigossip.algorithms import BUILDERS, Algorithm, build
 from mpigossip.algorithms.cadence import BUILDERS as CADENCES
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.spectrum import above_minus_third
+from mpigossip.cluster.world import World
 from mpigossip.config import Data, Job, JobError
 from mpigossip.config.choices import Part
+from mpigossip.config.errors import Mistake
+from mpigossip.data.nested import Nested
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact
 from mpigossip.groups.devices import slots_of
@@ -20,6 +25,7 @@ from mpigossip.mixing.base import Kind
 from mpigossip.mixing.codes import wire as wire_of
 from mpigossip.training import shape
 from mpigossip.training.fragments import unfit_fragments
+from mpigossip.training.task import Objective
 from mpigossip.training.timing.machines import OFF, named
 
 FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
@@ -38,6 +44,21 @@ def unfit(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[s
         *_unfit_faults(job, method),
         *_unfit_nccl(job),
     ]
+
+
+def check_rounds(job: Job, graph: Graph, world: World) -> None:
+    """JobError on every rank where a user's own graph isn't the same on all; collective."""
+    if job.graph.name in graphs.BUILDERS:
+        return
+    with world.together(Mistake):
+        mine = graph.fingerprint
+    first = world.broadcast(mine)
+    with world.together(JobError):
+        if mine != first:
+            raise JobError(
+                [f'graph.name = "{job.graph.name}": its first 64 rounds differ from those of rank '
+                 "0: a function may use only n, seed and t, and files have to be alike"]
+            )  # fmt: skip
 
 
 def lacking(needs: frozenset, graph: Graph) -> list[str]:
@@ -225,24 +246,23 @@ def _clockless(job: Job) -> list[str]:
     return []
 
 
-def check_vmap(job: Job, module: nn.Module) -> None:
+def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested) -> None:
     """JobError where the gradients of a model's copies can't be one call."""
-    if job.node.vmap and any(getattr(part, "recompute", False) for part in module.modules()):
+    if not job.node.vmap:
+        return
+    if any(getattr(part, "recompute", False) for part in module.modules()):
         raise JobError(
             ["node.vmap = true: model.recompute = true keeps what backward needs by hooks, which "
              "can't be vectorized over nodes; leave one of them out"]
         )  # fmt: skip
-    if job.node.vmap and any(b.is_floating_point() for b in module.buffers()):
+    tried = copy.deepcopy(module).train()
+    with torch.random.fork_rng(devices=()), torch.no_grad(), contextlib.suppress(Exception):
+        objective(tried, batch)  # one sample is too few for some norms, which have counted it
+    if not all(map(torch.equal, tried.buffers(), module.buffers())):
         raise JobError(
-            [f'node.vmap = true: model "{job.model.name}" keeps norm statistics, which can\'t be '
-             "vectorized over nodes; leave node.vmap out"]
+            [f'node.vmap = true: model "{job.model.name}" changes its buffers in training (norm '
+             "statistics, averages), which can't be vectorized over nodes; leave node.vmap out"]
         )  # fmt: skip
-
-
-def may_cut(job: Job, slots: int) -> bool:
-    """Whether layers may be sent before backward is through with all of them."""
-    clipped = job.algorithm.clip_norm is not None  # by the norm of the whole gradient
-    return job.node.overlap and slots == 1 and not (job.node.vmap or clipped)
 
 
 def bears_delay(method: Algorithm) -> bool:

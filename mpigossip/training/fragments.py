@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from mpigossip.algorithms import BUILDERS, Algorithm, build
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.fragments import Turns, cut
 from mpigossip.algorithms.local import STILL, Local
 from mpigossip.config import Job
-from mpigossip.engine.fragments import Fragments
-from mpigossip.engine.vector import ALIGN, Flat
+from mpigossip.engine.fragments import Fragmented, Fragments
+from mpigossip.engine.step import Engine
+from mpigossip.engine.vector import Flat
 from mpigossip.graphs import Graph
 from mpigossip.mixing.base import Layout
-from mpigossip.mixing.wire import BUCKET
+from mpigossip.mixing.wire import ALIGN, BUCKET
 
 
 def narrowed(layout: Layout, turns: Turns) -> Layout:
@@ -34,31 +36,28 @@ def make_fragments(
     flat: Flat,
     segments: Sequence[slice],
     methods: Sequence[Algorithm],
-    make: Callable[[int, Local | None], Algorithm],
+    exchange: Callable[[Local], Algorithm],
 ) -> Fragments | None:
     """The fragments of segments that have these columns of ``flat``; None: all travels at once.
 
-    ``layout``: of a fragment; ``methods``: of the segments; ``make``: the method for so many
-    leading columns that take weight decay, and a local step in place of the job's.
+    ``layout``: of a fragment; ``methods``: of the segments; ``exchange``: the method with a local
+    step in place of the job's.
     """
     if turns.plain:
         return None
     (width,) = set(layout.widths)
-    apart, blend = methods[0].alone is not None, job.algorithm.blend
-    cuts, each = [], []
-    for columns in segments:
-        found = cut(_layers(flat, columns), turns.fragments, width)
-        cuts.append(found)
-        shifted = (
-            [slice(c.start + columns.start, c.stop + columns.start) for c in one] for one in found
-        )
-        decayed = [sum(map(flat.decayed_among, one)) for one in shifted]
-        each.append([make(count, STILL if apart else None) for count in decayed])
+    blend = job.algorithm.blend
+    cuts = [cut(_layers(flat, columns), turns.fragments, width) for columns in segments]
     if "keeps-x" in methods[0].needs:
         blend = 0.0
     elif blend is None:
         blend = 0.5 if turns.delay else 1.0
-    return Fragments(turns, cuts, width, each, blend=blend, apart=apart)
+    return Fragments(turns, cuts, width, [exchange(STILL) for _ in segments], blend)
+
+
+def engine_of(parts: Fragments | None) -> Callable[..., Engine]:
+    """The engine of these fragments, or of exchanges of all at once."""
+    return Engine if parts is None else partial(Fragmented, fragments=parts)
 
 
 def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
@@ -79,17 +78,18 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
         return found
     count, delay, name = turns.fragments, turns.delay, job.algorithm.name
     said = f"cadence.fragments = {count}" if count > 1 else f"cadence.delay = {delay}"
-    exchange = (
-        method if method.alone is None else build(name, STILL, job.algorithm.options, 0, graph)
-    )
+    exchange = method
+    if method.alone is not None:
+        exchange = build(name, STILL, job.algorithm.options, 0, graph)
     if reason := _whole(exchange):
         named = ((each, build(each, None, {}, 0)) for each in BUILDERS)
         fitting = ", ".join(each for each, made in named if not _whole(made))
         found.append(f'{said}: algorithm "{name}" {reason}; choose one of {fitting}')
-    elif delay and (reason := _prompt(method)):
+    elif delay and "shared-wire" in method.needs:
         found.append(
-            f'cadence.delay = {delay}: algorithm "{name}" {reason}; use cadence.delay = 0, or a '
-            'method of local steps such as "diloco"'
+            f'cadence.delay = {delay}: algorithm "{name}" exchanges a few values of a fragment, '
+            "and algorithm.blend would take back the local steps of all others; use "
+            'cadence.delay = 0, or a method of local steps such as "diloco"'
         )
     if job.node.mixer == "asynchronous":
         found.append(
@@ -117,37 +117,13 @@ def _unfit_period(turns: Turns) -> list[str]:
 
 def _whole(method: Algorithm) -> str:
     """Why fragments of a model can't be exchanged at different steps; "" where they can."""
-    if method.always_global:
-        return "averages all gradients in every step"
-    if "unmixed" in method.needs:
-        return "bears one kind of step only, and between two exchanges of a fragment are local ones"
-    if "cadence:halves" in method.needs:
-        return (
-            "adds gradients up at one frozen model and exchanges when it has them all, while other "
-            "fragments would still add"
-        )
-    if not (method.by_columns or method.elementwise):
-        return (
-            "steps on a model as a whole: its local step takes whole matrices, or its Algorithm "
-            "doesn't say that it is elementwise"
-        )
-    return ""
-
-
-def _prompt(method: Algorithm) -> str:
-    """Why what is received can't wait for some steps; "" where it can."""
-    if method.ahead:
-        return "steps from what it receives, and has sent it before the step already"
     if method.alone is None:
         return (
-            "needs what it receives in the step in which it sends: it has arrays of its own that "
-            "belong to that, and the next steps use them"
+            "has no separate local step: it steps along what it receives, while fragments are "
+            "exchanged between local steps of the whole model"
         )
-    if "shared-wire" in method.needs:
-        return (
-            "exchanges a few values of a fragment, and algorithm.blend would take back the local "
-            "steps of all others"
-        )
+    if not method.elementwise:
+        return "steps on a model as a whole: its Algorithm doesn't say that it is elementwise"
     return ""
 
 

@@ -8,20 +8,15 @@ from itertools import product
 
 import torch
 
-from mpigossip.config.errors import Failure
+from mpigossip.config.errors import NotFinite
 from mpigossip.data.nested import Nested
 from mpigossip.data.philox import mixed
-from mpigossip.engine.consensus import square_norms
-from mpigossip.engine.overlap import Blocks
-from mpigossip.engine.step import Engine, Record
+from mpigossip.engine.measurements import Record, square_norms
+from mpigossip.engine.step import Engine
 from mpigossip.groups.base import Group, held
 from mpigossip.mixing.base import Mixer
 from mpigossip.training.precision import Precision
 from mpigossip.training.replicas import Replicas
-
-
-class NotFinite(Failure, ArithmeticError):
-    """A loss that is no number any more: step and node are named."""
 
 
 @dataclass
@@ -75,17 +70,13 @@ class Trainer:
 
     def step(self) -> Record:
         """One gradient a node, one update, and the exchange that the cadence asks for."""
-        engine = self.engine
-        lr = self.settings.rate(engine.index - self.shift)
-        engine.ahead()
-        blocks = None if self._whole_norm() else engine.sends_early()
-        figures = self._gradients_sent_early(blocks, lr) if blocks else self._gradients()
-        return self.take(figures, early=bool(blocks))
+        self.engine.ahead()
+        return self.take(self._gradients())
 
-    def take(self, figures: torch.Tensor, early: bool = False) -> Record:
+    def take(self, figures: torch.Tensor) -> Record:
         """The step that has begun, from the gradients that lie in the replicas.
 
-        ``figures``: (rows, 1 + 2 metrics); ``early``: blocks of layers have been sent already.
+        ``figures``: (rows, 1 + 2 metrics).
         """
         engine = self.engine
         lr = self.settings.rate(engine.index - self.shift)
@@ -96,7 +87,7 @@ class Trainer:
                 grads[list(rested)] = 0.0
         self.replicas.gather()
         skipped = tuple(sorted({*self._unscale(), *rested}))
-        norm = None if early else self._clip_and_decay()
+        norm = self._clip_and_decay()
         engine.clock.lap("node_s")
         record = engine.step(lr, skipped, loss=figures[:, 0], gradient_norm=norm)
         record.rested = rested
@@ -135,24 +126,6 @@ class Trainer:
         """What each replica draws from in a step: the same after a resume, and on ranks."""
         places = product(self.mixer.rows, self.group.mine)
         return [mixed(self.settings.seed, step, node, slot) for node, slot in places]
-
-    def _whole_norm(self) -> bool:
-        """Whether this step needs all of the gradient before it can use any."""
-        return self.settings.precision.scaler is not None or self.engine.measuring
-
-    def _gradients_sent_early(self, blocks: Blocks, lr: float) -> torch.Tensor:
-        """Forward and backward; each block is sent when backward is through with it."""
-        self.replicas.gather()  # one slot: its gradients are the node's
-        (x,), (g,) = self.replicas.x, self.replicas.g
-
-        def ready(block: int) -> None:
-            with torch.no_grad():
-                c = blocks.columns[block]
-                self._decay(x[:, c], g[:, c], self.replicas.flat.decayed_among(c))
-                self.engine.early(block, lr)
-
-        with blocks.watched(self.settings.accumulate, ready):
-            return self._gradients()
 
     def _unscale(self) -> tuple[int, ...]:
         """Take the loss scale out of the gradients; the rows that skip their local step."""

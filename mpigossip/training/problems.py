@@ -10,16 +10,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from mpigossip.config.toml import Limit
+from mpigossip.config.limits import NotNegative
 from mpigossip.data.nested import Nested
 from mpigossip.training.task import Metrics
-
-Noise = Annotated[float, Limit(lambda v: v >= 0, "must be at least 0")]
 
 
 class Theory(ABC):
@@ -29,7 +26,7 @@ class Theory(ABC):
     coordinates, drawn anew in each step by each node; evaluations have none.
     """
 
-    def __init__(self, *, noise: Noise = 0.1):
+    def __init__(self, *, noise: NotNegative = 0.1):
         """``noise``: σ."""
         self.noise = noise
 

@@ -108,8 +108,7 @@ class Replicas:
                 if seeds:
                     draw_from(self.grads[slot].device, seeds[slot])
                 cuts = [parts(batch, accumulate) for batch in batches[slot::slots]]
-                full, grads = self.full[slot], self.grads[slot]
-                return self.vectorized(self.modules[0][slot], full, grads, cuts, precision)
+                return self._vectorized(slot, cuts, precision)
             found = [one(row, slot, batches[row * slots + slot]) for row in range(self.rows)]
             return torch.stack(found).cpu()
 
@@ -150,20 +149,15 @@ class Replicas:
             warnings.warn(f"{error}; training goes on with a thread a slot", stacklevel=2)
             return None
 
-    def vectorized(
-        self,
-        module: nn.Module,
-        full: torch.Tensor,
-        grads: torch.Tensor,
-        cuts: Sequence[Sequence[Nested]],
-        precision: Precision,
+    def _vectorized(
+        self, slot: int, cuts: Sequence[Sequence[Nested]], precision: Precision
     ) -> torch.Tensor:
-        """Gradients of a model at all rows of ``full`` (rows, P) into ``grads``, by one vmap.
+        """Gradients of a slot's replicas in all rows, by one vmap; metrics as `_one` has them.
 
-        ``cuts``: of each row the parts whose gradients are averaged. Figures (rows, …) as `_one`
-        has them.
+        ``cuts``: of each row the parts whose gradients are averaged.
         """
-        grads.zero_()
+        module, full = self.modules[0][slot], self.full[slot]
+        grads = self.grads[slot].zero_()
         accumulate = len(cuts[0])
         found = torch.zeros(len(full), self.objective.width, dtype=torch.float64)
         parameters = dict(zip(self.flat.names, self.flat.stacked(full), strict=True))
@@ -185,17 +179,6 @@ class Replicas:
                 target.add_(gradients[name], alpha=1 / accumulate)
             found += figures.cpu()
         return found
-
-    def live_in(self, full: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Move parameters and gradients to other memory, arrays (rows, P) a slot."""
-        for there, here in zip(full, self.full, strict=True):
-            there.copy_(here)
-        self.full, self.grads = list(full), list(grads)
-        self.x = shards(self.full, self.group.segments, held(self.group))
-        self.g = shards(self.grads, self.group.segments, held(self.group))
-        for row, modules in enumerate(self.modules):
-            for slot, module in enumerate(modules):
-                self.flat.attach(module, self.full[slot][row], self.grads[slot][row])
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
         """Per slot the named buffers that belong to a checkpoint."""

@@ -6,6 +6,16 @@ from collections.abc import Callable
 from mpigossip import config
 
 
+def full_rate(section: config.Schedule, samples_per_step: int) -> tuple[float, str]:
+    """The learning rate behind the warm-up, and what a user is told of it."""
+    full, why = section.lr, f'schedule.scale = "{section.scale}"'
+    if section.scale == "linear":
+        full *= samples_per_step / section.reference_batch
+        scaled = f"{samples_per_step} samples a step / {section.reference_batch}"
+        why = f"schedule.lr = {section.lr:g} x {scaled}, {why}"
+    return full, f"{full:.4g} ({why}), {section.name}"
+
+
 def schedule(
     section: config.Schedule, steps_per_epoch: int, total_steps: int, samples_per_step: int
 ) -> Callable[[int], float]:
@@ -23,9 +33,7 @@ def schedule(
     Steps past the end have the rate of the last one. Goyal et al., "Accurate, large minibatch
     SGD" (2017), sections 2.1 and 2.2; Loshchilov and Hutter, "SGDR" (ICLR 2017), equation 5.
     """
-    full = section.lr
-    if section.scale == "linear":
-        full *= samples_per_step / section.reference_batch
+    full, _ = full_rate(section, samples_per_step)
     begin = section.lr if full > section.lr else 0.0
     warm = round(section.warmup_epochs * steps_per_epoch)
     last = max(total_steps - 1, 0)

@@ -56,10 +56,6 @@ def assumed(job: Job) -> str:
 def mistakes(job: Job, world: World) -> list[str]:
     """What can't be had here, on these ranks or simulated, with the remedy."""
     node, found = job.node, []
-    if world.comm is not None and node.mixer == "product":
-        found.append(
-            'node.mixer = "product": ranks have a row of W each; it is for `mpigossip simulate`'
-        )
     if planned(job) == 1:  # else it has been said
         found += cut(job, slots(job, world))
     if node.ranks_per_node == "host" and world.comm is None:
@@ -69,10 +65,6 @@ def mistakes(job: Job, world: World) -> list[str]:
         )
     if world.comm is not None and job.faults != FaultsSection():
         found.append("faults: ranks have their own; only `mpigossip simulate` invents some")
-    if world.comm is not None and node.mixer == "product":
-        found.append(
-            'node.mixer = "product": ranks have a row of W each; it is for `mpigossip simulate`'
-        )
     if node.ranks_per_node == 1 or world.comm is None:
         return found
     says = f"node.ranks_per_node = {config_text(node.ranks_per_node)}"

@@ -16,7 +16,7 @@ from torch.nn import functional
 from mpigossip import config
 from mpigossip.config import JobError, Part
 from mpigossip.config.errors import Failure, Mistake
-from mpigossip.config.own_parts import imported, raised
+from mpigossip.config.own_parts import imported, made, raised
 from mpigossip.data.nested import Nested, form, size
 from mpigossip.models import loss_and_correct, scores
 
@@ -116,7 +116,8 @@ def _problem(made_by: str, source: str, model: str) -> Part:
     """A task of theory brings its functions and what they are functions of; an f_i is a sample."""
     brings = {"data.source": source, "model.name": model, "data.batch": 1,
               "data.partition": "sorted", "schedule.scale": "none"}  # fmt: skip
-    return Part(f"mpigossip.training.problems:{made_by}", brings=brings)
+    only = ("data.source", "model.name")
+    return Part(f"mpigossip.training.problems:{made_by}", brings=brings, only=only)
 
 
 TASKS: dict[str, Part | Callable] = {
@@ -216,13 +217,7 @@ def make(section: config.TaskSection) -> Objective:
     if section.name in TASKS:
         return Objective(Part.of(TASKS, section.name)(**section.options), section.name)
     factory = imported("task.name", section.name, "(**options) that returns a task")
-    try:
-        task = factory(**section.options)
-    except Mistake:
-        raise
-    except Exception as error:
-        raise JobError([f'task.name = "{section.name}" with the options {section.options}: '
-                        f"{raised(error)}"]) from error  # fmt: skip
+    task = made("task.name", section.name, object, factory, **section.options)
     if not callable(getattr(task, "loss", None)):
         raise JobError([
             f'task.name = "{section.name}" returned {type(task).__name__}; it should return '

@@ -1,16 +1,16 @@
 """One battery over all algorithms: bits, invariants, consensus, limits, resume, refusals."""
 
 import inspect
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from mpigossip import algorithms, graph
-from mpigossip.algorithms.spectrum import momentum_of_gossip, phase_of_corollary
-from mpigossip.algorithms.tracking import _phase_at
+from mpigossip.algorithms.spectrum import momentum_of_gossip
 from mpigossip.config import JobError
-from mpigossip.engine.state import leaves
+from mpigossip.engine.state import joined, leaves, of_rows, split
 from mpigossip.graphs import from_matrices
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
@@ -20,6 +20,7 @@ from mpigossip.training import assemble
 from mpigossip.training.fit import lacking
 from tests import battery
 from tests.battery import Driver, on_ranks
+from tests.cases import every, on_each
 
 CASES = list(battery.cases())
 PLAIN = [case for case in CASES if "node.wire" not in case and "qsgd" not in case]
@@ -53,8 +54,10 @@ def all_cases(comm, same_host, steps):
     return found
 
 
-@pytest.mark.parametrize("same_host", ["read", "put"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 6])
+@pytest.mark.both
+@pytest.mark.parametrize(
+    "n, same_host", [(3, "put"), every(4, "read"), every(6, "put"), (2, "read")]
+)
 def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
     got = ranks(n)(all_cases, same_host, 9, timeout=200)
     for at, case in enumerate(CASES):
@@ -67,7 +70,7 @@ def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
 # -- invariants, consensus, optimum ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
+@on_each("case", CASES)
 def test_mean_is_preserved_and_consensus_reached(case):
     """With zero gradients; a global average over a lossy wire moves the mean by its rounding."""
     driver = Driver(case, 6, scale=0.0)
@@ -116,7 +119,7 @@ EXACT = {"parallel", "cpsgd", "d2", "dsgt", "momentum-tracking", "detag"}
 """Those that a constant rate leaves at the optimum, data alike or not (momenta left to settle)."""
 
 
-@pytest.mark.parametrize("case", WHOLE)
+@on_each("case", WHOLE)
 def test_a_quadratic_is_solved(case):
     name = name_of(case)
     driver = Driver(case, 6, lr=0.01 if name == "slowmo" else 0.05, steps=400)
@@ -148,7 +151,7 @@ def test_gossip_pga_with_period_one_is_a_global_average():
     assert (x == x[0]).all()
 
 
-@pytest.mark.parametrize("n", [*range(2, 18), 31, 33, 64, 100, 129])
+@on_each("n", [*range(2, 18), 31, 33, 64, 100, 129])
 def test_ceca_is_exact_in_log2_n_rounds(n):
     made = graph("ceca", n)
     method = algorithms.build("ceca", "sgd", {}, 0, made)
@@ -228,12 +231,12 @@ ZEROS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "toy", "options"), ZEROS)
+@on_each(("name", "toy", "options"), ZEROS)
 def test_correcting_methods_reach_the_optimum(name, toy, options):
     assert limit(name, toy, 2500, **options) < 1e-10
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("name", "toy", "options"),
     [
         ("decentlam", "one-peer", {}),
@@ -262,31 +265,25 @@ def after(settings, n=8, steps=24, **options):
 
 def test_gasloc_on_the_complete_graph_moves_the_mean_as_diloco_does():
     """With a gradient that is linear in x the mean of the nodes is a node of its own."""
-    outer = "algorithm.local=sgd algorithm.outer_beta=0.9 cadence.period=4"
+    outer = "local.name=sgd algorithm.outer_beta=0.9 cadence.period=4"
     gossip = after(f"algorithm.name=gasloc graph.name=complete {outer}")
     collective = after(f"algorithm.name=diloco {outer}")
     assert torch.allclose(gossip.mean(0), collective.mean(0), atol=2e-5)
     assert (gossip - gossip.mean(0)).abs().max() > 0.1  # nodes keep momenta of their own
-    plain = "algorithm.local=sgd cadence.name=every cadence.period=4 graph.name=ring"
+    plain = "local.name=sgd cadence.name=every cadence.period=4 graph.name=ring"
     limit = after(f"algorithm.name=gasloc algorithm.outer_lr=1 {plain}")
     assert torch.allclose(limit, after(f"algorithm.name=dsgd {plain}"), atol=2e-6)
 
 
-def test_the_two_forms_of_noloco_agree():
-    one, two = (after(f"algorithm.name=noloco algorithm.form={form}_vector{s}")
-                for form, s in (("one", ""), ("two", "s")))  # fmt: skip
-    assert torch.allclose(one, two, atol=1e-5) and not torch.equal(one, two)
-
-
 def test_sparseloco_in_full_is_the_averaged_pseudo_gradient():
-    settings = "algorithm.local=sgd cadence.name=cpsgd cadence.period=4 node.wire=fp32"
+    settings = "local.name=sgd cadence.name=cpsgd cadence.period=4 node.wire=fp32"
     full = Driver(f"algorithm.name=sparseloco {settings}", 8, noise=0.1)
     mean = Driver(f"algorithm.name=dsgd {settings}", 8, noise=0.1)
     for slot, x in enumerate(full.x):  # dsgd's nodes begin apart
         mean.x[slot].copy_(x)
     assert torch.allclose(full.run(24).whole(), mean.run(24).whole(), atol=1e-5)
     # what two bits of 3 % of the values leave out is sent later
-    few = Driver("algorithm.name=sparseloco algorithm.local=sgd cadence.period=4", 8, lr=0.02)
+    few = Driver("algorithm.name=sparseloco local.name=sgd cadence.period=4", 8, lr=0.02)
     apart = (few.whole().mean(0) - few.optimum()).norm()
     assert (few.run(800).whole().mean(0) - few.optimum()).norm() < 0.2 * apart
     assert few.mixer.bytes_sent[0] < 0.07 * 800 / 4 * 2 * 7 / 8 * 4 * 1024
@@ -299,17 +296,6 @@ def test_sparta_averages_the_same_few_values_on_all_nodes():
     met = (x != before).any(0)
     assert int(met.sum()) == 2 * 6 and torch.allclose(x[:, met], mean[met].expand(6, -1), atol=1e-6)
     assert (x[:, met] == x[0, met]).all() and (x[:, ~met] == before[:, ~met]).all()
-
-
-@pytest.mark.parametrize(
-    ("beta", "other"),
-    [(0.0, "dsgt algorithm.style=awc"), (0.8, "momentum-tracking algorithm.beta=0.8")],
-)
-def test_detag_of_phase_one_is_gradient_tracking(beta, other):
-    """With a fresh tracker to the bit; with the paper's, of gradients one step late."""
-    one = "algorithm.name=detag algorithm.phase=1 algorithm.eta=0 graph.name=ring"
-    mine = after(f"{one} algorithm.beta={beta} algorithm.tracker=fresh")
-    assert torch.equal(mine, after(f"algorithm.name={other} graph.name=ring"))
 
 
 def test_detag_of_phase_one_is_dsgt_one_step_late():
@@ -335,46 +321,30 @@ def test_detag_of_phase_one_is_dsgt_one_step_late():
     assert torch.allclose(*ends, rtol=0, atol=1e-14)
 
 
-def test_forms_of_detag():
-    """The newer momentum bears twice the rate; phases grow; R follows from the corollary."""
-    sharp = {"phase": 1, "eta": 0.0, "beta": 0.9}
-    assert limit("detag", "third", 1500, lr=0.09, **sharp) < 0.02
-    assert limit("detag", "third", 1500, lr=0.09, momentum="delayed", **sharp) == float("inf")
-    assert limit("detag", "third", 1500, lr=0.03, momentum="delayed", **sharp) < 0.01
-    places = [_phase_at(k, 3, 2) for k in range(12)]
-    assert places == [(0, 1), (0, 1), *[(0, 2), (1, 2)] * 2, *[(0, 3), (1, 3), (2, 3)] * 2]
-    assert [_phase_at(k, 2, None) for k in range(3)] == [(0, 2), (1, 2), (0, 2)]
-    grown = limit("detag", "third", 2500, phase=3, growing=4, tracker="fresh")
-    assert grown < 1e-10
-    # λ = (1 + 2 cos(π/8))/3 = .949: ½ log 16/√(1 − λ) = 6.2, ½ log 1000/√(1 − λ) = 15.3
-    ring = TOYS["third"]
-    assert [phase_of_corollary(ring, quotient) for quotient in (2.0, 1000.0)] == [7, 16]
-    asked = "algorithm.name=detag algorithm.quotient=9 graph.name=base-2"
-    (said,) = assemble.mistakes(battery.job(asked), 6)
-    assert "needs a graph that is static" in said
-
-
 # -- state, resume --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
+@on_each("case", CASES)
 def test_state_through_hdf5_resumes_to_the_bit(case, tmp_path):
     whole = Driver(case, 3, noise=0.2).run(13)
     first, second = Driver(case, 3, noise=0.2).run(6), Driver(case, 3, noise=0.2)
-    entries, beside = [], checkpoint.begin(tmp_path, 6)
+    folder = tmp_path / str(CASES.index(case))
+    entries, beside = [], checkpoint.begin(folder, 6)
     for node in range(3):
         arrays = {
             f"{slot}/{name}": array[node].numpy()
             for name, parts in first.parts().items()
             for slot, array in enumerate(parts)
         }
-        numbers = {"round": first.round, **first.rhythm._asdict()}
+        numbers = {"round": first.round, "local_steps": first.counts[node]}
+        numbers |= first.rhythm._asdict()
         flat = first.whole()[node].numpy()
         state = NodeState(flat, ("x",), ((flat.size,),), arrays, numbers)
         entries.append(checkpoint.write_node(beside, node, state))
-    path = checkpoint.commit(beside, tmp_path, 6, entries, "", {})
+    path = checkpoint.commit(beside, folder, 6, entries, "", {})
     for node in range(3):
         saved = checkpoint.read_node(path, node)
+        second.counts[node] = saved.numbers["local_steps"]
         for slot in range(2):
             second.x[slot][node] = torch.from_numpy(saved.parameters.reshape(2, -1)[slot])
             for name, parts in second.parts().items():
@@ -385,7 +355,31 @@ def test_state_through_hdf5_resumes_to_the_bit(case, tmp_path):
     assert (second.run(7).whole() == whole.whole()).all()
 
 
-@pytest.mark.parametrize("case", WHOLE)
+def test_padding_stays_zero_so_that_files_may_leave_it_out(monkeypatch):
+    """In x and state of every method over every wire; a resumed run has the bits of one go."""
+    shapes = tuple((width - 13,) for width in battery.LAYERS)
+    flat = replace(battery.FLAT, shapes=shapes)
+    full = torch.zeros(1, flat.size)
+    flat.unpack(torch.ones(flat.count), full[0])
+    masks, drawn = full.chunk(2, 1), Driver._drawn
+    monkeypatch.setattr(battery, "FLAT", flat)
+    padded = lambda self, key, *more: drawn(self, key, *more) * masks[key[1]]  # noqa: E731
+    monkeypatch.setattr(Driver, "_drawn", padded)
+    for case in CASES:
+        driver, resumed = Driver(case, 3, noise=0.2).run(5), Driver(case, 3, noise=0.2)
+        parts = {"x": driver.x} | driver.parts()
+        for name, arrays in parts.items():
+            for array, mask in zip(arrays, masks, strict=True):
+                assert of_rows(array) or not array[:, mask[0] == 0].any(), (case, name)
+            for row in range(3):
+                into = {"x": resumed.x} | resumed.parts()
+                split(joined(arrays, row, flat), into[name], row, flat)
+        resumed.index, resumed.counts = driver.index, list(driver.counts)
+        resumed.round, resumed.rhythm = driver.round, driver.rhythm
+        assert (resumed.run(3).whole() == driver.run(3).whole()).all(), case
+
+
+@on_each("case", WHOLE)
 def test_an_ahead_send_changes_nothing(case):
     driver = Driver(case, 4).run(3)
     if not driver.method.ahead:
@@ -404,7 +398,7 @@ def test_an_ahead_send_changes_nothing(case):
 # -- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("settings", "n", "words"),
     [
         ("algorithm.name=decentlam", 6, ['"one-peer-exponential"', "static and symmetric", "ring"]),
@@ -448,7 +442,7 @@ def test_negative_weights_are_borne_as_long_as_nodes_agree():
     assert lacking(frozenset({"always-global"}), apart) == []
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("settings", "words"),
     [
         ("algorithm.name=cpsgd cadence.name=always", "cpsgd"),
@@ -491,7 +485,7 @@ def test_choco_takes_a_step_that_its_wire_bears():
     assert too_long.whole().norm() > 1e2 * driver.whole().norm()
 
 
-@pytest.mark.parametrize("name", ["cpsgd", "diloco algorithm.local=sgd"])
+@on_each("name", ["cpsgd", "diloco local.name=sgd"])
 def test_global_rounds_cross_a_lossy_wire_as_differences(name):
     """What qsgd rounds is how far the nodes went, which shrinks where they want the same."""
     settings = f"algorithm.name={name} cadence.period=5"

@@ -4,6 +4,7 @@ import pytest
 
 from mpigossip.algorithms import Step, cadence
 from mpigossip.mixing.base import Kind
+from tests.cases import on_each
 
 LETTER = {Kind.LOCAL: "l", Kind.GOSSIP: "g", Kind.GLOBAL: "A"}
 
@@ -18,7 +19,7 @@ def run(made, steps, lr=lambda k: 0.1, measured=lambda k, kind: {}):
     return letters, state
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("name", "options", "expected"),
     [
         ("always", {}, "gggggg"),

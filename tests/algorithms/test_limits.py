@@ -11,6 +11,7 @@ from mpigossip.graphs.theory import quadratic_limit
 from mpigossip.mixing import codes
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
+from tests.cases import on_each
 
 N, LR = 16, 0.05
 PROBLEM = quadratics(N, dimension=4, condition=2.0, bend=0.2)
@@ -39,8 +40,8 @@ def after(steps, graph, name, options, x=None, lr=LR, wire=None, every=0):
     return torch.stack(seen) if every else x
 
 
-@pytest.mark.parametrize("style", ["atc", "awc"])
-@pytest.mark.parametrize("graph", ["ring", "exponential", "one-peer-exponential", "grid"])
+@on_each("style", ["atc", "awc"])
+@on_each("graph", ["ring", "exponential", "one-peer-exponential", "grid"])
 def test_dsgd_is_off_by_what_the_formula_says(graph, style):
     made = graphs.graph(graph, N)
     limit = quadratic_limit(made, CENTRE.numpy(), CURVATURE.numpy(), LR, style)
@@ -49,15 +50,13 @@ def test_dsgd_is_off_by_what_the_formula_says(graph, style):
     assert np.abs(limit - PROBLEM.test[0]).max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("d2", {"lazy": True}), ("dsgt", {"style": "awc"}), ("dsgt", {})]
-)
+@on_each(("name", "options"), [("d2", {"lazy": True}), ("dsgt", {"style": "awc"}), ("dsgt", {})])
 def test_corrected_methods_have_no_bias(name, options):
     found = after(2500, graphs.graph("ring", N), name, options)
     assert (found - torch.from_numpy(PROBLEM.test[0])).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("n", [2, 8, 32])
+@on_each("n", [2, 8, 32])
 def test_a_period_of_one_peer_is_the_exact_average(n):
     x = torch.randn(n, 3, dtype=torch.float64)
     mixer = Simulated(graphs.graph("one-peer-exponential", n), Layout((3,), dtype=torch.float64))

@@ -188,4 +188,4 @@ def test_an_older_torch_is_named(monkeypatch):
 
 def test_columns_are_never_cut_out():
     method = algorithms.build("dsgd", "muon", {}, 0, layout=flatten(gpt()))
-    assert not method.by_columns and algorithms.build("dsgd", "adamw", {}, 0).by_columns
+    assert not method.elementwise and algorithms.build("dsgd", "adamw", {}, 0).elementwise

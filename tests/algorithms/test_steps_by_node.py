@@ -8,10 +8,13 @@ from mpigossip.algorithms import cadence
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.runs import launch
+from mpigossip.store import checkpoint
+from mpigossip.store.average import over_nodes
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
 from tests.battery import Driver, on_ranks
+from tests.cases import on_each
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +38,7 @@ def test_steps_are_spread_evenly_and_the_last_of_a_period_is_made_by_all():
     assert cadence.every(period=8).resting(0, range(3)) == ()
 
 
-@pytest.mark.parametrize("name", ["dsgd cadence.name=every", "cpsgd"])
+@on_each("name", ["dsgd cadence.name=every", "cpsgd"])
 def test_it_is_so_many_local_steps_and_the_exchange(name):
     driver = Driver(f"algorithm.name={name} local.name=sgd cadence.period=[4,1,3]", 3, lr=0.2)
     x, b = driver.whole().double(), torch.cat(driver.b, dim=1).double()
@@ -80,6 +83,9 @@ def train(folder, *settings):
 
 def test_a_run_says_who_rested_and_goes_on_where_it_was(tmp_path):
     whole, _ = train(tmp_path / "whole"), train(tmp_path / "cut", "run.steps=6")
+    saved = checkpoint.latest(tmp_path / "cut")
+    steps = [checkpoint.read_node(saved, node).numbers["local_steps"] for node in range(3)]
+    assert steps == [6, 1, 4] and over_nodes(saved, 3)["local_steps"] == 11 / 3
     with Alone() as world:
         again = launch.resume(tmp_path / "cut", ["run.steps=12"], world, None)
     assert again["digest"] == whole["digest"]
@@ -89,7 +95,7 @@ def test_a_run_says_who_rested_and_goes_on_where_it_was(tmp_path):
     assert ((rate > 0) == np.isfinite(loss)).all()
 
 
-@pytest.mark.parametrize("vmap", ["true", "false"])
+@on_each("vmap", ["true", "false"])
 def test_who_rests_stays_where_it_is(vmap):
     """Its momenta, too, though they would go on without a gradient."""
     made = assemble.load(JOB, [f"node.vmap={vmap}", "model.name=mlp", "algorithm.weight_decay=0.1"])
@@ -123,7 +129,7 @@ def test_a_step_costs_what_it_does_with_the_longest_for_all():
     assert counted[0].steps == counted[1].steps
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("settings", "message"),
     [
         ("", "cadence.period = [4, 1, 3]: 3 numbers, one for each node, and there are 4; give 4"),
@@ -137,7 +143,7 @@ def test_what_has_none_is_refused(settings, message):
     assert "adpsgd" not in " ".join(found)  # has a cadence of its own, of one number
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("settings", "message"),
     [
         ("cadence.period=[]", "must name a number for each node"),

@@ -10,16 +10,16 @@ from mpigossip.mixing.faults import Faults, table
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.training import assemble
 from tests.battery import Driver
+from tests.cases import on_each
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GASLOC = "algorithm.name=gasloc algorithm.local=sgd cadence.period=3"
-NOLOCO = "algorithm.name=noloco algorithm.local=sgd cadence.period=3"
+GASLOC = "algorithm.name=gasloc local.name=sgd cadence.period=3"
+NOLOCO = "algorithm.name=noloco local.name=sgd cadence.period=3"
 METHODS = (
     GASLOC,
     f"{GASLOC} algorithm.outer_beta=0.3 algorithm.consensus_step=0.8",
     NOLOCO,
-    f"{NOLOCO} algorithm.form=two_vectors",
 )
 
 
@@ -34,7 +34,7 @@ class Looked(Simulated):
         super().start(kind, t, exchange)
 
 
-@pytest.mark.parametrize("settings", METHODS)
+@on_each("settings", METHODS)
 def test_local_steps_show_what_an_exchange_would_send(settings):
     """Else who looks in between averages a model with what is none: θ + η (x − θ), x − φ and φ."""
     looked, unseen = Driver(settings, 4, Looked, noise=0.1), Driver(settings, 4, noise=0.1)
@@ -71,8 +71,8 @@ def held(driver):
     return torch.cat(total)
 
 
-@pytest.mark.parametrize("settings", METHODS)
-@pytest.mark.parametrize("n", [3, 6])
+@on_each("settings", METHODS)
+@on_each("n", [3, 6])
 def test_the_mean_stays_and_is_reached_whatever_is_seen(settings, n):
     ages = table(np.random.default_rng(n).integers(-1, 4, size=(7, n, n)))
     driver = Driver(settings, n, lambda g, layout: Delayed(g, layout, ages), scale=0.0)
@@ -84,7 +84,7 @@ def test_the_mean_stays_and_is_reached_whatever_is_seen(settings, n):
     assert float((driver.whole() - mean).abs().max()) < 1e-2 * spread
 
 
-@pytest.mark.parametrize("settings", METHODS)
+@on_each("settings", METHODS)
 def test_where_nobody_is_late_it_is_the_method(settings):
     """On a graph of pairs: what one takes the other gives at once."""
     settings += " graph.name=random-matching"
@@ -93,8 +93,8 @@ def test_where_nobody_is_late_it_is_the_method(settings):
     assert torch.allclose(free.run(24).whole(), waiting.run(24).whole(), atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", METHODS)
-@pytest.mark.parametrize("n", [3, 8])
+@on_each("settings", METHODS)
+@on_each("n", [3, 8])
 def test_a_straggler_leaves_nodes_near_the_optimum(settings, n):
     """Nodes of unlike data, one 4 x slower: copies of it are up to 16 rounds old."""
     ill = Faults(n, times=4.0, steps=10**6, lost=0.05)
@@ -105,7 +105,7 @@ def test_a_straggler_leaves_nodes_near_the_optimum(settings, n):
     assert (after - best).norm() < 0.5 * (begin - best).norm()
 
 
-@pytest.mark.parametrize("name", ["gasloc", "noloco"])
+@on_each("name", ["gasloc", "noloco"])
 def test_jobs_may_ask_for_it(name):
     settings = [f"algorithm.name={name}", "node.mixer=asynchronous"]
     assert not assemble.mistakes(assemble.load({}, settings), 8)

@@ -9,6 +9,9 @@ import pytest
 from mpigossip.analysis import placement
 from mpigossip.analysis.placement import Place, judged
 from mpigossip.commands import doctor as command
+from tests.cases import on_each
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 DOCTOR = [sys.executable, "-m", "mpigossip", "doctor", "--devices", "cpu:1", "--workers", "0",
           "--megabytes", "1"]  # fmt: skip
@@ -32,7 +35,7 @@ def test_ranks_that_make_no_nodes_are_wrong_and_the_rest_is_looked_at(mpirun, tm
     assert "start 3 or 6 there" in done.stdout and "routes" in done.stdout
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", ""])
+@on_each("text", ["0", "-1", "two", ""])
 def test_a_number_of_ranks_is_one_or_more(text):
     with pytest.raises(ValueError):
         command._ranks(text)
@@ -62,13 +65,13 @@ def test_hosts_as_they_should_be_are_good():
     assert named(alone, "shared", per_node=1).level == "good"  # each rank is a node
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("changed", "name", "level", "words"),
     [
         (lambda p, k: replace(p, sharing=1), "shared", "wrong",
          "4 ranks on a, of which rank 0 shares memory with 1 only"),
         (lambda p, k: replace(p, visible=1, hidden="CUDA_VISIBLE_DEVICES = 0"), "gpus", "note",
-         "rank 0 on a sees 1 of 4 GPUs (CUDA_VISIBLE_DEVICES = 0): CUDA IPC doesn't reach"),
+         "rank 0 on a sees 1 of 4 GPUs (CUDA_VISIBLE_DEVICES = 0): MPI and NCCL may not"),
         (lambda p, k: replace(p, mine=(f"GPU-{k % 2}",)), "gpus", "wrong",
          "4 ranks on a share 2 GPUs, which NCCL can't join: start a rank for each"),
         (lambda p, k: replace(p, there=8, visible=8), "gpus", "note", "GPUs of a are idle"),
@@ -88,7 +91,7 @@ def test_a_torch_that_does_not_tell_gpus_apart_accuses_nobody():
     assert named([replace(place, mine=("",)) for place in host()], "gpus").level == "good"
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("visible", "shown", "says"),
     [
         (4, {}, ""),

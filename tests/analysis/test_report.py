@@ -17,6 +17,8 @@ from mpigossip.store import StoreError
 from mpigossip.store.log import Column, LogWriter, read
 from mpigossip.store.log_export import to_csv
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 NAMES = ("loss", "consensus_distance", "compute_s", "node_s", "exchange_s", "idle_s")
 
 
@@ -249,6 +251,7 @@ def test_csv_holds_every_number(tmp_path):
     ).tolist()
 
 
+@pytest.mark.every
 def test_many_runs_are_drawn_in_parts_of_at_most_ten(tmp_path):
     """Twelve runs of three graphs, by graph; a title doesn't name them all."""
     graphs = ("ring", "exponential", "complete")

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,16 +17,20 @@ import pytest
 
 import mpigossip
 from mpigossip import cli
-from mpigossip.analysis.compared import COLOURS, LINES
+from mpigossip.analysis.compared import COLOURS, LINES, MARKERS
 from mpigossip.analysis.seeds import interval
-from mpigossip.analysis.study import Study, tables
-from mpigossip.analysis.study.drawing import _said, _styles
+from mpigossip.analysis.study import Study, child, tables
+from mpigossip.analysis.study.drawing import FILLS, _said, _styles
+from mpigossip.analysis.study.file import arguments
 from mpigossip.analysis.study.grid import Cell, cells_of
 from mpigossip.analysis.study.running import Found, Runner
 from mpigossip.analysis.study.search import Tried, _best, chosen
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
+from mpigossip.runs.lock import lock
+from mpigossip.store import StoreError
 from mpigossip.store import log as logs
+from tests.cases import on_each
 from tests.launch import REPO
 
 SMALL = [
@@ -79,6 +84,7 @@ def test_a_grid_is_run_once_and_its_table_is_the_logs(here, capsys):
     assert small().table() == study.table() and not capsys.readouterr().out
 
 
+@pytest.mark.every
 def test_what_was_killed_is_done_again_to_the_same_bits(here):
     grid = {"graph.name": ["ring", "complete"]}
     whole = small(grid, output="whole")
@@ -107,21 +113,21 @@ def programs(folder):
     return found
 
 
+@pytest.mark.every
 @pytest.mark.skipif(sys.platform != "linux", reason="runs end with their study on Linux")
-@pytest.mark.parametrize("together", [False, True])
-def test_runs_end_with_a_study_that_is_killed(here, together):
+def test_runs_end_with_a_study_that_is_killed(here):
     settings = [*SMALL, "run.epochs=100000"]
     program = (
         "import mpigossip\n"
         f"mpigossip.study('job.toml', nodes=3, seeds=2, settings={settings!r}, processes=2,"
-        f" together={together}, output='killed')\n"
+        " output='killed')\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     going = subprocess.Popen([sys.executable, "-c", program], env=environment)
     try:
         while not when("killed") and going.poll() is None:
             time.sleep(0.05)
-        assert len(programs(here)) >= (2 if together else 3)
+        assert len(programs(here)) >= 3
         going.kill()
         going.wait()
         until = time.monotonic() + 60
@@ -232,7 +238,8 @@ def test_tables_and_curves(here):
     assert study.axes == ["method", "nodes"]
     assert study.table().splitlines()[0].split()[:2] == ["method", "nodes"]
     latex = study.table("latex")
-    assert r"two \& a half & 2" in latex and r"\mathbf" in latex and r"\pm" in latex
+    assert r"two \& a half & 2" in latex and r"\pm" in latex
+    assert (r"\mathbf" in latex) == (len(study.ties()) < 3)
     header, *lines = study.table("csv").splitlines()
     assert header.startswith("method,nodes,seeds,diverged,late,accuracy,") and len(lines) == 4
     data = study.dataset()
@@ -249,6 +256,7 @@ def test_tables_and_curves(here):
         study.table("html")
 
 
+@pytest.mark.every
 def test_many_points_are_drawn_in_panels_of_at_most_ten(here):
     grid = {"graph.name": ["ring", "complete"], "schedule.lr": [0.01 * k for k in range(1, 7)]}
     cells, _ = cells_of(Path("job.toml"), grid, [3], SMALL, False)
@@ -272,7 +280,7 @@ def test_a_single_evaluation_is_drawn_as_a_point_with_its_interval():
     assert axes.containers[0].lines[2][0].get_alpha() is None
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("axis", "label", "said"),
     [
         ("nodes", "8", "n = 8"),
@@ -280,6 +288,9 @@ def test_a_single_evaluation_is_drawn_as_a_point_with_its_interval():
         ("schedule.lr", "1e-3", "lr = 1e-3"),
         ("node.vmap", "True", "vmap = True"),
         ("graph.name", "base-2", "base-2"),
+        ("graph.name", "one-peer-exponential", "one-peer exponential"),
+        ("algorithm.name", "dsgd", "D-PSGD"),
+        ("method", "dsgd", "dsgd"),  # a label of the user's
         ("method", "D²", "D²"),
         ("method", "e", "e"),
     ],
@@ -294,7 +305,7 @@ def cells(**sizes):
     return [Cell(tuple(zip(sizes, each, strict=True)), (), 3) for each in labels]
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("sizes", "colours", "lines"),
     [
         ({"a": 4, "b": 2}, [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 1, 0, 1, 0, 1]),
@@ -310,6 +321,8 @@ def test_an_axis_is_a_colour_and_another_a_line(sizes, colours, lines):
     styles = _styles(cells(**sizes), list(sizes)).values()
     assert [COLOURS.index(style["color"]) for style in styles] == colours
     assert [LINES.index(style["linestyle"]) for style in styles] == lines
+    assert [MARKERS.index(style["marker"]) for style in styles] == colours
+    assert [FILLS.index(style["fillstyle"]) for style in styles] == lines
 
 
 def told(accuracy, loss=0.5, late=False, sent=12345678):
@@ -345,6 +358,107 @@ def test_bands_stay_within_what_an_accuracy_can_be():
     assert all(tick == round(tick) for tick in axes.get_xticks())
 
 
+def test_a_band_of_what_is_above_0_stays_above_it_and_curves_have_names_and_markers():
+    made = study_of([[told(0.9, 0.01), told(0.9, 1.0)], [told(0.9, 0.4), told(0.9, 0.6)]]).plot(
+        "loss"
+    )
+    (axes,) = made.axes
+    for line, band, (mean, half) in zip(
+        axes.lines, axes.collections, [(0.505, 6.29), (0.5, 1.27)], strict=True
+    ):
+        heights = band.get_paths()[0].vertices[:, 1]
+        low, high = mean**2 / (mean + half), mean + half
+        assert (heights.min(), heights.max()) == pytest.approx((low, high), rel=2e-3)
+        assert len(line.get_marker()) == 1
+    study = study_of([[told(0.9), told(0.8)]])
+    for one in study.runs(study.cells[0]):
+        one.log.evaluations["consensus_distance"] = np.array([1.0, 0.1])
+    assert study.plot("consensus_distance").axes[0].get_ylabel() == "consensus distance"
+
+
+def test_no_row_is_bold_where_all_are_equal_and_a_column_has_equal_decimals():
+    study = study_of([[told(0.9, 1.0), told(0.8, 2.0)], [told(0.91, 0.1), told(0.79, 0.11)]])
+    latex = study.table("latex")
+    assert "mathbf" not in latex and "% no point can be told from the best accuracy" in latex
+    losses = [line.split("&")[2].strip(" $") for line in latex.splitlines() if "method" in line][1:]
+    assert losses == [r"1.5 \pm 6.4", r"0.1 \pm 0.1"]
+    sent = study_of([[told(0.9, sent=9_876_543)], [told(0.9, sent=123_456_789)]]).table()
+    assert [line.split()[-1] for line in sent.splitlines()[1:]] == ["9.877", "123.457"]
+
+
+class Ends(Runner):
+    """Its runs end at once with a code; `begun` are their folders."""
+
+    def __init__(self, folder, code, said=""):
+        super().__init__(Path("job.toml"), Path(folder), 2)
+        self.code, self.said, self.begun = code, said, []
+
+    def _start(self, key):
+        place = self.place(key)
+        place.mkdir(parents=True)
+        (place / "output.txt").write_text(self.said)
+        self.begun.append(place)
+        return subprocess.Popen([sys.executable, "-SEc", f"raise SystemExit({self.code})"])
+
+
+def test_how_runs_end(here, capsys):
+    cell = Cell((("method", "a"),), (), 3)
+    keys = [(cell, None, seed) for seed in (0, 1, 2)]
+    with pytest.raises(Failure, match="ended with code 1: mpigossip: the loss of node"):
+        Ends("said", 1, "mpigossip: the loss of node 3 is in the text of another failure").fill(
+            keys
+        )
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == "said: 3 of 3 runs are missing; up to 2 at once, output in output.txt of each"
+    runner = Ends("lost", child.LOST, "mpigossip: anything")
+    with pytest.raises(Failure, match="its log is not complete"):  # there is none
+        runner.fill(keys)
+    assert [(one / "diverged.txt").exists() for one in runner.begun] == [True] * 3
+    small, large = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, large))
+    try:
+        with pytest.raises(StoreError, match="full can't be written: File too large; free space"):
+            Ends("full", 1).fill(keys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (small, large))
+    with (
+        lock(Path("two"), "output") as _,
+        pytest.raises(JobError, match='output: "two" is in use by'),
+    ):
+        (busy := Ends("two", 0)).fill(keys)
+    assert not busy.begun
+
+
+def test_a_dry_run_of_a_file_prints_commands_and_makes_nothing(here, capsys):
+    Path("jobs").mkdir()
+    text = """job = "job.toml"
+seeds = 2
+output = "found"
+settings = ["data.source=synthetic", "schedule.lr=0.5"]
+[grid.method]
+"D²" = "algorithm.name=d2 algorithm.lazy=true"
+"DSGT" = "algorithm.name=dsgt"
+"""
+    Path("jobs/study.toml").write_text(text, "utf-8")
+    before = {*Path().rglob("*")}
+    assert cli.main(["study", "jobs/study.toml", "--dry-run"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "found: 4 of 4 runs are missing"
+    assert lines[1] == (
+        "mpigossip simulate job.toml --nodes 8 data.source=synthetic schedule.lr=0.5 "
+        "algorithm.name=d2 algorithm.lazy=true run.seed=1 'run.output=found/D²_n8/seed-1'"
+    )
+    assert len(lines) == 4 and {*Path().rglob("*")} == before
+    Path("jobs/old.toml").write_text(f"together = true\n{text}", "utf-8")
+    assert cli.main(["study", "jobs/old.toml", "--dry-run"]) == 2
+    assert "together: removed; leave it out; seeds run" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "job.toml", "--nodes", "2", "--seeds", "0,1"])
+    assert "--seeds: removed; `mpigossip study` runs" in capsys.readouterr().err
+    Path("jobs/job.toml").write_text("")  # beside the file, as it was found always
+    assert arguments(Path("jobs/study.toml"), mpigossip.study)["job"] == Path("jobs/job.toml")
+
+
 def test_a_table_says_what_its_figures_are_and_what_was_lost():
     good, tie = [told(0.9, 0.25), told(0.91, 0.25)], [told(0.88), told(0.92)]
     late = [told(0.5, late=True), told(0.52, late=True)]
@@ -361,10 +475,10 @@ def test_a_table_says_what_its_figures_are_and_what_was_lost():
     assert lines.splitlines()[2:] == [
         r"method & lr per 128 samples & accuracy & loss & MB a node \\",
         r"\midrule",
-        r"method0 & 0.1 & $\mathbf{0.905 \pm 0.064}$ & 0.2500 & 12.35 \\",
+        r"method0 & 0.1 & $\mathbf{0.91 \pm 0.06}$ & 0.2500 & 12.35 \\",
         r"method1 & 0.1 & $\mathbf{0.90 \pm 0.25}$ & 0.5000 & 12.35 \\",
         r"method2 & 0.1 & $0.51 \pm 0.13$\rlap{$^{\dagger}$} & 0.5000 & 12.35 \\",
-        r"method3 & 0.1 & 0.5000\rlap{$^{\ddagger}$} & 0.5000 & 12.35 \\",
+        r"method3 & 0.1 & 0.50\rlap{$^{\ddagger}$} & 0.5000 & 12.35 \\",
         r"method4 & 0.1 & $0.51 \pm 0.13$\rlap{$^{\S}$} & 0.5000 & 12.35 \\",
         r"\bottomrule",
         r"\multicolumn{5}{l}{\footnotesize $^{\dagger}$ "
@@ -391,7 +505,7 @@ def test_the_command_writes_tables_and_curves(here, capsys):
     said = capsys.readouterr().out
     assert "best by accuracy: " in said and "dmsgd" in said
     there = {path.name for path in Path("found").iterdir() if path.is_file()}
-    assert there == {"table.csv", "table.tex", "accuracy.png", "loss.png"}
+    assert there == {"lock", "table.csv", "table.tex", "accuracy.png", "loss.png"}
 
 
 @pytest.mark.parametrize(

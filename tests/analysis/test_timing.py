@@ -1,5 +1,6 @@
 """What a step takes: waiting, overlap, the papers' speed tables, and the clock of events."""
 
+import heapq
 import math
 import runpy
 from dataclasses import replace
@@ -14,6 +15,7 @@ from mpigossip.training import assemble
 from mpigossip.training.costs import average_period, exchanges, subject
 from mpigossip.training.timing.machines import Machine
 from mpigossip.training.timing.steps import Clock, Timing, expected_maximum, last_bucket
+from tests.cases import on_each
 
 SPEED = Path(__file__).parents[2] / "jobs" / "claims" / "speed.py"
 SLOW = Machine(10e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)
@@ -37,7 +39,7 @@ def test_the_largest_of_n_normal_numbers():
     assert expected_maximum(64) == pytest.approx(drawn, rel=0.01)
 
 
-@pytest.mark.parametrize("jitter", [0.0, 0.1])
+@on_each("jitter", [0.0, 0.1])
 def test_a_collective_waits_for_the_slowest_of_n(jitter):
     machine, what = replace(SLOW, jitter=jitter), subject(made()[0])[0]
     for n in (4, 32):
@@ -48,9 +50,7 @@ def test_a_collective_waits_for_the_slowest_of_n(jitter):
     assert seldom.waiting_s == pytest.approx(jitter * 10e-3 * expected_maximum(8) / math.sqrt(8))
 
 
-@pytest.mark.parametrize(
-    "graph", ["one-peer-exponential", "one-peer-hypercube", "ring", "exponential", "star"]
-)
+@on_each("graph", ["one-peer-exponential", "one-peer-hypercube", "ring", "exponential", "star"])
 def test_gossip_waits_longer_than_for_its_partners_and_shorter_than_for_all(graph):
     job, found = made(32, graph)
     waiting = Timing(job, found, replace(AT_ONCE, jitter=0.1)).waiting_s() / 1e-3
@@ -67,9 +67,9 @@ def test_half_the_jitter_is_half_the_waiting():
     assert whole == pytest.approx(2 * half, rel=1e-6)
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"style": "awc"}])
-@pytest.mark.parametrize("cadence", ["always", "every", "gossip-pga"])
-@pytest.mark.parametrize("graph", ["one-peer-exponential", "ring", "complete"])
+@on_each("algorithm", [{}, {"style": "awc"}])
+@on_each("cadence", ["always", "every", "gossip-pga"])
+@on_each("graph", ["one-peer-exponential", "ring", "complete"])
 def test_the_clock_of_events_goes_as_fast_as_the_formula(graph, cadence, algorithm):
     job, found = made(8, graph, cadence, **algorithm)
     clock, timing = Clock(Timing(job, found, SLOW)), Timing(job, found, SLOW)
@@ -182,3 +182,88 @@ def test_the_papers_speed_tables(capsys):
     script["main"]()
     said = capsys.readouterr().out
     assert said.count("not explained") == 2 and said.count("assumed of") == 2
+
+
+def simulated(n, graph, turns, kind, compute, machine, size):
+    """Seconds (n,) after len(compute) steps: one event after the other, no formula of the package.
+
+    A fragment is sent behind the local step that is its turn, and waited for ``delay`` steps later;
+    ``compute`` (steps, n), ``size``: bytes of a message.
+    """
+    wire = machine.latency_s + graph.degree * size / machine.bandwidth
+    if kind is Kind.GLOBAL:
+        wire = 2 * math.ceil(math.log2(n)) * machine.latency_s
+        wire += 2 * (n - 1) / n * size / machine.bandwidth
+    term = size / machine.combine_rate
+    rest, end, rounds = machine.node_s + machine.update_s, np.zeros(n), {}
+    came = {}  # (step of sending, node) -> messages that are there
+    held = {}  # node -> (step, time) of a node that waits
+    events = [(compute[0, i] + rest, 0, i, "computed") for i in range(n)]
+    heapq.heapify(events)
+
+    def go_on(node, step, now):
+        if turns.due(step) is not None:
+            t = rounds.setdefault(step, len(rounds)) // turns.fragments
+            everyone = kind is Kind.GLOBAL
+            to = range(n) if everyone else [node, *graph.receivers(t, node)]
+            for other in to:
+                heapq.heappush(events, (now + wire, step, other, "came"))
+        if step + 1 < len(compute):
+            heapq.heappush(
+                events, (now + compute[step + 1, node] + rest, step + 1, node, "computed")
+            )
+        end[node] = now
+
+    while events:
+        now, step, node, what = heapq.heappop(events)
+        if what == "came":
+            came.setdefault((step, node), []).append(now)
+        else:
+            held[node] = (step, now)
+        if node in held:
+            at, ready = held[node]
+            sent = turns.arriving(at)
+            if sent is not None:
+                there = came.get((at - turns.delay, node), ())
+                t = rounds.get(at - turns.delay, 0) // turns.fragments
+                needed = n if kind is Kind.GLOBAL else 1 + len(graph.neighbours(t, node)[0])
+                if len(there) < needed:
+                    continue
+                ready = max(ready, max(there) + (1 if kind is Kind.GLOBAL else needed - 1) * term)
+            del held[node]
+            go_on(node, at, ready)
+    return end
+
+
+@on_each("cadence", ["every", "cpsgd"])
+def test_an_exchange_with_a_delay_is_waited_for_when_it_is_taken_in(cadence):
+    jittery = Machine(100e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)
+    random = np.random.default_rng(1)
+    cases = [("one-peer-exponential", 4, 1, delay) for delay in (1, 4)]
+    cases += [("ring", 8, 2, 4), ("exponential", 16, 4, 1)]
+    for name, period, fragments, delay in cases:
+        options = {"period": period, "fragments": fragments, "delay": delay}
+        job = assemble.load(
+            {"algorithm": {"name": "dsgd" if cadence == "every" else "cpsgd"},
+             "graph": {"name": name}, "cadence": {"name": cadence, **options}}
+        )  # fmt: skip
+        for size_of_network in (1.0, 0.05):  # most of an exchange is hidden, or not
+            machine = replace(jittery, jitter=0.15, bandwidth=size_of_network * 2.5e6,
+                              global_bandwidth=size_of_network * 2.5e6)  # fmt: skip
+            found = exchanges(subject(job)[0], 8)
+            turns, size = found.cadence.turns, found.layout.sent_bytes
+            kind = Kind.GOSSIP if cadence == "every" else Kind.GLOBAL
+            steps = 96 * period
+            normal = 0.1 * np.maximum(0, 1 + 0.15 * random.standard_normal((steps, 8)))
+            slow = np.where(random.random((steps, 8)) < 0.05, 0.5, 0.1)
+            for compute in (normal, slow):
+                right = simulated(8, found.graph, turns, kind, compute, machine, size)
+                clock, now = Clock(Timing(job, found, machine)), 0
+                for (what, t), row in zip(
+                    replace(found, steps=steps).rounds(), compute, strict=True
+                ):
+                    now = clock.step(what, t, row[None])[0]
+                np.testing.assert_allclose(now, right, rtol=1e-9, err_msg=f"{name} {options}")
+                if compute is normal:
+                    planned = Timing(job, found, machine).step_s()
+                    assert planned == pytest.approx(right.mean() / steps, rel=0.03), (name, options)

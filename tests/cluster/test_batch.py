@@ -13,6 +13,9 @@ from mpigossip.cluster import batch
 from mpigossip.cluster.batch import Wish, folders, read_site, script, seconds_of, sites
 from mpigossip.config import JobError
 from mpigossip.config.errors import OK, STOPPED, WRONG
+from tests.cases import on_each
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 REPO = Path(__file__).parents[2]
 JOB = str(REPO / "jobs" / "digits.toml")
@@ -39,13 +42,13 @@ def test_all_sites_are_there_say_that_they_are_untried_and_name_their_source():
             assert workaround.link.startswith("https://")
 
 
-@pytest.mark.parametrize("name", ["juwels-booster", "leonardo"])
+@on_each("name", ["juwels-booster", "leonardo"])
 def test_a_rank_of_several_gpus_asks_ucx_for_the_card_nearest_to_each(name):
     assert "export UCX_SELECT_DISTANCE_MD=''" in made(name)
     assert "UCX_SELECT" not in made(name, ranks=4)
 
 
-@pytest.mark.parametrize("name", ["frontier", "lumi"])
+@on_each("name", ["frontier", "lumi"])
 def test_the_centres_own_cache_monitor_stays(name):
     assert "export FI_MR_CACHE_MONITOR" not in made(name)
 
@@ -146,7 +149,7 @@ def test_a_site_without_a_way_to_several_ranks_says_so():
         (["node.ranks_per_node=host", "node.devices=auto"], [], "--ntasks-per-node=4"),
         (["node.ranks_per_node=2"], ["--ranks", "8"], "RANKS=8 TASKS=24"),
         (["node.ranks_per_node=2"], ["--ranks", "3"], "--ranks 3: node.ranks_per_node = 2 makes"),
-        (["node.ranks_per_node=2"], ["--ranks", "0"], "--ranks 0: a node has at least one"),
+        (["node.ranks_per_node=2"], ["--ranks", "0"], "--ranks: 0: must be at least 1"),
         # three of the scheduler's nodes with two of ours each
         (["node.ranks_per_node=2", "graph.name=one-peer-hypercube"], ["--ranks", "4"],
          "power of two nodes, got 6"),
@@ -158,7 +161,7 @@ def test_the_command_counts_ranks_and_nodes(tmp_path, settings, more, says):
     assert says in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
+@on_each(
     "text, seconds",
     [("1", 60), ("90", 5400), ("90s", 90), ("30m", 1800), ("2h", 7200), ("1d", 86400),
      ("4:00:00", 14400), ("100:00:01", 360001), ("1-12:00:00", 129600)],
@@ -167,9 +170,7 @@ def test_time_limits(text, seconds):
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0", "59s", "-1", "1:00", "2w", "1h\n", "1h;id", "٣", "9999d"]
-)
+@on_each("text", ["", "0", "59s", "-1", "1:00", "2w", "1h\n", "1h;id", "٣", "9999d"])
 def test_wrong_time_limits(text):
     with pytest.raises(JobError, match="--time"):
         seconds_of(text)
@@ -244,7 +245,7 @@ def test_names_and_paths_stay_what_they_are(execute, site, evil):
     assert words[at + 1 : at + 4] == [job, *settings]
 
 
-@pytest.mark.parametrize("evil", EVIL)
+@on_each("evil", EVIL)
 def test_directives_take_no_foreign_text(evil):
     text = made(name=evil)
     (line,) = [line for line in text.splitlines() if line.startswith("#SBATCH --job-name")]

@@ -4,12 +4,16 @@ import pytest
 
 from mpigossip.cluster.nodes import places
 from mpigossip.config import JobError
+from tests.cases import on_each
+
+pytestmark = pytest.mark.both
+
 
 TWO = [0, 0, 0, 0, 4, 4, 4, 4]
 NAMES = ["a"] * 4 + ["b"] * 4
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("host", "per", "expected"),
     [
         (TWO, "host", [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]),
@@ -26,7 +30,7 @@ def test_every_k_ranks_of_a_host_are_a_node_numbered_by_its_first(host, per, exp
     assert places(host, ["x"] * len(host), per) == expected
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("host", "per", "words"),
     [
         (TWO[:-1], "host", ["a has 4 ranks and b has 3", "--ntasks-per-node=3"]),

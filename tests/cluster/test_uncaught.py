@@ -9,6 +9,10 @@ import pytest
 
 from mpigossip.cluster.launcher import LaunchError, check_alone
 from tests import launch
+from tests.cases import on_each
+
+pytestmark = pytest.mark.both
+
 
 HEAD = """
 import sys, time
@@ -54,6 +58,19 @@ def test_an_exception_of_all_ranks_has_one_traceback(mpirun, tmp_path):
     assert own_words(done).endswith("ValueError: wrong 0\n")
 
 
+def test_a_mistake_ends_with_its_code_however_long_mpi_takes_to_end(mpirun, tmp_path):
+    body = (
+        "from mpi4py import MPI\nfrom mpigossip.cluster import process, uncaught\n"
+        "uncaught.END_S = 1\nworld = mpigossip.world()\n"
+        "slow = lambda *_: time.sleep(20)\n"
+        "library = type('', (), {'CDLL': lambda *_: type('', (), {'MPI_Finalize': slow})()})()\n"
+        "if world.rank == 1: MPI.Finalize, process.ctypes = slow, library\nmistake()\n"
+    )
+    done = mpirun(2, program(tmp_path, body), timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("3 is not enough") == 1
+
+
 def own_words(done):
     """What the program wrote: Open MPI's launcher adds a box wherever an exit code isn't 0."""
     text, box, _ = done.stderr.partition("-" * 74)
@@ -93,7 +110,7 @@ def test_launchers_that_mpi_does_not_know_are_named(env, child, words):
     assert error.value.rank == 2
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("size", "env", "child"),
     [
         (1, {}, ()),

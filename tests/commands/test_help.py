@@ -11,6 +11,7 @@ import pytest
 import mpigossip
 from mpigossip import cli
 from mpigossip.commands.arguments import every
+from tests.cases import on_each
 
 PACKAGE = Path(mpigossip.__file__).parent
 PARSERS = dict(every(cli.parser()))
@@ -56,7 +57,7 @@ def public(tree, prefix=""):
                 yield from public(node, f"{prefix}{node.name}.")
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+@on_each("path", sorted(PACKAGE.rglob("*.py")))
 def test_no_docstring_is_missing(path):
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree)

@@ -97,8 +97,8 @@ CASES = [
     ("ro", "graph draw ring --nodes 4 --out ro/o.png", "ro/o.png can't be written: Permission"),
     (
         "ro",
-        "graph search --nodes 6 --degree 2 --evaluations 9 --out ro/o.h5",
-        "ro/o.h5 can't be written: Permission",
+        "graph search --nodes 6 --degree 2 --evaluations 9 --out ro/o.json",
+        "ro/o.json can't be written: Permission",
     ),
     ("ro", f"{SIMULATE} run.output=ro/run", "can't write into .*ro/run.: Permission denied"),
     ("run/tensorboard", f'{RESUME} log.hooks=["tensorboard"]', "tensorboard can't be written: P"),

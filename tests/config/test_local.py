@@ -1,9 +1,8 @@
-"""Section [local], beside the algorithm that uses it, and its form in jobs of version 0.1."""
+"""Section [local], beside the algorithm that uses it."""
 
-import pytest
-
-from mpigossip.config import as_dict, dump, load
+from mpigossip.config import dump, load
 from mpigossip.training import assemble
+from tests.cases import on_each
 from tests.config.test_sections import TABLES, mistakes
 
 NEW = """\
@@ -15,41 +14,41 @@ momentum = 0.8
 name = "momentum"
 damping = 0.1
 """
-OLD = """\
-[algorithm]
-name = "tracking"
-local = "momentum"
-momentum = 0.8
-damping = 0.1
-"""
 
 
-def test_the_old_form_is_the_same_job_and_the_new_one_is_written():
+def test_a_job_with_a_local_step_is_written_and_read_back():
     job = load(NEW, tables=TABLES)
     assert job.local.name == "momentum"
     assert job.local.options == {"momentum": 0.5, "damping": 0.1}
     assert job.algorithm.options["momentum"] == 0.8, "an option of both stays the algorithm's"
-    assert load(OLD, tables=TABLES) == job
     assert '[local]\nname = "momentum"' in dump(job)
     assert load(dump(job), tables=TABLES) == job == load(dump(job))
-    assert as_dict(load(OLD))["local"] == {"name": "momentum"}
+
+
+def test_a_removed_setting_names_what_replaces_it():
+    for source in ({"algorithm": {"local": "sgd"}}, {"algorithm": {"name": "dsgd", "local": 3}}):
+        assert mistakes(source, tables=TABLES) == [
+            "algorithm.local: removed; the local step has its own section; write local.name"
+        ]
+
+
+def test_a_complete_job_of_an_earlier_version_may_have_a_removed_default():
+    assert load("[node]\noverlap = true\n") == load({})
+    for source, overrides in (({"node": {"overlap": True}}, ()), ({}, ["node.overlap=true"])):
+        (message,) = mistakes(source, overrides)
+        assert message.startswith("node.overlap: removed; layers are no longer sent during back")
+    (message,) = mistakes("[node]\noverlap = false\n")
+    assert message.startswith("node.overlap: removed;")
+
+
+def test_an_option_of_the_local_step_among_those_of_the_algorithm_is_a_mistake():
+    (message,) = mistakes(NEW, ["algorithm.damping=0.2"], TABLES)
+    assert message == 'algorithm.damping: unknown key; did you mean "local.damping"?'
 
 
 def test_both_of_one_name_can_be_set():
     job = load(NEW, ["algorithm.momentum=0.6", "local.momentum=0.7"], TABLES)
     assert job.algorithm.options["momentum"] == 0.6 and job.local.options["momentum"] == 0.7
-
-
-def test_overrides_of_the_old_form_replace_what_the_new_one_says():
-    job = load(NEW, ["algorithm.damping=0.2", "algorithm.momentum=0.6"], TABLES)
-    assert job.local.options == {"momentum": 0.5, "damping": 0.2}
-    assert job.algorithm.options["momentum"] == 0.6
-    job = load(NEW, ["algorithm.local=sgd"], TABLES)
-    assert (job.local.name, job.local.options) == ("sgd", {})
-    job = load(
-        {}, ["algorithm.name=dsgd", "algorithm.local=momentum", "algorithm.damping=1"], TABLES
-    )
-    assert job.local.options == {"momentum": 0.5, "damping": 1.0}
 
 
 def test_another_local_step_drops_the_options_of_the_old_one():
@@ -62,14 +61,13 @@ def test_another_local_step_drops_the_options_of_the_old_one():
     assert load(dump(load(usual, tables=TABLES)), changed, TABLES).local.name is None
 
 
-@pytest.mark.parametrize("source", [NEW, OLD])
-def test_methods_with_a_step_of_their_own_refuse_another(source):
-    (message,) = mistakes(source, ["algorithm.name=dmsgd"], TABLES)
+def test_methods_with_a_step_of_their_own_refuse_another():
+    (message,) = mistakes(NEW, ["algorithm.name=dmsgd"], TABLES)
     assert message.startswith('local.name = "momentum": "dmsgd" has its own local step; leave it')
     assert message.endswith("choose one of dsgd, tracking")
     (message,) = mistakes({"local": {"beta": 1}}, tables=TABLES)
     assert message.startswith('local.beta: algorithm "dmsgd" has no local step')
-    job = load(source, ["algorithm.name=dmsgd", "local.name=none"], TABLES)
+    job = load(NEW, ["algorithm.name=dmsgd", "local.name=none"], TABLES)
     assert job.local.name is None and job.local.options == {}
 
 
@@ -83,16 +81,11 @@ def test_all_mistakes_of_the_section_at_once():
         'algorithm.momentm: unknown key; did you mean "momentum"?',
     ):
         assert sum(message.startswith(part) for message in got) == 1, (part, got)
-    twice = '[algorithm]\ndamping = 0.3\nlocal = "sgd"\n' + NEW.removeprefix("[algorithm]\n")
-    got = mistakes(twice, tables=TABLES)
-    assert 'algorithm.local = "sgd": stands in [local] as name; leave this one out' in got
-    assert "algorithm.damping = 0.3: stands in [local] as damping; leave this one out" in got
 
 
-@pytest.mark.parametrize("local", ["", "[1]", "{ a = 1 }", "true"])
+@on_each("local", ["", "[1]", "{ a = 1 }", "true"])
 def test_odd_sections_are_mistakes(local):
-    for text in (f"local = {local or 3}\n[run]\n", f"[algorithm]\nlocal = {local or 3}\n"):
-        mistakes(text + 'name = "dsgd"\n', tables=TABLES)
+    mistakes(f'local = {local or 3}\n[run]\nname = "dsgd"\n', tables=TABLES)
 
 
 def test_other_names_than_that_of_a_section_are_checked_too():
@@ -109,3 +102,19 @@ def test_momentum_tracking_over_momentum_takes_both_betas():
     assert job.algorithm.options["beta"] == 0.8 and job.local.options == {"beta": 0.7}
     usual = assemble.load({}, words)
     assert usual.algorithm.options["beta"] == usual.local.options["beta"] == 0.9
+
+
+def test_rates_of_adaptive_local_steps_are_not_scaled_by_default():
+    for settings, scale in (
+        ([], "linear"),
+        (["algorithm.name=dsgd", "local.name=momentum"], "linear"),
+        (["algorithm.name=dsgd", "local.name=adamw"], "none"),
+        (["algorithm.name=dsgd", "local.name=muon"], "none"),
+        (["algorithm.name=dsgd", "local.name=accumadam"], "none"),
+        (["algorithm.name=diloco"], "none"),  # its usual local step
+        (["algorithm.name=diloco", "local.name=sgd"], "linear"),
+        (["algorithm.name=diloco", "schedule.scale=linear"], "linear"),
+    ):
+        job = assemble.load({}, settings)
+        assert job.schedule.scale == scale, settings
+        assert assemble.load(dump(job)) == job

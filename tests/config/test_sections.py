@@ -10,6 +10,7 @@ import pytest
 from mpigossip import config
 from mpigossip.config import JobError, Part, as_dict, dump, load, sections
 from mpigossip.training import assemble
+from tests.cases import on_each
 
 JOB = """\
 # A trial.
@@ -210,8 +211,8 @@ def test_all_mistakes_at_once():
         "data.shape = 0: must be at least 1",
         'nodes: unknown section; did you mean "node"?',
         "node = 4: needs keys, in a section [node]",
-        "checkpoint.keep = 0: must be at least 1; the default is 2",
-        "schedule.lr = 0.0: must be greater than 0; the default is 0.1",
+        "checkpoint.keep = 0: must be at least 1, at most 10^9; the default is 2",
+        "schedule.lr = 0.0: must be greater than 0, from 1e-15 up to 1e15; the default is 0.1",
         "schedule.milestones = 5: needs a list",
         "model.x = nan: must be a finite number",
         "log.flush_steps = 2.5: needs a whole number; the default is 50",
@@ -259,7 +260,7 @@ def test_limits_and_malformed_overrides(override, part):
     assert part in message
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("override", "meant"),
     [
         ("data.alpha=0.1", '"dirichlet_alpha"'),

@@ -7,6 +7,7 @@ import torch
 from mpigossip.config import JobError
 from mpigossip.data.problems import factorization, logistic, quadratics
 from mpigossip.training.problems import Logistic, Quadratics
+from tests.cases import on_each
 
 MADE = {
     "quadratics": (quadratics, Quadratics, {"bend": 0.5, "heterogeneity": 0.7}),
@@ -22,7 +23,7 @@ def at(task, samples, x):
     return [torch.stack(column).double() for column in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("name", MADE)
+@on_each("name", MADE)
 def test_the_optimum_is_known_and_so_is_what_nodes_differ_by_there(name):
     make, task, options = MADE[name]
     made, task = make(6, **options), task(noise=0)
@@ -37,6 +38,22 @@ def test_the_optimum_is_known_and_so_is_what_nodes_differ_by_there(name):
     assert min(elsewhere) > 0
     begin = at(task, whole, torch.zeros(len(optimum), dtype=torch.float64))[0]
     assert float(begin) == pytest.approx(made.gap, rel=1e-9)
+
+
+@on_each("name", MADE)
+def test_the_smoothness_is_the_largest_curvature_anywhere(name):
+    make, task, options = MADE[name]
+    made, task = make(6, **options), task(noise=0)
+    whole = [torch.as_tensor(np.array(array))[None] for array in made.test]
+
+    def largest(x):
+        hessian = torch.autograd.functional.hessian(lambda x: task.function(x, whole)[0], x)
+        return float(torch.linalg.eigvalsh(hessian)[-1])
+
+    optimum = torch.from_numpy(made.test[1 if name == "logistic" else 0])
+    points = [*(optimum + torch.randn_like(optimum) for _ in range(5)), 0 * optimum]
+    curvatures = [largest(x) for x in points]
+    assert max(curvatures) == pytest.approx(made.smoothness, rel=1e-9)  # attained at 0
 
 
 def test_another_draw_is_another_problem_and_a_factorization_has_its_mean():

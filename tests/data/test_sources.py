@@ -1,13 +1,8 @@
 """Sources, random changes, partitions, the sample order and the loader."""
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
-from concurrent.futures import wait
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,14 +10,16 @@ import torch
 from PIL import Image
 
 from mpigossip.config import Data, JobError
-from mpigossip.data import worker
 from mpigossip.data.augment import PAD, centre_box, crop_flip, moves, random_box, resample
+from mpigossip.data.feeding import DataError, SourceLoader
 from mpigossip.data.images import CACHE_LIMIT, Images, Recipe
-from mpigossip.data.loader import Carrier, Loader
+from mpigossip.data.loader import Batch, Carrier, Loader
+from mpigossip.data.loading import open_loader
 from mpigossip.data.philox import CROP, ORDER, permutation, philox, words
-from mpigossip.data.sources import Source, orders, partition, source
+from mpigossip.data.sources import Source, SyntheticSource, orders, partition, source
 from mpigossip.store import StoreError
 from mpigossip.store.dataset import pack
+from tests.cases import on_each
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +68,7 @@ def opened():
 # random numbers
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("counter", "key", "expected"),
     [  # known answers of the paper's library, Random123, tests/kat_vectors
         ((0, 0, 0, 0), 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -274,8 +271,8 @@ def test_mistakes_in_the_data_section(tmp_path, varied):
 LABELS = np.random.default_rng(0).integers(0, 10, 1003)
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "sorted", "mixed", "dirichlet"])
-@pytest.mark.parametrize("n", [1, 2, 7, 64, 1003])
+@on_each("kind", ["shuffled", "sorted", "mixed", "dirichlet"])
+@on_each("n", [1, 2, 7, 64, 1003])
 def test_partition_is_a_partition(kind, n):
     parts = partition(LABELS, n, kind, 3, shuffled_percent=50, alpha=0.1)
     sizes = [len(part) for part in parts]
@@ -336,13 +333,13 @@ def test_order_is_a_function_of_seed_epoch_node():
 # loader
 
 
-def fetched(loader: Loader, steps) -> list[torch.Tensor]:
+def fetched(loader, steps) -> list[torch.Tensor]:
     return [batch.inputs for step in steps for batch in loader.step(step)]
 
 
-def loader_of(data: Source, workers: int, devices=("cpu", "cpu")) -> Loader:
+def loader_of(data: Source, workers: int, devices=("cpu", "cpu")):
     nodes = orders(partition(data.train_labels, 2, "shuffled"), 1, batch=8)
-    return Loader(data, nodes, seed=4, devices=devices, workers=workers, timeout_s=30)
+    return open_loader(data, nodes, seed=4, devices=devices, workers=workers, timeout_s=60)
 
 
 @pytest.mark.parametrize("augment", ["none", "resized-crop"])
@@ -350,49 +347,48 @@ def test_workers_change_no_bit(varied, opened, augment):
     fields = {"source": str(varied), "augment": augment, "image_size": 32}
     with loader_of(opened(**fields), 0) as loader:
         wanted = fetched(loader, range(4))
-        tests = [batch.inputs for batch in loader.test(np.arange(10), 4)]
-    assert [len(batch) for batch in tests] == [4, 4, 2]
-    for workers in (1, 3):
-        with loader_of(opened(**fields, cache="never"), workers) as loader:
-            assert loader.ahead == 2 and len(loader.pool.workers) == workers
-            got = fetched(loader, range(4))
-            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-            again = [batch.inputs for batch in loader.test(np.arange(10), 4)]
-            assert all(torch.equal(a, b) for a, b in zip(again, tests, strict=True))
-            back = fetched(loader, [2, 0])  # a step again, and an earlier one
-            assert torch.equal(back[0], wanted[8]) and torch.equal(back[4], wanted[0])
-        loader.close()
+        tests = [batch.inputs for batch in loader.share(1, 3)]
+    assert [len(batch) for batch in tests] == [3]
+    with loader_of(opened(**fields, cache="never"), 2) as loader:
+        assert isinstance(loader, SourceLoader)
+        got = fetched(loader, range(4))
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        again = [batch.inputs for batch in loader.share(1, 3)]
+        assert all(torch.equal(a, b) for a, b in zip(again, tests, strict=True))
+        back = fetched(loader, [2, 0])  # a step again, and an earlier one
+        assert torch.equal(back[0], wanted[8]) and torch.equal(back[4], wanted[0])
+    loader.close()
     with loader_of(opened(**fields), 2) as loader:
-        assert loader.ahead == 0 and [len(batch) for batch in fetched(loader, [0])] == [4] * 4
+        assert isinstance(loader, Loader)
+        assert [len(batch) for batch in fetched(loader, [0])] == [4] * 4
 
 
-def test_dead_worker_is_named(varied, opened):
+class Sleepy(SyntheticSource):
+    """Made in another process; its third batch never comes."""
+
+    in_memory, name, calls = False, "sleepy", 0
+
+    def raw(self, split, indices, key=()):
+        self.calls += 1
+        if self.calls == 3:
+            time.sleep(600)
+        return super().raw(split, indices, key)
+
+
+def test_a_worker_that_ends_or_is_silent_is_named(varied, opened):
     data = opened(source=str(varied), image_size=32, cache="never")
-    loader = loader_of(data, 2)
-    fetched(loader, [0])
-    victim = loader.pool.workers[1].process
-    os.kill(victim.pid, signal.SIGKILL)
-    message = rf"decoding worker 1 \(process {victim.pid}\) ended by signal SIGKILL"
-    with pytest.raises(worker.WorkerError, match=message):
-        fetched(loader, range(1, 20))
-    processes = [one.process for one in loader.pool.workers]
-    loader.close()
-    assert all(process.poll() is not None for process in processes)
-
-
-def test_silent_worker_is_named(varied, opened):
-    data = opened(source=str(varied), image_size=32, cache="never")
-    loader = loader_of(data, 1)
-    fetched(loader, [0])
-    for step in loader._steps.values():
-        for pending in step:
-            pending.pieces[0].result(30)
-    loader.pool.workers[0].timeout_s = 0.5
-    os.kill(loader.pool.workers[0].process.pid, signal.SIGSTOP)
-    for _ in range(2):  # and it stays broken
-        with pytest.raises(worker.WorkerError, match="gave nothing for .* s while decoding"):
-            fetched(loader, range(1, 20))
-    loader.close()
+    with loader_of(data, 1) as loader:
+        fetched(loader, [0])
+        (victim,) = loader._batches._workers
+        victim.kill()
+        with pytest.raises(DataError, match=r"process ended or gives nothing .* at step \d"):
+            fetched(loader, range(1, 30))
+    assert not victim.is_alive()
+    with loader_of(Sleepy((3,), 2, 40, 4, 0), 1, ["cpu"]) as loader:
+        fetched(loader, [0])
+        loader._batches._timeout = 0.5
+        with pytest.raises(DataError, match='"sleepy": a loading process .* at step 1'):
+            fetched(loader, [1])
 
 
 def test_damage_is_reported_by_whoever_decodes(varied, tmp_path, opened):
@@ -404,54 +400,28 @@ def test_damage_is_reported_by_whoever_decodes(varied, tmp_path, opened):
         file.write(b"\0" * 200)
     with pytest.raises(StoreError, match="sample 0 is damaged"):
         data.train_batch(np.array([0]), (0, 0))
-    with loader_of(data, 1) as loader, pytest.raises(worker.WorkerError, match="is damaged"):
+    with loader_of(data, 1) as loader, pytest.raises(DataError, match="sample 0 is damaged"):
         fetched(loader, range(3))
 
 
-def test_worker_has_neither_torch_nor_mpi_nor_launcher():
-    code = (
-        "import sys; import mpigossip.data.worker; "
-        "print([name for name in ('torch', 'mpi4py', 'cupy') if name in sys.modules])"
-    )
-    root = Path(__file__).parents[2]
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
-    assert out.stdout.strip() == "[]", out.stderr
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS", "HOMER"):
-            patch.setenv(name, "1")
-        kept = worker._environment()
-    assert "HOMER" in kept and kept["CUDA_VISIBLE_DEVICES"] == ""
-    assert not {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"} & set(kept)
-
-
-def test_threads_fill_the_same_batches(square, opened):
-    from mpigossip.data.loader import DecodingThreads
-
-    data = opened(source=str(square), augment="crop-flip")
-    pool, out = DecodingThreads(data, 2), np.empty((4, 3, 16, 16), np.uint8)
-    pool.submit("train", np.arange(4), (0, 0), out).result(10)
-    assert (out == data.raw("train", np.arange(4), (0, 0))).all()
-    pool.close()
-
-
-def test_the_next_step_is_brought_early_if_it_is_decoded(varied, opened):
-    """As on a GPU: same batches in any order, and what isn't decoded isn't waited for."""
-    data = opened(source=str(varied), image_size=32, cache="never")
+def test_the_next_step_is_brought_early(varied, opened, monkeypatch):
+    """As to a GPU: same batches in any order; what fails early is raised when it is asked for."""
+    data = opened(source=str(varied), image_size=32)
     with loader_of(data, 0) as loader:
         wanted = [fetched(loader, [step]) for step in range(6)]
-    with loader_of(data, 2) as loader:
-        loader.early = True
-        for step in (0, 1, 2, 4, 3, 3):
-            for a, b in zip(fetched(loader, [step]), wanted[step], strict=True):
-                assert torch.equal(a, b)
-            for pending in loader._steps.get(step + 1, []):
-                wait([*pending.pieces], 30)
-        for pending in loader._steps.get(4, []):
-            wait([*pending.pieces], 30)
-        loader.step(3)
-        assert list(loader._there) == [4] and 4 not in loader._steps
-        for a, b in zip(fetched(loader, [4]), wanted[4], strict=True):
-            assert torch.equal(a, b)
+    streams = Streams(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    for workers, cache in ((0, "auto"), (1, "never")):
+        data = opened(source=str(varied), image_size=32, cache=cache)
+        with loader_of(data, workers) as loader:
+            loader.early = True
+            for carrier in loader.carriers:
+                carrier.stream = streams
+            for step in (0, 1, 2, 4, 3, 3):
+                for a, b in zip(fetched(loader, [step]), wanted[step], strict=True):
+                    assert torch.equal(a, b)
+                assert list(loader._there) == [step + 1]
 
 
 class Streams:
@@ -483,14 +453,14 @@ def test_a_copy_runs_on_its_own_stream_and_is_waited_for(monkeypatch):
     carrier.stream = streams
     kept = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(self))
-    pending = SimpleNamespace(raw=torch.ones(2, 3), labels=torch.zeros(2))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
 
-    def finish(raw, labels):
+    def finish(pair):
         streams.log.append("normalized")
-        return raw * 2, labels
+        return Batch(pair[0] * 2, pair[1])
 
-    there = carrier.bring(pending, finish)
-    assert streams.log == ["on the copy stream", "normalized", "off it", "event recorded"]
+    there = carrier.bring((torch.ones(2, 3), torch.zeros(2)), finish)
+    assert streams.log == ["on the copy stream", "normalized", "event recorded", "off it"]
     batch = carrier.hand_over(there)
     assert streams.log[4:] == ["compute waits for the event"]
     assert len(kept) == 2 and kept[0] is batch.inputs and kept[1] is batch.targets

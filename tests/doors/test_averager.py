@@ -51,6 +51,7 @@ def averages(comm, name, dtype, kind, same_host, rounds=None):
         return found
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("same_host", ["read", "put"])
 def test_every_graph_has_its_closed_form(ranks, n, same_host):
@@ -155,10 +156,20 @@ def mistaken(comm):
         tell(averager.start, torch.zeros(4, dtype=torch.float64))
         tell(averager.average, x.astype("float32"))
         tell(averager.finish)
+        fixed, spread = np.broadcast_to(0.0, 4), torch.zeros(1, dtype=torch.float64).expand(4)
+        tell(averager.average, x, fixed)
         averager.start(x)
         tell(averager.start, x)
         tell(averager.finish, np.zeros((2, 2)))
+        tell(averager.finish, fixed)
         averager.finish(x)  # a mistake that was caught costs nothing
+        tell(make, world, "ring", like=torch.zeros(4, device="meta"))
+        tell(make, world, "ring", like=torch.zeros(4).to_sparse())
+        other = make(world, "ring", like=spread)
+        tell(other.start, torch.zeros(4, dtype=torch.float64).to_sparse())
+        tell(other.mean, torch.zeros(4, dtype=torch.float64), spread)
+        tell((averager, other)[world.rank].start, (x, spread)[world.rank])
+        assert [float(one.average(z)[0]) for one, z in ((averager, x), (other, spread))] == [0, 0]
         averager.start(x)
         averager.close()  # in the midst of a round
         averager.close()
@@ -170,7 +181,7 @@ def test_mistakes_are_told_in_words_on_every_rank(ranks):
     wanted = [
         "like is a list: arrays of numpy and torch",
         "like is int64 of shape (4,) (ndarray)",
-        "like is torch.bfloat16 of shape (4,) (Tensor)",
+        "like is torch.bfloat16 of shape (4,) (Tensor, torch.strided on cpu)",
         "like is >f8 of shape (4,) (ndarray)",
         'graph "rong" is unknown; did you mean "ring"?',
         'graph "ring" has 3 nodes, and 2 are asked for',
@@ -180,16 +191,43 @@ def test_mistakes_are_told_in_words_on_every_rank(ranks):
         "start: an array is float64 of shape (5,) (ndarray); this Averager was made for numpy "
         "arrays of float64 and shape (4,)",
         "start: an array is torch.float64",
-        "start: an array is float32 of shape (4,)",
+        "average: an array is float32 of shape (4,)",
         "finish: no exchange is under way; start(x) begins one",
+        "average: out is read-only or expanded",
         "start: the exchange of round 0 is under way; finish() comes first",
         "finish: an array is float64 of shape (2, 2)",
+        "finish: out is read-only or expanded",
+        "like is torch.float32 of shape (4,) (Tensor, torch.strided on meta)",
+        "like is torch.float32 of shape (4,) (Tensor, torch.sparse_coo on cpu)",
+        "start: an array is torch.float64 of shape (4,) (Tensor, torch.sparse_coo on cpu)",
+        "mean: out is read-only or expanded",
+        "start: some ranks call Averager 1 here and others Averager 2",
         "start: this Averager is closed",
     ]
     for told in ranks(2)(mistaken):
         for text, start in zip(told, wanted, strict=True):
             head, _, tail = start.partition("{host}")
             assert text.startswith(head) and tail in text, (text, start)
+
+
+def in_float64(comm):
+    """A float64 model that torch steps and the Averager averages, as the page has it."""
+    flat, back = torch.nn.utils.parameters_to_vector, torch.nn.utils.vector_to_parameters
+    model = torch.nn.Linear(3, 1, bias=False).double()
+    with torch.no_grad(), World(comm) as world:
+        model.weight.fill_(world.rank / 3)
+        averager = mpigossip.Averager(world, "ring", like=flat(model.parameters()))
+        for _ in range(3):
+            model.weight.add_(0.1)
+            back(averager.average(flat(model.parameters())), model.parameters())
+        return model.weight.numpy()[0, 0]
+
+
+def test_a_float64_model_is_averaged_in_float64(ranks):
+    wanted = np.arange(3) / 3
+    for _ in range(3):
+        wanted = graphs.graph("ring", 3).matrix(0) @ (wanted + 0.1)
+    np.testing.assert_allclose(ranks(3)(in_float64), wanted, rtol=1e-14)
 
 
 def test_alone_it_needs_no_mpi():
@@ -220,5 +258,5 @@ def test_a_mask_is_not_lost_in_silence():
         with pytest.raises(JobError, match=r"\(MaskedArray\): .* without a mask; convert it"):
             mpigossip.Averager(world, "ring", like=masked)
         averager = mpigossip.Averager(world, "ring", like=np.ones(3))
-        with pytest.raises(JobError, match=r"start: .*\(MaskedArray\)"):
+        with pytest.raises(JobError, match=r"average: .*\(MaskedArray\)"):
             averager.average(masked)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
+from tests.cases import on_each
 
 LOOPS = Path(__file__).parents[2] / "jobs/loops"
 # What each loop needs; its options for a short run on the CPU.
@@ -51,18 +51,17 @@ def run(mpirun, name, n, out, *more, code=0):
     }
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@on_each("name", FRAMEWORKS)
 def test_a_loop_changes_few_lines(name):
     changed = [line for line in (LOOPS / name).read_text().splitlines() if line.endswith("# <-")]
     assert 0 < len(changed) <= LINES
     assert all(re.search("gossip|world", line) for line in changed)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.every
+@pytest.mark.parametrize("n", [3])
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_loop_trains_stops_and_goes_on_to_the_bit(mpirun, tmp_path, name, n):
-    if n > 2 and launch.is_open_mpi():
-        pytest.skip("takes 40 s, and two ranks show what Open MPI's launcher changes")
     _, whole = run(mpirun, name, n, tmp_path / "whole")
     losses, models = zip(*whole.values(), strict=True)
     assert sorted(whole) == list(range(n))
@@ -80,6 +79,7 @@ def test_a_loop_trains_stops_and_goes_on_to_the_bit(mpirun, tmp_path, name, n):
     assert [again[rank][1] for rank in range(n)] == [whole[rank][1] for rank in range(n)]
 
 
+@pytest.mark.every
 def test_steps_closures_scalers_and_clipping_are_those_of_torch_alone(mpirun):
     need("accelerate", "lightning")
     done = mpirun(2, [sys.executable, str(Path(__file__).with_name("in_frameworks.py"))])

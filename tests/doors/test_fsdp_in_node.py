@@ -117,7 +117,8 @@ def test_averaged_and_consensus_are_of_the_whole_models(ranks):
             assert torch.equal(torch.from_numpy(seen[at + 1]), mean.float())
             assert (seen[at + 2] == seen[at]).all(), node
             with torch.no_grad():
-                assert seen[at + 3] == pytest.approx(float(model(*batch(0, 0, 50))), rel=1e-6)
+                # float32, summed in another order
+                assert seen[at + 3] == pytest.approx(float(model(*batch(0, 0, 50))), rel=1e-5)
             assert seen[at + 4] == pytest.approx(spread / float(mean.square().sum()), rel=1e-6)
     for _, [(_, plain), (_, looked)] in of_ranks:
         assert (plain == looked).all()
@@ -267,8 +268,6 @@ def refused(world):
         (fully_shard(GPT(0), mesh=hybrid), {}),
         (partly(), {}),
         (fully_shard(GPT(0).bfloat16(), mesh=mesh), {}),
-        (fully_shard(GPT(0), mesh=mesh), dict(overlap="layers")),
-        (fully_shard(GPT(0), mesh=mesh), dict(devices="cpu:2")),
         (fully_shard(GPT(0), mesh=mesh), dict(mixer="asynchronous")),
     ):
         try:
@@ -280,13 +279,11 @@ def refused(world):
 
 def test_what_is_cut_otherwise_is_refused_in_words(ranks):
     for said in ranks(4)(several, refused):
-        others, hybrid, partly, low, layers, devices, mixer = said
+        others, hybrid, partly, low, mixer = said
         assert "cut between the ranks 0, 1, 2, 3, and this node is the ranks" in others
         assert "cut between the ranks 0, 1, 2, 3" in hybrid
         assert "aren't sharded, where others are" in partly
         assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in low
-        assert 'overlap = "layers"' in layers
-        assert "devices = cpu, cpu" in devices
         assert 'mixer = "asynchronous": the ranks of a node step together' in mixer
 
 

@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from mpigossip.runs.model_export import export
@@ -13,6 +14,7 @@ from mpigossip.store.log import read
 SCRIPT = Path(__file__).parents[2] / "jobs/loops/fsdp.py"
 
 
+@pytest.mark.every
 def test_the_loop_trains_and_goes_on_with_another_number_of_ranks(mpirun, tmp_path):
     def run(n, per, steps, *more):
         words = ["--ranks-per-node", str(per), "--steps", str(steps), "--save-every", "4"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import re
 import signal
 import sys
@@ -16,6 +17,7 @@ import mpigossip
 from mpigossip.cli import main
 from mpigossip.cluster.ranks import Alone, World
 from mpigossip.config import JobError
+from mpigossip.doors.loop import optimizer as optimizer_state
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from tests.rankpool import RankError
@@ -74,6 +76,7 @@ def loop(comm, folder, steps, save_at=(), options=None):
     return digest(model), rates, start
 
 
+@pytest.mark.both
 @pytest.mark.parametrize(
     ("n", "options"),
     [
@@ -193,6 +196,29 @@ def test_what_does_not_fit_a_folder_is_refused(tmp_path, wrong, said):
     make_run(tmp_path / "run")
     with pytest.raises((JobError, StoreError, ValueError), match=said):
         wrong(tmp_path / "run")
+
+
+def test_a_run_with_another_optimizer_is_refused(tmp_path, monkeypatch, capsys):
+    folder, words = tmp_path / "run", r"that of AdamW, and Gossip has SGD: give"
+    make_run(folder)
+    model, adamw = make(0)
+    sgd = torch.optim.SGD([{"params": group["params"]} for group in adamw.param_groups], 0.1)
+    with pytest.raises(StoreError, match=words), Alone() as world:
+        mpigossip.Gossip(world, model, sgd, run=folder).resume()
+    written = optimizer_state.written
+
+    def earlier(*given):
+        found = json.loads(written(*given))
+        del found["optimizer"], found["groups"][1]["amsgrad"]
+        return json.dumps(found)
+
+    monkeypatch.setattr(optimizer_state, "written", earlier)
+    make_run(tmp_path / "earlier")
+    with Alone() as world:
+        assert begin(world, tmp_path / "earlier")[1].resume() == 2
+    assert "settings of AdamW that were not saved are as given now: amsgrad = False" in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_step_that_is_written_takes_no_more_figures(tmp_path):
@@ -319,6 +345,7 @@ def wait_for(path, launched):
         time.sleep(0.02)
 
 
+@pytest.mark.both
 def test_a_loop_is_killed_stopped_and_goes_on_to_the_same_digest(mpistart, tmp_path):
     few = ["--steps", "60", "--save-every", "20"]
     whole = last_line(start(mpistart, tmp_path / "whole", *few).finish())
@@ -436,7 +463,7 @@ def early(comm):
 
 def test_a_rank_with_fewer_batches_is_named_with_its_steps(ranks):
     with pytest.raises(
-        RankError, match=r"rank 0 on \S+ waits in the end of its loop after 5 steps"
+        RankError, match=r"rank 0 on \S+ has come to the end of its loop after 5 steps"
     ):
         ranks(2)(early)
 

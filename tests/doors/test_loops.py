@@ -41,6 +41,7 @@ def test_the_script_changes_six_lines_at_most():
     assert all("mpigossip" in line or "world" in line for line in changed)
 
 
+@pytest.mark.every
 def test_gpt_is_models_mixed_by_the_matrix_and_goes_on_after_a_kill(mpirun, mpistart, tmp_path):
     steps = ["--steps", str(STEPS), "--save-every", "3"]
     whole = run(mpirun, tmp_path / "whole", *steps)

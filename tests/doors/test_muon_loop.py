@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 import mpigossip
 from mpigossip.cluster.ranks import Alone
@@ -113,8 +112,6 @@ def test_what_several_optimizers_cannot_be_is_refused():
         mpigossip.Gossip(Alone(), model, [muon, torch.optim.AdamW(model.parameters())])
     with pytest.raises(JobError, match="optimizer has a GPT among its 2"):
         mpigossip.Gossip(Alone(), model, [muon, model])
-    with pytest.raises(JobError, match="Muon \\+ AdamW is not known to be elementwise"):
-        mpigossip.Gossip(Alone(), model, [muon, adamw], overlap="layers")
     with pytest.raises(JobError, match="this optimizer is a Muon \\+ AdamW"):
         mpigossip.Gossip(Alone(), model, [muon, adamw], "dmsgd")
     with pytest.raises(JobError, match="LBFGS evaluates its closure"):
@@ -128,13 +125,6 @@ def test_what_several_optimizers_cannot_be_is_refused():
         name = type(part).__name__
         with pytest.raises(JobError, match=f"step\\(\\) of the {name} that is inside"):
             part.step()
-
-
-def test_muon_alone_and_layers_are_refused():
-    model = nn.Linear(4, 4, bias=False)
-    muon = torch.optim.Muon(model.parameters())
-    with pytest.raises(JobError, match='overlap = "layers": Muon is not known to be elementwise'):
-        mpigossip.Gossip(Alone(), model, muon, overlap="layers")
 
 
 def cut(comm, ddp):

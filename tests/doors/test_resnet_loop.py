@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -23,6 +24,7 @@ def script():
     return module
 
 
+@pytest.mark.every
 def test_the_script_prints_one_average_for_all_ranks(mpirun):
     done = mpirun(3, [sys.executable, str(SCRIPT), "--steps", "12"], timeout=120)
     assert done.returncode == 0, done.stderr

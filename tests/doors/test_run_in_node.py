@@ -1,5 +1,6 @@
 """A loop with a folder on nodes of several ranks, DDP inside: one writer a node."""
 
+import copy
 import time
 
 import numpy as np
@@ -15,9 +16,10 @@ from mpigossip.store.log import read
 NODES, PER, HALF, STEPS, BATCH = 2, 2, 4, 7, 8
 
 
-def network(seed):
+def network(seed, norm=True):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.BatchNorm1d(60), nn.Linear(60, 5))
+    third = nn.BatchNorm1d(60) if norm else nn.Tanh()
+    return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), third, nn.Linear(60, 5))
 
 
 def loss_of(model, draw, node, slot, step):
@@ -36,16 +38,17 @@ def begun(world, folder, node, model, whole, **more):
     return gossip, schedule
 
 
-def several(comm, folder, steps, save_at=(), after=None):
+def several(comm, folder, steps, save_at=(), after=None, per=PER, norm=True):
     """On ranks of which PER are a node; what ``after`` finds, and the steps resumed from."""
     from mpigossip.doors.world import World
 
     torch.set_num_threads(1)
     with World(comm, timeout_s=30) as world:
-        world.arrange(PER)
+        world.arrange(per)
         node, slot = world.nodes.column.rank, world.nodes.place
-        model = network(node)
-        whole = DistributedDataParallel(model, process_group=world.node_group())
+        whole = model = network(node, norm)
+        if per > 1:
+            whole = DistributedDataParallel(model, process_group=world.node_group())
         gossip, schedule = begun(world, folder, node, model, whole)
         draw = torch.Generator().manual_seed(world.rank)
         gossip.keep(draw=draw, schedule=schedule)
@@ -67,44 +70,43 @@ def several(comm, folder, steps, save_at=(), after=None):
     )
 
 
-def one_rank(comm, folder, steps, save_at=()):
-    """The same on one rank a node, with a replica a slot."""
+def one_rank(comm, folder):
+    """The same steps on one rank a node, which averages the gradients of two replicas by itself."""
     from mpigossip.cluster.ranks import World
 
     torch.set_num_threads(1)
     with World(comm, timeout_s=30) as world:
         model = network(world.rank)
-        gossip, schedule = begun(world, folder, world.rank, model, model, devices=f"cpu:{PER}")
+        gossip, schedule = begun(world, folder, world.rank, model, model)
+        replicas = [model, copy.deepcopy(model)]
         draws = [torch.Generator().manual_seed(PER * world.rank + slot) for slot in range(PER)]
-        gossip.keep(schedule=schedule, **{f"draw{k}": draw for k, draw in enumerate(draws)})
-        start = gossip.resume()
-        for step in range(start, steps):
-            gossip.zero_grad()
-
-            def work(slot, replica, step=step):
+        for step in range(STEPS):
+            for slot, replica in enumerate(replicas):
+                replica.zero_grad()
                 loss_of(replica, draws[slot], world.rank, slot, step).backward()
-
-            gossip.run(work)
+            pairs = list(zip(*(replica.parameters() for replica in replicas), strict=True))
+            for p, other in pairs:
+                p.grad.add_(other.grad).div_(PER)
             gossip.step()
             schedule.step()
-            if step + 1 in save_at:
-                gossip.save()
-    return start, [p.detach().numpy().copy() for p in model.parameters()]
+            with torch.no_grad():
+                for p, other in pairs:
+                    other.copy_(p)
 
 
 def same(one, other):
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_run_on_nodes_of_two_ranks_is_that_of_one_rank_with_two_slots(ranks, tmp_path):
+def test_a_run_on_nodes_of_two_ranks_is_that_of_one_rank_with_two_replicas(ranks, tmp_path):
     n = NODES * PER
     whole = ranks(n)(several, tmp_path / "whole", STEPS, (HALF,))
-    ranks(NODES)(one_rank, tmp_path / "slots", STEPS)
+    ranks(NODES)(one_rank, tmp_path / "replicas")
     ranks(n)(several, tmp_path / "parts", HALF, (2,))
     parts = ranks(n)(several, tmp_path / "parts", STEPS)
     for (_, mine, _), (start, again, _) in zip(whole, parts, strict=True):
         assert start == HALF and same(mine, again)
-    paths = [checkpoint.latest(tmp_path / name) for name in ("whole", "parts", "slots")]
+    paths = [checkpoint.latest(tmp_path / name) for name in ("whole", "parts", "replicas")]
     assert len({checkpoint.digest(path) for path in paths}) == 1
     manifest = checkpoint.read_manifest(paths[0])
     assert (manifest.n, manifest.meta["slots"], manifest.each) == (NODES, PER, 1)
@@ -117,22 +119,21 @@ def test_a_run_on_nodes_of_two_ranks_is_that_of_one_rank_with_two_slots(ranks, t
     assert (one.steps["slot"] == 0.5).all(), "what is said is the mean of a node's ranks"
     for name in ("loss", "lr", "bytes_sent", "slot"):
         assert np.array_equal(one.steps[name], other.steps[name]), name
-    sent = read(tmp_path / "slots/log.h5").steps["bytes_sent"]
+    sent = read(tmp_path / "replicas/log.h5").steps["bytes_sent"]
     assert one.steps["bytes_sent"] == pytest.approx(sent, rel=0.05)
     assert (one.summary["nodes"], one.summary["slots"]) == (NODES, PER)
     assert one.summary["digest"] == checkpoint.digest(paths[0])
 
 
-def test_a_checkpoint_of_one_shape_goes_on_in_the_other(ranks, tmp_path, capfd):
+def test_a_checkpoint_of_one_shape_goes_on_in_the_other(ranks, tmp_path):
     """With generators kept by rank, the noise differs after it; the models at it don't."""
-    ranks(NODES)(one_rank, tmp_path / "a", HALF)
-    before = checkpoint.digest(checkpoint.latest(tmp_path / "a"))
-    assert [s for s, *_ in ranks(NODES * PER)(several, tmp_path / "a", HALF)] == [HALF] * 4
-    assert checkpoint.digest(checkpoint.latest(tmp_path / "a")) == before
-    ranks(NODES * PER)(several, tmp_path / "b", HALF)
-    before = checkpoint.digest(checkpoint.latest(tmp_path / "b"))
-    assert [s for s, *_ in ranks(NODES)(one_rank, tmp_path / "b", HALF)] == [HALF] * 2
-    assert checkpoint.digest(checkpoint.latest(tmp_path / "b")) == before
+    for name, first, then in (("a", 1, PER), ("b", PER, 1)):
+        for per in (first, then):
+            starts = ranks(NODES * per)(several, tmp_path / name, HALF, (), None, per, False)
+            found = checkpoint.digest(checkpoint.latest(tmp_path / name))
+            if per == first:
+                before = found
+        assert [s for s, *_ in starts] == [HALF] * NODES * then and found == before
 
 
 def looks(world, gossip, whole):

@@ -9,6 +9,8 @@ from torch import nn
 import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
+from mpigossip.store import StoreError
+from tests.cases import on_each
 
 
 def made(world):
@@ -131,7 +133,7 @@ LATER = {
 }
 
 
-@pytest.mark.parametrize("forged", FORGED | LATER)
+@on_each("forged", FORGED | LATER)
 def test_a_forged_state_is_refused_and_changes_nothing(forged):
     change, message = (FORGED | LATER)[forged]
     with Alone() as world:
@@ -144,27 +146,63 @@ def test_a_forged_state_is_refused_and_changes_nothing(forged):
         assert torch.equal(made.vector.x[0], before)
 
 
-def test_buffers_of_further_slots_are_kept_too():
-    def begun():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        return mpigossip.Gossip(Alone(), model, inner, devices="cpu:2")
+TORCHS = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop")
 
-    optimizer = begun()
-    optimizer.zero_grad()
-    draw = torch.Generator().manual_seed(0)
-    inputs = torch.randn(2, 8, 4, generator=draw)
-    optimizer.run(lambda slot, replica: replica(inputs[slot]).square().mean().backward())
-    optimizer.step()
-    state, again = copy.deepcopy(optimizer.state_dict()), begun()
-    again.load_state_dict(state)
-    means = [made.models[1][1].running_mean for made in (optimizer, again)]
-    assert torch.equal(*means) and means[0].abs().sum() > 0
-    assert not torch.equal(means[0], optimizer.models[0][1].running_mean)
-    state["gossip"]["buffers"][0]["1.running_mean"] = torch.zeros(3)
-    with pytest.raises(JobError, match=r"no buffer 1.running_mean of slot 1 with shape \(2,\)"):
-        again.load_state_dict(state)
+
+def stands(optimizer, change=None, state=None, **options):
+    """A model and Gossip around a torch optimizer: after a step, or after loading a state."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 2)
+    inner = getattr(torch.optim, optimizer)(model.parameters(), 0.01)
+    for group in inner.param_groups:
+        group.update(change or {})
+    gossip = mpigossip.Gossip(Alone(), model, inner, **options)
+    if state is not None:
+        gossip.load_state_dict(copy.deepcopy(state))
+    train(model, gossip, 1)
+    return gossip
+
+
+def earlier(state, *keys):
+    """The state as earlier versions wrote it, with groups without ``keys``."""
+    state = copy.deepcopy(state)
+    del state["gossip"]["optimizer"]
+    for group in state["param_groups"]:
+        for key in keys:
+            del group[key]
+    return state
+
+
+def test_the_state_of_another_optimizer_is_refused(capsys):
+    states = {name: stands(name).state_dict() for name in TORCHS}
+    for saved, state in states.items():
+        for name in TORCHS:
+            if name == saved:
+                stands(name, state=state)
+                continue
+            with pytest.raises(StoreError, match=f"that of {saved}, and Gossip has {name}: give"):
+                stands(name, state=state)
+    assert "load_state_dict" not in capsys.readouterr().out
+    with pytest.raises(
+        StoreError, match="that of one with amsgrad, betas, .* Gossip has SGD: give"
+    ):
+        stands("SGD", state=earlier(states["AdamW"]))
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        group = {"params": []}
+        stands("SGD", state=states["SGD"] | {"param_groups": [group, group]})
+
+
+def test_settings_that_a_state_lacks_are_as_given_now(capsys):
+    state = stands("AdamW", {"lr": 0.25, "max_lr": 3}).state_dict()
+    gossip = stands("AdamW", {"eps": 0.5, "initial_lr": 0.7}, earlier(state, "amsgrad", "eps"))
+    told = capsys.readouterr().out
+    assert "that were not saved are as given now: amsgrad = False, eps = 0.5\n" in told
+    assert "max_lr" not in told
+    group = gossip.param_groups[0]
+    assert [group[key] for key in ("lr", "eps", "max_lr", "initial_lr")] == [0.25, 0.5, 3, 0.7]
+    gossip = stands("AdamW", state=stands("AdamW", {"own": 1}).state_dict())
+    assert "saved settings that AdamW doesn't have: own\n" in capsys.readouterr().out
+    assert gossip.param_groups[0]["own"] == 1
 
 
 STREAMING = {"algorithm": "diloco", "period": 4, "fragments": 2, "delay": 2}
@@ -217,10 +255,7 @@ def test_a_state_with_an_open_exchange_goes_on_to_the_bit(ranks):
 def test_fragments_of_a_method_whose_step_is_not_apart_are_refused():
     model = nn.Linear(4, 2)
     inner = torch.optim.SGD(model.parameters(), 0.1)
-    with (
-        Alone() as world,
-        pytest.raises(JobError, match=r"optimizer of its own; use a method such"),
-    ):
+    with Alone() as world, pytest.raises(JobError, match=r'"dsgt" has no separate local step'):
         mpigossip.Gossip(world, model, inner, "dsgt", cadence="every", fragments=2)
 
 

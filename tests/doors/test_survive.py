@@ -15,6 +15,10 @@ from mpigossip.doors.loop.survive import copied, put_back
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from tests import launch, survivors
+from tests.cases import on_each
+
+pytestmark = pytest.mark.both
+
 
 N, STEPS = 4, 30
 
@@ -155,7 +159,7 @@ def test_what_can_not_be_outlived_is_refused():
     assert 'node.mixer = "synchronous"' in refused(mixer="asynchronous", **both)
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "NAdam", "ASGD"])
+@on_each("name", ["SGD", "AdamW", "Adagrad", "NAdam", "ASGD"])
 def test_an_undone_step_leaves_no_trace_in_the_optimizer(name):
     """Copied after two steps, a third undone, a parameter that got its first gradient in it."""
     torch.manual_seed(0)

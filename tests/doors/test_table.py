@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import every
+
 LAB = Path(__file__).parents[2] / "tools/labs/doors.py"
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("n", [3, every(5)])
 def test_pairs_of_what_is_taken_have_the_bits_of_a_simulation(mpirun, n):
     done = mpirun(n, [sys.executable, str(LAB), "--pairs"], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,8 +1,7 @@
-"""What the package uses of CuPy: private memory and its handles, raw kernels, NCCL."""
+"""What the package uses of CuPy: private memory, raw kernels, NCCL."""
 
 import os
 import sys
-import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,28 +13,18 @@ from tests.double import cuda, fails, nccl, tensors
 from tests.double.cuda import current_device
 from tests.mixing.kernels import on_cpu
 
-private: weakref.WeakValueDictionary[str, torch.UntypedStorage] = weakref.WeakValueDictionary()
-"""Allocations of this process that others may map, by the path that they map."""
-mapped: dict[int, torch.Tensor] = {}
-"""Others' allocations that are mapped here, by address."""
-
 
 class CUDARuntimeError(RuntimeError):
     """An error of the runtime."""
 
 
 class Memory:
-    """An allocation that another process can map: a file that lies in memory only."""
+    """An allocation of its own."""
 
     def __init__(self, size: int):
         if fails("allocation"):
             raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
-        file = os.memfd_create("mpigossip-double")
-        path = f"/proc/{os.getpid()}/fd/{file}"
-        self.tensor = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        storage = self.tensor.untyped_storage()
-        storage.path, private[path] = path, storage
-        weakref.finalize(storage, os.close, file)
+        self.tensor = torch.zeros(size, dtype=torch.uint8)
 
 
 class Array:
@@ -46,22 +35,6 @@ class Array:
 
     def fill(self, value) -> None:
         self.tensor.fill_(value)
-
-
-def handle(pointer: int) -> bytes:
-    """What another process opens an allocation with."""
-    if fails("ipc"):
-        raise CUDARuntimeError("cudaErrorNotSupported: operation not supported")
-    return tensors.pointers[pointer].path.encode()
-
-
-def opened(handle: bytes) -> int:
-    """The address of another process's allocation here."""
-    path = Path(handle.decode())
-    memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
-    memory = memory.clone() if fails("peer") else memory  # as if peers didn't see each other
-    mapped[memory.data_ptr()] = memory
-    return memory.data_ptr()
 
 
 class RawKernel:
@@ -81,14 +54,12 @@ def install() -> None:
     """Let `import cupy` find this."""
     runtime = SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError, deviceSynchronize=cuda.synchronize,
-        runtimeGetVersion=lambda: 13000, ipcGetMemHandle=handle, ipcOpenMemHandle=opened,
-        ipcCloseMemHandle=mapped.pop,
+        runtimeGetVersion=lambda: 13000,
         deviceGetAttribute=lambda which, index: int(which == 117),  # writes aren't ordered
         deviceGetPCIBusId=lambda index: f"0000:{index:02x}:00.0",
     )  # fmt: skip
     driver = SimpleNamespace(
         runtime=runtime, nccl=nccl, Memory=Memory, Device=lambda index: nullcontext(),
-        UnownedMemory=lambda pointer, *_: SimpleNamespace(tensor=mapped[pointer]),
         MemoryPointer=lambda memory, offset: memory,
         Stream=SimpleNamespace(from_external=lambda pointer: nullcontext()),
     )  # fmt: skip

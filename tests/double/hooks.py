@@ -1,4 +1,4 @@
-"""Where the package hands memory to MPI or to other processes: what streams do must be over.
+"""Where the package hands memory to MPI: what streams do must be over.
 
 And the memory's device must be the current one, as MPI libraries want it; and what a network card
 wrote into it is flushed before it is read.
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.double import cupy, fails
+from tests.double import fails
 from tests.double.checker import HOST, Unordered
 from tests.double.cuda import current_device
 
@@ -43,27 +43,6 @@ def averages(module) -> None:
         HOST.given("MPI", [memory], [])  # host memory, too: copies may be on their way into it
 
     before(module, "raw", taken)
-
-
-def shared(module) -> None:
-    """Neighbours read this rank's memory when it says so, and write again when it lets go."""
-
-    def whole(memory: list[torch.Tensor]) -> None:
-        # all or none of a host's ranks map each other's memory
-        mapped = [torch.empty(0, dtype=torch.uint8).set_(one) for one in cupy.private.values()]
-        what = "saying that the outbox is whole"
-        HOST.given(what, memory + mapped if cupy.mapped else memory, [])
-
-    def piece(self, areas, span, *_) -> None:  # later ones are still on their way
-        whole([area[span] for area in areas if area.device.type == "cpu"])
-
-    def read(self, *_) -> None:
-        memory = [*cupy.mapped.values(), *self.outboxes]
-        HOST.given("saying that a neighbour's outbox is read", [], memory)
-
-    before(module.SharedHost, "put", piece)
-    before(module.SharedHost, "publish", lambda self, *_: whole([self.own]))
-    before(module.SharedHost, "release", read)
 
 
 def push(module) -> None:
@@ -120,21 +99,20 @@ def proof(module) -> None:
     module.put = put
 
 
-def elementwise(module) -> None:
+def gpu_sum(module) -> None:
     """What a kernel reads and writes is known where it is launched."""
 
-    def launched(made) -> None:
-        stream = torch.cuda.current_stream(made.arrays[-1][1].device)
-        stream.line.given("a kernel", [*made.inputs.values()], [*made.outputs.values()])
+    def launched(weights, arrays, out) -> None:
+        torch.cuda.current_stream(out.device).line.given("a kernel", [*arrays], [out])
 
-    before(module, "launch", launched)
+    before(module, "_launch", launched)
 
 
 def install() -> None:
     """Let these see their modules of `mpigossip.mixing` once they are loaded."""
     watched = {
-        "averages": averages, "host.shared": shared, "host.push": push, "device.push": device_push,
-        "device.ordering": ordering, "device.proof": proof, "kernels.elementwise": elementwise,
+        "averages": averages, "host.push": push, "device.push": device_push,
+        "device.ordering": ordering, "device.proof": proof, "kernels.gpu_sum": gpu_sum,
     }  # fmt: skip
     load = SourceFileLoader.exec_module
 

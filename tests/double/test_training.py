@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from mpigossip.cluster.ranks import Alone
-from mpigossip.mixing.kernels import fused
+from mpigossip.mixing.kernels import gpu_sum
 from tests.double import active
 from tests.mixing.device.test_windows import compare
 from tests.mixing.test_windows import GRAPHS
+from tests.mixing.test_wire import differing
 from tests.test_gpu import on_ranks, settings_of, trained
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
@@ -65,12 +66,12 @@ def same(ranks, n, devices, slots, names, *more):
         assert torch.equal(full, reference), (name, settings)
 
 
-WAYS = [("read", "auto"), ("read", "host"), ("put", "host"), ("put", "device")]
+WAYS = ["host", "device"]
 
 
-@pytest.mark.parametrize("same_host, window", WAYS)
-def test_two_ranks_of_two_devices_have_the_cpus_bits(ranks, window, same_host):
-    more = [f"node.gpu_window={window}", f"node.same_host={same_host}", "log.consensus_every=7"]
+@pytest.mark.parametrize("window", WAYS)
+def test_two_ranks_of_two_devices_have_the_cpus_bits(ranks, window):
+    more = [f"node.gpu_window={window}", "log.consensus_every=7"]
     same(ranks, 2, "cuda:0,1", 2, METHODS, *more)
 
 
@@ -78,20 +79,29 @@ def test_a_rank_of_eight_devices_has_the_cpus_bits(ranks):
     same(ranks, 1, "cuda:0-7", 8, METHODS)
 
 
-@pytest.mark.parametrize("same_host, window", WAYS[::3])
+@pytest.mark.parametrize("window", WAYS)
 @pytest.mark.parametrize("wire", ["bf16", "top-k", "sign", "random-k", "qsgd"])
-def test_every_wire_has_the_cpus_bits(ranks, wire, same_host, window):
-    more = [f"node.gpu_window={window}", f"node.same_host={same_host}"]
+def test_every_wire_has_the_cpus_bits(ranks, wire, window):
+    more = [f"node.gpu_window={window}"]
     same(ranks, 2, "cuda:0,1", 2, ["choco"], *more, f"node.wire={wire}")
 
 
-@pytest.mark.parametrize("same_host, window", WAYS)
-def test_a_method_that_sums_into_its_vector_has_the_cpus_bits(ranks, window, same_host):
-    more = [f"node.gpu_window={window}", f"node.same_host={same_host}", "algorithm.style=awc"]
+def every_wire(comm):
+    with aware():
+        return differing(comm, [("put", "device")], "cuda:0")
+
+
+def test_every_wire_has_the_values_of_numpy(ranks):
+    assert ranks(3)(every_wire, timeout=240) == [[], [], []]
+
+
+@pytest.mark.parametrize("window", WAYS)
+def test_a_method_that_sums_into_its_vector_has_the_cpus_bits(ranks, window):
+    more = [f"node.gpu_window={window}", "algorithm.style=awc"]
     same(ranks, 2, "cuda:0", 1, ["dsgd"], *more)
 
 
-NCCL = ["node.gpu_window=nccl", "node.same_host=put", "log.consensus_every=7"]
+NCCL = ["node.gpu_window=nccl", "log.consensus_every=7"]
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -107,24 +117,23 @@ def test_every_wire_by_nccl_has_the_cpus_bits(ranks, wire):
 @pytest.mark.parametrize("n, wire", [(3, "bf16"), (4, "fp32"), (4, "top-k")])
 def test_windows_by_nccl_equal_the_simulator(ranks, n, wire):
     graphs = ["one-peer-exponential", "ring", "star", "complete"]
-    args = (graphs, "put", "nccl", 12, wire, 4096, 0, "cuda:{rank}")
+    args = (graphs, "nccl", 12, wire, 4096, 0, "cuda:{rank}")
     for found, routes in ranks(n)(compare, *args, timeout=150):
         assert found and not any(found.values()), found
         assert all(route.startswith("nccl") for route in routes.values()), routes
 
 
-def windows(comm, same_host, window):
+def windows(comm, window):
     """The battery of all graphs on a GPU."""
     with aware():
-        return compare(comm, GRAPHS, same_host, window, 8, "fp32", 4096, 0, "cuda:0")
+        return compare(comm, GRAPHS, window, 8, "fp32", 4096, 0, "cuda:0")
 
 
-@pytest.mark.parametrize("same_host, window", WAYS)
-def test_the_battery_of_windows_equals_the_simulator(ranks, same_host, window):
-    way = window.replace("auto", "ipc")
-    for found, routes in ranks(3)(windows, same_host, window, timeout=150):
+@pytest.mark.parametrize("window", WAYS)
+def test_the_battery_of_windows_equals_the_simulator(ranks, window):
+    for found, routes in ranks(3)(windows, window, timeout=150):
         assert found and not any(found.values()), found
-        assert all(route.startswith(way) for route in routes.values()), routes
+        assert all(route.startswith(window) for route in routes.values()), routes
 
 
 def test_a_kernel_runs_where_its_arrays_are():
@@ -132,4 +141,4 @@ def test_a_kernel_runs_where_its_arrays_are():
     arrays = [torch.full((1, 64), float(k), device="cuda:1") for k in range(2)]
     out = torch.empty(1, 64, device="cuda:1")
     assert torch.cuda.current_device() == 0
-    assert fused.combine([0.5, 0.25], arrays, out) and float(out[0, 3]) == 0.25
+    assert gpu_sum.combine([0.5, 0.25], arrays, out) and float(out[0, 3]) == 0.25

@@ -5,12 +5,10 @@ import pytest
 import torch
 
 from mpigossip.algorithms.fragments import Turns, cut
-from mpigossip.engine.state import joined, split
-from mpigossip.runs.elastic import same_method
-from mpigossip.store.checkpoint import NodeState
 from mpigossip.training import assemble
 from tests import battery
-from tests.battery import FLAT, FRAGMENTS, Driver
+from tests.battery import FRAGMENTS, Driver, DriverOfParts
+from tests.cases import on_each
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,7 +41,7 @@ def test_a_fragment_has_layers_of_all_depths_and_large_ones_are_cut():
     assert all((np.diff(one) > 0).all() for one in columns)  # decayed columns stay first
 
 
-class Forced(Driver):
+class Forced(DriverOfParts):
     """Sends all at once and waits for it, and yet by the way that fragments go."""
 
     def __init__(self, settings, n, **options):
@@ -57,48 +55,40 @@ class Forced(Driver):
 
 WHOLE = [
     "algorithm.name=dsgd cadence.name=every cadence.period=3",
-    "algorithm.name=dmsgd cadence.name=every cadence.period=3",
-    "algorithm.name=dsgt cadence.name=every cadence.period=2",
     "algorithm.name=dsgd cadence.name=every cadence.period=2 local.name=adamw node.wire=qsgd",
     "algorithm.name=diloco cadence.period=3 node.wire=bf16",
     "algorithm.name=slowmo cadence.name=cpsgd cadence.period=3",
-    "algorithm.name=noloco cadence.period=2 algorithm.form=two_vectors",
+    "algorithm.name=noloco cadence.period=2",
     "algorithm.name=gasloc cadence.period=3 algorithm.outer_beta=0.3",
     "algorithm.name=sparseloco cadence.period=2 node.kept=0.5",
-    "algorithm.name=dsgd algorithm.style=awc cadence.name=every cadence.period=2 node.wire=qsgd",
-    "algorithm.name=momentum-tracking cadence.name=every cadence.period=2",
-    "algorithm.name=detag cadence.name=every cadence.period=2 algorithm.phase=4",
-    "algorithm.name=sgp cadence.name=every cadence.period=2 algorithm.local=adamw",
-    "algorithm.name=ceca cadence.name=every cadence.period=2 algorithm.local=momentum",
     "algorithm.name=choco graph.name=ring cadence.name=every cadence.period=2 node.wire=sign",
     "algorithm.name=sparta cadence.name=every cadence.period=2 node.kept=0.5",
 ]
 
 
-@pytest.mark.parametrize("n", [1, 4, 5])
-@pytest.mark.parametrize("settings", WHOLE)
+@on_each("n", [1, 4, 5])
+@on_each("settings", WHOLE)
 def test_one_fragment_without_a_delay_is_the_method(settings, n):
     plain, forced = Driver(settings, n, noise=0.1), Forced(settings, n, noise=0.1)
-    assert plain.fragments is None and forced.fragments.turns.fragments == 1
+    assert type(plain) is Driver and forced.fragments.turns.fragments == 1
     assert torch.equal(plain.run(9).whole(), forced.run(9).whole())
     assert plain.mixer.bytes_sent == forced.mixer.bytes_sent
 
 
 ALONE = [
-    *("dmsgd", "qg-dmsgd", "dsgt", "momentum-tracking", "dsgd algorithm.style=awc", "noloco"),
-    *("gasloc", "sgp graph.weights=push graph.name=star", "ceca", "detag algorithm.phase=4"),
-    *("choco graph.name=ring", "sparta node.wire=fp32"),
+    *("dsgd", "dmsgd-vanilla", "noloco", "gasloc", "choco graph.name=ring"),
+    "sparta node.wire=fp32",
 ]
 
 
-@pytest.mark.parametrize("n", [1, 4, 5])
-@pytest.mark.parametrize("name", ALONE)
+@on_each("n", [1, 4, 5])
+@on_each("name", ALONE)
 def test_a_fragment_is_the_method_on_its_columns_alone(name, n):
     """Whatever the others do: the last one has the steps of a model that travels at once."""
     settings = f"algorithm.name={name} cadence.name=every cadence.period=3"
     parts = Driver(f"{settings} cadence.fragments=2", n, noise=0.1).run(14)
     whole = Driver(settings, n, noise=0.1).run(14)
-    cuts = [each[1] for each in parts.fragments._cuts]
+    cuts = [each[1] for each in parts.fragments.cuts]
     assert all(cuts)
     for k, c in ((k, c) for k, each in enumerate(cuts) for c in each):
         assert torch.equal(parts.x[k][:, c], whole.x[k][:, c])
@@ -106,72 +96,17 @@ def test_a_fragment_is_the_method_on_its_columns_alone(name, n):
         assert not torch.equal(parts.whole(), whole.whole())
 
 
-@pytest.mark.parametrize("style", ["stale", "fresh"])
-def test_detag_does_not_feel_when_in_a_phase_a_fragment_is_exchanged(style):
-    """A phase's gossip goes on at a frozen model: the order of what is added doesn't count."""
-    settings = "algorithm.name=detag graph.name=ring cadence.name=every cadence.period=4 "
-    settings += f"algorithm.phase=4 algorithm.eta=0.2 algorithm.tracker={style}"
-    parts = Driver(f"{settings} cadence.fragments=4", 5, noise=0.1).run(16)
-    assert torch.equal(parts.whole(), Driver(settings, 5, noise=0.1).run(16).whole())
-
-
-def test_each_fragment_has_a_push_weight_of_its_own():
-    """Mass Σ w x and weights Σ w stay as they are in each fragment, its mean is reached."""
-    settings = "algorithm.name=sgp graph.name=star graph.weights=push cadence.name=every "
-    driver = Driver(f"{settings} cadence.period=3 cadence.fragments=2", 5, scale=0.0)
-    mean = driver.whole().double().mean(0)
-    driver.run(5)
-    (weights, other) = (state.weight for state in driver.states)
-    assert weights.shape == (5, 2) and torch.equal(weights, other)
-    assert not torch.allclose(weights[:, 0], weights[:, 1])  # two exchanges, and one
-    assert torch.allclose(weights.sum(0), torch.full((2,), 5.0, dtype=torch.float64))
-    for k, each in enumerate(driver.fragments._cuts):
-        for fragment, c in ((p, c) for p, columns in enumerate(each) for c in columns):
-            mass = (weights[:, fragment, None] * driver.x[k][:, c]).mean(0)
-            assert torch.allclose(mass, mean[512 * k :][c], atol=1e-5)
-    assert torch.allclose(driver.run(150).whole().double(), mean.expand(5, -1), atol=1e-4)
-
-
-def test_push_weights_are_saved_of_each_fragment():
-    settings = "algorithm.name=sgp graph.name=star graph.weights=push cadence.name=every"
-    first, second = (Driver(f"{settings} cadence.fragments=2", 5, noise=0.1) for _ in range(2))
-    first.run(5)
-    arrays = {name: joined(parts, 1, FLAT) for name, parts in first.parts().items()}
-    saved = NodeState(np.empty(0), (), (), arrays, first.numbers())
-    assert saved.arrays["state/weight"].tolist() == first.states[0].weight[1].tolist()
-    split(saved.arrays["state/weight"], second.parts()["state/weight"], 1, FLAT)
-    assert all(torch.equal(state.weight[1], first.states[0].weight[1]) for state in second.states)
-    assert same_method(saved, second)
-    assert not same_method(saved, Driver(f"{settings} cadence.fragments=3", 5))
-
-
-def test_what_is_sent_ahead_of_the_gradient_is_taken_in_after_it():
-    """Received early, as a look at all nodes does, it changes nothing; dropped, it is repeated."""
-    settings = "algorithm.name=detag cadence.name=every cadence.period=2 cadence.fragments=2"
-    plain, looked = (Driver(settings, 4, noise=0.1) for _ in range(2))
-    for _ in range(7):
-        plain.advance()
-        looked.ahead()
-        assert looked.under_way
-        before = looked.whole()
-        looked.settle()
-        assert torch.equal(looked.whole(), before)
-        looked.advance()
-        assert not looked.under_way
-        assert torch.equal(looked.whole(), plain.whole())
-
-
 def test_columns_of_a_fragment_go_as_if_the_model_were_they():
     """Each fragment gossips along the graph's own rounds, whatever the others do."""
     settings = "algorithm.name=dsgd cadence.name=every cadence.period=2 cadence.fragments=2"
     cut_up, whole = Driver(settings, 4), Driver(settings.rpartition(" ")[0], 4)
-    last = [c for k in range(2) for c in cut_up.fragments._cuts[k][1]]
+    last = [c for k in range(2) for c in cut_up.fragments.cuts[k][1]]
     assert last
     for _ in range(6):
         cut_up.advance()
         whole.advance()
         for k in range(2):
-            for c in cut_up.fragments._cuts[k][1]:  # the fragment of the period's last step
+            for c in cut_up.fragments.cuts[k][1]:  # the fragment of the period's last step
                 assert torch.equal(cut_up.x[k][:, c], whole.x[k][:, c])
     for _ in range(30):
         cut_up.advance()
@@ -182,7 +117,7 @@ def test_columns_of_a_fragment_go_as_if_the_model_were_they():
 
 def streaming_diloco(driver, steps, period, count, delay, blend):
     """Algorithm 2 of arXiv 2501.18512 on the driver's quadratics, inner SGD, in float64."""
-    cuts = driver.fragments._cuts
+    cuts = driver.fragments.cuts
     places = [
         torch.cat([torch.arange(c.start, c.stop) + 512 * k for k in range(2) for c in cuts[k][p]])
         for p in range(count)
@@ -203,10 +138,10 @@ def streaming_diloco(driver, steps, period, count, delay, blend):
     return x
 
 
-@pytest.mark.parametrize(("count", "delay", "blend"), [(2, 1, 0.5), (3, 2, 0.7), (1, 6, 1.0)])
+@on_each(("count", "delay", "blend"), [(2, 1, 0.5), (3, 2, 0.7), (1, 6, 1.0)])
 def test_delayed_fragments_of_diloco_are_streaming_diloco(count, delay, blend):
     settings = f"cadence.period=6 cadence.fragments={count} cadence.delay={delay}"
-    settings += f" algorithm.local=sgd algorithm.blend={blend}"
+    settings += f" local.name=sgd algorithm.blend={blend}"
     driver = Driver(f"algorithm.name=diloco {settings}", 5)
     for x in driver.x:  # DiLoCo's nodes begin equal
         x.copy_(x[:1].expand_as(x).clone())
@@ -231,7 +166,7 @@ def eager_diloco(driver, steps, period, n):
 
 
 def test_eager_updates_need_an_average_one_period_later():
-    settings = "algorithm.name=diloco algorithm.eager=true algorithm.local=sgd cadence.period=4"
+    settings = "algorithm.name=diloco algorithm.eager=true local.name=sgd cadence.period=4"
     at_once, late = Driver(settings, 5), Driver(f"{settings} cadence.delay=4", 5)
     expected = eager_diloco(at_once, 22, 4, 5)
     found = at_once.run(22).whole()
@@ -244,8 +179,8 @@ def test_eager_updates_need_an_average_one_period_later():
     assert torch.allclose(alone.run(22).whole(), plain.run(22).whole(), atol=1e-5)
 
 
-@pytest.mark.parametrize("period", [4, 8])
-@pytest.mark.parametrize("name", ["dsgd cadence.name=every", "cpsgd", "diloco", "noloco"])
+@on_each("period", [4, 8])
+@on_each("name", ["dsgd cadence.name=every", "cpsgd", "diloco", "noloco"])
 def test_a_step_sends_at_most_its_share(name, period):
     settings = f"algorithm.name={name} cadence.period={period}"
     parts = Driver(f"{settings} cadence.fragments=4", 6)
@@ -255,8 +190,8 @@ def test_a_step_sends_at_most_its_share(name, period):
     assert max(np.diff(sent)) <= 1.05 / 4 * whole and sent[-1] >= 3 * whole - 12
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("case", FRAGMENTS)
+@on_each("n", [1, 2, 3, 4, 5, 8])
+@on_each("case", FRAGMENTS)
 def test_resume_at_every_step_of_a_period(case, n):
     """As a checkpoint does: what was received goes into it, also early, and no exchange does."""
     steps = 6
@@ -303,10 +238,11 @@ def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
 REFUSED = {
     "algorithm.name=dsgd cadence.name=every cadence.fragments=5": "cadence.period = 4; use at most",
     "algorithm.name=diloco cadence.fragments=3 cadence.delay=3": "2 steps later",
-    "algorithm.name=dsgt local.name=muon cadence.name=every cadence.fragments=2":
-        "takes whole matrices, or its Algorithm doesn't say that it is elementwise; choose one of",
-    "algorithm.name=dmsgd cadence.name=every cadence.delay=1": "in the step in which it sends",
-    "algorithm.name=detag cadence.name=every cadence.delay=1": "before the step already",
+    **{
+        f"algorithm.name={name} cadence.name=every cadence.{what}": "no separate local step"
+        for name in ("dmsgd", "qg-dmsgd", "dsgt", "detag", "sgp", "dsgd algorithm.style=awc")
+        for what in ("fragments=2", "delay=1")
+    },
     "algorithm.name=sparta cadence.name=every cadence.delay=1": "take back the local steps",
     "algorithm.name=dsgd cadence.name=every algorithm.blend=0.5": "add cadence.delay = 1",
     "algorithm.name=diloco algorithm.eager=true cadence.delay=2 algorithm.blend=0.5":
@@ -316,19 +252,21 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", REFUSED)
+@on_each("settings", REFUSED)
 def test_refusals_name_value_limit_and_remedy(settings):
     (told,) = assemble.mistakes(assemble.load({}, settings.split()), 4)
     assert REFUSED[settings] in told and "; " in told
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("name", "reason"),
     [
         ("parallel", "leave the cadence out"),
-        ("d2", "between two exchanges of a fragment are local ones; choose one of dsgd, dmsgd"),
-        ("decentlam", "bears one kind of step only"),
-        ("defacto", "while other fragments would still add; choose one of dsgd, dmsgd"),
+        ("d2", "has no separate local step"),
+        ("decentlam", "has no separate local step"),
+        ("defacto", "has no separate local step"),
+        ("momentum-tracking", "has no separate local step"),
+        ("ceca", "between local steps of the whole model; choose one of dsgd, dmsgd-vanilla"),
     ],
 )
 def test_methods_without_fragments_are_refused_with_the_reason(name, reason):

@@ -1,15 +1,21 @@
 """The engine by itself: no model, no data, a vector of numbers and the simulator."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
 from mpigossip.cluster.ranks import Alone
+from mpigossip.config.errors import NotFinite
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat
 from mpigossip.groups.base import Single
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.training import assemble
+from tests.battery import Driver
+from tests.cases import on_each
 
 N, P = 3, 512
 
@@ -53,7 +59,7 @@ LOCAL = [
 ]
 
 
-@pytest.mark.parametrize("settings", LOCAL)
+@on_each("settings", LOCAL)
 def test_a_local_step_without_an_outbox_has_the_same_bits(settings):
     with_it, without = engine(settings), engine(settings, lambda m: m._replace(alone=None))
     for one, other in zip(steps(with_it, 0, 7, (1,)), steps(without, 0, 7, (1,)), strict=True):
@@ -62,9 +68,7 @@ def test_a_local_step_without_an_outbox_has_the_same_bits(settings):
     assert torch.equal(with_it.vector.x[0], without.vector.x[0])
 
 
-@pytest.mark.parametrize(
-    "settings", [*LOCAL, "algorithm.name=dsgt algorithm.style=awc", "algorithm.name=sgp"]
-)
+@on_each("settings", [*LOCAL, "algorithm.name=dsgt algorithm.style=awc", "algorithm.name=sgp"])
 def test_state_by_name_goes_on_to_the_bit(settings):
     whole, fresh = engine(settings), engine(settings)
     list(steps(whole, 0, 4))
@@ -98,3 +102,84 @@ def test_an_average_without_a_gradient_leaves_the_mean_and_draws_nodes_together(
         made.average(0.1)
     assert torch.allclose(x.mean(0), mean, atol=1e-5) and (x - mean).norm() < 0.2 * apart
     assert made.index == 0 and made.round == 3
+
+
+BAD = {
+    "algorithm.name=dsgd node.wire=qsgd": 3,
+    "algorithm.name=dsgd algorithm.style=awc": 4,  # sends what step 3 has left
+    "algorithm.name=dmsgd": 3,
+    "algorithm.name=parallel": 3,
+    "algorithm.name=diloco cadence.period=6": 5,  # local steps send nothing
+    "algorithm.name=dsgd cadence.name=every cadence.period=6 local.name=adamw": 5,
+}
+
+
+def test_a_bad_gradient_is_named_and_never_sent():
+    for settings, told in BAD.items():
+        made = engine(settings)
+        with pytest.raises(NotFinite) as found:  # noqa: PT012
+            for step in range(7):
+                made.vector.draw(step)
+                made.vector.g[0][1, 5:7] += math.nan if step == 3 else 0
+                made.step(0.1)
+        assert f"step {told}: " in str(found.value), settings
+        assert "that node 1 was about to send" in str(found.value), settings
+        assert "the first in x;" in str(found.value), settings
+        assert made.vector.x[0][[0, 2]].isfinite().all(), settings
+
+
+def test_the_parameter_is_named_in_any_slot_and_fragment():
+    for more in ("", " cadence.name=every cadence.period=3 cadence.fragments=3"):
+        driver = Driver(f"algorithm.name=dsgd{more}", 3)
+        driver.vector.x[1][2, 700 - 512] = math.inf
+        with pytest.raises(NotFinite, match=r"1 values that node 2 .* the first in 4\.weight;"):
+            driver.run(3)
+
+
+def test_large_values_are_no_fault():
+    made = engine("algorithm.name=dsgd")
+    made.vector.x[0].fill_(3e38)  # the sum of which is infinite
+    made.step(0.1)
+
+
+def adamw(x, g, m, v, t, lr=0.1, beta1=0.9, beta2=0.999):
+    """A step of AdamW in float64, from its paper."""
+    m[:], v[:] = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    x -= lr * (m / (1 - beta1**t)) / (np.sqrt(v / (1 - beta2**t)) + 1e-8)
+
+
+def test_adam_corrects_its_bias_by_the_local_steps_of_each_row():
+    made, own = engine("algorithm.name=dsgd cadence.name=never local.name=adamw"), [0, 0, 0]
+    x, (m, v) = made.vector.x[0].double().numpy(), np.zeros((2, N, P))
+    for step in range(40):
+        skipped = ((1,) if step % 4 else ()) + ((2,) if step in (0, 7) else ())
+        made.vector.draw(step)
+        g = made.vector.g[0].double().numpy()
+        for row in {0, 1, 2}.difference(skipped):
+            own[row] += 1
+            adamw(x[row], g[row], m[row], v[row], own[row])
+        made.step(0.1, skipped)
+        if step == 20:  # goes on from what a checkpoint has
+            kept = [(made.arrays(k), made.numbers() | {"local_steps": own[k]}) for k in range(N)]
+            made.restart()
+            for row, (arrays, numbers) in enumerate(kept):
+                made.restore(arrays, numbers, row)
+    # 40 steps of 0.1, each rounded a few times at values below 8
+    assert np.abs(made.vector.x[0].double().numpy() - x).max() < 40 * 8 * 2**-23
+    assert made.counts == own == [40, 10, 38]
+    made.restore(made.arrays(1), made.numbers(), 1)  # an older version's: the index for all
+    assert made.counts == [40, 40, 38]
+
+
+def test_accumulated_adam_counts_its_period_by_row():
+    settings = "algorithm.name=dsgd cadence.name=never local.name=accumadam local.period=4"
+    rested, alone = engine(settings), engine(settings)
+    for step in range(24):
+        rested.vector.draw(step)
+        g = rested.vector.g[0][1].clone()
+        skipped = (1,) if step % 3 == 0 else ()
+        rested.step(0.1, skipped)
+        if not skipped:  # as if the other steps had never been
+            alone.vector.g[0][1] = g
+            alone.step(0.1)
+    assert torch.equal(rested.vector.x[0][1], alone.vector.x[0][1])

@@ -10,6 +10,7 @@ from mpigossip.graphs import BUILDERS, GraphError, graph
 from mpigossip.graphs.exponential import rounds_needed
 from mpigossip.graphs.finite_time import factors
 from mpigossip.graphs.spectral import residue, rounds_to_exact, spectral_gap
+from tests.cases import on_each
 
 DRAWN = ["random-matching", "od-equidyn", "ou-equidyn"]
 
@@ -29,7 +30,7 @@ def test_every_builder_documents_itself_and_shows_its_options():
         assert build.__doc__, name
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@on_each("name", BUILDERS)
 def test_one_node_has_nobody_to_talk_to(name):
     g = graph(name, 1)
     assert (g.n, g.degree, g.period) == (1, 0, 1)
@@ -37,7 +38,7 @@ def test_one_node_has_nobody_to_talk_to(name):
     assert rounds_to_exact(g) == 0
 
 
-@pytest.mark.parametrize("n", range(2, 40))
+@on_each("n", range(2, 40))
 def test_static_exponential(n):
     g = graph("exponential", n)
     powers = [2**k for k in range(10) if 2**k < n]
@@ -49,7 +50,7 @@ def test_static_exponential(n):
         assert g.receivers(0, i).tolist() == [(i + p) % n for p in powers]
 
 
-@pytest.mark.parametrize("n", range(2, 257))
+@on_each("n", range(2, 257))
 def test_spectral_gap_of_the_static_exponential_graph(n):
     """Proposition 1 of Ying et al.: 2/(1+τ) for even n, strictly more for odd n."""
     gap, formula = spectral_gap(graph("exponential", n)), 2 / (1 + rounds_needed(n))
@@ -66,7 +67,7 @@ def test_powers_of_two_are_counted_in_integers():
     assert rounds_needed(243, 3) == 5 and rounds_needed(244, 3) == 6
 
 
-@pytest.mark.parametrize("n", (2, 3, 5, 6, 8, 12))
+@on_each("n", (2, 3, 5, 6, 8, 12))
 def test_one_peer_exponential_is_cyclic_by_default(n):
     g = graph("one-peer-exponential", n)
     assert g.degree == 1 and g.period == rounds_needed(n)
@@ -78,7 +79,7 @@ def test_one_peer_exponential_is_cyclic_by_default(n):
             assert g.receivers(t, i).tolist() == [(i + step) % n]
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("name", "n"),
     [
         *(("one-peer-exponential", n) for n in (2, 4, 8, 16, 64, 256)),
@@ -96,7 +97,7 @@ def test_one_peer_is_exact_for_powers_of_two(name, n):
         assert all(residue(permuted, tau, block * tau) <= 1e-12 for block in range(5))
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("n", "expected"),
     [(3, 0.25), (5, 0.2023), (6, 0.2165), (7, 0.125), (12, 0.2091), (24, 0.2073), (25, 0.1921)],
 )
@@ -122,7 +123,7 @@ def test_uniform_draws_all_peers_about_equally_often():
     assert g.period is None and rounds_to_exact(graph("one-peer-exponential", 2)) == 1
 
 
-@pytest.mark.parametrize("name", DRAWN + ["one-peer-exponential", "one-peer-hypercube"])
+@on_each("name", DRAWN + ["one-peer-exponential", "one-peer-hypercube"])
 def test_drawn_rounds_are_the_same_on_every_node_in_any_order(name):
     order = {} if name in DRAWN else {"order": "uniform"}
     g, other = (graph(name, 16, seed=5, **order) for _ in range(2))
@@ -143,7 +144,7 @@ def test_drawn_words_never_change():
     assert [m.neighbours(0, i)[0].tolist() for i in range(6)] == [[1], [0], [3], [2], [5], [4]]
 
 
-@pytest.mark.parametrize("k", (1, 2, 3, 4))
+@on_each("k", (1, 2, 3, 4))
 def test_base_graphs_are_exact_for_every_n(k):
     for n in range(2, 130):
         g = graph(f"base-{k + 1}", n)
@@ -152,7 +153,7 @@ def test_base_graphs_are_exact_for_every_n(k):
         assert g.period <= 2 * np.log(n) / np.log(k + 1) + 2
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("k", "lengths"),
     [
         (1, {2: 1, 3: 3, 4: 2, 5: 5, 6: 4, 7: 5, 8: 3, 9: 7, 10: 6, 12: 5, 15: 7, 16: 4, 17: 9}),
@@ -165,7 +166,7 @@ def test_lengths_of_base_graphs(k, lengths):
     assert {n: graph(f"base-{k + 1}", n).period for n in lengths} == lengths
 
 
-@pytest.mark.parametrize("p", (1, 2, 4, 6))
+@on_each("p", (1, 2, 4, 6))
 def test_hyper_hypercube_is_exact_where_it_exists(p):
     for n in range(2, 130):
         if factors(n, p + 1) is None:
@@ -182,7 +183,7 @@ def test_fewest_factors():
     assert factors(1, 2) == ()
 
 
-@pytest.mark.parametrize(("n", "p"), [(9, 2), (27, 2), (6, 2), (18, 2), (16, 3), (12, 3), (25, 4)])
+@on_each(("n", "p"), [(9, 2), (27, 2), (6, 2), (18, 2), (16, 3), (12, 3), (25, 4)])
 def test_p_peer_exponential_is_exact_for_its_sizes(n, p):
     g = graph("p-peer-exponential", n, p=p)
     assert g.degree == p and residue(g) <= 1e-12
@@ -193,7 +194,7 @@ def test_p_peer_exponential_with_one_peer_is_the_one_peer_graph():
         assert graph("p-peer-exponential", n, p=1) == graph("one-peer-exponential", n)
 
 
-@pytest.mark.parametrize("n", (2, 4, 8, 16, 64))
+@on_each("n", (2, 4, 8, 16, 64))
 def test_alternating_exponential_ring(n):
     g = graph("alternating-exponential-ring", n)
     tau = rounds_needed(n)
@@ -215,7 +216,7 @@ TEXTBOOK = {
 }
 
 
-@pytest.mark.parametrize("name", TEXTBOOK)
+@on_each("name", TEXTBOOK)
 def test_textbook_graphs_against_networkx(name):
     network = TEXTBOOK[name]
     assert edges(graph(name, 12)) == {*network.edges, *((j, i) for i, j in network.edges)}
@@ -233,7 +234,7 @@ def test_more_textbook_graphs():
     assert np.allclose(graph("ring", 3).matrix(0), 1 / 3)
 
 
-@pytest.mark.parametrize("name", ["half-random", "erdos-renyi", "random-regular"])
+@on_each("name", ["half-random", "erdos-renyi", "random-regular"])
 def test_random_graphs_are_connected_and_repeatable(name):
     for seed in range(5):
         g = graph(name, 14, seed=seed)
@@ -251,7 +252,7 @@ def test_sizes_of_random_graphs():
     assert 0.17 < np.mean(sparse) / 380 < 0.27  # a little more: only connected ones are kept
 
 
-@pytest.mark.parametrize("n", (2, 7, 12))
+@on_each("n", (2, 7, 12))
 def test_random_matchings_pair_everybody(n):
     g = graph("random-matching", n, seed=2)
     seen = set()

@@ -8,9 +8,10 @@ from mpigossip.config import JobError
 from mpigossip.graphs import graph
 from mpigossip.graphs.faulty import Links, OnOff, faulty
 from mpigossip.training import assemble
+from tests.cases import on_each
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("name", "options"),
     [("ring", {}), ("exponential", {}), ("one-peer-exponential", {}), ("base-3", {}),
      ("erdos-renyi", {}), ("one-peer-exponential", {"order": "uniform"}), ("d-equistatic", {})],
@@ -46,7 +47,7 @@ def test_a_lazy_one_is_mended_likewise():
         assert np.allclose(lazy.matrix(t), (np.eye(8) + made.matrix(t)) / 2)
 
 
-@pytest.mark.parametrize("weights", ["push", None])
+@on_each("weights", ["push", None])
 def test_one_sided_sums_are_kept(weights):
     whole = graph("star", 6, weights=weights) if weights else graph("ring", 6)
     made = faulty(whole, Links(6, 1, lost=0.4))
@@ -55,7 +56,7 @@ def test_one_sided_sums_are_kept(weights):
     )
 
 
-@pytest.mark.parametrize(("share", "rounds"), [(0.2, 0.0), (0.2, 10.0), (0.5, 4.0)])
+@on_each(("share", "rounds"), [(0.2, 0.0), (0.2, 10.0), (0.5, 4.0)])
 def test_chains_are_off_for_their_share_and_their_stays(share, rounds):
     chain, count = OnOff(share, rounds, (7,), 400), 500
     states = np.array([chain.off(t) for t in range(count)])
@@ -88,7 +89,7 @@ def trainer(*settings, n=8):
         return assemble.assemble(assemble.load(JOB, settings), alone, n).trainer
 
 
-@pytest.mark.parametrize("ill", ["lost=0.3", "away=0.2", "ticks=0.5"])
+@on_each("ill", ["lost=0.3", "away=0.2", "ticks=0.5"])
 def test_the_mean_goes_its_way_whatever_is_lost(ill):
     whole, hurt = trainer(), trainer(f"faults.{ill}")
     for _ in range(12):
@@ -100,7 +101,7 @@ def test_the_mean_goes_its_way_whatever_is_lost(ill):
     assert sum(record.bytes_sent) < sum(whole.mixer.bytes_sent)
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("settings", "message"),
     [
         (

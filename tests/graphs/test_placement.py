@@ -1,9 +1,6 @@
-"""Racks: sequences of matchings that spare the edges between them, and places for ranks."""
+"""Racks: places for ranks that spare the edges between them."""
 
 import contextlib
-import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,87 +9,12 @@ import pytest
 from mpigossip.cluster import topology
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError, graph
-from mpigossip.graphs.files import read, save
-from mpigossip.graphs.matchings import search_matchings
 from mpigossip.graphs.placement import between, place, renumbered, usage
-from mpigossip.graphs.spectral import residue
 from mpigossip.training import assemble
-
-# -- sequences of matchings ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("n", "rounds", "racks", "least"),
-    [
-        (8, 3, "aaaabbbb", 1 + 1 + 4),
-        (8, 3, "abbabaab", 1 + 1 + 4),  # racks that no numbering of nodes shows
-        (16, 4, "aabbccdd" * 2, 1 + 1 + 4 + 4),
-        (6, 3, None, 3),
-    ],
-)
-def test_exact_sequences_cross_the_racks_as_seldom_as_can_be(n, rounds, racks, least):
-    found = search_matchings(n, rounds, racks=racks, evaluations=4000, seed=1)
-    assert found.cost <= least + 1e-9
-    assert (found.residue < 1e-12) == (n != 6)
-    again = search_matchings(n, rounds, racks=racks, evaluations=4000, seed=1)
-    assert found.rounds == again.rounds
-    made = found.graph()
-    assert made.degree == 1 and {"symmetric", "row-stochastic"} <= made.facts
-    product = np.eye(n)
-    for t in range(rounds):
-        product = made.matrix(t) @ product
-    assert np.linalg.norm(product - 1 / n) / np.sqrt(n - 1) == pytest.approx(
-        found.residue, abs=1e-9
-    )
+from tests.cases import on_each
 
 
-def test_a_search_improves_on_its_start_and_any_size_is_matched():
-    short, long = (search_matchings(9, 5, evaluations=k, seed=2) for k in (1, 1500))
-    assert long.score > short.score > 0
-    for pairs in long.rounds:
-        ends = [end for pair in pairs for end in pair]
-        assert len(set(ends)) == len(ends)
-
-
-def test_a_sequence_is_saved_and_read_as_a_graph(tmp_path):
-    found = search_matchings(6, 4, racks="aaabbb", evaluations=300)
-    path = save(found, tmp_path / "six.json")
-    made = read(path)
-    assert all((made.matrix(t) == found.graph().matrix(t)).all() for t in range(4))
-    with pytest.raises(GraphError, match=r"saved as JSON; name it \.json"):
-        save(found, tmp_path / "six.h5")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (dict(n=1, rounds=2), "needs 2 nodes and 1 round"),
-        (dict(n=4, rounds=2, racks="aab"), "3 racks are named for 4 nodes"),
-        (dict(n=4, rounds=2, between=0.5), "cost at least as much as inside"),
-    ],
-)
-def test_impossible_sequences_are_refused(given, message):
-    with pytest.raises(GraphError, match=message):
-        search_matchings(**given)
-
-
-def test_the_command_searches_sequences(tmp_path):
-    out = tmp_path / "eight.json"
-    command = ["graph", "search", "--nodes", "8", "--rounds", "3", "--racks", "4,4"]
-    more = ["--evaluations", "4000", "--out", str(out), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mpigossip", *command, *more], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert facts["cost"] == 6 and facts["residue"] < 1e-12 and facts["evaluations"] == 4000
-    assert residue(read(out), 3) < 1e-12
-
-
-# -- places ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["one-peer-exponential", "ring", "exponential", "base-2", "grid"])
+@on_each("name", ["one-peer-exponential", "ring", "exponential", "base-2", "grid"])
 def test_places_take_messages_off_the_edges_between_racks(name):
     racks, made = [f"rack{k}" for k in "01101001"], graph(name, 8)
     placed = place(made, racks)

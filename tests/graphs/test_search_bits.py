@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from mpigossip.graphs.annealing import Plan, Screen, Task
+from tests.cases import on_each
 
 SEARCHES = """
 import os, sys
 import numpy as np
-from mpigossip.graphs.matchings import search_matchings
 from mpigossip.graphs.search import search
 
 TASKS = [  # regular, sparse (often in parts while it anneals), other weights
@@ -28,13 +28,7 @@ TASKS = [  # regular, sparse (often in parts while it anneals), other weights
     dict(n=14, edges=17, weights="max-degree", evaluations=1000),
 ]
 found = [search(**task) for task in TASKS]
-PAIRS = [
-    dict(n=10, rounds=5, racks="ab" * 5, seed=2),
-    dict(n=9, rounds=5, racks="abc" * 3, seed=1),
-    dict(n=11, rounds=3, seed=2),
-]
-matched = [search_matchings(**pairs, evaluations=2000) for pairs in PAIRS]
-graphs = [f.edges for f in found] + [f.rounds for f in matched]
+graphs = [f.edges for f in found]
 histories = [[row[1:] for row in f.history] for f in found]
 matrix = np.random.default_rng(0).random((40, 40))
 bits = np.linalg.eigvalsh(matrix + matrix.T).tobytes() + np.log(matrix).tobytes()
@@ -108,7 +102,7 @@ def test_core_types_have_bits_of_their_own():
     assert len({searched(core)[2] for core in able}) > 1
 
 
-@pytest.mark.parametrize("weights", ["laplacian", "max-degree"])
+@on_each("weights", ["laplacian", "max-degree"])
 @pytest.mark.parametrize(
     "network",
     [

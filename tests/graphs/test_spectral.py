@@ -1,9 +1,12 @@
 """Rates and residues against plain dense linear algebra, theory's numbers, and speed."""
 
+import functools
 import math
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from fractions import Fraction
 
 import networkx as nx
 import numpy as np
@@ -12,6 +15,9 @@ import pytest
 from mpigossip.graphs import BUILDERS, GraphError, from_networkx, graph
 from mpigossip.graphs import spectral as sp
 from mpigossip.graphs import theory as th
+from mpigossip.graphs.exponential import rounds_needed
+from mpigossip.graphs.weights import as_sparse
+from tests.cases import on_each
 
 MIXED = ["exponential", "one-peer-exponential", "base-3", "star", "grid", "random-regular"]
 
@@ -23,8 +29,8 @@ def product(g, rounds, start=0):
     return total
 
 
-@pytest.mark.parametrize("name", [*MIXED, "random-matching", "od-equidyn"])
-@pytest.mark.parametrize("n", (5, 12))
+@on_each("name", [*MIXED, "random-matching", "od-equidyn"])
+@on_each("n", (5, 12))
 def test_residues_and_rates_against_dense_algebra(name, n):
     g = graph(name, n, seed=2)
     for rounds in (1, 3):
@@ -38,7 +44,7 @@ def test_residues_and_rates_against_dense_algebra(name, n):
         assert sp.consensus_rate(g) == pytest.approx(wanted, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["ring", "exponential", "star", "d-equistatic"])
+@on_each("name", ["ring", "exponential", "star", "d-equistatic"])
 def test_eigenvalues(name):
     g = graph(name, 11, seed=1)
     values = sp.eigenvalues(g)
@@ -71,7 +77,53 @@ def test_rounds_to_exact():
     )
 
 
-@pytest.mark.parametrize("n", (8, 64, 256))
+PRIME = 2**31 - 1
+
+
+@functools.cache
+def residue_class(weight):
+    """A weight that is a fraction of small numbers, modulo PRIME."""
+    fraction = Fraction(weight).limit_denominator(20_000)
+    assert abs(fraction - Fraction(weight)) < 1e-14, weight
+    return fraction.numerator * pow(fraction.denominator, -1, PRIME) % PRIME
+
+
+def exact_in_rationals(g, limit):
+    """The first round after which a vector is at its mean, in integers modulo a prime."""
+    if g.period == 1:
+        w = g.matrix(0)
+        return 1 if np.abs(w - 1 / g.n).max() < 1e-14 else None
+    edges = [as_sparse(g.round(t)) for t in range(min(limit, g.period or limit))]
+    weights = [np.array([residue_class(w) for w in r.weights.tolist()], np.int64) for r in edges]
+    owns = [np.array([residue_class(w) for w in r.own.tolist()], np.int64) for r in edges]
+    x = np.arange(1, g.n + 1) ** 3 * 1_234_567 % PRIME
+    mean = int(x.sum()) * pow(g.n, -1, PRIME) % PRIME
+    for t in range(limit):
+        r, k = edges[t % len(edges)], t % len(edges)
+        y = owns[k] * x % PRIME
+        np.add.at(y, r.edge_receivers, weights[k] * x[r.indices] % PRIME)
+        x = y % PRIME
+        if (x == mean).all():
+            return t + 1
+    return None
+
+
+def test_exact_is_said_of_products_that_are():
+    """Every builder: against integers, as a residue that decays passes any threshold some time."""
+    cases = [(name, {}) for name in BUILDERS if name not in ("half-random", "erdos-renyi")]
+    cases += [("p-peer-exponential", {"p": p}) for p in (1, 3, 4, 5)]
+    cases += [("hyper-hypercube", {"p": p}) for p in (2, 4)]
+    cases += [("one-peer-exponential", {"order": "permuted"})]
+    for name, options in cases:
+        for n in range(2, 100, 1 if "exponential" in name else 4):
+            with suppress(GraphError):
+                g = graph(name, n, seed=1, **options)
+                limit = 1 if g.period == 1 else max(2 * sp.horizon(g), 4 * rounds_needed(n) + 4)
+                said = sp.rounds_to_exact(g)
+                assert said == exact_in_rationals(g, limit), (name, options, n, said)
+
+
+@on_each("n", (8, 64, 256))
 def test_equidyn_contracts_by_about_a_half_at_eta_one_half(n):
     """E‖·‖² over all a: .4375 at n = 8, .498 at n = 256; at η = 1 it fails, 1 − O(1/n)."""
     rng = np.arange(1, n)
@@ -107,7 +159,7 @@ def by_definition(g, gamma, starts):
     return 1 / (1 - gamma) / np.mean(totals)
 
 
-@pytest.mark.parametrize("name", ["ring", "star", "exponential", "one-peer-exponential", "base-2"])
+@on_each("name", ["ring", "star", "exponential", "one-peer-exponential", "base-2"])
 def test_effective_neighbours_by_their_definition(name):
     g = graph(name, 6)
     wanted = by_definition(g, 0.951, g.period)
@@ -168,8 +220,8 @@ def test_bytes_per_round():
     assert th.bytes_per_round(graph("star", 5), 1000) == pytest.approx(4000 * 8 / 5)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize("n", (1, 16))
+@on_each("name", BUILDERS)
+@on_each("n", (1, 16))
 def test_everything_can_be_described(name, n):
     facts = th.describe(graph(name, n, seed=1))
     assert facts["n"] == n and facts["name"] == name
@@ -198,12 +250,14 @@ def spectrum(name, n):
     return np.linalg.eigvalsh(graph(name, n).matrix(0))
 
 
-def test_lanczos_norm_of_a_large_sequence(monkeypatch):
+def test_iterated_norm_of_a_large_sequence(monkeypatch):
     g = graph("base-2", 90)
-    wanted = [sp.residue(g, rounds) for rounds in (1, 3, 6)]
+    wanted = [sp.residue(g, rounds) for rounds in (1, 3, 6, g.period)]
     assert wanted[0] == pytest.approx(1)
     monkeypatch.setattr(sp, "DENSE", 10)
-    assert [sp.residue(g, rounds) for rounds in (1, 3, 6)] == pytest.approx(wanted, rel=1e-3)
+    assert [sp.residue(g, rounds) for rounds in (1, 3, 6, g.period)] == pytest.approx(
+        wanted, rel=1e-6, abs=1e-9
+    )
     assert sp.rounds_to_exact(g) == g.period
 
 

@@ -9,6 +9,7 @@ from mpigossip.graphs import weights as rules
 from mpigossip.graphs.rounds import Circulant, Sparse
 from mpigossip.graphs.spectral import spectral_gap
 from mpigossip.graphs.weights import laplacian_spectrum
+from tests.cases import on_each
 
 STAR = nx.star_graph(3)
 
@@ -45,7 +46,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "network", "r", "best", "local", "least"), TABLE)
+@on_each(("name", "network", "r", "best", "local", "least"), TABLE)
 def test_table_of_laplacian_and_metropolis_weights(name, network, r, best, local, least):
     g = from_networkx(network, "laplacian")
     spectrum = laplacian_spectrum(g.round(0))
@@ -65,10 +66,8 @@ def test_negative_weights_are_said_aloud():
     assert "signed" not in graph("star", 16).facts
 
 
-@pytest.mark.parametrize("name", ["ring", "ring-lattice", "complete"])
-@pytest.mark.parametrize(
-    "rule", ["uniform", "push", "max-degree", "metropolis-hastings", "laplacian"]
-)
+@on_each("name", ["ring", "ring-lattice", "complete"])
+@on_each("rule", ["uniform", "push", "max-degree", "metropolis-hastings", "laplacian"])
 def test_circulants_stay_circulant(name, rule):
     g = graph(name, 10, weights=rule)
     assert isinstance(g.round(0), Circulant)
@@ -87,7 +86,7 @@ def test_sequences_are_weighed_round_by_round():
     assert reweighted(graph("identity", 4), "laplacian").matrix(0).tolist() == np.eye(4).tolist()
 
 
-@pytest.mark.parametrize("rule", ["max-degree", "metropolis-hastings", "laplacian", "fmmc", "fdla"])
+@on_each("rule", ["max-degree", "metropolis-hastings", "laplacian", "fmmc", "fdla"])
 def test_directed_edges_are_refused_where_a_rule_cannot_bear_them(rule):
     with pytest.raises(GraphError, match=f'"{rule}" need edges that go both ways'):
         graph("exponential", 9, weights=rule)

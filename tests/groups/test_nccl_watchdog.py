@@ -8,6 +8,7 @@ import pytest
 
 from mpigossip.groups import nccl_watchdog
 from mpigossip.groups.base import GroupError
+from tests.cases import on_each
 
 DEVICES = ("cuda:0", "cuda:1")
 
@@ -48,7 +49,7 @@ def test_the_last_call_is_looked_at_after_the_first():
     assert "NCCL allGather" in one.look(one._last.began + 11)
 
 
-@pytest.mark.parametrize(
+@on_each(
     "before, behind, said",
     [
         ((True, True), (True, False), "cuda:1 has begun and doesn't finish it"),

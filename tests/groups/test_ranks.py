@@ -9,6 +9,9 @@ import torch
 from mpigossip.groups.base import GroupError, Single, held, shards
 from mpigossip.groups.threads import Threads
 
+pytestmark = pytest.mark.both
+
+
 SHAPES = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (8, 1)]
 """Ranks of a node, slots of each."""
 

@@ -14,6 +14,7 @@ from mpigossip.mixing.codes import wire
 from mpigossip.mixing.delayed import OLDEST
 from mpigossip.mixing.faults import Faults
 from mpigossip.training import assemble, costs
+from tests.cases import on_each
 
 ROUNDS = 200
 GRAPHS = ("one-peer-exponential", "exponential", "ring", "complete", "star")
@@ -51,7 +52,7 @@ def allocated(mixer):
         found += [message.own, vars(message).get("result", message.own)]
     found += [message.codes] if message.codes is not None else []
     if areas := getattr(slots, "areas", None):
-        found += [*areas.own, *areas.mixed, *areas.code, *areas.stage]
+        found += [*areas.own, *areas.mixed, *areas.code]
     return held(*found)
 
 
@@ -93,8 +94,7 @@ CASES = [
     ("synchronous", True, "fp32", {}),
     ("synchronous", True, "bf16", {}),
     ("asynchronous", False, "fp32", {}),
-    ("synchronous", False, "fp32", {"same_host": "read", "gpu_window": "auto"}),
-    ("synchronous", False, "fp32", {"same_host": "put", "gpu_window": "auto"}),
+    ("synchronous", False, "fp32", {"gpu_window": "auto"}),
 ]
 
 
@@ -110,7 +110,7 @@ def test_what_is_said_is_what_is_allocated(ranks, name, averages):
             assert same and said - passing == real, (asked, survives, wire_name, options)
 
 
-@pytest.mark.parametrize("asked", ["synchronous", "asynchronous"])
+@on_each("asked", ["synchronous", "asynchronous"])
 def test_what_the_simulator_says_of_a_node_is_what_it_holds(asked):
     n, layout, made = 4, layout_of("fp32", slots=2), graph("exponential", 4)
     mixer = mixing.open_mixer(made, layout, Alone(), asked, ages=Faults(n, times=4.0).ages)

@@ -53,7 +53,7 @@ def test_a_new_mixer_is_a_file_and_a_row(monkeypatch):
     class Lazy(Simulated):
         """Half a step towards the average."""
 
-        def finish(self):
+        def finish(self, into=None):
             sent, mixed = super().finish()
             pairs = zip(sent, mixed, strict=True)
             return sent, [tuple((a + b) / 2 for a, b in zip(*pair, strict=True)) for pair in pairs]

@@ -18,17 +18,11 @@ def opened(comm, way):
     from mpigossip.mixing.device import nccl
     from mpigossip.mixing.device.push import BySlot, DevicePush, Lane
     from mpigossip.mixing.host.push import PushWindow
-    from mpigossip.mixing.host.shared import open_host
 
     layout = BySlot(WIDTHS, devices=("cpu",) * len(WIDTHS))
     sizes = [layout.of(slot).sent_bytes for slot in range(len(WIDTHS))]
     lanes = [Lane(torch.device("cpu")) for _ in WIDTHS]
     areas = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    if way == "read":
-        route, places = open_host(comm, layout.nbytes, 20)
-        route.areas = [layout.span(slot) for slot in range(len(WIDTHS))]
-        right, left = (places[(comm.rank + step) % comm.size] for step in (1, -1))
-        return route, (right, 0), (left, left), [route.own[area] for area in route.areas]
     if way == "put":
         route = PushWindow(comm, sizes, 1, 20, outbox=False)
     else:
@@ -72,7 +66,7 @@ def kept(comm, way):
             for area, whole in enumerate(expected):
                 if not torch.equal(route.inbox(t, place, area)[span], whole[span]):
                     wrong.append(f"bytes of round {t}, piece {k}, area {area}")
-        wrong += freed(comm, route, way, to[0], source, t)
+        wrong += freed(comm, route, to[0], source, t)
     route.close()
     return wrong
 
@@ -83,12 +77,8 @@ def awaited(there):
     Deadline(20).wait(there, lambda: "a signal didn't come")
 
 
-def freed(comm, route, way, reader, source, t):
+def freed(comm, route, reader, source, t):
     """The place of this round may be written again once its reader says so, and not before."""
-    if way == "read":
-        route.release([source], t)
-        route.await_done([reader], t)
-        return []
     awaited(partial(route.signals.room, reader, t + 1))
     comm.Barrier()
     early = route.signals.room(reader, t + 2)
@@ -99,7 +89,7 @@ def freed(comm, route, way, reader, source, t):
     return [f"room for round {t + 2} that nobody gave"] if early else []
 
 
-@pytest.mark.parametrize("way", ["read", "put", "device", "nccl"])
+@pytest.mark.parametrize("way", ["put", "device", "nccl"])
 def test_a_route_brings_pieces_in_order_between_signals(ranks, way):
     assert ranks(3)(kept, way) == [[], [], []]
 

@@ -1,13 +1,12 @@
-"""The simulator: rows at once have the bits of row after row; a product nearly has them."""
+"""The simulator: rows at once have the bits of row after row."""
 
-import numpy as np
-import pytest
 import torch
 
 from mpigossip import graphs
 from mpigossip.mixing.base import Kind, Layout, traffic
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.simulated import Product, Simulated
+from mpigossip.mixing.simulated import Simulated
+from tests.cases import on_each
 
 NAMES = [
     ("ring", {}), ("exponential", {}), ("one-peer-exponential", {}), ("grid", {}), ("base-2", {}),
@@ -23,16 +22,16 @@ def exchanged(mixer, x, t, kind=Kind.GOSSIP):
     return [part.clone() for part in mixer.finish()[1][0]]
 
 
-@pytest.mark.parametrize(("name", "options"), NAMES)
-@pytest.mark.parametrize("n", [6, 12])
+@on_each(("name", "options"), NAMES)
+@on_each("n", [6, 12])
 def test_rows_at_once_have_the_bits_of_rows_one_by_one(name, options, n):
     made = graphs.graph(name, n, **options)
     layout = Layout((96,), scalars=1)
-    mixer, product = Simulated(made, layout), Product(made, layout)
+    mixer = Simulated(made, layout)
     sent = [0] * n
     for t in range(2 * (made.period or 5)):
         x = [torch.randn(n, 96), torch.randn(n, 1, dtype=torch.float64)]
-        found, near = exchanged(mixer, x, t), exchanged(product, x, t)
+        found = exchanged(mixer, x, t)
         for i in range(n):
             sources, weights, own = made.neighbours(t, i)
             sent[i] += traffic(made, Kind.GOSSIP, t, i, layout.nbytes)
@@ -42,16 +41,4 @@ def test_rows_at_once_have_the_bits_of_rows_one_by_one(name, options, n):
                     rows, weights, own = list(part.split(1)), [1 / n] * (n - 1), 1 / n
                 row = combine([own, *weights], rows, torch.empty_like(rows[0]))
                 assert torch.equal(mixed[i : i + 1], row)
-        for one, other in zip(near, found, strict=True):
-            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
-    assert mixer.bytes_sent == sent == product.bytes_sent
-
-
-def test_a_product_is_that_of_the_matrix():
-    made = graphs.graph("random-regular", 40, degree=4)
-    mixer = Product(made, Layout((8,), dtype=torch.float64))
-    x = torch.randn(40, 8, dtype=torch.float64)
-    (found,) = exchanged(mixer, [x], 0)
-    assert np.allclose(found, made.matrix(0) @ x.numpy(), rtol=0, atol=1e-14)
-    (whole,) = exchanged(mixer, [x], 0, Kind.GLOBAL)
-    assert torch.allclose(whole, x.mean(0).expand_as(x))
+    assert mixer.bytes_sent == sent

@@ -9,6 +9,7 @@ from mpigossip.config import JobError
 from mpigossip.models import loss_and_correct, model
 from mpigossip.models.gpt import turned, turns
 from mpigossip.training import assemble
+from tests.cases import on_each
 from tests.models.counting import learns_to_count
 
 LATER = {"positions": "rotary", "norm": "rms", "bias": False}
@@ -73,7 +74,7 @@ def test_later_parts_learn_and_look_back_only():
     assert learns_to_count(network)
 
 
-@pytest.mark.parametrize("options", [{}, LATER])
+@on_each("options", [{}, LATER])
 def test_computing_again_has_the_same_bits_and_keeps_less(options):
     kept, found = [], []
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(1))
@@ -95,9 +96,9 @@ def test_computing_again_has_the_same_bits_and_keeps_less(options):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_run_that_computes_again_sends_layers_to_the_same_bits():
+def test_a_run_that_computes_again_has_the_same_bits():
     runs = []
-    for settings in ("", "model.recompute=true", "model.recompute=true node.overlap=false"):
+    for settings in ("", "model.recompute=true"):
         job = assemble.load(
             {"model": {"name": "tests.models.test_gpt:on_pixels"}},
             ["data.batch=4", "algorithm.name=dsgd", *settings.split()],
@@ -108,7 +109,7 @@ def test_a_run_that_computes_again_sends_layers_to_the_same_bits():
                 made.trainer.step()
             runs.append(made.trainer.replicas.full[0].clone())
             made.close()
-    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+    assert torch.equal(*runs)
 
 
 class OnPixels(torch.nn.Module):

@@ -9,6 +9,7 @@ from torch import nn
 
 from mpigossip.config import JobError
 from mpigossip.models import BUILDERS, decayed, loss_and_correct, model
+from tests.cases import on_each
 from tests.models.counting import learns_to_count
 
 
@@ -30,7 +31,7 @@ def parameters(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("name", "shape", "classes", "options", "count"),
     [
         ("mlp", (1, 8, 8), 10, {}, 64 * 128 + 128 + 1290),
@@ -67,7 +68,7 @@ def test_gpt_learns_and_looks_back_only():
     assert learns_to_count(network)
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet20"])
+@on_each("name", ["lenet", "resnet20"])
 def test_networks_learn(name):
     network = model(name, (1, 8, 8), 2, 0)
     x = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -89,7 +90,7 @@ def test_residual_blocks_begin_as_the_identity():
     assert sum(bool((norm.weight == 1).all()) for norm in norms) == len(norms) - 16
 
 
-@pytest.mark.parametrize("name", sorted(BUILDERS.keys() - {"point", "factors"}))
+@on_each("name", sorted(BUILDERS.keys() - {"point", "factors"}))
 def test_seed_alone_decides(name):
     shape, dtype = ((32,), torch.int64) if name == "gpt" else ((3, 32, 32), torch.float32)
     random_state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
@@ -130,7 +131,7 @@ def test_own_models():
     assert parameters(model(f"{HERE}:wide", (4,), 2, 0, width=5)) == 50
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("name", "shape", "options", "message"),
     [
         ("lenett", (1, 8, 8), {}, 'is none of mlp, lenet, .* did you mean "lenet"?'),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,11 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.config import load
 from mpigossip.runs.alarms import Divergence, Rhythm, Straggler, watchers
 from mpigossip.runs.stopper import Reserve, Stopper, end_of_allocation
+from mpigossip.store.log import read
+from tests.launch import is_open_mpi
+
+pytestmark = pytest.mark.both
+
 
 JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
 MAIN = [sys.executable, "-m", "mpigossip"]
@@ -153,6 +159,39 @@ def test_every_wish_to_stop_is_heard_at_a_step_boundary(tmp_path, capsys, how):
     assert (tmp_path / "STOP").exists() == (how == "folder")
     assert ("STOP can't be removed" in capsys.readouterr().err) == (how == "folder")
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_a_rank_whose_launcher_is_gone_stops(tmp_path, monkeypatch):
+    for size, stops in ((2, [8]), (1, [])):  # a program without a launcher may lose its shell
+        world, progress = Alone(), SimpleNamespace(warnings=[])
+        world.size = size
+        with monkeypatch.context() as patch, Stopper(world, tmp_path) as stopper:
+            stopper.start(progress, None)
+            assert not stopper.wants_stop(1)
+            patch.setattr(os, "getppid", lambda: 1)
+            assert [done for done in range(2, 12) if stopper.wants_stop(done)] == stops
+        assert len(progress.warnings) == len(stops)
+
+
+def parent(process):
+    return int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[1])
+
+
+def test_ranks_end_with_a_checkpoint_where_their_launcher_is_killed(mpistart, tmp_path):
+    words = [*SHORT, "model.name=mlp", "run.epochs=100000", "checkpoint.every_steps=4"]
+    run = mpistart(2, [*MAIN, "train", JOB, *words, f"run.output={tmp_path}"], cwd=tmp_path)
+    until = time.monotonic() + 60
+    while not [*tmp_path.glob("checkpoints/step-????????")] and time.monotonic() < until:
+        time.sleep(0.05)
+    ranks = run.ranks()
+    for process in {parent(rank) for rank in ranks}:
+        os.kill(process, signal.SIGKILL)
+    until = time.monotonic() + 60
+    while set(ranks) & set(run.ranks()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(ranks) == 2 and not set(ranks) & set(run.ranks())
+    if not is_open_mpi():  # whose library ends them
+        assert "the launcher's process is gone" in read(tmp_path / "log.h5").summary["warnings"]
 
 
 def test_ranks_stop_short_of_the_end_and_go_on_to_the_same_bits(mpirun, tmp_path):

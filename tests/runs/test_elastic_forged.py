@@ -62,7 +62,16 @@ def spent(path):
         resigned(path, change, node=node)
 
 
+def nan_momentum(file):
+    file["arrays/state/momentum"][7] = np.nan
+
+
 FORGED = {
+    "nan": (
+        lambda path: resigned(path, nan_momentum, node=1),
+        r"node-0001\.h5 has 1 NaN or infinite values in arrays/state/momentum, the first in "
+        r".*\.weight.*: mv .*step-00000004 .*step-00000004\.damaged",
+    ),
     "asked": (asked, "2 nodes says that the run was started with many"),
     "spent": (spent, "spent/compute_s = all of it: must be 0 or more"),
     "bytes_sent": (without("bytes_sent"), "bytes_sent"),

@@ -12,12 +12,13 @@ from mpigossip.engine.vector import flatten
 from mpigossip.runs import launch
 from mpigossip.store.packing import pack
 from mpigossip.training import assemble
+from tests.cases import on_each
 
 JOBS = Path(__file__).parents[2] / "jobs"
 COUNTS = {"gpt-10m": 9_966_848, "gpt-124m": 123_551_232}
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@on_each("name", COUNTS)
 def test_the_jobs_have_the_parameters_that_they_are_named_for(name):
     job = assemble.load(JOBS / f"{name}.toml")
     with torch.device("meta"):

@@ -7,7 +7,7 @@ import pytest
 
 from mpigossip.config import JobError
 from mpigossip.data.loading import processes
-from mpigossip.engine.consensus import measured_every
+from mpigossip.engine.measurements import measured_every
 from mpigossip.runs import launch
 from mpigossip.training.assemble import load
 

@@ -24,6 +24,8 @@ from mpigossip.store.log_export import to_netcdf, to_tensorboard
 from mpigossip.training import assemble
 from mpigossip.training.evaluate import averaged_model
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 REPO = Path(__file__).resolve().parents[2]
 MAIN = [sys.executable, "-m", "mpigossip"]
 MODULE = '''

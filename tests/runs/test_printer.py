@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from mpigossip.cluster.ranks import Alone
-from mpigossip.engine.step import Record
+from mpigossip.engine.measurements import Record
 from mpigossip.mixing.base import Kind
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs.overview import overview
 from mpigossip.runs.printer import Printer
 from mpigossip.runs.run import Run
 from mpigossip.training import assemble
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
 
@@ -122,6 +124,7 @@ def test_the_first_screen_says_what_was_built(settings, says, tmp_path):
         screen = dict(overview(Run(assembly, alone, []).progress, assembly, alone))
         assembly.close()
     text = "\n".join(f"{word} {said}" for word, said in screen.items())
+    says = [*says, "(schedule.lr = 0.2 x"]
     for part in [*says, "21,386 parameters", "1,437 training and 360 test", str(tmp_path)]:
         assert part in text
     lines = text.replace(str(tmp_path), "").splitlines()

@@ -26,6 +26,9 @@ from mpigossip.training import assemble
 from tests import launch
 from tests.mixing.test_windows import GRAPHS, LAYOUT, fill, graphs_for, kinds_of
 
+pytestmark = pytest.mark.both
+
+
 TOOLS = Path(__file__).parents[2] / "tools"
 
 

@@ -22,6 +22,9 @@ from mpigossip.commands import checkpoint as commands
 from mpigossip.store import StoreError, checkpoint, direct
 from mpigossip.store import manifest as manifests
 from mpigossip.store.checkpoint import NodeState
+from mpigossip.store.hdf5 import reading
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 JOB = '[run]\nname = "größe"\n'
 
@@ -400,6 +403,38 @@ def test_the_same_step_again_and_leftovers(tmp_path):
     (path.parent / "step-00000009").mkdir()
     assert checkpoint.steps(tmp_path) == [1]
     assert "a checkpoint is a directory" in checkpoint.verify(path.parent / "step-00000009")[0]
+
+
+def flipped(file):
+    data = bytearray(file.read_bytes())
+    data[600] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_kept_where_its_step_is_written_again(tmp_path):
+    for count in (1, 2):
+        path = write(tmp_path, 3)
+        flipped(path / "checkpoint.h5")
+        write(tmp_path, 3)
+        assert checkpoint.verify(path) == []
+        assert len([*path.parent.glob("step-00000003.damaged*")]) == count
+    # Killed after the second rename: the one of the final name is newer.
+    shutil.copytree(path, path.with_suffix(".old"))
+    assert checkpoint.latest(tmp_path) == path
+    flipped(path / "checkpoint.h5")
+    assert checkpoint.newest(tmp_path)[0] == path.with_suffix(".old")
+
+
+def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+
+    def fails(path):
+        with reading(path), Path("/proc/self/mem").open("rb", 0) as file:
+            file.read(1)  # EIO
+
+    monkeypatch.setattr(checkpoint, "read_manifest", fails)
+    with pytest.raises(StoreError, match="Input/output error"):
+        checkpoint.latest(tmp_path)
 
 
 def test_prune_keeps_the_newest_whole_ones(tmp_path):

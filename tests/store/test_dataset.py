@@ -89,6 +89,8 @@ def test_pack_decoded_refuses(tmp_path):
         pack(root, tmp_path / "out.h5", decoded=True)
     with pytest.raises(StoreError, match="--decoded is for images"):
         pack(root, tmp_path / "out.h5", decoded=True, text=True)
+    with pytest.raises(StoreError, match="--image-size 32 is for images, and --text packs none"):
+        pack(root, tmp_path / "out.h5", image_size=32, text=True)
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
 

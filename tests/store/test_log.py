@@ -1,3 +1,4 @@
+import contextlib
 import os
 import random
 import signal
@@ -5,11 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 
+from mpigossip.analysis.report import table
 from mpigossip.store import StoreError, journal, log
 from mpigossip.store.log import Column, LogWriter, read
 
@@ -310,6 +313,27 @@ def test_an_incomplete_journal_changes_nothing(tmp_path):
         assert path.read_bytes() == whole
 
 
+class Counted(bytes):
+    """Counts the bytes that are copied out of it."""
+
+    copied = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        Counted.copied += len(found)
+        return found
+
+
+def test_a_journal_is_read_once(tmp_path, monkeypatch):
+    pages = {number: bytes([number]) * journal.PAGE for number in range(200)}
+    journal._write_journal(tmp_path / "a.pending", len(pages) * journal.PAGE, pages)
+    data = Counted((tmp_path / "a.pending").read_bytes())
+    file = contextlib.nullcontext(SimpleNamespace(readall=lambda: data))
+    monkeypatch.setattr(journal.guard, "regular", lambda *_, **__: file)
+    assert journal._read_journal(tmp_path / "a") == (len(pages) * journal.PAGE, pages)
+    assert Counted.copied < 3 * len(data)  # the checksum's, and the pages
+
+
 def test_overlay_behaves_like_a_file(tmp_path):
     draw = random.Random(3)
     path, model = tmp_path / "a", tmp_path / "b"
@@ -438,3 +462,28 @@ def test_a_flush_costs_the_same_however_long_the_log(tmp_path):
         sizes.append(len(overlay) * journal.PAGE)
     assert max(sizes) < 300_000 and max(sizes) < 2 * min(sizes)
     assert log.read(path, points=10).steps["loss"].shape == (10, 3)
+
+
+def test_entries_of_another_type_are_refused(tmp_path):
+    whole = {"finished": True, "steps": 3, "nodes": 2, "slots": 1, "seconds": 1.0,
+             "bytes_sent": 5, "metrics": "accuracy", "accuracy": 0.5, "digest": "ab"}  # fmt: skip
+    path = tmp_path / "log.h5"
+    wrong = [{**whole, name: "text"} for name in ("steps", "seconds", "accuracy", "compute_s")]
+    wrong += [{**whole, "digest": 3}, {"finished": True}]
+    for summary in (whole, *wrong):
+        path.unlink(missing_ok=True)
+        with writer(path) as out:
+            out.append(values(range(5), 3))
+            out.summary(summary)
+        if summary is whole:
+            assert table(read(path))
+            continue
+        with pytest.raises(StoreError, match="doesn't hold what this program writes"):
+            read(path)
+    for environment in ("[]", '{"host": 3}', "3"):
+        fill(path := tmp_path / f"{len(environment)}.h5")
+        with h5py.File(path, "r+") as file:
+            file.attrs["environment"] = np.bytes_(environment)
+            del file.attrs["checksum"]
+        with pytest.raises(StoreError, match="doesn't hold what this program writes"):
+            read(path)

@@ -169,6 +169,8 @@ def test_a_tokenizer_is_for_text(tmp_path):
         pack(tmp_path / "none", tmp_path / "x.h5")
     with pytest.raises(StoreError, match="tokenizer 'bpe' is for text; add --text"):
         pack(tmp_path, tmp_path / "x.h5", tokenizer="bpe")
+    with pytest.raises(StoreError, match="--vocabulary 300 is for byte pairs; add --tokenizer bpe"):
+        pack(tmp_path, tmp_path / "x.h5", text=True, vocabulary=300)
 
 
 @pytest.mark.parametrize("windows", ["joined", "apart"])

@@ -19,7 +19,7 @@ def atlas(monkeypatch):
     """The program's names; it is started where the repository is."""
     monkeypatch.syspath_prepend(str(REPO))
     yield runpy.run_path(str(REPO / "tools" / "bench" / "atlas.py"))
-    sys.modules.pop("tools.bench.slept", None)
+    sys.modules.pop("tools.bench.atlas", None)
 
 
 def test_what_is_predicted_falls_with_the_rate_and_rises_with_what_is_slow(atlas):
@@ -55,18 +55,3 @@ def test_the_table_and_the_figure(atlas, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "within 15%: 1 of 2 cells" in said and "| one-peer |" in said and "load" in said
     assert out.with_suffix(".png").stat().st_size > 5_000
-
-
-def test_what_best_proposes_is_measured_beside_the_fastest(monkeypatch):
-    monkeypatch.syspath_prepend(str(REPO / "tools" / "bench"))
-    best = runpy.run_path(str(REPO / "tools" / "bench" / "best.py"))
-    rows = [best["chosen"](MACHINE, mbit) for mbit in (1000, 100, 10)]
-    picks = [next(row for row in some if row["proposed"]) for some in rows]
-    assert all(any(row["label"] == best["REDUCE"] for row in some) for some in rows)
-    assert "H = " not in picks[0]["label"] and "H = " in picks[2]["label"]
-    for some in rows:
-        for row in some:
-            late = row["proposed"] and row["mbit"] == 10
-            row |= {"step_s": row["predicted_s"] * (1.3 if late else 1), "load": 1.0}
-    said = best["table"]([row for some in rows for row in some])
-    assert "within 10% of the fastest: 2 of 3" in said

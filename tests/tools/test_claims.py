@@ -11,6 +11,7 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.mixing.codes import WIRES
 from mpigossip.training import assemble
+from tests.cases import on_each
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 PROTOCOLS = TOOLS.parent / "jobs" / "claims"
@@ -25,6 +26,7 @@ MAY_FAIL = ("`graph show`", "64 LeNet nodes")
 """Times, on a busy machine."""
 
 
+@pytest.mark.every
 @pytest.mark.timeout(600)
 def test_quick_table_holds(tmp_path):
     out = tmp_path / "table.md"
@@ -101,7 +103,7 @@ def test_a_resnet_of_the_authors_is_a_job():
     assert assemble.mistakes(job, 4) == [] and job.run.epochs == 200
 
 
-@pytest.mark.parametrize(
+@on_each(
     ("apart", "how", "verdict"),
     [
         ([0.05, 0.06, 0.05, 0.06, 0.05], {"by": 0.03}, True),
@@ -133,9 +135,9 @@ equal_traffic = ["ADPSGD", "CPSGD"]
 settings = ["data.source=synthetic", "data.samples=64", "data.test_samples=32", "data.batch=4"]
 
 [grid.method]
-ADPSGD = "algorithm.name=adpsgd algorithm.local=sgd cadence.period=2 cadence.sampling=1.0"
-CPSGD = "algorithm.name=cpsgd algorithm.local=sgd cadence.period={period}"
-QSGD = "algorithm.name=qsgd algorithm.local=sgd node.levels=127"
+ADPSGD = "algorithm.name=adpsgd local.name=sgd cadence.period=2 cadence.sampling=1.0"
+CPSGD = "algorithm.name=cpsgd local.name=sgd cadence.period={period}"
+QSGD = "algorithm.name=qsgd local.name=sgd node.levels=127"
 
 [[row]]
 claim = "equal traffic"
@@ -150,6 +152,7 @@ reaches = 100.0
 """
 
 
+@pytest.mark.every
 def test_a_study_gives_rows(tmp_path):
     """CPSGD at the period that spends what ADPSGD does; bytes of codes and decoded for QSGD."""
     (tmp_path / "small.toml").write_text(SMALL)
@@ -168,8 +171,8 @@ def test_a_study_gives_rows(tmp_path):
     assert (tmp_path / "small" / "curves.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("model", ["mlp", "lenet"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@on_each("model", ["mlp", "lenet"])
+@on_each("accumulate", [1, 2])
 def test_vmap_takes_the_steps_of_the_loop(model, accumulate):
     ends = []
     for vmap in (False, True):
@@ -185,10 +188,12 @@ def test_vmap_takes_the_steps_of_the_loop(model, accumulate):
         losses = [assembly.trainer.step().loss for _ in range(4)]
         ends.append((losses[-1], assembly.trainer.replicas.full[0].clone()))
         assembly.close()
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-5)
+    # float32 in another order; a unit whose input is within rounding of 0 may be on in one alone,
+    # which moves a gradient by a sample's share: lr / batch / accumulate a step
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=4 * 0.1 / 16 / 2 * 0.1)
 
 
 def test_vmap_refuses_norm_statistics():
     table = {"data": {"source": "synthetic"}, "model": {"name": "resnet20"}, "node": {"vmap": True}}
-    with pytest.raises(JobError, match="norm statistics"):
+    with pytest.raises(JobError, match="changes its buffers in training"):
         assemble.assemble(assemble.load(table), Alone(), 2)

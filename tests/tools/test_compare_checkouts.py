@@ -104,7 +104,7 @@ def test_the_table_has_every_algorithm_wire_and_local_step(labs):
     for wire in ("bf16", "qsgd", "fp4", "sign", "top-k", "random-k"):
         assert f"node.wire={wire}" in named
     for local in ("momentum", "nesterov", "adamw", "accumadam"):
-        assert f"algorithm.local={local}" in named
+        assert f"local.name={local}" in named
 
 
 def test_results_are_kept_for_the_same_command_only(labs, tmp_path, monkeypatch):

@@ -54,53 +54,53 @@ def tool(monkeypatch):
     return check
 
 
-def good(place, seconds, limit):
-    return "93%", limit, True
+def replaced(tool, monkeypatch, **ways):
+    """The table of checks: one by name, each of which returns or raises what is given."""
+
+    def measured(check, place, seconds):
+        found = ways[check.title]
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    checks = [tool.Check(name, "a limit", 9, name) for name in ways]
+    monkeypatch.setattr(tool, "measured", measured)
+    monkeypatch.setattr(tool, "CHECKS", checks)
+    return checks
 
 
 def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, monkeypatch):
-    def out_of_time(place, seconds, limit):
-        raise tool.NotRun("2 s were not enough")
-
-    def broken(place, seconds, limit):
-        raise ValueError("a wrong | shape\nand a long story")
-
-    checks = [
-        ("one", ">= 85 %", 9, good),
-        ("two", "no bar", 9, out_of_time),
-        ("three", "x", 9, broken),
-    ]
-    monkeypatch.setattr(tool, "CHECKS", checks)
+    late, broken = tool.NotRun("2 s were not enough"), ValueError("a wrong | shape\nand a story")
+    checks = replaced(tool, monkeypatch, one=("93%", True), two=late, three=broken, four=("", True))
+    checks[3] = checks[3]._replace(gpus=2)
     rows = []
-    tool.all_rows(tool.Place("cpu", False), rows, time.monotonic() + 100)
-    assert [row.good for row in rows] == [True, None, False]
+    tool.all_rows(tool.Place("cpu", False), rows, time.monotonic() + 100, checks)
+    assert [row.good for row in rows] == [True, None, False, None]
     text = tool.table(rows, "a device")
     assert text.splitlines()[0].endswith(", a device")
-    assert "| one | 93% | >= 85 % | yes |" in text
-    assert "| two | not run: 2 s were not enough | no bar | - |" in text
-    assert "| three | failed: ValueError: a wrong / shape | x | NO |" in text
+    assert "| one | 93% | a limit | yes |" in text
+    assert "| two | not run: 2 s were not enough | a limit | - |" in text
+    assert "| three | failed: ValueError: a wrong / shape | a limit | NO |" in text
+    assert "not run: needs 2 GPUs or more" in text
     late = []
-    tool.all_rows(tool.Place("cpu", True), late, time.monotonic() + 5)
-    assert all("s were over" in row.measured for row in late)
+    tool.all_rows(tool.Place("cpu", True), late, time.monotonic() + 5, checks)
+    assert all("time was over" in row.measured for row in late)
 
 
 def test_the_table_is_printed_and_written_when_it_is_ended_from_outside(
     tool, monkeypatch, tmp_path, capsys
 ):
-    def ended(place, seconds, limit):
-        raise KeyboardInterrupt
-
-    checks = [("one", "a", 9, good), ("two", "b", 9, ended), ("three", "c", 9, good)]
-    monkeypatch.setattr(tool, "CHECKS", checks)
+    well = "93%", True
+    replaced(tool, monkeypatch, one=well, two=KeyboardInterrupt(), three=well)
     monkeypatch.setattr(tool, "NEEDED", ("numpy", "no_such_module"))
-    monkeypatch.setattr(tool, "machine", lambda place: ("a device", True))
+    monkeypatch.setattr(tool, "result_of", lambda *_: (1, "a device"))
     monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(tool, "at_ease_in_a_container", lambda: None)
+    monkeypatch.setattr(tool, "at_ease", dict)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "out.md")])
     assert tool.main() == 0
     written = (tmp_path / "out.md").read_text()
     printed = capsys.readouterr().out
-    for row in ("| one | 93% | a | yes |", "| two | not run: ended", "| three | not run: ended"):
+    for row in ("| one | 93% | a limit |", "| two | not run: ended", "| three | not run: ended"):
         assert row in written and row in printed
     assert "lacks no_such_module" in written
 
@@ -130,15 +130,15 @@ def test_the_launcher_is_found_beside_packages_and_by_name(tool, tmp_path, monke
     monkeypatch.delenv("MPIGOSSIP_MPIEXEC", raising=False)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert tool.launched_by() == [str(tmp_path / "bin" / "mpiexec")]
+    assert tool.launcher() == [str(tmp_path / "bin" / "mpiexec")]
     monkeypatch.setenv("MPIGOSSIP_MPIEXEC", "srun --mpi=pmix")
-    assert tool.launched_by() == ["srun", "--mpi=pmix"]
+    assert tool.launcher() == ["srun", "--mpi=pmix"]
 
 
 def test_measurements_of_one_process_run_on_a_cpu(tool):
-    place = tool.Place("cpu", True)
-    said, limit, good = tool.alone("combining")(place, 60, "a limit")
-    assert "GB/s" in said and limit == "a limit" and isinstance(good, bool)
+    check = tool.Check("a title", "a limit", 60, "combining")
+    said, good = tool.measured(check, tool.Place("cpu", True), 60)
+    assert "GB/s" in said and good is None
 
 
 LEAVES = """
@@ -151,7 +151,7 @@ time.sleep(60)
 
 def test_a_measurement_that_hangs_is_ended_with_its_children(tool, capsys):
     with pytest.raises(tool.NotRun, match="2 s were not enough"):
-        tool.ended([sys.executable, "-c", LEAVES], 2)
+        tool.finished([sys.executable, "-c", LEAVES], 2)
     child = int(capsys.readouterr().out.split()[0])  # what it said so far is shown
     ends = time.monotonic() + 20
     while _lives(child):

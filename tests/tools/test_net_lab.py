@@ -51,7 +51,7 @@ def lab(request):
     [
         ["model.name=lenet"],  # a message that the communication thread sends
         ["model.name=mlp", "model.hidden=[8]", "graph.name=exponential"],  # a short one
-        ["model.name=mlp", "model.hidden=[2000,2000]", "algorithm.name=dsgd"],  # in blocks
+        ["model.name=mlp", "model.hidden=[2000,2000]", "algorithm.name=dsgd"],  # in pieces
     ],
 )
 def test_training_between_hosts_has_the_bits_of_the_simulator(lab, settings, tmp_path):

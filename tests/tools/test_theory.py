@@ -11,8 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "claims")
 
 import theory as tool  # noqa: E402
 
+from tests.cases import on_each
 
-@pytest.mark.parametrize(("name", "data", "rel"), [
+
+@on_each(("name", "data", "rel"), [
     ("ring", "random", 1e-6), ("one-peer-exponential", "smooth", 1e-6),
     ("one-peer-exponential", "noise", 0.05), ("grid", "noise", 0.05),
 ])  # fmt: skip

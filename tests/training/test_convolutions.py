@@ -7,6 +7,7 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.engine.vector import flatten
 from mpigossip.training import assemble
 from mpigossip.training.convolutions import arranged
+from tests.cases import on_each
 
 LAST = torch.channels_last
 
@@ -28,7 +29,7 @@ def convolution(module):
     return [part for part in module.modules() if isinstance(part, torch.nn.Conv2d)][-1]
 
 
-@pytest.mark.parametrize("more", [(), ("node.vmap=true",), ("node.devices=cpu:2",)])
+@on_each("more", [(), ("node.vmap=true",), ("node.devices=cpu:2",)])
 def test_training_is_the_same_within_rounding_and_packs_in_the_same_order(more):
     plain, module = trained("never", *more)
     assert convolution(module).weight.is_contiguous()

@@ -2,12 +2,11 @@
 
 import tracemalloc
 
-import pytest
-
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import Kind, is_average, traffic
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, memory, subject
+from tests.cases import on_each
 
 NODES = [2**k for k in range(2, 13)]
 ONE_PEER = ["one-peer-exponential", "one-peer-hypercube"]
@@ -25,7 +24,7 @@ def counted(name, n, wire="fp32"):
     return made.bytes_per_step, sum(memory(what, made).values()), what
 
 
-@pytest.mark.parametrize("name", ONE_PEER)
+@on_each("name", ONE_PEER)
 def test_a_one_peer_graph_costs_a_node_the_same_at_any_size(name):
     found = [counted(name, n)[:2] for n in NODES]
     assert len(set(found)) == 1
@@ -50,7 +49,7 @@ def test_the_static_exponential_graph_costs_log2_n():
     assert first == 2 * vector
 
 
-@pytest.mark.parametrize("wire", ["bf16", "qsgd"])
+@on_each("wire", ["bf16", "qsgd"])
 def test_a_wire_changes_the_factor_and_not_the_growth(wire):
     assert len({counted("one-peer-exponential", n, wire)[0] for n in NODES}) == 1
 
@@ -71,7 +70,7 @@ def step(g, t, i):
     return is_average(g, t)
 
 
-@pytest.mark.parametrize("name", [*ONE_PEER, "exponential", "ring"])
+@on_each("name", [*ONE_PEER, "exponential", "ring"])
 def test_neither_start_up_nor_a_step_holds_more_than_integers_of_each_node(name):
     started(name, 4)  # imports and caches
     for n in (256, 4096):

@@ -10,6 +10,7 @@ from mpigossip.runs import launch
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from mpigossip.training.evaluate import averaged_model, recalibrate
+from tests.cases import on_each
 
 N = 3
 JOB = {
@@ -37,7 +38,7 @@ def trained(folder, *settings):
     return summary, read(folder / "log.h5").evaluations
 
 
-@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
+@on_each("devices", ["cpu:1", "cpu:2"])
 def test_statistics_are_those_of_the_averaged_model_on_all_nodes_batches(devices):
     with Alone() as alone:
         trainer = assemble.assemble(

@@ -18,6 +18,7 @@ from mpigossip.mixing.base import Kind
 from mpigossip.runs import launch
 from mpigossip.store import checkpoint
 from mpigossip.training import assemble, capture, precision, replicas
+from tests.cases import on_each
 
 
 def job(*settings, model="lenet"):
@@ -32,7 +33,7 @@ def losses(*settings, steps=30):
     return found
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@on_each("name", ["bf16", "fp16"])
 def test_16_bit_arithmetic_trains_as_float32_does(name):
     plain = losses("node.precision=fp32", "schedule.lr=0.02")
     rounded = losses(f"node.precision={name}", "schedule.lr=0.02")

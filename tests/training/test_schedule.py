@@ -5,7 +5,8 @@ import math
 import pytest
 
 from mpigossip.config import Schedule
-from mpigossip.training.schedule import schedule
+from mpigossip.training.schedule import full_rate, schedule
+from tests.cases import on_each
 
 
 def rates(steps_per_epoch=10, epochs=10, samples=256, **fields):
@@ -31,7 +32,7 @@ def test_scaling():
     assert rates(samples=64, lr=0.1, reference_batch=32)[0] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("fields", [{"samples": 64}, {"samples": 4096, "scale": "none"}])
+@on_each("fields", [{"samples": 64}, {"samples": 4096, "scale": "none"}])
 def test_warmup_without_a_larger_batch_grows_from_zero(fields):
     got = rates(warmup_epochs=1, lr=0.1, **fields)
     full = got[-1]
@@ -51,9 +52,9 @@ def test_cosine():
     assert got[20] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("name", ["constant", "milestones", "cosine"])
-@pytest.mark.parametrize("warmup", [0.0, 0.25, 3.0, 40.0])
-@pytest.mark.parametrize("samples", [1, 256, 100_000])
+@on_each("name", ["constant", "milestones", "cosine"])
+@on_each("warmup", [0.0, 0.25, 3.0, 40.0])
+@on_each("samples", [1, 256, 100_000])
 def test_always_above_zero_and_a_function_of_the_step(name, warmup, samples):
     section = Schedule(name=name, warmup_epochs=warmup, milestones=(1, 2.5, 3))
     rate = schedule(section, 7, 35, samples)
@@ -69,3 +70,12 @@ def test_constant():
 def test_milestones_between_epochs():
     got = rates(milestones=(2.5,), factor=0.5)
     assert got[24] == pytest.approx(0.1) and got[25] == pytest.approx(0.05)
+
+
+def test_the_rate_in_use_is_explained():
+    assert full_rate(Schedule(lr=0.01), 32)[1] == (
+        '0.00125 (schedule.lr = 0.01 x 32 samples a step / 256, schedule.scale = "linear"), '
+        "milestones"
+    )
+    given = Schedule(lr=0.01, scale="none", name="cosine")
+    assert full_rate(given, 32)[1] == '0.01 (schedule.scale = "none"), cosine'

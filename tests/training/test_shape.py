@@ -30,6 +30,15 @@ def test_ranks_have_as_many_slots_of_one_kind(monkeypatch, devices, other, says)
         shape.check_alike(job, world)
 
 
+def test_what_ranks_can_not_have_is_said_once():
+    words = {"same_host": "put"}
+    world = SimpleNamespace(comm=object(), nodes=SimpleNamespace(per_node=1))
+    found = shape.mistakes(load({"node": words, "faults": {"slow_nodes": 2}}), world)
+    assert len(found) == 1, found
+    with pytest.raises(JobError, match='node.mixer = "product": removed; use "synchronous"'):
+        load({"node": {"mixer": "product"}})
+
+
 def test_more_ranks_than_gpus_are_told_before_nccl_finds_one_twice(monkeypatch):
     """Each of the ranks sees one GPU and calls it cuda:0; the third has that of the first."""
     job = load({"node": {"devices": "cuda:0", "ranks_per_node": 3}})

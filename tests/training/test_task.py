@@ -1,6 +1,7 @@
 """Tasks: losses and metrics of one's own and their columns, those built in, wrong answers."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,7 +96,8 @@ def test_a_task_of_ones_own_is_logged_by_its_names(mine, tmp_path, capsys):
     assert summary["metrics"] == "distance right"
     assert summary["distance"] == log.evaluations["distance"][-1]
     printed = capsys.readouterr().out
-    assert "train loss  test loss  distance    local     right  consensus" in printed
+    heading = " +".join(["train loss", "test loss", "distance", "local", "right", "consensus"])
+    assert re.search(heading, printed)
     assert f"distance   {summary['distance']:.4f} (averaged model), right" in printed
 
 
@@ -112,9 +114,10 @@ def test_what_is_tested_is_the_averaged_model_on_all_samples(mine, tmp_path):
         module = averaged_model(trainer.replicas, trainer.mixer).eval()
         with torch.no_grad():
             loss, metrics = Fit(weight=0.5).loss(module, points()["test"][:])
-        assert found.loss == pytest.approx(float(loss), rel=1e-6)
+        rounding = 1e-5  # float32 sums of at most 80 terms, in another order
+        assert found.loss == pytest.approx(float(loss), rel=rounding)
         for name, (total, count) in metrics.items():
-            assert found.averaged[name] == pytest.approx(float(total / count), rel=1e-6)
+            assert found.averaged[name] == pytest.approx(float(total / count), rel=rounding)
         assert record.figures["distance"].shape == (3,)
     finally:
         made.close()
@@ -169,8 +172,9 @@ def test_vmap_counts_what_the_loop_counts(mine, tmp_path):
         found.append(made.trainer.step())
         made.close()
     for name in ("distance", "right"):
-        torch.testing.assert_close(found[0].figures[name], found[1].figures[name])
-    torch.testing.assert_close(found[0].loss, found[1].loss)
+        # float32 sums of at most 80 terms, in another order
+        assert torch.allclose(found[0].figures[name], found[1].figures[name], rtol=1e-5)
+    assert torch.allclose(found[0].loss, found[1].loss, rtol=1e-5)
 
 
 X = (torch.ones(4, 1), torch.ones(4, 1))
@@ -279,7 +283,7 @@ def test_a_language_model_takes_what_tokenizers_and_transformers_give():
     labels[:, 4:] = -100
     loss, metrics = task.LanguageModel().loss(model, batch | {"labels": labels})
     wanted = F.cross_entropy(table(tokens[:, :3]).flatten(0, 1), tokens[:, 1:4].flatten())
-    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)  # sums of 11 terms
     assert int(metrics["accuracy"][1]) == int(metrics["loss"][1]) == 9
 
 

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 LAB = ROOT / "tools" / "labs" / "net.sh"
@@ -31,6 +33,8 @@ HOSTS, COMPUTE_S, SLOW_TIMES = 4, 0.2, 3.0
 SLOW_GBIT = 0.02
 NOMINAL = 119e6
 """Bytes/s of TCP's payload over a link of 1 Gbit/s."""
+WIDTH, LAYERS = 512, 4
+"""4 layers of 512 x 512: 1.05 M parameters with the first and the last."""
 SECONDS = 6.0
 """Of a cell, about; but whole periods, and two steps at least."""
 
@@ -75,7 +79,7 @@ CLOCK = {
 SMALL = [
     "data.source=synthetic", "data.shape=[1,2,2]", "data.classes=2", "data.batch=1",
     "data.samples=65536", "data.test_samples=4", "data.workers=0", "run.epochs=1",
-    "model.name=tools.bench.slept:layers", f"model.seconds={COMPUTE_S}", "schedule.lr=0.001",
+    "model.name=tools.bench.atlas:layers", f"model.seconds={COMPUTE_S}", "schedule.lr=0.001",
     "schedule.name=constant", "schedule.scale=none", "log.consensus_every=0", "data.cache=never",
 ]  # fmt: skip
 
@@ -130,13 +134,57 @@ def predicted(words: str, slow: str, machine, gbit: float | None) -> float:
     return float(clock.now.max()) / made.steps
 
 
+# -- a model whose computing is slept, as on a device: the few cores of this machine stay free -----
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity; forward takes a third of the seconds, backward the rest."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        """Wait, and go on."""
+        ctx.seconds = seconds
+        time.sleep(seconds / 3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Wait twice as long."""
+        time.sleep(2 * ctx.seconds / 3)
+        return grad, None
+
+
+class Layer(nn.Linear):
+    """A linear layer that takes so many seconds."""
+
+    def __init__(self, seconds: float):
+        super().__init__(WIDTH, WIDTH)
+        self.seconds = seconds
+
+    def forward(self, x):
+        """As the layer would, later."""
+        return torch.relu(super().forward(_Sleep.apply(x, self.seconds)))
+
+
+def layers(shape, classes: int, *, seconds: float = 0.2, times: float = 1.0, slow: int = -1):
+    """The model; the process whose rank is ``slow`` takes ``times`` as long."""
+    first = nn.Linear(shape[0] * shape[1] * shape[2], WIDTH)
+    own = seconds * (times if slow >= 0 and _rank() == slow else 1.0)
+    body = [Layer(own / LAYERS) for _ in range(LAYERS)]
+    return nn.Sequential(nn.Flatten(), first, *body, nn.Linear(WIDTH, classes))
+
+
+def _rank() -> int:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank if MPI.Is_initialized() else 0
+
+
 # -- on the hosts ---------------------------------------------------------------------------------
 
 
 def ranks(cells: list[str], slow: str, calibrate: bool) -> None:
     """Measure cells one after the other; a JSON line each on rank 0."""
-    import torch
-
     import mpigossip
 
     torch.set_num_threads(1)
@@ -175,14 +223,11 @@ def engine(world, words: str, slow: str):
 
 def ddp(world, slow: str):
     """The same with DistributedDataParallel on gloo."""
-    import torch
-    from torch import distributed, nn
+    from torch import distributed
 
-    from tools.bench.slept import layers
+    from tools.bench.peers import join
 
-    os.environ |= {"MASTER_ADDR": world.broadcast(_address()), "MASTER_PORT": "29511",
-                   "GLOO_SOCKET_IFNAME": "eth0"}  # fmt: skip
-    distributed.init_process_group("gloo", rank=world.rank, world_size=world.size)
+    join(world.comm, "eth0")
     own = {"times": SLOW_TIMES, "slow": HOSTS - 1} if slow == "node" else {}
     model = nn.parallel.DistributedDataParallel(layers((1, 2, 2), 2, seconds=COMPUTE_S, **own))
     optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-3), torch.ones(1, 1, 2, 2)
@@ -193,18 +238,6 @@ def ddp(world, slow: str):
         optimizer.step()
 
     return step, distributed.destroy_process_group, 4
-
-
-def _address() -> str:
-    """Of this host in the lab."""
-    import fcntl
-    import socket
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        asked = struct.pack("256s", b"eth0")
-        found = fcntl.ioctl(one.fileno(), 0x8915, asked)  # SIOCGIFADDR
-    return socket.inet_ntoa(found[20:24])
 
 
 def measured(world, step, period: int) -> dict:
@@ -231,7 +264,7 @@ def measured(world, step, period: int) -> dict:
 # -- the table and the figure ---------------------------------------------------------------------
 
 
-def fill(out: Path, lab: Path, networks: list[str], methods: dict[str, str]) -> None:
+def fill(out: Path, networks: list[str], methods: dict[str, str]) -> None:
     """Measure what the file doesn't have."""
     there = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     have = {(row.get("network"), row.get("cell")) for row in there}
@@ -243,22 +276,22 @@ def fill(out: Path, lab: Path, networks: list[str], methods: dict[str, str]) -> 
         if not missing and not unknown:
             continue
         own = ["--ranks", ";".join(missing), "--slow", links.slow, *["--calibrate"] * unknown]
-        for row in on_hosts(lab, links, [__file__, *own]):
+        for row in on_hosts(links, [__file__, *own]):
             if "machine" in row:
                 measured_on.add(network)
             with out.open("a") as file:
                 file.write(json.dumps(row | {"network": network}) + "\n")
 
 
-def on_hosts(lab: Path, links: Network, words: list[str]) -> Iterator[dict]:
+def on_hosts(links: Network, words: list[str]) -> Iterator[dict]:
     """What a program of Python prints as JSON lines, a rank on each host of a new lab."""
-    subprocess.run([lab, "up", str(HOSTS), links.rate, links.latency], check=True)
+    subprocess.run([LAB, "up", str(HOSTS), links.rate, links.latency], check=True)
     try:
         if links.slow == "link":
             shape = f"root tbf rate {1000 * SLOW_GBIT:g}mbit burst 256kb latency 10ms"
             command = ["tc", "qdisc", "change", "dev", "eth0", *shape.split()]
-            subprocess.run([lab, "on", f"h{HOSTS}", *command], check=True)
-        run = subprocess.Popen([lab, "run", str(HOSTS), sys.executable, *words], cwd=ROOT,
+            subprocess.run([LAB, "on", f"h{HOSTS}", *command], check=True)
+        run = subprocess.Popen([LAB, "run", str(HOSTS), sys.executable, *words], cwd=ROOT,
                                text=True, stdout=subprocess.PIPE,
                                env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
         for line in run.stdout or ():
@@ -268,7 +301,7 @@ def on_hosts(lab: Path, links: Network, words: list[str]) -> Iterator[dict]:
         if run.wait():
             raise SystemExit(f"{links}: the ranks ended with code {run.returncode}")
     finally:
-        subprocess.run([lab, "down"], check=True)
+        subprocess.run([LAB, "down"], check=True)
 
 
 def rows_of(out: Path) -> list[dict]:
@@ -338,7 +371,6 @@ def main() -> None:
     """Measure, or show."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("atlas.jsonl"))
-    parser.add_argument("--lab", type=Path, default=LAB)
     parser.add_argument("--networks", default=";".join(NETWORKS), help="separated by ;")
     parser.add_argument("--methods", help="separated by ;")
     parser.add_argument("--clock", action="store_true", help="the cells of the virtual clock")
@@ -357,7 +389,7 @@ def main() -> None:
         methods = CLOCK if options.clock else METHODS
         if options.methods:
             methods = {name: methods[name] for name in options.methods.split(";")}
-        fill(options.out, options.lab, options.networks.split(";"), methods)
+        fill(options.out, options.networks.split(";"), methods)
         show(options.out)
 
 

@@ -43,26 +43,13 @@ class Stamps(Hook):
 
 def seconds(ranks, folder: Path, options: argparse.Namespace, every: int) -> float:
     """From the first step's end to the last one's, of the slowest rank."""
-    job = assemble.load(
-        {},
-        [
-            "model.name=mlp",
-            f"model.hidden=[{options.megabytes * 1_000_000 // 4 // 3_082}]",
-            "data.source=synthetic",
-            f"data.batch={options.batch}",
-            f"data.samples={4 * options.batch * ranks.size}",
-            "data.workers=0",
-            "algorithm.name=dsgd",
-            "algorithm.local=sgd",
-            "run.epochs=1000",
-            f"run.steps={options.steps}",
-            "run.evaluate_every=0",
-            "log.consensus_every=0",
-            "checkpoint.keep=1",
-            f"checkpoint.every_steps={every}",
-            f"run.output={folder}",
-        ],
-    )
+    hidden = options.megabytes * 1_000_000 // 4 // 3_082
+    settings = ["model.name=mlp", f"model.hidden=[{hidden}]", "data.source=synthetic"]
+    settings += [f"data.batch={options.batch}", f"data.samples={4 * options.batch * ranks.size}"]
+    settings += ["data.workers=0", "algorithm.name=dsgd", "local.name=sgd", "run.epochs=1000"]
+    settings += [f"run.steps={options.steps}", "run.evaluate_every=0", "log.consensus_every=0"]
+    settings += ["checkpoint.keep=1", f"checkpoint.every_steps={every}", f"run.output={folder}"]
+    job = assemble.load({}, settings)
     assembly, stamps = assemble.assemble(job, ranks, ranks.size), Stamps()
     # the last step is the same in both arms: evaluation and checkpoint lie behind it
     Run(assembly, ranks, [stamps]).train()

@@ -3,10 +3,8 @@ r"""The same averaging and the same training by mpigossip and by what a user wou
     mpirun -n 4 python tools/bench/compare_peers.py average --megabytes 100
     tools/labs/net.sh run 4 python tools/bench/compare_peers.py train --interface eth0 \
         --data cifar10.h5 --epochs 6
-    mpirun -n 4 python tools/bench/compare_peers.py straggle --seconds 8
 
-All in one run, in turn, medians, ratios and exactness. decent-dp is compared with where it can be
-imported (pip install --no-deps --target FOLDER decent-dp loguru; PYTHONPATH=FOLDER).
+All in one run, in turn, medians, ratios and exactness.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ import argparse
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import compare_training as training
+import numpy as np
 import peers
 import torch
 from peers import WAIT_S, say, timed
@@ -29,6 +27,8 @@ from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.combine import BLOCK
+from mpigossip.training import assemble
+from mpigossip.training.evaluate import averaged_model, measure
 
 # -- averaging --------------------------------------------------------------------------------
 
@@ -96,13 +96,10 @@ def contenders(ranks: World, count: int) -> list[Any]:
     for name in ("one-peer-hypercube", "one-peer-exponential"):
         found += [Ours(ranks, count, name), Ours(ranks, count, name, copies=True)]
     found.append(Ours(ranks, count, "complete", Kind.GLOBAL))
-    theirs = (peers.Pairs, peers.Neighbour, peers.Periodic, peers.Hierarchical, peers.Allreduce)
+    theirs = (peers.Pairs, peers.Neighbour, peers.Periodic, peers.Allreduce)
     found += [make(ranks.comm, count) for make in theirs]
     caps = sorted({max(1, count * 4 // 10**6 // part) for part in (1, 4, 16)})
     found.append(best(ranks, [lambda c=c: peers.Gradients(ranks.comm, count, c) for c in caps]))
-    if peers.decent_dp():
-        makes = [lambda c=c: peers.DecentMix(ranks.comm, count, c) for c in caps]
-        found.append(best(ranks, makes))
     return found
 
 
@@ -134,13 +131,6 @@ def average(ranks: World, options) -> None:
     """Rounds of one vector, all contenders in turn."""
     count = options.megabytes * 10**6 // 4 // 4096 * 4096
     found = contenders(ranks, count)
-    if options.only:  # ours stay, as all others are multiples of them
-        words = [*options.only, "mpigossip one-peer"]
-        left = [one for one in found[1:] if not any(word in one.name for word in words)]
-        found = [one for one in found if one not in left]
-        for one in left:
-            if isinstance(one, Ours):
-                one.mixer.close()
     right = {one.name: exact(ranks, one) for one in found[1:]}
     times: dict[str, list[float]] = {one.name: [] for one in found}
     began = time.perf_counter()
@@ -168,14 +158,133 @@ def average(ranks: World, options) -> None:
             one.mixer.close()
 
 
+# -- training -----------------------------------------------------------------------------------
+
+
+class Gossip:
+    """A job of mpigossip, whose mixer is open only in its turns: its thread would disturb."""
+
+    def __init__(self, ranks: World, name: str, job: dict):
+        """A trainer without its mixer."""
+        self.ranks, self.name = ranks, name
+        self.job = assemble.load(job)
+        self.assembly = assemble.assemble(self.job, ranks, ranks.size)
+        self._layout = self.assembly.trainer.mixer.layout
+        self.close()
+
+    def open(self) -> None:
+        """A mixer."""
+        made = assemble.make_mixer(self.job, self.assembly.graph, self._layout, self.ranks)
+        self.assembly.trainer.engine.adopt(made)
+
+    def close(self) -> None:
+        """No mixer, no thread."""
+        self.assembly.trainer.mixer.close()
+
+    def step(self, index: int) -> None:
+        """One step."""
+        self.assembly.trainer.step()
+
+    def averaged(self) -> torch.nn.Module:
+        """The exact average over the nodes."""
+        self.open()
+        found = averaged_model(self.assembly.trainer.replicas, self.assembly.trainer.mixer)
+        self.close()
+        return found
+
+
+def job_of(options, algorithm: str, style: str = "atc", graph: str = "one-peer-exponential"):
+    """The job that all contenders train: constant rate, momentum 0.9."""
+    words = {"style": style} if algorithm == "dsgd" else {}
+    return {
+        "data": {"source": options.data, "batch": options.batch, "workers": 0},
+        "model": {"name": options.model},
+        "algorithm": {"name": algorithm} | words,
+        "local": {"name": "momentum", "beta": 0.9},
+        "graph": {"name": graph},
+        "schedule": {"name": "constant", "lr": options.lr, "scale": "none"},
+        "log": {"consensus_every": 0},
+    }
+
+
+def trained(ranks: World, options) -> tuple[list[Any], Any]:
+    """All contenders, and the assembly whose data all share."""
+    ours = [
+        Gossip(ranks, "mpigossip dsgd awc (ahead)", job_of(options, "dsgd", "awc")),
+        Gossip(ranks, "mpigossip dmsgd-vanilla", job_of(options, "dmsgd-vanilla")),
+        Gossip(ranks, "mpigossip parallel", job_of(options, "parallel", graph="complete")),
+    ]
+    shared = ours[0].assembly
+    batches = shared.loader.step
+
+    def module() -> torch.nn.Module:
+        return assemble.make_model(ours[0].job, shared.source)
+
+    megabytes = 4 * sum(p.numel() for p in module().parameters()) / peers.MIB
+    caps = [megabytes / 8, megabytes / 3, 25.0]
+    tried = []
+    for cap in caps:
+        one = peers.Ddp(module(), options.lr, batches, cap)
+        times = [timed(ranks, lambda k=k, one=one: one.step(k)) for k in range(25)][5:]
+        tried.append((statistics.median(times), cap))
+        say(ranks, f"  tried {one.name}: {1e3 * tried[-1][0]:.1f} ms a step")
+    return [*ours, peers.Ddp(module(), options.lr, batches, min(tried)[1])], shared
+
+
+def accuracy(ranks: World, one: Any, shared: Any) -> float:
+    """Of the averaged model, every rank on its share of the test set."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = one.averaged()
+    objective = shared.trainer.replicas.objective
+    sums = measure(objective, model, shared.loader, ranks.rank, ranks.size)
+    total = np.sum(ranks.comm.allgather(sums.numpy()), axis=0)
+    return float(total[1, 0] / total[1, 1])
+
+
+def turn(ranks: World, one: Any, steps: range) -> float:
+    """Seconds of some steps."""
+    one.open()
+    seconds = timed(ranks, lambda: [one.step(index) for index in steps])
+    one.close()
+    return seconds
+
+
+def train(ranks: World, options) -> None:
+    """Epochs of all contenders in turn; seconds an epoch, accuracy."""
+    found, shared = trained(ranks, options)
+    if options.only:
+        found = [one for one in found if any(word in one.name for word in options.only)]
+    per_epoch = options.steps or shared.steps_per_epoch
+    for one in found:  # connections, caches: before anything is timed
+        if options.warm_up:
+            turn(ranks, one, range(options.warm_up))
+    seconds: dict[str, list[float]] = {one.name: [] for one in found}
+    right: dict[str, list[float]] = {one.name: [] for one in found}
+    for epoch in range(options.epochs):
+        for one in found:
+            first = options.warm_up + epoch * per_epoch
+            steps = range(first, first + per_epoch)
+            seconds[one.name].append(turn(ranks, one, steps))
+            right[one.name].append(accuracy(ranks, one, shared))
+        say(ranks, f"epoch {epoch + 1}: " + ", ".join(
+            f"{one.name} {seconds[one.name][-1]:.1f} s {right[one.name][-1]:.3f}" for one in found
+        ))  # fmt: skip
+    ours = statistics.median(seconds[found[0].name])
+    say(ranks, f"\n{'':32}{'s an epoch':>11} {'ms a step':>10} {'/ ahead':>8} {'accuracy':>9}")
+    for one in found:
+        median = statistics.median(seconds[one.name])
+        say(ranks, f"{one.name:32}{median:11.2f} {1e3 * median / per_epoch:10.2f} "
+            f"{median / ours:8.2f} {right[one.name][-1]:9.3f}")  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse and run on every rank."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["average", "train", "straggle", "plan"])
+    parser.add_argument("what", choices=["average", "train"])
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--interface", default="lo", help="for gloo")
-    parser.add_argument("--same-host", choices=["read", "put"], default="read")
     parser.add_argument("--data", default="digits")
     parser.add_argument("--model", default="lenet")
     parser.add_argument("--batch", type=int, default=32)
@@ -184,18 +293,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="of an epoch; default: all")
     parser.add_argument("--warm-up", type=int, default=0, help="steps before anything is timed")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with a word in name")
-    parser.add_argument("--target", type=float, default=0.6)
-    parser.add_argument("--step-ms", type=float, default=15.0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with world() as ranks:
         if ranks.size < 2 or ranks.size & (ranks.size - 1):
             sys.exit(f"{ranks.size} ranks: a power of two from 2 on is needed for exact pairs")
         peers.join(ranks.comm, options.interface)
-        works = {"average": average, "train": training.train,
-                 "straggle": training.straggle, "plan": training.planned}  # fmt: skip
-        works[options.what](ranks, options)
+        (average if options.what == "average" else train)(ranks, options)
         peers.dist.destroy_process_group()
 
 

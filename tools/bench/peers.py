@@ -11,22 +11,16 @@ import logging
 import os
 import socket
 import struct
-import sys
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
-    HierarchicalModelAverager,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from mpigossip.cluster.deadline import Deadline
@@ -82,19 +76,6 @@ def _address(interface: str) -> str:
         words = struct.pack("256s", interface.encode()[:15])
         found = fcntl.ioctl(any_socket.fileno(), 0x8915, words)  # SIOCGIFADDR
     return socket.inet_ntoa(found[20:24])
-
-
-def decent_dp():
-    """The package decent-dp, which isn't a dependency: None where it isn't installed."""
-    try:
-        from loguru import logger
-
-        logger.remove()
-        import decent_dp.ddp
-    except ImportError as error:
-        print(f"decent-dp is left out: {error}", file=sys.stderr)
-        return None
-    return decent_dp.ddp.DecentralizedDataParallel
 
 
 # -- averaging --------------------------------------------------------------------------------
@@ -187,12 +168,8 @@ class Periodic:
         self.model = Vectors(count)
         for part in self.model.parts:
             part.grad = torch.zeros(()).expand_as(part)
-        self.averager = self.make(comm.size)
+        self.averager = PeriodicModelAverager(period=1)
         self.fill = self.model.fill
-
-    def make(self, n: int):
-        """The averager."""
-        return PeriodicModelAverager(period=1)
 
     def round(self) -> None:
         """One call."""
@@ -202,17 +179,6 @@ class Periodic:
         """Least and largest element."""
         parts = [part.detach() for part in self.model.parts]
         return min(float(p.min()) for p in parts), max(float(p.max()) for p in parts)
-
-
-class Hierarchical(Periodic):
-    """torch's HierarchicalModelAverager: pairs at every step, all at every second."""
-
-    name = "torch HierarchicalModelAverager"
-
-    def make(self, n: int):
-        """Groups of two, then all."""
-        groups = OrderedDict([(1, 2), (2, n)]) if n > 2 else OrderedDict([(1, n)])
-        return HierarchicalModelAverager(period_group_size_dict=groups)
 
 
 class Gradients(Periodic):
@@ -238,79 +204,27 @@ class Gradients(Periodic):
         return min(float(g.min()) for g in grads), max(float(g.max()) for g in grads)
 
 
-class Nothing(torch.optim.Optimizer):
-    """An optimizer that leaves parameters alone."""
-
-    def __init__(self, parameters):
-        """Any parameters."""
-        super().__init__(parameters, {})
-
-    def step(self, closure=None) -> None:
-        """Nothing."""
-
-
-class DecentMix(Periodic):
-    """decent-dp's mix of each bucket, waited for in the round that it belongs to."""
-
-    def __init__(self, comm: MPI.Comm, count: int, cap: int = 25):
-        """``cap``: bucket_size_in_mb."""
-        self.name = f"decent-dp, buckets of {cap} MB"
-        self.model = Vectors(count)
-        self.wrapped = decent_dp()(
-            self.model, lambda named: Nothing([p for _, p in named]), topology="one-peer-exp",
-            bucket_size_in_mb=cap, _local_world_size=1,
-        )  # fmt: skip
-        for _ in range(2):  # it traces the order of its parameters, then makes its buckets
-            self.wrapped().backward()
-        for part in self.model.parts:
-            part.grad = None
-
-    def fill(self, value: float) -> None:
-        """Set the model, and what is under way, as after a local step."""
-        self._settle()
-        self.model.fill(value)
-        self._buckets(mix=False)
-
-    def _settle(self) -> None:
-        for work in self.wrapped._comm_ops:
-            if work is not None:
-                work.wait()
-
-    def _buckets(self, mix: bool) -> None:
-        for bucket in range(len(self.wrapped._param_buckets)):
-            if not mix:
-                self.wrapped._comm_ops[bucket] = None
-            self.wrapped._ddp_fn(None, bucket)
-
-    def round(self) -> None:
-        """Wait for what was sent, mix it in, send the next: what its backward hooks do."""
-        self.wrapped._step += 1
-        self._buckets(mix=True)
-        self._settle()
-
-
 # -- training ---------------------------------------------------------------------------------
 
 
-class Training:
-    """A model of the job, trained by torch's own momentum SGD; ``after`` follows each step."""
+class Ddp:
+    """A model of the job by torch's DistributedDataParallel and its momentum SGD."""
 
-    def __init__(self, name: str, module: torch.nn.Module, lr: float, batches: Callable):
-        """``batches(index)`` gives this rank's batch."""
-        self.name, self.module, self.batches = name, module, batches
-        self.run: Callable = module
+    def __init__(self, module: torch.nn.Module, lr: float, batches: Callable, cap: float):
+        """``batches(index)`` gives this rank's batch; ``cap``: bucket_cap_mb."""
+        self.name, self.module, self.batches = f"DDP, bucket_cap_mb {cap:g}", module, batches
+        self.run = DistributedDataParallel(
+            module, bucket_cap_mb=cap, gradient_as_bucket_view=True, broadcast_buffers=False,
+            static_graph=True,
+        )  # fmt: skip
         self.optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
 
     def step(self, index: int) -> None:
-        """Forward, backward, update, averaging."""
+        """Forward, backward with its averages, update."""
         batch = self.batches(index)[0]
         self.optimizer.zero_grad()
         loss_and_correct(self.run(batch.inputs), batch.targets)[0].backward()
         self.optimizer.step()
-        self.after()
-
-    def after(self) -> None:
-        """Nothing after a step."""
 
     def open(self) -> None:
         """Nothing to open before a turn."""
@@ -318,75 +232,6 @@ class Training:
     def close(self) -> None:
         """Nothing to close after a turn."""
 
-
-class Ddp(Training):
-    """DistributedDataParallel."""
-
-    def __init__(self, module, lr: float, batches: Callable, cap: float):
-        """``cap``: bucket_cap_mb."""
-        super().__init__(f"DDP, bucket_cap_mb {cap:g}", module, lr, batches)
-        self.run = DistributedDataParallel(
-            module, bucket_cap_mb=cap, gradient_as_bucket_view=True, broadcast_buffers=False,
-            static_graph=True,
-        )  # fmt: skip
-
-
-class LocalSgd(Training):
-    """Local momentum SGD and one of torch's averagers."""
-
-    def __init__(self, name: str, module, lr: float, batches: Callable, averager):
-        """``averager``: its ``average_parameters`` is called after each step."""
-        super().__init__(name, module, lr, batches)
-        self.averager = averager
-
-    def after(self) -> None:
-        """Average where the averager's period says so."""
-        self.averager.average_parameters(self.module.parameters())
-
-
-def periodic(module, lr: float, batches: Callable, period: int = 4) -> LocalSgd:
-    """Every ``period`` steps an average of all."""
-    averager = PeriodicModelAverager(period=period)
-    return LocalSgd(f"PeriodicModelAverager({period})", module, lr, batches, averager)
-
-
-def hierarchical(module, lr: float, batches: Callable) -> LocalSgd:
-    """Groups of two every second step, all every fourth."""
-    n = dist.get_world_size()
-    groups = OrderedDict([(2, 2), (4, n)]) if n > 2 else OrderedDict([(4, n)])
-    averager = HierarchicalModelAverager(period_group_size_dict=groups)
-    return LocalSgd("HierarchicalModelAverager(2, 4)", module, lr, batches, averager)
-
-
-class Decent(Training):
-    """decent-dp: D-PSGD whose exchange travels during the next forward and backward."""
-
-    def __init__(self, module, lr: float, batches: Callable):
-        """One bucket for small models, its own default."""
-        super().__init__("decent-dp one-peer-exp", module, lr, batches)
-        self.run = decent_dp()(
-            module,
-            lambda named: torch.optim.SGD([p for _, p in named], lr=lr, momentum=0.9),
-            topology="one-peer-exp",
-            _local_world_size=1,
-        )
-        self.run.train()
-
-    def step(self, index: int) -> None:
-        """Its hooks step the optimizer and average."""
-        batch = self.batches(index)[0]
-        loss_and_correct(self.run(batch.inputs), batch.targets)[0].backward()
-
-
-def averaged(module: torch.nn.Module, comm: MPI.Comm) -> torch.nn.Module:
-    """A copy of the module whose floats are the mean over the ranks."""
-    import copy
-
-    found = copy.deepcopy(module)
-    with torch.no_grad():
-        for value in found.state_dict().values():
-            if value.is_floating_point():
-                total = np.empty_like(value.numpy())
-                comm.Allreduce(np.ascontiguousarray(value.numpy()), total)
-                value.copy_(torch.from_numpy(total / comm.size))
-    return found
+    def averaged(self) -> torch.nn.Module:
+        """The model, which all ranks have; its buffers are the rank's own."""
+        return self.module

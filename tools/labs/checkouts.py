@@ -11,7 +11,6 @@ import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,14 +23,15 @@ from typing import NamedTuple
 import h5py
 from safetensors.numpy import load_file
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.launching import OUTER, Late, at_ease, ended, launcher  # noqa: E402
+
 LIMIT_S = 300
 """Seconds for one command."""
 REFUSED = 2
 """Exit code of `mpigossip` for a mistake of the user."""
 TIMES = re.compile(r".*(_s|seconds?)")
 """Columns of a log that no two runs have in common."""
-OUTER = ("SLURM_", "PMI_", "PMIX_", "PALS_", "FLUX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
-"""Variables of a surrounding job, which would make ranks believe that they belong to it."""
 
 
 class Wrong(Exception):
@@ -116,65 +116,16 @@ class Checkout:
         return self._ended([*head, sys.executable, "-m", "mpigossip", *words])
 
     def _ended(self, words: Sequence[str]) -> str:
-        with tempfile.TemporaryFile() as file, tempfile.TemporaryDirectory() as empty:
-            process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=empty,
-                env=self.environment,
-            )  # fmt: skip
-            code = _waited(process)
-            file.seek(0)
-            text = file.read().decode(errors="replace")
-        if code:
-            lines = text.strip().splitlines() or ["nothing"]
+        with tempfile.TemporaryDirectory() as empty:
+            try:
+                done = ended(words, LIMIT_S, empty, self.environment)
+            except Late:
+                raise Failed(1, f"no end within {LIMIT_S} s") from None
+        if done.returncode:
+            lines = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
             telling = [line for line in lines if re.match(r"mpigossip: |\w*Error\b", line)]
-            raise Failed(code, (telling or lines)[-1])
-        if code is None:
-            raise Failed(1, f"no end within {LIMIT_S} s")
-        return text
-
-
-def _waited(process: subprocess.Popen) -> int | None:
-    """The exit code, None of a process that takes too long and is ended."""
-    try:
-        return process.wait(LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        process.terminate()  # a launcher ends its ranks itself
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def launcher() -> list[str]:
-    """The words that start ranks, none where there is no MPI."""
-    if given := os.environ.get("MPIGOSSIP_MPIEXEC"):
-        return shlex.split(given)
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    return [found] if found else []
-
-
-def at_ease() -> dict[str, str]:
-    """Settings by which both MPIs start as root, oversubscribed, with their own library."""
-    settings = {
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "HYDRA_LAUNCHER": "fork",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_osc": "^ucx",  # silences its warning at each window
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-    }
-    for first in launcher()[:1]:
-        tree = Path(shutil.which(first) or first).parent.parent
-        for name in ("libmpi.so.40", "libmpi.so.12"):
-            if tree != Path("/usr") and (tree / "lib" / name).exists():
-                settings["MPI4PY_LIBMPI"] = str(tree / "lib" / name)
-    return settings
+            raise Failed(done.returncode, (telling or lines)[-1])
+        return done.stdout
 
 
 def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path]) -> Result:

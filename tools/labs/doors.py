@@ -101,7 +101,7 @@ def simulated(n: int, name: str, inner: str, wire: str) -> list[torch.Tensor]:
     widths = vector.flat.widths
     layout = Layout(widths, method.vectors, method.scalars, ("cpu",), assemble.make_wire(job))
     mixer = open_mixer(graph, layout, Alone())
-    vector.x[0].copy_(mixer.mean(vector.x[0]))
+    vector.x[0][1:] = vector.x[0][:1]  # all begin with node 0's model
     cadence = assemble.make_cadence(job, method, graph)
     engine = Engine(mixer, Single(), vector, [method], cadence)
     for step in range(STEPS):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -26,8 +26,6 @@ GOSSIP = "dmsgd-vanilla"
 """What gossips in place of a job's parallel SGD: local momentum, one vector."""
 NEAR = 1.05
 """Choices that take at most so many times as long as the fastest count as equally fast."""
-REFERENCE = "exponential"
-"""The graph whose transient iterations a recommended choice must not exceed."""
 
 
 @dataclass(frozen=True)
@@ -182,69 +180,14 @@ def table(
     period: float | None = None,
 ) -> list[Row]:
     """Every product of graph, cadence and wire on every number of nodes, refused ones left out."""
-    found = (
-        predict(what, machine, choice, n, epochs, period)
-        for n in nodes
-        for choice in choices(what.job, everything=True)
-    )
-    return [row for row in found if row is not None]
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The recommended choice for n nodes and why."""
-
-    row: Row
-    reason: str
-
-
-def recommend(rows: Iterable[Row], n: int) -> Advice:
-    """The fastest choice with an exact wire whose transient is at most the reference graph's.
-
-    Among those within `NEAR` of the fastest: the fewest transient iterations, then bytes.
-    """
-    at = [row for row in rows if row.nodes == n]
-    exact = [row for row in at if row.wire == "fp32"]
-    plain = [row for row in exact if row.graph == REFERENCE and row.cadence == "always"]
-    limit = plain[0].transient if plain else float("inf")
-    sound = [row for row in exact if row.transient <= limit * (1 + 1e-9)] or exact or at
-    if not sound:
-        raise JobError([f"--nodes {n}: no graph fits the job's algorithm with {n} nodes"])
-    fastest = min(row.step_s for row in sound)
-    best = min(
-        (row for row in sound if row.step_s <= NEAR * fastest),
-        key=lambda row: (row.transient, row.bytes_per_step, row.step_s),
-    )
-    return Advice(best, _reason(best, at, sound, limit))
-
-
-def _reason(best: Row, at: list[Row], sound: list[Row], limit: float) -> str:
-    reduce = next((row for row in at if row.graph == ALL_REDUCE), None)
-    parts = []
-    if reduce and best is not reduce:
-        parts.append(f"{reduce.step_s / best.step_s:.2f} x as fast as all-reduce")
-    elif reduce:
-        second = min((r.step_s for r in sound if r is not reduce), default=reduce.step_s)
-        parts.append(
-            f"no sound choice is faster by more than {NEAR - 1:.0%} (the next takes "
-            f"{second / reduce.step_s:.2f} x as long), and it needs no extra iterations"
-        )
-    quicker = [r for r in at if r.wire == "fp32" and r.step_s * NEAR < best.step_s]
-    if quicker and limit < float("inf"):
-        first = min(quicker, key=lambda row: row.step_s)
-        parts.append(
-            f"{name(first.choice)} would be faster still, with {first.transient / limit:.0f} x "
-            f'the transient iterations of "{REFERENCE}"'
-        )
-    lossy = [r for r in at if r.wire != "fp32" and r.transient <= limit * (1 + 1e-9)]
-    lossy = [r for r in lossy if r.step_s * NEAR < best.step_s]
-    if lossy:
-        first = min(lossy, key=lambda row: row.step_s)
-        parts.append(
-            f"a lossy wire would bring {best.step_s / first.step_s:.2f} x ({name(first.choice)}), "
-            "a loss that theory's figures here don't count"
-        )
-    return "; ".join(parts)
+    every, rows = choices(what.job, everything=True), list[Row]()
+    for n in nodes:
+        found = (predict(what, machine, choice, n, epochs, period) for choice in every)
+        at = [row for row in found if row is not None]
+        if not at:
+            raise JobError([f"--nodes {n}: no graph fits the job's algorithm with {n} nodes"])
+        rows += at
+    return rows
 
 
 def name(choice: Choice) -> str:
@@ -254,21 +197,14 @@ def name(choice: Choice) -> str:
     return " + ".join([*words, *[choice.wire] * (choice.wire != "fp32")])
 
 
-def as_json(
-    what: Subject, machine: Machine, rows: Sequence[Row], nodes: Sequence[int], epochs: float
-) -> dict[str, Any]:
+def as_json(what: Subject, machine: Machine, rows: Sequence[Row], epochs: float) -> dict[str, Any]:
     """All that was predicted, as plain values."""
-    advice = {n: recommend(rows, n) for n in nodes}
     return {
         "parameters": what.flat.count,
         "samples_per_step": what.per_step,
         "epochs": epochs,
         "machine": asdict(machine),
         "rows": [_finite(asdict(row)) for row in rows],
-        "recommended": {
-            str(n): {**asdict(found.row.choice), "reason": found.reason}
-            for n, found in advice.items()
-        },
     }
 
 

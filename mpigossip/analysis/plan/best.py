@@ -21,18 +21,27 @@ FRAGMENTS = 4
 WITHIN = 1.1
 """Proposals that take at most so many times as long as the fastest count as equally fast."""
 KNOWN = {
-    "none": "the same training as on one large node",
-    "one-peer": "published: +0.02 points (ResNet-50, 32 nodes)",
-    "static": "in theory as one-peer",
-    "ring": "published: -0.63 points (ResNet-50, 32 nodes)",
-    "bf16": "measured: none (steps to a loss, LeNet, 8 nodes)",
-    "diloco": "measured: 1.1-1.4 x the steps at H = 50; own rate",
-    "gasloc": "measured: loss 5 % above DiLoCo's; own rate",
+    "none": ("", "the same training as on one large node"),
+    "one-peer": ("resnet50", "published: +0.02 points (ResNet-50, 32 nodes)"),
+    "static": ("", "in theory as one-peer"),
+    "ring": ("resnet50", "published: -0.63 points (ResNet-50, 32 nodes)"),
+    "bf16": ("lenet", "measured: none (steps to a loss, LeNet, 8 nodes)"),
+    "diloco": ("lenet", "measured: 1.1-1.4 x the steps at H = 50; own rate"),
+    "gasloc": ("gpt", "measured: loss 5 % above DiLoCo's; own rate"),
 }
-"""What is known of the accuracy that a choice costs: Ying et al. 2021's table (76.25 % all-reduce,
-76.27 % one-peer, 75.62 % ring), ours in jobs/claims/BEYOND.md (LeNet, 8 nodes: steps to a training
-loss of 1.8: fp32 231 to 240, bf16 213, DiLoCo with AdamW 269 to 318), and of GASLoC (published: as
-DiLoCo) in tools/bench/BENCHMARKS.md (GPT of 2.2 M parameters, 4 nodes, H = 32)."""
+"""The model that the cost in accuracy of a choice is known of ("": any), and that cost: Ying et al.
+2021's table (76.25 % all-reduce, 76.27 % one-peer, 75.62 % ring), ours in jobs/claims/BEYOND.md
+(LeNet, 8 nodes: steps to a training loss of 1.8: fp32 231 to 240, bf16 213, DiLoCo with AdamW 269
+to 318), and of GASLoC (published: as DiLoCo) in tools/bench/BENCHMARKS.md (GPT of 2.2 M parameters,
+4 nodes, H = 32)."""
+
+
+def known(choice: str, job: Job) -> str:
+    """The cost in accuracy of a choice in `KNOWN`, where it was measured with the job's model."""
+    model, cost = KNOWN[choice]
+    task = "language-model" if model == "gpt" else "classification"
+    same = not model or (job.model.name, job.task.name) == (model, task)
+    return cost if same else "not measured for this model and task"
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ def proposals(
         if row is None:
             left_out[way.label] = f"the graph doesn't exist for {n} nodes, or the parts don't fit"
         else:
-            found.append(Proposal(way.label, way.level, KNOWN[way.known], pasted, row))
+            found.append(Proposal(way.label, way.level, known(way.known, job), pasted, row))
     if not found:
         raise JobError([f"{label}: {why}" for label, why in left_out.items()])
     return found, left_out

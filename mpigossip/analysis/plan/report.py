@@ -15,7 +15,6 @@ from mpigossip.analysis.plan import (
     Row,
     always_global,
     choices,
-    recommend,
 )
 from mpigossip.analysis.plan import name as named
 from mpigossip.training.costs import Subject
@@ -29,6 +28,7 @@ EXPLAINED = (
     "(transient: iterations before n nodes pay off n-fold, in theory and up to a constant: to "
     "compare, not to add)"
 )
+PROPOSED = "`mpigossip plan … --best` proposes graph, method, H and wire"
 ASSUMED = "all-reduce as DDP does it, its buckets sent during backward"
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
@@ -41,27 +41,25 @@ def text(
     epochs: float,
     note: str = "",
 ) -> str:
-    """Two tables and the advice, on one screen."""
+    """Two tables on one screen."""
     shown = [choice for choice in choices(what.job) if any(r.choice == choice for r in rows)]
     by = {(row.choice, row.nodes): row for row in rows}
     own = shown[1] if len(shown) > 1 else shown[0]
     labels = {choice: _label(choice, own) for choice in shown}
     last = nodes[-1]
-    advice = [recommend(rows, n) for n in nodes]
-    chosen = {(found.row.choice, found.row.nodes) for found in advice}
-    steps = [["ms a step, nodes:", *(f"{n:,} " for n in nodes)]]
+    steps = [["ms a step, nodes:", *(f"{n:,}" for n in nodes)]]
     for choice in shown:
         steps.append([labels[choice]])
         for n in nodes:
-            row, mark = by.get((choice, n)), "*" if (choice, n) in chosen else " "
-            steps[-1].append("- " if row is None else _short(1e3 * row.step_s) + mark)
+            row = by.get((choice, n))
+            steps[-1].append("-" if row is None else _short(1e3 * row.step_s))
     head = ["ms a step", "hidden", "MB a step", "epoch", f"{epochs:g} epochs", "transient"]
     details = [[f"at {last:,} nodes", *head]]
     for choice in shown:
         if (row := by.get((choice, last))) is not None:
             details.append([labels[choice], *_details(row)])
     lines = [*_head(what, machine, note), *_columns(steps), "", *_columns(details)]
-    lines += [*_wrapped(EXPLAINED), "", *_advice(nodes, advice)]
+    lines += [*_wrapped(EXPLAINED), "", *_wrapped(PROPOSED)]
     return "\n".join(lines)
 
 
@@ -113,19 +111,6 @@ def _details(row: Row) -> list[str]:
     return [_short(1e3 * row.step_s), hidden, megabytes, *times, f"{row.transient:.1g}"]
 
 
-def _advice(nodes: Sequence[int], advice: Sequence) -> list[str]:
-    """One paragraph for each stretch of nodes with the same recommendation; * marks them above."""
-    lines, begin = [], 0
-    for k in range(len(nodes)):
-        if k + 1 < len(nodes) and advice[k + 1].row.choice == advice[begin].row.choice:
-            continue
-        span = f"{nodes[begin]:,}" + (f" … {nodes[k]:,}" if k > begin else "")
-        said = f"* {span} nodes: {named(advice[k].row.choice)}: {advice[k].reason}"
-        lines += _wrapped(said, "  ")
-        begin = k + 1
-    return lines
-
-
 def _short(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
@@ -165,10 +150,6 @@ def picture(
             at = [row.nodes for row in mine]
             left.plot(at, [1e3 * row.step_s for row in mine], **style)
             right.plot(at, [row.total_s / scale or math.nan for row in mine], **style)
-    best = [recommend(rows, n).row for n in nodes]
-    ring = {"marker": "o", "ms": 13, "mfc": "none", "color": "#444444", "linestyle": "none"}
-    left.plot(nodes, [1e3 * row.step_s for row in best], label="recommended", **ring)
-    right.plot(nodes, [row.total_s / scale or math.nan for row in best], **ring)
     for axis, label, title in (
         (left, "milliseconds", "A step"),
         (right, unit, f"{epochs:g} epochs"),

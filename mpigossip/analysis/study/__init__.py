@@ -11,7 +11,6 @@ from mpigossip.analysis.study.results import Results
 from mpigossip.analysis.study.running import Runner
 from mpigossip.analysis.study.search import chosen
 from mpigossip.analysis.study.tables import with_greek
-from mpigossip.analysis.study.together import TogetherRunner
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +29,8 @@ class Study(Results):
         """Mean over seeds of a figure at each evaluation, with the 95 % interval as a band.
 
         ``x = "time"``: virtual seconds, of jobs with a `[clock]`. ``y``: a metric (unset: what is
-        judged), "loss" or "consensus_distance". ``out``: a file to
+        judged), "loss" or "consensus_distance"; a band that would include 0 of what is above 0
+        reaches as far below the mean, in ratio, as above. ``out``: a file to
         write; the suffix chooses PNG, PDF, SVG or PGF. ``theory``: D-PSGD's rate on each point's
         graph as dots, and the lower bounds in grey: of "gradient_square" against steps, for the
         problems of theory, whose constants are known.
@@ -74,7 +74,6 @@ def study(
     output: str | Path | None = None,
     processes: int | None = None,
     skip: bool = False,
-    together: bool = False,
 ) -> Study:
     """Simulate every point of a grid with every seed, but for what is there already.
 
@@ -95,19 +94,16 @@ def study(
     of the nodes' batches in the last twentieth of the steps; unset, the task's first. ``output``:
     the folder of all logs, unset runs/study-JOB; a study that was killed, or asked again with more
     points or seeds, does only what is missing, to the same bits. ``processes``: runs side by side,
-    unset one a core. ``skip`` leaves out points whose parts don't go together, which else are a
-    mistake. ``together``: all seeds of a point in one vectorized call (`node.vmap`), faster where
-    nodes are few and models small; to rounding, not to the bit; in a folder of its own, and a point
-    that lacks a seed is done anew.
+    unset one a core, 0 to run nothing. ``skip`` leaves out points whose parts don't go together,
+    which else are a mistake.
 
-    Raises JobError for a grid that can't be, Failure where a run ends with an error; a loss that
-    isn't a number is a result, "diverged".
+    Raises JobError for a grid that can't be, Failure where a run ends with an error (with 0
+    ``processes``: is missing); a loss that isn't a number is a result, "diverged".
     """
     path = Path(job)
     cells, left_out = cells_of(path, grid or {}, _listed(nodes), settings, skip)
-    name = f"study-{path.stem}" + ("-together" if together else "")
-    folder = Path(output) if output is not None else Path("runs") / name
-    runner = (TogetherRunner if together else Runner)(path, folder, processes)
+    folder = Path(output) if output is not None else Path("runs") / f"study-{path.stem}"
+    runner = Runner(path, folder, processes)
     rate_of, tried = chosen(cells, rates, judge, runner)
     numbers = _listed(range(seeds) if isinstance(seeds, int) else seeds)
     wanted = [(cell, rate_of[cell], seed) for cell in cells for seed in numbers]

@@ -28,7 +28,13 @@ LABELS = {
     "loss": "test loss",
     "accuracy": "test accuracy",
     "train_loss": "training loss since the evaluation before",
-}
+    "parallel": "parallel SGD", "dsgd": "D-PSGD", "dmsgd": "DmSGD", "qg-dmsgd": "QG-DmSGD",
+    "dmsgd-vanilla": "vanilla DmSGD", "decentlam": "DecentLaM", "d2": "D²", "dsgt": "DSGT",
+    "detag": "DeTAG", "defacto": "DeFacto", "sgp": "SGP", "choco": "CHOCO-SGD", "slowmo": "SlowMo",
+}  # fmt: skip
+"""Figures as axes call them, methods as their papers do."""
+FILLS = ("full", "none", "left", "bottom", "right")
+"""Of markers, one for each line, and markers one for each colour: for grey print."""
 SPAN = 3.0
 """Largest over smallest value from which on an axis is logarithmic."""
 WIDE, HIGH = 5.4, 4.2
@@ -59,7 +65,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
     panels: dict[str, list[Cell]] = {}
     for cell in study.cells:
         panels.setdefault(cell.label(apart) if apart else "", []).append(cell)
-    columns = min(len(panels), 3)
+    columns = min(len(panels), 2)  # more are too small on a page
     lines = -(-len(panels) // columns)
     made = Picture(figsize=(WIDE * columns, HIGH * lines), layout="constrained")
     FigureCanvasAgg(made)  # needs no display
@@ -84,7 +90,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
             axes.legend(frameon=False, fontsize=9)
         _scale(axes, y)
     for row in grid:
-        row[0].set_ylabel(LABELS.get(y, y))
+        row[0].set_ylabel(LABELS.get(y, y.replace("_", " ")))
     made.suptitle(_of_all(study), fontsize=10, color="#555555")
     return made
 
@@ -126,6 +132,8 @@ def _said(axis: str, label: str) -> str:
     """A label where its axis isn't named: of numbers and truths what they are of."""
     if axis == "nodes":
         return f"n = {label}"
+    if axis in ("algorithm.name", "graph.name"):
+        return LABELS.get(label, label.replace("one-peer-", "one-peer "))
     speaks = not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", label, re.IGNORECASE)
     return label if speaks else f"{axis.rpartition('.')[2]} = {label}"
 
@@ -147,9 +155,10 @@ def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
     elif len(others) == 1 or len(first) > len(COLOURS) or len(others) > len(LINES):
         at = {name: (k, k) for k, name in enumerate(at)}
     return {
-        name: {"color": COLOURS[colour % len(COLOURS)], "linestyle": LINES[line % len(LINES)]}
+        name: {"color": COLOURS[colour % len(COLOURS)], "linestyle": LINES[line % len(LINES)],
+               "marker": MARKERS[colour % len(COLOURS)], "fillstyle": FILLS[line % len(LINES)]}
         for name, (colour, line) in at.items()
-    }
+    }  # fmt: skip
 
 
 def _places(run: Found, x: str) -> np.ndarray:
@@ -180,12 +189,13 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
     low, high = mean - half, mean + half
     if "accuracy" in y:  # Student's t knows no ends
         low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+    elif (mean > 0).all() and (low <= 0).any():  # in ratio as far below as above
+        low = mean**2 / high
     banded = bool(np.isfinite(half).any())
     if len(at) == 1:  # no line: of a single evaluation
         bar = [mean - low, high - mean] if banded else None
-        mark = MARKERS[LINES.index(style["linestyle"])]
-        axes.errorbar(at, mean, bar, label=label, color=style["color"], fmt=mark, capsize=4)
+        axes.errorbar(at, mean, bar, label=label, capsize=4, **style | {"linestyle": ""})
         return
-    axes.plot(at, mean, lw=1.8, label=label, **style)
+    axes.plot(at, mean, lw=1.8, ms=5, markevery=-(-len(at) // 12), label=label, **style)
     if banded:
         axes.fill_between(at, low, high, color=style["color"], lw=0)

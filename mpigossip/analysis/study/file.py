@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpigossip.config import JobError
+from mpigossip.config import JobError, removed
 from mpigossip.config.toml import near
 
 
 def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str, Any]:
-    """What a file says for the function; the job's path is seen from the file.
+    """What a file says for the function; a job may lie beside the file, too.
 
     ``more``: keys that somebody else reads. JobError with every mistake.
     """
@@ -25,7 +25,10 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise JobError([f"{path} is no TOML: {error}"]) from None
     known = {*inspect.signature(study).parameters, *more}
-    wrong = [f"{path}: {key} is unknown; {near(key, known)}" for key in given.keys() - known]
+    wrong = [
+        f"{path}: {removed.of_argument(key) or f'{key} is unknown; {near(key, known)}'}"
+        for key in given.keys() - known
+    ]
     if "job" not in given:
         wrong.append(f"{path}: job is missing: the job file that all runs begin with")
     if wrong:
@@ -33,7 +36,9 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
     grid = given.get("grid", {})
     if not isinstance(grid, dict):
         raise JobError([f"{path}: grid = {grid!r}: needs to be a table, [grid], an axis a line"])
-    return given | {"job": path.parent / str(given["job"]), "grid": _axes(grid)}
+    beside = path.parent / str(given["job"])
+    job = beside if beside.exists() else Path(given["job"])
+    return given | {"job": job, "grid": _axes(grid)}
 
 
 def _axes(grid: Mapping[str, Any]) -> dict[str, Any]:

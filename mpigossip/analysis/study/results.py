@@ -18,6 +18,7 @@ from mpigossip.analysis.study.grid import Cell
 from mpigossip.analysis.study.running import Found, Key
 from mpigossip.analysis.study.search import Tried, figure_of, larger_is_better
 from mpigossip.config import JobError
+from mpigossip.config.readable import cells
 from mpigossip.runs.summary import metrics_of
 
 
@@ -125,28 +126,29 @@ class Results:
     # -- tables ----------------------------------------------------------------------------------
 
     def table(self, form: Literal["text", "csv", "latex"] = "text") -> str:
-        """A row a point. LaTeX needs booktabs; bold are the best and what can't be told from it."""
+        """A row a point. LaTeX needs booktabs; bold are the best and its ties, unless all rows."""
         if form == "csv":
             out = io.StringIO()
-            writer = csv.DictWriter(out, list(self.rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
+            writer = csv.writer(out, lineterminator="\n")
+            writer.writerows(map(cells, [self.rows[0], *(row.values() for row in self.rows)]))
             return out.getvalue()
         if form not in ("text", "latex"):
             raise JobError([f'table("{form}"): choose one of text, csv, latex'])
         left, rates = len(self.axes), ["lr"] * ("lr" in self.rows[0])
         heads = [axis.removesuffix(".name").rpartition(".")[2] for axis in self.axes]
         heads += [f"lr{self._per()}" for _ in rates] + [*self.figures, "MB a node"]
-        strong = [id(row) for row in [self.best(), *self.ties()]]
-        rows = []
-        for cell, row in zip(self.cells, self.rows, strict=True):
-            said = [str(row[axis]) for axis in self.axes] + [f"{row[key]:g}" for key in rates]
-            said += [tables.with_interval(row, name) for name in self.figures]
-            said += [tables.megabytes(row["MB"])]
-            rows.append(tables.Row(said, left + len(rates), self.note(cell), id(row) in strong))
+        columns = [[str(row[axis]) for row in self.rows] for axis in self.axes]
+        columns += [[f"{row[key]:g}" for row in self.rows] for key in rates]
+        columns += [tables.column(self.rows, name) for name in [*self.figures, "MB"]]
+        best = [self.best(), *self.ties()]
+        strong = {id(row) for row in best if len(best) < max(2, len(self.rows))}
+        rows = [
+            tables.Row(said, left + len(rates), self.note(cell), id(row) in strong)
+            for cell, row, *said in zip(self.cells, self.rows, *columns, strict=True)
+        ]
         if form == "text":
             return tables.text(heads, rows, left)
-        return tables.latex(heads, rows, left, self._comments())
+        return tables.latex(heads, rows, left, self._comments(bool(strong)))
 
     def note(self, cell: Cell) -> str:
         """What goes with a point's figures: runs that diverged; that none of a search converged."""
@@ -166,7 +168,7 @@ class Results:
         }  # fmt: skip
         return found.pop() if len(found) == 1 else ""
 
-    def _comments(self) -> list[str]:
+    def _comments(self, strong: bool) -> list[str]:
         """What the figures of the LaTeX table are."""
         steps = [int(run.last("steps")) for cell in self.cells for run in self.ended(cell)]
         nodes = sorted({cell.nodes for cell in self.cells})
@@ -178,7 +180,8 @@ class Results:
         return [
             f"±: half the {100 * LEVEL:.0f} % interval of the mean of {len(self.seeds)} seeds "
             f"(Student's t); {made}",
-            f"bold: can't be told from the best {self.judge} (differences paired by seed)",
+            ("bold: can't" if strong else "no point can")
+            + f" be told from the best {self.judge} (differences paired by seed)",
         ]
 
     def frame(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -10,20 +11,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 
 from mpigossip import config
+from mpigossip.analysis.study.child import LOST
 from mpigossip.analysis.study.grid import Cell
-from mpigossip.analysis.study.vectorized import DIVERGED
-from mpigossip.config.errors import FAILED, Failure
+from mpigossip.config.errors import Failure
+from mpigossip.config.readable import tell
+from mpigossip.runs.lock import lock
 from mpigossip.store import StoreError
-from mpigossip.store.hdf5 import replacing
+from mpigossip.store.hdf5 import replacing, writing
 from mpigossip.store.log import VIRTUAL, Log, read
 from mpigossip.training import assemble
 
 OUTPUT = "output.txt"
 """Beside the log: what a run printed."""
+DIVERGED = "diverged.txt"
+"""Beside the log of a run whose loss became no number: why it can't be finished."""
 COLUMNS = ("bytes_sent", "consensus_distance", "kind", "loss", "mixed_distance", VIRTUAL)
 DERIVED: dict[str, Callable[[Log], float]] = {
     "train_loss": lambda log: float(np.nanmean(_last(log.steps["loss"]))),
@@ -111,13 +117,17 @@ class Found:
         return np.where(at >= 0, total[np.maximum(at, 0)], 0.0)
 
 
+class Missing(Failure):
+    """Runs aren't there and none may be started; the message lists their commands."""
+
+
 class Runner:
     """Does runs of one job under a folder."""
 
     def __init__(self, job: Path, folder: Path, processes: int | None = None):
         """``processes``: how many at once, None for one a core that this process may use."""
         self.job, self.folder = job, folder
-        self.processes = processes or len(os.sched_getaffinity(0))
+        self.processes = len(os.sched_getaffinity(0)) if processes is None else processes
 
     def place(self, key: Key) -> Path:
         """The folder of a run."""
@@ -131,12 +141,22 @@ class Runner:
         return [*cell.settings, *own, f"run.seed={seed}", f"run.output={self.place(key)}"]
 
     def fill(self, wanted: Sequence[Key]) -> dict[Key, Found]:
-        """Do what isn't there yet, and read all of it. Failure, after the others, if one fails."""
+        """Do what isn't there yet, and read all of it. Failure, after the others, if one fails.
+
+        Without processes: Missing.
+        """
         there = {key: self._found(key) for key in wanted}
         missing = [key for key, found in there.items() if found is None]
-        failed = self._do(missing) if missing else []
-        if failed:
-            raise Failure("\n".join(failed))
+        if missing:
+            said = f"{self.folder}: {len(missing)} of {len(wanted)} runs are missing"
+            if self.processes < 1:
+                words = (["mpigossip", "simulate", str(self.job), *self.words(k)] for k in missing)
+                raise Missing("\n".join([said, *map(shlex.join, words)]))
+            tell(f"{said}; up to {self.processes} at once, output in {OUTPUT} of each", flush=True)
+            with lock(self.folder, "output"), writing(self.folder):
+                failed = self._do(missing)
+            if failed:
+                raise Failure("\n".join(failed))
         return {key: found or self._read(key) for key, found in there.items()}
 
     def _found(self, key: Key) -> Found | None:
@@ -175,24 +195,25 @@ class Runner:
                         failed += self._ended(key, process.returncode)
                         done = len(keys) - len(waiting) - len(running)
                         spent = time.monotonic() - began
-                        print(f"[{done}/{len(keys)}] {self.place(key)}: {spent:.1f} s", flush=True)
+                        tell(f"[{done}/{len(keys)}] {self.place(key)}: {spent:.1f} s", flush=True)
                 time.sleep(0.02)
         finally:
             self._stop([process for process, _ in running.values()])
         return failed
 
-    def _start(self, key: Key) -> subprocess.Popen:
-        words = ["--nodes", str(key[0].nodes), *self.settings(key)]
-        return self._simulated(self.place(key), words)
+    def words(self, key: Key) -> list[str]:
+        """What follows the job in the command of a run."""
+        return ["--nodes", str(key[0].nodes), *self.settings(key)]
 
-    def _simulated(self, place: Path, words: Sequence[str]) -> subprocess.Popen:
+    def _start(self, key: Key) -> subprocess.Popen:
         """A simulation of the job that ends where this process does; what it prints is kept."""
+        place = self.place(key)
         place.mkdir(parents=True, exist_ok=True)
         child = [sys.executable, "-m", "mpigossip.analysis.study.child", str(os.getpid())]
         environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         with (place / OUTPUT).open("a") as output:
             return subprocess.Popen(
-                [*child, "simulate", str(self.job), *words],
+                [*child, "simulate", str(self.job), *self.words(key)],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
             )  # fmt: skip
 
@@ -201,10 +222,12 @@ class Runner:
         place = self.place(key)
         lines = (place / OUTPUT).read_text(errors="replace").strip().splitlines()
         said = next((line for line in reversed(lines) if line.startswith("mpigossip:")), "")
-        if code == FAILED and "the loss of node" in said:
+        if code == LOST:
             with replacing(place / DIVERGED) as beside:
                 beside.write_text(said + "\n")
         elif code:
+            with TemporaryFile(dir=place) as probe:
+                probe.write(bytes(1 << 16))  # on a full disk the run couldn't say what is wrong
             last = said or (lines[-1] if lines else "nothing was printed")
             return [f"{place} ended with code {code}: {last} ({place / OUTPUT} has all of it)"]
         return []

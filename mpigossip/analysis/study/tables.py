@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 from mpigossip.runs.summary import number
@@ -37,20 +38,21 @@ def lost(row: Mapping[str, Any]) -> list[str]:
     return [f"{row[k]} of {row['seeds']} {word}" for k, word in LOST.items() if row[k]]
 
 
-def with_interval(row: Mapping[str, Any], name: str) -> str:
-    """A mean ± half its interval, both to two digits of the latter."""
-    half = row[f"{name}_high"] - row[name]
-    if math.isnan(row[name]):
-        return "--"
-    if math.isnan(half) or half == 0:
-        return number(row[name])
-    digits = min(max(1 - math.floor(math.log10(half)), 0), 12)
-    return f"{row[name]:.{digits}f} ± {half:.{digits}f}"
+def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    """Means ± half their intervals, all to two digits of those' median, else four of the least."""
+    halves = [row[f"{name}_high"] - row[name] for row in rows]
+    known = [half for half in halves if half > 0]
+    least = min((abs(row[name]) for row in rows if abs(row[name]) > 0), default=1.0)
+    size, shown = (median(known), 2) if known else (least, 4)
+    digits = min(max(shown - 1 - math.floor(math.log10(size)), 0), 12)
 
+    def said(mean: float, half: float) -> str:
+        if math.isnan(mean):
+            return "--"
+        value = f"{mean:.{digits}f}" if known or least >= 0.01 else number(mean)
+        return f"{value} ± {half:.{digits}f}" if half > 0 else value
 
-def megabytes(value: float) -> str:
-    """To four digits."""
-    return f"{float(f'{value:.4g}'):g}"
+    return [said(row[name], half) for row, half in zip(rows, halves, strict=True)]
 
 
 def text(heads: Sequence[str], rows: Sequence[Row], left: int) -> str:

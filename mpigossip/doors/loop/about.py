@@ -21,9 +21,9 @@ def screen(job: Job, node: Node, world: World) -> list[tuple[str, str]]:
     cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
     method = f"{job.algorithm.name} ({title(node.inner)}) on {job.graph.name}{cadence}"
     model = f"{type(node.model).__name__}, {flat.count:,} parameters, {size(4 * flat.count)}"
-    devices = [str(next(each.parameters()).device) for each in node.slots.models]
+    device = str(next(node.model.parameters()).device)
     return [
-        ("nodes", nodes(node.mixer.n, devices, world)),
+        ("nodes", nodes(node.mixer.n, [device], world)),
         ("model", model),
         ("method", method),
         *between(node.engine, node.graph, job.node, world),

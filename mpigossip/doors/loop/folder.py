@@ -47,7 +47,7 @@ class WithFolder(Wrapper):
     def save(self) -> None:
         """A checkpoint of the present step, written while the loop goes on. Collective."""
         run, _ = self._own_run("save"), self._laid_out()
-        with self._node.engine.uncounted(), torch.no_grad(), self._node.noticed():
+        with self._node.engine.clock.uncounted(), torch.no_grad(), self._node.noticed():
             run.save(self._node)
 
     def resume(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpigossip.doors.inner import title
 from mpigossip.doors.loop.plain import packed, unpacked
 from mpigossip.engine.sharded import full, part_like
 from mpigossip.store import StoreError
@@ -33,7 +34,7 @@ def written(
         whole = {key: full(value) for key, value in one.items()}
         of[flat[k]] = packed(whole, f"torch/{flat[k]}", {} if arrays is None else arrays)
     kept = packed(groups, "torch/#groups", {} if arrays is None else arrays)
-    return json.dumps({"groups": kept, "state": of})
+    return json.dumps({"optimizer": title(optimizer), "groups": kept, "state": of})
 
 
 def read(
@@ -42,7 +43,7 @@ def read(
     text: str,
     arrays: Mapping[str, np.ndarray],
 ) -> tuple[dict[str, Any], list[str]]:
-    """What its ``load_state_dict`` takes, and parameters whose state ``arrays`` lacks.
+    """What :func:`saved.load` takes, and parameters whose state ``arrays`` lacks.
 
     StoreError where the groups have other parameters.
     """
@@ -66,7 +67,8 @@ def read(
     now = optimizer.state_dict()["param_groups"]
     for group, present in zip(groups, now, strict=True):
         group["params"] = present["params"]
-    return {"state": found, "param_groups": groups}, lacking
+    of = {"optimizer": saved.get("optimizer")}
+    return {"state": found, "param_groups": groups, **of}, lacking
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:

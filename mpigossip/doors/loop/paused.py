@@ -32,7 +32,7 @@ def paused(node: Node) -> Iterator[None]:
             ["paused() inside averaged(): an asynchronous node would go on exchanging, with the "
              "average for its own model; evaluate a copy of it (copy.deepcopy) behind averaged()"]
         )  # fmt: skip
-    with deadline.paused(), node.engine.uncounted() if node.laid_out else nullcontext():
+    with deadline.paused(), node.engine.clock.uncounted() if node.laid_out else nullcontext():
         if not serves:
             yield
             return

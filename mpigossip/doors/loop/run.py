@@ -20,10 +20,10 @@ from mpigossip.config.readable import counted
 from mpigossip.doors.loop import about
 from mpigossip.doors.loop import state as loop_state
 from mpigossip.doors.node import Node
-from mpigossip.engine.step import Record
+from mpigossip.engine.measurements import Record
 from mpigossip.runs.hooks import named_hooks
 from mpigossip.runs.launch import newest
-from mpigossip.runs.lock import Guard, locked
+from mpigossip.runs.lock import locked
 from mpigossip.runs.printer import Printer, say
 from mpigossip.runs.progress import Progress
 from mpigossip.runs.recorder import COLUMNS, Recorder
@@ -63,7 +63,7 @@ class LoopRun:
         self._recorder = Recorder(world, 1, by_itself=False)
         self._stopper = Stopper(world, self.folder, end, lag)
         world.resources.enter_context(self._stopper)
-        self._hooks = [self._recorder, Printer(world), Guard(world)]
+        self._hooks = [self._recorder, Printer(world)]
         self._hooks += [*named_hooks(job.log.hooks, world), self._stopper]
         self._node: Node | None = None
         self._tally, self._before_s = Tally(), 0.0
@@ -231,7 +231,7 @@ class LoopRun:
 
     def _save(self, node: Node) -> None:
         self.begin(node)
-        node.between("save()")
+        node.not_serving("save()")
         self._meet("save()")
         index = self._same_step("save()")
         self._hand_over()
@@ -239,6 +239,7 @@ class LoopRun:
             hook.flush()
         numbers = node.engine.numbers() | self._tally.numbers() | {
             "index": index, "shift": 0, "seconds": self.progress.seconds,
+            "local_steps": node.engine.counts[0],
             "samples": self._tally.samples, "bytes_sent": node.mixer.bytes_sent[0],
         }  # fmt: skip
         with self.world.together(JobError):
@@ -246,7 +247,7 @@ class LoopRun:
         whole = loop_state.of_node(state, own, node, numbers)
         progress = self.progress
         meta = {"door": "loop", "nodes": progress.nodes, "asked": progress.asked,
-                "slots": loop_state.slots(node), "lost": "; ".join(progress.lost),
+                "slots": node.world.nodes.per_node, "lost": "; ".join(progress.lost),
                 "lost_at": self._lost_at}  # fmt: skip
         self._saver.finish()
         self._saver.begin(index, [(self.world.nodes.column.rank, one) for one in whole], meta)
@@ -360,7 +361,7 @@ class LoopRun:
         spent, samples, sent, shown = zip(*gathered, strict=True)
         summary: dict[str, Any] = {
             "finished": not self.stopped, "steps": node.engine.index, "nodes": self.progress.nodes,
-            "slots": loop_state.slots(node), "seconds": self.progress.seconds,
+            "slots": node.world.nodes.per_node, "seconds": self.progress.seconds,
             "bytes_sent": sum(sent) / self.progress.nodes,
         }  # fmt: skip
         summary |= shares(spent, sum(samples))

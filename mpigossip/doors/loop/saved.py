@@ -10,6 +10,7 @@ from torch import nn
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.doors import equal_start
+from mpigossip.doors.inner import complete
 from mpigossip.engine.module import LOW, Parameters
 from mpigossip.engine.state import joined, split
 from mpigossip.engine.step import Engine
@@ -42,13 +43,15 @@ def load(
     inner: torch.optim.Optimizer,
     model: nn.Module,
     flat: Flat,
-) -> None:
+) -> list[str]:
     """``given`` into the inner optimizer; the model of ``mine``, a :func:`state`, into ours.
 
-    ``flat``: the layout of what this process has.
+    ``flat``: the layout of what this process has. Returns what to report of settings.
     """
     if mine is not None:
         _check(mine, flat)
+    of = given.pop("optimizer", None) if mine is None else mine.get("optimizer")
+    given["param_groups"], told = complete(inner, given["param_groups"], str(of or ""))
     low = [(p, p.data) for p in model.parameters() if p.dtype in LOW]
     for p, data in low:  # torch casts state to the parameter's type, and masters are float32
         p.data = data.float()
@@ -57,6 +60,7 @@ def load(
         p.data = data
     if mine is not None:
         equal_start.place(model, flat, mine["model"])
+    return told
 
 
 def _check(state: Any, flat: Flat) -> None:

@@ -40,11 +40,6 @@ def check_door(path: Path) -> None:
         )  # fmt: skip
 
 
-def slots(node: Node) -> int:
-    """Of a node, in all of its ranks."""
-    return node.world.nodes.per_node * len(node.slots.models)
-
-
 def snapshot(
     node: Node, keeps: Mapping[str, Any], numbers: dict[str, Number]
 ) -> tuple[NodeState | None, Own]:
@@ -55,12 +50,12 @@ def snapshot(
     """
     arrays = {
         f"buffers/{slot}/{name}": snapshots.plain(buffer).copy()
-        for slot, each in enumerate(node.slots.buffers())
+        for slot, each in enumerate(node.buffers)
         for name, buffer in each.items()
     }
     arrays["rng/torch"] = torch.get_rng_state().numpy()
-    if gpus := _gpus(node):
-        arrays["rng/cuda"] = np.stack([torch.cuda.get_rng_state(gpu).numpy() for gpu in gpus])
+    if (gpu := next(node.model.parameters()).device).type == "cuda":
+        arrays["rng/cuda"] = torch.cuda.get_rng_state(gpu).numpy()[None]
     kept = {name: packed(_state_of(one), f"own/{name}", arrays) for name, one in keeps.items()}
     own = Own(arrays, kept, int(numbers["bytes_sent"]))
     if not node.world.nodes.first or node.cut:
@@ -141,13 +136,13 @@ def _of(place: int, path: str, node: Node) -> str:
         return path
     if kind == "buffers":
         slot, _, name = rest.partition("/")
-        return f"buffers/{place * len(node.slots.models) + int(slot)}/{name}"
+        return f"buffers/{place + int(slot)}/{name}"
     return f"{kind}/#{place}/{rest}"
 
 
 def _of_rank(state: NodeState, node: Node) -> NodeState:
     """The node's state as the rank here has it: the inverse of :func:`of_node`."""
-    place, count = node.world.nodes.place, len(node.slots.models)
+    place = node.world.nodes.place
     if not place:
         return state
     arrays: dict[str, np.ndarray] = {}
@@ -155,7 +150,7 @@ def _of_rank(state: NodeState, node: Node) -> NodeState:
     for path, array in state.arrays.items():
         kind, head, rest = (path.split("/", 2) + ["", ""])[:3]
         if kind == "buffers":
-            mine[f"buffers/{int(head) - place * count}/{rest}"] = array
+            mine[f"buffers/{int(head) - place}/{rest}"] = array
         elif head == f"#{place}":
             mine[f"{kind}/{rest}"] = array
         elif kind != "rng":
@@ -177,7 +172,7 @@ def restore(
     manifest = checkpoint.read_manifest(path)
     fits = manifest.n == node.mixer.n
     first = checkpoint.read_node(path, node.mixer.rows[0] if fits else 0)
-    alike = manifest.meta.get("slots") == slots(node)
+    alike = manifest.meta.get("slots") == node.world.nodes.per_node
     if fits and not alike and any(name.startswith("buffers/") for name in first.arrays):
         first, fits = checkpoint.read_node(path, 0), False
     same_model(first, node.vector.flat, path, "the model that was saved")
@@ -193,30 +188,24 @@ def restore(
 
 
 def _exactly(node: Node, first: NodeState, keeps: Mapping[str, Any]) -> list[str]:
-    buffers = node.slots.buffers()  # of slots that the engine, which steps in one, knows nothing of
     vector, group = node.vector, node.engine.group
     split(first.parameters, vector.x, 0, vector.flat, held(group))
     node.engine.restore(first.arrays, first.numbers)
-    snapshots.put_buffers(dict(enumerate(buffers)), first)
+    snapshots.put_buffers(dict(enumerate(node.buffers)), first)
     node.mixer.bytes_sent[0] = int(first.numbers["bytes_sent"])
-    _load_optimizer(node, first, first.arrays)
+    _, told = _load_optimizer(node, first, first.arrays)
     if "rng/torch" in first.arrays:
         torch.set_rng_state(torch.from_numpy(np.array(first.arrays["rng/torch"])))
-    if "rng/cuda" in first.arrays:
-        for gpu, state in zip(_gpus(node), np.atleast_2d(first.arrays["rng/cuda"]), strict=False):
-            torch.cuda.set_rng_state(torch.from_numpy(np.array(state)), gpu)
+    gpu = next(node.model.parameters()).device
+    if "rng/cuda" in first.arrays and gpu.type == "cuda":
+        state, *_ = np.atleast_2d(first.arrays["rng/cuda"])
+        torch.cuda.set_rng_state(torch.from_numpy(np.array(state)), gpu)
     were, now = int(first.numbers.get("ranks", 1)), node.world.nodes.per_node
-    told = _load_own(first, keeps, draws=were == now or node.world.nodes.first)
+    told += _load_own(first, keeps, draws=were == now or node.world.nodes.first)
     if were != now:
         told.append(f"from nodes of {counted(were, 'rank')}, now {now}: random numbers of all but "
                     "a node's first rank are dropped, or begin anew")  # fmt: skip
     return told
-
-
-def _gpus(node: Node) -> list[torch.device]:
-    """Of the slots, each of which draws its own random numbers."""
-    devices = [next(model.parameters()).device for model in node.slots.models]
-    return [device for device in devices if device.type == "cuda"]
 
 
 def _from_average(
@@ -225,25 +214,26 @@ def _from_average(
     mean = over_nodes(path, manifest.n)
     node.engine.count_from(first.numbers)
     told = [f"from the exact average of {manifest.n} nodes x {manifest.meta['slots']} slots"]
-    told += begin_at(node.engine, [node.slots.buffers()], mean)
+    told += begin_at(node.engine, [node.buffers], mean)
     if node.engine.born < node.engine.index and same_rhythm(first, node.engine):
         node.engine.restore_rhythm(first.numbers)
-    lacking = _load_optimizer(node, first, mean)
+    lacking, settings = _load_optimizer(node, first, mean)
     kinds = sorted({name.rpartition("/")[2] for name in mean if name.startswith("torch/")})
     if kinds:
         told.append(f"of the optimizer averaged: {', '.join(kinds)}")
     if lacking:
         told.append(f"dropped: the optimizer's state of {', '.join(lacking[:4])}")
     told.append("dropped: random numbers")
-    return told + _load_own(first, keeps, draws=False)
+    return told + settings + _load_own(first, keeps, draws=False)
 
 
-def _load_optimizer(node: Node, first: NodeState, arrays: Mapping[str, np.ndarray]) -> list[str]:
-    """Into the torch optimizer; parameters that have no state among the arrays."""
+def _load_optimizer(
+    node: Node, first: NodeState, arrays: Mapping[str, np.ndarray]
+) -> tuple[list[str], list[str]]:
+    """Into the torch optimizer; parameters that have no state among the arrays, and reports."""
     text = str(first.numbers["torch"])
     given, lacking = optimizer_state.read(node.inner, node.model, text, arrays)
-    saved.load(given, None, node.inner, node.model, node.flat.own)
-    return lacking
+    return lacking, saved.load(given, None, node.inner, node.model, node.flat.own)
 
 
 def _state_of(thing: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from mpigossip.cluster.meetings import AgreedError
 from mpigossip.cluster.ranks import Alone
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import counted
+from mpigossip.config.readable import counted, note
 from mpigossip.doors.loop.run import LoopRun
 from mpigossip.doors.node import Node
 from mpigossip.mixing.base import Mixer
@@ -76,7 +75,7 @@ class Survival:
     def _copy(self, spare: NodeState | None) -> NodeState:
         node = self._node
         numbers = node.engine.numbers() | {"bytes_sent": node.mixer.bytes_sent[0]}
-        made = snapshot(node.engine, node.slots.buffers(), 0, numbers, spare)
+        made = snapshot(node.engine, node.buffers, 0, numbers, spare)
         inner = copied(node.inner, spare.inner if isinstance(spare, Whole) else [])
         return Whole(**vars(made), inner=inner)
 
@@ -113,7 +112,7 @@ class Survival:
             lost = [f"{rank} was lost after step {node.engine.index}" for rank in lost]
             if self._run is not None and here.rank == 0:
                 text = f"{'; '.join(lost)}; {counted(here.size, 'node')} end the run"
-                print(f"mpigossip: {text}", file=sys.stderr, flush=True)
+                note(text)
         else:
             lost = self._go_on(Alone() if left else here, left, lost)
         self._names, self._hosts = here.names, here.hosts
@@ -127,13 +126,12 @@ class Survival:
         node = self._node
         node.among(world, assemble.make_graph(node.job, world.size))
         mine, (numbers,) = self._kept.agree(world)
-        told = go_on_together(node.engine, node.slots.buffers(), mine, numbers)
+        told = go_on_together(node.engine, node.buffers, mine, numbers)
         if isinstance(mine, Whole):
             put_back(node.inner, mine.inner)
         means = together(world, node.mixer, node.inner)
         told += [f"averaged: {', '.join(means)}"] if means and not left else []
         node.publish()
-        node.slots.spent()
         told += ["the others have left their loops"] if left else []
         lines = tell(world, lost, numbers["index"], self._kept.whole_at, told)
         self.keep(anew=True)

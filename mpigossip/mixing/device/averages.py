@@ -13,11 +13,9 @@ from mpi4py import MPI
 
 from mpigossip.mixing import averages
 from mpigossip.mixing.averages import average
-from mpigossip.mixing.combine import combine
 from mpigossip.mixing.device.memory import Kept, current
 from mpigossip.mixing.device.nccl import NcclPush
 from mpigossip.mixing.device.push import BySlot, DevicePush, Lane, on
-from mpigossip.mixing.host.shared import SharedHost
 
 SHARE = 1 << 24
 """Bytes that are averaged at once by messages; more than on the CPU, as a GPU takes long to be told
@@ -35,76 +33,6 @@ def rooms(devices: Sequence[torch.device], share: int) -> dict[tuple, int]:
 def pieces(n: int, largest: int) -> int:
     """Bytes of a piece where the largest message has so many; an element a rank at least."""
     return max(min(SHARE, largest), 8 * n)
-
-
-def by_peers(
-    host: SharedHost, areas: Sequence[Memory], layout: BySlot, lanes: Sequence[Lane], t: int
-) -> None:
-    """Through mapped memory of one host; ``areas``: each rank's outboxes, then its results.
-
-    All ranks' outboxes are whole when they say so, and their old results read; a result is
-    complete when all have said that they are done.
-    """
-    host.publish(host.others, t)
-    host.await_ready(host.others, t)
-    for slot, lane in enumerate(lanes):
-        sources = [area[slot] for area in areas]
-        targets = [area[slot + len(lanes)] for area in areas]
-        with current(lane.device), on(lane.into):
-            for dtype, part in layout.of(slot).parts:
-                terms = [area[part].view(dtype) for area in sources]
-                _hand_round(host.rank, terms, [area[part].view(dtype) for area in targets])
-    for lane in lanes:
-        lane.drain()
-    host.release(host.others, t)
-    host.await_done(host.others, t)
-
-
-def _hand_round(rank: int, terms: Memory, results: Memory) -> None:
-    """Chunk ``rank`` of the average of all ranks' terms (p,), into all ranks' results."""
-    n = len(terms)
-    chunks = [term.chunk(n) for term in terms]
-    if rank >= len(chunks[0]):  # fewer elements than ranks
-        return
-    mine, *others = [results[(rank + k) % n].chunk(n)[rank] for k in range(n)]
-    rows = [chunk[rank].unsqueeze(0) for chunk in chunks]
-    combine([1 / n] * n, rows, mine.unsqueeze(0))
-    for other in others:
-        other.copy_(mine, non_blocking=True)
-
-
-def mean_by_peers(
-    host: SharedHost,
-    stages: Sequence[Memory],
-    lane: Lane,
-    own: torch.Tensor,
-    out: torch.Tensor,
-    number: int,
-) -> int:
-    """``out`` = the average of all ranks' ``own`` (p,), through mapped memory of one host.
-
-    ``stages``: each rank's memory for a piece and for its average. Meetings count on from
-    ``number``; how many there were is returned.
-    """
-    step, what = stages[0][0].numel() // own.element_size(), "the average of a vector"
-    meetings = 0
-    with current(lane.device), on(lane.into):
-        for at in range(0, own.numel(), step):
-            piece, averaged = own[at : at + step], out[at : at + step]
-            views = [
-                [memory.view(own.dtype)[: piece.numel()] for memory in stage[:2]]
-                for stage in stages
-            ]
-            views[host.rank][0].copy_(piece)
-            lane.drain()
-            host.meet(number + meetings, what)
-            _hand_round(host.rank, [term for term, _ in views], [result for _, result in views])
-            lane.drain()
-            host.meet(number + meetings + 1, what)
-            averaged.copy_(views[host.rank][1])
-            meetings += 2
-        lane.drain()
-    return meetings
 
 
 def mean_by_messages(

@@ -1,7 +1,7 @@
-"""Memory that MPI and other processes may reach: private on a GPU, mapped from a neighbour, pinned.
+"""Memory that MPI may reach: private on a GPU, or of the host and pinned.
 
-Torch's caching allocator hands out pieces of larger blocks, which can't be exported or given to
-MPI safely; these are allocations of their own. Untested where there is no GPU.
+Torch's caching allocator hands out pieces of larger blocks, which can't be given to MPI
+safely; these are allocations of their own. Untested where there is no GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from mpigossip.cluster.libraries import loaded
 
 UNIT = 2 << 20
-"""cudaMalloc cuts smaller sizes out of shared blocks, and IPC hands out whole blocks."""
+"""cudaMalloc cuts smaller sizes out of shared blocks."""
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for the contexts of all devices."""
 
@@ -64,59 +64,6 @@ class Kept:
     def room(self, device: torch.device, use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
         """``count`` elements, as many as there is room for at most, their contents undefined."""
         return self._rooms[device, use][: count * dtype.itemsize].view(dtype)
-
-
-def can_map(devices: Sequence[torch.device]) -> bool:
-    """Whether memory of these devices can be offered to other processes of the host."""
-    return all(device.type == "cuda" for device in devices)
-
-
-def handles(memory: Sequence[torch.Tensor]) -> list[bytes]:
-    """What another process of this host opens these private allocations with."""
-    found = []
-    for array in memory:
-        cupy = _cupy(array.device)
-        with current(array.device), cupy.cuda.Device(array.device.index):
-            found.append(cupy.cuda.runtime.ipcGetMemHandle(array.data_ptr()))
-    return found
-
-
-class Mapped:
-    """A neighbour's private allocations, mapped into this process; ``arrays``: in its order."""
-
-    def __init__(self, given: Sequence[bytes], sizes: Sequence[int], devices):
-        """``devices``: this process's, one an allocation, where each is read from.
-
-        The arrays count as memory of those devices, also where the neighbour's GPU is another
-        one that they reach as a peer. Raises MemoryRefused.
-        """
-        self.arrays: list[torch.Tensor] = []
-        self._open: list[tuple[int, torch.device]] = []
-        try:
-            for handle, nbytes, device in zip(given, sizes, devices, strict=True):
-                cupy = _cupy(device)
-                with current(device), cupy.cuda.Device(device.index):
-                    pointer = cupy.cuda.runtime.ipcOpenMemHandle(handle)
-                    self._open.append((pointer, device))
-                    # without the device's number CuPy would ask whose memory it is: the peer's
-                    memory = cupy.cuda.UnownedMemory(pointer, nbytes, self, device.index)
-                    array = cupy.ndarray((nbytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
-                    self.arrays.append(torch.from_dlpack(array))
-        except RuntimeError as error:  # CUDARuntimeError is one
-            self.close()
-            raise MemoryRefused(
-                f"cudaIpcOpenMemHandle of a neighbour's memory for {device} failed: {error}; ranks "
-                "of one host need to see each other's GPUs (CUDA_VISIBLE_DEVICES) and processes"
-            ) from error
-
-    def close(self) -> None:
-        """Unmap; the arrays must not be used any more."""
-        self.arrays = []
-        for pointer, device in self._open:
-            cupy = _cupy(device)
-            with current(device), cupy.cuda.Device(device.index):
-                cupy.cuda.runtime.ipcCloseMemHandle(pointer)
-        self._open = []
 
 
 def pages(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -178,7 +125,7 @@ def _cupy(device: torch.device) -> Any:
         import cupy
     except ImportError as error:
         raise MemoryRefused(
-            f"memory of {device} is shared through CuPy, which can't be imported ({error}); "
+            f"memory of {device} for windows is CuPy's, which can't be imported ({error}); "
             "pip install 'mpigossip[cuda]' (on AMD a ROCm build of CuPy), or go through host "
             'memory: node.gpu_window = "host"'
         ) from error

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.averages import raw
 from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.device.memory import MemoryRefused, current, private
@@ -69,8 +70,7 @@ class Proof:
         self._wait([self._comm.Ibarrier()])
         self._agreed("a put or a message", self._compare)
         for window in self._windows:
-            window.Unlock_all()
-            window.Free()
+            close_window(window, self._comm)
 
     def _agreed(self, name: str, step: Callable[[int, torch.device], None]) -> bool:
         """Do a step for every slot; whether it went well on all ranks."""
@@ -105,8 +105,7 @@ class Proof:
         synchronize(device)
 
     def _open(self, slot: int, device: torch.device) -> None:
-        self._windows.append(MPI.Win.Create(raw(self._memory[slot]), 1, comm=self._comm))
-        self._windows[-1].Lock_all()
+        self._windows.append(open_window(MPI.Win.Create, raw(self._memory[slot]), self._comm))
 
     def _put(self, slot: int, device: torch.device) -> None:
         put(self._windows[slot], raw(self._parts(slot)[0]), self._right, PROBE)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.averages import Swap, raw, swapped
 from mpigossip.mixing.base import Layout, Segments
 from mpigossip.mixing.device.memory import MemoryRefused, current, private
@@ -27,6 +28,10 @@ class BySlot(Layout):
             self.widths[slot : slot + 1], self.vectors, self.scalars,
             self.devices[slot : slot + 1], self.wire, self.dtype, (self.begin(slot),),
         )  # fmt: skip
+
+    def segments(self, memory: Sequence[torch.Tensor]) -> Segments:
+        """The views of a message of which every slot has its bytes on its own device."""
+        return [self.of(slot).views(mine)[0] for slot, mine in enumerate(memory)]
 
     @property
     def sizes(self) -> list[int]:
@@ -52,8 +57,7 @@ class BySlot(Layout):
 
     def views(self, memory: torch.Tensor) -> Segments:
         """Cut one node's message into segments of one row."""
-        slots = range(len(self.widths))
-        return [self.of(slot).views(memory[self.span(slot)])[0] for slot in slots]
+        return self.segments([memory[self.span(slot)] for slot in range(len(self.widths))])
 
     def place(self, slot: int, part: int) -> int:
         """Where in the encoded message a slot's vector or (part ≥ vectors) scalar begins."""
@@ -159,8 +163,7 @@ class DevicePush:
         self._windows: list[MPI.Win] = []
         for memory, device in zip(self._inboxes.memory, self._devices, strict=True):
             with current(device):
-                self._windows.append(MPI.Win.Create(raw(memory), 1, comm=comm))
-                self._windows[-1].Lock_all()
+                self._windows.append(open_window(MPI.Win.Create, raw(memory), comm))
 
     def swap(self, slot: int) -> Swap:
         """What brings arrays of a slot's device to other ranks and theirs here."""
@@ -207,7 +210,6 @@ class DevicePush:
     def close(self) -> None:
         """Free windows and memory; collective. The communication thread has ended."""
         for window in self._windows:
-            window.Unlock_all()
-            window.Free()
+            close_window(window, self.signals.comm)
         self._windows, self._inboxes.memory = [], []
         self.signals.close()

@@ -10,7 +10,7 @@ from mpigossip.mixing.base import Layout
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.device.memory import current
 from mpigossip.mixing.device.push import BySlot, Lane, on
-from mpigossip.mixing.kernels import fused
+from mpigossip.mixing.kernels import gpu_sum
 
 Source = tuple[torch.Tensor, bool]
 """Bytes of a slot's message, or of a piece of it, and whether they are encoded."""
@@ -41,7 +41,7 @@ class Sums:
                 inside = slice(low - piece.start, high - piece.start)
                 rows = [self._row(source, layout, dtype, inside) for source in brought]
                 out = self._results[slot][low:high].view(dtype).unsqueeze(0)
-                if not (out.is_cuda and fused.combine(weights, rows, out)):
+                if not (out.is_cuda and gpu_sum.combine(weights, rows, out)):
                     combine(weights, [row.to(dtype) for row in rows], out)
 
     def _brought(self, source: Source, slot: int, index: int) -> Source:

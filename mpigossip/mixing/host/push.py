@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.tokens import Signals, Tokens
 
 ARRIVED, FREE = 11, 12
@@ -37,8 +38,7 @@ class PushWindow:
         self._begins = [sum(sizes[:area]) for area in range(len(sizes))]
         self._others_places = comm.allgather(places)
         room = self.nbytes * (2 * places + (1 if outbox else 0))
-        self._window = MPI.Win.Allocate(max(room, 8), 1, comm=comm)
-        self._window.Lock_all()
+        self._window = open_window(MPI.Win.Allocate, max(room, 8), comm)
         self.memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:room]
         *rooms, rest = self.memory.split(
             [self.nbytes] * 2 * places + [room - 2 * places * self.nbytes]
@@ -87,6 +87,5 @@ class PushWindow:
         """Free window and communicator; collective. The communication thread has ended."""
         self.memory = self.outbox = None
         self._rooms = []
+        close_window(self._window, self.signals.comm)
         self.signals.close()
-        self._window.Unlock_all()
-        self._window.Free()

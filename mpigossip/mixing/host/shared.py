@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.tokens import ARRIVING, Signals, Tokens
+from mpigossip.mixing.tokens import ARRIVING, Tokens
 
 READY, DONE, REDUCED, HALF = 1, 2, 3, 4
 ALIGN = 4096
@@ -27,8 +28,7 @@ class SharedHost:
     A round: the owner fills its outbox and says READY to its readers; a reader sums and says
     DONE; the owner waits for DONE before it writes again. ``Win.Sync`` stands between memory
     and tokens. READY also says that the owner's result area is free: two ranks that average
-    with each other write one half each of one result, and both read it there. Contract:
-    :class:`mpigossip.mixing.stream.Route`.
+    with each other write one half each of one result, and both read it there.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout_s: float):
@@ -36,16 +36,12 @@ class SharedHost:
         self.size, self.rank = comm.size, comm.rank
         self.others = [rank for rank in range(comm.size) if rank != comm.rank]
         room = rounded(nbytes)
-        self._window = MPI.Win.Allocate_shared(2 * room, 1, comm=comm)
-        self._window.Lock_all()
+        self._window = open_window(MPI.Win.Allocate_shared, 2 * room, comm)
         self._tokens = Tokens(comm, timeout_s)
-        self.signals = Signals(self._tokens, READY)
         areas = [self._area(rank) for rank in range(comm.size)]
         self.outboxes = [area[:nbytes] for area in areas]
         self._results = [area[room : room + nbytes] for area in areas]
         self.own, self.result = self.outboxes[self.rank], self._results[self.rank]
-        self.areas: Sequence[slice] = [slice(nbytes)]
-        """of a message: all of it, or its slots"""
         self._halves: dict[int, list[tuple[torch.Tensor, ...]]] = {}
 
     def _area(self, rank: int) -> torch.Tensor:
@@ -56,26 +52,6 @@ class SharedHost:
     def waited(self) -> float:
         """Seconds spent waiting for tokens."""
         return self._tokens.waited
-
-    def put(
-        self, areas: Sequence[torch.Tensor], span: slice, targets: Sequence[tuple[int, int]],
-        number: int,
-    ) -> Sequence[MPI.Request]:  # fmt: skip
-        """Say that a piece is whole: it is read where it lies."""
-        self._window.Sync()
-        self.signals.tell([place for place, _ in targets], number)
-        return ()
-
-    def sent(self, targets: Sequence[tuple[int, int]], number: int) -> None:
-        """Nothing: it was said."""
-
-    def sync(self, number: int) -> None:
-        """Let what others wrote be seen."""
-        self._window.Sync()
-
-    def inbox(self, count: int, place: int, area: int = 0) -> torch.Tensor:
-        """An area of the outbox of a rank of this host, uint8."""
-        return self.outboxes[place][self.areas[area]]
 
     def publish(self, readers: Sequence[int], t: int) -> None:
         """Say to the readers that the outbox of round t is whole."""
@@ -96,10 +72,10 @@ class SharedHost:
         self._await(readers, DONE, t, "waiting for a neighbour to have read the model")
 
     def _tell(self, ranks: Sequence[int], tag: int, t: int) -> None:
-        self._tokens.send(ranks, tag, t * self._tokens.pieces)
+        self._tokens.send(ranks, tag, t)
 
     def _await(self, ranks: Sequence[int], tag: int, t: int, what: str) -> None:
-        self._tokens.wait(ranks, tag, t * self._tokens.pieces, what)
+        self._tokens.wait(ranks, tag, t, what)
 
     def average_pair(
         self, parts: Sequence[tuple[torch.dtype, slice]], weight: float, partner: int, t: int
@@ -165,22 +141,17 @@ class SharedHost:
             copies = [targets[rank][self.rank].unsqueeze(0) for rank in self.others]
             combine([1 / self.size] * self.size, rows, mine.unsqueeze(0), *copies)
         # every rank has written its chunk into this rank's result, and left this rank's outbox
-        self.meet(t, "global average")
-
-    def meet(self, t: int, what: str) -> None:
-        """Wait until all ranks of this host have come; what each wrote before is then seen."""
         self._window.Sync()
         self._tell(self.others, REDUCED, t)
-        self._await(self.others, REDUCED, t, what)
+        self._await(self.others, REDUCED, t, "global average")
         self._window.Sync()
 
     def close(self) -> None:
         """Free window and communicator; collective. The memory must not be used any more."""
         self.outboxes, self._results, self.own, self.result = [], [], None, None
         self._halves = {}
+        close_window(self._window, self._tokens.comm)
         self._tokens.close()
-        self._window.Unlock_all()
-        self._window.Free()
 
 
 def open_host(

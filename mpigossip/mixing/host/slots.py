@@ -80,7 +80,7 @@ class HostSlots:
         """Nothing is allocated yet."""
         self.layout, self._lossy = layout, not layout.wire.exact
         self._pieces: list[Piece] = []
-        self._inline, self.blocks = False, tuple[slice, ...]()
+        self._inline = False
 
     @staticmethod
     def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
@@ -100,17 +100,14 @@ class HostSlots:
             "inbox": 2 * layout.sent_bytes * (plans.places if push else 0),
         }
 
-    def open_near(self, reach: Reach) -> None:
-        """Nothing: the memory that others read is there."""
-
     def open_far(self, reach: Reach, places: int) -> PushWindow:
         """The inbox window."""
         own, sizes = reach.host is None and not self._lossy, [self.layout.sent_bytes]
         return PushWindow(reach.comm, sizes, places, reach.timeout_s, outbox=own)
 
-    def open(self, reach: Reach, apart: bool) -> None:
+    def open(self, reach: Reach) -> None:
         """Cut the message in pieces as the wire is found to be; allocate it."""
-        self._reach, self._apart, layout = reach, apart, self.layout
+        self._reach, layout = reach, self.layout
         if reach.push:
             rate = measured_rate(reach.comm, layout.sent_bytes, reach.timeout_s)
             self.cut(piece_size(layout.sent_bytes, rate))
@@ -122,10 +119,6 @@ class HostSlots:
         self._pieces = cut(self.layout, size)
         self._reach.push.signals.count_in_pieces(len(self._pieces))
         self._inline = self.layout.sent_bytes <= INLINE or not self._reach.courier.threaded
-        # as all ranks have to send in the same order, no two of them may share a host
-        if self._apart and not self._inline and len(self.layout.widths) == 1:
-            each = self._pieces[: len(self._pieces) // self.layout.vectors]
-            self.blocks = tuple(piece.stretches[0][2] for piece in each if len(each) > 1)
 
     @property
     def waited(self) -> float:
@@ -170,16 +163,9 @@ class HostSlots:
             if far and len(far) == len(now.sources):
                 add_up(layout, now.weights, sources, result, piece.stretches)
 
-        pieces, blocks = self._pieces, len(self.blocks)
-        if now.order:
-            pieces = sorted(pieces, key=lambda piece: now.order.index(piece.number % blocks))
-
-        def ready(piece: Piece) -> bool:
-            return not now.empty or piece.number % blocks not in now.empty
-
         areas = [self.message.codes if self._lossy else self.message.own]
         leg = Leg(reach.push, areas, reach.count(now.t), now.targets, far)
-        return Stream([leg], pieces, reach.timeout_s, reach.courier.rest, prepare, add, ready)
+        return Stream(leg, self._pieces, reach.timeout_s, reach.courier.rest, prepare, add)
 
     def average(self, now: Exchange) -> None:
         """Begin an average over all nodes."""

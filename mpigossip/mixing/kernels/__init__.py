@@ -1,1 +1,1 @@
-"""Compiled and fused sums, waiting in C: accelerators, with the bits of torch's own way."""
+"""Sums in C and on GPUs, waiting in C: accelerators, with the bits of torch's own way."""

@@ -3,6 +3,7 @@
 Accelerators only: without them (no compiler, no cache folder, ``MPIGOSSIP_NATIVE=0``) torch's
 operations give the same bits in several passes, and Python waits. The library lies in the user's
 cache folder under a name that holds a hash of its source, so that another version builds its own.
+It is not loaded from where another user may write: then each process compiles a private copy.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def status() -> str:
         _load()
     except NoKernel as error:
         return f"not used, exchanges take longer: {error}"
-    return str(_place())
+    place = _place()
+    return str(place) if _safe(place.parent) else f"a private copy: others may write to {place}"
 
 
 def _load() -> Any:
@@ -104,12 +106,16 @@ def _load() -> Any:
         place = _place()
     except RuntimeError as error:  # no home
         raise NoKernel(f"no cache folder: {error}; XDG_CACHE_HOME names one") from error
-    if not place.exists():
-        _build(place)
+    cache = place.parent
+    if not (_safe(cache) and _safe(place)):
+        place = _build(place)
     try:
         kernel = ctypes.CDLL(str(place))
     except OSError as error:
         raise NoKernel(f"{place} can't be loaded ({error}); remove it") from error
+    finally:
+        if place.parent != cache:  # what is loaded stays mapped
+            shutil.rmtree(place.parent, ignore_errors=True)
     if not _proven(kernel):
         raise NoKernel(f"{place} sums with other bits than torch; remove it, or set CC")
     if sys.platform == "linux":
@@ -130,13 +136,26 @@ def _compiler() -> str:
     return os.environ.get("CC") or "cc"
 
 
-def _build(place: Path) -> None:
-    """Compile beside and rename: ranks that build at once don't see each other's halves."""
+def _safe(path: Path) -> bool:
+    """Return whether a path exists and only this user and root may write to it."""
+    found = path.stat() if path.exists() else None
+    return bool(found and found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022)
+
+
+def _build(place: Path) -> Path:
+    """Compile beside and rename: ranks that build at once don't see each other's halves.
+
+    Returned is where: in a private folder, if others may write to the cache folder.
+    """
     compiler = _compiler().split()
     if shutil.which(compiler[0]) is None:
         raise NoKernel(f'no compiler "{compiler[0]}" (CC names another)')
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if place.parent.stat().st_uid == os.getuid():
+            place.parent.chmod(0o700)
+        if not _safe(place.parent):
+            place = Path(tempfile.mkdtemp(prefix="mpigossip-")) / place.name
         with tempfile.TemporaryDirectory(dir=place.parent) as folder:
             built = Path(folder) / place.name
             command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(built)]
@@ -144,7 +163,8 @@ def _build(place: Path) -> None:
             if done.returncode:
                 said = (done.stderr.strip().splitlines() or ["no message"])[0]
                 raise NoKernel(f"{compiler[0]} failed: {said}")
-            built.replace(place)
+            built.chmod(0o755)
+            return built.replace(place)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoKernel(f"could not build {place}: {error}") from error
 

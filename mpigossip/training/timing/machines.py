@@ -9,6 +9,7 @@ from typing import Any
 
 from mpigossip.config import ClockSection, JobError
 from mpigossip.config.toml import near
+from mpigossip.store.hdf5 import replacing
 
 SUM_RATE, CODING_RATE = 300e9, 50e9
 """Bytes/s of one term of the sum and of coding that are assumed of a GPU: a third of the memory's
@@ -61,7 +62,8 @@ class Machine:
 
     def save(self, path: Path) -> None:
         """As JSON, for :func:`named`."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
+        with replacing(path) as new:
+            new.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
 
 
 def named(section: ClockSection) -> Machine:

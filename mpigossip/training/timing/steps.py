@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,12 +13,8 @@ import numpy as np
 from mpigossip.config import Job
 from mpigossip.graphs import Graph
 from mpigossip.graphs.rounds import Circulant, Xor
-from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind, is_average
-from mpigossip.mixing.plan import piece_size
 from mpigossip.training.costs import Exchanges
-from mpigossip.training.fit import may_cut
-from mpigossip.training.shape import planned
 from mpigossip.training.timing.machines import Machine
 
 BACKWARD = 2 / 3
@@ -96,21 +94,10 @@ class Timing:
     ):
         self.made, self.machine = made, machine
         layout, method = made.layout, made.method
-        self._bandwidth, self._delay = bandwidth, made.cadence.turns.delay
-        slots = slots_of(job.node.devices)
-        self.last = 1.0
-        """share of an exchange that begins when backward is over"""
+        self._bandwidth, self.delay = bandwidth, made.cadence.turns.delay
         self._ddp = ddp and method.always_global
-        if self._ddp:
-            self.last = last_bucket(layout.nbytes)
-        elif (
-            method.by_columns
-            and may_cut(job, planned(job))
-            and slots == ("cpu",)
-            and made.cadence.turns.plain
-        ):
-            size = layout.sent_bytes
-            self.last = min(1.0, piece_size(size, machine.bandwidth) / size)
+        self.last = last_bucket(layout.nbytes) if self._ddp else 1.0
+        """share of an exchange that begins when backward is over"""
         lossy = 0.0 if layout.wire.exact else layout.nbytes
         self.encode_s = lossy / machine.encode_rate if machine.encode_rate else 0.0
         decode_s = lossy / machine.decode_rate if machine.decode_rate else 0.0
@@ -142,21 +129,20 @@ class Timing:
     def hidden_s(self, kind: Kind, t: int | None) -> float:
         """Those of them that pass while gradients are computed, alike on all nodes.
 
-        Ahead: during all of it. By layers: all but the last piece during backward. With a delay:
-        during the steps until it is applied.
+        Ahead: during all of it. DDP: all but the last bucket during backward. With a delay: during
+        the steps until it is applied.
         """
         whole = self.exchange_s(kind, t)
         if self.made.method.ahead and kind is not Kind.LOCAL:
             alone = self._busiest(kind, t)[1] * self.term_s
             return float(min(whole - alone, self.machine.compute_s))
-        return float(self._hidden(kind, whole))
+        return float(self._hidden(whole))
 
-    def _hidden(self, kind: Kind, whole):
+    def _hidden(self, whole):
         compute = self.machine.compute_s
-        if self._delay:
-            return np.minimum(whole, self._delay * compute)
-        early = 1 - self.last if kind is Kind.GOSSIP or self._ddp else 0.0
-        return np.minimum(early * whole, BACKWARD * compute)
+        if self.delay:
+            return np.minimum(whole, self.delay * self.steady_s)
+        return np.minimum((1 - self.last) * whole, BACKWARD * compute)
 
     def _busiest(self, kind: Kind, t: int | None) -> tuple[int, int]:
         return busiest(self.made.graph, t or 0) if kind is Kind.GOSSIP else (1, 1)
@@ -189,7 +175,8 @@ class Timing:
         sigma, n = self.machine.jitter * self.machine.compute_s, self.made.graph.n
         if not sigma or n == 1:
             return 0.0
-        if {kind for kind, _ in self.made.counted} <= {Kind.LOCAL, Kind.GLOBAL}:
+        turns = self.made.cadence.turns
+        if {kind for kind, _ in self.made.counted} <= {Kind.LOCAL, Kind.GLOBAL} and not self.delay:
             gaps, since = 0.0, 0
             for kind, _ in self.made.rounds():
                 since += 1
@@ -198,28 +185,31 @@ class Timing:
             return sigma * expected_maximum(n) * gaps / self.made.steps
         clock, rows = Clock(self, max(1, DRAWN // n)), max(1, DRAWN // n)
         random = np.random.default_rng(0)
-        kinds = [kind for kind, _ in zip(self.made.rounds(), range(BURN_IN + SHOWN), strict=False)]
+        burn_in, shown = (turns.period * -(-count // turns.fragments) for count in (BURN_IN, SHOWN))
+        rounds = replace(self.made, steps=burn_in + shown).rounds()
         begin, calm = 0.0, 0.0
-        for index, (kind, t) in enumerate(kinds):
-            if index == BURN_IN:
+        for index, (kind, t) in enumerate(rounds):
+            if index == burn_in:
                 begin = clock.now.mean()
             noise = 1 + self.machine.jitter * random.standard_normal((rows, n))
             clock.step(kind, t, self.machine.compute_s * np.maximum(noise, 0.0))
-            if index >= BURN_IN:
+            if index >= burn_in:
                 calm += self.steady_s + self.exchange_s(kind, t) - self.hidden_s(kind, t)
         spent = clock.now.mean() - begin - calm
-        return max(0.0, float(spent) / max(1, len(kinds) - BURN_IN))
+        return max(0.0, float(spent) / shown)
 
 
 class Clock:
     """When each node is through with its steps: every exchange waits for those that it needs.
 
-    ``now`` (rows, n): seconds since the beginning, in as many repetitions as there are rows.
+    ``now`` (rows, n): seconds since the beginning, in as many repetitions as there are rows. With
+    `cadence.delay` an exchange is waited for in the step that applies it, not in that which sends.
     """
 
     def __init__(self, timing: Timing, rows: int = 1):
         self._timing, self._n = timing, timing.made.graph.n
         self.now = np.zeros((rows, self._n))
+        self._sent: deque[np.ndarray | None] = deque([None] * timing.delay)
 
     def step(self, kind: Kind, t: int, compute: np.ndarray) -> np.ndarray:
         """Let a step pass whose computing takes ``compute`` (rows, n) seconds; `now` behind it."""
@@ -228,19 +218,26 @@ class Clock:
         ready = begin + compute + rest
         if kind is Kind.GOSSIP and is_average(made.graph, t):
             kind = Kind.GLOBAL
-        if kind is Kind.LOCAL:
+        if timing.delay:
+            arrived = self._sent.popleft()
+            self.now = ready if arrived is None else np.maximum(ready, arrived)
+            sends = kind is not Kind.LOCAL
+            self._sent.append(self._exchanged(kind, t, self.now, self.now) if sends else None)
+        elif kind is Kind.LOCAL:
             self.now = ready
         elif made.asynchronous:
             self.now = ready + timing.exchange_s(kind, t)
-        elif kind is Kind.GLOBAL:
-            alone = timing.exchange_s(kind, t) - timing.hidden_s(kind, t)
-            self.now = np.repeat(ready.max(1, keepdims=True) + alone, self._n, axis=1)
         else:
-            self.now = self._gossip(t, begin + rest, ready)
+            self.now = self._exchanged(kind, t, begin + rest, ready)
         return self.now
 
-    def _gossip(self, t: int, begin: np.ndarray, ready: np.ndarray) -> np.ndarray:
+    def _exchanged(self, kind: Kind, t: int, begin: np.ndarray, ready: np.ndarray) -> np.ndarray:
+        """When each node has the result of a synchronous exchange, sent when all are `ready`."""
         timing = self._timing
+        if kind is Kind.GLOBAL:
+            alone = timing.exchange_s(kind, t)
+            alone -= 0.0 if timing.delay else timing.hidden_s(kind, t)
+            return np.repeat(ready.max(1, keepdims=True) + alone, self._n, axis=1)
         period = timing.made.graph.period
         edges = edges_of(timing.made.graph, t % period if period else t)
         wire, sums = _on_edges(timing, edges)
@@ -248,8 +245,8 @@ class Clock:
             came = np.maximum.reduceat((begin[:, edges.senders] + wire), edges.starts, axis=1)
             return np.maximum(ready, came) + edges.received * timing.term_s
         whole = wire + sums
-        came = ready[:, edges.senders] + whole - timing._hidden(Kind.GOSSIP, whole)
-        return np.maximum.reduceat(came, edges.starts, axis=1)
+        hidden = 0.0 if timing.delay else timing._hidden(whole)
+        return np.maximum.reduceat(ready[:, edges.senders] + whole - hidden, edges.starts, axis=1)
 
 
 def _on_edges(timing: Timing, edges: Edges) -> tuple[np.ndarray, np.ndarray]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mpigossip.mixing.device import trial
+from tests.cases import on_each
 
 
 def proven(comm, version, devices):
@@ -41,7 +42,7 @@ def test_a_process_of_its_own_is_no_rank_but_has_what_sets_mpi_up():
     assert trial.environment(launched | kept) == kept
 
 
-@pytest.mark.parametrize(
+@on_each(
     "said, able, named",
     [
         ("begun\narrived\n", True, ""),

@@ -3,12 +3,9 @@
 What needs a GPU is in tests/test_gpu.py, the kernels' arithmetic in tests/mixing/kernels.
 """
 
-import os
 import random
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,64 +16,22 @@ from mpigossip.mixing.codes import wire
 from mpigossip.mixing.device import memory
 from mpigossip.mixing.device.push import BySlot, Lane
 from mpigossip.mixing.simulated import Simulated
+from tests.cases import on_each
 from tests.mixing.test_windows import GRAPHS, SIZES, fill, graphs_for, kinds_of
 
 WIDTHS = (2048, 2048)
-
-
-PATCHED = ("STAGE", "proven", "private", "can_map", "handles", "Mapped")
-
-
-PROVEN = ("device", "mapped", "half mapped")
-
-
-def cannot(memory):
-    raise RuntimeError("no handle here")
 
 
 def compare(*args, **kwargs):
     """`compared`, after which the kept pool's process has the package as it was."""
     from mpigossip.mixing.device import averages, nccl, routes, slots
 
-    kept, sizes = {name: getattr(routes, name) for name in PATCHED}, (slots.PIECE, averages.SHARE)
-    links = nccl.Links
+    proven, links, sizes = routes.proven, nccl.Links, (slots.PIECE, averages.SHARE)
     try:
         return compared(*args, **kwargs)
     finally:
+        routes.proven, nccl.Links = proven, links
         slots.PIECE, averages.SHARE = sizes
-        nccl.Links = links
-        for name, value in kept.items():
-            setattr(routes, name, value)
-
-
-class SharedFiles:
-    """Files in shared memory in the place of GPU memory that a neighbour maps by CUDA IPC."""
-
-    def __init__(self):
-        self.paths = {}
-
-    def private(self, nbytes, device):
-        handle, path = tempfile.mkstemp(dir="/dev/shm", prefix="mpigossip-test-")
-        os.close(handle)
-        memory = torch.from_file(path, shared=True, size=max(nbytes, 1), dtype=torch.uint8)
-        self.paths[memory.data_ptr()] = path
-        return memory[:nbytes]
-
-    def handles(self, memory):
-        return [self.paths[array.data_ptr()].encode() for array in memory]
-
-    def mapped(self, given, sizes, devices):
-        pairs = zip(given, sizes, devices, strict=True)
-        arrays = [
-            torch.from_file(path.decode(), shared=True, size=size, dtype=torch.uint8)
-            for path, size, _ in pairs
-        ]
-        return SimpleNamespace(arrays=arrays, close=lambda: None)
-
-    def remove(self):
-        for path in self.paths.values():
-            Path(path).unlink()
-        self.paths.clear()
 
 
 class Messages:
@@ -114,7 +69,6 @@ def same_means(mixer, reference, step, comm, device):
 def compared(
     comm,
     names,
-    same_host,
     memory,
     steps,
     wire_name="fp32",
@@ -130,35 +84,19 @@ def compared(
     from mpigossip.mixing.windows import Windows
 
     torch.set_num_threads(1)
-    slots.PIECE, routes.STAGE, averages.SHARE = piece, 1000, 6000
-    files, world_comm = SharedFiles(), comm
-    if memory.startswith("hosts "):  # two ranks on each
-        from mpi4py import MPI
-
-        memory = memory.removeprefix("hosts ")
-
-        class Pairs(MPI.Intracomm):
-            def Split_type(self, *_):
-                return self.Split(self.rank // 2, self.rank)
-
-        world_comm = Pairs(comm)
-        if memory == "half mapped" and comm.rank >= 2:
-            files.handles = cannot
-    able = memory in PROVEN
+    slots.PIECE, averages.SHARE = piece, 6000
+    able = memory == "device"
     if device == "cpu":  # it stands in for a device: MPI reads and writes its memory
         routes.proven = lambda comm, device: (able, "the CPU stands in")
-    if memory in ("ipc", "mapped", "half mapped"):
-        routes.private, routes.handles, routes.Mapped = files.private, files.handles, files.mapped
-        routes.can_map, memory = lambda devices: True, "auto"
     if memory == "nccl" and device == "cpu":
         nccl.Links = Messages
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
     layout = Layout(widths, **options)
     device = device.format(rank=comm.rank)
     there = replace(layout, devices=(device,) * len(widths))
-    world, delays, found, routes = World(world_comm), random.Random(comm.rank), {}, {}
+    world, delays, found, routes = World(comm), random.Random(comm.rank), {}, {}
     for name, made in graphs_for(comm.size, names):
-        ways = {"same_host": same_host, "timeout_s": 30, "gpu_window": memory}
+        ways = {"timeout_s": 30, "gpu_window": memory}
         mixer = Windows(made, there, world, on_devices=True, **ways)
         if mutate is not None:
             mutate(mixer)
@@ -184,73 +122,32 @@ def compared(
         wrong += mixer.bytes_sent[0] != reference.bytes_sent[comm.rank]
         mixer.close()
         mixer.close()
-        files.remove()
         found[name] = wrong
     world.close()
     return found, routes
 
 
-@pytest.mark.parametrize(
-    "same_host, memory",
-    [("read", "host"), ("put", "host"), ("put", "device"), ("put", "nccl")],
-)
+@pytest.mark.parametrize("memory", ["host", "device", "nccl"])
 @pytest.mark.parametrize("n", SIZES)
-def test_device_windows_equal_the_simulator_under_random_delays(ranks, n, same_host, memory):
-    for found, routes in ranks(n)(compare, GRAPHS, same_host, memory, 12, timeout=150):
+def test_device_windows_equal_the_simulator_under_random_delays(ranks, n, memory):
+    for found, routes in ranks(n)(compare, GRAPHS, memory, 12, timeout=150):
         assert found and not any(found.values()), found
         way = memory
         assert all(route.startswith(way) for route in routes.values()) and len(routes) == n - 1
 
 
-@pytest.mark.parametrize("n", [3, 6])
-def test_mapped_memory_of_a_host_equals_the_simulator(ranks, n):
-    graphs = ["one-peer-exponential", "exponential", "star"]
-    for found, routes in ranks(n)(compare, graphs, "read", "ipc", 12, timeout=150):
-        assert found and not any(found.values()), found
-        assert all(route.startswith("ipc (mapped") for route in routes.values())
-
-
-@pytest.mark.parametrize("wire_name", ["fp32", "bf16"])
-@pytest.mark.parametrize("memory", ["host", "device", "nccl", "mapped", "half mapped"])
-def test_ways_differ_between_neighbours_on_this_host_and_on_others(ranks, memory, wire_name):
-    """Ranks 0 and 1 on one host, 2 and 3 on another, where mapping may fail."""
-    graphs = ["ring", "exponential", "complete"]
-    near = {"mapped": ["ipc"] * 4, "half mapped": ["ipc", "ipc", "host", "host"]}
-    for rank, (found, routes) in enumerate(
-        ranks(4)(compare, graphs, "read", f"hosts {memory}", 12, wire_name, timeout=90)
-    ):
-        assert found and not any(found.values()), found
-        assert routes[rank ^ 1].startswith(near.get(memory, ["host"] * 4)[rank])
-        far = memory if memory in ("host", "nccl") else "device"
-        assert routes[rank ^ 2].startswith(far), routes
-
-
-@pytest.mark.parametrize("memory", ["host", "mapped"])
-def test_a_rank_alone_on_its_host_opens_with_those_that_share_one(ranks, memory):
-    """Ranks 0 and 1 on one host, 2 on another: only the two have memory to map."""
-    results = ranks(3)(compare, ["ring"], "read", f"hosts {memory}", 6, timeout=60)
-    near = {"mapped": "ipc"}.get(memory, "host")
-    for rank, (found, routes) in enumerate(results):
-        assert found and not any(found.values()), found
-        assert rank == 2 or routes[1 - rank].startswith(near), routes
-
-
 @pytest.mark.parametrize("piece", [512, 1 << 24])
 def test_pieces_of_any_size_and_rounds_that_begin_anywhere(ranks, piece):
-    for same_host in ("read", "put"):
-        args = (["exponential", "base-3"], same_host, "auto", 8, "fp32", piece, 7)
-        for found, _ in ranks(3)(compare, *args):
-            assert found and not any(found.values()), found
+    args = (["exponential", "base-3"], "auto", 8, "fp32", piece, 7)
+    for found, _ in ranks(3)(compare, *args):
+        assert found and not any(found.values()), found
 
 
-@pytest.mark.parametrize(
-    "same_host, memory",
-    [("read", "auto"), ("put", "auto"), ("put", "device"), ("put", "nccl"), ("read", "ipc")],
-)
+@pytest.mark.parametrize("memory", ["auto", "device", "nccl"])
 @pytest.mark.parametrize("name", ["bf16", "qsgd", "top-k"])
-def test_lossy_wires_are_decoded_to_the_same_bits(ranks, name, same_host, memory):
+def test_lossy_wires_are_decoded_to_the_same_bits(ranks, name, memory):
     graphs = ["one-peer-exponential", "ring", "complete"]
-    for found, routes in ranks(3)(compare, graphs, same_host, memory, 10, name):
+    for found, routes in ranks(3)(compare, graphs, memory, 10, name):
         assert found and not any(found.values()), found
         assert all(route.startswith(memory.replace("auto", "host")) for route in routes.values())
 
@@ -258,19 +155,16 @@ def test_lossy_wires_are_decoded_to_the_same_bits(ranks, name, same_host, memory
 @pytest.mark.parametrize("memory", ["device", "nccl"])
 def test_large_encoded_messages_are_averaged_decoded(ranks, memory):
     """With 4 nodes a sum of decoded bf16 values is less traffic than everyone's codes."""
-    for found, _ in ranks(4)(compare, ["complete"], "put", memory, 8, "bf16"):
+    for found, _ in ranks(4)(compare, ["complete"], memory, 8, "bf16"):
         assert found and not any(found.values()), found
 
 
-@pytest.mark.parametrize(
-    "same_host, memory",
-    [("read", "host"), ("put", "host"), ("put", "device"), ("put", "nccl"), ("read", "ipc")],
-)
+@pytest.mark.parametrize("memory", ["host", "device", "nccl"])
 @pytest.mark.parametrize("wire_name", ["fp32", "bf16"])
-def test_slots_may_be_of_different_width(ranks, wire_name, same_host, memory):
+def test_slots_may_be_of_different_width(ranks, wire_name, memory):
     """Pieces are counted by the widest slot, wherever it stands."""
     for widths in ((512, 4608, 1536), (3072, 512)):
-        args = (["ring", "complete"], same_host, memory, 8, wire_name)
+        args = (["ring", "complete"], memory, 8, wire_name)
         for found, _ in ranks(3)(compare, *args, widths=widths):
             assert found and not any(found.values()), (widths, found)
 
@@ -281,7 +175,7 @@ def refused(comm):
     from mpigossip.mixing.device.memory import MemoryRefused
     from mpigossip.mixing.windows import Windows
 
-    world, ways = World(comm), {"same_host": "put", "gpu_window": "device", "on_devices": True}
+    world, ways = World(comm), {"gpu_window": "device", "on_devices": True}
     try:
         Windows(graph("ring", comm.size), Layout(WIDTHS), world, **ways)
     except MemoryRefused as error:
@@ -310,13 +204,13 @@ def test_the_proof_is_a_put_and_a_library_that_says_no_is_believed(ranks):
 
 def without_waiting_for_pieces(mixer):
     """The first piece's token is taken for all of them."""
-    signals, many = mixer._reach.host.signals, len(mixer._slots.pieces)
+    signals, many = mixer._reach.push.signals, len(mixer._slots.pieces)
     arrived = signals.arrived
     signals.arrived = lambda rank, number: number % many > 0 or arrived(rank, number)
 
 
 def without_waiting_for_readers(mixer):
-    mixer._reach.host.await_done = lambda readers, t: None
+    mixer._reach.push.signals.room = lambda rank, count: True
 
 
 def caught(comm, mutate):
@@ -325,7 +219,7 @@ def caught(comm, mutate):
 
     graphs = ["one-peer-exponential", "exponential"]
     try:
-        found, _ = compare(comm, graphs, "read", "host", 40, mutate=mutate)
+        found, _ = compare(comm, graphs, "host", 40, mutate=mutate)
     except (LateError, ProtocolError) as error:
         raise AssertionError(f"seen: {error}") from None
     assert not any(found.values()), f"seen: {found}"
@@ -372,7 +266,7 @@ def test_what_touches_is_locked_as_one(monkeypatch, stretches, runs):
 # -- layout and sum ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fp32", "qsgd"])
+@on_each("name", ["fp32", "qsgd"])
 def test_a_slots_bytes_stand_together(name):
     options = {"vectors": 2, "scalars": 2, "wire": wire(name)}
     by_slot, plain = (

@@ -12,15 +12,8 @@ HEAD = """
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define sqrtf __builtin_sqrtf
-struct float4 { float x, y, z, w; };
-struct ushort4 { unsigned short x, y, z, w; };
-typedef unsigned short code;
-static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
-static ushort4 make_ushort4(code a, code b, code c, code d) { return {a, b, c, d}; }
 static float __uint_as_float(unsigned u) { return __builtin_bit_cast(float, u); }
-static unsigned __float_as_uint(float f) { return __builtin_bit_cast(unsigned, f); }
-static thread_local struct { long x, y; } blockIdx, threadIdx, blockDim;
+static thread_local struct { long x; } blockIdx, threadIdx, blockDim;
 """
 FLAGS = ["-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
 
@@ -41,12 +34,11 @@ def as_cpp(number: int, source: str) -> str:
     name = source.partition("__global__ void ")[2].partition("(")[0]
     return f"""
 namespace of{number} {{ {source.replace('extern "C"', "")} }}
-extern "C" void run{number}(long blocks, long rows, long threads, const long* a) {{
+extern "C" void run{number}(long blocks, long threads, const long* a) {{
     blockDim.x = threads;
-    for (blockIdx.y = 0; blockIdx.y < rows; ++blockIdx.y)
-        for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-            for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
-                of{number}::{name}({given});
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
+            of{number}::{name}({given});
 }}
 """
 

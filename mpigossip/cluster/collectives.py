@@ -1,0 +1,84 @@
+"""Blocking collective MPI calls with a limit; MPI's own wait without one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mpi4py import MPI
+
+from mpigossip.cluster.deadline import Deadline, LateError, numbers
+from mpigossip.cluster.process import TIMEOUT_S
+
+LEAST_S = 10.0
+"""Seconds that a call has at least: to open windows takes longer than an exchange."""
+
+
+@contextlib.contextmanager
+def joined(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
+    """One blocking call, after a barrier that names the ranks of ``comm`` that don't come to it.
+
+    They may take twice the limit, as rank 0 may have a longer piece of work of its own. A call
+    that doesn't return can't be left: a thread names it, which ends the job.
+    """
+    limit, others = max(timeout_s, LEAST_S), {*range(comm.size)} - {comm.rank}
+    Deadline(2 * limit).wait(
+        comm.Ibarrier().Test, lambda: f"not all ranks came to {call}",
+        whom=lambda: numbers(comm, others),
+    )  # fmt: skip
+
+    def late() -> None:
+        raise LateError(f"{call} doesn't return (waited {limit:g} s)")
+
+    watch = threading.Timer(min(limit, threading.TIMEOUT_MAX), late)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
+class Comm(MPI.Intracomm):
+    """The same communicator; blocking calls on it, and on those made from it, are `joined`."""
+
+    timeout_s = TIMEOUT_S
+    plain: Any
+
+    @classmethod
+    def of(cls, comm: Any, timeout_s: float) -> Comm:
+        """``comm`` is not duplicated."""
+        made = cls(comm)
+        made.plain, made.timeout_s = getattr(comm, "plain", comm), timeout_s
+        return made
+
+
+def _with_limit(name: str) -> Callable[..., Any]:
+    def call(self: Comm, *args: Any, **kwargs: Any) -> Any:
+        with joined(self, f"MPI's {name}", self.timeout_s):
+            made = getattr(self.plain, name)(*args, **kwargs)
+        return Comm.of(made, self.timeout_s) if isinstance(made, MPI.Intracomm) else made
+
+    return call
+
+
+BLOCKING = "Allgather", "allgather", "allreduce", "Barrier", "bcast", "Dup", "gather", "Split"
+for name in (*BLOCKING, "Split_type"):
+    setattr(Comm, name, _with_limit(name))
+
+
+def open_window(make: Callable[..., MPI.Win], memory: Any, comm: Any) -> MPI.Win:
+    """A window of bytes, locked for all: of so many (``Win.Allocate``), or in this memory."""
+    with joined(comm, f"MPI's Win.{make.__name__}", getattr(comm, "timeout_s", TIMEOUT_S)):
+        window = make(memory, 1, comm=comm)
+        window.Lock_all()
+    return window
+
+
+def close_window(window: MPI.Win, comm: MPI.Comm) -> None:
+    """Free it when all ranks have come, without a limit: one may have work left at the end."""
+    with joined(comm, "MPI's Win.Free", float("inf")):
+        window.Unlock_all()
+        window.Free()

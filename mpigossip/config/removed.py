@@ -1,0 +1,70 @@
+"""Settings and options that were removed, each with one sentence that names the replacement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SETTINGS = {
+    "algorithm.local": "the local step has its own section; write local.name",
+    "algorithm.growing": "phases have one length; write algorithm.phase",
+    "algorithm.quotient": "write algorithm.phase; `help(detag)` has the corollary's formula",
+    "algorithm.tracker": 'leave it out; `dsgt` with algorithm.style = "awc" is not a phase late',
+    "algorithm.form": "leave it out; NoLoCo sends one vector, of the same sum as the paper's two",
+    "node.overlap": "layers are no longer sent during backward; leave it out (a method that is "
+    'ahead, such as algorithm "dsgd" with style = "awc", hides the entire exchange)',
+    'node.mixer = "product"': 'use "synchronous", which has the bits of ranks',
+    "study.together": "leave it out; seeds run side by side, one process each",
+}
+"""By `section.key`, or by `section.key = "value"` where one value was removed; `study` stands for
+the keys of a study's file."""
+DEFAULTS = {"node.overlap": True}
+"""Values that complete jobs of earlier checkpoints and logs have without anybody's wish."""
+MATCHINGS = (
+    'graph.name = "one-peer-exponential", "base-2" or "random-matching" goes through pairs, and '
+    'graph.placement = "hostnames" gives ranks of one rack the places that exchange most'
+)
+GOSSIP = {
+    "devices": "a rank has one device, where its model is; start a rank for each device and join "
+    "those of a node by mpigossip.world(ranks_per_node=…), or train a job on several devices",
+    "models": "a rank has one model, the one that was given",
+    "no_sync": "nothing is sent before step(), so backward may be called several times without it",
+    "run": "a rank has one device; call forward and backward of the model as in any torch loop",
+}
+"""Arguments, methods and attributes of `mpigossip.Gossip`."""
+OPTIONS = {
+    "graph search --rounds": MATCHINGS,
+    "graph search --racks": MATCHINGS,
+    "graph search --between": MATCHINGS,
+    "simulate --seeds": "`mpigossip study` runs the seeds that its file names side by side",
+}
+"""By command and option, as in `graph search --rounds`."""
+
+
+def drop_defaults(job: dict[str, Any]) -> None:
+    """Remove removed settings from a complete job that an earlier version has written."""
+    for path, value in DEFAULTS.items():
+        section, key = path.split(".")
+        table = job.get(section)
+        if isinstance(table, dict) and table.get(key) == value:
+            del table[key]
+
+
+def of_setting(path: str) -> str:
+    """Return the message on a removed setting or value, "" where there is none."""
+    return f"{path}: removed; {SETTINGS[path]}" if path in SETTINGS else ""
+
+
+def of_argument(key: str) -> str:
+    """Return the message on a removed name of Gossip, or of a setting as its argument, or ""."""
+    named = {path.rpartition(".")[2]: text for path, text in SETTINGS.items()} | GOSSIP
+    return f"{key}: removed; {named[key]}" if key in named else ""
+
+
+def of_words(words: list[str]) -> str:
+    """Return the message on the first removed option among the words of a command line, or ""."""
+    plain = [word.partition("=")[0] for word in words]
+    for name, instead in OPTIONS.items():
+        *command, option = name.split()
+        if plain[: len(command)] == command and option in plain:
+            return f"{option}: removed; {instead}"
+    return ""

@@ -1,0 +1,77 @@
+"""Blocking MPI calls: a rank that doesn't come is named, and a call that doesn't return."""
+
+import re
+import threading
+import time
+
+import pytest
+
+from mpigossip.cluster.deadline import LateError
+from mpigossip.cluster.ranks import world
+from mpigossip.graphs import graph
+from mpigossip.mixing import open_mixer
+from mpigossip.mixing.base import Layout
+from mpigossip.mixing.host.slots import HostSlots
+
+pytestmark = pytest.mark.both
+
+
+def opens_without_rank_1(comm, mixer):
+    """Rank 1 comes to the first collective call on the mixer's windows when rank 0 has given up."""
+    from mpigossip.cluster import collectives
+    from mpigossip.mixing.asynchronous import Asynchronous
+
+    w = world()
+    collectives.LEAST_S = 0.5
+    kind = HostSlots if mixer == "synchronous" else Asynchronous
+    name = "open_far" if mixer == "synchronous" else "_open_window"
+    before, told = getattr(kind, name), None
+
+    def late(*args):
+        comm.recv(source=0)
+        (args[1].comm if mixer == "synchronous" else args[0]._comm).Ibarrier()
+        raise InterruptedError
+
+    if w.rank == 1:
+        setattr(kind, name, late)
+    try:
+        open_mixer(graph("ring", 2), Layout((8,)), w, mixer, same_host="put", timeout_s=0.5)
+    except LateError as error:
+        told = str(error)
+        comm.send(None, dest=1)
+    except InterruptedError:
+        pass
+    finally:
+        collectives.LEAST_S = 10.0
+        setattr(kind, name, before)
+    return told
+
+
+def test_opening_a_mixer_names_the_rank_that_does_not_come(ranks):
+    for mixer in ("synchronous", "asynchronous"):
+        told, _ = ranks(2)(opens_without_rank_1, mixer, timeout=60)
+        assert re.match(
+            r"not all ranks came to MPI's \S+; nothing is heard of rank 1 on ", str(told)
+        ), (mixer, told)
+
+
+def does_not_return(comm):
+    from mpigossip.cluster import collectives
+    from mpigossip.cluster.collectives import Comm, joined
+
+    said = []
+    before, threading.excepthook = threading.excepthook, lambda args: said.append(args.exc_value)
+    collectives.LEAST_S = 0.1
+    try:
+        with joined(comm, "MPI's Win.Allocate", 0.1):
+            while not said:
+                time.sleep(0.02)
+        made = Comm.of(comm, 30.0).Split(comm.rank % 2, 0).Dup()
+    finally:
+        threading.excepthook, collectives.LEAST_S = before, 10.0
+    return str(said[0]), type(said[0]) is LateError, type(made) is Comm and made.timeout_s
+
+
+def test_a_call_that_does_not_return_is_named(ranks):
+    expected = "MPI's Win.Allocate doesn't return (waited 0.1 s)", True, 30.0
+    assert ranks(2)(does_not_return) == [expected] * 2

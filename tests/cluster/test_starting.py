@@ -1,0 +1,123 @@
+"""A rank that is killed before, in or just after MPI's start: all end, and it is named."""
+
+import os
+import re
+import shlex
+import sys
+import time
+
+import pytest
+
+from tests import launch
+
+pytestmark = pytest.mark.both
+
+
+LIMIT_S = 5
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from mpigossip.cluster import launcher, process
+from mpigossip.cluster.starting import Start
+rank = launcher.places(os.environ)[0][0]
+def die(when):
+    if rank == 1 and sys.argv[2] == when:
+        os.write(2, f"victim {os.getpid()}\\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+die("before")
+process.begin(Path(sys.argv[1]), float(sys.argv[3]))
+while sys.argv[2] != "before" and len([*Path(sys.argv[1]).glob(".*/[0-9]*")]) < 3:
+    time.sleep(0.05)
+time.sleep(1.5)  # the ranks know each other
+die("hello")
+if rank == 1 and sys.argv[2] == "stopped":
+    time.sleep(600)
+if rank == 1 and sys.argv[2] == "exit":
+    sys.exit("no such library")
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+from mpigossip.cluster.ranks import world
+init = Start.init
+def dies(self):
+    if rank == 1 and sys.argv[2] == "init" and os.fork() == 0:
+        time.sleep(0.02)
+        os.write(2, f"victim {os.getppid()}\\n".encode())
+        os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
+    return init(self)
+Start.init = dies
+with world(float(sys.argv[3])) as ranks:
+    time.sleep(0.5)
+    die("after")
+    if rank == 1 and sys.argv[2] == "raise":
+        raise ValueError("said by itself")
+    ranks.barrier()
+print("done")
+"""
+
+
+@pytest.fixture(params=["plain", "ulfm"])
+def tolerant(request, monkeypatch):
+    """Whether a lost rank ends the others; with Open MPI both ways."""
+    if request.param == "ulfm":
+        if not launch.is_open_mpi():
+            pytest.skip("only Open MPI's launcher has --with-ft ulfm")
+        words = shlex.join([*launch.launcher(), "--with-ft", "ulfm"])
+        monkeypatch.setenv("MPIGOSSIP_MPIEXEC", words)
+    return request.param == "ulfm"
+
+
+def ended(mpirun, folder, when, limit=LIMIT_S):
+    """What was said, in so many seconds, by ranks of which rank 1 did that."""
+    began = time.monotonic()
+    done = mpirun(3, [sys.executable, "-c", RANK, folder, when, limit], timeout=limit + 40)
+    assert done.returncode != 0, done.stderr
+    assert time.monotonic() - began < 30
+    return done.stdout + done.stderr  # MPICH reports on standard output
+
+
+@pytest.mark.parametrize("when", ["before", "hello", "init", "after"])
+def test_a_rank_that_is_killed_ends_the_job_and_is_named(mpirun, tolerant, tmp_path, when):
+    """By the launcher, as rank or process; by us where its launcher goes on."""
+    told = ended(mpirun, tmp_path, when)
+    process = re.search(r"victim (\d+)", told)[1]
+    names = rf"rank 1\b|ranks: 1\b|process {process}\b"
+    if launch.is_open_mpi():
+        assert re.search(names, told) or when == "after" and tolerant, told
+    else:  # says of any process that it was killed
+        assert "BAD TERMINATION" in told or "Killed" in told, told
+    if tolerant and when == "before":
+        assert f"MPI has not started within {LIMIT_S} s (node.timeout_s)" in told
+        assert "nothing is seen of 1 of 3 ranks: 1 " in told
+    if tolerant and when in ("hello", "init"):
+        lines = re.findall(r"mpigossip: (rank .*)", told)
+        assert len(lines) == 1 and lines[0].startswith("rank 1 of 3 on "), told
+        assert lines[0].endswith(
+            f"(process {process}) ended before MPI had started; ending the job"
+        )
+
+
+def test_a_rank_that_does_not_come_to_the_start_ends_the_job(mpirun, tolerant, tmp_path):
+    told = ended(mpirun, tmp_path, "stopped")
+    assert told.count(f"MPI has not started within {LIMIT_S} s (node.timeout_s)") == 1
+    assert "1 of 3 ranks have begun but not come so far: 1 on " in told
+
+
+def test_a_rank_that_ends_by_itself_speaks_for_itself(mpirun, tolerant, tmp_path):
+    assert "said by itself" in ended(mpirun, tmp_path, "raise", 60)
+    assert "no such library" in ended(mpirun, tmp_path, "exit", 60)
+
+
+def test_a_second_launch_in_one_allocation_is_not_ended_by_the_first(mpirun, tmp_path):
+    """Launchers that PBS's number alone tells apart: files of the first are left over."""
+    left = tmp_path / ".ranks-7.pbs"
+    left.mkdir()
+    for rank in range(3):
+        (left / f"{rank}.4194305.{os.uname().nodename}").touch()
+    program = RANK.replace("sys.argv[2]", "'none'").replace(
+        "from mpigossip.cluster.starting",
+        "process.job_id = lambda _: '7.pbs'\nfrom mpigossip.cluster.starting",
+    )
+    done = mpirun(3, [sys.executable, "-c", program, tmp_path, "none", 20], timeout=60)
+    assert done.returncode == 0 and done.stdout.count("done") == 3, done.stderr

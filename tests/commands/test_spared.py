@@ -1,0 +1,69 @@
+"""Commands that read files of others: a crash of the HDF5 library ends in a line, not a signal."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mpigossip.store.log import Column, LogWriter
+from tests.cases import on_each
+from tools.labs.forge import lookup3
+
+DIES = """
+import os, sys, time
+from mpigossip import cli
+cli._run = lambda _: {}
+sys.argv = ["mpigossip", "log", "show", "x"]
+sys.exit(cli.main())
+"""
+
+
+def ended(does: str) -> subprocess.CompletedProcess:
+    words = [sys.executable, "-c", DIES.format(does)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+
+@on_each("number", [signal.SIGSEGV, signal.SIGFPE])
+def test_a_crash_is_told_in_a_line(number):
+    left = ended(f"os.kill(os.getpid(), {int(number)})")
+    assert left.returncode == 1 and "Traceback" not in left.stderr
+    assert f"`log show x` crashed ({number.name}), as the HDF5 library does" in left.stderr
+
+
+def test_exit_codes_and_other_signals_are_those_of_the_command():
+    assert ended("75").returncode == 75
+    assert ended("os.kill(os.getpid(), 15)").returncode == -15
+
+
+def test_signals_reach_the_command_and_its_end_ends_both():
+    does = "print(os.getpid(), flush=True) or time.sleep(30)"
+    for number, code in ((signal.SIGTERM, -15), (signal.SIGKILL, -9)):
+        words = [sys.executable, "-c", DIES.format(does)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            inner = int(process.stdout.readline())
+            assert inner != process.pid
+            process.send_signal(number)
+            assert process.wait(20) == code
+        until = time.monotonic() + 10
+        while Path(f"/proc/{inner}/cwd").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not Path(f"/proc/{inner}/cwd").exists()
+
+
+def test_a_log_whose_index_counts_wrongly_is_refused_in_words(tmp_path):
+    """HDF5 2.0 reads past what it allocated: more entries are claimed than a deep tree has."""
+    path, columns = tmp_path / "log.h5", {f"column_{k}": Column("1", "") for k in range(90)}
+    with LogWriter(path, nodes=2, job="", columns=columns, environment={}) as out:
+        out.append({name: np.zeros((3, 2)) for name in columns})
+    data, at = bytearray(path.read_bytes()), -1
+    while (at := data.find(b"BTHD", at + 1)) >= 0:
+        if data[at + 12]:  # its depth
+            data[at + 27] = 4
+            data[at + 34 : at + 38] = lookup3(bytes(data[at : at + 34])).to_bytes(4, "little")
+    path.write_bytes(data)
+    words = [sys.executable, "-m", "mpigossip", "log", "show", str(path)]
+    left = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert left.returncode in (1, 2) and left.stderr.startswith("mpigossip: "), left

@@ -1,0 +1,52 @@
+"""Texts as terminals and spreadsheets may have them."""
+
+import ast
+from pathlib import Path
+
+import mpigossip
+from mpigossip import cli
+from mpigossip.config.readable import cells, shown
+
+JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
+EVIL = "a\x1b[31mb\x9b2Jc\u202ed\re"
+
+
+def test_what_is_not_printable_is_shown():
+    assert shown(EVIL + "\n\tä→") == "a\\x1b[31mb\\x9b2Jc\\u202ed\\re\n\tä→"
+    assert shown("\udc80 \x7f") == "\\udc80 \\x7f"
+    assert cells(["=1+1", "+a", "-b", "@c", "", "a=b", -1.5]) == [
+        "'=1+1", "'+a", "'-b", "'@c", "", "a=b", -1.5
+    ]  # fmt: skip
+
+
+def test_everything_is_printed_by_one_function():
+    top = Path(mpigossip.__file__).parent
+    prints = {
+        str(path.relative_to(top))
+        for path in top.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    }
+    # the second is a child process whose words its parent reads
+    assert prints == {"config/readable.py", "mixing/device/trial.py"}
+
+
+def test_names_in_files_reach_no_terminal_as_they_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["model.name=mlp", "model.hidden=[4]", "run.steps=1", "schedule.warmup_epochs=0"]
+    named = f'run.name="{EVIL}"'.encode("unicode_escape").decode().replace("\\x", "\\u00")
+    start = ["simulate", JOB, "--nodes", "2", *small, named, "run.output=run"]
+    commands = [
+        start,
+        ["log", "show", "run"],
+        ["checkpoint", "show", "run"],
+        ["resume", "run", "--simulate", "run.steps=2"],
+        [*start, "run.seed=1"],  # another job
+        ["graph", "show", f"file:{EVIL}", "--nodes", "2"],
+    ]
+    for words in commands:
+        cli.main(words)
+        said = capsys.readouterr()
+        wrong = {c for c in said.out + said.err if not c.isprintable() and c not in "\n\t"}
+        assert not wrong, (words, said)
+        assert words is not start or "\\x1b[31m" in said.out, said

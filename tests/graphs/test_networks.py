@@ -1,0 +1,116 @@
+"""Graphs of a user's own: values, functions, and rounds that are drawn from (seed, t)."""
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+
+from mpigossip.graphs import Circulant, GraphError, from_matrices, graph
+from mpigossip.mixing.base import Kind, Layout, is_average
+from mpigossip.mixing.simulated import Simulated
+
+HERE = "tests.graphs.test_networks"
+A = np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
+B = np.array([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5], [0.0, 0.5, 0.5]])
+
+
+def pairs(n, seed):
+    return [A, B]
+
+
+def drawn(n, seed, t, scale=1):
+    """One peer a round: the ring's next node, or the one before."""
+    sign = 1 if np.random.default_rng((seed, t)).random() < 0.5 else -1
+    shifted = np.roll(np.eye(n), sign * scale, axis=1)
+    return (np.eye(n) + shifted) / 2
+
+
+def warming(n, seed, t):
+    """Exact averages at first, then pairs of a ring."""
+    return np.full((n, n), 1 / n) if t < 20 else Circulant(n, 0.5, (1,), (0.5,))
+
+
+def growing(n, seed, t):
+    network = nx.empty_graph(n)
+    network.add_edges_from([(0, 1)] if t < 70 else [(0, 1), (1, 2)])
+    return network
+
+
+def columns(n, seed, t):
+    """Rows and columns sum to one at first, later only rows."""
+    return np.full((2, 2), 0.5) if t < 10 else np.array([[1.0, 0.0], [0.5, 0.5]])
+
+
+def moody(n, seed, t):
+    moody.calls = getattr(moody, "calls", 0) + 1
+    return [A, B][moody.calls > 8]  # the first rounds, then the one asked for again
+
+
+def test_values_of_all_kinds_are_graphs():
+    g = from_matrices([A, B])
+    assert graph([A, B], 3) == graph(np.stack([A, B]), 3) == graph(g, 3) == g
+    assert graph(f"{HERE}:pairs", 3) == graph(pairs, 3) == graph(lambda: (A, B), 3) == g
+    assert graph(A) == from_matrices([A]) and graph([A, B], 3, slack=0.5) == g.slack(0.5)
+    networks = [nx.Graph([(0, 1), (2, 3)]), nx.Graph([(0, 2), (1, 3)])]
+    assert graph(networks, 4).period == 2 and graph(networks, 4).facts >= {"symmetric"}
+    assert graph(lambda t: [A, B][t % 2], 3, period=2) == g
+    assert graph(f"{HERE}:drawn", 5, seed=2, period=4, scale=2).period == 4
+
+
+def test_a_function_gives_each_round_when_its_time_comes():
+    g = graph(f"{HERE}:drawn", 6, seed=3, degree=1)
+    assert g.period is None and g.degree == 1 and g.doubly_stochastic
+    for t in (0, 5, 300):
+        np.testing.assert_array_equal(g.matrix(t), drawn(6, 3, t))
+        np.testing.assert_array_equal(
+            g.lazy().slowed(3).matrix(t), graph(drawn(6, 3, t // 3)).lazy().matrix()
+        )
+    assert g.fingerprint == graph(f"{HERE}:drawn", 6, seed=3, degree=1).fingerprint
+    assert g.fingerprint != graph(f"{HERE}:drawn", 6, seed=4, degree=1).fingerprint
+
+
+def test_exact_first_rounds_say_nothing_of_later_ones():
+    """Averages over all are a shorter way; a function's later rounds need not be any."""
+    g = graph(f"{HERE}:warming", 4, degree=3)
+    assert g.degree == 3 and is_average(g, 0) and not is_average(g, 20)
+    mixer = Simulated(g, Layout((8,)))
+    x = torch.arange(32.0).view(4, 8)
+    for t in (0, 20):
+        mixer.outbox(t)[0][0].copy_(x)
+        mixer.start(Kind.GOSSIP, t)
+        wanted = torch.from_numpy(
+            warming(4, 0, 0) @ x.numpy() if t == 0 else g.matrix(t) @ x.numpy()
+        )
+        assert torch.allclose(mixer.finish()[1][0][0], wanted.float()), t
+
+
+def test_wrong_functions_and_rounds_are_refused():
+    cases = [
+        ("drawn", {}, "state degree="),
+        ("drawn", {"degree": 0}, "state degree=.*got period = None, degree = 0"),
+        ("drawn", {"degree": 1, "scales": 2}, "unexpected keyword argument 'scales'"),
+        ("nothing", {}, "has no nothing"),
+        ("HERE", {}, "is a str"),
+        ("moody", {"degree": 1}, "round 0 differs in two calls"),
+        ("warming", {"degree": 1}, "round 0 has 2 in-neighbours.*state degree = 2"),
+    ]
+    for name, options, says in cases:
+        with pytest.raises(ValueError, match=says):
+            graph(f"{HERE}:{name}", 3, **options)
+    for value, says in [
+        (["ring", "star"], "mixing matrix 0 is no array of numbers"),
+        (3, "a int is no graph"),
+        (drawn, "state degree=….* beside its name .module:function."),
+        (lambda t: A, "mpigossip.graph\\(function, n, period=…\\)"),
+        (lambda n: 1 / 0, "called with {'n': 3, 'seed': 0}: ZeroDivisionError at .*test_networks"),
+        (np.stack([A, B]), "has 3 nodes, and 4 are asked for"),
+    ]:
+        with pytest.raises(GraphError, match=says):
+            graph(value, 4 if isinstance(value, np.ndarray) else 3)
+    late = graph(f"{HERE}:growing", 5, degree=1)
+    for g in (late, late.slowed(2)):
+        assert g.round(69).degree == 1
+        with pytest.raises(GraphError, match="round 140 has 2 in-neighbours, more than .* 1"):
+            g.neighbours(140, 0)
+    with pytest.raises(GraphError, match="in round 10 the rows .* alike"):
+        graph(f"{HERE}:columns", 2, degree=1).matrix(10)

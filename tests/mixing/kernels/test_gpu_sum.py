@@ -1,0 +1,167 @@
+"""The sum on GPUs without one: run by this processor, and compiled for GPUs and read.
+
+Reading needs the extra "nvrtc" (NVIDIA's compiler and disassembler).
+"""
+
+import ctypes
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mpigossip.mixing.combine import combine
+from mpigossip.mixing.kernels import gpu_sum
+from tests.mixing.kernels import on_cpu
+
+FLOAT, CODE = torch.float32, torch.bfloat16
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch, tmp_path):
+    """Launches compile the kernel for this processor and run it; what they compiled, in order."""
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler to try the kernel's text with")
+    seen = []
+
+    def kernel(source, name):
+        seen.append(source)
+        return on_cpu.compiled([source], tmp_path)[0]
+
+    stream = SimpleNamespace(from_external=lambda stream: nullcontext())
+    fake = SimpleNamespace(RawKernel=kernel, cuda=SimpleNamespace(Stream=stream))
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(gpu_sum, "usable", lambda device: True)
+    gpu_sum._compiled.cache_clear()
+    yield seen
+    gpu_sum._compiled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "weights", [[1.0], [0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.1, 0.2, 0.3, 0.4], [1 / 8] * 8]
+)
+@pytest.mark.parametrize("coded", [(), (1, 2)])
+def test_it_has_the_bits_of_the_sum(on_the_cpu, weights, coded):
+    """In place, too; three rows of 333 end behind the fours; columns are denormal to large."""
+    sizes = 10.0 ** torch.randint(-44, 30, (3, 333))
+    arrays = [torch.randn(3, 333) * sizes for _ in weights]
+    given = [array.to(CODE) if k in coded else array for k, array in enumerate(arrays)]
+    expected = combine(weights, [array.float() for array in given], torch.empty(3, 333))
+    assert ((expected != 0) & (expected.abs() < 1e-38)).any(), "denormals are among the sums"
+    for out in (torch.zeros(3, 333), given[0]):
+        assert gpu_sum.combine(weights, given, out)
+        assert torch.equal(out.nan_to_num(7), expected.nan_to_num(7))
+    assert len(on_the_cpu) == 1, "a kernel is kept"
+
+
+def test_what_it_cannot_do_is_left_to_torch(on_the_cpu):
+    one, two = torch.ones(2, 64), torch.ones(2, 64)
+    assert gpu_sum.combine([0.5, 0.5], [one, two], one)
+    assert not gpu_sum.combine([0.5, 0.5], [one.double(), two], one)
+    assert not gpu_sum.combine([0.5, 0.5], [one, two], one.to(CODE))
+    assert not gpu_sum.combine([0.5, 0.5], [one[:, 4:], two[:, 4:]], torch.ones(2, 60))
+    assert not gpu_sum.combine([0.5, 0.5], [one[:1, 1:61], two[:1, :60]], torch.ones(1, 60))
+    assert not gpu_sum.combine([1 / 65] * 65, [one] * 65, two)
+
+
+def test_a_device_whose_kernels_fail_is_left_to_torch_with_a_warning(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("CuPy failed to load libnvrtc.so.12\nand a long story")
+
+    monkeypatch.setattr(gpu_sum, "_launch", fails)
+    monkeypatch.setattr(torch, "tensor", lambda values, device: torch.Tensor(values))
+    gpu_sum.usable.cache_clear()
+    with pytest.warns(UserWarning, match="cuda:0: RuntimeError: CuPy failed to load .*so.12;"):
+        assert not gpu_sum.usable(torch.device("cuda:0"))
+    assert not gpu_sum.usable(torch.device("cuda:0")), "said once"
+    gpu_sum.usable.cache_clear()
+
+
+# -- for GPUs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def toolkit():
+    """The folder of NVIDIA's wheels, with lib/ and bin/."""
+    found = importlib.util.find_spec("nvidia")
+    for place in found.submodule_search_locations if found else ():
+        for folder in sorted(Path(place).glob("cu1*"), reverse=True):
+            if list(folder.glob("lib/libnvrtc.so.*")) and (folder / "bin" / "nvdisasm").exists():
+                return folder
+    pytest.skip('no NVRTC and nvdisasm here; the extra "nvrtc" installs them')
+
+
+def compiled(toolkit, source, flush="true"):
+    """The machine code (ELF) of a kernel."""
+    nvrtc = ctypes.CDLL(str(max(toolkit.glob("lib/libnvrtc.so.*"))))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+
+    def call(name, *arguments):
+        code = getattr(nvrtc, f"nvrtc{name}")(*arguments)
+        if code:
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise AssertionError(f"nvrtc{name}: {code}\n{log.value.decode()}\n{source}")
+
+    call("CreateProgram", ctypes.byref(program), source.encode(), b"sum.cu", 0, None, None)
+    # CuPy's own last option flushes denormals: the text must withstand it
+    asked = "--gpu-architecture=sm_90", f"-ftz={flush}"
+    options = (ctypes.c_char_p * 2)(*map(str.encode, asked))
+    call("CompileProgram", program, 2, options)
+    call("GetCUBINSize", program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    call("GetCUBIN", program, code)
+    return code.raw
+
+
+def read(toolkit, source, folder):
+    """A kernel's instructions, and the facts that stand beside them."""
+    (folder / "kernel.cubin").write_bytes(compiled(toolkit, source))
+    tool = [toolkit / "bin" / "nvdisasm", folder / "kernel.cubin"]
+    return subprocess.run(tool, check=True, capture_output=True, text=True).stdout
+
+
+def fact(text, name):
+    pattern = rf"EIATTR_{name}\b.*?index@\(\w+\)\s+\S+\s+\.word\s+(0x[0-9a-f]+)"
+    return int(re.search(pattern, text, re.DOTALL)[1], 16)
+
+
+@pytest.mark.parametrize(
+    "floats, codes, uniform",
+    [(2, 0, True), (1, 1, False), (8, 0, False), (gpu_sum.TERMS, 0, False)],
+)
+def test_it_compiles_to_what_it_is_meant_to_be(toolkit, floats, codes, uniform, tmp_path):
+    source = gpu_sum.source([FLOAT] * floats + [CODE] * codes, uniform)
+    text = read(toolkit, source, tmp_path)
+    seen = [
+        len(re.findall(rf"\b{op}\.E\.{bits}\b", text))
+        for op, bits in (("LDG", 128), ("LDG", 64), ("STG", 128))
+    ]
+    assert seen == [floats, codes, 1]
+    assert not re.search(r"\bFFMA\b", text), "a product and a sum are rounded together"
+    assert not re.search(r"\.FTZ\b", text), "denormals become zero"
+    assert not re.search(r"\b(LDL|STL)\b", text) and not fact(text, "MIN_STACK_SIZE"), "spills"
+    assert not re.search(r"\b(DADD|DMUL|DFMA|F2F\.F64)", text), "float64"
+    # 2048 threads of a multiprocessor share 65,536: half of them at once hide memory's latency
+    assert fact(text, "REGCOUNT") <= 64 or floats == gpu_sum.TERMS
+
+
+def test_flushing_denormals_changes_nothing(toolkit):
+    source = gpu_sum.source([FLOAT, CODE, FLOAT], False)
+    assert compiled(toolkit, source) == compiled(toolkit, source, "false")
+
+
+def test_the_compilers_own_arithmetic_would_be_seen(toolkit, tmp_path):
+    """What the checks above look for is there where a text uses C's operators."""
+    source = gpu_sum.source([FLOAT] * 2, False)
+    plain = source.replace("add(mul(wide(x0), w0), mul(wide(x1), w1))", "x0 * w0 + x1 * w1")
+    assert plain != source and re.search(r"\bFFMA\.FTZ\b", read(toolkit, plain, tmp_path))

@@ -1,0 +1,131 @@
+"""A process that has imported torch and forks for each command of tests/warmstub.py.
+
+One thread only: a fork of a process with more is undefined. The fork has the stub's arguments,
+folder, environment and files; it is killed when its stub dies, and its status goes to the stub.
+"""
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from pathlib import Path
+
+HEAVY = ("torch", "torch._dynamo", "h5py", "scipy.sparse.linalg", "networkx", "matplotlib.figure",
+         "rich.table", "rich.console", "cattrs", "PIL.Image")  # fmt: skip
+"""Of others only: the package itself is imported anew each time, as it may read the environment."""
+
+
+def receive(stub: socket.socket) -> tuple[dict, list[int]]:
+    """The command of a stub and the files that it passed on."""
+    head, files, _, _ = socket.recv_fds(stub, 4, 8)
+    left, text = int.from_bytes(head, "little"), b""
+    while len(text) < left:
+        text += stub.recv(left - len(text)) or sys.exit("a stub was cut off")
+    return json.loads(text), files
+
+
+def become(order: dict, files: list[int]) -> None:
+    """Be the process that the stub stands for."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(order["files"]) + 1) for file in files]
+    for file, wanted in zip(above, order["files"], strict=True):
+        os.dup2(file, wanted, inheritable=True)
+    for file in {*files, *above} - {*order["files"]}:
+        os.close(file)
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+
+
+def run(arguments: list[str]) -> None:
+    """`python -m MODULE …` or `python SCRIPT …`."""
+    own = str(Path(__file__).parent)
+    paths = [path for path in sys.path if path != own]
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*given, *(path for path in paths if path not in given)]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def serve(address: str) -> tuple[dict, list[int]]:
+    """Fork for each stub; returns in the fork, with what it is to be."""
+    for name in HEAVY:
+        importlib.import_module(name)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, (
+        "a thread has started: forks would be undefined"
+    )
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    stubs: dict[int, socket.socket | None] = {}
+    wake, woken = socket.socketpair()
+    woken.setblocking(False)
+    signal.set_wakeup_fd(woken.fileno())
+    with (
+        wake,
+        woken,
+        socket.socket(socket.AF_UNIX) as listener,
+        selectors.DefaultSelector() as ready,
+    ):
+        listener.bind(f"{address}.new")
+        listener.listen(64)
+        Path(f"{address}.new").rename(address)
+        for source in (listener, wake, 0):  # 0 is a pipe of pytest's, which ends with it
+            ready.register(source, selectors.EVENT_READ)
+        left_s = None  # without pytest, what is going on may end by itself for so long
+        while left_s is None or stubs:
+            found = ready.select(left_s)
+            for pid in () if found else stubs:
+                os.kill(pid, signal.SIGKILL)
+            for key, _ in found:
+                if key.fileobj == 0:
+                    ready.unregister(0)
+                    left_s = 20
+                elif key.fileobj is listener:
+                    stub, _ = listener.accept()
+                    order, files = receive(stub)
+                    if (pid := os.fork()) == 0:
+                        for one in (stub, *filter(None, stubs.values())):
+                            one.close()
+                        return order, files
+                    for file in files:
+                        os.close(file)
+                    stubs[pid] = stub
+                    stub.sendall(pid.to_bytes(4, "little"))
+                    ready.register(stub, selectors.EVENT_READ, pid)
+                elif key.fileobj is wake:
+                    wake.recv(4096)
+                    reap(stubs, ready)
+                elif stubs.get(key.data) is key.fileobj:  # the stub is gone
+                    os.kill(key.data, signal.SIGKILL)
+                    stubs[key.data] = None
+                    ready.unregister(key.fileobj)
+                    key.fileobj.close()
+    sys.exit(0)
+
+
+def reap(stubs: dict[int, socket.socket | None], ready: selectors.BaseSelector) -> None:
+    """Tell the stubs of forks that have ended how."""
+    while stubs and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+        if stub := stubs.pop(ended[0]):
+            ready.unregister(stub)
+            with contextlib.suppress(OSError):
+                stub.sendall(ended[1].to_bytes(4, "little"))
+            stub.close()
+
+
+if __name__ == "__main__":
+    found = serve(sys.argv[1])
+    become(*found)
+    run(found[0]["arguments"])

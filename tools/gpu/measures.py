@@ -1,0 +1,403 @@
+"""What check.py measures, each in processes of its own: a device error leaves the others alone.
+
+`measures.py NAME SECONDS [WORD …] [--rehearse]` prints one line, "RESULT " and JSON, from rank 0
+where there are several: what was found, and whether it is as it has to be (null: that can't be
+told). On the CPU emulation of CUDA the same lines run small; what only a device can show says so.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from typing import NamedTuple
+
+DEVICE_ONLY = "needs a real device"
+
+
+class Place(NamedTuple):
+    """Where measurements run, and how large they are."""
+
+    device: str
+    rehearsed: bool
+    """on the CPU, or on the emulation of a GPU: small, and without a bar"""
+    seconds: float = 60.0
+    """what a measurement may take"""
+
+    def size(self, real: int, small: int) -> int:
+        """``real``, or ``small`` in a rehearsal."""
+        return small if self.rehearsed else real
+
+    def bar(self, reached: bool | None) -> bool | None:
+        """Whether a rate reaches its bar: in a rehearsal none does, and none misses it."""
+        return None if self.rehearsed else reached
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        import torch
+
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+    def slots(self, count: int) -> str:
+        """`node.devices` of so many slots here."""
+        return f"cpu:{count}" if self.device == "cpu" else "cuda:" + ",".join("0" * count)
+
+    def median(self, work: Callable, repeats: int, before: Callable = lambda: None) -> float:
+        """Median seconds of a call until the GPU has done it, after two that don't count."""
+        times = []
+        for k in range(repeats + 2):
+            before()
+            began = time.perf_counter()
+            work()
+            self.synchronize()
+            times += [time.perf_counter() - began] * (k >= 2)
+        return sorted(times)[len(times) // 2]
+
+
+def names() -> list[str]:
+    """Of all GPUs."""
+    import torch
+
+    return [f"cuda:{k}" for k in range(torch.cuda.device_count())]
+
+
+def device(place: Place):
+    """How many GPUs there are, with versions in a line; 0 and the reason where none can be used."""
+    if importlib.util.find_spec("torch") is None:
+        return 0, f"{sys.executable} has no torch"
+    import torch
+
+    if place.rehearsed:
+        what = "a CPU" if place.device == "cpu" else "the double of a GPU"
+        said = f"REHEARSAL on {what}, torch {torch.__version__}: the figures mean nothing"
+        return 1 if place.device == "cpu" else len(names()), said
+    if not torch.cuda.is_available():
+        return 0, f"torch {torch.__version__} of {sys.executable} sees none"
+    torch.ones(1, device=place.device).sum().item()
+    driver = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    wheels = {dist.metadata["Name"] or "": dist.version for dist in metadata.distributions()}
+    cupy = next((f"CuPy {v}" for n, v in wheels.items() if n.startswith("cupy")), "no CuPy")
+    said = f"{len(names())} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}, {driver}"
+    return len(names()), f"{said}, {cupy}, Python {platform.python_version()}"
+
+
+# -- one GPU, one process -------------------------------------------------------------------------
+
+
+def sums(place: Place):
+    """Weighted sums against the CPU's bits, denormals among the numbers."""
+    import torch
+
+    from mpigossip.mixing.combine import combine
+    from mpigossip.mixing.kernels import gpu_sum
+
+    if place.device == "cpu":
+        return DEVICE_ONLY, None
+    draw, wrong = torch.Generator().manual_seed(1), []
+    for weights in ([0.5, 0.5], [1 / 3] * 3, [0.2, 0.5, 0.3], [0.125] * 8):
+        for width in (1, 511, place.size(1_000_003, 4099)):
+            # from denormals (below 1.2e-38) to large ones; sums of denormals are denormal, too
+            tens = torch.randint(-44, 30, (2, width), generator=draw)
+            terms = [torch.randn(2, width, generator=draw) * 10.0**tens for _ in weights]
+            expected = combine(weights, terms, torch.empty(2, width))
+            there = [term.to(place.device) for term in terms]
+            out = torch.empty(2, width, device=place.device)
+            fast = gpu_sum.combine(weights, there, out)
+            if not fast or not torch.equal(out.cpu().view(torch.int32), expected.view(torch.int32)):
+                wrong.append(f"{len(weights)} x {width} {'differ' if fast else 'by torch'}")
+    tiny = int((expected.abs() < 1.2e-38).sum())
+    return f"{'; '.join(wrong) or 'the same bits'} ({tiny} denormal)", not wrong
+
+
+def combining(place: Place):
+    """Bytes moved by the sum against bytes moved by a copy."""
+    import torch
+
+    from mpigossip.mixing.combine import combine
+    from mpigossip.mixing.kernels import gpu_sum
+
+    width = place.size(100 << 20, 1 << 18)
+    one, two, out = (torch.ones(1, width, device=place.device) for _ in range(3))
+    copy = place.median(lambda: out.copy_(one), 9)
+    total = place.median(lambda: combine([0.5, 0.5], [one, two], out), 9)
+    share = (3 * 4 * width / total) / (2 * 4 * width / copy)
+    how = "one pass" if gpu_sum.usable(out.device) else "torch, in several passes"
+    return f"{share:.0%} of {8 * width / copy / 1e9:.0f} GB/s ({how})", place.bar(share >= 0.85)
+
+
+def nccl(place: Place):
+    """Every call of NCCL with a single rank: sums of one term."""
+    import torch
+
+    from mpigossip.groups import nccl as inside
+
+    if place.device == "cpu" or (reason := inside.missing()):
+        return DEVICE_ONLY if place.device == "cpu" else reason, None
+    group, wrong = inside.Nccl([place.device], timeout_s=30), []
+    try:
+        wanted = torch.randn(1, place.size(1 << 22, 1 << 10))
+        calls = {
+            "reduceScatter": lambda full: group.reduce_scatter_mean(full)[0],
+            "allGather": lambda full: group.all_gather([full[0].clone()], full) or full[0],
+            "reduce": group.reduce_mean,
+            "broadcast": lambda full: group.broadcast(full) or full[0],
+        }
+        for name, call in calls.items():
+            if not torch.equal(call([wanted.to(place.device)]).cpu(), wanted):
+                wrong.append(name)
+    finally:
+        group.close()
+    return (
+        f"wrong: {', '.join(wrong)}" if wrong else f"{len(calls)} calls, the same bits",
+        not wrong,
+    )
+
+
+def resnet(place: Place, *settings: str, nodes=None):
+    """A training of ResNet whose batches are always the same: what is timed is the step."""
+    from mpigossip.cluster.ranks import Alone
+    from mpigossip.training import assemble
+
+    batch, side = place.size(256, 2), place.size(224, 32)
+    given = [f"data.shape=[3,{side},{side}]", "data.classes=1000", "data.source=synthetic"]
+    given += [f"data.batch={batch}", f"data.samples={32 * batch}", "data.test_samples=2"]
+    given += ["log.consensus_every=0", "node.precision=bf16"]
+    given += [f"node.devices={place.slots(1)}", f"model.name={place.size('resnet50', 'resnet20')}"]
+    if place.device == "cpu":
+        settings = [text for text in settings if "graphs" not in text and "last" not in text]
+    made = assemble.load({}, [*given, *settings])
+    assembly = assemble.assemble(made, nodes or Alone(), nodes.size if nodes else 1)
+    first = assembly.trainer.settings.batches(0)
+    assembly.trainer.settings.batches = lambda step: first
+    return assembly, batch
+
+
+MODES = {
+    "eager": ["node.cuda_graphs=never", "node.channels_last=never"],
+    "graphs": ["node.cuda_graphs=always", "node.channels_last=never"],
+    "channels_last": ["node.cuda_graphs=always", "node.channels_last=always"],
+    "compile": ["node.cuda_graphs=never", "node.channels_last=auto", "node.compile=true"],
+}
+"""Ways to compute a step, for figures side by side."""
+
+
+def step(place: Place, mode: str):
+    """Median time of a training step of one node."""
+    if place.rehearsed and mode == "compile":
+        return "torch.compile needs a real device", None
+    assembly, batch = resnet(place, *MODES[mode])
+    began = time.perf_counter()
+    assembly.trainer.step()
+    place.synchronize()
+    opening = time.perf_counter() - began
+    taken = place.median(assembly.trainer.step, place.size(15, 1))
+    assembly.close()
+    return f"{taken * 1e3:.1f} ms, {batch / taken:.0f} samples/s; first step {opening:.1f} s", None
+
+
+# -- ranks that share a GPU -----------------------------------------------------------------------
+
+
+def mps() -> tuple[bool | None, str]:
+    """What a rate of two processes below its bar counts as, and why; above it is good anyway.
+
+    Without MPS they take turns on the GPU: what one waits is no exchange's doing.
+    """
+    serves = (
+        shutil.which("pgrep")
+        and not subprocess.run(["pgrep", "nvidia-cuda-mps"], capture_output=True).returncode
+    )
+    return (False, "under MPS") if serves else (None, "no MPS, so no bar")
+
+
+def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
+    """A round of one vector between two ranks against the copy that bounds it."""
+    import torch
+
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.base import Kind, Layout
+    from mpigossip.mixing.windows import Windows
+
+    # two messages a rank lie in shared memory, which is small in some containers
+    room = int(shutil.disk_usage("/dev/shm").free * 0.9) // (2 * 4 * w.size)
+    width = min(place.size(100 << 20, 1 << 18), w.broadcast(room) // 512 * 512)
+    one, two = (torch.ones(width, device=place.device) for _ in range(2))
+    host = torch.empty(width, pin_memory=not place.rehearsed)
+    copies = {
+        "copy": lambda: two.copy_(one),
+        "pinned": lambda: host.copy_(one, non_blocking=True),
+    }
+    layout = Layout((width,), devices=(place.device,))
+    pair = graph("one-peer-exponential", w.size)
+    mixer = Windows(pair, layout, w, gpu_window=memory, on_devices=True)
+    clock = iter(range(1000))
+
+    def round_of():
+        t = next(clock)
+        mixer.outbox(t)
+        mixer.start(Kind.GOSSIP, t)
+        mixer.finish()
+
+    least, took = (place.median(work, place.size(9, 2), w.barrier)
+                   for work in (copies[limited_by], round_of))  # fmt: skip
+    route, _, why = mixer.routes[1 - w.rank].partition(" ")
+    mixer.close()
+    if memory == "auto" and route == "host":
+        return f"not run: no other way than host memory {why}", None
+    # the sum reads two vectors and writes one where the copy reads and writes one
+    share, (fair, how) = (1.5 if limited_by == "copy" else 1.0) * least / took, mps()
+    said = f"{share:.0%} ({route}, {4 * width / 1e6:.0f} MB in {took * 1e3:.1f} ms; {how})"
+    return said, place.bar(share >= float(bar) or fair)
+
+
+def overlap(place: Place, w):
+    """Median step of an `ahead` method, with and without an exchange."""
+    found = []
+    for name in ("identity", "one-peer-exponential"):
+        ahead = ["algorithm.name=dsgd", "algorithm.style=awc", f"graph.name={name}"]
+        assembly, _ = resnet(place, *ahead, nodes=w)
+        found.append(place.median(assembly.trainer.step, place.size(12, 1), w.barrier))
+        assembly.close()
+    more, (fair, how) = found[1] / found[0] - 1, mps()
+    return f"{more:+.1%} ({found[0] * 1e3:.0f} ms without; {how})", place.bar(more <= 0.05 or fair)
+
+
+def naps(place: Place, seed: int):
+    """A function that lets the current stream sleep for 1 to 20 ms, not every time."""
+    import torch
+
+    draw, cycles = random.Random(seed), 0.0
+    if not place.rehearsed:
+        one, two = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1000)
+        one.record()
+        torch.cuda._sleep(20_000_000)
+        two.record()
+        place.synchronize()
+        cycles = 20_000_000 / (one.elapsed_time(two) / 1e3)  # a second
+
+    def nap() -> None:
+        if cycles and draw.random() < 0.7:
+            torch.cuda._sleep(int(cycles * draw.uniform(0.001, 0.02)))
+
+    return nap
+
+
+def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, count: int = 60):
+    """Wrong arrays in rounds while each stream is put to sleep: a missing wait shows old numbers.
+
+    On the emulation nothing sleeps: there its checker of orders is what finds a missing wait.
+    """
+    import torch
+
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.base import Kind, Layout
+    from mpigossip.mixing.simulated import Simulated
+    from mpigossip.mixing.windows import Windows
+
+    widths, options = (1 << 16, 3 << 14), {"vectors": 2, "scalars": 1}
+    made, devices = graph("exponential", w.size), (place.device,) * len(widths)
+    layout = Layout(widths, devices=devices, **options)
+    mixer = Windows(made, layout, w, gpu_window=memory, timeout_s=40, on_devices=True)
+    reference, nap = Simulated(made, Layout(widths, **options)), naps(place, w.rank)
+    mutate(mixer)
+    ends, wrong, ran, t = time.monotonic() + place.seconds / 3, 0, 0, 0
+    for index in range(place.size(count, 8)):
+        if w.agree(int(time.monotonic() > ends)):
+            break
+        kind = (Kind.GOSSIP, Kind.GOSSIP, Kind.GLOBAL, Kind.LOCAL)[index % 4]
+        pairs = []
+        for mine, every in zip(mixer.outbox(t), reference.outbox(t), strict=True):
+            for target, rows in zip(mine, every, strict=True):
+                draw = torch.Generator().manual_seed(1000 * index + len(pairs))
+                rows.copy_(torch.randn(rows.shape, generator=draw, dtype=rows.dtype))
+                pairs.append((target, rows[w.rank : w.rank + 1].to(place.device)))
+        nap()  # what fills the outbox comes late, and the host doesn't wait for it
+        for target, row in pairs:
+            target.copy_(row)
+        for lane in mixer._slots.lanes:
+            for stream in (lane.out, lane.into):
+                with torch.cuda.stream(stream):
+                    nap()
+        for one in (mixer, reference):
+            one.start(kind, t, index)
+        nap()
+        for got, rows in zip(mixer.finish()[1], reference.finish()[1], strict=True):
+            for array, row in zip(got, rows, strict=True):
+                wrong += not torch.equal(array[0].cpu(), row[w.rank])
+        ran, t = index + 1, t + (kind is Kind.GOSSIP)
+    way = next(iter(mixer.routes.values())).partition(" ")[0]
+    everyone = sum(w.gather(wrong) or ())
+    mixer.close()
+    return f"{everyone} wrong arrays in {ran} rounds ({way})", everyone == 0 and ran > 0
+
+
+def mutant(place: Place, w):
+    """The same without the wait for what fills the outbox, which has to be found out."""
+    import torch
+
+    def forget(mixer) -> None:
+        """The event is recorded on a stream where nothing is under way."""
+        for lane in mixer._slots.lanes:
+            lane.ready = torch.cuda.Stream(lane.device).record_event
+
+    try:
+        said, good = stress(place, w, "auto", forget, 20)
+        found = said, not good
+    except RuntimeError as error:
+        found = str(error)[:120], "nothing stands between them" in str(error)
+    tell(found, w)
+    time.sleep(2)  # the other rank finds it, too
+    os._exit(0)  # its memory is in no known state
+
+
+def digests(place: Place, w):
+    """Parameters after some steps by each way: the same bits on every way, for two methods."""
+    from tests.test_gpu import settings_of, trained
+
+    differ, said = [], []
+    for name in ("dmsgd", "sgp"):
+        found = []
+        for way in ("auto", "host"):
+            settings = [*settings_of(name), f"node.gpu_window={way}"]
+            full = trained(w, w.size, "mlp", place.slots(1), settings, place.size(20, 4))
+            found.append(w.gather(hashlib.sha256(full.numpy().tobytes()).hexdigest()[:8]))
+        differ += [name] * (found[0] != found[1])
+        said.append(f"{name} {' '.join(found[0] or ())}")
+    return f"{', '.join(differ)} differ" if differ else ", ".join(said), not differ
+
+
+def tell(found, world=None) -> None:
+    """The line for check.py."""
+    if world is None or world.rank == 0:
+        print("\nRESULT " + json.dumps(found), flush=True)
+
+
+def main(known: dict[str, Callable], name: str, seconds: str, *words: str) -> None:
+    """One measurement, in the place that the command line names."""
+    rehearsed, words = "--rehearse" in words, tuple(w for w in words if w != "--rehearse")
+    on_cpu = rehearsed and "MPIGOSSIP_DOUBLE" not in os.environ
+    place, work = Place("cpu" if on_cpu else "cuda:0", rehearsed, float(seconds)), known[name]
+    if "w" not in work.__code__.co_varnames[: work.__code__.co_argcount]:
+        tell(work(place, *words))
+        return
+    from mpigossip.cluster.ranks import world
+
+    with world() as ranks:
+        tell(work(place, ranks, *words), ranks)
+
+
+MEASURED = (
+    device, sums, combining, nccl, step, exchange, overlap, stress, mutant, digests,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    main({f.__name__: f for f in MEASURED}, *sys.argv[1:])

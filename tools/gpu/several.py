@@ -1,0 +1,177 @@
+"""What takes several GPUs: the rest of measures.py."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from measures import DEVICE_ONLY, Place, main, names, resnet, tell
+
+
+def _all_done(work: Callable[[], object]) -> Callable[[], None]:
+    """The same until all GPUs have done it."""
+    import torch
+
+    def whole() -> None:
+        work()
+        for name in names():
+            torch.cuda.synchronize(name)
+
+    return whole
+
+
+def matrix(place: Place):
+    """Every GPU copies a pattern of its own to every other: bytes that differ, and rates."""
+    import torch
+
+    size, wrong, rates = place.size(256 << 20, 1 << 16), [], []
+    for k, one in enumerate(names()):
+        source = torch.full((size,), 37 + 11 * k, dtype=torch.uint8, device=one)
+        for two in names():
+            if one == two:
+                continue
+            target = torch.zeros(size, dtype=torch.uint8, device=two)
+            taken = place.median(_all_done(lambda t=target, s=source: t.copy_(s)), 3)
+            rates.append(size / taken / 1e9)
+            print(f"{one} to {two}: {rates[-1]:.1f} GB/s", flush=True)
+            wrong += [f"{one} to {two}"] * (not bool((target == 37 + 11 * k).all()))
+    text = f"{len(rates)} pairs, {min(rates):.0f} to {max(rates):.0f} GB/s"
+    return f"wrong: {', '.join(wrong)}" if wrong else text, not wrong
+
+
+def _half(w, graph_name: str, width: int, **ways):
+    """A mixer between two ranks that have half of the GPUs each."""
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.base import Layout
+    from mpigossip.mixing.windows import Windows
+
+    mine = tuple(names()[w.rank :: w.size])
+    layout = Layout((width,) * len(mine), devices=mine)
+    return Windows(graph(graph_name, w.size), layout, w, timeout_s=60, on_devices=True, **ways)
+
+
+def ways(place: Place, w):
+    """Which ways move the memory of each GPU between two ranks."""
+    found = {}
+    for window in ("auto", "nccl"):
+        try:
+            mixer = _half(w, "complete", 4096, gpu_window=window)
+            found[window] = mixer.routes[1 - w.rank]
+            mixer.close()
+        except RuntimeError as error:
+            found[window] = f"refused: {error}"
+    print(json.dumps(found, indent=1))
+    text = ", ".join(f"{asked}: {way.partition(' ')[0]}" for asked, way in found.items())
+    return text, not found["auto"].startswith(("host", "refused"))
+
+
+def cold(place: Place, w, window: str):
+    """Fresh mixers whose first GLOBAL round runs beside reduce-scatters, again and again."""
+    import torch
+
+    from mpigossip.groups.devices import make_group
+    from mpigossip.mixing.base import Kind
+
+    wrong, ran, ends = 0, 0, time.monotonic() + place.seconds - 30
+    mine, width = names()[w.rank :: w.size], place.size(1 << 20, 1 << 10)
+    group = make_group(tuple(mine), 1, True, 60)
+    gradients = [torch.ones(1, width * len(mine), device=name) for name in mine]
+    for again in range(place.size(200, 3)):
+        if w.agree(int(time.monotonic() > ends)):
+            break
+        mixer = _half(w, "ring", width, gpu_window=window)
+        for slot, (array,) in enumerate(mixer.outbox(0)):
+            array.fill_(w.rank + slot + again)
+        group.reduce_scatter_mean(gradients)
+        mixer.start(Kind.GLOBAL, 0)
+        group.reduce_scatter_mean(gradients)
+        for slot, (array,) in enumerate(mixer.finish()[1]):
+            wrong += not bool((array == (w.size - 1) / 2 + slot + again).all())
+        for array in gradients:
+            array.fill_(1.0)
+        way, ran = mixer.routes[1 - w.rank].partition(" ")[0], again + 1
+        mixer.close()
+    group.close()
+    everyone = sum(w.gather(wrong) or ())
+    return f"{everyone} wrong in {ran} rounds ({way})", everyone == 0 and ran > 0
+
+
+def killed(place: Place):
+    """What training says, and when, once a kernel on one GPU has ended with an error."""
+    import torch
+
+    from mpigossip.groups.base import GroupError
+    from mpigossip.groups.nccl import Nccl
+
+    group, victim = Nccl(names(), timeout_s=20), names()[-1]
+    full = [torch.ones(1, 1024 * len(names()), device=name) for name in names()]
+    group.reduce_scatter_mean(full)
+    began, text = time.perf_counter(), "nothing was said"
+    if place.rehearsed:
+        os.environ["MPIGOSSIP_DOUBLE_FAILS"] = "lost"
+    else:  # a device-side assertion: its context is lost
+        _ = full[-1].view(-1)[torch.full((1,), 1 << 40, device=victim)]
+    try:
+        for _ in range(200):
+            group.reduce_scatter_mean(full)
+            time.sleep(0.1)
+    except (GroupError, RuntimeError) as error:
+        text = str(error)
+    took = time.perf_counter() - began
+    named = ("" if place.rehearsed else victim) + " was lost during NCCL" in text
+    tell((f"after {took:.1f} s: {text.splitlines()[0][:200]}", named and took < 30))
+    os._exit(0)  # the process has lost a device
+
+
+def beside_ddp(place: Place):
+    """Images a second of ResNet-50 on all GPUs of one rank, and by torch's DDP."""
+    all_of_them = "node.devices=cuda:" + ",".join(name[5:] for name in names())
+    if place.device == "cpu":
+        return DEVICE_ONLY, None
+    assembly, batch = resnet(place, all_of_them)
+    ours = batch * len(names()) / place.median(_all_done(assembly.trainer.step), place.size(15, 1))
+    assembly.close()
+    if place.rehearsed:
+        return f"{ours:.0f} images/s; DDP {DEVICE_ONLY}", None
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={len(names())}", __file__, "ddp", str(place.seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=place.seconds / 2)
+    theirs = json.loads(done.stdout.partition("RESULT ")[2])
+    return f"{ours:.0f} images/s, DDP {theirs:.0f} ({ours / theirs:.2f} x)", None
+
+
+def ddp(place: Place):
+    """The same by torch's DistributedDataParallel, a process a GPU, as torchrun starts it."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from mpigossip.models import model
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    torch.backends.cudnn.benchmark = True
+    network = model("resnet50", (3, 224, 224), 1000, 0).cuda().to(memory_format=torch.channels_last)
+    network = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
+    x = torch.randn(256, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
+    y = torch.randint(1000, (256,), device="cuda")
+
+    def one():
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(network(x), y)
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+
+    taken, ranks = place.median(one, 15, dist.barrier), dist.get_world_size()
+    if dist.get_rank() == 0:
+        tell(256 * ranks / taken)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main({f.__name__: f for f in (matrix, ways, cold, killed, beside_ddp, ddp)}, *sys.argv[1:])

@@ -1,0 +1,355 @@
+"""Forged logs and checkpoints of a run, through every command that reads them.
+
+python tools/labs/forge_commands.py [--count 1000] [--seed 0] [--keep DIR] [--seconds 1e9]
+
+Forged as by tools/labs/forge.py, and in the texts that are in the files: job, environment, summary,
+counters, facts; checksums agree then. Each case is a run directory whose log or whose newest
+checkpoint is forged (in half of the cases its only one). A forged log goes through `log show` and
+`log export`, one time in three through netCDF, `log plot`, `report` and `resume --simulate`; a
+forged checkpoint through `checkpoint show|verify|export`, `resume --simulate` and `simulate` of the
+job. Wrong, and printed: a traceback, a hang, an exit code other than 0, 1, 2 and 75, a refusal
+without a line of ours, an import that the forged file asks for, a file opened elsewhere, and a
+training that begins at step 0 although there is a checkpoint. Crashes of the HDF5 library, which
+end in a line of ours, and control characters in what is printed are counted apart. Exit code 1
+where something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPO), str(REPO / "tools" / "labs")]
+
+import h5py  # noqa: E402
+import numpy as np  # noqa: E402
+from forge import Forger, Watch  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+from mpigossip.cli import main as mpigossip  # noqa: E402
+from mpigossip.commands.spared import spared  # noqa: E402
+from mpigossip.runs.run import Run  # noqa: E402
+from mpigossip.store import checkpoint, guard  # noqa: E402
+from mpigossip.store import manifest as manifests  # noqa: E402
+from mpigossip.store.hdf5 import fixed  # noqa: E402
+
+LIMIT_S, WAIT_S = 60, 300
+"""Seconds of computing, and of waiting, until a command counts as hanging."""
+DRAWN = 20
+"""One picture in so many is drawn; of the others everything but the pixels is made."""
+JOB = ["jobs/digits.toml", "--nodes", "2", "model.name=mlp", "model.hidden=[4]", "data.batch=8",
+       "data.workers=0", "checkpoint.every_steps=1", "checkpoint.keep=9", "run.steps=5",
+       "run.evaluate_every=1"]  # fmt: skip
+VALUES = (None, -1, 0, 1 << 62, 1 << 70, 0.5, float("nan"), float("inf"), True, "", "x",
+          "\x1b[31mred", "\x9b2J", "\u202etxt", "a\rb", [], {}, [1, "x"], {"a": {"b": []}},
+          "forged_module:part", "os:system", "../../x", "x" * 100_000)  # fmt: skip
+
+
+class Texts(Forger):
+    """Forges what texts in the files say, beside their structure."""
+
+    def texts(self) -> str:
+        """A setting of the job, a counter, a fact, or something of environment and summary."""
+        return self._log() if self.kind == "log" else self._checkpoint()
+
+    def _table(self, found: dict) -> str:
+        """Change, add or remove a value of a table."""
+        key, value = self.draw.choice([*found, "further"]), self.draw.choice(VALUES)
+        if self.draw.random() < 0.2:
+            found.pop(key, None)
+            return f"without {key}"
+        found[key] = value
+        return f"{key} = {repr(value)[:30]}"
+
+    def _job(self, text: str) -> tuple[str, str]:
+        """A line of the job's TOML with another value."""
+        lines = text.splitlines()
+        at = self.draw.choice([k for k, line in enumerate(lines) if " = " in line])
+        value = self.draw.choice(VALUES)
+        said = json.dumps(value) if not isinstance(value, float | dict) else str(value)
+        lines[at] = f"{lines[at].partition(' = ')[0]} = {said}"
+        return "\n".join(lines) + "\n", lines[at][:60]
+
+    def _checkpoint(self) -> str:
+        manifest = checkpoint.read_manifest(self.folder)
+        which = self.draw.choice(["job", "meta", "numbers", "numbers"])
+        job, meta = manifest.job, dict(manifest.meta)
+        if which == "job":
+            job, said = self._job(job)
+        elif which == "meta":
+            said = self._table(meta)
+        else:
+            with h5py.File(self.path, "r+") as file:
+                found = json.loads(file["numbers"][()])
+                said = self._table(found)
+                del file["numbers"]
+                file.create_dataset("numbers", data=fixed(json.dumps(found)))
+        changed = checkpoint.Manifest(3, 2, job, meta, manifest.entries)
+        manifests.write(self.folder / checkpoint.MANIFEST, changed)
+        self.sign()
+        return f"{which}: {said}"
+
+    def _log(self) -> str:
+        which = self.draw.choice(["job", "environment", "summary", "summary"])
+        with h5py.File(self.path, "r+") as file:
+            thing = file["summary"] if which == "summary" else file
+            if which == "summary":
+                found = dict(thing.attrs)
+                said = self._table(found)
+                for key in set(thing.attrs) - set(found):
+                    del thing.attrs[key]
+                value = found.get(said.partition(" = ")[0], 0)
+                value = fixed(value) if isinstance(value, str) else value
+                value = np.bytes_(json.dumps(value)) if isinstance(value, dict | list) else value
+                value = h5py.Empty("f4") if value is None else value
+                with contextlib.suppress(TypeError, OverflowError):
+                    if " = " in said:
+                        thing.attrs[said.partition(" = ")[0]] = value
+            elif which == "environment":
+                found = json.loads(bytes(file.attrs["environment"]))
+                said = self._table(found)
+                text = json.dumps(found if self.draw.random() < 0.7 else self.draw.choice(VALUES))
+                file.attrs["environment"] = fixed(text)
+            else:
+                text, said = self._job(bytes(file.attrs["job"]).decode())
+                file.attrs["job"] = fixed(text)
+            with contextlib.suppress(ValueError):
+                guard.seal(thing)
+        return f"{which}: {said}"
+
+
+class Case:
+    """Runs commands on a forged run, each in a process of its own, and keeps what was wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        self.strays: list[str] = []
+        self.resumed: list[str] = []
+        self.out, self.err, self.told = (folder / name for name in ("out", "err", "told"))
+        self.on, self.known = False, set(sys.modules)
+        real = Run.resume
+
+        def resume(run, path):
+            self.resumed.append(str(path))
+            return real(run, path)
+
+        Run.resume = resume
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, facts: tuple) -> None:
+        if not self.on:
+            return
+        if event == "import" and facts[0].partition(".")[0] in ("forged_module", "x"):
+            self.strays.append(f"import {facts[0]}")
+        elif event in ("os.system", "os.exec", "socket.connect"):
+            self.strays.append(event)
+
+    def run(self, words: list[str]) -> tuple[object, str, str, float]:
+        """Exit code or traceback, what was printed, seconds of computing."""
+        self.told.unlink(missing_ok=True)
+        begin = os.times()
+        kept = [os.dup(number) for number in (1, 2)]
+        for number, file in ((1, self.out), (2, self.err)):
+            opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            os.dup2(opened, number)
+            os.close(opened)
+        code: object = spared(words)
+        if code is None:
+            self._child(words)
+        for number, there in zip((1, 2), kept, strict=True):
+            os.dup2(there, number)
+            os.close(there)
+        if self.told.exists():
+            code, self.strays, self.resumed, names = json.loads(self.told.read_text())
+            for name in names:  # the next child needn't import it
+                with contextlib.suppress(Exception):
+                    import_module(name)
+            self.known |= set(names)
+        spent = os.times()
+        seconds = spent.children_user + spent.children_system
+        seconds -= begin.children_user + begin.children_system
+        return (
+            code,
+            *(f.read_bytes().decode(errors="replace") for f in (self.out, self.err)),
+            seconds,
+        )
+
+    def _child(self, words: list[str]) -> None:
+        """The process that runs a command, and then tells how it ended."""
+
+        def late(*_):
+            raise AssertionError("hang")
+
+        signal.signal(signal.SIGALRM, late)
+        signal.signal(signal.SIGPROF, late)
+        signal.alarm(WAIT_S)
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+        self.on = True
+        try:
+            code: object = mpigossip(words)
+        except SystemExit as left:
+            code = left.code
+        except BaseException:
+            code = traceback.format_exc()
+        self.on = False
+        sys.stdout.flush()
+        sys.stderr.flush()
+        needed = ("mpigossip", "h5netcdf", "xarray", "pandas", "matplotlib", "torch")
+        new = {name for name in sys.modules if name.partition(".")[0] in needed} - self.known
+        self.told.write_text(json.dumps([code, self.strays, self.resumed, sorted(new)]))
+        os._exit(0)
+
+
+def commands(kind: str, run: Path, out: Path) -> list[list[str]]:
+    """What reads a file of this kind."""
+    there = str(run)
+    if kind == "log":
+        return [
+            ["log", "show", there], ["log", "export", there, "--csv", str(out / "a.csv")],
+            ["log", "export", there, "--netcdf", str(out / "a.nc")],
+            ["log", "plot", there, "--out", str(out / "a.png")],
+            ["report", there, "--html", str(out / "a.html")],
+            ["resume", there, "--simulate"],
+        ]  # fmt: skip
+    return [
+        ["checkpoint", "show", there], ["checkpoint", "verify", there],
+        ["checkpoint", "export", there, "--out", str(out / "a.safetensors")],
+        ["resume", there, "--simulate"], ["simulate", *JOB, f"run.output={run}"],
+    ]  # fmt: skip
+
+
+def copied(source: str, to: str) -> None:
+    """A file as it is, a pipe too."""
+    if Path(source).is_file():
+        shutil.copy2(source, to, follow_symlinks=False)
+    else:
+        os.link(source, to)
+
+
+def wrong(words: list[str], found: tuple, case: Case, trusted: bool) -> str:
+    """What is wrong with how a command ended; "" where nothing is."""
+    code, out, err, seconds = found  # seconds of computing: other work may take the processor
+    if not isinstance(code, int):
+        return f"{code}"
+    if code not in (0, 1, 2, 75) or "Traceback" in err:
+        return f"exit code {code}: {err[-500:]}"
+    if code and not re.search("mpigossip: .{20}", err) and len(out) < 20:
+        return f"exit code {code} without a word: {err[-300:]}"
+    if case.strays and not trusted:
+        return f"strays: {case.strays[:3]}"
+    if words[0] in ("resume", "simulate") and code == 0 and not case.resumed:
+        return "begins at step 0"
+    return "takes long" if seconds > LIMIT_S / 2 else ""
+
+
+def main() -> int:
+    """Forge, run all commands, count."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no new case after that")
+    parser.add_argument("--keep", type=Path, help="folder for the runs that went wrong")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="cases before: made only")
+    options = parser.parse_args()
+    os.chdir(REPO)
+    draw, found, escapes = random.Random(options.seed), Counter(), Counter()
+    until, bad, done = time.monotonic() + options.seconds, 0, 0
+    with tempfile.TemporaryDirectory(prefix="forge-commands-") as folder:
+        top = Path(folder)
+        case = Case(top)
+        (top / "outside").mkdir()
+        with h5py.File(top / "outside" / "secret.h5", "w") as secret:
+            secret["x"] = np.zeros(500, "<f4")
+        watch, run = Watch(top / "outside"), top / "run"
+        assert case.run(["simulate", *JOB, f"run.output={run}"])[0] == 0
+        for step in (1, 4, 5):
+            shutil.rmtree(checkpoint.folder(run, step))
+        (top / "files").mkdir()
+        original = top / "original"
+        run.rename(original)
+        real = Figure.savefig
+
+        def savefig(figure, file, **given):
+            if number % DRAWN == 0:
+                real(figure, file, **given)
+            elif isinstance(file, Path):
+                file.touch()
+
+        Figure.savefig = savefig
+        for number in range(options.count):
+            if time.monotonic() > until:
+                break
+            shutil.copytree(original, run)
+            kind = ("log", "checkpoint")[number % 2]
+            place = run if kind == "log" else checkpoint.folder(run, 3)
+            if draw.random() < 0.5:
+                shutil.rmtree(checkpoint.folder(run, 2))
+            alone = top / "alone"
+            if kind == "log":  # of the run's folder, only the log is forged
+                alone.mkdir()
+                shutil.copy(run / "log.h5", alone)
+                place = alone
+            forger = Texts(kind, place, top / "outside", draw)
+            ways = [forger.structure] * 4 + [forger.texts] * 6
+            ways += [forger.place, forger.flip, forger.flip, forger.header]
+            ways += [forger.manifest] * 2 if kind == "checkpoint" else [forger.journal]
+            way = draw.choice(ways)
+            try:
+                said = way()
+            except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+                found[f"{way.__name__} can't be made: {type(error).__name__}"] += 1
+                way = None
+            if kind == "log":
+                (run / "log.h5").unlink()
+                for file in alone.iterdir():
+                    file.rename(run / file.name)
+                alone.rmdir()
+            done += way is not None
+            there = commands(kind, run, top / "files")
+            if kind == "log":  # pictures take seconds
+                there = there[:2] + [one for one in there[2:] if draw.random() < 0.3]
+            for words in there if way and number >= options.first else ():
+                if words[0] == "resume":
+                    shutil.rmtree(top / "again", ignore_errors=True)
+                    shutil.copytree(run, top / "again", symlinks=True, copy_function=copied)
+                    words = [word.replace(str(run), str(top / "again")) for word in words]
+                watch.seen()
+                ended = case.run(words)
+                problem = wrong(words, ended, case, words[0] in ("resume", "simulate"))
+                if watch.seen():
+                    problem = problem or "opened a file elsewhere"
+                name = " ".join(words[:2]) if words[0] in ("log", "checkpoint") else words[0]
+                if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", ended[1] + ended[2]):
+                    escapes[name] += 1
+                crash = " after a crash" if "` crashed (SIG" in ended[2] else ""
+                found[f"{kind}, {name}: {'wrong' if problem else ended[0]}{crash}"] += 1
+                if problem:
+                    bad += 1
+                    told = f"{kind}, {way.__name__} {said}, {name}:\n{problem[-1500:]}"
+                    print(f"WRONG {number} {told}\n", flush=True)
+                    if options.keep:
+                        kept = options.keep / f"{options.seed}-{number}"
+                        shutil.copytree(run, kept, symlinks=True, dirs_exist_ok=True)
+            shutil.rmtree(run)
+    for line, count in sorted(found.items()):
+        print(f"{count:5}  {line}")
+    print(f"escapes: {dict(escapes)}")
+    print(f"{done} forged, {bad} wrong")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
