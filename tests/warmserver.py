@@ -40,6 +40,7 @@ def become(order: dict, files: list[int]) -> None:
     for file in {*files, *above} - {*order["files"]}:
         os.close(file)
     os.chdir(order["folder"])
+    os.getppid = lambda: order["parent"]
     os.environ.clear()
     os.environ.update(order["environment"])
 

@@ -15,7 +15,7 @@ with socket.socket(socket.AF_UNIX) as server:
     server.connect(sys.argv[1])
     inherited = [0, 1, 2, *(int(os.environ[k]) for k in ("PMI_FD",) if k in os.environ)]
     order = {"arguments": sys.argv[2:], "folder": os.getcwd(), "files": inherited}  # noqa: PTH109
-    order["environment"] = dict(os.environ)
+    order |= {"environment": dict(os.environ), "parent": os.getppid()}
     text = json.dumps(order).encode()
     socket.send_fds(server, [len(text).to_bytes(4, "little")], inherited)
     server.sendall(text)
@@ -26,6 +26,7 @@ with socket.socket(socket.AF_UNIX) as server:
 # the server is gone without an answer: as if killed
 status = int.from_bytes(answer, "little") if len(answer) == 4 else signal.SIGKILL
 if os.WIFSIGNALED(status):
-    signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    if os.WTERMSIG(status) != signal.SIGKILL:
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
     os.kill(os.getpid(), os.WTERMSIG(status))
 os._exit(os.WEXITSTATUS(status))

@@ -9,10 +9,11 @@ from typing import Any
 from mpigossip.cluster.world import World
 from mpigossip.config import Data, JobError
 from mpigossip.data.datasets import Datasets
-from mpigossip.data.feeding import DatasetLoader, Share, SourceLoader
+from mpigossip.data.feeding import DatasetLoader, SourceLoader
 from mpigossip.data.loader import Loader
 from mpigossip.data.partition import Order, orders, partition
 from mpigossip.data.sources import Source
+from mpigossip.data.workers import Share
 
 AnyData = Source | Datasets
 AnyLoader = Loader | DatasetLoader

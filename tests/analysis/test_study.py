@@ -33,6 +33,8 @@ from mpigossip.store import log as logs
 from tests.cases import on_each
 from tests.launch import REPO
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 SMALL = [
     "model.name=mlp", "data.source=synthetic", "data.samples=64", "data.test_samples=32",
     "data.batch=4", "run.epochs=2", "node.devices=cpu:1", "schedule.warmup_epochs=0",

@@ -15,9 +15,10 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from mpigossip.config import Data, JobError
 from mpigossip.data import datasets, nested
-from mpigossip.data.feeding import DataError, Share
+from mpigossip.data.feeding import DataError
 from mpigossip.data.loading import make_orders, open_loader
 from mpigossip.data.sources import source
+from mpigossip.data.workers import Share
 
 
 class Squares(Dataset):
