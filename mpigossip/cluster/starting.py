@@ -23,8 +23,8 @@ ENTERED = "+"
 """Behind the name of a rank's file: it waits for MPI to start."""
 LOOK_S = 0.5
 """Seconds between two looks at the other ranks."""
-GRACE_S = 3.0
-"""Seconds that the others leave the first of them to say why the job ends."""
+SAID = "said"
+"""The file of the rank that says why the job ends: who makes it speaks."""
 STALE_S = 3600.0
 """Age from which on a folder of another launch was left by ranks that were killed."""
 
@@ -71,7 +71,8 @@ class Start:
         self._over.set()
         with contextlib.suppress(OSError):
             self._file.unlink()
-            self._folder.rmdir()
+            if all(file.name == SAID for file in self._folder.iterdir()):
+                shutil.rmtree(self._folder)
 
     def _watch(self) -> None:
         while not self._over.is_set():
@@ -80,22 +81,23 @@ class Start:
             if ended and not self._over.is_set():
                 rank, process = self._living[ended[0]]
                 why = f"rank {rank} of {self._size} on {self._host} (process {process}) ended"
-                self._end(f"{why} before MPI had started", {*self._begun()} - {rank})
+                self._end(f"{why} before MPI had started")
             self._meet()
             missing = self._missing()
             # what a rank loads before it enters may take long on a busy machine, and is not waiting
             waits = time.monotonic() - (self._began if missing else self._entered)
             if waits >= self._timeout_s and not self._over.is_set():
                 why = f"MPI has not started within {self._timeout_s:g} s (node.timeout_s)"
-                entered = {r for r, rest in self._begun().items() if rest.endswith(ENTERED)}
-                self._end(f"{why}: {missing or self._late()}", entered)
+                self._end(f"{why}: {missing or self._late()}")
 
-    def _end(self, why: str, ranks: set[int]) -> None:
-        """End this rank; the first of ``ranks`` says why, another only where that one can't."""
-        first = min(ranks, default=self._rank)
-        if first != self._rank:
-            time.sleep(GRACE_S)
-        if first == self._rank or first in self._begun():  # its file goes when it has spoken
+    def _end(self, why: str) -> None:
+        """End this rank; says why unless another has."""
+        try:
+            (self._folder / SAID).touch(exist_ok=False)
+            speaks = True
+        except OSError as error:  # where it can't be made, each speaks
+            speaks = not isinstance(error, FileExistsError)
+        if speaks:
             with contextlib.suppress(OSError):
                 os.write(2, f"mpigossip: {why}; ending the job\n".encode(errors="replace"))
         self.over()
