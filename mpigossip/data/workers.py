@@ -1,0 +1,169 @@
+"""What a process that loads data holds: it answers requests with batches, or reads a stream."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from mpigossip.config.own_parts import raised
+from mpigossip.data.datasets import Datasets, Draws, drawing
+from mpigossip.data.nested import Nested
+from mpigossip.data.sources import Source
+
+LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_", "MPICH_")
+"""Beginnings of variables by which a program would take itself for a rank of the job."""
+TRAIN, TEST = 0, 1
+"""What the random numbers of a batch are for."""
+
+
+class Share(NamedTuple):
+    """The part of a stream that a node reads."""
+
+    node: int
+    n: int
+    steps_per_epoch: int
+    batch: int
+    """samples a step, over all slots"""
+
+
+class Request(NamedTuple):
+    """Samples that become a batch, and where their random numbers begin."""
+
+    split: str
+    key: tuple[int, ...]
+    indices: Sequence[int]
+
+
+class Refused(NamedTuple):
+    """What comes in place of a batch: exceptions would lose their words between processes."""
+
+    text: str
+
+
+class Sent:
+    """Something of the user's that is taken to a process: what unpacks it there cleans up first."""
+
+    def __reduce__(self):
+        return unpacked, (type(self), bytes(ForkingPickler.dumps(vars(self))))
+
+
+def unpacked(kind: type, state: bytes) -> Any:
+    """Make it anew in a process of its own, without the launcher's variables and without GPUs."""
+    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
+        del os.environ[name]
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    # the launcher sends a stop signal to every process of the job; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    made: Any = object.__new__(kind)
+    vars(made).update(ForkingPickler.loads(state))
+    return made
+
+
+class Samples(Sent, Dataset):
+    """Batches of Datasets by request."""
+
+    def __init__(self, data: Datasets):
+        self.name, self.seed, self.collate = data.name, data.seed, data.collate
+        self.sets = {"train": data.train, "test": data.test}
+
+    def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
+        """The batch of a request, or why there is none."""
+        one, at = self.sets[request.split], None
+        try:
+            with drawing(Draws(self.seed, request.key)):
+                if hasattr(one, "__getitems__"):
+                    found = one.__getitems__(list(request.indices))
+                else:
+                    found = [one[at := int(index)] for index in request.indices]
+                at = None
+                return self.collate(found)
+        except Exception as error:
+            which = f"sample {at}" if at is not None else (
+                f"a batch of the samples {request.indices[0]}, …"
+            )  # fmt: skip
+            return Refused(f'data.source = "{self.name}": {which} of "{request.split}": '
+                           f"{raised(error)}")  # fmt: skip
+
+
+class Raw(Sent, Dataset):
+    """Raw batches of a source by request: what the training process finishes on the device."""
+
+    def __init__(self, source: Source):
+        self.source = source
+
+    def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
+        """Arrays and labels of a request, or why there are none."""
+        indices = np.asarray(request.indices)
+        try:
+            raw = np.ascontiguousarray(self.source.raw(request.split, indices, request.key))
+            labels = self.source.labels(request.split, indices)
+            return torch.from_numpy(raw), torch.from_numpy(labels)
+        except Exception as error:
+            first = f"a batch of the samples {indices[0]}, …"
+            return Refused(f'data.source: {first} of "{request.split}": {raised(error)}')
+
+
+class Stream(Sent, IterableDataset):
+    """Batches of the streams of some nodes: step after step, node after node, slot after slot."""
+
+    def __init__(
+        self, data: Datasets, shares: Sequence[Share], slots: int, mine: Sequence[int], step: int
+    ):
+        """``slots``: of a node, and ``mine``, those that live here; ``step``: the first.
+
+        What other slots take, and all before that step, is read and left out.
+        """
+        self.name, self.seed, self.collate = data.name, data.seed, data.collate
+        sets = data.sets if len(data.sets) == len(shares) else list(data.sets) * len(shares)
+        self.streams = [each["train"] for each in sets]
+        self.dealt, self.shares, self.step = data.dealt, shares, step
+        self.slots, self.mine = slots, mine
+
+    def __iter__(self) -> Iterator[Nested]:
+        readers: list[tuple[Iterator, list, Share]] = []
+        try:
+            for share, one in zip(self.shares, self.streams, strict=True):
+                rows = _endless(one, *((share.node, share.n) if self.dealt else (0, 1)))
+                state: list = [Draws(self.seed, (TRAIN, share.node))]
+                with drawing(state):
+                    skipped = self.step * share.batch
+                    next(itertools.islice(rows, skipped, skipped), None)
+                readers.append((rows, state, share))
+            for index in itertools.count(self.step):
+                for rows, state, share in readers:
+                    for slot in range(self.slots):
+                        with drawing(state):
+                            samples = list(itertools.islice(rows, share.batch // self.slots))
+                        if slot in self.mine:
+                            # what is skipped isn't collated: it may not draw from the stream's
+                            with drawing(Draws(self.seed, (TRAIN, index, share.node, slot))):
+                                batch = self.collate(samples)
+                            yield batch
+        except Exception as error:
+            yield Refused(f'data.source = "{self.name}": the stream of "train": {raised(error)}')
+
+
+def _endless(one: IterableDataset, turn: int, of: int) -> Iterator[Any]:
+    """Every ``of``-th sample from the ``turn``-th on, pass after pass."""
+    for number in itertools.count():
+        if hasattr(one, "set_epoch"):
+            one.set_epoch(number)
+        rows = iter(one)
+        if rows is one:
+            raise ValueError("iter() of it is itself, so it can't be read anew or by several "
+                             "nodes; let __iter__ be a generator")  # fmt: skip
+        seen = False
+        for sample in itertools.islice(rows, turn, None, of):
+            seen = True
+            yield sample
+        if not seen:
+            raise ValueError(f"it gave no sample for node {turn} of {of} in a whole pass")
