@@ -17,7 +17,12 @@ SETTINGS = {
 }
 """By `section.key`, or by `section.key = "value"` where one value was removed; `study` stands for
 the keys of a study's file."""
-DEFAULTS = {"node.overlap": True}
+DEFAULTS = {
+    "node.overlap": True,
+    "algorithm.form": "one_vector",
+    "algorithm.tracker": "stale",
+    "algorithm.momentum": "new",  # of DeTAG; where there is a choice, it is the default
+}
 """Values that complete jobs of earlier checkpoints and logs have without anybody's wish."""
 MATCHINGS = (
     'graph.name = "one-peer-exponential", "base-2" or "random-matching" goes through pairs, and '
