@@ -19,7 +19,7 @@ from mpigossip.mixing.combine import combine
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.costs import Subject
 from mpigossip.training.timing.machines import CODING_RATE, SUM_RATE, Machine
-from mpigossip.training.timing.steps import hops
+from mpigossip.training.timing.steps import shape
 
 LATENCY_S, BANDWIDTH = 10e-6, 12.5e9
 """Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""
@@ -191,13 +191,12 @@ def _network(
         _rounds(column, what, count, budget_s, work_s) for count in (SMALL, what.flat.size // per)
     )
     fitted = []
-    # messages that a round sends, and how many latencies it has
-    shapes = {"gossip": (1.0, 1), "global": (2 * (n - 1) / n, hops(n))}
-    for kind, (share, hops_of) in shapes.items():
+    for kind in (Kind.GOSSIP, Kind.GLOBAL):
+        latencies, messages = shape(kind, n)
         # what can't be resolved, or a sum dearer than measured alone, counts half as latency
         whole = max(large[kind] - nbytes / combine_rate, large[kind] / 2)
         first = min(small[kind], whole / 2)
-        fitted += [first / hops_of, share * nbytes / (whole - first)]
+        fitted += [first / latencies, messages * nbytes / (whole - first)]
     if given.latency_s is not None:
         fitted[0] = fitted[2] = given.latency_s
     if given.bandwidth is not None:
@@ -220,7 +219,7 @@ def _work(world: World, seconds: float) -> Callable[[], None]:
 
 def _rounds(
     world: World, what: Subject, count: int, budget_s: float, work_s: float
-) -> dict[str, float]:
+) -> dict[Kind, float]:
     """Median seconds that a one-peer round and a global average of one vector add to work.
 
     Timed in bursts, as steps follow each other: after a barrier the first round would be late.
@@ -265,4 +264,4 @@ def _rounds(
     mine = [statistics.median(kept[1:]) for kept in times.values()]
     every = zip(*world.comm.allgather(mine), strict=True)
     alone, gossip, everywhere = map(statistics.fmean, every)
-    return {"gossip": max(gossip - alone, 1e-6), "global": max(everywhere - alone, 1e-6)}
+    return {Kind.GOSSIP: max(gossip - alone, 1e-6), Kind.GLOBAL: max(everywhere - alone, 1e-6)}

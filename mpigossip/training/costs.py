@@ -96,29 +96,32 @@ class Exchanges:
     steps: int = STEPS
     """over which costs are averaged"""
 
-    def rounds(self) -> Iterator[tuple[Kind, int]]:
-        """Kind and clock of each exchange of `steps` steps."""
+    def carried_out(self, kind: Kind, t: int | None) -> tuple[Kind, int | None]:
+        """Kind of an exchange and its round within the graph's period, if it is gossip.
+
+        A round of gossip that is the exact average is carried out as a global one.
+        """
+        if kind is Kind.GOSSIP and t is not None:
+            t %= self.graph.period or t + 1
+            if not is_average(self.graph, t):
+                return kind, t
+            kind = Kind.GLOBAL
+        return kind, None
+
+    def rounds(self) -> Iterator[tuple[Kind, int | None]]:
+        """Each exchange of `steps` steps, as `carried_out`."""
         state, clock = self.cadence.init(), 0
         for index in range(self.steps):
             kind = self.cadence.kind(state, index)
-            yield kind, clock // self.cadence.turns.fragments
+            yield self.carried_out(kind, clock // self.cadence.turns.fragments)
             now = Step(index, clock, kind, 1.0)
             clock += kind is Kind.GOSSIP
             state = self.cadence.observe(state, now, STEADY)
 
     @cached_property
     def counted(self) -> Counter[tuple[Kind, int | None]]:
-        """How often each kind and round occurs in `steps` steps; None: an average over all.
-
-        Rounds that are the exact average count as one, since they are carried out as one.
-        """
-        period, found = self.graph.period, Counter[tuple[Kind, int | None]]()
-        for kind, t in self.rounds():
-            t = t % period if period else t
-            if kind is Kind.GOSSIP and is_average(self.graph, t):
-                kind = Kind.GLOBAL
-            found[kind, t if kind is Kind.GOSSIP else None] += 1
-        return found
+        """How often each of them occurs."""
+        return Counter(self.rounds())
 
     @property
     def bytes_per_step(self) -> float:
@@ -132,6 +135,15 @@ class Exchanges:
         return total / self.steps
 
 
+def exchanges_of(
+    job: Job, flat: Flat, graph: Graph, method: algorithms.Algorithm, cadence: Cadence
+) -> Exchanges:
+    """The exchanges of a job whose parts are made."""
+    layout = Layout(flat.widths, method.vectors, method.scalars, wire=assemble.make_wire(job))
+    asynchronous = job.node.mixer == "asynchronous"
+    return Exchanges(graph, method, cadence, narrowed(layout, cadence.turns), asynchronous)
+
+
 def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
     """The exchanges of a job on n nodes. Raises GraphError for an n that the graph doesn't have.
 
@@ -140,10 +152,8 @@ def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
     job, flat = what.job, what.flat
     graph = assemble.make_graph(job, n)
     method = assemble.make_algorithms(job, flat, graph)[0]
-    layout = Layout(flat.widths, method.vectors, method.scalars, wire=assemble.make_wire(job))
     cadence = assemble.make_cadence(job, method, graph, STEPS)
-    layout = narrowed(layout, cadence.turns)
-    made = Exchanges(graph, method, cadence, layout, job.node.mixer == "asynchronous")
+    made = exchanges_of(job, flat, graph, method, cadence)
     if cadence.measures:
         period = average_period(what, n) if period is None else period
         steps = max(STEPS, round(PERIODS * period))

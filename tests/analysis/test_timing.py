@@ -46,6 +46,8 @@ def test_a_collective_waits_for_the_slowest_of_n(jitter):
         row = predict(what, machine, Choice(ALL_REDUCE), n, 1)
         calm = predict(what, SLOW, Choice(ALL_REDUCE), n, 1)
         assert row.step_s - calm.step_s == pytest.approx(jitter * 10e-3 * expected_maximum(n))
+        gossip = predict(what, machine, Choice("complete"), n, 1)  # carried out as the same average
+        assert gossip.waiting_s == pytest.approx(row.waiting_s)
     seldom = predict(what, machine, Choice("one-peer-exponential", "cpsgd"), 8, 1)  # period 8
     assert seldom.waiting_s == pytest.approx(jitter * 10e-3 * expected_maximum(8) / math.sqrt(8))
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from mpigossip.config import Job
 from mpigossip.graphs import Graph
-from mpigossip.graphs.rounds import Circulant, Xor
-from mpigossip.mixing.base import Kind, is_average
+from mpigossip.mixing.base import Kind
 from mpigossip.training.costs import Exchanges
 from mpigossip.training.timing.machines import Machine
 
@@ -27,9 +26,12 @@ DRAWN = 512
 """Nodes, over all repetitions, whose steps are drawn for that."""
 
 
-def hops(n: int) -> int:
-    """Latencies one after the other in a global average over n nodes."""
-    return 2 * (n - 1).bit_length()
+def shape(kind: Kind, n: int) -> tuple[int, float]:
+    """Latencies one after the other in an exchange, and messages that pass each node's link.
+
+    A global average as the best all-reduces do it; gossip with one neighbour.
+    """
+    return (2 * (n - 1).bit_length(), 2 * (n - 1) / n) if kind is Kind.GLOBAL else (1, 1.0)
 
 
 def last_bucket(nbytes: int) -> float:
@@ -64,16 +66,11 @@ class Edges(NamedTuple):
 def edges_of(graph: Graph, t: int) -> Edges:
     """Those of round t."""
     r, n = graph.round(t), graph.n
-    nodes = np.arange(n)
-    if isinstance(r, Xor):
-        r = r.sparse()
-    if isinstance(r, Circulant):
-        senders = (nodes[:, None] + np.array([0, *r.offsets], np.int64)) % n
-        degree = np.full(n, len(r.offsets))
-        return Edges(senders.ravel(), nodes * (len(r.offsets) + 1), degree, degree)
-    received = np.diff(r.indptr)
-    senders = np.insert(r.indices, r.indptr[:-1], nodes)
-    return Edges(senders, r.indptr[:-1] + nodes, np.bincount(r.indices, minlength=n), received)
+    senders = [[i, *r.neighbours(i)[0]] for i in range(n)]
+    received = np.array([len(each) - 1 for each in senders])
+    flat = np.concatenate(senders)
+    starts = np.cumsum(received + 1) - received - 1
+    return Edges(flat, starts, np.bincount(flat, minlength=n) - 1, received)
 
 
 class Timing:
@@ -95,8 +92,7 @@ class Timing:
         self.made, self.machine = made, machine
         layout, method = made.layout, made.method
         self._bandwidth, self.delay = bandwidth, made.cadence.turns.delay
-        self._ddp = ddp and method.always_global
-        self.last = last_bucket(layout.nbytes) if self._ddp else 1.0
+        self.last = last_bucket(layout.nbytes) if ddp and method.always_global else 1.0
         """share of an exchange that begins when backward is over"""
         lossy = 0.0 if layout.wire.exact else layout.nbytes
         self.encode_s = lossy / machine.encode_rate if machine.encode_rate else 0.0
@@ -104,48 +100,53 @@ class Timing:
         self.term_s = decode_s + layout.nbytes / machine.combine_rate
         """to decode a message and add it"""
 
-    def wire_s(self, kind: Kind, messages=1):
-        """Seconds on the wire of a round, or of so many messages in or out of a node."""
+    def parts(self, kind: Kind, t: int | None):
+        """Seconds until a message is received, and of the sums after it.
+
+        A number each for LOCAL and GLOBAL, for GOSSIP arrays over the edges of round t: a message
+        takes as long as all those that its sender sends, or its receiver receives. A node's edge to
+        itself takes as long as its slowest message, as its step ends when that has left.
+        """
         m, layout, n = self.machine, self.made.layout, self.made.graph.n
         if kind is Kind.LOCAL:
-            return 0.0 * messages
+            return 0.0, 0.0
         if kind is Kind.GLOBAL:
-            slowest = 1.0 if self._bandwidth is None else self._bandwidth.min() / m.bandwidth
-            moved = 2 * (n - 1) / n * layout.nbytes
+            latencies, messages = shape(kind, n)
+            moved = messages * layout.nbytes
             if not layout.wire.exact:  # a sum of codes has no code: decoded, or to all others
                 moved = min(moved, (n - 1) * layout.sent_bytes)
-            latency = hops(n) * m.global_latency_s
-            return latency + moved / (slowest * m.global_bandwidth)
-        latency = m.latency_s * (messages > 0)
-        return latency + messages * layout.sent_bytes / m.bandwidth
+            slowest = 1.0 if self._bandwidth is None else self._bandwidth.min() / m.bandwidth
+            wire = latencies * m.global_latency_s + moved / (slowest * m.global_bandwidth)
+            return self.encode_s + wire, self.term_s
+        edges = edges_of(self.made.graph, t)
+        to = edges.receivers
+        many = np.maximum(edges.sent[edges.senders], edges.received[to])
+        link = np.full(n, m.bandwidth) if self._bandwidth is None else self._bandwidth
+        slower = np.minimum(link[edges.senders], link[to])
+        wire = self.encode_s + m.latency_s + many * layout.sent_bytes / slower
+        wire[edges.starts] = 0.0
+        own = np.zeros(n)
+        np.maximum.at(own, edges.senders, wire)
+        wire[edges.starts] = own
+        return wire, edges.received[to] * self.term_s
 
-    def exchange_s(self, kind: Kind, t: int | None) -> float:
-        """Seconds of a round: messages and sums of its busiest node, nothing hidden."""
-        if kind is Kind.LOCAL:
-            return 0.0
-        sent, received = self._busiest(kind, t)
-        return self.encode_s + self.wire_s(kind, max(sent, received)) + received * self.term_s
+    def hidden(self, wire, sums):
+        """Seconds of an exchange of these `parts` that pass while gradients are computed.
 
-    def hidden_s(self, kind: Kind, t: int | None) -> float:
-        """Those of them that pass while gradients are computed, alike on all nodes.
-
-        Ahead: during all of it. DDP: all but the last bucket during backward. With a delay: during
-        the steps until it is applied.
+        Ahead: of the message, during all of it. DDP: of all but the last bucket, during backward.
+        With a delay: during the steps until it is applied.
         """
-        whole = self.exchange_s(kind, t)
-        if self.made.method.ahead and kind is not Kind.LOCAL:
-            alone = self._busiest(kind, t)[1] * self.term_s
-            return float(min(whole - alone, self.machine.compute_s))
-        return float(self._hidden(whole))
-
-    def _hidden(self, whole):
-        compute = self.machine.compute_s
+        compute, whole = self.machine.compute_s, wire + sums
+        if self.made.method.ahead:
+            return np.minimum(wire, compute)
         if self.delay:
             return np.minimum(whole, self.delay * self.steady_s)
         return np.minimum((1 - self.last) * whole, BACKWARD * compute)
 
-    def _busiest(self, kind: Kind, t: int | None) -> tuple[int, int]:
-        return busiest(self.made.graph, t or 0) if kind is Kind.GOSSIP else (1, 1)
+    def exchange_s(self, kind: Kind, t: int | None) -> tuple[float, float]:
+        """Seconds of an exchange for which nobody waits, and those of them that are hidden."""
+        wire, sums = self.parts(kind, t)
+        return float(np.max(wire + sums)), float(np.max(self.hidden(wire, sums)))
 
     @property
     def steady_s(self) -> float:
@@ -159,10 +160,8 @@ class Timing:
 
     def mean_s(self) -> tuple[float, float]:
         """Seconds of an average step's exchange, and those of them that are hidden."""
-        exchange = hidden = 0.0
-        for (kind, t), count in self.made.counted.items():
-            exchange += count * self.exchange_s(kind, t)
-            hidden += count * self.hidden_s(kind, t)
+        each = [(self.exchange_s(*key), count) for key, count in self.made.counted.items()]
+        exchange, hidden = (sum(s[k] * count for s, count in each) for k in (0, 1))
         return exchange / self.made.steps, hidden / self.made.steps
 
     def waiting_s(self) -> float:
@@ -177,26 +176,19 @@ class Timing:
             return 0.0
         turns = self.made.cadence.turns
         if {kind for kind, _ in self.made.counted} <= {Kind.LOCAL, Kind.GLOBAL} and not self.delay:
-            gaps, since = 0.0, 0
-            for kind, _ in self.made.rounds():
-                since += 1
-                if kind is Kind.GLOBAL:
-                    gaps, since = gaps + math.sqrt(since), 0
+            kinds = enumerate(self.made.rounds(), 1)
+            ends = [step for step, (kind, _) in kinds if kind is Kind.GLOBAL]
+            gaps = sum(map(math.sqrt, np.diff(ends, prepend=0)))
             return sigma * expected_maximum(n) * gaps / self.made.steps
-        clock, rows = Clock(self, max(1, DRAWN // n)), max(1, DRAWN // n)
-        random = np.random.default_rng(0)
+        rows, random, waited = max(1, DRAWN // n), np.random.default_rng(0), []
+        clock = Clock(self, rows)
         burn_in, shown = (turns.period * -(-count // turns.fragments) for count in (BURN_IN, SHOWN))
-        rounds = replace(self.made, steps=burn_in + shown).rounds()
-        begin, calm = 0.0, 0.0
-        for index, (kind, t) in enumerate(rounds):
-            if index == burn_in:
-                begin = clock.now.mean()
-            noise = 1 + self.machine.jitter * random.standard_normal((rows, n))
-            clock.step(kind, t, self.machine.compute_s * np.maximum(noise, 0.0))
-            if index >= burn_in:
-                calm += self.steady_s + self.exchange_s(kind, t) - self.hidden_s(kind, t)
-        spent = clock.now.mean() - begin - calm
-        return max(0.0, float(spent) / shown)
+        for kind, t in replace(self.made, steps=burn_in + shown).rounds():
+            noise, begin = 1 + self.machine.jitter * random.standard_normal((rows, n)), clock.now
+            end = clock.step(kind, t, self.machine.compute_s * np.maximum(noise, 0.0))
+            exchange, hidden = self.exchange_s(kind, t)
+            waited.append((end - begin).mean() - (self.steady_s + exchange - hidden))
+        return max(0.0, float(np.mean(waited[burn_in:])))
 
 
 class Clock:
@@ -209,74 +201,35 @@ class Clock:
     def __init__(self, timing: Timing, rows: int = 1):
         self._timing, self._n = timing, timing.made.graph.n
         self.now = np.zeros((rows, self._n))
-        self._sent: deque[np.ndarray | None] = deque([None] * timing.delay)
+        self._sent = deque([self.now] * timing.delay)
 
-    def step(self, kind: Kind, t: int, compute: np.ndarray) -> np.ndarray:
+    def step(self, kind: Kind, t: int | None, compute: np.ndarray) -> np.ndarray:
         """Let a step pass whose computing takes ``compute`` (rows, n) seconds; `now` behind it."""
-        timing, made, begin = self._timing, self._timing.made, self.now
-        rest = timing.machine.node_s + timing.machine.update_s
+        machine, begin = self._timing.machine, self.now
+        rest = machine.node_s + machine.update_s
         ready = begin + compute + rest
-        if kind is Kind.GOSSIP and is_average(made.graph, t):
-            kind = Kind.GLOBAL
-        if timing.delay:
-            arrived = self._sent.popleft()
-            self.now = ready if arrived is None else np.maximum(ready, arrived)
-            sends = kind is not Kind.LOCAL
-            self._sent.append(self._exchanged(kind, t, self.now, self.now) if sends else None)
-        elif kind is Kind.LOCAL:
-            self.now = ready
-        elif made.asynchronous:
-            self.now = ready + timing.exchange_s(kind, t)
+        kind, t = self._timing.made.carried_out(kind, t)
+        if self._timing.delay:
+            self.now = np.maximum(ready, self._sent.popleft())
+            self._sent.append(self._exchanged(kind, t, self.now, self.now))
         else:
             self.now = self._exchanged(kind, t, begin + rest, ready)
         return self.now
 
-    def _exchanged(self, kind: Kind, t: int, begin: np.ndarray, ready: np.ndarray) -> np.ndarray:
-        """When each node has the result of a synchronous exchange, sent when all are `ready`."""
-        timing = self._timing
+    def _exchanged(self, kind: Kind, t, begin: np.ndarray, ready: np.ndarray) -> np.ndarray:
+        """When each node has the result of an exchange, sent when all are `ready`."""
+        timing, made = self._timing, self._timing.made
+        wire, sums = timing.parts(kind, t)
+        if kind is Kind.LOCAL or made.asynchronous:
+            return ready + np.max(wire + sums)
+        shown = wire + sums - (0.0 if timing.delay else timing.hidden(wire, sums))
         if kind is Kind.GLOBAL:
-            alone = timing.exchange_s(kind, t)
-            alone -= 0.0 if timing.delay else timing.hidden_s(kind, t)
-            return np.repeat(ready.max(1, keepdims=True) + alone, self._n, axis=1)
-        period = timing.made.graph.period
-        edges = edges_of(timing.made.graph, t % period if period else t)
-        wire, sums = _on_edges(timing, edges)
-        if timing.made.method.ahead:
-            came = np.maximum.reduceat((begin[:, edges.senders] + wire), edges.starts, axis=1)
+            return np.repeat(ready.max(1, keepdims=True) + shown, self._n, axis=1)
+        edges = edges_of(made.graph, t)
+        if made.method.ahead:
+            came = np.maximum.reduceat(begin[:, edges.senders] + wire, edges.starts, axis=1)
             return np.maximum(ready, came) + edges.received * timing.term_s
-        whole = wire + sums
-        hidden = 0.0 if timing.delay else timing._hidden(whole)
-        return np.maximum.reduceat(ready[:, edges.senders] + whole - hidden, edges.starts, axis=1)
-
-
-def _on_edges(timing: Timing, edges: Edges) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of each message on its way and of the sums of who gets it.
-
-    To oneself as long as one's own message to the slowest takes: a step ends when it has left.
-    """
-    to, bandwidth = edges.receivers, timing._bandwidth
-    many = np.maximum(edges.sent[edges.senders], edges.received[to])
-    wire = timing.wire_s(Kind.GOSSIP, many)
-    if bandwidth is not None:
-        slow = np.minimum(bandwidth[edges.senders], bandwidth[to]) / timing.machine.bandwidth
-        wire = (
-            wire + many * timing.made.layout.sent_bytes * (1 / slow - 1) / timing.machine.bandwidth
-        )
-    wire[edges.starts] = 0.0
-    own = np.zeros(len(edges.starts))
-    np.maximum.at(own, edges.senders, wire)
-    wire[edges.starts] = own  # a node goes on when its own message has left
-    busy = (edges.sent + edges.received > 0)[to]
-    return wire + busy * timing.encode_s, edges.received[to] * timing.term_s
-
-
-def busiest(graph: Graph, t: int) -> tuple[int, int]:
-    """Most messages that any node sends, and that any receives, in round t."""
-    r = graph.round(t)
-    indices = getattr(r, "indices", None)
-    if indices is None:  # a circulant: all nodes alike
-        return r.degree, r.degree
-    return int(np.bincount(indices, minlength=1).max()), r.degree
+        return np.maximum.reduceat(ready[:, edges.senders] + shown, edges.starts, axis=1)
 
 
 @lru_cache(maxsize=256)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from mpigossip.config import Job
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import Kind
 from mpigossip.mixing.faults import Faults
 from mpigossip.training import assemble
-from mpigossip.training.costs import Exchanges
-from mpigossip.training.fragments import narrowed
+from mpigossip.training.costs import exchanges_of
 from mpigossip.training.timing.machines import named
 from mpigossip.training.timing.steps import Clock, Timing
 
@@ -25,13 +24,10 @@ class VirtualClock:
 
     def __init__(self, job: Job, assembly: assemble.Assembly, begun: np.ndarray | None = None):
         """``begun`` (n,): when each node was through with the steps before, NaN: not known."""
-        section, engine, flat = job.clock, assembly.engine, assembly.trainer.replicas.flat
-        self._machine, n = named(section), assembly.graph.n
-        layout = Layout((flat.size,), engine.method.vectors, engine.method.scalars,
-                        wire=assemble.make_wire(job))  # fmt: skip
-        asynchronous, turns = job.node.mixer == "asynchronous", engine.cadence.turns
-        layout, self._fragments = narrowed(layout, turns), turns.fragments
-        made = Exchanges(assembly.graph, engine.method, engine.cadence, layout, asynchronous)
+        section, engine, graph = job.clock, assembly.engine, assembly.graph
+        self._machine, self._fragments = named(section), engine.cadence.turns.fragments
+        flat = assembly.trainer.replicas.flat
+        made = exchanges_of(job, flat, graph, engine.method, engine.cadence)
         self._clock = Clock(Timing(job, made, self._machine))
         if begun is not None:
             self._clock.now[0] = begun
@@ -39,7 +35,9 @@ class VirtualClock:
         # the stragglers of a simulated asynchronous run are its own
         ill, own = job.faults, job.faults.slow_times > 1
         slow = ill if own else section
-        self._slow = Faults(n, job.run.seed, slow.slow_times, slow.slow_nodes, slow.slow_steps)
+        self._slow = Faults(
+            graph.n, job.run.seed, slow.slow_times, slow.slow_nodes, slow.slow_steps
+        )
 
     def step(self, index: int, kind: Kind) -> np.ndarray:
         """(n,): seconds at the end of step ``index``."""
