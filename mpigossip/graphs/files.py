@@ -37,7 +37,6 @@ def save(found: Found, path: str | Path) -> Path:
     try:
         with hdf5.replacing(path) as beside:
             beside.write_text(json.dumps(asdict(found)) + "\n")
-            hdf5.sync(beside)
     except StoreError as error:
         raise GraphError(str(error)) from error
     return path

@@ -60,10 +60,10 @@ def fill(path: Path, parts: Sequence[Part]) -> str:
     try:
         value, at = 0, 0
         for part in sorted(parts, key=lambda one: one.offset):
-            value = _read_crc(buffered, at, part.offset, value)
+            value = crc(buffered, at, part.offset, value)
             value = _write(buffered, direct, part, value)
             at = part.offset + len(part.data)
-        value = _read_crc(buffered, at, os.fstat(buffered).st_size, value)
+        value = crc(buffered, at, os.fstat(buffered).st_size, value)
         os.fsync(buffered)
         return f"{value:08x}"
     finally:
@@ -109,12 +109,13 @@ def _direct(direct: int, pages: memoryview, offset: int) -> int:
         return 0
 
 
-def _read_crc(descriptor: int, start: int, end: int, value: int) -> int:
-    """The checksum continued over bytes that are in the file."""
+def crc(descriptor: int, start: int, end: int, value: int = 0) -> int:
+    """The CRC-32 ``value`` continued over bytes that are in the file."""
+    buffer = memoryview(bytearray(1 << 19))  # small enough to stay in the cache
     while start < end:
-        piece = os.pread(descriptor, min(BLOCK, end - start), start)
-        if not piece:
+        count = os.preadv(descriptor, [buffer[: end - start]], start)
+        if not count:
             raise OSError(errno.EIO, f"the file ends at {start} of {end} bytes")
-        value = zlib.crc32(piece, value)
-        start += len(piece)
+        value = zlib.crc32(buffer[:count], value)
+        start += count
     return value

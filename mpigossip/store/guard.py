@@ -1,4 +1,4 @@
-"""What may stand in a file that somebody else may have made: looked at before any of it is read.
+"""Checks of a file that somebody else may have made, before any of it is read.
 
 HDF5 files can name other files (external links, raw data, virtual datasets), claim arrays far
 larger than themselves, and reach one array by many names. Ours do nothing of that, so whatever does
@@ -9,10 +9,10 @@ rows left open: 64 times that). All refusals are ValueErrors, which `hdf5.readin
 
 from __future__ import annotations
 
-import errno
 import io
 import math
 import os
+import re
 import stat
 import struct
 import zlib
@@ -47,7 +47,6 @@ TREES = (5, 6, 8, 9, 10, 11)
 """HDF5's kinds of B-trees that our files have: of links, of attributes, of chunks."""
 SEAL = "checksum"
 PLAIN = (h5t.INTEGER, h5t.FLOAT)
-FILTERS = (h5z.FILTER_FLETCHER32,)
 
 
 def regular(path: Path, follow: bool = True) -> io.FileIO:
@@ -56,19 +55,17 @@ def regular(path: Path, follow: bool = True) -> io.FileIO:
     Without `follow` it is no symbolic link either: a name inside a checkpoint means a file there.
     Raises OSError where it can't be opened, StoreError where it is something else.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        if error.errno == errno.ELOOP and not follow:
-            raise StoreError(f"{path} is a symbolic link; put the file itself there") from None
-        if error.errno == errno.ENXIO:
-            raise StoreError(f"{path} is no regular file; put a copy of the file there") from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise StoreError(f"{path} is no regular file; put a copy of the file there")
-    return io.FileIO(descriptor)
+    kind = path.stat(follow_symlinks=follow).st_mode
+    if stat.S_ISREG(kind):
+        more = os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+        file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | more))
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # nothing else was put there meanwhile
+            return file
+        file.close()
+    link = "is a symbolic link; put the file itself there"
+    raise StoreError(
+        f"{path} {link if stat.S_ISLNK(kind) else 'is no regular file; put a copy of it there'}"
+    )
 
 
 class _Checked:
@@ -86,30 +83,18 @@ class _Checked:
     def readinto(self, data: memoryview) -> int:
         at = self.file.tell()
         count = self.file.readinto(data)
-        if count is not None and len(data) <= METADATA:
-            self._spare(data, at)
-            self.file.seek(at + count)
-        return count
-
-    def _spare(self, data: memoryview, at: int) -> None:
-        """Zeros in place of all that is read of such a header, which may begin before."""
-        first = max(0, at - HEADER)
-        self.file.seek(first)
-        around = self.file.read(at - first) + bytes(data)
-        around += self.file.read(HEADER) if len(data) < HEADER else b""
+        if len(data) > METADATA:
+            return count
+        before = min(at, HEADER)  # a header may begin before what is read, and end behind it
+        self.file.seek(at - before)
+        around = self.file.read(before + count + HEADER)
         for name, sound in ((b"BTHD", _sound_tree), (b"EAHD", _sound_list)):
-            place = around.find(name)
-            while place >= 0:
+            for place in (one.start() for one in re.finditer(name, around)):
                 if not sound(around[place : place + HEADER]):
-                    start = max(0, place - (at - first))
-                    stop = max(0, min(len(data), place + HEADER - (at - first)))
-                    data[start:stop] = bytes(max(0, stop - start))
-                place = around.find(name, place + 4)
-
-    def write(self, data: memoryview) -> int:
-        raise OSError(errno.EROFS, "the file is open for reading")
-
-    truncate = flush = write
+                    start, stop = (min(max(0, place + k - before), count) for k in (0, HEADER))
+                    data[start:stop] = bytes(stop - start)
+        self.file.seek(at + count)
+        return count
 
 
 def _sound_tree(header: bytes) -> bool:
@@ -164,32 +149,11 @@ def look(
     versions wrote them, may be among the arrays. `views`: paths of virtual datasets, which aren't
     looked at.
     """
-    found: dict[str, Any] = {}
-    # not by h5o.get_info: where an array's index is damaged, HDF5 2.0 crashes in it
-    places: dict[int, str] = {h5g.get_objinfo(content.id).objno[0]: "/"}
-    groups, stored, spread = [("", content.id)], 0, 0
-    while groups:
-        above, group = groups.pop()
-        if len(found) + group.get_num_objs() > OBJECTS:
-            raise ValueError(f"more than {OBJECTS} groups and arrays; a file of ours has fewer")
-        for link in group:
-            path = _path(above, link)
-            about = group.links.get_info(link)
-            if about.type != h5l.TYPE_HARD:
-                raise ValueError(f'"{path}" is a link to another place; only its own arrays count')
-            thing = h5o.open(group, link)
-            first = places.setdefault(about.u, path)
-            if first != path:
-                if {first, path} != {link.decode(), f"{again}/{link.decode()}"} or not again:
-                    raise ValueError(f'"{path}" and "{first}" are one and the same')
-            elif isinstance(thing, h5g.GroupID):
-                groups.append((path + "/", thing))
-            elif not isinstance(thing, h5d.DatasetID):
-                raise ValueError(f'"{path}" is neither a group nor an array')
-            elif path not in views:
-                in_file, in_memory = _dataset(path, thing, size, tables, texts)
-                stored, spread = stored + in_file, spread + in_memory
-            found[path] = (h5py.Group if isinstance(thing, h5g.GroupID) else h5py.Dataset)(thing)
+    found, stored, spread = _objects(content, again), 0, 0
+    for path, thing in found.items():
+        if isinstance(thing, h5py.Dataset) and path not in views and f"{again}/{path}" not in found:
+            in_file, in_memory = _bytes(path, thing.id, size, tables, texts)
+            stored, spread = stored + in_file, spread + in_memory
     if stored > size:
         raise ValueError(f"its arrays claim {stored} bytes, the file has {size}")
     if spread > max(LEAST, SPARSE * size):
@@ -197,55 +161,78 @@ def look(
     return found
 
 
-def _path(above: str, link: bytes) -> str:
-    name = link.decode()
-    if not name.isprintable() or not 0 < len(link) <= NAME or name in (".", ".."):
-        raise ValueError(f"{name[:40]!r} is no name of an array")
-    return above + name
+def _objects(content: h5py.File, again: str) -> dict[str, Any]:
+    """Groups and arrays by path; ValueError for other links, names, cycles and second paths."""
+    found: dict[str, Any] = {}
+    # not by h5o.get_info: where an array's index is damaged, HDF5 2.0 crashes in it
+    places: dict[int, str] = {h5g.get_objinfo(content.id).objno[0]: "/"}
+    groups = [("", content.id)]
+    while groups:
+        above, group = groups.pop()
+        if len(found) + group.get_num_objs() > OBJECTS:
+            raise ValueError(f"more than {OBJECTS} groups and arrays; a file of ours has fewer")
+        for link in group:
+            name, about = link.decode(), group.links.get_info(link)
+            if not name.isprintable() or not 0 < len(link) <= NAME or name in (".", ".."):
+                raise ValueError(f"{name[:40]!r} is no name of an array")
+            path = above + name
+            if about.type != h5l.TYPE_HARD:
+                raise ValueError(f'"{path}" is a link to another place; only its own arrays count')
+            thing = h5o.open(group, link)
+            first = places.setdefault(about.u, path)
+            if first != path and {first, path} != {name, f"{again}/{name}"}:
+                raise ValueError(f'"{path}" and "{first}" are one and the same')
+            if isinstance(thing, h5g.GroupID):
+                found[path] = h5py.Group(thing)
+                groups += [(path + "/", thing)] if first == path else []
+            elif isinstance(thing, h5d.DatasetID):
+                found[path] = h5py.Dataset(thing)
+            else:
+                raise ValueError(f'"{path}" is neither a group nor an array')
+    return found
 
 
-def _dataset(path: str, data: h5d.DatasetID, size: int, tables: bool, texts: bool) -> Any:
+def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool, texts: bool) -> Any:
     """Bytes of an array in the file and in memory; ValueError where it isn't as ours are."""
     kind, creation = data.get_type(), data.get_create_plist()
-    if texts and _any_length(kind):
-        kind = None
-    elif not _plain(kind):
+    free = texts and _any_length(kind)
+    if not free and not _plain(kind):
         raise ValueError(f'"{path}" holds no numbers or texts of fixed length')
     if data.get_space().get_simple_extent_type() not in (h5s.SCALAR, h5s.SIMPLE):
         raise ValueError(f'"{path}" holds nothing')
-    width = 16 if kind is None else kind.get_size()  # a text of any length is a reference
-    claimed, stored = math.prod(data.shape) * width, data.get_storage_size()
-    layout, filters = creation.get_layout(), creation.get_nfilters()
+    layout = creation.get_layout()
     if layout == h5d.VIRTUAL or creation.get_external_count():
         raise ValueError(f'"{path}" lies in other files')
+    width = 16 if free else kind.get_size()  # a text of any length is a reference
+    claimed, stored = math.prod(data.shape) * width, data.get_storage_size()
+    filters = [creation.get_filter(k)[0] for k in range(creation.get_nfilters())]
     if tables and layout == h5d.CHUNKED:
-        if [creation.get_filter(k)[0] for k in range(filters)] not in ([], list(FILTERS)):
+        if filters not in ([], [h5z.FILTER_FLETCHER32]):
             raise ValueError(f'"{path}" is packed by filters that this program doesn\'t use')
         return _chunks(path, data, size, width, bool(filters)), claimed
     if layout not in (h5d.CONTIGUOUS, h5d.COMPACT) or filters:
         raise ValueError(f'"{path}" is not stored in one piece')
-    offset = data.get_offset() or 0
-    if stored != claimed or (claimed and layout == h5d.CONTIGUOUS and offset + stored > size):
+    end = data.get_offset() + stored if stored and layout == h5d.CONTIGUOUS else 0
+    if stored != claimed or end > size:
         raise ValueError(f'"{path}" of {claimed} bytes isn\'t whole in a file of {size}')
     return stored, 0
 
 
 def _chunks(path: str, data: h5d.DatasetID, size: int, width: int, checked: bool) -> int:
     """Bytes of a table's chunks, each of which is whole, in the file and as its filters say."""
-    shape = data.get_create_plist().get_chunk()
-    whole, total = math.prod(shape) * width + 4 * checked, 0
+    whole, count = math.prod(data.get_create_plist().get_chunk()) * width + 4 * checked, 0
 
     def one(chunk: Any) -> None:
-        nonlocal total
-        total += chunk.size
+        nonlocal count
+        count += 1
         if chunk.size != whole or chunk.filter_mask or chunk.byte_offset + whole > size:
             raise ValueError(f'a piece of "{path}" at {chunk.chunk_offset} is cut short')
-        if total > size:
+        if count * whole > size:
             raise ValueError(f'"{path}" has more pieces than the file has room for')
 
     if data.get_storage_size():
         data.chunk_iter(one)
-    return total
+    return count * whole
 
 
 def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
@@ -293,10 +280,7 @@ def dataset(found: dict[str, Any], path: str) -> h5py.Dataset:
 
 def text(found: dict[str, Any], path: str) -> str:
     """A dataset of one text, as `hdf5.write_text` writes it."""
-    data = dataset(found, path)
-    if data.dtype.kind != "S" or data.shape != () or data.dtype.itemsize > TEXT:
-        raise ValueError(f'"{path}" is {data.dtype} {data.shape}, a text was expected')
-    return printable(data[()].decode(), path)
+    return printable(array(found, path, "S", 0).decode(), path)
 
 
 def printable(value: str, name: str) -> str:
@@ -316,21 +300,17 @@ def attribute(thing: Any, name: str, texts: bool = False, most: int = WORDS) -> 
         raise ValueError(f'it has no attribute "{name}"')
     about = h5a.open(thing.id, name.encode())
     kind, shape = about.get_type(), about.shape
-    free = texts and _any_length(kind)
-    if not free and (not _plain(kind) or math.prod(shape) * kind.get_size() > most):
-        raise ValueError(f'the attribute "{name}" is no number, text or small array')
-    if isinstance(kind, h5t.TypeStringID) and shape != ():
-        raise ValueError(f'the attribute "{name}" is more than one text')
-    value = thing.attrs[name]
+    one = not isinstance(kind, h5t.TypeStringID) or shape == ()
+    small = _plain(kind) and math.prod(shape) * kind.get_size() <= most
+    fits = one and (small or texts and _any_length(kind))
+    value = thing.attrs[name] if fits else h5py.Empty("f4")
     if isinstance(value, bytes):
         value = value.decode(errors="surrogateescape")
-    if isinstance(value, str) and len(value) > most:
-        raise ValueError(f'the attribute "{name}" has more than {most} characters')
+    if isinstance(value, h5py.Empty) or (isinstance(value, str) and len(value) > most):
+        raise ValueError(f'the attribute "{name}" is no number, text or array of {most} bytes')
     if isinstance(value, str):
         return printable(value, name)
-    if isinstance(value, h5py.Empty):
-        raise ValueError(f'the attribute "{name}" is empty')
-    return value.item() if isinstance(value, np.generic) or np.shape(value) == () else value
+    return value.item() if np.shape(value) == () else value
 
 
 def attributes(thing: Any, texts: bool = False, most: int = WORDS) -> dict[str, Any]:

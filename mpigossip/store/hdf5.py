@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,15 +43,18 @@ def writing(path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """A name beside `path` with the same suffix; what was written there becomes `path` at the end.
 
-    Readers see the old file or the new one, never a half; after an error nothing is left. Raises
-    StoreError where the disk refuses.
+    Readers see the old file or the new one, never a half, also after a power failure; after an
+    error nothing is left. Raises StoreError where the disk refuses.
     """
     path = Path(path)
     beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         with writing(path):
             yield beside
+            sync(beside)
             beside.replace(path)
+            with suppress(OSError):  # some file systems, such as SMB's, have no fsync of folders
+                sync(path.parent)
     finally:
         with suppress(OSError):  # whoever may not write there may not look there either
             beside.unlink(missing_ok=True)
@@ -86,43 +88,30 @@ def new(path: Path) -> int:
     return os.open(path, flags, 0o666)
 
 
-class _Sink:
+class _Sink(io.FileIO):
     """A file for HDF5 to write to that never fails: the first error is kept in `error`.
 
     The HDF5 library can't give a file up when the disk is full: it stays open, each object of it
     fails again when it is freed, and the process may crash at exit (seen with h5py 3.16, 2026-11).
     """
 
-    def __init__(self, path: Path) -> None:
-        self.file = os.fdopen(new(path), "w+b", buffering=0)
-        self.error: OSError | None = None
+    error: OSError | None = None
 
-    def write(self, data: memoryview) -> int:
+    def write(self, data: Any) -> int:
         done = 0
         while self.error is None and done < len(data):
             try:
-                done += self.file.write(data[done:])
+                done += super().write(data[done:])
             except OSError as error:
                 self.error = error
         return len(data)
 
-    def truncate(self, size: int) -> None:
+    def truncate(self, size: int | None = None) -> int:
         try:
-            self.file.truncate(size)
+            return super().truncate(size)
         except OSError as error:
             self.error = self.error or error
-
-    def readinto(self, data: memoryview) -> int:
-        return self.file.readinto(data)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self.file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self.file.tell()
-
-    def flush(self) -> None:
-        """Nothing is buffered here."""
+            return 0
 
 
 @contextmanager
@@ -131,13 +120,11 @@ def create(path: Path, **settings: Any) -> Iterator[h5py.File]:
 
     StoreError where the disk refuses.
     """
-    with writing(path):
-        sink = _Sink(path)
+    with writing(path), _Sink(new(path), "w+") as sink:
         try:
             with h5py.File(path, "w", "fileobj", LIBVER, fileobj=sink, **settings) as file:
                 yield file
         finally:
-            sink.file.close()
             if sink.error is not None:
                 raise sink.error
 
@@ -149,15 +136,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def crc(file: io.FileIO) -> str:
-    """CRC-32 of all bytes of an open file, as 8 hexadecimal digits."""
-    value, buffer = 0, memoryview(bytearray(1 << 19))  # small enough to stay in the cache
-    file.seek(0)
-    while size := file.readinto(buffer):
-        value = zlib.crc32(buffer[:size], value)
-    return f"{value:08x}"
 
 
 def fixed(text: str) -> np.ndarray:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import h5py
 
@@ -33,7 +33,7 @@ SLACK = 1 << 25  # bytes that a file may grow by beyond the pages that are writt
 MAGIC = b"mpigossip pages\n"
 
 
-class Overlay:
+class Overlay(io.RawIOBase):
     """A file as h5py's "fileobj" driver wants one: changes stay in `pages`, by page number."""
 
     def __init__(self, path: Path, change: tuple[int, Mapping[int, bytes]] | None = None) -> None:
@@ -43,9 +43,6 @@ class Overlay:
         self.stored = min(self.stored, self.size)
         self.pages = {number: bytearray(page) for number, page in pages.items()}
         self.position = 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.file.close()
@@ -68,14 +65,14 @@ class Overlay:
             self.position += count
             done += count
 
-    def readinto(self, data: memoryview) -> int:
+    def readinto(self, data: Any) -> int:
         """Fill `data` as far as the file goes."""
         length = max(0, min(len(data), self.size - self.position))
         for number, start, stop, at in self._spans(length):
             data[at : at + stop - start] = self._page(number)[start:stop]
         return length
 
-    def write(self, data: memoryview) -> int:
+    def write(self, data: Any) -> int:
         """Change pages in memory."""
         for number, start, stop, at in self._spans(len(data)):
             if number not in self.pages:
@@ -84,8 +81,9 @@ class Overlay:
         self.size = max(self.size, self.position)
         return len(data)
 
-    def truncate(self, size: int) -> int:
+    def truncate(self, size: int | None = None) -> int:
         """Set the size; what is cut off reads as zeros should the file grow again."""
+        size = self.position if size is None else size
         if size < self.size:
             last, start = divmod(size, PAGE)
             self.pages = {number: page for number, page in self.pages.items() if number <= last}
@@ -100,13 +98,6 @@ class Overlay:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size}[whence]
         self.position = base + offset
         return self.position
-
-    def tell(self) -> int:
-        """As of any file."""
-        return self.position
-
-    def flush(self) -> None:
-        """Nothing reaches the disk before `transaction` ends."""
 
 
 def pending(path: Path) -> Path:
@@ -157,10 +148,7 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
         if before.size > SMALL:
             break
         with file:
-            data = bytearray(file.seek(0, os.SEEK_END))
-            file.seek(0)
-            file.readinto(memoryview(data))
-        file = io.BytesIO(data)
+            file = io.BytesIO(file.readall())
         if stamp(path) == before:
             break
         time.sleep(0.005)

@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 
 from mpigossip.store import StoreError, guard
-from mpigossip.store.hdf5 import create, fixed, sync, worded, writing
+from mpigossip.store.hdf5 import create, fixed, replacing, worded, writing
 from mpigossip.store.journal import recover, transaction
 from mpigossip.store.log_reading import FORMAT, Log, opened, read
 
@@ -247,8 +247,7 @@ class LogWriter:
 
 def _create(path: Path) -> None:
     """A log without columns or rows, whole under its name."""
-    beside = path.with_name(path.name + ".new")
-    with create(beside) as file:
+    with replacing(path) as beside, create(beside) as file:
         file.attrs["format"] = fixed(FORMAT)
         file.create_group("summary")
         for name, index, column in (
@@ -258,9 +257,6 @@ def _create(path: Path) -> None:
             group = file.create_group(name)
             for scale, about in ((index, column), ("node", NODE)):
                 _dataset(group, scale, about, (0,), (1024,)).make_scale(scale)
-    sync(beside)
-    beside.rename(path)
-    sync(path.parent)
 
 
 def _refused(path: Path, first_step: int) -> str:

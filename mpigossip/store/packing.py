@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from mpigossip.store import StoreError, texts
-from mpigossip.store.hdf5 import reading, replacing, sync
+from mpigossip.store.hdf5 import reading, replacing
 
 FORMAT = "mpigossip-dataset"
 VERSION, PLAIN = 3, 2
@@ -120,8 +120,6 @@ def pack(
                 _pack_text(folder, file, coder, progress or _quiet)
             else:
                 _pack_images(folder, file, image_size, decoded, progress or _quiet)
-        sync(new)
-    sync(out.parent)
     return out
 
 

@@ -313,6 +313,19 @@ def test_an_incomplete_journal_changes_nothing(tmp_path):
         assert path.read_bytes() == whole
 
 
+@pytest.mark.parametrize("small", [0, journal.SMALL])
+def test_a_log_is_read_with_what_a_killed_writer_left_pending(tmp_path, monkeypatch, small):
+    path = tmp_path / "log.h5"
+    whole = fill(path)
+    monkeypatch.setattr(journal, "_apply", lambda *_: None)
+    with writer(path, first_step=20) as out:
+        out.append(values(range(20, 25), 3))
+    assert journal.pending(path).exists()
+    monkeypatch.setattr(journal, "SMALL", small)
+    got = read(path)
+    assert len(got.steps["step"]) == 25 and got.job == whole.job
+
+
 class Counted(bytes):
     """Counts the bytes that are copied out of it."""
 
