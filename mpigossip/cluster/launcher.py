@@ -1,9 +1,10 @@
-"""Whether launcher and MPI agree about the number of ranks, from environment variables alone."""
+"""The launcher's environment variables: do they agree with MPI, and who else may read them."""
 
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 from mpigossip.config.errors import Mistake
@@ -160,3 +161,23 @@ def terminal_of_launcher() -> str | None:
                 output = str(Path(f"/proc/{process}/fd/1").readlink())
                 return output if output.startswith(("/dev/pts/", "/dev/tty")) else None
     return None
+
+
+FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""What torchrun sets, and wrappers of srun and mpirun that imitate it."""
+MISREAD = (*TORCH, *(name for pair in LAUNCHERS for name in pair), "SLURM_NTASKS", "SLURM_NPROCS")
+"""From these, Accelerate and the Trainer conclude that torch.distributed is to join all ranks,
+which fails, or sums all gradients in silence; Lightning, that Slurm's tasks are its own. What says
+which of a host's ranks this is stays, and so does all that tells of the allocation."""
+
+
+def hide(environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Keep these variables from frameworks, where one was imported; return the names of torch's.
+
+    To a framework each rank is a program of its own. MPI and this package have read theirs by then.
+    """
+    if not any(name in sys.modules for name in FRAMEWORKS):
+        return []
+    taken = [name for name in MISREAD if environ.pop(name, None) is not None]
+    return [name for name in taken if name in TORCH]

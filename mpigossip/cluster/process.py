@@ -177,3 +177,10 @@ def speaks() -> bool:
     if mpi is None or not mpi.Is_initialized():
         return all(rank == 0 for rank, _, _ in places(os.environ)[:1])
     return mpi.COMM_WORLD.rank == 0
+
+
+def libraries() -> list[str]:
+    """Paths of the shared libraries that this process has loaded, in alphabetical order (Linux; elsewhere none)."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    return sorted({line.split(maxsplit=5)[5] for line in lines if ".so" in line})

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpigossip.cluster import framework_variables, ranks
+from mpigossip.cluster import launcher, ranks
 from mpigossip.cluster.process import TIMEOUT_S, ending
 from mpigossip.config import JobError
 from mpigossip.config.readable import note
@@ -57,7 +57,7 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
 
     Where transformers, Lightning or Accelerate was imported before, the launcher's variables that
     they would misread are taken out of ``os.environ``, as
-    :mod:`mpigossip.cluster.framework_variables` says.
+    :mod:`mpigossip.cluster.launcher` says.
     """
     if ranks_per_node != "host" and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
         raise JobError(
@@ -67,7 +67,7 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
     made = ranks.world(timeout_s, World)
     assert isinstance(made, World)
     made.arrange(ranks_per_node)
-    hidden = framework_variables.hide()
+    hidden = launcher.hide()
     if made.nodes.count > 1 and made.rank == 0:
         atexit.register(report_unused, made.nodes.count)
     if hidden and made.rank == 0:

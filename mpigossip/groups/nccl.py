@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mpigossip.cluster.libraries import loaded
+from mpigossip.cluster.process import libraries
 from mpigossip.groups.base import GroupError
 from mpigossip.groups.nccl_watchdog import Watchdog
 from mpigossip.groups.threads import Threads
@@ -97,7 +97,7 @@ class Nccl(Threads):
         self._numbers = [torch.device(device).index or 0 for device in devices]
         # before the first call: with two copies of NCCL it could hang
         version = cupy.cuda.runtime.runtimeGetVersion()
-        if found := clashes(loaded(), torch.version.cuda, version):
+        if found := clashes(libraries(), torch.version.cuda, version):
             raise GroupError("; ".join(found))
         super().__init__(len(devices), threads, devices)
         try:

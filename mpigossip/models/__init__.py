@@ -13,7 +13,6 @@ from mpigossip.config import JobError
 from mpigossip.config.errors import Mistake
 from mpigossip.config.own_parts import given, imported, is_own, raised
 from mpigossip.models.gpt import gpt
-from mpigossip.models.point import factors, point
 from mpigossip.models.resnet import image_shape, resnet20, resnet50, resnet56
 
 Shape = tuple[int, ...]
@@ -45,6 +44,29 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
         nn.Linear(120, 84), nn.ReLU(),
         nn.Linear(84, classes),
     )  # fmt: skip
+
+
+class Point(nn.Module):
+    """A point of a function: a parameter, given back as it is."""
+
+    def __init__(self, start: Tensor):
+        """``start``: x_0."""
+        super().__init__()
+        self.x = nn.Parameter(start)
+
+    def forward(self) -> Tensor:
+        """The parameter."""
+        return self.x
+
+
+def point(shape: Shape) -> nn.Module:
+    """A point of as many entries as the last dimension of the samples, 0 at first."""
+    return Point(torch.zeros(shape[-1]))
+
+
+def factors(shape: Shape, *, rank: int = 3, size: float = 0.3) -> nn.Module:
+    """U (m, rank) over V (k, rank) for samples (m, k), normal numbers of deviation `size`."""
+    return Point(size * torch.randn(sum(shape), rank))
 
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {

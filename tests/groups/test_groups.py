@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpigossip.cluster.libraries import loaded
+from mpigossip.cluster.process import libraries
 from mpigossip.groups import devices, nccl
 from mpigossip.groups.base import GroupError, Single, Whole, shards
 from mpigossip.groups.nccl_watchdog import Watchdog
@@ -272,7 +272,7 @@ def test_clashing_libraries_are_named():
     assert wheel in two and site in two and "2 copies" in two
     (majors,) = nccl.clashes([wheel], "13.0", 12080)
     assert "CUDA 13.0" in majors and "CUDA 12" in majors and "cupy-cuda13x" in majors
-    assert any("libtorch" in path for path in loaded())
+    assert any("libtorch" in path for path in libraries())
 
 
 class FakeNccl:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.libraries import loaded
+from mpigossip.cluster.process import libraries
 from mpigossip.mixing.device import trial
 from mpigossip.mixing.device.proof import PROOF_S, arrives
 
@@ -34,7 +34,7 @@ def _info_says(comm: MPI.Intracomm) -> bool:
 
 
 def _library_says() -> bool:
-    for path in loaded():
+    for path in libraries():
         if "/libmpi" not in path:
             continue
         try:
@@ -54,7 +54,7 @@ def _library_says() -> bool:
 
 def ucx_version() -> tuple[int, ...]:
     """Of the UCX in this process, such as (1, 19, 0); empty where there is none."""
-    for path in loaded():
+    for path in libraries():
         if path.rpartition("/")[2].startswith("libucp"):
             numbers = [ctypes.c_uint() for _ in range(3)]
             ctypes.CDLL(path).ucp_get_version(*map(ctypes.byref, numbers))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpigossip.cluster.libraries import loaded
+from mpigossip.cluster.process import libraries
 
 UNIT = 2 << 20
 """cudaMalloc cuts smaller sizes out of shared blocks."""
@@ -112,7 +112,7 @@ def pin(memory: Sequence[torch.Tensor], device: torch.device) -> Callable[[], No
 
 def _forget_error() -> None:
     """Take in the error that a failed call left behind, or torch's next kernel would raise it."""
-    for path in loaded():
+    for path in libraries():
         name = path.rpartition("/")[2]
         if name.startswith("libcudart"):
             ctypes.CDLL(path).cudaGetLastError()

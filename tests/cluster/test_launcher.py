@@ -2,8 +2,7 @@
 
 import sys
 
-from mpigossip.cluster import framework_variables
-from mpigossip.cluster.launcher import places
+from mpigossip.cluster import launcher
 
 RANK = {
     "PMI_RANK": "1",
@@ -31,15 +30,15 @@ KEPT = {
 def test_where_a_framework_is_loaded_rank_and_size_go_and_the_rest_stays(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     environment = RANK | KEPT
-    assert framework_variables.hide(environment) == ["RANK", "WORLD_SIZE"]
+    assert launcher.hide(environment) == ["RANK", "WORLD_SIZE"]
     assert environment == KEPT
-    assert places(environment) == []
-    assert framework_variables.hide(environment) == []
+    assert launcher.places(environment) == []
+    assert launcher.hide(environment) == []
 
 
 def test_without_a_framework_a_loop_reads_what_it_likes(monkeypatch):
-    for name in framework_variables.FRAMEWORKS:
+    for name in launcher.FRAMEWORKS:
         monkeypatch.delitem(sys.modules, name, raising=False)
     environment = RANK | KEPT
-    assert framework_variables.hide(environment) == []
+    assert launcher.hide(environment) == []
     assert environment == RANK | KEPT
