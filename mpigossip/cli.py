@@ -17,20 +17,8 @@ from mpigossip.config.errors import FAILED, OK, WRONG, Failure, Mistake, output_
 from mpigossip.config.readable import note
 
 COMMANDS = (
-    "train",
-    "resume",
-    "simulate",
-    "study",
-    "data",
-    "log",
-    "report",
-    "checkpoint",
-    "graph",
-    "plan",
-    "bench",
-    "job",
-    "doctor",
-)
+    "train", "study", "data", "log", "checkpoint", "graph", "plan", "bench", "job", "doctor",
+)  # fmt: skip
 """The modules of `mpigossip.commands`, in the order of the help."""
 REMEDIES = {
     errno.EACCES: "ask its owner for the right to use it",

@@ -180,7 +180,7 @@ def speaks() -> bool:
 
 
 def libraries() -> list[str]:
-    """Paths of the shared libraries that this process has loaded, in alphabetical order (Linux; elsewhere none)."""
+    """Paths of the shared libraries loaded here, in alphabetical order (Linux; elsewhere none)."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     return sorted({line.split(maxsplit=5)[5] for line in lines if ".so" in line})

@@ -1,4 +1,4 @@
-"""The commands, one module each: `add(commands)` puts its parser, its examples and what it runs.
+"""The commands: a module's `add(commands)` puts its parsers, their examples and what they run.
 
 Nothing heavy is imported before a command runs; the work itself is done in other rooms.
 """

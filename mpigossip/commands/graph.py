@@ -1,14 +1,16 @@
-"""`mpigossip graph show|compare|draw`: facts of graphs as text, as tables and as pictures."""
+"""`mpigossip graph`: facts of graphs as text, tables and pictures; a search for the best one."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpigossip.commands import graph_search
-from mpigossip.commands.arguments import command, family, many, seed, tell, whole
+from mpigossip.commands.arguments import amount, command, family, many, seed, tell, whole
 from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
 
 FIGURES = (
@@ -38,6 +40,10 @@ COMPARE = """
 mpigossip graph compare ring exponential base-2 --nodes 12
 mpigossip graph compare --nodes 64
 """
+SEARCH = """
+mpigossip graph search --nodes 16 --degree 4 --seconds 5 --out searched.json
+mpigossip train jobs/digits.toml graph.name=file:searched.json
+"""
 DRAW = "mpigossip graph draw base-3 --nodes 9 --out base-3.png"
 
 
@@ -59,7 +65,29 @@ def add(commands) -> None:
     draw.add_argument("name", help="as for show")
     _common(draw)
     draw.add_argument("--out", type=Path, default=Path("graph.png"), metavar="OUT.png")
-    graph_search.add(group)
+    _add_search(group)
+
+
+def _add_search(group) -> None:
+    summary = "the best sparse graph for n nodes, by local search"
+    search = command(group, "search", _search, summary, SEARCH)
+    search.add_argument("--nodes", type=many, required=True, metavar="N")
+    search.add_argument("--degree", type=whole, metavar="D", help="most neighbours of a node")
+    search.add_argument("--edges", type=whole, metavar="E", help="most edges")
+    search.add_argument("--weights", default="laplacian", help="rule whose gap is maximized")
+    search.add_argument(
+        "--seconds", type=amount, metavar="S", help="at most (60 unless --evaluations is given)"
+    )
+    search.add_argument(
+        "--evaluations", type=whole, metavar="K",
+        help="graphs judged at most; without --seconds a seed gives one graph on every machine",
+    )  # fmt: skip
+    search.add_argument("--seed", type=seed, default=0, help="of the search")
+    search.add_argument(
+        "--circulant", action="store_true", help="all circulant graphs, however long it takes"
+    )
+    search.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    search.add_argument("--json", action="store_true", help="for programs")
 
 
 def _common(command: argparse.ArgumentParser) -> None:
@@ -169,3 +197,66 @@ def _draw(options) -> None:
     made = _make(options.name, options)
     picture(made, options.out)
     tell(json.dumps({"out": str(options.out)}) if options.json else options.out)
+
+
+def _search(options) -> None:
+    from mpigossip.graphs.files import check_target, save
+    from mpigossip.graphs.search import search, search_circulants
+
+    check_target(options.out)
+    # a scheduler's end of time keeps the best so far, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    budget = {"edges": options.edges, "weights": options.weights, "progress": _progress}
+    if options.circulant:
+        if options.degree is None:
+            raise GraphError("--circulant needs --degree")
+        found = search_circulants(options.nodes, options.degree, **budget)
+    else:
+        if options.degree is None and options.edges is None:
+            raise GraphError("a search needs a budget: --degree D, or --edges E")
+        found = search(
+            options.nodes, degree=options.degree, seconds=options.seconds,
+            evaluations=options.evaluations, seed=options.seed, **budget,
+        )  # fmt: skip
+    if sys.stderr.isatty():
+        tell(file=sys.stderr)
+    save(found, options.out)
+    _report(found, options)
+
+
+def _progress(part: float, score: float, judged: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{part:4.0%}  best {score:.5f}  {judged:,} graphs judged")
+        sys.stderr.flush()
+
+
+def _report(found, options) -> None:
+    facts: dict[str, Any] = {
+        "n": found.n,
+        "score": found.score,
+        "edges": len(found.edges),
+        "degree": max(_degrees(found.n, found.edges)),
+        "evaluations": found.evaluations,
+        "seconds": found.seconds,
+        "interrupted": found.interrupted,
+        "out": str(options.out),
+    }
+    if options.json:
+        tell(json.dumps(facts))
+        return
+    measure = "r = λ_{n−1}/λ_1" if found.weights == "laplacian" else "1 − ρ(W − J)"
+    if found.interrupted:
+        tell("interrupted: the best graph so far", file=sys.stderr)
+    tell(
+        f"{measure} = {found.score:.5f}: {found.n} nodes, {facts['edges']} edges, degree "
+        f"{facts['degree']}, {found.evaluations:,} graphs judged in {found.seconds:.1f} s\n"
+        f'saved to {options.out}; use it as graph.name = "file:{options.out}"'
+    )
+
+
+def _degrees(n: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    counts = [0] * n
+    for i, j in edges:
+        counts[i] += 1
+        counts[j] += 1
+    return counts

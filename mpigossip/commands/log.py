@@ -1,4 +1,4 @@
-"""`mpigossip log`: a run's log as a table, for other programs, and as a picture."""
+"""`mpigossip log` and `report`: a run's log as table, file, picture; a page in HTML of runs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,14 @@ EXPORT = """
 mpigossip log export runs/digits --csv digits.csv
 mpigossip log export runs/digits --tensorboard events
 """
+REPORT = "mpigossip report runs/ring runs/digits --html report.html"
 
 
 def add(commands) -> None:
     """Add them to the parser."""
     log = family(commands, "log", "show|export|plot", "show, export and plot logs", EXAMPLES)
-    show = command(
-        log,
-        "show",
-        _show,
-        "a run's evaluations and summary as a table",
-        "mpigossip log show runs/digits",
-    )
+    summary = "a run's evaluations and summary as a table"
+    show = command(log, "show", _show, summary, "mpigossip log show runs/digits")
     show.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run, or a log")
     export = command(log, "export", _export, "a run's log for other programs", EXPORT)
     export.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run, or a log")
@@ -40,6 +36,10 @@ def add(commands) -> None:
     plot = command(log, "plot", _plot, "one picture (PNG) of one or several runs", PLOT)
     plot.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, or logs")
     plot.add_argument("--out", type=Path, metavar="OUT.png", help="default: RUN/log.png")
+    summary = "one page in HTML of one or several runs"
+    report = command(commands, "report", _report, summary, REPORT)
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    report.add_argument("--html", type=Path, required=True, metavar="OUT.html")
 
 
 def _show(options) -> None:
@@ -72,3 +72,10 @@ def _plot(options) -> None:
     out = options.out or (first if first.is_dir() else first.parent) / "log.png"
     plot([run_named(run) for run in options.runs], out)
     tell(out)
+
+
+def _report(options) -> None:
+    from mpigossip.analysis.page import write
+
+    write([run_named(run) for run in options.runs], options.html)
+    tell(options.html)
