@@ -13,6 +13,7 @@ import runpy
 import selectors
 import signal
 import socket
+import struct
 import sys
 from pathlib import Path
 
@@ -26,7 +27,9 @@ def receive(stub: socket.socket) -> tuple[dict, list[int]]:
     head, files, _, _ = socket.recv_fds(stub, 4, 8)
     left, text = int.from_bytes(head, "little"), b""
     while len(text) < left:
-        text += stub.recv(left - len(text)) or sys.exit("a stub was cut off")
+        if not (more := stub.recv(left - len(text))):
+            raise ConnectionError("a stub was cut off")
+        text += more
     return json.loads(text), files
 
 
@@ -95,16 +98,29 @@ def serve(address: str) -> tuple[dict, list[int]]:
                     left_s = 20
                 elif key.fileobj is listener:
                     stub, _ = listener.accept()
-                    order, files = receive(stub)
+                    try:
+                        order, files = receive(stub)
+                    except OSError:  # it was killed
+                        stub.close()
+                        continue
                     if (pid := os.fork()) == 0:
                         for one in (stub, *filter(None, stubs.values())):
                             one.close()
+                        for other in ready.get_map().values():
+                            drop(other.data if isinstance(other.data, list) else [])
                         return order, files
-                    for file in files:
-                        os.close(file)
+                    drop(files[:3])
+                    try:
+                        ready.register(died(stub), selectors.EVENT_READ, files[3:])
+                    except ProcessLookupError:
+                        drop(files[3:])
                     stubs[pid] = stub
-                    stub.sendall(pid.to_bytes(4, "little"))
                     ready.register(stub, selectors.EVENT_READ, pid)
+                    with contextlib.suppress(OSError):
+                        stub.sendall(pid.to_bytes(4, "little"))
+                elif isinstance(key.data, list):
+                    ready.unregister(key.fileobj)
+                    drop([key.fileobj, *key.data])
                 elif key.fileobj is wake:
                     wake.recv(4096)
                     reap(stubs, ready)
@@ -114,6 +130,22 @@ def serve(address: str) -> tuple[dict, list[int]]:
                     ready.unregister(key.fileobj)
                     key.fileobj.close()
     sys.exit(0)
+
+
+def died(stub: socket.socket) -> int:
+    """A file that can be read when the stub's process has ended.
+
+    Its launcher's socket stays open here until then: MPICH's kills all ranks when it closes, and
+    the code of whoever is found dead first becomes the job's.
+    """
+    pid, _, _ = struct.unpack("3i", stub.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return os.pidfd_open(pid)
+
+
+def drop(files: list[int]) -> None:
+    """Close them."""
+    for file in files:
+        os.close(file)
 
 
 def reap(stubs: dict[int, socket.socket | None], ready: selectors.BaseSelector) -> None:
