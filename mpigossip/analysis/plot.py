@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpigossip.analysis import panels
-from mpigossip.analysis.axis import clock, steps
 from mpigossip.analysis.compared import LoggedRun, description, load, style
 from mpigossip.analysis.seeds import parted
 from mpigossip.runs.summary import number
@@ -75,7 +74,7 @@ def _draw(made: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     below, last = 1 + len(metrics), 2 + len(metrics)
     grid = made.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
-    by_step, by_time = steps(runs), clock(runs)
+    by_step, by_time = panels.steps(runs), panels.clock(runs)
     tested = [partial(panels.metric, name=name) for name in metrics]
     both: list[Callable] = [panels.loss, *tested]
     for row, draw in enumerate(both):

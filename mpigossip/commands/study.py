@@ -25,7 +25,7 @@ def add(commands) -> None:
 def run(options) -> None:
     """Do what is missing; write table.csv, table.tex and a picture of each figure."""
     from mpigossip.analysis.study import study
-    from mpigossip.analysis.study.file import arguments
+    from mpigossip.analysis.study.grid import arguments
     from mpigossip.analysis.study.running import Missing
     from mpigossip.store.hdf5 import replacing
 

@@ -12,8 +12,7 @@ from torch import nn
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError, removed
 from mpigossip.config.readable import note
-from mpigossip.doors.inner import Together
-from mpigossip.doors.inner_guard import check_free
+from mpigossip.doors.inner import Together, check_free
 from mpigossip.engine.module import LOW
 from mpigossip.engine.vector import check_type
 

@@ -16,8 +16,7 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.readable import note
 from mpigossip.doors import equal_start, unwrapped
 from mpigossip.doors.arguments import named
-from mpigossip.doors.inner import borrowed, check, decay, rate
-from mpigossip.doors.inner_guard import Held
+from mpigossip.doors.inner import Held, borrowed, check, decay, rate
 from mpigossip.doors.world import report_unused
 from mpigossip.engine.gathered import Gathered
 from mpigossip.engine.measurements import measured_every

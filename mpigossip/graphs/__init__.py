@@ -12,7 +12,7 @@ from typing import Any
 from mpigossip.config.limits import Positive
 from mpigossip.config.own_parts import is_own
 from mpigossip.config.toml import near
-from mpigossip.graphs import classic, equitopo, exponential, factors, finite_time
+from mpigossip.graphs import classic, equitopo, exponential, finite_time
 from mpigossip.graphs.base import Graph, GraphError, checked_seed, from_matrices
 from mpigossip.graphs.networks import from_function, from_networkx, from_sequence, from_value
 from mpigossip.graphs.rounds import Circulant, Sparse
@@ -69,8 +69,8 @@ def spanning_tree(
     diameter and twice that.
     """
     if over is None:
-        return factors.factors([(i - 1) // children for i in range(n)])
-    return factors.factors(factors.breadth_first(graph(over, n, seed=seed)))
+        return finite_time.tree([(i - 1) // children for i in range(n)])
+    return finite_time.tree(finite_time.breadth_first(graph(over, n, seed=seed)))
 
 
 BUILDERS: dict[str, Callable[..., Graph]] = {
@@ -104,7 +104,7 @@ BUILDERS: dict[str, Callable[..., Graph]] = {
         "od-equidyn": equitopo.od_equidyn,
         "ou-equidyn": equitopo.ou_equidyn,
         "spanning-tree": spanning_tree,
-        "ceca": factors.ceca,
+        "ceca": finite_time.ceca,
     }.items()
 }
 """Every graph by name: builder(n, seed=0, *, slack=1.0, option=…) -> Graph."""

@@ -1,14 +1,18 @@
-"""Where a run stands."""
+"""Where a run stands, and what it has spent its time on, the lives before included."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from mpigossip.config import Job
 from mpigossip.config.readable import note
+from mpigossip.engine.measurements import Record
 from mpigossip.training.evaluate import Evaluation
 from mpigossip.training.task import CLASSIFICATION, Objective
 
@@ -62,3 +66,39 @@ class Progress:
     def seconds(self) -> float:
         """Since the run began, the time of the runs before included."""
         return self.seconds_before + time.perf_counter() - self.began
+
+
+SPENT = "spent/"
+"""Before the names of what seconds went to, in a checkpoint."""
+
+
+@dataclass
+class Tally:
+    """Seconds by what they went to, as in a step's record, and samples trained on in them."""
+
+    spent: dict[str, float] = field(default_factory=dict)
+    samples: int = 0
+
+    def add(self, record: Record, samples: int) -> None:
+        """A step more."""
+        for name, seconds in record.seconds.items():
+            self.spent[name] = self.spent.get(name, 0.0) + seconds
+        self.samples += samples
+
+    def numbers(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {f"{SPENT}{name}": seconds for name, seconds in self.spent.items()}
+
+    def restore(self, numbers: Mapping[str, Any]) -> None:
+        """From a checkpoint."""
+        self.samples = int(numbers.get("samples", 0))
+        spent = [name for name in numbers if name.startswith(SPENT)]
+        self.spent = {name.removeprefix(SPENT): float(numbers[name]) for name in spent}
+
+
+def shares(spent: Sequence[Mapping[str, float]], samples: int) -> dict[str, float]:
+    """Mean seconds over ranks, and the speed in them, for a summary."""
+    names = dict.fromkeys(name for one in spent for name in one)
+    means = {name: float(np.mean([one.get(name, 0.0) for one in spent])) for name in names}
+    busy = sum(means.values())
+    return means | {"samples_per_second": samples / busy if busy else 0.0}

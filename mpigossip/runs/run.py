@@ -21,9 +21,8 @@ from mpigossip.mixing.base import Mixer
 from mpigossip.runs.elastic import Kept, go_on
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.overview import overview
-from mpigossip.runs.progress import Progress
+from mpigossip.runs.progress import Progress, Tally, shares
 from mpigossip.runs.saver import Saver
-from mpigossip.runs.tally import Tally, shares
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import MOST

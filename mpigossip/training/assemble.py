@@ -40,11 +40,10 @@ from mpigossip.mixing.codes import WIRES, wire
 from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.wire import Wire
 from mpigossip.training import shape, task
-from mpigossip.training.convolutions import arranged
 from mpigossip.training.fit import check_rounds, check_vmap, contradictions, unfit
 from mpigossip.training.fragments import engine_of, make_fragments, narrowed
 from mpigossip.training.loop import Settings, Trainer
-from mpigossip.training.precision import Precision, resolved
+from mpigossip.training.precision import Precision, arranged, resolved
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.schedule import schedule
 from mpigossip.training.task import CLASSIFICATION, Objective

@@ -12,7 +12,7 @@ from mpigossip import graphs
 from mpigossip.algorithms import BUILDERS, Algorithm, build
 from mpigossip.algorithms.cadence import BUILDERS as CADENCES
 from mpigossip.algorithms.cadence import Cadence
-from mpigossip.algorithms.spectrum import above_minus_third
+from mpigossip.algorithms.methods import above_minus_third
 from mpigossip.cluster.world import World
 from mpigossip.config import Data, Job, JobError
 from mpigossip.config.choices import Part

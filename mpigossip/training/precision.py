@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from mpigossip.groups.base import Group
 
@@ -142,3 +143,20 @@ class Scaler:
             self.set(row, min(scale * 2, 2.0**24), 0)
         else:
             self._clean[row] = clean
+
+
+def arranged(module: nn.Module, setting: str, device: str) -> nn.Module:
+    """The module, its weights channels last where ``node.channels_last`` means it.
+
+    "auto": models with two-dimensional convolutions on NVIDIA's GPUs. The weights decide: inputs
+    follow at the first convolution. cuDNN then tries its algorithms for every new shape, unless
+    torch is asked for deterministic ones.
+    """
+    on_gpu = device.startswith("cuda")
+    if not any(isinstance(part, nn.Conv2d) for part in module.modules()):
+        return module
+    if setting == "never" or (setting == "auto" and (not on_gpu or torch.version.hip)):
+        return module
+    if on_gpu:
+        torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+    return module.to(memory_format=torch.channels_last)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpigossip import algorithms, graph
-from mpigossip.algorithms.spectrum import momentum_of_gossip
+from mpigossip.algorithms.methods import momentum_of_gossip
 from mpigossip.config import JobError
 from mpigossip.engine.state import joined, leaves, of_rows, split
 from mpigossip.graphs import from_matrices

@@ -21,8 +21,7 @@ from mpigossip.analysis.compared import COLOURS, LINES, MARKERS
 from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study import Study, child, tables
 from mpigossip.analysis.study.drawing import FILLS, _said, _styles
-from mpigossip.analysis.study.file import arguments
-from mpigossip.analysis.study.grid import Cell, cells_of
+from mpigossip.analysis.study.grid import Cell, arguments, cells_of
 from mpigossip.analysis.study.running import Found, Runner
 from mpigossip.analysis.study.search import Tried, _best, chosen
 from mpigossip.config import JobError

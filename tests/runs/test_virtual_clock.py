@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpigossip.analysis import axis, plot
+from mpigossip.analysis import panels, plot
 from mpigossip.analysis.compared import load
 from mpigossip.analysis.study.drawing import _places
 from mpigossip.analysis.study.running import Found
@@ -107,7 +107,7 @@ def test_pictures_have_virtual_time_as_an_axis(tmp_path):
     trained(tmp_path / "b", *UNEVEN, "graph.name=ring")
     trained(tmp_path / "c")
     timed, mixed = load([tmp_path / "a", tmp_path / "b"]), load([tmp_path / "a", tmp_path / "c"])
-    assert "virtual" in axis.clock(timed).label and "virtual" not in axis.clock(mixed).label
+    assert "virtual" in panels.clock(timed).label and "virtual" not in panels.clock(mixed).label
     end = timed[0].log.steps[VIRTUAL][-1].mean()
     assert timed[0].virtual_seconds(np.array([0, 24])) == pytest.approx([0, end])
     short = read(tmp_path / "a/log.h5", points=6).steps  # means of four steps each

@@ -6,7 +6,7 @@ import torch
 from mpigossip.cluster.ranks import Alone
 from mpigossip.engine.vector import flatten
 from mpigossip.training import assemble
-from mpigossip.training.convolutions import arranged
+from mpigossip.training.precision import arranged
 from tests.cases import on_each
 
 LAST = torch.channels_last

@@ -23,8 +23,7 @@ from table import Row
 import mpigossip
 from mpigossip.analysis.seeds import interval
 from mpigossip.analysis.study import Study
-from mpigossip.analysis.study.file import arguments
-from mpigossip.analysis.study.grid import Cell, cells_of
+from mpigossip.analysis.study.grid import Cell, arguments, cells_of
 from mpigossip.analysis.study.running import Found
 from mpigossip.analysis.study.tables import lost
 from mpigossip.config.errors import Failure

@@ -1,4 +1,4 @@
-"""What the optimizer of a user's loop has where its run has a folder."""
+"""What the optimizer of a user's loop has where its run has a folder; frameworks' callbacks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.errors import STOPPED
-from mpigossip.doors.loop import frameworks
 from mpigossip.doors.loop.run import LoopRun
 from mpigossip.doors.loop.survive import Survival
 from mpigossip.doors.node import Node
-from mpigossip.doors.wrapper import Wrapper
+from mpigossip.doors.wrapper import LIGHTNING, Wrapper
 from mpigossip.engine.step import Engine
 
 
@@ -94,9 +93,65 @@ class WithFolder(Wrapper):
         Where :attr:`stopping`, the trainer saves as it does, transformers' after the step, and
         Lightning's after the pass; then comes :meth:`exit`.
         """
-        return frameworks.callback(framework)
+        return callback(framework)
 
     def _own_run(self, call: str) -> LoopRun:
         if self._run is None:
             raise JobError([f'{call}: needs the folder of a run: give Gossip run="runs/mine"'])
         return self._run
+
+
+def callback(framework: ModuleType) -> Any:
+    """One for its trainer; the optimizer is found there. JobError for other frameworks."""
+    name = getattr(framework, "__name__", str(framework)).partition(".")[0]
+    if name == "transformers":
+        return _of_transformers(framework)
+    if name in LIGHTNING:
+        return _of_lightning(framework)
+    raise JobError(
+        [f"callback({name}): of transformers, lightning or pytorch_lightning; in a loop of one's "
+         "own call optimizer.exit_if_stopping() after each step"]
+    )  # fmt: skip
+
+
+def _ours(optimizer: Any) -> Any:
+    """The optimizer that a framework has wrapped."""
+    while not hasattr(optimizer, "exit_if_stopping"):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            raise JobError(
+                [f"callback: the trainer's optimizer is {type(optimizer).__name__}; give it "
+                 'mpigossip.Gossip(…, run="runs/mine")']
+            )  # fmt: skip
+        optimizer = inner
+    return optimizer
+
+
+def _of_transformers(framework: Any) -> Any:
+    class Stops(framework.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if _ours(more["optimizer"]).stopping:
+                control.should_save = control.should_training_stop = True
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            _ours(more["optimizer"]).exit_if_stopping()
+
+    return Stops()
+
+
+def _of_lightning(framework: Any) -> Any:
+    framework = getattr(framework, "pytorch", framework)
+
+    class Stops(framework.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            # Lightning answers SIGTERM by itself, on the rank that gets it alone
+            _ours(trainer.optimizers[0]).listen()
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if _ours(trainer.optimizers[0]).stopping:
+                trainer.should_stop = True
+
+        def on_fit_end(self, trainer: Any, module: Any) -> None:
+            _ours(trainer.optimizers[0]).exit_if_stopping()
+
+    return Stops()

@@ -25,13 +25,12 @@ from mpigossip.runs.hooks import named_hooks
 from mpigossip.runs.launch import newest
 from mpigossip.runs.lock import locked
 from mpigossip.runs.printer import Printer, say
-from mpigossip.runs.progress import Progress
+from mpigossip.runs.progress import Progress, Tally, shares
 from mpigossip.runs.recorder import COLUMNS, Recorder
 from mpigossip.runs.run import meet
 from mpigossip.runs.saver import Saver
 from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.runs.survive import lock_anew
-from mpigossip.runs.tally import Tally, shares
 from mpigossip.store import StoreError, checkpoint
 
 OWN = COLUMNS.keys() - {"loss", "lr", "gradient_norm"} | {"step", "node"}

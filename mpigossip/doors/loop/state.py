@@ -16,7 +16,7 @@ from mpigossip.config import JobError
 from mpigossip.config.readable import counted
 from mpigossip.doors.loop import optimizer as optimizer_state
 from mpigossip.doors.loop import saved
-from mpigossip.doors.loop.plain import packed, unpacked
+from mpigossip.doors.loop.optimizer import packed, unpacked
 from mpigossip.doors.node import Node
 from mpigossip.engine.state import split
 from mpigossip.groups.base import held

@@ -15,8 +15,7 @@ from mpi4py import MPI
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.averages import raw
 from mpigossip.mixing.courier import Courier
-from mpigossip.mixing.device.memory import MemoryRefused, current, private
-from mpigossip.mixing.device.ordering import arrived_whole, ordered
+from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, ordered, private
 from mpigossip.mixing.tokens import everybody, wait_all
 
 PROBE = 1 << 16

@@ -12,8 +12,7 @@ from mpi4py import MPI
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.averages import Swap, raw, swapped
 from mpigossip.mixing.base import Layout, Segments
-from mpigossip.mixing.device.memory import MemoryRefused, current, private
-from mpigossip.mixing.device.ordering import arrived_whole
+from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, private
 from mpigossip.mixing.host.push import ARRIVED, CUT, FREE
 from mpigossip.mixing.tokens import Signals, Tokens
 
