@@ -17,13 +17,13 @@ SETTINGS = {
 }
 """By `section.key`, or by `section.key = "value"` where one value was removed; `study` stands for
 the keys of a study's file."""
-DEFAULTS = {
-    "node.overlap": True,
-    "algorithm.form": "one_vector",
-    "algorithm.tracker": "stale",
-    "algorithm.momentum": "new",  # of DeTAG; where there is a choice, it is the default
+DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("node", ""): {"overlap": True},
+    ("algorithm", "noloco"): {"form": "one_vector"},
+    ("algorithm", "detag"): {"tracker": "stale", "momentum": "new"},
 }
-"""Values that complete jobs of earlier checkpoints and logs have without anybody's wish."""
+"""By section and name, values that complete jobs of earlier checkpoints and logs have without
+anybody's wish."""
 MATCHINGS = (
     'graph.name = "one-peer-exponential", "base-2" or "random-matching" goes through pairs, and '
     'graph.placement = "hostnames" gives ranks of one rack the places that exchange most'
@@ -47,11 +47,11 @@ OPTIONS = {
 
 def drop_defaults(job: dict[str, Any]) -> None:
     """Remove removed settings from a complete job that an earlier version has written."""
-    for path, value in DEFAULTS.items():
-        section, key = path.split(".")
+    for (section, name), values in DEFAULTS.items():
         table = job.get(section)
-        if isinstance(table, dict) and table.get(key) == value:
-            del table[key]
+        if isinstance(table, dict) and table.get("name", "") == name:
+            for key in [key for key, value in values.items() if table.get(key) == value]:
+                del table[key]
 
 
 def of_setting(path: str) -> str:

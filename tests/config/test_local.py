@@ -34,8 +34,9 @@ def test_a_removed_setting_names_what_replaces_it():
 
 def test_a_complete_job_of_an_earlier_version_may_have_a_removed_default():
     assert load("[node]\noverlap = true\n") == load({})
-    old = '[algorithm]\nform = "one_vector"\ntracker = "stale"\nmomentum = "new"\nbeta = 0.5\n'
-    assert load(old).algorithm.options == {"beta": 0.5}
+    for name, kept in (("detag", {"beta": 0.5}), ("dmsgd", {"momentum": "new", "beta": 0.5})):
+        old = f'[algorithm]\nname = "{name}"\nmomentum = "new"\nbeta = 0.5\n'
+        assert load(old).algorithm.options == kept
     for source, overrides in (({"node": {"overlap": True}}, ()), ({}, ["node.overlap=true"])):
         (message,) = mistakes(source, overrides)
         assert message.startswith("node.overlap: removed; layers are no longer sent during back")
