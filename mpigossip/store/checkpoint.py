@@ -37,6 +37,7 @@ from mpigossip.store import manifest as manifests
 from mpigossip.store.finite import not_finite
 from mpigossip.store.hdf5 import create, reading, sync, write_text, writing
 from mpigossip.store.manifest import FORMAT, MANIFEST, Entry, Manifest, Number
+from mpigossip.store.manifest import read as read_manifest
 
 PIECE = 1 << 22  # parameters read at a time
 
@@ -60,6 +61,12 @@ class NodeState:
     numbers: dict[str, Number]
     slot: int | None = None
     pieces: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def stored(self) -> dict[str, np.ndarray]:
+        """All arrays by their paths in the node's file."""
+        groups = {"arrays": self.arrays, "pieces": self.pieces}
+        found = {f"{group}/{name}": a for group, of in groups.items() for name, a in of.items()}
+        return {"parameters": self.parameters.astype("<f4", copy=False), **found}
 
 
 def folder(run: Path, step: int) -> Path:
@@ -98,12 +105,10 @@ def write_node(folder: Path, node: int, state: NodeState) -> Entry:
             file.attrs["format"] = np.bytes_(FORMAT)
             file.attrs["node"] = node
             file.create_group("arrays")
-            arrays = {f"arrays/{name}": array for name, array in state.arrays.items()}
             if slot is not None:
                 file.attrs["slot"] = slot
                 file.create_group("pieces")
-                arrays |= {f"pieces/{name}": array for name, array in state.pieces.items()}
-            for name, array in {"parameters": flat.astype("<f4", copy=False), **arrays}.items():
+            for name, array in state.stored().items():
                 if np.asarray(array).dtype.hasobject or {"", ".", ".."} & set(name.split("/")):
                     raise ValueError(f'array "{name}" of {array.dtype} has no place in HDF5')
                 if array.nbytes >= direct.LARGE:
@@ -201,11 +206,6 @@ def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
     return removed
 
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint directory; StoreError where it is missing or damaged."""
-    return manifests.read(path)
-
-
 def read_node(path: Path, node: int) -> NodeState:
     """The state of one node, joined over its slots; its files are checked against the manifest."""
     manifest = read_manifest(path)
@@ -225,8 +225,7 @@ def read_node(path: Path, node: int) -> NodeState:
 def _read_file(path: Path, entry: Entry, length: int, manifest: Manifest) -> NodeState:
     """What a file holds, of a node of ``length`` parameters."""
     with _node_file(path, entry) as found:
-        names, shapes = layout.read(guard.array(found, "layout", "V", 1), length)
-        parameters = guard.array(found, "parameters", "<f4", 1)
+        names, shapes = layout.read(guard.rows(found, "layout", "SiiiV"), length)
         arrays, pieces = (
             {
                 name.removeprefix(group): guard.array(found, name)
@@ -237,6 +236,7 @@ def _read_file(path: Path, entry: Entry, length: int, manifest: Manifest) -> Nod
         )
         numbers = manifests.plain(guard.text(found, "numbers"), "numbers")
         manifests.counted(numbers, manifest.step)
+        parameters = guard.array(found, "parameters")
         state = NodeState(parameters, names, shapes, arrays, numbers, entry.slot, pieces)
         if wrong := not_finite(state):
             raise StoreError(

@@ -30,7 +30,6 @@ import io
 import math
 import os
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,16 @@ CHANNELS = 1 << 10
 CLASSES = 1 << 16  # names of any length, as in version 1
 SIDE = 1 << 16  # pixels of an image
 SCALE = 255  # of what is stored in bytes
-Require = Callable[[bool, str], None]
+
+
+class Contradiction(ValueError):
+    """A part of a data set that doesn't go with another."""
+
+
+def require(true: Any, message: str) -> None:
+    """Contradiction with this message unless ``true``."""
+    if not true:
+        raise Contradiction(message)
 
 
 @dataclass(frozen=True)
@@ -187,9 +195,10 @@ def open_dataset(path: Path | str) -> Dataset:
         return _read(raw, path)
     except BaseException as error:
         raw.close()
-        if isinstance(error, StoreError) or not isinstance(error, (*WRONG, OSError)):
+        if not isinstance(error, (*WRONG, OSError)):
             raise
-        words = "lacks a piece or has a damaged one"
+        found = isinstance(error, Contradiction)
+        words = "can't be used" if found else "lacks a piece or has a damaged one"
         if isinstance(error, OSError):
             cut = "truncated" in str(error)
             words = "is cut short" if cut else "can't be opened as an HDF5 file"
@@ -203,11 +212,8 @@ def _read(raw: io.FileIO, path: Path) -> Dataset:
     """Read and check everything but the payload."""
     size = os.fstat(raw.fileno()).st_size
     with guard.hdf5(raw) as file:
-        if "format" not in file.attrs or guard.attribute(file, "format", texts=True) != FORMAT:
-            raise StoreError(
-                f'the data set {path} can\'t be used: it has no attribute format = "{FORMAT}", so '
-                "`mpigossip data pack` didn't make it; pack it again"
-            )
+        named = "format" in file.attrs and guard.attribute(file, "format", texts=True) == FORMAT
+        require(named, f'it has no attribute format = "{FORMAT}", so no pack made it')
         version = guard.attribute(file, "version")
         old = version == 1  # of those, some have texts of any length
         found = guard.look(file, size, texts=old)
@@ -216,11 +222,6 @@ def _read(raw: io.FileIO, path: Path) -> Dataset:
 
 def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str, Any]) -> Dataset:
     """The data set of these attributes and arrays, if they go together."""
-
-    def require(true: bool, message: str) -> None:
-        if not true:
-            raise StoreError(f"the data set {path} can't be used: {message}; pack it again")
-
     version, kind, channels = facts["version"], facts["kind"], facts["channels"]
     known = isinstance(version, int) and 1 <= version <= VERSION
     require(known, f"its version is {version}, this program reads 1 to {VERSION}")
@@ -233,22 +234,19 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str,
     numbers = np.concatenate([mean.ravel(), std.ravel(), [facts["scale"]]])
     whole = mean.shape == std.shape == (channels,) and np.isfinite(numbers).all()
     whole = whole and (std > 0).all() and 0 < facts["scale"] <= SCALE
-    require(
-        bool(whole),
-        f"mean {mean} and std {std} should be {channels} numbers, std above 0, and scale from 0 to "
-        f"{SCALE}",
-    )
+    limits = f"{channels} numbers, std above 0, and scale from 0 to {SCALE}"
+    require(whole, f"mean {mean} and std {std} should be {limits}")
     splits = {}
     for name in SPLITS:
         group = {key: found[f"{name}/{key}"] for key in ARRAYS if f"{name}/{key}" in found}
         right = version == 1 or checksum_of(group) == guard.attribute(found[name], "checksum")
         require(right, f"the labels or offsets of {name} are damaged: their checksum differs")
-        splits[name] = fields = _fields(name, found, kind, channels, require)
+        splits[name] = fields = _fields(name, found, kind, channels)
         if version > 1:
             fields["checksums"] = sums = guard.array(found, f"{name}/checksums", "<u4", 1)
             require(len(sums) == len(fields["labels"]), f"{name} has {len(sums)} checksums")
-        _check_labels(fields["labels"], len(classes), name, require)
-    tokenizer = _tokenizer(found, facts, require) if "tokenizer" in found else BYTES
+        _check_labels(fields["labels"], len(classes), name)
+    tokenizer = _tokenizer(found, facts) if "tokenizer" in found else BYTES
     odd = [n for n in SPLITS if kind == "text" and (splits[n]["offsets"] % tokenizer.width).any()]
     require(not odd, f"documents of {', '.join(odd)} end in the middle of a token")
     words = {key: value for key, value in facts.items() if isinstance(value, str)}
@@ -257,7 +255,7 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str,
     return Dataset(path, kind, classes, channels, scale, mean, std, words, train, test, tokenizer)
 
 
-def _tokenizer(found: dict[str, Any], facts: dict[str, Any], require: Require) -> Tokenizer:
+def _tokenizer(found: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a text, if it is the one that the file names."""
     stored = guard.array(found, "tokenizer", "u", 1)
     lengths = guard.array(found, "lengths", "<i8", 1)
@@ -281,7 +279,7 @@ def _classes(found: dict[str, Any]) -> tuple[tuple[str, ...], int]:
     return tuple(guard.printable(n.decode(errors="replace"), "classes") for n in names), checksum
 
 
-def _check_labels(labels: np.ndarray, classes: int, name: str, require: Require) -> None:
+def _check_labels(labels: np.ndarray, classes: int, name: str) -> None:
     """Labels are numbers of classes."""
     require(labels.ndim == 1 and len(labels) > 0, f"{name} has no samples")
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
@@ -289,9 +287,7 @@ def _check_labels(labels: np.ndarray, classes: int, name: str, require: Require)
     require(not first, f"{len(wrong)} labels of {name} are not in 0 … {classes - 1}{first}")
 
 
-def _fields(
-    name: str, found: dict[str, Any], kind: str, channels: int, require: Require
-) -> dict[str, Any]:
+def _fields(name: str, found: dict[str, Any], kind: str, channels: int) -> dict[str, Any]:
     """Check the arrays of one split and return the fields of its Split, all but the file."""
 
     def read(part: str, ndim: int) -> np.ndarray:
@@ -312,11 +308,11 @@ def _fields(
         fits = len(shape) == 1 and len(offsets) == len(labels) + 1
         require(fits, f"{name} has {len(offsets)} offsets for {len(labels)} labels, not one more")
         right = offsets[0] == 0 and offsets[-1] == payload.size and (np.diff(offsets) >= 0).all()
-        require(bool(right), f"the offsets of {name} don't climb from 0 to {payload.size}")
+        require(right, f"the offsets of {name} don't climb from 0 to {payload.size}")
     if kind == "images":
         sizes = read("sizes", 2)
         fits = sizes.shape == (len(labels), 2) and (sizes > 0).all() and (sizes <= SIDE).all()
-        require(bool(fits), f"{name} lacks heights and widths from 1 to {SIDE} for some image")
+        require(fits, f"{name} lacks heights and widths from 1 to {SIDE} for some image")
     return {"labels": labels, "offsets": offsets, "sizes": sizes, "start": start,
             "array_shape": shape}  # fmt: skip
 

@@ -13,9 +13,7 @@ NORMS = ("running_mean", "running_var")
 
 def not_finite(state: Any) -> str:
     """Return what of a `checkpoint.NodeState` is NaN or infinite, and where; "" for nothing."""
-    found = {f"arrays/{name}": array for name, array in state.arrays.items()}
-    found |= {f"pieces/{name}": array for name, array in state.pieces.items()}
-    for name, array in {"parameters": state.parameters, **found}.items():
+    for name, array in state.stored().items():
         if array.dtype.kind != "f" or not (name.startswith(CHECKED) or name.endswith(NORMS)):
             continue
         with np.errstate(all="ignore"):

@@ -270,6 +270,14 @@ def array(
     return data[()]
 
 
+def rows(found: dict[str, Any], path: str, kinds: str) -> list[tuple]:
+    """The rows of a table at a path, as Python's own values; `kinds`: of numpy's, its columns'."""
+    table = array(found, path, "V", 1)
+    if "".join(table.dtype[name].kind for name in table.dtype.names or ()) != kinds:
+        raise ValueError(f'"{path}" is a table of {table.dtype}')
+    return [tuple(v.decode() if isinstance(v, bytes) else v for v in row) for row in table.tolist()]
+
+
 def dataset(found: dict[str, Any], path: str) -> h5py.Dataset:
     """The array at a path, not yet read."""
     data = found.get(path)

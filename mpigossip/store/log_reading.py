@@ -112,18 +112,13 @@ def metrics_in(evaluations: Collection[str]) -> list[str]:
 def opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Attributes and arrays of a log that is sound, with what a killed writer left pending."""
     with reading(path), consistent(path, tables=True, again="steps", texts=True) as (file, found):
-        check_format(file)
+        if "format" not in file.attrs or guard.attribute(file, "format", texts=True) != FORMAT:
+            raise ValueError("it isn't a log")
         for group, index in INDEX.items():
             _check(dict(columns(found, group)), group, index)
         if not isinstance(found.get("summary"), h5py.Group):
             raise ValueError('its group "summary" is missing')
         yield guard.sealed(file, texts=True), found
-
-
-def check_format(file: h5py.File) -> None:
-    """ValueError where it says that it is something else."""
-    if "format" not in file.attrs or guard.attribute(file, "format", texts=True) != FORMAT:
-        raise ValueError("it isn't a log")
 
 
 def columns(found: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset]]:

@@ -163,13 +163,7 @@ def _content(file: h5py.File, found: dict[str, Any]) -> Manifest:
     facts = guard.attributes(file)
     if facts.keys() != {"format", "step", "n"} or facts["format"] != FORMAT:
         raise ValueError("its attributes are not those of a manifest")
-    table = guard.array(found, "nodes", "V", 1)
-    if [table.dtype[name].kind for name in table.dtype.names or ()] != list("iSiSi"):
-        raise ValueError(f"its table of files is {table.dtype}")
-    entries = tuple(
-        Entry(int(node), file.decode(), int(size), checksum.decode(), int(parameters))
-        for node, file, size, checksum, parameters in table
-    )
+    entries = tuple(Entry(*row) for row in guard.rows(found, "nodes", "iSiSi"))
     n = counter(facts["n"], "n", MOST)
     check_table(entries, n)
     for entry in entries:
@@ -214,10 +208,8 @@ def plain(text: str, name: str) -> dict[str, Number]:
 
 def counted(numbers: dict[str, Number], step: int) -> dict[str, Number]:
     """The counters of a node, each where a training of so many steps can stand."""
-    most = {"index": step, "born": step, "round": MOST, "bytes_sent": MOST, "samples": MOST}
-    most["local_steps"] = step
-    for name in most.keys() & numbers.keys():
-        counter(numbers[name], name, most[name])
+    for name in {"index", "born", "local_steps", "round", "bytes_sent", "samples"} & numbers.keys():
+        counter(numbers[name], name, MOST if name in ("round", "bytes_sent", "samples") else step)
     if numbers.get("index", step) != step:
         raise ValueError(f"index = {numbers['index']}, but the checkpoint is of step {step}")
     shift = numbers.get("shift", 0)
@@ -233,16 +225,14 @@ def counted(numbers: dict[str, Number], step: int) -> dict[str, Number]:
 def _check_view(view: Any, n: int, entries: Sequence[Entry]) -> None:
     """The view for other programs shows the nodes' files, a row a node, and nothing else."""
     length = sum(entry.parameters for entry in entries if entry.node == 0)
-    parts = list(_parts(entries))
-    made = view.id.get_create_plist() if isinstance(view, h5py.Dataset) else None
-    right = made is not None and made.get_layout() == h5py.h5d.VIRTUAL
+    right = isinstance(view, h5py.Dataset) and view.is_virtual
     if not right or view.shape != (n, length) or view.dtype != "<f4":
         raise ValueError(f'"parameters" is no view of {n} nodes of {length} parameters')
-    if made.get_virtual_count() != len(parts):
-        raise ValueError(f'"parameters" shows {made.get_virtual_count()} files, not {len(parts)}')
-    for at, (entry, columns) in enumerate(parts):
-        source = made.get_virtual_filename(at), made.get_virtual_dsetname(at)
-        low, high = made.get_virtual_vspace(at).get_select_bounds()
-        there = (low, high) == ((entry.node, columns.start), (entry.node, columns.stop - 1))
-        if source != (entry.file, "parameters") or not there:
+    parts, count = list(_parts(entries)), view.id.get_create_plist().get_virtual_count()
+    if count != len(parts):
+        raise ValueError(f'"parameters" shows {count} files, not {len(parts)}')
+    for (entry, columns), shown in zip(parts, view.virtual_sources(), strict=True):
+        place = (entry.node, columns.start), (entry.node, columns.stop - 1)
+        source = shown.file_name, shown.dset_name, shown.vspace.get_select_bounds()
+        if source != (entry.file, "parameters", place):
             raise ValueError(f'"parameters" shows {source[0][:100]!r} as node {entry.node}')
