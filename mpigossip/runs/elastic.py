@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def go_on(
     _check_facts(manifest, path)
     first = checkpoint.read_node(path, trainer.mixer.rows[0] if _fits(manifest, trainer) else 0)
     same_model(first, trainer.replicas.flat, path, "the [model] that was saved")
-    _check_counters(first, path)
+    check_counters(first, path)
     numbers = first.numbers
     trainer.engine.count_from(numbers)
     shift(trainer, numbers, int(manifest.meta["steps_per_epoch"]), steps_per_epoch)
@@ -58,11 +58,8 @@ def go_on(
         slots = int(manifest.meta["slots"])
         told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
         replicas, rows = trainer.replicas, range(len(trainer.mixer.rows))
-        told += begin_at(
-            trainer.engine, [replicas.buffers(row) for row in rows], over_nodes(path, manifest.n)
-        )
-        if trainer.engine.born < trainer.index and same_rhythm(first, trainer.engine):
-            trainer.engine.restore_rhythm(numbers)
+        buffers, mean = [replicas.buffers(row) for row in rows], over_nodes(path, manifest.n)
+        told += begin_at(trainer.engine, buffers, mean, numbers)
     return numbers, told
 
 
@@ -119,9 +116,7 @@ def go_on_together(
     mean["bytes_sent"] = mine.numbers["bytes_sent"]
     counted = mine.numbers.get("local_steps", engine.index - engine.born)
     mean["local_steps"] = engine.mixer.mean_scalars(torch.tensor([[float(counted)]]).double())
-    told = begin_at(engine, [buffers], mean)
-    if engine.born < engine.index:
-        engine.restore_rhythm(numbers)
+    told = begin_at(engine, [buffers], mean, numbers)
     engine.group.all_gather(engine.vector.x, engine.vector.full)
     return told
 
@@ -144,9 +139,9 @@ def _check_facts(manifest: Manifest, path: Path) -> None:
             )
 
 
-def _check_counters(saved: NodeState, path: Path) -> None:
-    lacking = COUNTERS - saved.numbers.keys()
-    if lacking:
+def check_counters(saved: NodeState, path: Path, more: Collection[str] = ()) -> None:
+    """StoreError where it lacks a number that a run leaves, or one of ``more``."""
+    if lacking := COUNTERS.union(more) - saved.numbers.keys():
         raise StoreError(
             f"{path} lacks {', '.join(sorted(lacking))}, which a run saves; use another checkpoint"
         )
@@ -176,20 +171,20 @@ def same_method(saved: NodeState, engine: Engine) -> bool:
     return (
         was == set(parts)
         and all(saved.arrays[name].size == size for name, size in figures.items())
-        and same_rhythm(saved, engine)
+        and _same_rhythm(saved.numbers, engine)
     )
 
 
-def same_rhythm(saved: NodeState, engine: Engine) -> bool:
+def _same_rhythm(numbers: Mapping[str, Number], engine: Engine) -> bool:
     """Whether the cadence has the state that was saved."""
-    was = {name for name in saved.numbers if name.startswith("cadence/")}
+    was = {name for name in numbers if name.startswith("cadence/")}
     return was == {f"cadence/{name}" for name in engine.rhythm._fields}
 
 
 def _exactly(trainer: Trainer, path: Path, first: NodeState) -> None:
     for row, node in enumerate(trainer.mixer.rows):
         saved = first if row == 0 else checkpoint.read_node(path, node)
-        _check_counters(saved, path)
+        check_counters(saved, path)
         with reading(path):  # arrays of other shapes than the model's
             restore(trainer.engine, trainer.replicas.buffers(row), row, saved)
         trainer.mixer.bytes_sent[row] = _sent(trainer.group, saved.numbers["bytes_sent"])
@@ -200,10 +195,12 @@ def begin_at(
     engine: Engine,
     buffers: Sequence[Sequence[Mapping[str, torch.Tensor]]],
     mean: Mapping[str, Any],
+    numbers: Mapping[str, Number],
 ) -> list[str]:
     """Every node at the average, with the state that has a mean; the graph's clock from 0.
 
-    ``buffers``: of each node here, slot by slot.
+    ``buffers``: of each node here, slot by slot. ``numbers``: those saved, with the cadence's
+    state, which goes on where the method's does.
     """
     told: list[str] = []
     state, x, flat = engine.parts(), engine.vector.x, engine.vector.flat
@@ -225,6 +222,8 @@ def begin_at(
     if not kept:
         engine.restart()
         told.append(f"dropped: {', '.join(dropped) or 'nothing'}, begun anew: {', '.join(names)}")
+    elif engine.born < engine.index and _same_rhythm(numbers, engine):
+        engine.restore_rhythm(numbers)
     engine.round = 0
     engine.mixer.bytes_sent[:] = [_sent(engine.group, mean["bytes_sent"])] * len(buffers)
     return told

@@ -20,8 +20,8 @@ from mpigossip.doors.loop.optimizer import packed, unpacked
 from mpigossip.doors.node import Node
 from mpigossip.engine.state import split
 from mpigossip.groups.base import held
-from mpigossip.runs.elastic import begin_at, same_method, same_model, same_rhythm
-from mpigossip.store import StoreError, checkpoint
+from mpigossip.runs.elastic import begin_at, check_counters, same_method, same_model
+from mpigossip.store import checkpoint
 from mpigossip.store.average import over_nodes
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 from mpigossip.store.hdf5 import reading
@@ -123,13 +123,13 @@ def of_node(
     if state is None or every is None:
         return []
     for place, one in enumerate(every):
-        state.arrays.update({_of(place, k, node): a for k, a in one.arrays.items()})
+        state.arrays.update({_of(place, k): a for k, a in one.arrays.items()})
         state.numbers["own" if not place else f"own/#{place}"] = json.dumps(one.kept)
     state.numbers["bytes_sent"] = sum(one.sent for one in every)
     return [state]
 
 
-def _of(place: int, path: str, node: Node) -> str:
+def _of(place: int, path: str) -> str:
     """The path in the node's file of what a rank calls by its own."""
     kind, _, rest = path.partition("/")
     if not place:
@@ -176,11 +176,7 @@ def restore(
     if fits and not alike and any(name.startswith("buffers/") for name in first.arrays):
         first, fits = checkpoint.read_node(path, 0), False
     same_model(first, node.vector.flat, path, "the model that was saved")
-    lacking = {"torch", "own", "shift", "seconds", "bytes_sent", "round"} - first.numbers.keys()
-    if lacking:
-        raise StoreError(
-            f"{path} lacks {', '.join(sorted(lacking))}, which a loop saves; use another"
-        )
+    check_counters(first, path, ("torch", "own"))
     with reading(path):
         if fits and same_method(first, node.engine):
             return _exactly(node, _of_rank(first, node), keeps), first.numbers
@@ -214,9 +210,7 @@ def _from_average(
     mean = over_nodes(path, manifest.n)
     node.engine.count_from(first.numbers)
     told = [f"from the exact average of {manifest.n} nodes x {manifest.meta['slots']} slots"]
-    told += begin_at(node.engine, [node.buffers], mean)
-    if node.engine.born < node.engine.index and same_rhythm(first, node.engine):
-        node.engine.restore_rhythm(first.numbers)
+    told += begin_at(node.engine, [node.buffers], mean, first.numbers)
     lacking, settings = _load_optimizer(node, first, mean)
     kinds = sorted({name.rpartition("/")[2] for name in mean if name.startswith("torch/")})
     if kinds:
