@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from mpigossip.analysis.seeds import Bands, alike, differences, joined
+from mpigossip.analysis.seeds import Bands, alike, differences, joined, settings
+from mpigossip.runs.summary import SPLIT as PARTS
 from mpigossip.store.log import COLUMNS, VIRTUAL, Log, read
 from mpigossip.store.log_reading import metrics_in
 
 POINTS = 1000
 """Rows that are read for a picture; longer logs are averaged over blocks of steps."""
-PARTS = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "idle_s": "idle"}
-"""Where the time of a step goes: column and word."""
 
 # Okabe and Ito's colours, which colour-blind people can tell apart, each with a line of its own for
 # grey print.
@@ -147,11 +145,8 @@ def short_names(folders: Sequence[Path], most: int = 32) -> list[str]:
 
 def description(log: Log) -> str:
     """Algorithm, graph and nodes of a run."""
-    try:
-        job = tomllib.loads(log.job)
-        names = [str(job[section]["name"]) for section in ("algorithm", "graph")]
-    except (ValueError, LookupError, TypeError):
-        names = []  # a log of other origin: its figures are still worth drawing
+    told = settings(log.job)  # of a log of other origin none: its figures are still worth drawing
+    names = [str(told[key]) for key in ("algorithm.name", "graph.name") if key in told]
     return ", ".join([*names, f"{log.nodes} node{'s' * (log.nodes > 1)}"])
 
 

@@ -46,6 +46,12 @@ class Given:
     jitter: float | None = None
 
 
+WORDS = {"compute_s": "compute", "node_s": "node-local", "latency_s": "latency",
+         "bandwidth": "bandwidth", "combine_rate": "sum", "coding_rate": "coding",
+         "jitter": "jitter"}  # fmt: skip
+"""Names of these figures in `Machine.sources`."""
+
+
 def examine(what: Subject, world: World, given: Given, budget_s: float) -> Machine:
     """Measure what isn't given, on all ranks of the launcher at once; collective under MPI.
 
@@ -53,36 +59,29 @@ def examine(what: Subject, world: World, given: Given, budget_s: float) -> Machi
     with the job's message between the ranks at hand, so that they hold what MPI and Python add.
     Raises JobError where the job's devices are not here and compute_s isn't given.
     """
-    sources: dict[str, str] = {}
     on_cpu = slots_of(what.job.node.devices)[0] == "cpu"
     if given.compute_s is None:
         compute_s, node_s, update_s, jitter = _steps(what, world, budget_s)
-        sources |= dict.fromkeys(("compute", "node-local", "jitter"), "measured")
+        sources = dict.fromkeys(("compute", "node-local", "jitter"), "measured")
     else:
         compute_s, node_s, update_s, jitter = given.compute_s, 0.0, 0.0, 0.0
-        sources |= {"compute": "given", "node-local": "given", "jitter": "not given"}
-    if given.node_s is not None:
-        node_s, sources["node-local"] = given.node_s, "given"
-    if given.jitter is not None:
-        jitter, sources["jitter"] = given.jitter, "given"
+        sources = {"node-local": "given", "jitter": "not given"}
     # this processor says nothing of a GPU's rates
     combine_rate = world.nodes.per_node * (_combine_rate(what) if on_cpu else SUM_RATE)
     coding_rate = 0.0 if on_cpu else world.nodes.per_node * CODING_RATE
     sources |= dict.fromkeys(("sum", "coding"), "measured" if on_cpu else "assumed")
-    if given.combine_rate is not None:
-        combine_rate, sources["sum"] = given.combine_rate, "given"
-    if given.coding_rate is not None:
-        coding_rate, sources["coding"] = given.coding_rate, "given"
-    work_s = compute_s if on_cpu else 0.0
-    wire, where = _network(what, world, given, combine_rate, budget_s, work_s)
+    summed, work_s = given.combine_rate or combine_rate, compute_s if on_cpu else 0.0
+    wire, where = _network(what, world, summed, budget_s, work_s)
     latency_s, bandwidth, global_latency_s, global_bandwidth = wire
-    measured = "measured" if world.nodes.count > 1 else "assumed"
-    sources["latency"] = measured if given.latency_s is None else "given"
-    sources["bandwidth"] = measured if given.bandwidth is None else "given"
-    return Machine(
+    network = "measured" if world.nodes.count > 1 else "assumed"
+    sources |= dict.fromkeys(("latency", "bandwidth"), network)
+    said = vars(given)
+    sources |= {WORDS[name]: "given" for name, value in said.items() if value is not None}
+    machine = Machine(
         compute_s, node_s, update_s, latency_s, bandwidth, global_latency_s, global_bandwidth,
         combine_rate, sources, where, jitter, coding_rate, coding_rate,
     )  # fmt: skip
+    return machine.given(said)
 
 
 def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
@@ -173,18 +172,14 @@ def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
     return encode * width / short, decode * width / short
 
 
-def _network(
-    what: Subject, world, given: Given, combine_rate: float, budget_s: float, work_s: float
-):
+def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s: float):
     """((latency, bandwidth, the same of a global average), words on where)."""
-    latency = LATENCY_S if given.latency_s is None else given.latency_s
-    bandwidth = BANDWIDTH if given.bandwidth is None else given.bandwidth
     column, per = world.nodes.column, world.nodes.per_node
     n, hosts = column.size, counted(len(set(world.hosts)), "host")
     where = f"{n} ranks on {hosts}" if per == 1 else f"{n} nodes of {per} ranks on {hosts}"
     if n == 1:
         alone = "this process alone" if per == 1 else f"one node of {per} ranks"
-        return (latency, bandwidth, latency, bandwidth), alone
+        return (LATENCY_S, BANDWIDTH) * 2, alone
     nbytes = 4 * what.flat.size
     # of a node's ranks each exchanges its part, all at once
     small, large = (
@@ -197,10 +192,6 @@ def _network(
         whole = max(large[kind] - nbytes / combine_rate, large[kind] / 2)
         first = min(small[kind], whole / 2)
         fitted += [first / latencies, messages * nbytes / (whole - first)]
-    if given.latency_s is not None:
-        fitted[0] = fitted[2] = given.latency_s
-    if given.bandwidth is not None:
-        fitted[1] = fitted[3] = given.bandwidth
     return tuple(fitted), where
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpigossip.analysis.aligned import aligned
 from mpigossip.analysis.compared import LoggedRun, description, load
 from mpigossip.analysis.plot import figure
 from mpigossip.analysis.report import table
@@ -59,7 +60,7 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
     parts += ["<h2>Evaluations</h2>"]
     parts += [_folded(run.name, table(run.log), opened=len(runs) == 1) for run in runs]
     parts += ["<h2>Job</h2>", *_jobs(runs), "<h2>Environment</h2>"]
-    parts += [_folded(run.name, _lines(run.log.environment), opened=True) for run in runs]
+    parts += [_environment(run) for run in runs]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}'
         f'</title><meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
@@ -150,9 +151,8 @@ def _folded(title: str, text: str, opened: bool) -> str:
     return f"<details{state}><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
 
 
-def _lines(values: dict[str, str]) -> str:
-    width = max(map(len, values), default=0)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in values.items())
+def _environment(run: LoggedRun) -> str:
+    return _folded(run.name, aligned(run.log.environment.items(), left=(0, 1)), opened=True)
 
 
 def _text(text: str) -> str:

@@ -70,7 +70,7 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Training loss, mean over nodes and smoothed, and test loss of the averaged model."""
     units = sorted({run.unit("loss") for run in runs})
     _dress(axes, "Loss", "cross entropy (nat)" if units == [" (nat)"] else f"loss{units[0]}")
-    shown = [np.ones(1)]
+    shown = [np.ones(0)]
     for run in runs:
         at, values = axis.at(run, run.log.steps["step"]), run.log.steps["loss"]
         smoothed = smooth(over_nodes(np.nanmean, values))
@@ -84,10 +84,8 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
             axes.plot(at, found["loss"], ms=4.5, mfc="white", **run.points)
             _interval(axes, run, "loss", at)
         shown += [smoothed, found.get("loss", smoothed)]
-    values = np.concatenate(shown[1:])
-    values = values[np.isfinite(values) & (values > 0)]
-    if len(values) and values.max() > 30 * values.min():
-        axes.set_yscale("log")
+    values = np.concatenate(shown)
+    _wide(axes, values[values > 0])
     bands = [_band("range of nodes")] * (len(runs) == 1 < runs[0].log.nodes)
     test = _sample("test, averaged model", marker="o", ms=4.5, mfc="white", ls="")
     _key(axes, [_sample("training, mean", lw=1.8), *bands, test])

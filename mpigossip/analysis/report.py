@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mpigossip.analysis.aligned import aligned
 from mpigossip.analysis.compared import PARTS, description, mean_ms, over_nodes, shares
 from mpigossip.runs.summary import describe, number
 from mpigossip.store.log import Log
@@ -33,9 +34,9 @@ def table(log: Log) -> str:
         "seconds": _cells(found.get("seconds"), "{:.1f}"),
     }
     lines = [description(log), ""]
-    lines += _aligned({name: cells for name, cells in columns.items() if cells}) or [
-        "no evaluation yet"
-    ]
+    columns = {name: cells for name, cells in columns.items() if cells}
+    rows = [columns, *zip(*columns.values(), strict=True)]
+    lines += [aligned(rows, left=()) if columns else "no evaluation yet"]
     if log.nodes > 1 and np.isfinite(local).any():
         lines += [f"* of the nodes, each on its own 1/{log.nodes} of the test samples; beside the "
                   "averaged model's on the same samples"]  # fmt: skip
@@ -43,8 +44,7 @@ def table(log: Log) -> str:
     if "finished" in log.summary:
         lines += ["", describe(log.summary)]
     elif log.summary:
-        width = max(map(len, log.summary))
-        lines += ["", *(f"{name:<{width}}  {value}" for name, value in log.summary.items())]
+        lines += ["", aligned(log.summary.items(), left=(0, 1))]
     return "\n".join(lines)
 
 
@@ -67,13 +67,3 @@ def _cells(values: np.ndarray | None, form: str = "") -> list[str]:
     if values is None:
         return []
     return [(form.format(v) if form else number(v)) if v == v else "–" for v in values]
-
-
-def _aligned(columns: dict[str, list[str]]) -> list[str]:
-    """Right-aligned columns under their names; nothing where there are no rows."""
-    widths = [max(len(name), *map(len, cells)) if cells else 0 for name, cells in columns.items()]
-    rows = list(zip(*columns.values(), strict=True))
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [tuple(columns), *rows]
-    ] if rows else []  # fmt: skip

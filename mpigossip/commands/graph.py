@@ -6,10 +6,12 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from mpigossip.analysis.aligned import aligned
 from mpigossip.commands.arguments import amount, command, family, many, seed, tell, whole
 from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
 
@@ -140,8 +142,9 @@ def _show(options) -> None:
         tell(json.dumps(facts))
         return
     tell(made)
-    for key, _, meaning in _figures(facts):
-        tell(f"  {key.replace('_', ' '):22} {_number(facts[key]):>10}   {meaning}")
+    figures = [(f"  {key.replace('_', ' ')}", _number(facts[key]), meaning)
+               for key, _, meaning in _figures(facts)]  # fmt: skip
+    tell(aligned(figures, left=(0, 2)))
     if facts["least_weight"] < 0:
         tell(f"  some weights are negative, down to {facts['least_weight']:.4g}")
     if made.n <= 12 and made.period is not None:
@@ -183,12 +186,9 @@ def _compare(options) -> None:
     if options.json:
         tell(json.dumps(rows))
         return
-    width = max(len(row["name"]) for row in rows)
-    figures = _figures(rows[0])
-    tell(f"{'graph':{width}} " + " ".join(f"{heading:>9}" for _, heading, _ in figures))
-    for row in rows:
-        cells = " ".join(f"{_number(row[key]):>9}" for key, _, _ in figures)
-        tell(f"{row['name']:{width}} {cells}")
+    keys, heads, _ = zip(*_figures(rows[0]), strict=True)
+    figures = [(row["name"], *(_number(row[key]) for key in keys)) for row in rows]
+    tell(aligned([("graph", *heads), *figures]))
 
 
 def _draw(options) -> None:
@@ -235,7 +235,7 @@ def _report(found, options) -> None:
         "n": found.n,
         "score": found.score,
         "edges": len(found.edges),
-        "degree": max(_degrees(found.n, found.edges)),
+        "degree": max(Counter(chain.from_iterable(found.edges)).values(), default=0),
         "evaluations": found.evaluations,
         "seconds": found.seconds,
         "interrupted": found.interrupted,
@@ -252,11 +252,3 @@ def _report(found, options) -> None:
         f"{facts['degree']}, {found.evaluations:,} graphs judged in {found.seconds:.1f} s\n"
         f'saved to {options.out}; use it as graph.name = "file:{options.out}"'
     )
-
-
-def _degrees(n: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    counts = [0] * n
-    for i, j in edges:
-        counts[i] += 1
-        counts[j] += 1
-    return counts

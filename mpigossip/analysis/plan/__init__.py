@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from math import isfinite
 from typing import Any
 
 from mpigossip.analysis.machine import coding_seconds
@@ -92,6 +93,10 @@ class Row:
     def choice(self) -> Choice:
         """What it is a row of."""
         return Choice(self.graph, self.cadence, self.wire)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; JSON has no infinity: where nothing averages, the transient is null."""
+        return asdict(self) | {"transient": self.transient if isfinite(self.transient) else None}
 
 
 def choices(job: Job, everything: bool = False) -> list[Choice]:
@@ -204,10 +209,5 @@ def as_json(what: Subject, machine: Machine, rows: Sequence[Row], epochs: float)
         "samples_per_step": what.per_step,
         "epochs": epochs,
         "machine": asdict(machine),
-        "rows": [_finite(asdict(row)) for row in rows],
+        "rows": [row.as_json() for row in rows],
     }
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: where nothing averages, the transient is null."""
-    return row | {"transient": row["transient"] if row["transient"] < float("inf") else None}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpigossip.analysis.aligned import aligned
 from mpigossip.analysis.plan import ALL_REDUCE, GOSSIP, NEAR, Choice, Row, predict
 from mpigossip.config import Job, JobError
 from mpigossip.training import assemble
@@ -143,14 +144,13 @@ def text(
     chosen = best(found)
     reduce = next((one.row.step_s for one in found if one.level == 0), None)
     lines = [f"{n} nodes: predicted, fastest first; * proposed: of those within "
-             f"{WITHIN - 1:.0%} of the fastest what risks least",
-             f"  {'':36}{'ms a step':>10}{'MB a step':>11}  known of its accuracy"]  # fmt: skip
+             f"{WITHIN - 1:.0%} of the fastest what risks least"]  # fmt: skip
+    rows = [("", "ms/step", "MB/step", "known of its accuracy")]
     for one in sorted(found, key=lambda one: one.row.step_s):
-        mark = "*" if one is chosen else " "
-        lines.append(
-            f"{mark} {one.label:36}{1e3 * one.row.step_s:10.4g}"
-            f"{one.row.bytes_per_step / 1e6:11.3g}  {one.known}"
-        )
+        label = f"{'*' if one is chosen else ' '} {one.label}"
+        cost = f"{1e3 * one.row.step_s:.4g}", f"{one.row.bytes_per_step / 1e6:.3g}"
+        rows.append((label, *cost, one.known))
+    lines.append(aligned(rows, left=(0, 3)))
     if reduce is not None and chosen.level:
         gain = f"{reduce / chosen.row.step_s:.2f} x as fast as all-reduce; "
     else:
@@ -167,9 +167,7 @@ def as_json(found: Sequence[Proposal], left_out: dict[str, str]) -> dict[str, An
     chosen = best(found)
     rows = [
         {"label": one.label, "level": one.level, "known": one.known,
-         "settings": list(one.settings), "proposed": one is chosen, **asdict(one.row)}
+         "settings": list(one.settings), "proposed": one is chosen, **one.row.as_json()}
         for one in found
     ]  # fmt: skip
-    for row in rows:
-        row["transient"] = row["transient"] if row["transient"] < float("inf") else None
     return {"proposals": rows, "left_out": left_out}

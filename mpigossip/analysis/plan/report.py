@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpigossip.analysis.aligned import aligned
 from mpigossip.analysis.plan import (
     ALL_REDUCE,
     GOSSIP,
@@ -47,18 +48,13 @@ def text(
     own = shown[1] if len(shown) > 1 else shown[0]
     labels = {choice: _label(choice, own) for choice in shown}
     last = nodes[-1]
+    times = {key: _short(1e3 * row.step_s) for key, row in by.items()}
     steps = [["ms a step, nodes:", *(f"{n:,}" for n in nodes)]]
-    for choice in shown:
-        steps.append([labels[choice]])
-        for n in nodes:
-            row = by.get((choice, n))
-            steps[-1].append("-" if row is None else _short(1e3 * row.step_s))
+    steps += [[labels[c], *(times.get((c, n), "-") for n in nodes)] for c in shown]
     head = ["ms a step", "hidden", "MB a step", "epoch", f"{epochs:g} epochs", "transient"]
     details = [[f"at {last:,} nodes", *head]]
-    for choice in shown:
-        if (row := by.get((choice, last))) is not None:
-            details.append([labels[choice], *_details(row)])
-    lines = [*_head(what, machine, note), *_columns(steps), "", *_columns(details)]
+    details += [[labels[c], *_details(by[c, last])] for c in shown if (c, last) in by]
+    lines = [*_head(what, machine, note), aligned(steps), "", aligned(details)]
     lines += [*_wrapped(EXPLAINED), "", *_wrapped(PROPOSED)]
     return "\n".join(lines)
 
@@ -95,15 +91,6 @@ def _label(choice: Choice, own: Choice) -> str:
     return choice.graph
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines: each column as wide as its longest cell, two spaces between."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    ]
-
-
 def _details(row: Row) -> list[str]:
     hidden = f"{row.hidden_s / row.exchange_s:.0%}" if row.exchange_s else "-"
     megabytes = _short(row.bytes_per_step / 1e6)
@@ -129,7 +116,8 @@ def picture(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from mpigossip.analysis.compared import COLOURS, LINES, MARKERS
+    from mpigossip.analysis.compared import COLOURS
+    from mpigossip.analysis.compared import style as style_of
     from mpigossip.store.hdf5 import replacing
 
     figure = Figure(figsize=(12.4, 5.6), dpi=130, layout="constrained")
@@ -139,13 +127,8 @@ def picture(
     unit, scale = next((u for u in UNITS if longest >= 2 * u[1]), UNITS[-1])
     for k, choice in enumerate(choices(what.job)):
         mine = [row for row in rows if row.choice == choice]
-        style = {
-            "color": COLOURS[-1] if choice.graph == ALL_REDUCE else COLOURS[k % 6],
-            "linestyle": LINES[k % len(LINES)],
-            "marker": MARKERS[k % len(MARKERS)],
-            "ms": 5,
-            "label": named(choice),
-        }
+        colour = COLOURS[-1] if choice.graph == ALL_REDUCE else COLOURS[k % 6]
+        style = style_of(k) | {"color": colour, "ms": 5, "label": named(choice)}
         if mine:
             at = [row.nodes for row in mine]
             left.plot(at, [1e3 * row.step_s for row in mine], **style)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from mpigossip.analysis.aligned import aligned
 from mpigossip.runs.summary import number
 
 LOST = {"diverged": "diverged", "late": "diverged late"}
@@ -58,17 +59,9 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
 def text(heads: Sequence[str], rows: Sequence[Row], left: int) -> str:
     """Columns below their heads, ``left`` of them labels; marks of notes behind the last."""
     marks = _marks(rows)
-    widths = [max(map(len, column)) for column in zip(heads, *(r.cells for r in rows), strict=True)]
-
-    def padded(words: Sequence[str], mark: str = "") -> str:
-        cells = [
-            word.ljust(width) if k < left else word.rjust(width)
-            for k, (word, width) in enumerate(zip(words, widths, strict=True))
-        ]
-        return "  ".join([*cells, mark]).rstrip()
-
-    lines = [padded(heads), *(padded(row.cells, marks.get(row.note, "")) for row in rows)]
-    return "\n".join(lines + [f"{mark} {note}" for note, mark in marks.items()])
+    lines = [(*heads, ""), *((*row.cells, marks.get(row.note, "")) for row in rows)]
+    table = aligned(lines, left=(*range(left), len(heads)))
+    return "\n".join([table, *(f"{mark} {note}" for note, mark in marks.items())])
 
 
 def latex(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from mpigossip.config import ClockSection, JobError
 from mpigossip.config.toml import near
@@ -60,6 +60,17 @@ class Machine:
     """bytes/s of float32 that a lossy wire encodes; 0: at once"""
     decode_rate: float = 0.0
 
+    def given(self, said: Mapping[str, float | None]) -> Machine:
+        """The same machine with the figures that the user gives; None leaves a figure as it is.
+
+        Latency and bandwidth hold for global averages too, "coding_rate" for both directions.
+        """
+        both = {name: (name, f"global_{name}") for name in ("latency_s", "bandwidth")}
+        both["coding_rate"] = ("encode_rate", "decode_rate")
+        known = {name: value for name, value in said.items() if value is not None}
+        fields = {key: v for name, v in known.items() for key in both.get(name, (name,))}
+        return replace(self, **fields)  # type: ignore[arg-type]
+
     def save(self, path: Path) -> None:
         """As JSON, for :func:`named`."""
         with replacing(path) as new:
@@ -78,13 +89,11 @@ def named(section: ClockSection) -> Machine:
             raise JobError([f'clock.compute_s is not set for clock.network = "{name}": {remedy}'])
         wire = NETWORKS[name]
         machine = Machine(compute_s, 0.0, 0.0, *wire, *wire, SUM_RATE, where=name)
-        machine = replace(machine, encode_rate=CODING_RATE, decode_rate=CODING_RATE)
+        machine = machine.given({"coding_rate": CODING_RATE})
     else:
         machine = _read(name)
-    told: dict[str, Any] = {"compute_s": compute_s, "jitter": section.jitter}
-    for word in ("latency_s", "bandwidth"):
-        told |= dict.fromkeys((word, f"global_{word}"), getattr(section, word))
-    return replace(machine, **{key: value for key, value in told.items() if value is not None})
+    figures = ("compute_s", "jitter", "latency_s", "bandwidth")
+    return machine.given({name: getattr(section, name) for name in figures})
 
 
 def _read(name: str) -> Machine:
