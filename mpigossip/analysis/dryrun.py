@@ -8,6 +8,7 @@ from mpigossip import config
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import size
 from mpigossip.groups.devices import local_rank
+from mpigossip.mixing.base import Kind, traffic
 from mpigossip.training import assemble, costs, shape
 
 NODES = 8
@@ -33,7 +34,7 @@ def describe(job: Job, nodes: int | None) -> str:
         f"# step         {what.per_step} samples a node, {n * what.per_step} in all; "
         f"{steps} steps an epoch",
         *_rates(job, n, what.per_step, steps),
-        *_traffic(job, made, what, n),
+        *_traffic(job, made, what),
         *_memory(costs.memory(what, made)),
     ]
     return "\n".join(lines)
@@ -68,9 +69,10 @@ def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
     ]
 
 
-def _traffic(job: Job, made: costs.Exchanges, what: costs.Subject, n: int) -> list[str]:
+def _traffic(job: Job, made: costs.Exchanges, what: costs.Subject) -> list[str]:
     """Bytes of an average step, beside what all-reduce would send."""
-    average, ring = made.bytes_per_step, 2 * (n - 1) * 4 * what.flat.size / n
+    ring = traffic(made.graph, Kind.GLOBAL, 0, 0, 4 * what.flat.size)
+    average = made.bytes_per_step
     ratio = f"{average / ring:.2f} x" if ring else "against"
     vectors = made.method.vectors
     return [

@@ -19,7 +19,7 @@ from mpigossip.mixing.combine import combine
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.costs import Subject
 from mpigossip.training.timing.machines import CODING_RATE, SUM_RATE, Machine
-from mpigossip.training.timing.steps import shape
+from mpigossip.training.timing.steps import hops
 
 LATENCY_S, BANDWIDTH = 10e-6, 12.5e9
 """Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""
@@ -186,8 +186,9 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
         _rounds(column, what, count, budget_s, work_s) for count in (SMALL, what.flat.size // per)
     )
     fitted = []
-    for kind in (Kind.GOSSIP, Kind.GLOBAL):
-        latencies, messages = shape(kind, n)
+    # messages that pass a node's link, and latencies one after the other
+    shapes = {Kind.GOSSIP: (1.0, 1), Kind.GLOBAL: (2 * (n - 1) / n, hops(n))}
+    for kind, (messages, latencies) in shapes.items():
         # what can't be resolved, or a sum dearer than measured alone, counts half as latency
         whole = max(large[kind] - nbytes / combine_rate, large[kind] / 2)
         first = min(small[kind], whole / 2)

@@ -102,7 +102,7 @@ class Exchanges:
         A round of gossip that is the exact average is carried out as a global one.
         """
         if kind is Kind.GOSSIP and t is not None:
-            t %= self.graph.period or t + 1
+            t = t % self.graph.period if self.graph.period else t
             if not is_average(self.graph, t):
                 return kind, t
             kind = Kind.GLOBAL

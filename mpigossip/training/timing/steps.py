@@ -12,7 +12,7 @@ import numpy as np
 
 from mpigossip.config import Job
 from mpigossip.graphs import Graph
-from mpigossip.mixing.base import Kind
+from mpigossip.mixing.base import Kind, traffic
 from mpigossip.training.costs import Exchanges
 from mpigossip.training.timing.machines import Machine
 
@@ -26,12 +26,9 @@ DRAWN = 512
 """Nodes, over all repetitions, whose steps are drawn for that."""
 
 
-def shape(kind: Kind, n: int) -> tuple[int, float]:
-    """Latencies one after the other in an exchange, and messages that pass each node's link.
-
-    A global average as the best all-reduces do it; gossip with one neighbour.
-    """
-    return (2 * (n - 1).bit_length(), 2 * (n - 1) / n) if kind is Kind.GLOBAL else (1, 1.0)
+def hops(n: int) -> int:
+    """Latencies one after the other in a global average over n nodes."""
+    return 2 * (n - 1).bit_length()
 
 
 def last_bucket(nbytes: int) -> float:
@@ -111,12 +108,9 @@ class Timing:
         if kind is Kind.LOCAL:
             return 0.0, 0.0
         if kind is Kind.GLOBAL:
-            latencies, messages = shape(kind, n)
-            moved = messages * layout.nbytes
-            if not layout.wire.exact:  # a sum of codes has no code: decoded, or to all others
-                moved = min(moved, (n - 1) * layout.sent_bytes)
+            moved = traffic(self.made.graph, kind, 0, 0, layout.sent_bytes, layout.raw_bytes)
             slowest = 1.0 if self._bandwidth is None else self._bandwidth.min() / m.bandwidth
-            wire = latencies * m.global_latency_s + moved / (slowest * m.global_bandwidth)
+            wire = hops(n) * m.global_latency_s + moved / (slowest * m.global_bandwidth)
             return self.encode_s + wire, self.term_s
         edges = edges_of(self.made.graph, t)
         to = edges.receivers
