@@ -119,7 +119,7 @@ class Timing:
         slower = np.minimum(link[edges.senders], link[to])
         wire = self.encode_s + m.latency_s + many * layout.sent_bytes / slower
         wire[edges.starts] = 0.0
-        own = np.zeros(n)
+        own = np.full(n, self.encode_s)  # a node without neighbours encodes, too
         np.maximum.at(own, edges.senders, wire)
         wire[edges.starts] = own
         return wire, edges.received[to] * self.term_s
