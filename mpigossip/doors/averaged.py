@@ -1,9 +1,10 @@
-"""Looks at all nodes from a user's loop: the average of the models, and how far apart they are."""
+"""Pauses in a user's loop: to look at all nodes' average and distance, or for work of one rank."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -12,11 +13,12 @@ from torch import nn
 from mpigossip.cluster import deadline
 from mpigossip.config import JobError
 from mpigossip.doors import equal_start
+from mpigossip.doors.inner import rate
 from mpigossip.doors.node import Node
 from mpigossip.engine.measurements import consensus_distance
 from mpigossip.engine.sharded import fully_sharded, local, reshard
 from mpigossip.mixing.base import Mixer
-from mpigossip.runs.run import meet
+from mpigossip.runs.run import IDLE_S, meet
 from mpigossip.training.evaluate import norms, recalibrating
 
 PIECE = 1 << 18
@@ -127,3 +129,56 @@ def _average_buffers(node: Node, buffers: Sequence[torch.Tensor]) -> None:
     values = node.mixer.mean(total.unsqueeze(0)).split([b.numel() for b in floats])
     for buffer, value in zip(floats, values, strict=True):
         buffer.copy_(value.view(buffer.shape))
+
+
+@contextmanager
+def paused(node: Node) -> Iterator[None]:
+    """Inside, waits for this rank have no limit; asynchronous nodes go on exchanging in a thread.
+
+    The model is as it was before, until the block ends. Not collective. An MPI that doesn't let
+    threads call it leaves an asynchronous node silent, as a step that takes long does. Where a node
+    has several ranks, DDP between them waits for ``timeout_s`` of its process group all the same.
+    """
+    if node.serving:  # inside another
+        yield
+        return
+    serves = node.laid_out and not node.mixer.synchronous and getattr(node.mixer, "threaded", False)
+    if serves and node.looking:
+        raise JobError(
+            ["paused() inside averaged(): an asynchronous node would go on exchanging, with the "
+             "average for its own model; evaluate a copy of it (copy.deepcopy) behind averaged()"]
+        )  # fmt: skip
+    with deadline.paused(), node.engine.clock.uncounted() if node.laid_out else nullcontext():
+        if not serves:
+            yield
+            return
+        with node.vector.set_aside(), _serving(node):
+            yield
+        with torch.no_grad():
+            node.publish()
+
+
+@contextmanager
+def _serving(node: Node) -> Iterator[None]:
+    done, failed = threading.Event(), list[BaseException]()
+    node.vector.gather()  # its memory is there
+
+    def serve() -> None:
+        try:
+            with torch.no_grad():
+                while not done.wait(IDLE_S):
+                    node.engine.average(rate(node.inner)[0])
+        except BaseException as error:  # noqa: BLE001 - raised by who waits for it
+            failed.append(error)
+
+    thread = threading.Thread(target=serve, name="mpigossip-serving", daemon=True)
+    node.serving = True
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        node.serving = False
+    if failed:
+        raise failed[0]

@@ -14,11 +14,10 @@ from mpigossip.cluster import deadline
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError, removed
 from mpigossip.doors import arguments, unwrapped
-from mpigossip.doors.averaged import averaged, distance
+from mpigossip.doors.averaged import averaged, distance, paused
 from mpigossip.doors.inner import check, check_group, check_method, one_rate, title, unscaled
 from mpigossip.doors.loop import saved
 from mpigossip.doors.loop.folder import WithFolder
-from mpigossip.doors.loop.paused import paused
 from mpigossip.doors.loop.run import LoopRun
 from mpigossip.doors.loop.survive import Survival, check_callback, end
 from mpigossip.doors.node import Node

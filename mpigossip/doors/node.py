@@ -250,7 +250,7 @@ class Node:
         self.publish()
 
     def not_serving(self, what: str) -> None:
-        """JobError where :func:`~mpigossip.doors.loop.paused.paused` exchanges in a thread."""
+        """JobError where :func:`~mpigossip.doors.averaged.paused` exchanges in a thread."""
         if self.serving:
             raise JobError(
                 [f"{what} inside paused(): an asynchronous node goes on exchanging there, in a "

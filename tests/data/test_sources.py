@@ -10,9 +10,18 @@ import torch
 from PIL import Image
 
 from mpigossip.config import Data, JobError
-from mpigossip.data.augment import PAD, centre_box, crop_flip, moves, random_box, resample
 from mpigossip.data.feeding import DataError, SourceLoader
-from mpigossip.data.images import CACHE_LIMIT, Images, Recipe
+from mpigossip.data.images import (
+    CACHE_LIMIT,
+    PAD,
+    Images,
+    Recipe,
+    centre_box,
+    crop_flip,
+    moves,
+    random_box,
+    resample,
+)
 from mpigossip.data.loader import Batch, Carrier, Loader
 from mpigossip.data.loading import open_loader
 from mpigossip.data.philox import CROP, ORDER, permutation, philox, words
