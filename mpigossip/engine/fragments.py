@@ -13,8 +13,7 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.fragments import Turns
-from mpigossip.engine.finite import check_message
-from mpigossip.engine.step import Engine
+from mpigossip.engine.step import Engine, check_message
 from mpigossip.mixing.base import Kind, Mixer
 
 Columns = Sequence[slice]
