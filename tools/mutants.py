@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant("ADPSGD's thresholds exchanged", "algorithms/cadence.py",
            "period += (ratio < low * state.level) - (ratio > high * state.level)",
            "period -= (ratio < low * state.level) - (ratio > high * state.level)", "algorithms"),
-    Mutant("a fragment's turn too early", "algorithms/fragments.py",
+    Mutant("a fragment's turn too early", "algorithms/cadence.py",
            "place = index % self.period + 1", "place = (index + 1) % self.period + 1",
            "algorithms"),
     Mutant("one peer from the other side", "graphs/exponential.py",

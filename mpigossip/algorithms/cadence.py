@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
-from mpigossip.algorithms.fragments import Turns
 from mpigossip.config import Part
 from mpigossip.config.limits import Count, NotNegative, Period, Positive, Share
 from mpigossip.config.toml import Limit
@@ -14,6 +13,36 @@ from mpigossip.graphs import Graph
 from mpigossip.mixing.base import Kind
 
 ByNode = Annotated[tuple[Period, ...], Limit(bool, "must name a number for each node")]
+
+
+class Turns(NamedTuple):
+    """Which of P fragments is sent at a step, and when what comes is taken in.
+
+    Of a period of H steps, counted from 1, fragment p = 0 … P − 1 is sent at step ⌊(p + 1) H/P⌋,
+    and what comes is taken in τ ≤ ⌊H/P⌋ steps later: no two exchanges are open at once.
+    """
+
+    period: int = 1
+    """H"""
+    fragments: int = 1
+    """P ≤ H"""
+    delay: int = 0
+    """τ"""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the whole model travels at once, and is waited for."""
+        return self.fragments == 1 and not self.delay
+
+    def due(self, index: int) -> int | None:
+        """The fragment that is sent at step ``index``, counted from 0."""
+        place = index % self.period + 1
+        fragment = -(-place * self.fragments // self.period) - 1
+        return fragment if (fragment + 1) * self.period // self.fragments == place else None
+
+    def arriving(self, index: int) -> int | None:
+        """The fragment that was sent τ steps before step ``index``, where τ > 0."""
+        return self.due(index - self.delay) if 0 < self.delay <= index else None
 
 
 class Cadence(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
-from mpigossip.algorithms.fragments import Turns
+from mpigossip.algorithms.cadence import Turns
 from mpigossip.engine.step import Engine, check_message
 from mpigossip.mixing.base import Kind, Mixer
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from mpigossip.algorithms import BUILDERS, Algorithm, build
-from mpigossip.algorithms.cadence import Cadence
-from mpigossip.algorithms.fragments import Turns, cut
+from mpigossip.algorithms.cadence import Cadence, Turns
 from mpigossip.algorithms.local import STILL, Local
 from mpigossip.config import Job
 from mpigossip.engine.fragments import Fragmented, Fragments
@@ -53,6 +52,31 @@ def make_fragments(
     elif blend is None:
         blend = 0.5 if turns.delay else 1.0
     return Fragments(turns, cuts, width, [exchange(STILL) for _ in segments], blend)
+
+
+def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, ...], ...]:
+    """The columns of ``count`` fragments, at most ``width`` each, which is room enough for all.
+
+    Layers go to the fragments in turn, so that each has some of all depths. A layer for which a
+    fragment has no room left is cut, and its rest is the next one's.
+    """
+    found: list[list[slice]] = [[] for _ in range(count)]
+    room, turn = [width] * count, 0
+    for layer in layers:
+        at = layer.start
+        while at < layer.stop:
+            while not room[turn % count]:
+                turn += 1
+            fragment = turn % count
+            end = min(layer.stop, at + room[fragment])
+            room[fragment] -= end - at
+            before = found[fragment][-1:]
+            if before and before[0].stop == at:
+                found[fragment][-1] = slice(before[0].start, end)
+            else:
+                found[fragment].append(slice(at, end))
+            at, turn = end, turn + 1
+    return tuple(map(tuple, found))
 
 
 def engine_of(parts: Fragments | None) -> Callable[..., Engine]:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.algorithms.fragments import Turns, cut
+from mpigossip.algorithms.cadence import Turns
 from mpigossip.training import assemble
+from mpigossip.training.fragments import cut
 from tests import battery
 from tests.battery import FRAGMENTS, Driver, DriverOfParts
 from tests.cases import on_each
