@@ -45,17 +45,18 @@ def go_on(
     """
     manifest = checkpoint.read_manifest(path)
     _check_facts(manifest, path)
-    first = checkpoint.read_node(path, trainer.mixer.rows[0] if _fits(manifest, trainer) else 0)
+    slots = int(manifest.meta["slots"])
+    fits = (manifest.n, slots) == (trainer.mixer.n, trainer.group.slots)
+    first = checkpoint.read_node(path, trainer.mixer.rows[0] if fits else 0)
     same_model(first, trainer.replicas.flat, path, "the [model] that was saved")
     check_counters(first, path)
     numbers = first.numbers
     trainer.engine.count_from(numbers)
     shift(trainer, numbers, int(manifest.meta["steps_per_epoch"]), steps_per_epoch)
-    if _fits(manifest, trainer) and same_method(first, trainer.engine):
+    if fits and same_method(first, trainer.engine):
         _exactly(trainer, path, first)
         told = []
     else:
-        slots = int(manifest.meta["slots"])
         told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
         replicas, rows = trainer.replicas, range(len(trainer.mixer.rows))
         buffers, mean = [replicas.buffers(row) for row in rows], over_nodes(path, manifest.n)
@@ -145,10 +146,6 @@ def check_counters(saved: NodeState, path: Path, more: Collection[str] = ()) -> 
         raise StoreError(
             f"{path} lacks {', '.join(sorted(lacking))}, which a run saves; use another checkpoint"
         )
-
-
-def _fits(manifest: Manifest, trainer: Trainer) -> bool:
-    return manifest.n == trainer.mixer.n and manifest.meta["slots"] == trainer.group.slots
 
 
 def same_model(saved: NodeState, flat: Flat, path: Path, model: str) -> None:

@@ -241,18 +241,14 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str,
         group = {key: found[f"{name}/{key}"] for key in ARRAYS if f"{name}/{key}" in found}
         right = version == 1 or checksum_of(group) == guard.attribute(found[name], "checksum")
         require(right, f"the labels or offsets of {name} are damaged: their checksum differs")
-        splits[name] = fields = _fields(name, found, kind, channels)
-        if version > 1:
-            fields["checksums"] = sums = guard.array(found, f"{name}/checksums", "<u4", 1)
-            require(len(sums) == len(fields["labels"]), f"{name} has {len(sums)} checksums")
-        _check_labels(fields["labels"], len(classes), name)
+        splits[name] = _split(name, found, facts, len(classes), raw)
     tokenizer = _tokenizer(found, facts) if "tokenizer" in found else BYTES
-    odd = [n for n in SPLITS if kind == "text" and (splits[n]["offsets"] % tokenizer.width).any()]
+    odd = [n for n in SPLITS if kind == "text" and (splits[n].offsets % tokenizer.width).any()]
     require(not odd, f"documents of {', '.join(odd)} end in the middle of a token")
     words = {key: value for key, value in facts.items() if isinstance(value, str)}
-    train, test = (Split(file=raw, **splits[name]) for name in SPLITS)
     scale = float(facts["scale"])
-    return Dataset(path, kind, classes, channels, scale, mean, std, words, train, test, tokenizer)
+    return Dataset(path, kind, classes, channels, scale, mean, std, words, **splits,
+                   tokenizer=tokenizer)  # fmt: skip
 
 
 def _tokenizer(found: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
@@ -279,28 +275,22 @@ def _classes(found: dict[str, Any]) -> tuple[tuple[str, ...], int]:
     return tuple(guard.printable(n.decode(errors="replace"), "classes") for n in names), checksum
 
 
-def _check_labels(labels: np.ndarray, classes: int, name: str) -> None:
-    """Labels are numbers of classes."""
-    require(labels.ndim == 1 and len(labels) > 0, f"{name} has no samples")
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
-    first = f"; the first is {labels[wrong[0]]}, of sample {wrong[0]}" if len(wrong) else ""
-    require(not first, f"{len(wrong)} labels of {name} are not in 0 … {classes - 1}{first}")
-
-
-def _fields(name: str, found: dict[str, Any], kind: str, channels: int) -> dict[str, Any]:
-    """Check the arrays of one split and return the fields of its Split, all but the file."""
+def _split(
+    name: str, found: dict[str, Any], facts: dict[str, Any], classes: int, raw: io.FileIO
+) -> Split:
+    """One split, if its arrays go together and with what the file says of itself."""
 
     def read(part: str, ndim: int) -> np.ndarray:
         return guard.array(found, f"{name}/{part}", "iu", ndim).astype(np.int64)
 
-    labels = read("labels", 1)
+    kind, labels, checksums = facts["kind"], read("labels", 1), None
     payload = guard.dataset(found, f"{name}/{'images' if kind == 'arrays' else 'bytes'}")
     start, shape = payload.id.get_offset(), payload.shape
     require(payload.dtype == np.uint8, f"{payload.name} holds {payload.dtype}, not uint8")
     require(start is not None, f"{payload.name} is not stored contiguously")
     offsets = sizes = None
     if kind == "arrays":
-        fits = len(shape) == 4 and shape[:2] == (len(labels), channels) and min(shape) > 0
+        fits = len(shape) == 4 and shape[:2] == (len(labels), facts["channels"]) and min(shape) > 0
         require(fits, f"{payload.name} of shape {shape} doesn't go with {len(labels)} labels")
         sizes = np.tile(np.array(shape[2:], np.int64), (len(labels), 1))
     else:
@@ -313,8 +303,14 @@ def _fields(name: str, found: dict[str, Any], kind: str, channels: int) -> dict[
         sizes = read("sizes", 2)
         fits = sizes.shape == (len(labels), 2) and (sizes > 0).all() and (sizes <= SIDE).all()
         require(fits, f"{name} lacks heights and widths from 1 to {SIDE} for some image")
-    return {"labels": labels, "offsets": offsets, "sizes": sizes, "start": start,
-            "array_shape": shape}  # fmt: skip
+    if facts["version"] > 1:
+        checksums = guard.array(found, f"{name}/checksums", "<u4", 1)
+        require(len(checksums) == len(labels), f"{name} has {len(checksums)} checksums")
+    require(len(labels) > 0, f"{name} has no samples")
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    first = f"; the first is {labels[wrong[0]]}, of sample {wrong[0]}" if len(wrong) else ""
+    require(not first, f"{len(wrong)} labels of {name} are not in 0 … {classes - 1}{first}")
+    return Split(labels, offsets, sizes, raw, start, shape, checksums)
 
 
 def show(path: Path | str) -> str:

@@ -171,8 +171,7 @@ def _write_journal(journal: Path, size: int, pages: Mapping[int, bytes | bytearr
     body += b"".join(pages[number] for number in numbers)
     with os.fdopen(new(journal), "wb") as file:
         file.write(MAGIC + hashlib.sha256(body).digest() + body)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(journal)
     sync(journal.parent)
 
 
