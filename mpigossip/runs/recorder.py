@@ -282,12 +282,11 @@ class Recorder(Hook):
             self._writer.evaluation(row | local)
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """Write the rest and the summary, and close."""
+        """Write the rest and the summary."""
         self._flush()
         with self._world.together(StoreError):
             if self._writer:
                 self._writer.summary(summary)
-                self._writer.close()
 
 
 def _clock_at(log: Path, first_step: int, nodes: int) -> np.ndarray:

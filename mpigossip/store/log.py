@@ -18,7 +18,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -97,7 +97,7 @@ class LogGone(StoreError):
 
 
 class LogWriter:
-    """Appends to the log of a run; one process writes.
+    """Appends to the log of a run; one process writes. Between two calls no file is open.
 
     With `first_step` > 0 an existing log is continued: steps from `first_step` on are dropped, and
     evaluations after more than `first_step` steps. A log without a step is made anew, other files
@@ -120,7 +120,6 @@ class LogWriter:
         self.path, self.nodes = Path(path), nodes
         self.columns, self.evaluation_columns = dict(columns), evaluation_columns
         self.next_step = first_step
-        self.closed = False
         with writing(self.path):
             if recover(self.path):
                 _message(f"{self.path}: finished what a killed run was writing")
@@ -151,7 +150,6 @@ class LogWriter:
 
     def widen(self, columns: Mapping[str, Column]) -> None:
         """Columns that rows have from now on, besides those of before; unknown until here."""
-        self._check_open()
         new = {name: column for name, column in columns.items() if name not in self.columns}
         if new:
             with self._changing() as file:
@@ -164,7 +162,6 @@ class LogWriter:
 
         "step" (rows,) may be among them; without it the steps follow one another.
         """
-        self._check_open()
         columns = dict(columns)
         rows = len(next(iter(columns.values())))
         step = columns.pop("step", np.arange(self.next_step, self.next_step + rows))
@@ -188,7 +185,6 @@ class LogWriter:
 
     def evaluation(self, row: Mapping[str, float | np.ndarray]) -> None:
         """Add an evaluation: "step" and values, or arrays (nodes,); the same step replaces it."""
-        self._check_open()
         values = {name: np.asarray(value) for name, value in row.items()}
         step = int(values.pop("step"))
         with self._changing() as file:
@@ -209,7 +205,6 @@ class LogWriter:
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Store figures of the whole run: numbers and text as they are, the rest as JSON."""
-        self._check_open()
         with self._changing() as file:
             for name, value in values.items():
                 number = isinstance(value, int | float | np.number)
@@ -229,20 +224,6 @@ class LogWriter:
             raise LogGone(f"{self.path} was deleted or overwritten while the run goes on")
         with transaction(self.path) as changed:
             yield changed
-
-    def close(self) -> None:
-        """Nothing can be added afterwards; what was added is on the disk already."""
-        self.closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ValueError(f"{self.path} is closed")
 
 
 def _create(path: Path) -> None:

@@ -28,34 +28,34 @@ def run(folder, steps=200, nodes=3, evaluations=(50, 100, 200), consensus=1e-4, 
     folder.mkdir(parents=True)
     job = config.load({"graph": {"name": graph}, "run": {"seed": seed}, "schedule": {"lr": lr}})
     draw = np.random.default_rng(seed)
-    with LogWriter(
+    out = LogWriter(
         folder / "log.h5",
         nodes=nodes,
         job=config.dump(job),
         columns={name: Column("s", name) for name in NAMES},
         environment={},
-    ) as out:
-        values = {name: draw.uniform(0.001, 0.002, (steps, nodes)) for name in NAMES}
-        values["loss"] *= np.geomspace(1000, 10, max(steps, 1))[:steps, None]
-        values["compute_s"][:1] = 5.0
-        values["consensus_distance"][:] = np.nan
-        values["consensus_distance"][::10] = consensus
-        out.append(values)
-        for step in evaluations:
-            accuracy = 1 - (1 + 0.1 * seed) / step
-            out.evaluation(
-                {
-                    "step": step,
-                    "epoch": step / epoch,
-                    "loss": 10 / step,
-                    "accuracy": accuracy,
-                    "local_accuracy": accuracy - 0.01 * np.arange(nodes),
-                    "consensus_distance": consensus,
-                    "seconds": step / 100,
-                }
-            )
-        if evaluations:
-            out.summary({"accuracy": accuracy, "digest": "ab" * 32})
+    )
+    values = {name: draw.uniform(0.001, 0.002, (steps, nodes)) for name in NAMES}
+    values["loss"] *= np.geomspace(1000, 10, max(steps, 1))[:steps, None]
+    values["compute_s"][:1] = 5.0
+    values["consensus_distance"][:] = np.nan
+    values["consensus_distance"][::10] = consensus
+    out.append(values)
+    for step in evaluations:
+        accuracy = 1 - (1 + 0.1 * seed) / step
+        out.evaluation(
+            {
+                "step": step,
+                "epoch": step / epoch,
+                "loss": 10 / step,
+                "accuracy": accuracy,
+                "local_accuracy": accuracy - 0.01 * np.arange(nodes),
+                "consensus_distance": consensus,
+                "seconds": step / 100,
+            }
+        )
+    if evaluations:
+        out.summary({"accuracy": accuracy, "digest": "ab" * 32})
     return folder
 
 
@@ -212,11 +212,11 @@ def test_nothing_is_written_over_anything_else(tmp_path, count):
 
 def test_a_consensus_below_rounding_is_drawn_and_marked(tmp_path):
     folder = run(tmp_path / "a", consensus=1e-13)
-    with LogWriter(
+    out = LogWriter(
         folder / "log.h5", nodes=3, job="", environment={}, first_step=200,
         columns={name: Column("s", name) for name in NAMES},
-    ) as out:  # fmt: skip
-        out.append({name: np.full((10, 3), 1e-3) for name in NAMES})
+    )  # fmt: skip
+    out.append({name: np.full((10, 3), 1e-3) for name in NAMES})
     made = figure(load([folder]))
     (axes,) = (a for a in made.axes if a._left_title.get_text() == "Consensus distance")
     assert axes.lines[0].get_ydata().min() < 2e-13

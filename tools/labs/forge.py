@@ -75,12 +75,12 @@ def originals(top: Path) -> None:
     shutil.copytree(made, top / "checkpoint", dirs_exist_ok=True)
     columns = {"loss": Column("nat", "loss"), "bytes_sent": Column("B", "sent", "int64")}
     about = {"nodes": 3, "job": job, "columns": columns, "environment": {"host": "a"}}
-    with LogWriter(top / "log/log.h5", **about) as out:
-        for _ in range(4):
-            rows = {"loss": np.random.default_rng(5).random((50, 3))}
-            out.append(rows | {"bytes_sent": np.arange(150).reshape(50, 3)})
-        out.evaluation({"step": 200, "accuracy": 0.5})
-        out.summary({"digest": "ab", "accuracy": 0.5})
+    out = LogWriter(top / "log/log.h5", **about)
+    for _ in range(4):
+        rows = {"loss": np.random.default_rng(5).random((50, 3))}
+        out.append(rows | {"bytes_sent": np.arange(150).reshape(50, 3)})
+    out.evaluation({"step": 200, "accuracy": 0.5})
+    out.summary({"digest": "ab", "accuracy": 0.5})
     draw = np.random.default_rng(0)
     for place in (f"{split}/{name}" for split in ("train", "test") for name in ("ape", "bee")):
         (top / "images" / place).mkdir(parents=True)
