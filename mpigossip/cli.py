@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 import mpigossip
 from mpigossip.commands.arguments import every, told
 from mpigossip.commands.spared import reads, spared
 from mpigossip.config.errors import FAILED, OK, WRONG, Failure, Mistake, output_fails
-from mpigossip.config.readable import note
+from mpigossip.config.readable import note, shown
 
 COMMANDS = (
     "train", "study", "data", "log", "checkpoint", "graph", "plan", "bench", "job", "doctor",
@@ -138,9 +139,17 @@ def _speaks(error: Mistake) -> bool:
     return process.speaks()
 
 
+class Parser(argparse.ArgumentParser):
+    """One that repeats words as a terminal may have them."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with a message on a call that can't be understood."""
+        super().error(shown(message))
+
+
 def parser() -> argparse.ArgumentParser:
     """All commands with their arguments."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="mpigossip",
         **told("Train PyTorch models across nodes by averaging with neighbours.", EXAMPLES),
     )

@@ -184,6 +184,7 @@ def test_nonsense_is_one_paragraph_and_exit_code_2(tmp_path, monkeypatch, capsys
         ([*search, "--edges", "29"], "at most 28"),
         ([*search, "--degree", "3", "--seconds", "nan"], "at most"),
         (["graph", "show", "ring", "--nodes", "8", "--seed", "-1"], "at least 0"),
+        (["graph", "show", "ring", "--nodes", "8", "\x1b[31m"], r"arguments: \x1b[31m"),
     ]
     for words, says in cases:
         try:
