@@ -75,7 +75,7 @@ def device_push(module) -> None:
     device.swap = swapping
 
 
-def ordering(module) -> None:
+def memory(module) -> None:
     """The driver's flush: these devices need it."""
 
     def flush(target, scope) -> int:
@@ -112,7 +112,7 @@ def install() -> None:
     """Let these see their modules of `mpigossip.mixing` once they are loaded."""
     watched = {
         "averages": averages, "host.push": push, "device.push": device_push,
-        "device.ordering": ordering, "device.proof": proof, "kernels.gpu_sum": gpu_sum,
+        "device.memory": memory, "device.proof": proof, "kernels.gpu_sum": gpu_sum,
     }  # fmt: skip
     load = SourceFileLoader.exec_module
 
