@@ -98,7 +98,7 @@ MUTANTS = [
            "engine"),
     Mutant("resumed counter + 1", "engine/step.py",
            "(int(numbers[k]) for k in", "(int(numbers[k]) + 1 for k in", RUN),
-    Mutant("NaN let through", "engine/step.py",
+    Mutant("NaN let through", "engine/finite.py",
            "if math.isfinite(total):", "if True:", "engine"),
     Mutant("state of a node restored to row 0", "engine/state.py",
            "part[row].copy_(pieces[shard])", "part[0].copy_(pieces[shard])", RUN),

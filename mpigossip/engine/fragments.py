@@ -13,7 +13,8 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Turns
-from mpigossip.engine.step import Engine, check_message
+from mpigossip.engine.finite import check_message
+from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Kind, Mixer
 
 Columns = Sequence[slice]
