@@ -83,7 +83,8 @@ def _as_saved(
     """The values by the checkpoint's own names; nothing that its job names is looked at."""
     try:
         job = tomllib.loads(manifest.job)
-        name, left_out = job.get("model", {}).get("name", ""), job.get("loop", {}).get("left_out")
+        name = str(job.get("model", {}).get("name", ""))  # a forged one may be a list
+        left_out = job.get("loop", {}).get("left_out")
     except (tomllib.TOMLDecodeError, AttributeError):
         name, left_out = "?", None
     if left_out is not None:  # a user's own program

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from mpigossip.analysis.page import write
 from mpigossip.cluster.ranks import Alone
-from mpigossip.runs import launch
+from mpigossip.runs import launch, model_export
 from mpigossip.runs.elastic import go_on
 from mpigossip.runs.model_export import averaged, export
 from mpigossip.store import StoreError, checkpoint
@@ -171,6 +172,12 @@ def test_a_model_that_the_checkpoint_names_is_not_imported_by_itself(trained, su
     done = subprocess.run([*command, "--trust-model"], timeout=100, **facts)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "imported").exists() and "note" not in done.stdout
+
+
+def test_a_name_of_a_wrong_type_in_a_stored_job_is_no_known_model():
+    forged = SimpleNamespace(job="[model]\nname = ['mlp']\n")
+    tensors, note = model_export._as_saved(forged, {"w": np.ones(2)})
+    assert list(tensors) == ["w"] and "['mlp']" in note
 
 
 def test_what_cant_be_exported_is_said(trained):
