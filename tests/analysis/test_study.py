@@ -151,15 +151,6 @@ def test_each_point_takes_its_own_rate_by_a_seed_that_is_not_reported(here):
     assert places == {"seed-0", "seed-1000"}
 
 
-def test_a_search_goes_on_where_the_best_lies_at_an_end(here):
-    settings = [*SMALL, "schedule.lr=1e-5"]
-    study = small(
-        {"algorithm.name": ["dsgd"]}, settings=settings, rates="search", judge="loss", seeds=1
-    )
-    tried = sorted(one.rate for one in study.tried)
-    assert len(tried) == 8 and tried[-1] == pytest.approx(32e-5)
-
-
 class Invented:
     """Runs whose training loss is least at one rate."""
 
@@ -172,6 +163,14 @@ class Invented:
     def log(self, loss):
         steps = {"loss": np.full((40, 2), loss), "kind": np.tile([[0], [1]], (20, 2))}
         return SimpleNamespace(steps=steps, summary={"metrics": "accuracy"})
+
+
+def test_a_search_goes_on_where_the_best_lies_at_an_end(here):
+    settings = [*SMALL, "schedule.lr=1e-5"]
+    (cell,), _ = cells_of(Path("job.toml"), {"algorithm.name": ["dsgd"]}, [2], settings, False)
+    rates, tried = chosen([cell], "search", "train_loss", Invented(Path("job.toml"), 1.0))
+    found = sorted(one.rate for one in tried)
+    assert len(found) == 8 and found[-1] == rates[cell] == pytest.approx(32e-5)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +198,8 @@ def test_a_run_that_diverges_is_a_result(here):
     study.plot()
 
 
-def test_what_diverged_late_is_no_tie(here):
-    study = small({"schedule.lr": [0.01, 0.0100001]}, seeds=2)
+def test_what_diverged_late_is_no_tie():
+    study = study_of([[told(0.5), told(0.6)], [told(0.501), told(0.599)]])
     (other,) = study.ties()
     other["late"] = 1
     assert study.ties() == []
