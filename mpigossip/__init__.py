@@ -9,21 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpigossip.analysis.study import study
-    from mpigossip.doors.averager import Averager
-    from mpigossip.doors.gossip import Gossip
-    from mpigossip.doors.world import world
     from mpigossip.graphs import graph
+    from mpigossip.optim.averager import Averager
+    from mpigossip.optim.gossip import Gossip
+    from mpigossip.optim.world import world
+    from mpigossip.studies import study
 
 __version__ = "0.2.0"
 __all__ = ["Averager", "Gossip", "graph", "study", "world"]
 
 _HOMES = {
-    "Averager": "mpigossip.doors.averager",
-    "Gossip": "mpigossip.doors.gossip",
+    "Averager": "mpigossip.optim.averager",
+    "Gossip": "mpigossip.optim.gossip",
     "graph": "mpigossip.graphs",
-    "study": "mpigossip.analysis.study",
-    "world": "mpigossip.doors.world",
+    "study": "mpigossip.studies",
+    "world": "mpigossip.optim.world",
 }
 
 

@@ -28,8 +28,9 @@ ROOMS = [
     "models",
     "training",
     "runs",
-    "doors",
+    "optim",
     "analysis",
+    "studies",
     "commands",
     "cli",
 ]

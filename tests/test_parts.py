@@ -15,7 +15,7 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.commands.arguments import command
 from mpigossip.config import JobError, Part
 from mpigossip.data import sources
-from mpigossip.mixing import codes, wire
+from mpigossip.mixing import compressors, wire
 from mpigossip.mixing.base import Kind
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs import launch
@@ -93,7 +93,7 @@ LINES = [
     (algorithms.LOCALS, "signs", signs),
     (graphs.BUILDERS, "pairs", pairs),
     (cadence.BUILDERS, "bursts", bursts),
-    (codes.WIRES, "rounded", rounded),
+    (compressors.WIRES, "rounded", rounded),
     (mixing.MIXERS, ("counting", "process"), "counting.Counting"),
     (models.BUILDERS, "line", line),
     (sources.SOURCES, "two-sides", two_sides),

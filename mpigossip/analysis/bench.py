@@ -24,7 +24,7 @@ from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout, Mixer
 from mpigossip.mixing.combine import BLOCK
 from mpigossip.mixing.kernels import native
-from mpigossip.mixing.tokens import wait_all
+from mpigossip.mixing.notifications import wait_all
 from mpigossip.store.hdf5 import create, replacing
 
 GRAPHS = ("one-peer-hypercube", "one-peer-exponential", "exponential", "ring", "complete")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mpigossip.cluster.meetings import Meetings, limited
+from mpigossip.cluster.agreement import Meetings, limited
 from mpigossip.cluster.world import Nodes, World
 from mpigossip.config import JobError
 from mpigossip.config.readable import counted

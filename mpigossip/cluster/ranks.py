@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mpigossip.cluster import deadline, process, ulfm, uncaught
+from mpigossip.cluster.agreement import Agreement, Meetings, limited
 from mpigossip.cluster.deadline import sharp_timers
 from mpigossip.cluster.launcher import (
     LaunchError,
@@ -26,7 +27,6 @@ from mpigossip.cluster.launcher import (
     check_library,
     places,
 )
-from mpigossip.cluster.meetings import Agreement, Meetings, limited
 from mpigossip.cluster.nodes import arranged
 from mpigossip.cluster.process import TIMEOUT_S, ending
 from mpigossip.cluster.waits import Roll

@@ -24,10 +24,10 @@ def add(commands) -> None:
 
 def run(options) -> None:
     """Do what is missing; write table.csv, table.tex and a picture of each figure."""
-    from mpigossip.analysis.study import study
-    from mpigossip.analysis.study.grid import arguments
-    from mpigossip.analysis.study.running import Missing
     from mpigossip.store.hdf5 import replacing
+    from mpigossip.studies import study
+    from mpigossip.studies.grid import arguments
+    from mpigossip.studies.running import Missing
 
     given = arguments(options.file, study)
     if options.out is not None:

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from mpigossip.config import Data, JobError
 from mpigossip.config.errors import Failure, Mistake
 from mpigossip.config.own_parts import given, parameters, raised
-from mpigossip.data.nested import Nested, leaves
 from mpigossip.data.philox import mixed
+from mpigossip.data.pytree import Nested, leaves
 
 SPLITS = ("train", "test")
 WANTED = (

@@ -25,8 +25,8 @@ from mpigossip.config.errors import Failure
 from mpigossip.config.own_parts import raised
 from mpigossip.data.datasets import Datasets, Draws, drawing
 from mpigossip.data.loader import TEST_BATCH, Batch, Carrier
-from mpigossip.data.nested import Nested
 from mpigossip.data.partition import Order
+from mpigossip.data.pytree import Nested
 from mpigossip.data.sources import Source
 from mpigossip.data.workers import TEST, TRAIN, Raw, Refused, Request, Samples, Share, Stream
 

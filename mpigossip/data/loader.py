@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpigossip.data.nested import Nested, mapped
 from mpigossip.data.partition import Order, draw_together
+from mpigossip.data.pytree import Nested, mapped
 from mpigossip.data.sources import ImageSource, Source, SyntheticSource, TextSource
 
 TEST_BATCH = 256

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from mpigossip.config.own_parts import raised
 from mpigossip.data.datasets import Datasets, Draws, drawing
-from mpigossip.data.nested import Nested
+from mpigossip.data.pytree import Nested
 from mpigossip.data.sources import Source
 
 LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_", "MPICH_")

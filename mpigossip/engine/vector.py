@@ -165,7 +165,7 @@ def check_type(name: str, parameter: torch.Tensor, types: Collection[torch.dtype
         raise JobError(
             [f"parameter {name} has unsupported dtype {parameter.dtype} (need {need}): call "
              "model.float(); to train in float64, step with torch's optimizer and average the "
-             "parameters by mpigossip.Averager (mpigossip/doors/README.md)"]
+             "parameters by mpigossip.Averager (mpigossip/optim/README.md)"]
         )  # fmt: skip
 
 

@@ -27,9 +27,9 @@ from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import OfRank
 from mpigossip.mixing.base import Kind, Layout, Segments, traffic
-from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.delayed import flow, readers
 from mpigossip.mixing.host.push import CUT
+from mpigossip.mixing.progress_thread import Courier
 
 BEGUN, DONE, ROUND, INCLUDED = 0, 1, 2, 3
 """Words (int64) at the head of a rank's window: the counter that is raised before the model is

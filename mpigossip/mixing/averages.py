@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpigossip.cluster.world import World
 from mpigossip.mixing.base import Common, Layout
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.tokens import called, everybody, wait_all
+from mpigossip.mixing.notifications import called, everybody, wait_all
 
 AVERAGE = 21
 SHARE = 1 << 18

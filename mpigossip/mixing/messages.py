@@ -17,8 +17,8 @@ from mpigossip.mixing.averages import OfRank
 from mpigossip.mixing.base import Kind, Layout, Segments
 from mpigossip.mixing.combine import add_up
 from mpigossip.mixing.host.push import CUT
+from mpigossip.mixing.notifications import wait_all
 from mpigossip.mixing.plan import Exchange, Plans
-from mpigossip.mixing.tokens import wait_all
 from mpigossip.mixing.wire import encode
 
 ROUNDS, FIRST_TAG = 1 << 14, 64

@@ -17,10 +17,10 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline, numbers
-from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.host.shared import SharedHost
+from mpigossip.mixing.notifications import ARRIVING, ROOM, Signals, wait_all
 from mpigossip.mixing.plan import SMALLEST, Piece
-from mpigossip.mixing.tokens import ARRIVING, ROOM, Signals, wait_all
+from mpigossip.mixing.progress_thread import Courier
 
 
 def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:

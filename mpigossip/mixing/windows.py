@@ -17,10 +17,10 @@ from mpigossip.cluster.cores import own_core
 from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import OfRank
 from mpigossip.mixing.base import Kind, Layout, Segments
-from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.host.shared import open_host
 from mpigossip.mixing.host.slots import HostSlots
 from mpigossip.mixing.plan import Exchange, Plans
+from mpigossip.mixing.progress_thread import Courier
 from mpigossip.mixing.stream import Reach, Route
 
 

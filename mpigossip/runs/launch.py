@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any
 
 from mpigossip import config
-from mpigossip.cluster.meetings import AgreedError
+from mpigossip.cluster.agreement import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpigossip.cluster.meetings import AgreedError
+from mpigossip.cluster.agreement import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.readable import note

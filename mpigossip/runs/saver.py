@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpigossip.cluster.meetings import AgreedError
+from mpigossip.cluster.agreement import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.config import CheckpointSection
 from mpigossip.config.errors import NotFinite

@@ -36,7 +36,7 @@ from mpigossip.groups.base import Group, held
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import MIXERS, open_mixer
 from mpigossip.mixing.base import Kind, Layout, Mixer
-from mpigossip.mixing.codes import WIRES, wire
+from mpigossip.mixing.compressors import WIRES, wire
 from mpigossip.mixing.faults import Faults
 from mpigossip.mixing.wire import Wire
 from mpigossip.training import shape, task

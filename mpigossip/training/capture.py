@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from mpigossip.data.nested import Nested, form, leaves, mapped
+from mpigossip.data.pytree import Nested, form, leaves, mapped
 
 WARM_UP = 3
 """Eager passes before a capture, in which cuDNN chooses and libraries allocate."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpigossip.data.loading import AnyLoader
-from mpigossip.data.nested import Nested
+from mpigossip.data.pytree import Nested
 from mpigossip.engine.measurements import consensus_distance
 from mpigossip.groups.base import held, shards
 from mpigossip.mixing.base import Mixer

@@ -17,12 +17,12 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Data, Job, JobError
 from mpigossip.config.choices import Part
 from mpigossip.config.errors import Mistake
-from mpigossip.data.nested import Nested
+from mpigossip.data.pytree import Nested
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind
-from mpigossip.mixing.codes import wire as wire_of
+from mpigossip.mixing.compressors import wire as wire_of
 from mpigossip.training import shape
 from mpigossip.training.fragments import unfit_fragments
 from mpigossip.training.task import Objective

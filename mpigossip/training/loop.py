@@ -9,8 +9,8 @@ from itertools import product
 import torch
 
 from mpigossip.config.errors import NotFinite
-from mpigossip.data.nested import Nested
 from mpigossip.data.philox import mixed
+from mpigossip.data.pytree import Nested
 from mpigossip.engine.measurements import Record, square_norms
 from mpigossip.engine.step import Engine
 from mpigossip.groups.base import Group, held

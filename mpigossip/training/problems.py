@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mpigossip.config.limits import NotNegative
-from mpigossip.data.nested import Nested
+from mpigossip.data.pytree import Nested
 from mpigossip.training.task import Metrics
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from mpigossip.data.nested import Nested, parts, stacked
+from mpigossip.data.pytree import Nested, parts, stacked
 from mpigossip.engine.vector import Flat
 from mpigossip.groups.base import Group, held, shards
 from mpigossip.training.capture import CannotCapture, Captured, Pass

@@ -17,7 +17,7 @@ from mpigossip import config
 from mpigossip.config import JobError, Part
 from mpigossip.config.errors import Failure, Mistake
 from mpigossip.config.own_parts import imported, made, raised
-from mpigossip.data.nested import Nested, form, size
+from mpigossip.data.pytree import Nested, form, size
 from mpigossip.models import loss_and_correct, scores
 
 Metrics = Mapping[str, tuple[Any, Any]]

@@ -8,7 +8,7 @@ from mpigossip import algorithms, graphs
 from mpigossip.algorithms import Step
 from mpigossip.data.problems import quadratics
 from mpigossip.graphs.theory import quadratic_limit
-from mpigossip.mixing import codes
+from mpigossip.mixing import compressors
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
 from tests.cases import on_each
@@ -72,7 +72,7 @@ def test_a_period_of_one_peer_is_the_exact_average(n):
 def test_choco_agrees_at_a_linear_rate_at_least_as_fast_as_its_theorem():
     made, kept, width = graphs.graph("ring", 8), 0.25, 512
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
-    wire = codes.wire("top-k", 127, kept, 0)
+    wire = compressors.wire("top-k", 127, kept, 0)
     all_x = after(120, made, "choco", {"consensus_step": 0.3}, x, 1e-30, wire, every=1)
     apart = (all_x - x.mean(0)).square().sum((1, 2)).double()
     slope = [float((apart[b] / apart[a]) ** (1 / (b - a))) for a, b in ((20, 60), (60, 100))]

@@ -73,7 +73,7 @@ def courier_on(comm, cores):
     """The cores of the courier and of the thread that made it."""
     import threading
 
-    from mpigossip.mixing.courier import Courier
+    from mpigossip.mixing.progress_thread import Courier
 
     found = []
     courier = Courier(comm, threaded=True, poll=False, timeout_s=10, cores=cores)

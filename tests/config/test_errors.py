@@ -3,9 +3,9 @@
 import pytest
 
 from mpigossip import cli
+from mpigossip.cluster.agreement import AgreedError
 from mpigossip.cluster.deadline import LateError
 from mpigossip.cluster.launcher import LaunchError
-from mpigossip.cluster.meetings import AgreedError
 from mpigossip.config import JobError
 from mpigossip.config.errors import FAILED, WRONG
 from mpigossip.graphs import GraphError

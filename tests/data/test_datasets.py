@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from mpigossip.config import Data, JobError
-from mpigossip.data import datasets, nested
+from mpigossip.data import datasets, pytree
 from mpigossip.data.feeding import DataError
 from mpigossip.data.loading import make_orders, open_loader
 from mpigossip.data.sources import source
@@ -118,18 +118,18 @@ def opened(name, n=2, rows=None, workers=0, slots=1, **settings):
 def test_nested_batches_keep_their_form():
     Pair = __import__("collections").namedtuple("Pair", "a b")
     batch = {"a": [torch.arange(4), (torch.ones(4, 2), "text")], "b": Pair(torch.zeros(()), 7)}
-    twice = nested.mapped(lambda one: one * 2, batch)
+    twice = pytree.mapped(lambda one: one * 2, batch)
     assert twice["a"][0].tolist() == [0, 2, 4, 6] and twice["a"][1][1] == "text"
     assert isinstance(twice["b"], Pair) and twice["b"].b == 7 and isinstance(twice["a"][1], tuple)
-    assert nested.size(batch) == 4 and nested.size("text") == 1
-    first, second = nested.parts(batch, 2)
+    assert pytree.size(batch) == 4 and pytree.size("text") == 1
+    first, second = pytree.parts(batch, 2)
     assert first["a"][0].tolist() == [0, 1] and second["a"][1][0].shape == (2, 2)
-    assert nested.parts(batch, 1)[0] is batch
-    assert nested.form((torch.ones(2, 1), {"y": 3})) == '(float32 (2, 1), {"y": int})'
-    together = nested.stacked([batch, twice])
+    assert pytree.parts(batch, 1)[0] is batch
+    assert pytree.form((torch.ones(2, 1), {"y": 3})) == '(float32 (2, 1), {"y": int})'
+    together = pytree.stacked([batch, twice])
     assert together["a"][0].shape == (2, 4) and together["b"].a.shape == (2,)
-    with pytest.raises(nested.CutError, match=r"accumulate = 3.*int64 \(4,\).*can't be cut"):
-        nested.parts(batch, 3)
+    with pytest.raises(pytree.CutError, match=r"accumulate = 3.*int64 \(4,\).*can't be cut"):
+        pytree.parts(batch, 3)
 
 
 def test_a_function_is_given_what_it_names(mine):

@@ -10,7 +10,7 @@ from mpigossip import mixing
 from mpigossip.cluster.ranks import Alone
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.codes import wire
+from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.delayed import OLDEST
 from mpigossip.mixing.faults import Faults
 from mpigossip.training import assemble, costs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpigossip.graphs import GraphError, graph
-from mpigossip.mixing import codes, plan
+from mpigossip.mixing import compressors, plan
 from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.combine import combine
@@ -136,7 +136,7 @@ def lossy_by_pieces(comm, name):
     kept = plan.CHUNK
     plan.CHUNK = wires.CHUNK = 4096
     try:
-        layout = Layout((9216, 9216), vectors=2, scalars=1, wire=codes.wire(name, kept=0.1))
+        layout = Layout((9216, 9216), vectors=2, scalars=1, wire=compressors.wire(name, kept=0.1))
         return compare(comm, ["exponential", "random-matching"], "put", 12, layout=layout)
     finally:
         plan.CHUNK = wires.CHUNK = kept
@@ -153,7 +153,7 @@ def test_encoded_messages_are_converted_sent_and_summed_by_pieces(ranks, name):
 def test_pieces_hold_every_column_once_and_every_byte_in_order(wire, size, monkeypatch):
     for module in (plan, wires):
         monkeypatch.setattr(module, "CHUNK", 4096)
-    layout = Layout((9216, 1024), vectors=2, scalars=1, wire=codes.wire(wire))
+    layout = Layout((9216, 1024), vectors=2, scalars=1, wire=compressors.wire(wire))
     pieces = plan.cut(layout, size)
     ends = [piece.sent.stop for piece in pieces]
     assert [piece.sent.start for piece in pieces] == [0, *ends[:-1]]
@@ -218,7 +218,7 @@ def without_waiting_for_the_other_half(mixer):
 def caught(comm, mutate, same_host, graphs):
     """Whether a mutant is seen: wrong numbers, or an error that ends the waiting."""
     from mpigossip.cluster.deadline import LateError
-    from mpigossip.mixing.tokens import ProtocolError
+    from mpigossip.mixing.notifications import ProtocolError
 
     try:
         for delay in (0.02, 0.05, 0.1):  # on a loaded machine the short delays may not be enough

@@ -10,7 +10,7 @@ from mpigossip import graph
 from mpigossip.graphs import from_matrices
 from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import Kind, Layout, traffic
-from mpigossip.mixing.codes import wire
+from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import BUCKET, decode, encode
 from tests.cases import on_each

@@ -35,7 +35,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 def wrong_rounds(comm, staged, wire):
     """Rank-rounds in which plain messages differ from the simulator."""
     from mpigossip.cluster.ranks import World
-    from mpigossip.mixing.codes import wire as made_wire
+    from mpigossip.mixing.compressors import wire as made_wire
     from mpigossip.mixing.messages import Messages
 
     torch.set_num_threads(1)

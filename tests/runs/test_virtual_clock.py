@@ -9,13 +9,13 @@ import pytest
 
 from mpigossip.analysis import panels, plot
 from mpigossip.analysis.compared import load
-from mpigossip.analysis.study.drawing import _places
-from mpigossip.analysis.study.running import Found
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.mixing.faults import Faults
 from mpigossip.runs import launch
 from mpigossip.store.log import COLUMNS, VIRTUAL, read
+from mpigossip.studies.drawing import _places
+from mpigossip.studies.running import Found
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
 from mpigossip.training.timing.machines import named

@@ -9,7 +9,7 @@ import torch
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
-from mpigossip.mixing.codes import WIRES
+from mpigossip.mixing.compressors import WIRES
 from mpigossip.training import assemble
 from tests.cases import on_each
 

@@ -29,7 +29,7 @@ STEPS = 5
 def combinations(n: int, part: int = 0, parts: int = 1) -> Iterator[str]:
     """The settings of all that goes together at n nodes; of so many parts, this one."""
     from mpigossip import algorithms, config, graphs
-    from mpigossip.mixing.codes import WIRES
+    from mpigossip.mixing.compressors import WIRES
     from mpigossip.training import assemble
     from tests.battery import job
 

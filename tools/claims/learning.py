@@ -22,14 +22,14 @@ from table import Row
 
 import mpigossip
 from mpigossip.analysis.seeds import interval
-from mpigossip.analysis.study import Study
-from mpigossip.analysis.study.grid import Cell, arguments, cells_of
-from mpigossip.analysis.study.running import Found
-from mpigossip.analysis.study.tables import lost
 from mpigossip.config.errors import Failure
 from mpigossip.graphs.files import save
 from mpigossip.graphs.search import search
 from mpigossip.runs.summary import number
+from mpigossip.studies import Study
+from mpigossip.studies.grid import Cell, arguments, cells_of
+from mpigossip.studies.running import Found
+from mpigossip.studies.tables import lost
 from mpigossip.training import assemble
 from mpigossip.training.costs import subject
 

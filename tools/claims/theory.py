@@ -32,7 +32,7 @@ from mpigossip import algorithms
 from mpigossip.graphs import Graph, graph
 from mpigossip.graphs.spectral import spectral_gap
 from mpigossip.graphs.theory import quadratic_limit
-from mpigossip.mixing import codes
+from mpigossip.mixing import compressors
 
 SIZES, N = (8, 16, 32, 64), 16
 GRAPHS = {
@@ -215,7 +215,7 @@ def choco(out: Callable[[str], None]) -> None:
         for kept, size in ((0.05, 0.1), (0.25, 0.3)):
             made, draw = graph(name, N), torch.Generator().manual_seed(0)
             method = algorithms.build("choco", "sgd", {"consensus_step": size}, 0, made)
-            wire = codes.wire("top-k", 127, kept, 0)
+            wire = compressors.wire("top-k", 127, kept, 0)
             x = torch.randn(N, 512, generator=draw)
             run = toy.steps(method, made, x, torch.zeros_like, 1e-30, wire)
             apart = [float((x - x.mean(0)).double().square().sum()) for x in islice(run, 200)]

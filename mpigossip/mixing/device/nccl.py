@@ -17,11 +17,11 @@ from mpi4py import MPI
 from mpigossip.cluster.deadline import Deadline, LateError, numbers
 from mpigossip.config.errors import Failure
 from mpigossip.mixing.averages import Swap
-from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.device.memory import MemoryRefused, current
 from mpigossip.mixing.device.push import BySlot, Inboxes, Lane, on
 from mpigossip.mixing.host.push import ARRIVED, CUT, FREE
-from mpigossip.mixing.tokens import Signals, Tokens
+from mpigossip.mixing.notifications import Signals, Tokens
+from mpigossip.mixing.progress_thread import Courier
 
 PROBE = 1 << 16
 """Bytes that the proof sends to the next rank."""

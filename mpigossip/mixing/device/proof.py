@@ -14,9 +14,9 @@ from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.averages import raw
-from mpigossip.mixing.courier import Courier
 from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, ordered, private
-from mpigossip.mixing.tokens import everybody, wait_all
+from mpigossip.mixing.notifications import everybody, wait_all
+from mpigossip.mixing.progress_thread import Courier
 
 PROBE = 1 << 16
 """Bytes of the proof's messages: above the size that libraries send along with the envelope."""

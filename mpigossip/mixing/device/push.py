@@ -14,7 +14,7 @@ from mpigossip.mixing.averages import Swap, raw, swapped
 from mpigossip.mixing.base import Layout, Segments
 from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, private
 from mpigossip.mixing.host.push import ARRIVED, CUT, FREE
-from mpigossip.mixing.tokens import Signals, Tokens
+from mpigossip.mixing.notifications import Signals, Tokens
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window
-from mpigossip.mixing.tokens import Signals, Tokens
+from mpigossip.mixing.notifications import Signals, Tokens
 
 ARRIVED, FREE = 11, 12
 CUT = 1 << 30

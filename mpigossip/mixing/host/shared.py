@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.tokens import ARRIVING, Tokens
+from mpigossip.mixing.notifications import ARRIVING, Tokens
 
 READY, DONE, REDUCED, HALF = 1, 2, 3, 4
 ALIGN = 4096

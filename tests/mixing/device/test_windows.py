@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.codes import wire
+from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.device import memory
 from mpigossip.mixing.device.push import BySlot, Lane
 from mpigossip.mixing.simulated import Simulated
@@ -215,7 +215,7 @@ def without_waiting_for_readers(mixer):
 
 def caught(comm, mutate):
     from mpigossip.cluster.deadline import LateError
-    from mpigossip.mixing.tokens import ProtocolError
+    from mpigossip.mixing.notifications import ProtocolError
 
     graphs = ["one-peer-exponential", "exponential"]
     try:

@@ -58,7 +58,7 @@ def lost(comm):
     import numpy as np
 
     from mpigossip.cluster.deadline import LateError
-    from mpigossip.mixing.tokens import wait_all
+    from mpigossip.mixing.notifications import wait_all
 
     request = comm.Irecv(np.zeros(1), comm.rank, 79)
     try:

@@ -1,0 +1,112 @@
+"""What a user's program gives to the door: taken as it is meant, or refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpigossip.cluster.world import World
+from mpigossip.config import JobError, removed
+from mpigossip.config.readable import note
+from mpigossip.engine.module import LOW
+from mpigossip.engine.vector import check_type
+from mpigossip.optim.inner import Together, check_free
+
+OVERLAPS = ("auto", "never")
+said: set[str] = set()
+"""What this process has said once."""
+
+
+def told_to_all(world: Any) -> AbstractContextManager:
+    """A block whose mistakes all ranks learn of, if there is a world."""
+    return world.together(JobError) if hasattr(world, "together") else nullcontext()
+
+
+def one_module(model: Any, name: str = "model") -> nn.Module:
+    """The module; JobError for anything else."""
+    if isinstance(model, nn.Module):
+        return model
+    more = ""
+    if isinstance(model, Sequence) and model and all(isinstance(m, nn.Module) for m in model):
+        more = "; torch.nn.ModuleList([…]) makes one of several"
+    if type(model).__module__ == "numpy" or isinstance(model, torch.Tensor):
+        more = "; arrays are averaged by mpigossip.Averager"
+    raise JobError([f"{name} is a {type(model).__name__}: give a torch.nn.Module{more}"])
+
+
+def one_optimizer(optimizer: Any) -> Any:
+    """Several optimizers as one; anything else as it is."""
+    if not isinstance(optimizer, list | tuple) or not optimizer:
+        return optimizer
+    if wrong := [one for one in optimizer if not isinstance(one, torch.optim.Optimizer)]:
+        raise JobError(
+            [f"optimizer has a {type(wrong[0]).__name__} among its {len(optimizer)}: give "
+             "torch.optim optimizers, such as [Muon(matrices), AdamW(others)]"]
+        )  # fmt: skip
+    return optimizer[0] if len(optimizer) == 1 else Together(optimizer)
+
+
+def check(world: Any, model: Any, optimizer: Any) -> None:
+    """JobError where the first three arguments aren't what they have to be."""
+    if not hasattr(world, "together"):
+        raise JobError(
+            [f"world is a {type(world).__name__}: give what mpigossip.world() returns, as in "
+             "Gossip(world, model, optimizer)"]
+        )  # fmt: skip
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise JobError(
+            [f"optimizer is {what}: give a torch.optim optimizer that is made already, such as "
+             "torch.optim.AdamW(model.parameters())"]
+        )  # fmt: skip
+    check_free(optimizer)
+    for name, p in one_module(model).named_parameters():
+        if p.device.type == "meta":
+            raise JobError([f"the model's parameter {name} is on the meta device, without values: "
+                            "call model.to_empty(device=…) and initialize it"])  # fmt: skip
+        if p.requires_grad:
+            check_type(name, p, (torch.float32, *LOW))
+
+
+def check_overlap(overlap: Any) -> None:
+    """JobError for a word that `Gossip`'s ``overlap`` doesn't know."""
+    if overlap not in OVERLAPS:
+        gone = f"; {removed.of_argument('overlap')}" if overlap == "layers" else ""
+        raise JobError([f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}{gone}'])
+
+
+def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """On rank 0, what is trained where that isn't all; and that this node is alone, once."""
+    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if world.rank == 0 and frozen:
+        count = sum(p.numel() for _, p in frozen)
+        report(
+            f"{named([n for n, _ in frozen])} ({count:,} values) don't require gradients: rank 0's "
+            "on all nodes, and exchanged from the step on at which they do"
+        )
+    if world.rank == 0 and left:
+        report(f"{named(left)} are exchanged, but in no group of the optimizer: it leaves them")
+    if world.comm is not None and world.size == 1 and not world.launched:
+        report(
+            "one node alone: no launcher of MPI started this process, so nothing is exchanged; "
+            "`mpiexec -n 4 python PROGRAM` starts four nodes"
+        )
+
+
+def named(names: list[str]) -> str:
+    """The first names of parameters, and how many there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{'parameters' if len(names) > 1 else 'parameter'} {', '.join(names[:3])}{more}"
+
+
+def report(text: str) -> None:
+    """Print a line to stderr, once per process."""
+    if text not in said:
+        said.add(text)
+        note(text)

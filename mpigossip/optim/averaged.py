@@ -1,0 +1,184 @@
+"""Pauses in a user's loop: to look at all nodes' average and distance, or for work of one rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+
+from mpigossip.cluster import deadline
+from mpigossip.config import JobError
+from mpigossip.engine.measurements import consensus_distance
+from mpigossip.engine.sharded import fully_sharded, local, reshard
+from mpigossip.mixing.base import Mixer
+from mpigossip.optim import equal_start
+from mpigossip.optim.inner import rate
+from mpigossip.optim.node import Node
+from mpigossip.runs.run import IDLE_S, meet
+from mpigossip.training.evaluate import norms, recalibrating
+
+PIECE = 1 << 18
+"""Values averaged at a time, in float64."""
+
+
+@contextmanager
+def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> Iterator[None]:
+    """Inside, model or twin is the exact average over nodes, buffers too. Collective.
+
+    All that it holds is put back afterwards, whatever is done to it inside. ``batches``: of this
+    node; norms' running mean and variance anew from one pass of the averaged parameters over
+    them, and their average.
+    """
+    module = node.model if twin is None else twin
+    if batches is not None and not norms(module):
+        raise JobError(["averaged(recalibrate=…): the model has no BatchNorm whose running mean "
+                        "and variance could be found anew; leave recalibrate out"])  # fmt: skip
+    with torch.no_grad(), deadline.calling("averaged()"):
+        _meet(node, "averaged()")
+        with node.noticed():
+            equal_start.agree(node.world, equal_start.layout(module))
+        buffers = list(module.buffers())
+        kept = [(t, t.clone()) for t in buffers]
+        own = node.vector.x[0] if twin is None else None
+        if own is not None:
+            parts, done = [own], node.publish
+        else:
+            modules = fully_sharded(module)
+            done = partial(reshard, modules)
+            done()
+            parts = [local(p.detach()) for p in module.parameters() if p.is_floating_point()]
+        kept += [(t, t.clone()) for t in parts]
+    node.looking, whole = True, False
+    try:
+        with torch.no_grad(), deadline.calling("averaged()"), node.noticed():
+            _average(node.mixer, parts)
+            done()
+            if batches is not None:
+                device = next(module.parameters()).device
+                draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
+                with draws, recalibrating(module):
+                    for batch in batches:
+                        module((batch[0] if isinstance(batch, list | tuple) else batch).to(device))
+            _average_buffers(node, buffers)
+            whole = True
+        if not whole:  # a rank was lost: what there is without the others
+            _put_back(kept, done)
+        yield
+    finally:
+        node.looking = False
+        _put_back(kept, done)
+
+
+def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], done: Callable) -> None:
+    with torch.no_grad():
+        for tensor, value in kept:
+            tensor.copy_(value)
+        done()
+
+
+def distance(node: Node) -> float:
+    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², from the parameters as they are; collective.
+
+    NaN where a lost rank is noticed.
+    """
+    with torch.no_grad(), deadline.calling("consensus_distance()"):
+        _meet(node, "consensus_distance()")
+        with node.noticed():
+            return consensus_distance(node.vector.x, node.mixer, node.engine.group)
+    return float("nan")
+
+
+def _meet(node: Node, call: str) -> None:
+    """All nodes are here, the parameters in the vector, and no exchange is under way."""
+    if node.looking:
+        raise JobError([f"{call} inside averaged(): all nodes are alike there; leave it first"])
+    node.not_serving(call)
+    node.check()
+    node.check_known()
+    meet(node, node.world)
+    with node.noticed():
+        node.engine.settle()
+
+
+def _average(mixer: Mixer, tensors: Sequence[torch.Tensor]) -> None:
+    """The exact average over nodes, in float64 and in the order of nodes, into each tensor."""
+    for tensor in tensors:
+        flat = tensor.reshape(-1)  # a copy where strides don't allow a view
+        for at in range(0, flat.numel(), PIECE):
+            piece = flat[at : at + PIECE]
+            piece.copy_(mixer.mean(piece.double().unsqueeze(0)))
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def _average_buffers(node: Node, buffers: Sequence[torch.Tensor]) -> None:
+    """The exact average over a node's ranks, then over nodes, of floats."""
+    floats = [b for b in buffers if b.is_floating_point()]
+    if not floats:
+        return
+    rows = [torch.cat([b.reshape(-1).double().cpu() for b in floats])]
+    inside = node.world.nodes.inside
+    if inside is not None:
+        rows = inside.broadcast(inside.gather(rows[0]))
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total += row / len(rows)
+    values = node.mixer.mean(total.unsqueeze(0)).split([b.numel() for b in floats])
+    for buffer, value in zip(floats, values, strict=True):
+        buffer.copy_(value.view(buffer.shape))
+
+
+@contextmanager
+def paused(node: Node) -> Iterator[None]:
+    """Inside, waits for this rank have no limit; asynchronous nodes go on exchanging in a thread.
+
+    The model is as it was before, until the block ends. Not collective. An MPI that doesn't let
+    threads call it leaves an asynchronous node silent, as a step that takes long does. Where a node
+    has several ranks, DDP between them waits for ``timeout_s`` of its process group all the same.
+    """
+    if node.serving:  # inside another
+        yield
+        return
+    serves = node.laid_out and not node.mixer.synchronous and getattr(node.mixer, "threaded", False)
+    if serves and node.looking:
+        raise JobError(
+            ["paused() inside averaged(): an asynchronous node would go on exchanging, with the "
+             "average for its own model; evaluate a copy of it (copy.deepcopy) behind averaged()"]
+        )  # fmt: skip
+    with deadline.paused(), node.engine.clock.uncounted() if node.laid_out else nullcontext():
+        if not serves:
+            yield
+            return
+        with node.vector.set_aside(), _serving(node):
+            yield
+        with torch.no_grad():
+            node.publish()
+
+
+@contextmanager
+def _serving(node: Node) -> Iterator[None]:
+    done, failed = threading.Event(), list[BaseException]()
+    node.vector.gather()  # its memory is there
+
+    def serve() -> None:
+        try:
+            with torch.no_grad():
+                while not done.wait(IDLE_S):
+                    node.engine.average(rate(node.inner)[0])
+        except BaseException as error:  # noqa: BLE001 - raised by who waits for it
+            failed.append(error)
+
+    thread = threading.Thread(target=serve, name="mpigossip-serving", daemon=True)
+    node.serving = True
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        node.serving = False
+    if failed:
+        raise failed[0]

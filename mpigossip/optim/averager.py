@@ -1,0 +1,198 @@
+"""The plain operation for arrays: every node's becomes its neighbours' weighted average."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpigossip.cluster import deadline
+from mpigossip.cluster.world import World
+from mpigossip.config import JobError
+from mpigossip.config.errors import Mistake
+from mpigossip.graphs import graph as make_graph
+from mpigossip.mixing import open_mixer
+from mpigossip.mixing.base import Kind, Layout
+from mpigossip.optim.world import report_unused
+
+TYPES = {
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+"""What is averaged, each in its own precision."""
+
+
+class Averager:
+    """``x_i <- Σ_j W(t)[i, j] x_j`` over the nodes of a graph, round after round; rank i is node i.
+
+    Arrays of numpy or torch, float32 or float64, of one shape, in any memory order::
+
+        with mpigossip.world() as world:
+            averager = mpigossip.Averager(world, "one-peer-exponential", like=x)
+            x = averager.average(x)  # this round's neighbours
+            averager.start(x)  # or in two halves, with work between them
+            …
+            x = averager.finish()
+
+    Where the graph's rounds multiply to the exact average (one-peer-exponential with n = 2^τ after
+    τ rounds, base-2 … base-5 with any n, complete after one), all nodes hold it then, but for
+    rounding. The values are those of the start: x may be written meanwhile. No gradient of autograd
+    passes. All nodes have to take part in every round, and call several Averagers in one order.
+    """
+
+    def __init__(
+        self, world: World, graph: Any, like: Any, *, same_host: str = "read", **options: Any
+    ):
+        """Collective. ``like``: an array of the type, dtype, shape and device of all that comes.
+
+        ``graph``: a name, with its ``options`` and ``weights``, ``seed``, ``lazy`` as in a job; or
+        a graph of mpigossip or networkx. ``same_host = "put"``: neighbours on one host exchange as
+        those on different hosts do. Who is late is named after ``world.timeout_s``. JobError, on
+        all ranks, for what can't be averaged or differs between ranks.
+        """
+        with world.together(Mistake):
+            if (
+                getattr(like, "dtype", None) not in TYPES
+                or not isinstance(like, np.ndarray | torch.Tensor)
+                or not _full(like)
+            ):
+                raise JobError(
+                    [f"like is {_told(like)}: arrays of numpy and torch are averaged, dense, of "
+                     "float32 or float64 in the processor's byte order, without a mask; convert it"]
+                )  # fmt: skip
+            self.graph = make_graph(graph, world.size, **options)
+        self._dtype, self._shape, self._tensor = like.dtype, like.shape, torch.is_tensor(like)
+        self._count, kind = int(np.prod(like.shape)), TYPES[like.dtype]
+        rounds = f"{self.graph!r} with {options}, of first rounds {self.graph.fingerprint[:16]}"
+        mine = {"dtype": str(kind), "shape": tuple(like.shape), "graph": rounds}
+        first = world.broadcast(mine)
+        with world.together(JobError):
+            for what in mine:
+                if mine[what] != first[what]:
+                    raise JobError(
+                        [f"{what} {mine[what]}, on rank 0 {first[what]}: all ranks average alike"]
+                    )
+        self._device = like.device if self._tensor else torch.device("cpu")
+        layout = Layout((max(1, self._count),), devices=(str(self._device),), dtype=kind)
+        self._mixer: Any = open_mixer(
+            self.graph, layout, world, same_host=same_host, timeout_s=world.timeout_s
+        )
+        self.round = 0
+        """The graph's clock: of the exchange that is under way, else of the next."""
+        self._open = False
+        self._world, self._every = world, vars(world).setdefault("averagers", [])
+        self._every.append(self)
+        self._number, self._ordered = len(self._every), 1
+        atexit.unregister(report_unused)
+        world.resources.callback(self.close)
+
+    def start(self, x: Any) -> None:
+        """Begin the round's exchange with the values of ``x``; returns at once."""
+        mixer = self._ready("start", x)
+        if self._open:
+            raise JobError(
+                [f"start: the exchange of round {self.round} is under way; finish() comes first"]
+            )
+        if self._ordered < len(self._every):  # once after another one was made
+            last, first = self._world.agree(self._number), -self._world.agree(-self._number)
+            if last != first:
+                raise JobError(
+                    [f"start: some ranks call Averager {first} here and others Averager {last}, "
+                     "numbered as they were made; call them in the same order on all ranks"]
+                )  # fmt: skip
+            self._ordered = len(self._every)
+        (out,) = mixer.outbox(self.round)
+        self._copy(x, self._shaped(out[0]))
+        mixer.start(Kind.GOSSIP, self.round)
+        self._open = True
+
+    def finish(self, out: Any = None) -> Any:
+        """The average of own and neighbours' arrays, in ``out`` or a new array; waits for them."""
+        mixer = self._ready("finish", out=out)
+        if not self._open:
+            raise JobError(["finish: no exchange is under way; start(x) begins one"])
+        deadline.steps = self.round
+        with deadline.calling(f"finish() of Averager {self._number}"):
+            _, (mixed,) = mixer.finish()
+        self._open, self.round = False, self.round + 1
+        return self._given(self._shaped(mixed[0]), out)
+
+    def average(self, x: Any, out: Any = None) -> Any:
+        """``start(x)`` and ``finish(out)``; ``out`` may be ``x``."""
+        self._ready("average", x, out)
+        self.start(x)
+        return self.finish(out)
+
+    def mean(self, x: Any, out: Any = None) -> Any:
+        """The exact average over all nodes, of equal bits on all; no round of the graph."""
+        mixer = self._ready("mean", x, out)
+        row = torch.zeros(1, *mixer.layout.widths, dtype=TYPES[self._dtype], device=self._device)
+        self._copy(x, self._shaped(row))
+        return self._given(self._shaped(mixer.mean(row)[None]), out)
+
+    def close(self) -> None:
+        """Free the memory; collective, and done by the world where it ends."""
+        mixer, self._mixer = self._mixer, None
+        if mixer is not None:
+            with deadline.ends(self.round):
+                mixer.close()
+
+    def _ready(self, what: str, array: Any = None, out: Any = None) -> Any:
+        """The mixer; JobError where there is none any more, or an array isn't like the first."""
+        if self._mixer is None:
+            raise JobError([f"{what}: this Averager is closed, as its world is; make another"])
+        for one in (array, out):
+            if one is not None and (
+                torch.is_tensor(one) is not self._tensor
+                or getattr(one, "dtype", None) != self._dtype
+                or one.shape != self._shape
+                or not _full(one)
+            ):
+                raise JobError(
+                    [f"{what}: an array is {_told(one)}; this Averager was made for "
+                     f"{'torch' if self._tensor else 'numpy'} arrays of {self._dtype} and shape "
+                     f"{tuple(self._shape)}"]
+                )  # fmt: skip
+        if out is not None and (
+            torch._debug_has_internal_overlap(out) == 1 if self._tensor else not out.flags.writeable
+        ):
+            raise JobError([f"{what}: out is read-only or expanded; give a copy of it"])
+        return self._mixer
+
+    def _shaped(self, row: torch.Tensor) -> Any:
+        """A row (1, p) of the mixer's as an array of the user's kind, in the same memory."""
+        row = row if self._count else row[:, :0]
+        return row.view(self._shape) if self._tensor else row.numpy().reshape(self._shape)
+
+    def _copy(self, source: Any, target: Any) -> None:
+        if self._tensor:
+            target.detach().copy_(source.detach())
+        else:
+            target[...] = source
+
+    def _given(self, mixed: Any, out: Any) -> Any:
+        """The values in memory that stays."""
+        if out is None:
+            return mixed.clone() if self._tensor else mixed.copy()
+        self._copy(mixed, out)
+        return out
+
+
+def _full(array: Any) -> bool:
+    """Whether all values are in memory, and count."""
+    if torch.is_tensor(array):
+        return array.layout == torch.strided and not array.is_meta
+    return not isinstance(array, np.ma.MaskedArray)
+
+
+def _told(array: Any) -> str:
+    """What somebody has given, in words."""
+    if not hasattr(array, "dtype"):
+        return f"a {type(array).__name__}"
+    where = f", {array.layout} on {array.device}" if torch.is_tensor(array) else ""
+    shape = tuple(getattr(array, "shape", ()))
+    return f"{array.dtype} of shape {shape} ({type(array).__name__}{where})"

@@ -1,0 +1,120 @@
+"""Initial synchronization of layouts, parameters and buffers across nodes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mpigossip import config
+from mpigossip.algorithms.base import no_state
+from mpigossip.algorithms.local import Local
+from mpigossip.cluster.world import World
+from mpigossip.config import Job, JobError
+from mpigossip.engine.sharded import is_cut, local, planned
+from mpigossip.engine.vector import Flat
+from mpigossip.optim.arguments import report
+
+CUT = 1 << 27
+"""Bytes of rank 0's that are pickled at once."""
+SIGNATURE = Local(no_state, no_state, raw=True)
+"""A local step that is only looked at."""
+ALIKE = ("algorithm", "graph", "cadence")
+"""Sections of a job that all nodes need to have alike, with what follows."""
+
+Facts = Sequence[tuple[str, str]]
+"""Names, and what all ranks are to agree about them."""
+
+
+def layout(model: nn.Module) -> Facts:
+    """Parameters and buffers by name: shape, type, order in memory, trained or frozen, cut."""
+    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
+    facts = [(f"parameter {n}", _told(p) + _frozen(p)) for n, p in parameters]
+    return facts + [(f"buffer {n}", _told(b)) for n, b in buffers]
+
+
+def _frozen(parameter: torch.Tensor) -> str:
+    return "" if parameter.requires_grad else ", frozen"
+
+
+def _told(tensor: torch.Tensor) -> str:
+    told = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if is_cut(tensor):
+        mesh: Any = tensor.device_mesh
+        return f"{told} in {mesh.size()} parts"
+    dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+    return told if dense.is_contiguous() else f"{told} of strides {dense.stride()}"
+
+
+def settings_of(job: Job) -> Facts:
+    """What nodes have to do alike."""
+    sections = config.as_dict(job)
+    if job.node.mixer == "asynchronous" and job.cadence.name == "every":
+        sections["cadence"].pop("period")  # nobody waits for a node's exchange
+    facts = [(f"{s}.{key}", repr(value)) for s in ALIKE for key, value in sections[s].items()]
+    more = [("run", "seed"), ("node", "wire"), ("node", "mixer")]
+    return facts + [(f"{s}.{key}", repr(sections[s][key])) for s, key in more]
+
+
+def agree(world: World, facts: Facts) -> None:
+    """JobError, on all ranks, where facts differ; it names the first and the ranks. Collective."""
+    digest = hashlib.sha256(repr(facts).encode()).digest()
+    if not world.agree(int(world.broadcast(digest) != digest)):
+        return
+    first = world.broadcast(facts)
+    with world.together(JobError):
+        for mine, theirs in zip_longest(facts, first):
+            if mine != theirs:
+                raise JobError([_difference(mine, theirs)])
+
+
+def _difference(mine: tuple[str, str] | None, first: tuple[str, str] | None) -> str:
+    remedy = "all ranks need the same, by name, shape, type and order: build it by the same code"
+    if mine is None or first is None:
+        one, (name, what) = ("rank 0" if mine is None else "this rank"), mine or first or ("", "")
+        return f"{name} ({what}) is there on {one} only; {remedy}"
+    if mine[0] != first[0]:
+        return f"{mine[0]} ({mine[1]}) stands where rank 0 has {first[0]} ({first[1]}); {remedy}"
+    return f"{mine[0]} is {mine[1]}, on rank 0 {first[1]}; {remedy}"
+
+
+def begin(world: World, model: nn.Module) -> None:
+    """Copy node 0's parameters and buffers to all nodes, as DDP does; report differences once.
+
+    Collective, of models that :func:`agree`. A shard comes from the same column of node 0.
+    """
+    differ = False
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            ranks = world.nodes.column if is_cut(tensor) else world
+            differ |= _from_rank_0(ranks, local(tensor.detach()))
+    if others := sum(world.gather(differ) or ()):
+        report(f"the initial models of {others} other ranks differed from rank 0's, with which "
+               "all nodes begin, as in DDP; seed models alike, and data by rank")  # fmt: skip
+
+
+def _from_rank_0(world: World, tensor: torch.Tensor) -> bool:
+    """Return whether its bytes changed."""
+    own = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    flat = own.copy()
+    for at in range(0, flat.size, CUT):
+        flat[at : at + CUT] = world.broadcast(flat[at : at + CUT])
+    if differs := not np.array_equal(flat, own):
+        tensor.copy_(torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape))
+    return differs
+
+
+def place(model: nn.Module, flat: Flat, packed: torch.Tensor) -> None:
+    """Write a packed vector (count,) into the model's parameters, or this rank's parts of them."""
+    assert flat == planned(model).own, "the model was changed"
+    row = torch.zeros(flat.size)
+    flat.unpack(packed, row)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, view in zip(flat.names, flat.views(row), strict=True):
+            local(parameters[name].detach()).copy_(view)

@@ -1,0 +1,306 @@
+"""Decentralized training in a user's own loop: a torch optimizer whose step exchanges too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mpigossip.cluster import deadline
+from mpigossip.cluster.world import World
+from mpigossip.config import JobError, removed
+from mpigossip.engine.measurements import Record
+from mpigossip.engine.module import Parameters
+from mpigossip.engine.step import Engine
+from mpigossip.mixing.base import Mixer
+from mpigossip.optim import arguments, unwrapped
+from mpigossip.optim.averaged import averaged, distance, paused
+from mpigossip.optim.inner import check, check_group, check_method, one_rate, title, unscaled
+from mpigossip.optim.loop import saved
+from mpigossip.optim.loop.folder import WithFolder
+from mpigossip.optim.loop.run import LoopRun
+from mpigossip.optim.loop.survive import Survival, check_callback, end
+from mpigossip.optim.node import Node
+from mpigossip.optim.settings import settings
+from mpigossip.optim.zero_grad import Stale
+from mpigossip.runs import printer
+from mpigossip.runs.survive import prepare
+
+
+class Gossip(WithFolder):
+    """A `torch.optim` optimizer around another one: its step, and the exchange with other nodes.
+
+    Each rank is a node::
+
+        with mpigossip.world() as world:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+            optimizer = mpigossip.Gossip(world, model, optimizer, algorithm="dsgd")
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                loss(model(inputs), targets).backward()
+                optimizer.step()
+
+    Schedulers, `torch.amp.GradScaler`, clipping and frameworks see ``param_groups``, ``state`` and
+    ``defaults`` of the inner optimizer. A node whose gradients overflowed takes no step of its
+    own and joins the round. ``optimizer`` may be a list, whose parts step one after the other:
+    ``[torch.optim.Muon(matrices), torch.optim.AdamW(others)]``. Everything that a job refuses is
+    refused here by the same words. Beyond that, because of this door:
+
+    * LBFGS, whose curvature pairs averaging invalidates; parameters of float64;
+    * methods with a momentum of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto) with
+      anything but plain SGD, or with several learning rates: they take rate and coupled weight
+      decay from it, and never its step;
+    * slowmo with several learning rates: it divides by the one; and a rate of 0 with slowmo,
+      qg-dmsgd and decentlam;
+    * cadence "gossip-aga", which measures the loss; "adpsgd" without ``total``, the run's steps;
+    * local steps by name (``local``, "accumadam"): the optimizer is the local step;
+    * ``step()`` of the inner optimizer, which is part of this one's.
+
+    Names are those of a job, None its default; ``graph`` is anything that `mpigossip.graph` takes,
+    such as a list of matrices. ``options``: of the algorithm, graph and cadence, and ``blend``,
+    ``seed``, ``weights``, ``lazy``, ``levels``, ``kept``, ``same_host``, ``timeout_s``.
+    ``overlap = "auto"``: methods that are ahead travel during forward and backward, others begin
+    with the step, as all do by "never". ``measure_every``: steps between two consensus
+    distances in :attr:`record`; None: 10 in a run, else never. ``model``: all that the optimizer
+    moves; several modules as a `torch.nn.ModuleList`. Frozen parameters are rank 0's, and join
+    what is exchanged at the step at which they require gradients. ``survive = True`` with
+    ``on_change``: see :class:`~mpigossip.optim.loop.survive.Survival`.
+
+    ``run``: a folder for the log, checkpoints and what else a job's run has; then also
+    ``steps`` (the whole loop's, for the time left), ``flush_steps``, ``keep``, ``keep_every``,
+    ``wall_clock_s``, ``on_error``, ``hooks`` and others of [log] and [checkpoint].
+
+    parallel, dsgt and momentum-tracking give every parameter a gradient, zero where a node had
+    none; all others leave parameters without a gradient to the optimizer, which skips them.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        algorithm: str = "dsgd",
+        graph: Any = None,
+        cadence: str | None = None,
+        wire: str | None = None,
+        overlap: Literal["auto", "never"] = "auto",
+        mixer: str = "synchronous",
+        *,
+        measure_every: int | None = None,
+        run: str | Path | None = None,
+        on_change: Callable[[World], object] | None = None,
+        **options: Any,
+    ):
+        """Collective: all nodes begin with node 0's model."""
+        with arguments.told_to_all(world):
+            optimizer = arguments.one_optimizer(optimizer)
+            arguments.check(world, model, optimizer)
+        super().__init__(optimizer)
+        self._world, self._given, self._model = world, model, unwrapped.bare(model)
+        arguments.check_overlap(overlap)
+        where = str(next(self._model.parameters()).device)
+        with world.together(JobError, ValueError):
+            unwrapped.check(model, optimizer, world)
+            check(self._model, optimizer)
+            folder = Path(run) if run else None
+            self._job, self._graph = settings(
+                world, where, algorithm, graph, cadence, wire, mixer, folder, options
+            )
+            check_method(self._job, optimizer)
+            check_callback(self._job, on_change)
+        self._run = LoopRun(world, self._job) if run else None
+        every = self._job.log.consensus_every if run else 0
+        self._loaded: dict | None = None
+        self._stale = Stale()
+        self.record: Record | None = None
+        """what the last step showed"""
+        if self._job.run.survive:
+            prepare(self._job, world)
+        self._node = Node(
+            world, self._model, optimizer, self._job, self._graph, overlap,
+            measure_every=every if measure_every is None else measure_every,
+        )  # fmt: skip
+        self._survival: Survival | None = None
+        if on_change is not None and world.survives:
+            self._survival = Survival(self._node, on_change, self._run)
+            self._node.noticed = self._survival.noticed
+        world.resources.callback(self.close)
+        arguments.say(world, self._model, optimizer)
+
+    # -- a torch optimizer ----------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        plain = f"'{type(self).__name__}' object has no attribute '{name}'"
+        raise AttributeError(removed.of_argument(name) or plain)
+
+    def __repr__(self) -> str:
+        return f"Gossip[{self._job.algorithm.name}, {self._node.graph.name}] {self._inner!r}"
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """To the inner optimizer: parameters of the model, such as ones that were frozen."""
+        check_group(self._node.known, group)
+        self._inner.add_param_group(group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The local step, and the exchange that the cadence asks for; waits for the neighbours.
+
+        ``closure`` is evaluated once; its value is returned.
+        """
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        deadline.steps = self.steps
+        with torch.no_grad(), deadline.calling("step()"):
+            if self._survival is None:
+                self._step()
+            else:
+                self._survival.step(self._step)
+        deadline.steps = self.steps
+        return value
+
+    def _step(self) -> None:
+        node, engine = self._node, self._laid_out()
+        if engine.clock.counting:
+            engine.clock.lap("compute_s")
+        if self._run:
+            self._run.before(node)
+        node.check()
+        engine = node.engine
+        self._stale.check(node.vector.rows[0], self._world.rank)
+        skipped = unscaled(self, engine, node.vector.rows[0])
+        lr = one_rate(self._job.algorithm.name, self._inner, self.steps)
+        node.gather()
+        if skipped and not engine.method.raw:
+            node.vector.g[0].zero_()
+        self._stale.spent()
+        self.record = engine.step(lr, skipped)
+        node.publish()
+        if self._survival is not None:
+            self._survival.keep()
+        if self._run:
+            self._run.after(self.record)
+        engine.clock.begin()
+        node.go_ahead()
+
+    def _laid_out(self) -> Engine:
+        """The engine, where it is to go on from."""
+        first = not self._node.laid_out
+        anew = first or self._loaded is not None
+        if anew and self.mixer.synchronous:
+            saved.check_step(self._world, self._loaded)
+        if first:
+            self._node.lay_out()
+            self._stale.watch(p for group in self.param_groups for p in group["params"])
+        if self._loaded is not None:
+            saved.check_method(self._world, self._loaded, self.engine)
+            self._node.begin_anew()
+            state, self._loaded = self._loaded, None
+            saved.restore(state, self.engine, self.vector)
+            with torch.no_grad():
+                self._node.publish()
+        if anew and self._survival is not None:
+            self._survival.keep()
+        return self.engine
+
+    # -- where everything lies ------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps done so far: equal on survivors, who may go back to one that all have done."""
+        return self.engine.index if self._node.laid_out else 0
+
+    def surviving(self) -> AbstractContextManager[None]:
+        """A block of collective calls of one's own: a loss leaves it for the next :meth:`step`."""
+        return self._node.noticed()
+
+    @property
+    def engine(self) -> Engine:
+        """What makes the steps, once the first has begun."""
+        return self._node.engine
+
+    @property
+    def mixer(self) -> Mixer:
+        """What lies between the nodes."""
+        return self._node.mixer
+
+    @property
+    def vector(self) -> Parameters:
+        """The trained parameters in flat memory, once the first step has begun."""
+        return self._node.vector
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and as "gossip" this node's model, method and counters.
+
+        Buffers are the model's own state. Not collective. Exact, with a file a node: another
+        node's would put this one at its place.
+        """
+        self._node.not_serving("state_dict()")
+        self._run_hooks("state_dict_pre")
+        mine = self._loaded
+        if mine is None and self._node.laid_out:
+            self.vector.check()
+            mine = saved.state(self.engine, self.vector) | {"optimizer": title(self._inner)}
+        state = self._inner.state_dict() | {"gossip": mine}
+        return self._run_hooks("state_dict_post", state) or state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` stood, to the bit, at the next step; on all nodes."""
+        self._node.not_serving("load_state_dict()")
+        state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
+        given = dict(state_dict)
+        mine = given.pop("gossip", None)
+        told = saved.load(given, mine, self._inner, self._node.model, self._node.flat.own)
+        if told and self._world.rank == 0:
+            printer.say(f"load_state_dict: {'; '.join(told)}")
+        self._loaded = mine
+        self._run_hooks("load_state_dict_post")
+
+    # -- looks at all nodes ---------------------------------------------------------------------
+
+    def average(self) -> None:
+        """An exchange without a step, while others are waited for (asynchronous mixers)."""
+        self._node.average()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A block for work of this rank that takes long, such as an evaluation on rank 0.
+
+        Neighbours wait beyond ``timeout_s``; asynchronous ones go on, and this node with them.
+        """
+        return paused(self._node)
+
+    @contextmanager
+    def averaged(
+        self, twin: nn.Module | None = None, *, recalibrate: Iterable | None = None
+    ) -> Iterator[Any]:
+        """The model as the exact average over nodes, for evaluation; taken back afterwards.
+
+        Collective: on all ranks, also where one of them evaluates. Parameters and floating-point
+        buffers, so that norms are averaged, too. ``twin``: a module that is averaged and given
+        instead, such as an average over time (EMA). ``recalibrate``: batches of this node, from
+        which the averaged model finds BatchNorm's mean and variance anew before those are averaged.
+        Nothing is trained inside.
+        """
+        self._laid_out()
+        other = None if twin is None or twin is self._given else arguments.one_module(twin, "twin")
+        with averaged(self._node, other, recalibrate):
+            yield self._given if other is None else twin
+
+    def consensus_distance(self) -> float:
+        """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
+        self._laid_out()
+        return distance(self._node)
+
+    def close(self) -> None:
+        """Free windows and threads; collective, and done by the world where it ends."""
+        # asynchronous nodes, and survivors, take part in what others do until all have ended
+        alone = self.mixer.synchronous and not self._world.survives
+        word = deadline.CLOSES if alone else deadline.WAITS
+        with torch.no_grad(), deadline.ends(self.steps, word):
+            end(self._node, self._run, self._survival)

@@ -1,0 +1,130 @@
+"""What `state_dict()` holds beside the inner one's: this node's model, method and counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpigossip.cluster.world import World
+from mpigossip.config import JobError
+from mpigossip.engine.module import LOW, Parameters
+from mpigossip.engine.state import joined, split
+from mpigossip.engine.step import Engine
+from mpigossip.engine.vector import Flat
+from mpigossip.optim import equal_start
+from mpigossip.optim.inner import complete
+from mpigossip.store.manifest import MOST, counter
+
+
+def state(engine: Engine, vector: Parameters) -> dict[str, Any]:
+    """As tensors and plain values, so that torch.save keeps them."""
+    flat = vector.flat.own
+    return {
+        "names": list(flat.names),
+        "shapes": [list(shape) for shape in flat.shapes],
+        "model": torch.from_numpy(joined(vector.x, 0, flat)),
+        "arrays": _arrays(engine, flat),
+        "numbers": engine.numbers() | {"bytes_sent": engine.mixer.bytes_sent[0]},
+    }
+
+
+def _arrays(engine: Engine, flat: Flat) -> dict[str, torch.Tensor]:
+    """The method's state in this process."""
+    return {
+        name: torch.from_numpy(joined(parts, 0, flat)) for name, parts in engine.parts().items()
+    }
+
+
+def load(
+    given: dict[str, Any],
+    mine: dict[str, Any] | None,
+    inner: torch.optim.Optimizer,
+    model: nn.Module,
+    flat: Flat,
+) -> list[str]:
+    """``given`` into the inner optimizer; the model of ``mine``, a :func:`state`, into ours.
+
+    ``flat``: the layout of what this process has. Returns what to report of settings.
+    """
+    if mine is not None:
+        _check(mine, flat)
+    of = given.pop("optimizer", None) if mine is None else mine.get("optimizer")
+    given["param_groups"], told = complete(inner, given["param_groups"], str(of or ""))
+    low = [(p, p.data) for p in model.parameters() if p.dtype in LOW]
+    for p, data in low:  # torch casts state to the parameter's type, and masters are float32
+        p.data = data.float()
+    inner.load_state_dict(given)
+    for p, data in low:
+        p.data = data
+    if mine is not None:
+        equal_start.place(model, flat, mine["model"])
+    return told
+
+
+def _check(state: Any, flat: Flat) -> None:
+    """JobError unless it is what :func:`state` makes, and of this model: files can be anything."""
+    try:
+        names, shapes, model = state["names"], state["shapes"], state["model"]
+        arrays, numbers = state["arrays"], state["numbers"]
+        if list(names) != list(flat.names) or list(map(tuple, shapes)) != list(flat.shapes):
+            raise JobError(
+                ["load_state_dict: the state is of a model with other parameters: "
+                 f"{', '.join(map(str, names[:3]))} …; load the state of this model"]
+            )  # fmt: skip
+        _array("model", model, flat.count)
+        for name, array in arrays.items():
+            _array(name, array, array.numel(), array.dtype)
+        for name in ("index", "born", "round", "bytes_sent"):
+            counter(numbers[name], name, MOST)
+    except JobError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise JobError([f"load_state_dict: this is no state of Gossip's: {what}"]) from error
+
+
+def _array(name: str, array: Any, size: int, kind: torch.dtype = torch.float32) -> None:
+    if not torch.is_tensor(array) or array.dtype != kind or array.shape != (size,):
+        told = f"{array.dtype} {tuple(array.shape)}" if torch.is_tensor(array) else type(array)
+        raise ValueError(f"{name} is {told}, not {size} of {kind}")
+
+
+def check_step(world: World, mine: dict[str, Any] | None) -> None:
+    """JobError, on all nodes, where they are to go on from states of different steps; collective.
+
+    Frameworks' "latest" checkpoints differ where a kill came between two ranks' saving.
+    """
+    steps = world.broadcast(world.gather(mine and int(mine["numbers"]["index"])))
+    if len(set(steps)) > 1:
+        at = ["the start" if step is None else f"step {step}" for step in steps]
+        other = next(rank for rank, step in enumerate(at) if step != at[0])
+        raise JobError(
+            [f"load_state_dict: rank 0 goes on from {at[0]}, rank {other} from {at[other]}: load "
+             "the states of one step on all nodes, the last one that each of them has"]
+        )  # fmt: skip
+
+
+def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
+    """JobError, on all nodes, where one's state isn't of this method and cadence; collective."""
+    with world.together(JobError):
+        arrays = {name: (a.shape, a.dtype) for name, a in state["arrays"].items()}
+        own = _arrays(engine, engine.vector.flat.own)
+        ours = {name: (a.shape, a.dtype) for name, a in own.items()}
+        if arrays != ours or engine.numbers().keys() != state["numbers"].keys() - {"bytes_sent"}:
+            raise JobError(
+                ["load_state_dict: the state is of another algorithm or cadence; give Gossip those "
+                 "that it was saved with"]
+            )  # fmt: skip
+
+
+def restore(state: dict[str, Any], engine: Engine, vector: Parameters) -> None:
+    """Put vector, method and counters where they stood; the mixer begins its rounds anew."""
+    flat, numbers = vector.flat.own, state["numbers"]
+    split(state["model"].numpy(), vector.x, 0, flat)
+    for name, parts in engine.parts().items():
+        split(state["arrays"][name].numpy(), parts, 0, flat)
+    engine.count_from(numbers)
+    engine.restore_rhythm(numbers)
+    engine.mixer.bytes_sent[0] = int(numbers["bytes_sent"])

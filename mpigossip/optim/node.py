@@ -1,0 +1,264 @@
+"""This rank's node in a user's loop: model, mixer and engine, laid out by the first step."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from mpigossip.algorithms import Algorithm, takes_local
+from mpigossip.algorithms.local import Local
+from mpigossip.cluster.world import World
+from mpigossip.config import Job, JobError
+from mpigossip.config.readable import note
+from mpigossip.engine.gathered import Gathered
+from mpigossip.engine.measurements import measured_every
+from mpigossip.engine.module import Parameters
+from mpigossip.engine.sharded import Cut, Shards, planned
+from mpigossip.engine.step import Engine
+from mpigossip.graphs import Graph
+from mpigossip.groups.base import Group, Single
+from mpigossip.groups.devices import make_group
+from mpigossip.mixing import open_mixer
+from mpigossip.mixing.base import Layout, Mixer
+from mpigossip.optim import equal_start, unwrapped
+from mpigossip.optim.arguments import named
+from mpigossip.optim.inner import Held, borrowed, check, decay, rate
+from mpigossip.optim.world import report_unused
+from mpigossip.training import assemble
+from mpigossip.training.fit import check_rounds
+from mpigossip.training.fragments import engine_of, make_fragments, narrowed
+
+
+class Node:
+    """What the optimizer steps with, and what looks at all nodes look at.
+
+    Before the first step the model may still move and change; the vector is laid out then.
+    """
+
+    vector: Parameters
+    engine: Engine
+    mixer: Mixer
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        job: Job,
+        graph: Graph,
+        overlap: str,
+        measure_every: int | str,
+    ):
+        """Collective: all models become node 0's."""
+        self.world, self.model, self.inner = world, model, inner
+        self.job, self.graph = job, graph
+        self._overlap, self._every = overlap, measure_every
+        self._sent: list[int] = []
+        self.laid_out = self.looking = self.serving = False
+        self._facts = equal_start.layout(model)
+        equal_start.agree(world, [*equal_start.settings_of(job), *self._facts])
+        check_rounds(job, graph, world)
+        self.noticed: Callable[[], AbstractContextManager[None]] = nullcontext
+        """the block in which a lost rank is no reason to stop, where the node outlives others"""
+        self._open()
+        equal_start.begin(world, model)
+        self.known = {id(p): p for p in model.parameters()}
+        """all that the model had when Gossip was made"""
+        self.held = Held(inner)
+        atexit.unregister(report_unused)
+
+    def _open(self) -> None:
+        """The mixer for the model as it is; collective."""
+        self._device = str(next(self.model.parameters()).device)
+        self.flat = planned(self.model)
+        self.group: Group = Single(self._device)
+        method = assemble.make_method(self.job, 0, self.graph, equal_start.SIGNATURE)
+        node, nodes, width = self.job.node, self.world.nodes, self.flat.own.size
+        first = self.flat.place * width if isinstance(self.flat, Cut) else 0
+        layout = Layout(
+            (width,), method.vectors, method.scalars, (self._device,),
+            assemble.make_wire(self.job), first=(first,),
+        )  # fmt: skip
+        self.turns = assemble.make_cadence(self.job, method).turns
+        layout, graph = narrowed(layout, self.turns), self.graph.slowed(self.turns.fragments)
+        alone = self.world.comm is None  # nobody whose pace could differ
+
+        def of(layout: Layout) -> Mixer:
+            return open_mixer(
+                graph, layout, nodes.column, "synchronous" if alone else node.mixer,
+                same_host=node.same_host, gpu_window=node.gpu_window, timeout_s=node.timeout_s,
+            )  # fmt: skip
+
+        if isinstance(self.flat, Cut) and nodes.per_node > 1:
+            from mpigossip.groups.ranks import Apart  # needs MPI
+
+            self.mixer, self.group = of(layout), Apart(self.group, nodes.inside)
+        elif nodes.per_node == 1:
+            self.mixer = of(layout)
+        else:
+            threads = torch.get_num_threads()
+            group = make_group((self._device,), threads, True, node.timeout_s, self.world)
+            self.mixer = Gathered(layout, group, of)
+
+    def _shut(self) -> None:
+        """What :meth:`_open` has made; collective."""
+        self.mixer.close()
+        self.group.close()
+
+    @property
+    def cut(self) -> bool:
+        """Whether the node's ranks have a part of the model each."""
+        return isinstance(self.flat, Cut)
+
+    @property
+    def buffers(self) -> list[dict[str, torch.Tensor]]:
+        """The model's, by name, of the only slot here."""
+        return [dict(self.model.named_buffers())]
+
+    def lay_out(self) -> None:
+        """The vector, where the model now is, and the engine over it; collective."""
+        unwrapped.check_late(self.model, self.world)
+        facts, self._facts = self._facts, equal_start.layout(self.model)
+        if self.mixer.synchronous or facts != self._facts:  # others meet where they have to
+            equal_start.agree(self.world, self._facts)
+        device = str(next(self.model.parameters()).device)
+        if device != self._device or self.flat != planned(self.model):
+            self._shut()
+            self._open()
+        self.check_known()
+        f = self.flat
+        self.vector = Shards(self.model, f) if isinstance(f, Cut) else Parameters([self.model])
+        self._build()
+        self.laid_out = True
+
+    def check_known(self) -> None:
+        """JobError for parameters that joined model or optimizer after Gossip was made."""
+        check(self.model, self.inner)
+        new = [(n, p) for n, p in self.model.named_parameters() if id(p) not in self.known]
+        if late := [n for n, p in new if p.requires_grad]:
+            raise JobError([f"{named(late)} joined the model after Gossip was made, and would "
+                            "never be exchanged; add them before Gossip(…)"])  # fmt: skip
+
+    def _build(self) -> None:
+        """The engine over the vector, with method and cadence of the graph."""
+        local = borrowed(self.vector, [self.inner], self.held)
+        method = self._method(local)
+        flat = self.flat.own
+        parts = make_fragments(
+            self.job, self.turns, self.mixer.layout, flat, [slice(0, flat.size)], [method],
+            self._method,
+        )  # fmt: skip
+        self.engine = engine_of(parts)(
+            self.mixer, self.group, self.vector, [method],
+            assemble.make_cadence(self.job, method, self.graph),
+            measure_every=measured_every(self._every, self._device),
+        )  # fmt: skip
+
+    def _method(self, local: Local) -> Algorithm:
+        return assemble.make_method(self.job, 0, self.graph, local)
+
+    def begin_anew(self) -> None:
+        """Let exchanges begin at round 0, with none under way; on all nodes."""
+        if self.engine.index or self._sent:  # the mixer's rounds are consecutive
+            self._shut()
+            self._open()
+            self.engine.group = self.group
+            self.engine.adopt(self.mixer)
+            self._sent = []
+
+    def lay_out_again(self, names: list[str]) -> None:
+        """With parameters that were frozen; what the method has kept begins anew. Collective."""
+        before, drops = self.engine, bool(self.engine.parts())
+        before.settle()
+        self.lay_out()
+        self._sent = []
+        self.engine.count_from(before.numbers() | {"born": before.index})
+        self.mixer.bytes_sent[:] = before.mixer.bytes_sent
+        if self.world.rank == 0:
+            anew = "; what the method has kept from earlier steps begins anew" if drops else ""
+            note(
+                f"step {before.index}: {named(names)} require gradients now, and are "
+                f"exchanged from here on{anew}"
+            )
+
+    def among(self, world: World, graph: Graph) -> None:
+        """Go on between other nodes, the method's state begun anew; on all of them."""
+        self.world, self.graph, self._sent = world, graph, []
+        self._open()
+        self._build()
+
+    def check(self) -> None:
+        """All that is trained lies in the vector; JobError where it can't, or changed on its way.
+
+        Collective where parameters have come to be trained since it was laid out.
+        """
+        if self.looking:
+            raise JobError(
+                ["step() inside averaged(): all that is done to the model there is taken back when "
+                 "the block ends; leave it first"]
+            )  # fmt: skip
+        self.not_serving("step()")
+        if any(id(p) not in self.known for g in self.inner.param_groups for p in g["params"]):
+            self.check_known()
+        changed = self.vector.check()
+        if names := self.vector.thawed():
+            self.lay_out_again(names)
+            changed = False
+        if self._sent and (changed or self._sent != self.vector.versions()):
+            raise JobError(
+                ["parameters were changed between steps while they were on their way to the "
+                 'neighbours; give Gossip overlap="never", or leave them alone']
+            )  # fmt: skip
+        self._sent = []
+
+    def go_ahead(self) -> None:
+        """Begin the next step's exchange where the method can, so that it travels meanwhile."""
+        if self._overlap == "auto" and self.engine.method.ahead and self.mixer.synchronous:
+            self.engine.ahead()
+            self._sent = self.vector.versions()
+
+    def gather(self) -> None:
+        """Gradients of all parameters, and SGD's decay, where the method reads them."""
+        if not self.engine.method.raw:
+            self.vector.gather()
+            if not takes_local(self.job.algorithm.name):
+                decay(self.vector, self.inner)
+
+    def publish(self) -> None:
+        """Round the masters of 16-bit parameters to them."""
+        self.vector.publish()
+
+    def average(self) -> None:
+        """An exchange without a step."""
+        self.not_serving("average()")
+        if not self.turns.plain:
+            raise JobError(
+                ["average(): with fragments or a delay, what travels is given by the step; leave "
+                 "it out, or Gossip's fragments and delay"]
+            )  # fmt: skip
+        if self.engine.under_way:  # its readers would wait for this node, and it for them
+            raise JobError(
+                ["average(): the next step's exchange is under way, as this method sends before "
+                 'the gradient is there; give Gossip overlap="never"']
+            )  # fmt: skip
+        self.vector.gather()
+        self.engine.average(rate(self.inner)[0])
+        self.publish()
+
+    def not_serving(self, what: str) -> None:
+        """JobError where :func:`~mpigossip.optim.averaged.paused` exchanges in a thread."""
+        if self.serving:
+            raise JobError(
+                [f"{what} inside paused(): an asynchronous node goes on exchanging there, in a "
+                 "thread; leave the block first"]
+            )  # fmt: skip
+
+    def close(self, together: bool) -> None:
+        """Free the inner optimizer, and what lies between nodes where they come ``together``."""
+        self.held.release()
+        if together:
+            self._shut()

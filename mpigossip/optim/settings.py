@@ -1,0 +1,161 @@
+"""From the names that a user's loop gives to the job that means the same, and its refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mpigossip import algorithms, graphs
+from mpigossip.algorithms import cadence as cadences
+from mpigossip.cluster.world import World
+from mpigossip.config import CadenceSection, GraphSection, Job, JobError, removed
+from mpigossip.config.choices import options_of, part_of
+from mpigossip.config.toml import near
+from mpigossip.graphs import Graph, GraphError
+from mpigossip.graphs.networks import is_network
+from mpigossip.optim.equal_start import SIGNATURE
+from mpigossip.training import assemble
+from mpigossip.training.fit import unfit
+
+KEYS = {
+    "algorithm": ("blend",),
+    "run": ("seed", "survive"),
+    "graph": ("weights", "lazy", "slack", "degree"),
+    "node": ("levels", "kept", "same_host", "timeout_s", "gpu_window"),
+}
+OF_RUN = {
+    "run": ("steps",),
+    "checkpoint": ("keep", "keep_every", "wall_clock_s", "on_error"),
+    "log": ("flush_steps", "on_error", "hooks", "straggler_times", "straggler_s"),
+}
+"""And those of a run with a folder."""
+"""Settings of a job that may be given by their plain names, beside the options of its parts."""
+
+
+def settings(
+    world: World,
+    device: str,
+    algorithm: str,
+    graph: Any,
+    cadence: str | None,
+    wire: str | None,
+    mixer: str,
+    folder: Path | None,
+    options: Mapping[str, Any],
+) -> tuple[Job, Graph]:
+    """The job, and the graph over the world's ranks; JobError with all that doesn't fit."""
+    drawn = graph is not None and not isinstance(graph, str)
+    if is_network(algorithm) or algorithm in graphs.BUILDERS.keys() - algorithms.BUILDERS.keys():
+        raise JobError([f"the fourth argument is the algorithm now: write graph={algorithm!r}"])
+    if "local" in options:
+        raise JobError([f"local = {options['local']!r}: the optimizer is the local step here"])
+    plain = {section: set(keys) for section, keys in KEYS.items()}
+    for section, keys in OF_RUN.items() if folder else ():
+        plain[section] = plain.get(section, set()).union(keys)
+    sections = _sections(algorithm, graph, cadence, options, plain)
+    if folder is not None:
+        sections["run"] |= {"output": str(folder), "name": folder.name or "run"}
+    if world.nodes.per_node > 1:
+        sections["node"]["ranks_per_node"] = world.nodes.per_node
+    sections["node"] |= {"mixer": mixer, "devices": "cpu:1" if device == "cpu" else device}
+    if wire is not None:
+        sections["node"]["wire"] = wire
+    job = assemble.load(sections)
+    try:
+        if drawn:
+            of, slack = job.graph, {"slack": job.graph.options.get("slack", 1.0)}
+            made = graphs.graph(
+                graph, world.nodes.count, of.weights, job.run.seed, of.lazy, **slack
+            )
+            name = "networkx" if is_network(graph) else f"{made.name} (given)"
+            job = replace(job, graph=replace(of, name=name, options=slack))
+        else:
+            made = assemble.make_graph(job, world.nodes.count)
+    except GraphError as error:
+        raise JobError([f"graph.name: {error}"]) from error
+    method = assemble.make_method(job, 0, made, SIGNATURE)
+    found = unfit(job, made, method, assemble.make_cadence(job, method, made))
+    found += _unseen(job, method, made)
+    found += _of_several(job, world)
+    if drawn and job.run.survive:
+        found.append(
+            "survive = True: a graph that is given has its number of nodes, and those who outlive "
+            f"a loss need one of fewer; name a graph, as {GraphSection.name}"
+        )
+    elif not found:
+        found += assemble.lasting(job, world.nodes.count)
+    if found:
+        raise JobError(found)
+    return job, made
+
+
+def _of_several(job: Job, world: World) -> list[str]:
+    """What nodes of several ranks don't do in a loop of one's own."""
+    found = []
+    if job.node.mixer != "synchronous" and world.nodes.per_node > 1:
+        found.append(
+            f'mixer = "{job.node.mixer}": the ranks of a node step together, and would wait for '
+            'each other\'s neighbours; use mixer = "synchronous", or ranks_per_node = 1'
+        )
+    if job.run.survive and world.nodes.per_node > 1:
+        found.append(
+            "survive = True: a lost rank takes its part of its node with it; to go on, the node's "
+            "other ranks would have to leave, and all columns to shrink by the same node; use "
+            "ranks_per_node = 1, or go on from what was saved"
+        )
+    return found
+
+
+def _sections(
+    algorithm: str,
+    graph: Any,
+    cadence: str | None,
+    options: Mapping[str, Any],
+    plain: Mapping[str, set[str]],
+) -> dict[str, dict[str, Any]]:
+    """A job's sections; an option goes wherever a part of the job has it."""
+    sections: dict[str, dict[str, Any]] = {"run": {}, "algorithm": {"name": algorithm}}
+    sections |= {"graph": {}, "cadence": {}, "node": {}, "checkpoint": {}, "log": {}}
+    for section, name in (("graph", graph), ("cadence", cadence)):
+        if isinstance(name, str):
+            sections[section]["name"] = name
+    part = part_of(algorithms.BUILDERS, algorithm)
+    brought = part.brings if part else {}
+    graph = brought.get("graph.name", GraphSection.name) if graph is None else graph
+    cadence = cadence or brought.get("cadence.name", CadenceSection.name)
+    known = {section: set(plain.get(section, ())) for section in sections}
+    known["algorithm"] |= {*options_of(algorithms.BUILDERS, algorithm)}
+    known["graph"] |= {*options_of(graphs.BUILDERS, graph)}
+    known["cadence"] |= {*options_of(cadences.BUILDERS, cadence)}
+    for key, value in options.items():
+        homes = [section for section, keys in known.items() if key in keys]
+        if not homes:
+            if any(key in keys for keys in OF_RUN.values()):
+                raise JobError([f'{key}: goes with a run\'s folder: give Gossip run="runs/mine"'])
+            unknown = f"{key}: unknown; {near(key, set().union(*known.values()))}"
+            raise JobError([removed.of_argument(key) or unknown])
+        for section in homes:
+            sections[section][key] = value
+    return sections
+
+
+def _unseen(job: Job, method: algorithms.Algorithm, graph: Graph) -> list[str]:
+    """What a job knows and a loop of one's own doesn't say."""
+    cadence = assemble.make_cadence(job, method, graph)
+    if cadence.own:
+        return [
+            f"period = {list(cadence.own)}: a loop of one's own makes each step that it is told; "
+            'give one number, or mixer="asynchronous" with cadence "every", where each rank may '
+            "give a number of its own"
+        ]
+    if "loss" in cadence.measures:
+        return [
+            f'cadence.name = "{job.cadence.name}": it measures the loss, which a step from a '
+            'gradient doesn\'t see; use "gossip-pga", or a job'
+        ]
+    if job.cadence.name == "adpsgd" and job.cadence.options.get("total") is None:
+        return ['cadence.name = "adpsgd": give total=…, the steps of the whole run: a loop of '
+                "one's own doesn't say them"]  # fmt: skip
+    return []

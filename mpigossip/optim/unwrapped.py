@@ -1,0 +1,157 @@
+"""What stands around a model or an optimizer: looked through, or refused in words."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from mpigossip.cluster.world import World
+from mpigossip.config import JobError
+from mpigossip.engine.sharded import fully_sharded, is_cut, reshard
+from mpigossip.optim.arguments import named
+
+FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
+SHARING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
+"""Optimizers of torch.distributed that keep a part of the parameters, or average them."""
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module inside those that torch.compile, DDP and DataParallel put around it.
+
+    So parameters have the same names with and without them, and so have checkpoints.
+    """
+    while (inner := bare_once(model)) is not model:
+        model = inner
+    return model
+
+
+def bare_once(model: nn.Module) -> nn.Module:
+    """The module inside the outermost of them; itself where there is none."""
+    compiled = getattr(model, "_orig_mod", None)
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        return model.module
+    return compiled if isinstance(compiled, nn.Module) else model
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | None = None) -> None:
+    """JobError for what joins ranks by itself, and for optimizers that a framework has wrapped.
+
+    ``world``: where its nodes have several ranks, the model must be in DDP over those of its node,
+    or cut between them by `fully_shard`.
+    """
+    kind = type(optimizer)
+    home = kind.__module__.partition(".")[0]
+    if home in FRAMEWORKS:
+        raise JobError(
+            [f"the optimizer has been wrapped by {home} already ({kind.__name__}), which would "
+             "leave out steps that neighbours wait for: give Gossip the torch optimizer, and what "
+             "comes back to the framework"]
+        )  # fmt: skip
+    if kind.__name__ in SHARING:
+        raise JobError(
+            [f"the optimizer is a {kind.__name__}, which joins ranks by torch.distributed: give "
+             "Gossip the optimizer inside it"]
+        )  # fmt: skip
+    sharded = _parts(model, world)
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    several = world.nodes.per_node if world and not sharded else 1
+    if several > 1 and not any(isinstance(m, DistributedDataParallel) for m in _layers(model)):
+        raise JobError(
+            [f"ranks_per_node: a node has {several} ranks, whose gradients nobody averages: wrap "
+             "the model as DistributedDataParallel(model, process_group=world.node_group()), or "
+             "cut it by fully_shard(model, mesh=world.node_mesh()), before it is given to Gossip"]
+        )  # fmt: skip
+    _apart(wrappers, world)
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """What stands around the bare module, one in the other."""
+    while (inner := bare_once(model)) is not model:
+        yield model
+        model = inner
+
+
+def _node(world: World | None) -> list[int]:
+    """The world's ranks that are this one's node."""
+    if world is None or world.nodes.per_node == 1:
+        return []
+    of = world.nodes.of
+    return [rank for rank, node in enumerate(of) if node == of[world.rank]]
+
+
+def check_late(model: nn.Module, world: World | None = None) -> None:
+    """The same for what was put around the model after Gossip; looks at all objects, so once."""
+    _parts(model, world)
+    if distributed.is_available() and distributed.is_initialized():
+        own = {id(p) for p in model.parameters()}
+        every = (o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
+        _apart((m for m in every if own & {id(p) for p in m.parameters()}), world)
+
+
+def _apart(wrappers: Iterable[DistributedDataParallel], world: World | None) -> None:
+    for wrapper in wrappers:
+        several, group = wrapper.process_group.size(), wrapper.process_group
+        node = _node(world)
+        if node and distributed.get_process_group_ranks(group) != node:
+            raise JobError(
+                [f"DistributedDataParallel around the model sums the gradients of {several} "
+                 f"processes, and this node is the ranks {', '.join(map(str, node))}: give it "
+                 "process_group=world.node_group()"]
+            )  # fmt: skip
+        if not node and several > 1:
+            raise JobError(
+                [f"DistributedDataParallel around the model sums the gradients of {several} "
+                 "processes at every step, and each of them is a node: leave it away, Gossip "
+                 "takes its place, or make them one by mpigossip.world(ranks_per_node=…)"]
+            )  # fmt: skip
+
+
+def _parts(model: nn.Module, world: World | None) -> bool:
+    """Whether the node's ranks have a part of the model each; JobError where others have, too.
+
+    FSDP's classes are known by name: importing them would load what few use.
+    """
+    if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        raise JobError(
+            ["the model is in FullyShardedDataParallel, whose flat parameters are its own: cut it "
+             "by fully_shard(model, mesh=world.node_mesh()) inside the node, or leave it away"]
+        )  # fmt: skip
+    modules = fully_sharded(model)
+    reshard(modules)
+    cut = [(n, p) for n, p in model.named_parameters() if is_cut(p)]
+    for name, parameter in cut:
+        _of_node(name, parameter, world)
+    whole = [n for n, p in model.named_parameters() if p.requires_grad and not is_cut(p)]
+    if cut and whole:
+        raise JobError(
+            [f"{named(whole)} aren't sharded, where others are: nobody averages their gradients "
+             "inside the node; call fully_shard(model, mesh=world.node_mesh()) on the whole model, "
+             "too, after its layers"]
+        )  # fmt: skip
+    return bool(cut)
+
+
+def _of_node(name: str, parameter: Any, world: World | None) -> None:
+    """JobError for a part that isn't one of this node's, cut by `fully_shard` alone."""
+    node = _node(world) or [world.rank if world else 0]
+    mesh, (first, *more) = parameter.device_mesh, parameter.placements
+    on = mesh.mesh.flatten().tolist()
+    if on != node:
+        they = "rank" if len(node) == 1 else "ranks"
+        raise JobError(
+            [f"parameter {name} is cut between the ranks {', '.join(map(str, on))}, and this node "
+             f"is the {they} {', '.join(map(str, node))}: fully_shard(model, "
+             "mesh=world.node_mesh()) cuts it inside the node, whose ranks "
+             "mpigossip.world(ranks_per_node=…) joins"]
+        )  # fmt: skip
+    if more or not first.is_shard() or type(first).__name__ != "Shard":
+        raise JobError(
+            [f"parameter {name} is a DTensor placed {parameter.placements}: inside the node "
+             "fully_shard alone can cut it, not parallelize_module or replicas (HSDP), whose place "
+             "gossip takes"]
+        )  # fmt: skip

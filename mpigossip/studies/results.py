@@ -1,0 +1,223 @@
+"""What a study found: a table with intervals, the best point, and what can't be told from it."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mpigossip.analysis.seeds import LEVEL, interval, settings
+from mpigossip.config import JobError
+from mpigossip.config.readable import cells
+from mpigossip.runs.summary import metrics_of
+from mpigossip.studies import tables
+from mpigossip.studies.grid import Cell
+from mpigossip.studies.running import Found, Key
+from mpigossip.studies.search import Tried, figure_of, larger_is_better
+
+
+class Results:
+    """The results of a grid: the tables.
+
+    `rows`: a dict for each point with its labels, "nodes", "lr" where rates were chosen, "seeds",
+    "diverged" (how many of them), "late" (how many ended, but lost again most of what they had
+    learnt: `Found.late`), and of each figure NAME (mean over the seeds that ended), NAME_std
+    (ddof 1), NAME_low and NAME_high (95 % interval of the mean, Student's t); figures are the
+    task's metrics, "loss", and "MB", sent by a node. `tried`: what a search of rates tried;
+    `left_out`: points whose parts don't go together, with the reason; `folder`: where the logs lie.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        rates: Mapping[Cell, float | None],
+        seeds: Sequence[int],
+        found: Mapping[Key, Found],
+        judge: str | None,
+        tried: Sequence[Tried],
+        left_out: Mapping[str, str],
+        folder: Path,
+    ):
+        """Of runs that have ended."""
+        self.cells, self.rates, self.seeds = list(cells), dict(rates), list(seeds)
+        self.tried, self.left_out, self.folder = list(tried), dict(left_out), folder
+        self._found = dict(found)
+        self.judge = figure_of(found.values(), judge)
+        self.axes = [name for name, _ in self.cells[0].labels]
+        if len({cell.nodes for cell in cells}) > 1:
+            self.axes.append("nodes")
+        self.rows = [self._row(cell) for cell in self.cells]
+
+    def runs(self, cell: Cell) -> list[Found]:
+        """A point's runs in the order of the seeds."""
+        return [self._found[cell, self.rates[cell], seed] for seed in self.seeds]
+
+    def ended(self, cell: Cell) -> list[Found]:
+        """Those of them that didn't diverge."""
+        return [run for run in self.runs(cell) if not run.diverged]
+
+    @property
+    def figures(self) -> list[str]:
+        """Names of the figures of the table; the one that is judged first."""
+        logs = [run.log for run in self._found.values() if run.log is not None]
+        names = metrics_of(logs[0].summary) if logs else []
+        return list(dict.fromkeys([self.judge, *names, "loss"]))
+
+    def _row(self, cell: Cell) -> dict[str, Any]:
+        ended = self.ended(cell)
+        row: dict[str, Any] = dict(cell.labels) | {"nodes": cell.nodes}
+        if self.rates[cell] is not None:
+            row["lr"] = self.rates[cell]
+        row |= {"seeds": len(self.seeds), "diverged": len(self.seeds) - len(ended)}
+        row["late"] = sum(run.late for run in ended)
+        for name in self.figures:
+            row |= _spread(name, [run.last(name) for run in ended])
+        return row | _spread("MB", [run.last("bytes_sent") / 1e6 for run in ended])
+
+    # -- what is best ----------------------------------------------------------------------------
+
+    def best(self) -> dict[str, Any]:
+        """The row of the best mean of what is judged; those with runs that diverged come last."""
+        return self.rows[self._order()[0]]
+
+    def _order(self) -> list[int]:
+        sign = -1 if larger_is_better(self.judge) else 1
+
+        def place(k: int):
+            value = self.rows[k][self.judge]
+            return _lost(self.rows[k]), math.isnan(value), sign * value
+
+        return sorted(range(len(self.rows)), key=place)
+
+    def ties(self) -> list[dict[str, Any]]:
+        """Rows that can't be told from the best: the interval of paired differences has 0 in it.
+
+        And no more of their runs diverged, at once or late.
+        """
+        best, *others = self._order()
+        found = []
+        for k in sorted(others):
+            apart = _spread("d", self.apart(self.cells[best], self.cells[k], self.judge))
+            as_safe = _lost(self.rows[k]) == _lost(self.rows[best])
+            if as_safe and apart["d_low"] <= 0 <= apart["d_high"]:
+                found.append(self.rows[k])
+        return found
+
+    def apart(self, first: Cell, second: Cell, name: str, share: float = 1.0) -> list[float]:
+        """By how much one point is ahead of ``share`` times another: a difference a seed.
+
+        Above 0 where the first is better: an accuracy larger, any other figure smaller. Paired by
+        seed, as seeds share initial parameters and the order of samples; of seeds with which
+        neither diverged.
+        """
+        sign = 1 if larger_is_better(name) else -1
+        return [
+            sign * (a.last(name) - share * b.last(name))
+            for a, b in zip(self.runs(first), self.runs(second), strict=True)
+            if not (a.diverged or b.diverged)
+        ]
+
+    # -- tables ----------------------------------------------------------------------------------
+
+    def table(self, form: Literal["text", "csv", "latex"] = "text") -> str:
+        """A row a point. LaTeX needs booktabs; bold are the best and its ties, unless all rows."""
+        if form == "csv":
+            out = io.StringIO()
+            writer = csv.writer(out, lineterminator="\n")
+            writer.writerows(map(cells, [self.rows[0], *(row.values() for row in self.rows)]))
+            return out.getvalue()
+        if form not in ("text", "latex"):
+            raise JobError([f'table("{form}"): choose one of text, csv, latex'])
+        left, rates = len(self.axes), ["lr"] * ("lr" in self.rows[0])
+        heads = [axis.removesuffix(".name").rpartition(".")[2] for axis in self.axes]
+        heads += [f"lr{self._per()}" for _ in rates] + [*self.figures, "MB a node"]
+        columns = [[str(row[axis]) for row in self.rows] for axis in self.axes]
+        columns += [[f"{row[key]:g}" for row in self.rows] for key in rates]
+        columns += [tables.column(self.rows, name) for name in [*self.figures, "MB"]]
+        best = [self.best(), *self.ties()]
+        strong = {id(row) for row in best if len(best) < max(2, len(self.rows))}
+        rows = [
+            tables.Row(said, left + len(rates), self.note(cell), id(row) in strong)
+            for cell, row, *said in zip(self.cells, self.rows, *columns, strict=True)
+        ]
+        if form == "text":
+            return tables.text(heads, rows, left)
+        return tables.latex(heads, rows, left, self._comments(bool(strong)))
+
+    def note(self, cell: Cell) -> str:
+        """What goes with a point's figures: runs that diverged; that none of a search converged."""
+        said = tables.lost(self.rows[self.cells.index(cell)])
+        tried = [one for one in self.tried if one.cell == cell]
+        if tried and all(one.lost for one in tried):
+            said.append("no tried rate converged")
+        return "; ".join(said)
+
+    def _per(self) -> str:
+        """How many samples a rate is for, " per 256 samples", where jobs scale it."""
+        told = [settings(run.log.job) for run in self._found.values() if run.log is not None]
+        found = {
+            f" per {job['schedule.reference_batch']} samples"
+            if job.get("schedule.scale") == "linear" else ""
+            for job in told
+        }  # fmt: skip
+        return found.pop() if len(found) == 1 else ""
+
+    def _comments(self, strong: bool) -> list[str]:
+        """What the figures of the LaTeX table are."""
+        steps = [int(run.last("steps")) for cell in self.cells for run in self.ended(cell)]
+        nodes = sorted({cell.nodes for cell in self.cells})
+        made = f"n = {', '.join(map(str, nodes))}"
+        if steps:
+            made += f", {' to '.join(map(str, sorted({min(steps), max(steps)})))} steps"
+        if len(self.seeds) == 1:
+            return [f"one seed, no intervals; {made}; bold: the best {self.judge}"]
+        return [
+            f"±: half the {100 * LEVEL:.0f} % interval of the mean of {len(self.seeds)} seeds "
+            f"(Student's t); {made}",
+            ("bold: can't" if strong else "no point can")
+            + f" be told from the best {self.judge} (differences paired by seed)",
+        ]
+
+    def frame(self) -> Any:
+        """The rows as a DataFrame of pandas."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    def dataset(self) -> Any:
+        """All seeds as an xarray.Dataset: figures over ("point", "seed"), labels as coordinates."""
+        import xarray
+
+        points = ("point", "seed")
+        values = {
+            name: (points, [[run.last(name) for run in self.runs(cell)] for cell in self.cells])
+            for name in [*self.figures, "bytes_sent"]
+        }
+        labels = {axis: ("point", [cell.label(axis) for cell in self.cells]) for axis in self.axes}
+        if "lr" in self.rows[0]:
+            labels["lr"] = ("point", [row["lr"] for row in self.rows])
+        return xarray.Dataset(values, labels | {"seed": self.seeds})
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.table())}</pre>"
+
+
+def _lost(row: Mapping[str, Any]) -> int:
+    """How many of a point's runs diverged, at once or late."""
+    return sum(row[k] for k in tables.LOST)
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean, deviation and interval of a figure."""
+    mean, half = map(float, interval(values))
+    std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+    return {name: mean, f"{name}_std": std, f"{name}_low": mean - half, f"{name}_high": mean + half}

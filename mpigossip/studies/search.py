@@ -1,0 +1,111 @@
+"""Each point's own learning rate: the best of several, with a seed that isn't reported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mpigossip.config import JobError
+from mpigossip.runs.summary import metrics_of
+from mpigossip.studies.grid import Cell
+from mpigossip.studies.running import DERIVED, Found, Key, Runner
+from mpigossip.training import assemble
+
+SEED = 1000
+"""The seed of a search's runs."""
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Of the job's rate: what is tried first."""
+FURTHER = 3
+"""How often a best rate at an end is followed by one more, half or twice it."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A rate that was tried for a point, and the figure that it was judged by."""
+
+    cell: Cell
+    rate: float
+    judged: float
+    """NaN where it diverged"""
+    late: bool = False
+    """Whether it diverged late: it is taken only where all others diverged"""
+
+    @property
+    def lost(self) -> bool:
+        """Whether it diverged, at once or late."""
+        return self.late or not math.isfinite(self.judged)
+
+
+def chosen(
+    cells: Sequence[Cell], rates: Sequence[float] | str | None, judge: str | None, runner: Runner
+) -> tuple[dict[Cell, float | None], list[Tried]]:
+    """The rate of each point, None for the job's own; and all that was tried."""
+    if rates is None:
+        return dict.fromkeys(cells), []
+    if isinstance(rates, str) and rates in SEARCHES:
+        own = {cell: assemble.load(runner.job, cell.settings).schedule.lr for cell in cells}
+        candidates = {cell: [own[cell] * factor for factor in FACTORS] for cell in cells}
+    elif isinstance(rates, str) or not rates or not all(rate > 0 for rate in rates):
+        raise JobError([f'rates = {rates!r}: give learning rates above 0, "search" or "fine"'])
+    elif len({*rates}) == 1:
+        return dict.fromkeys(cells, float(rates[0])), []  # nothing to be chosen
+    else:
+        candidates = {cell: sorted({float(rate) for rate in rates}) for cell in cells}
+    found: dict[Key, Found] = {}
+    for further in [*SEARCHES.get(rates, []), None] if isinstance(rates, str) else [None]:
+        keys = [(cell, rate, SEED) for cell in cells for rate in candidates[cell]]
+        found |= runner.fill([key for key in keys if key not in found])
+        name = figure_of(found.values(), judge)
+        tried = [Tried(k[0], k[1], one.last(name), one.late) for k, one in found.items()]
+        best = {cell: _best([one for one in tried if one.cell == cell], name) for cell in cells}
+        if further:
+            more = {cell: further(best[cell], candidates[cell]) for cell in cells}
+            candidates = {cell: sorted([*candidates[cell], *more[cell]]) for cell in cells}
+    return dict(best), tried
+
+
+def figure_of(found: Iterable[Found], judge: str | None) -> str:
+    """The name of the figure that is judged: the one asked for, else the task's first."""
+    whole = next((one.log for one in found if one.log is not None), None)
+    if whole is None:
+        return judge or "loss"
+    metrics = metrics_of(whole.summary)
+    if judge is not None and judge not in {*whole.summary, *DERIVED}:
+        known = ", ".join(dict.fromkeys([*metrics, "loss", *DERIVED]))
+        raise JobError([f'judge = "{judge}": the runs have no such figure; choose one of {known}'])
+    return judge or metrics[0]
+
+
+def larger_is_better(name: str) -> bool:
+    """Of accuracies; of all else, losses and errors, the smaller is."""
+    return "accuracy" in name
+
+
+def _best(tried: Sequence[Tried], name: str) -> float:
+    """The rate of the best figure, the smaller of equal ones; the smallest where all diverged.
+
+    Of those that didn't diverge late, if there are any.
+    """
+    sign = -1 if larger_is_better(name) else 1
+    ended = [one for one in tried if math.isfinite(one.judged)]
+    known = [one for one in ended if not one.lost] or ended
+    if not known:
+        return min(one.rate for one in tried)
+    return min(known, key=lambda one: (sign * one.judged, one.rate)).rate
+
+
+def _next(best: float, candidates: Sequence[float]) -> list[float]:
+    """The rate beyond the end at which the best lies, if it lies at one."""
+    return [best / 2] * (best == min(candidates)) + [best * 2] * (best == max(candidates))
+
+
+def _between(best: float, candidates: Sequence[float]) -> list[float]:
+    """The geometric means of the best rate and those beside it."""
+    at = candidates.index(best)
+    beside = [*candidates[max(0, at - 1) : at], *candidates[at + 1 : at + 2]]
+    return [float(f"{math.sqrt(best * rate):.3g}") for rate in beside]
+
+
+SEARCHES = {"search": [_next] * FURTHER, "fine": [*[_next] * FURTHER, _between]}
+"""What is tried further, in turn, by the word for it."""

@@ -1,0 +1,118 @@
+"""Theory beside a study's curves: transient iterations measured, rates and bounds drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpigossip.config import JobError
+from mpigossip.data.problems import Problem
+from mpigossip.data.sources import SOURCES
+from mpigossip.graphs import Graph, theory
+from mpigossip.store.log import Log
+from mpigossip.studies.grid import Cell
+from mpigossip.studies.results import Results
+from mpigossip.training import assemble
+
+Figures = Sequence[float] | np.ndarray
+
+
+def meeting(steps: Figures, curve: Figures, reference: Figures, within: float = 2.0) -> float:
+    """The first step from which on ``curve`` is at most ``within`` times ``reference``.
+
+    Both are positive figures at the same steps, of which less is better; inf where the last is
+    still above.
+    """
+    above = np.flatnonzero(~(np.asarray(curve, float) <= within * np.asarray(reference, float)))
+    first = 0 if not len(above) else int(above[-1]) + 1
+    return float(steps[first]) if first < len(steps) else float("inf")
+
+
+def transients(study: Results, against: str, y: str, within: float) -> list[dict[str, Any]]:
+    """A row for each point but the references; see `Study.transient`."""
+    references = [cell for cell in study.cells if against in dict(cell.labels).values()]
+    rows = []
+    for cell in study.cells:
+        if cell in references:
+            continue
+        own = [one for one in references if one.nodes == cell.nodes]
+        if not own:
+            raise JobError([
+                f'against = "{against}": no point of {cell.nodes} nodes is called so; give the '
+                f'grid one, such as {{"method": {{"{against}": "algorithm.name=parallel", …}}}}'
+            ])  # fmt: skip
+        beside = max(own, key=lambda one: len(set(one.labels) & set(cell.labels)))
+        row: dict[str, Any] = dict(cell.labels) | {"nodes": cell.nodes}
+        rows.append(
+            row | {"transient": _meet(study, cell, beside, y, within)} | _orders(study, cell)
+        )
+    return rows
+
+
+def _meet(study: Results, cell: Cell, beside: Cell, y: str, within: float) -> float:
+    """Of the means over seeds; inf where either has no run that ended."""
+    both = [study.ended(one) for one in (cell, beside)]
+    if not all(both):
+        return float("inf")
+    try:
+        means = [np.mean([run.curve(y) for run in runs], axis=0) for runs in both]
+    except KeyError:
+        raise JobError([f'y = "{y}": the logs have no such figure at evaluations']) from None
+    steps, others = (runs[0].curve("step") for runs in both)
+    if not np.array_equal(steps, others):
+        raise JobError([f"{cell.name} and {beside.name} are evaluated at other steps"])
+    return meeting(steps, means[0], means[1], within)
+
+
+def _orders(study: Results, cell: Cell) -> dict[str, float]:
+    runs = study.ended(cell)
+    if not runs:
+        return {}
+    iid, non_iid = theory.transient_iterations(_known(runs[0].log).graph)
+    return {"iid": iid, "non_iid": non_iid}
+
+
+class Known(NamedTuple):
+    """What theory needs of a run."""
+
+    graph: Graph
+    problem: Problem | None
+    noise: float
+
+
+def _known(log: Log) -> Known:
+    job = assemble.load(log.job)
+    graph = assemble.make_graph(job, log.nodes)
+    noise = job.task.options.get("noise", 0.0)
+    made = SOURCES.get(job.data.source) if "noise" in job.task.options else None
+    return Known(graph, made(log.nodes, **job.data.options) if made else None, noise)
+
+
+def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
+    """D-PSGD's rate on the graph of each point, dotted in its colour; the lower bounds in grey."""
+    floors: dict[int, np.ndarray] = {}
+    steps = np.empty(0)
+    low, high = axes.get_ylim()
+    for cell, colour in colours.items():
+        for run in study.ended(cell)[:1]:
+            known = _known(run.log)
+            problem, n = known.problem, cell.nodes
+            if problem is None or not np.isfinite(problem.gap):
+                raise JobError([
+                    f"theory = True: the constants of {cell.name} aren't known; use task.name = "
+                    '"quadratics" or "logistic"'
+                ])  # fmt: skip
+            steps = run.curve("step")
+            constants = problem.gap, problem.smoothness, known.noise
+            whole = known.graph.complete
+            gap = float("inf") if whole else theory.averaging_gap(known.graph)
+            rate = theory.gossip_rate(steps, *constants, problem.heterogeneity, n, gap)
+            axes.plot(steps, rate, color=colour, linestyle=":", lw=1.2)
+            across = theory.diameter(known.graph)
+            floors[across or 0] = theory.gradient_floor(steps, *constants, n, 1, across)
+    for across, floor in sorted(floors.items()):
+        axes.plot(steps, floor, color="#888888", lw=0.8, label=f"lower bound, diameter {across}")
+    axes.plot([], [], ":", color="#888888", label="rate of D-PSGD, no constants")
+    axes.set_ylim(low, high)  # orders without constants don't decide what is seen

@@ -1,0 +1,219 @@
+"""Models cut by FSDP2, or held by DDP, inside nodes of several ranks, and their reference.
+
+The reference is one process: n full models, each with its own optimizer and the mean gradient of
+its node's batches, mixed by the graph's W(t) in the simulator.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VOCABULARY, CONTEXT, WIDTH, BATCH = 51, 12, 20, 4
+"""A vocabulary that 2 and 3 don't divide, a width that 3 doesn't."""
+SGD = ("dmsgd", "qg-dmsgd", "decentlam", "detag", "defacto")
+
+
+class Case(NamedTuple):
+    """What a training is to be; equal on all ranks."""
+
+    algorithm: str = "dsgd"
+    options: tuple[tuple[str, object], ...] = ()
+    clip: float | None = 0.25
+    steps: int = 20
+    compiled: bool = False
+    bf16: bool = False
+    copies: bool = False
+    """as if torch's inside weren't known"""
+    ddp: bool = False
+
+
+class Block(nn.Module):
+    """Attention to what came before, and a network of two layers, both residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        # a bias of keys has no gradient but rounding, of which AdamW makes steps
+        self.attend = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        parts = self.attend(self.before(x)).split(WIDTH, dim=2)
+        q, k, v = (part.view(b, t, 2, -1).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(y.transpose(1, 2).reshape(b, t, WIDTH))
+        return x + self.narrow(F.gelu(self.wide(self.between(x))))
+
+
+class GPT(nn.Module):
+    """Tokens (batch, time) and their successors -> mean loss; head and embedding are one."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs, targets):
+        x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        scores = self.head(self.norm(x)) * self.scale
+        return F.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
+
+
+def batch(node: int, slot: int, step: int):
+    draw = torch.Generator().manual_seed(10_000 * node + 100 * slot + step)
+    rows = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=draw)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def optimizer_of(model: nn.Module, algorithm: str) -> torch.optim.Optimizer:
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    narrow = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
+    if algorithm in SGD:
+        return torch.optim.SGD(groups, lr=0.1)
+    return torch.optim.AdamW(groups, lr=3e-3)
+
+
+def wrapped(world, model: nn.Module, case: Case) -> nn.Module:
+    """The model as its node's ranks have it."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if case.ddp:
+        return nn.parallel.DistributedDataParallel(model, process_group=world.node_group())
+    mesh = world.node_mesh()
+    more = {}
+    if case.bf16:
+        more["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **more)
+    fully_shard(model, mesh=mesh, **more)
+    return torch.compile(model, backend="aot_eager") if case.compiled else model
+
+
+def whole(model: nn.Module) -> torch.Tensor:
+    """All parameters, joined; collective over the node where they are cut."""
+    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return torch.cat([p.detach().reshape(-1) for p in full])
+
+
+def trained(world, case: Case, per: int) -> torch.Tensor:
+    """This node's parameters after the steps."""
+    from mpigossip.engine import sharded
+    from mpigossip.optim.gossip import Gossip
+
+    node, place = world.nodes.column.rank, world.nodes.place
+    known = sharded.insides
+    if case.copies:
+        sharded.insides = lambda model: {}
+    model = GPT(node)
+    made = wrapped(world, model, case)
+    optimizer = Gossip(
+        world, made, optimizer_of(model, case.algorithm), case.algorithm, **dict(case.options)
+    )
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        made(*batch(node, place, step)).backward()
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+    if not case.ddp:
+        assert optimizer.vector.copies is case.copies
+    found = whole(model)
+    optimizer.close()
+    sharded.insides = known
+    return found
+
+
+def on_ranks(comm, cases: list[Case], per: int):
+    """Of each case the node and its parameters; called on every rank."""
+    from mpigossip.optim.world import World
+
+    torch.set_num_threads(1)
+    world = World(comm, timeout_s=60)
+    world.arrange(per)
+    found = [trained(world, case, per).numpy() for case in cases]
+    node = world.nodes.column.rank
+    world.close()
+    return node, found
+
+
+def mixed(n: int, per: int, case: Case) -> torch.Tensor:
+    """The reference: (n, parameters)."""
+    from mpigossip.cluster.ranks import Alone
+    from mpigossip.engine.module import Parameters
+    from mpigossip.engine.step import Engine
+    from mpigossip.groups.base import Single
+    from mpigossip.mixing import open_mixer
+    from mpigossip.mixing.base import Layout
+    from mpigossip.optim.inner import borrowed, decay
+    from mpigossip.training import assemble
+
+    homes = {"graph": ("graph", "name"), "cadence": ("cadence", "name"),
+             "period": ("cadence", "period"), "total": ("cadence", "total")}  # fmt: skip
+    sections = {"algorithm": {"name": case.algorithm}}
+    for key, value in case.options:
+        section, name = homes.get(key, ("algorithm", key))
+        sections.setdefault(section, {})[name] = value
+    job = assemble.load(sections)
+    graph = assemble.make_graph(job, n)
+    models = [GPT(node) for node in range(n)]
+    vector = Parameters(models)
+    optimizers = [optimizer_of(model, case.algorithm) for model in models]
+    method = assemble.make_method(job, 0, graph, borrowed(vector, optimizers))
+    layout = Layout((vector.flat.size,), method.vectors, method.scalars, ("cpu",))
+    mixer = open_mixer(graph, layout, Alone())
+    with torch.no_grad():
+        vector.x[0].copy_(vector.x[0][:1].clone().expand_as(vector.x[0]))  # node 0's
+    cadence = assemble.make_cadence(job, method, graph)
+    engine = Engine(mixer, Single(), vector, [method], cadence)
+    for step in range(case.steps):
+        for node, model in enumerate(models):
+            model.zero_grad()
+            _gradient(model, node, per, step, case.bf16)
+            if case.clip:
+                clip(model, case.clip, 1 if case.ddp else per)
+        with torch.no_grad():
+            if not engine.method.raw:
+                vector.gather()
+                for node, one in enumerate(optimizers if case.algorithm in SGD else ()):
+                    decay(vector, one, node)
+            engine.step(optimizers[0].param_groups[0]["lr"])
+    return torch.stack([whole(model) for model in models])
+
+
+def clip(model: nn.Module, most: float, per: int) -> None:
+    """As torch's own, which takes a parameter's norm from those of its pieces."""
+    parameters = list(model.parameters())
+    norms = [
+        sum(torch.linalg.vector_norm(piece).pow(2) for piece in p.grad.chunk(per)).pow(0.5)
+        for p in parameters
+    ]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    nn.utils.clip_grads_with_norm_(parameters, most, total)
+
+
+def _gradient(model: GPT, node: int, per: int, step: int, bf16: bool) -> None:
+    """The mean gradient of the node's batches, in the order of its slots."""
+    for slot in range(per):
+        inputs, targets = batch(node, slot, step)
+        if not bf16:
+            (model(inputs, targets) / per).backward()
+            continue
+        low = GPT(0).bfloat16()
+        low.load_state_dict(model.state_dict())
+        low(inputs, targets).backward()
+        for p, q in zip(model.parameters(), low.parameters(), strict=True):
+            gradient = q.grad.float() / per
+            p.grad = gradient if p.grad is None else p.grad + gradient

@@ -1,0 +1,129 @@
+"""DistributedDataParallel inside nodes of several ranks, Gossip between them: a rank's bits."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mpigossip.config import JobError
+
+STEPS, BATCH, PER = 6, 8, 2
+SETTINGS = [
+    dict(algorithm="dsgd"),
+    dict(algorithm="d2", graph="ring"),
+    dict(algorithm="dsgt", graph="ring", same_host="put"),
+    dict(algorithm="dsgd", wire="qsgd", levels=7),
+    dict(algorithm="dsgd", style="awc"),
+    dict(algorithm="gossip-pga", period=2),
+    dict(algorithm="sgp", graph="exponential", weights="push"),
+    dict(algorithm="dmsgd"),
+]
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 5))
+
+
+def batch(node, slot, step):
+    draw = torch.Generator().manual_seed(1000 * node + 10 * slot + step)
+    return torch.randn(BATCH, 20, generator=draw), torch.randn(BATCH, 5, generator=draw)
+
+
+def optimizer_of(model, settings):
+    if settings["algorithm"] == "dmsgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=1e-3)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def stepped(world, settings, node, slots, wrap):
+    """Parameters after some clipped steps; gradients are the mean over the node's slots."""
+    from mpigossip.optim.gossip import Gossip
+
+    model = network(node)
+    whole = wrap(model)
+    optimizer = Gossip(world, whole, optimizer_of(model, settings), **settings)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for slot in slots:
+            inputs, targets = batch(node, slot, step)
+            # as DDP does: each slot's gradient times 1/k, then the sum
+            (nn.functional.mse_loss(whole(inputs), targets) / len(slots)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    found = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    record = optimizer.record.bytes_sent[0]
+    optimizer.close()
+    return found.numpy(), record
+
+
+def several(comm, settings):
+    from mpigossip.optim.world import World
+
+    torch.set_num_threads(1)
+    world = World(comm, timeout_s=30)
+    world.arrange(PER)
+    group, nodes = world.node_group(), world.nodes
+    found = [
+        stepped(
+            world, one, nodes.column.rank, [nodes.place],
+            lambda model: DistributedDataParallel(model, process_group=group),
+        )
+        for one in settings
+    ]  # fmt: skip
+    mesh = world.node_mesh()
+    world.close()
+    return nodes.column.rank, found, (mesh.size(), mesh.mesh_dim_names)
+
+
+def one_rank(comm, settings):
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    world = World(comm, timeout_s=30)
+    found = [stepped(world, one, world.rank, range(PER), lambda m: m) for one in settings]
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize(("n", "count"), [(2, len(SETTINGS)), (4, 2)])
+def test_ddp_inside_the_node_has_the_bits_of_one_rank_a_node(ranks, n, count):
+    some = SETTINGS[:count]
+    expected = ranks(n)(one_rank, some, timeout=120)
+    for node, found, mesh in ranks(PER * n)(several, some, timeout=120):
+        assert mesh == (PER, ("node",))
+        for settings, (mine, sent), (wanted, all_sent) in zip(
+            some, found, expected[node], strict=True
+        ):
+            assert (mine == wanted).all(), settings
+            # a rank sends its part: four buckets are cut in two
+            assert sent * PER == pytest.approx(all_sent, rel=0.02), settings
+
+
+def refused(comm):
+    from mpigossip.optim.gossip import Gossip
+    from mpigossip.optim.world import World
+
+    world, said = World(comm, timeout_s=30), []
+    world.arrange(PER)
+    model = network(0)
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    group, everybody = world.node_group(), torch.distributed.group.WORLD
+    for whole, more in (
+        (model, {}),
+        (DistributedDataParallel(model, process_group=everybody), {}),
+        (DistributedDataParallel(model, process_group=group), dict(mixer="asynchronous")),
+    ):
+        try:
+            Gossip(world, whole, made, **more)
+        except JobError as error:
+            said.append(" ".join(error.messages))
+    world.close()
+    return said
+
+
+def test_what_ranks_of_a_node_need_is_said(ranks):
+    for plain, whole, late in ranks(4)(refused):
+        assert "DistributedDataParallel(model, process_group=world.node_group())" in plain
+        assert "sums the gradients of 4 processes, and this node is the ranks" in whole
+        assert 'mixer = "asynchronous": the ranks of a node step together' in late

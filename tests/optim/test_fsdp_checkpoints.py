@@ -1,0 +1,85 @@
+"""Checkpoints of models cut inside nodes: whole in files, and resumed by other numbers of ranks."""
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from mpigossip.runs.model_export import export
+from mpigossip.store import checkpoint
+from tests.optim.in_node import GPT, Case, batch, optimizer_of, whole, wrapped
+
+NODES, HALF, STEPS = 2, 3, 6
+
+
+def trained(comm, folder, per, steps, ddp=False, save=False):
+    """On nodes of ``per`` ranks; the step gone on from, and the parameters at the end."""
+    import mpigossip
+    from mpigossip.optim.world import World
+
+    torch.set_num_threads(1)
+    with World(comm, timeout_s=30) as world:
+        world.arrange(per)
+        model = GPT(world.nodes.column.rank)
+        made = model if ddp and per == 1 else wrapped(world, model, Case(ddp=ddp))
+        optimizer = mpigossip.Gossip(
+            world, made, optimizer_of(model, "d2"), "d2", "ring", lazy=True, run=folder
+        )
+        draw = torch.Generator().manual_seed(world.rank)
+        optimizer.keep(draw=draw)
+        start = optimizer.resume()
+        drawn = float(torch.rand((), generator=draw))
+        for step in range(start, steps):
+            optimizer.zero_grad()
+            made(*batch(world.nodes.column.rank, world.nodes.place, step)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        if save:
+            optimizer.save()
+        found = whole(model)
+    return start, drawn, found.numpy()
+
+
+def states(folder):
+    """What every node's file holds: arrays by name."""
+    path = checkpoint.latest(folder)
+    found = [checkpoint.read_node(path, node) for node in range(checkpoint.read_manifest(path).n)]
+    return [{"parameters": one.parameters} | one.arrays for one in found]
+
+
+def same(one, other):
+    names = {name for name in one | other if not name.startswith(("rng", "own"))}
+    return all(np.array_equal(one[name], other[name]) for name in names)
+
+
+def test_a_checkpoint_is_whole_and_goes_on_to_the_bit(ranks, tmp_path):
+    unbroken = ranks(4)(trained, tmp_path / "whole", 2, STEPS)
+    ranks(4)(trained, tmp_path / "parts", 2, HALF)
+    parts = ranks(4)(trained, tmp_path / "parts", 2, STEPS)
+    for (_, _, mine), (start, _, again) in zip(unbroken, parts, strict=True):
+        assert start == HALF
+        assert (mine == again).all()
+    assert len({drawn for _, drawn, _ in parts}) == 4, "each rank has its own generator back"
+    # the files are those of whole models: ranks that hold the model each have the same digest
+    ranks(4)(trained, tmp_path / "ddp", 2, 1, True)
+    ranks(4)(trained, tmp_path / "cut", 2, 1)
+    assert all(map(same, states(tmp_path / "ddp"), states(tmp_path / "cut")))
+
+    out = tmp_path / "model.safetensors"
+    export(checkpoint.latest(tmp_path / "whole"), out)
+    model = GPT(9)
+    missing = model.load_state_dict(load_file(out), strict=False)
+    assert (missing.missing_keys, missing.unexpected_keys) == (["head.weight"], [])
+    models = [torch.from_numpy(found).double() for _, _, found in (unbroken[0], unbroken[2])]
+    assert torch.equal(whole(model), (sum(models) / 2).float())
+
+
+def test_other_numbers_of_ranks_per_node_go_on_from_it(ranks, tmp_path):
+    """Every node with its own model and optimizer; what is saved again at once is the same."""
+    ranks(4)(trained, tmp_path, 2, HALF)
+    wanted = states(tmp_path)
+    for per, ddp in ((3, False), (1, False), (1, True), (2, True), (2, False)):
+        for start, *_ in ranks(NODES * per)(trained, tmp_path, per, HALF, ddp, True):
+            assert start == HALF
+        assert all(map(same, wanted, states(tmp_path))), (per, ddp)
+    assert [start for start, *_ in ranks(2)(trained, tmp_path, 1, HALF + 1)] == [HALF] * 2

@@ -1,0 +1,312 @@
+"""FSDP2 inside nodes of several ranks, Gossip between them: full models mixed by W(t)."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from mpigossip.config import JobError
+from tests.optim.in_node import GPT, Case, batch, mixed, on_ranks, optimizer_of, whole, wrapped
+
+RING = (("graph", "ring"),)
+EQUAL = [
+    Case(steps=8),
+    Case(steps=8, copies=True),
+    Case("gossip-pga", (("period", 3),), steps=8),
+    Case("diloco", steps=8),
+    Case("dsgd", (("cadence", "adpsgd"), ("total", 8)), steps=8),
+    Case("d2", RING, steps=8),
+    Case("d2", RING, steps=8, copies=True),
+    Case("qg-dmsgd", steps=8),
+    Case("qg-dmsgd", steps=8, copies=True),
+    Case("dsgt", RING, steps=4),
+    Case("dsgd", (("style", "awc"),), steps=4),
+    Case(steps=4, bf16=True),
+    Case(steps=4, compiled=True),
+    Case(steps=4, ddp=True),
+]
+NEAR = [Case(steps=8, clip=None), Case("d2", RING, steps=8), Case("qg-dmsgd", steps=8)]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def apart(found, wanted):
+    """Of two vectors, relative."""
+    return float((torch.from_numpy(found) - wanted).norm() / wanted.norm())
+
+
+def test_nodes_of_two_ranks_have_the_bits_of_full_models(ranks):
+    of_ranks = ranks(4)(on_ranks, EQUAL, 2, timeout=240)
+    for k, case in enumerate(EQUAL):
+        wanted = mixed(2, 2, case)
+        for node, found in of_ranks:
+            assert torch.equal(torch.from_numpy(found[k]), wanted[node]), case
+
+
+def test_uneven_parts_of_three_ranks_are_full_models_within_rounding(ranks):
+    of_ranks = ranks(6)(on_ranks, NEAR, 3, timeout=240)
+    for k, case in enumerate(NEAR):
+        wanted = mixed(2, 3, case)
+        for node, found in of_ranks:
+            assert apart(found[k], wanted[node]) < 1e-5, case
+
+
+# -- what else a loop does -------------------------------------------------------------------------
+
+
+def made(world, **more):
+    from mpigossip.optim.gossip import Gossip
+
+    case = Case()
+    model = wrapped(world, GPT(world.nodes.column.rank), case)
+    return model, Gossip(world, model, optimizer_of(model, "dsgd"), graph="ring", lazy=True, **more)
+
+
+def step(world, model, optimizer, index):
+    optimizer.zero_grad()
+    loss = model(*batch(world.nodes.column.rank, world.nodes.place, index))
+    loss.backward()
+    optimizer.step()
+
+
+def several(comm, function):
+    from mpigossip.optim.world import World
+
+    torch.set_num_threads(1)
+    world = World(comm, timeout_s=30)
+    world.arrange(2)
+    found = function(world)
+    world.close()
+    return found
+
+
+def looks(world):
+    """Evaluated inside averaged(), and without: the same training afterwards."""
+    found = []
+    for evaluates in (False, True):
+        model, optimizer = made(world)
+        seen = []
+        for index in range(4):
+            step(world, model, optimizer, index)
+            if evaluates:
+                before = whole(model)
+                with optimizer.averaged() as averaged, torch.no_grad():
+                    inside = whole(model)
+                    # without a backward pass torch keeps the root's parameters gathered
+                    loss = float(averaged(*batch(0, world.nodes.place, 50)))
+                seen.append((before, inside, whole(model), loss, optimizer.consensus_distance()))
+        found.append(([one.numpy() if hasattr(one, "numpy") else one for t in seen for one in t],
+                      whole(model).numpy()))  # fmt: skip
+        optimizer.close()
+    return world.nodes.column.rank, found
+
+
+def test_averaged_and_consensus_are_of_the_whole_models(ranks):
+    of_ranks = ranks(4)(several, looks)
+    (_, [_, (first, _)]), _, (_, [_, (second, _)]), _ = of_ranks
+    for at in range(0, len(first), 5):
+        models = [torch.from_numpy(seen[at]).double() for seen in (first, second)]
+        mean = sum(models) / 2
+        model = GPT(0)
+        nn.utils.vector_to_parameters(torch.from_numpy(first[at + 1]), model.parameters())
+        spread = sum(float((m - mean).square().sum()) for m in models) / 2
+        for node, seen in enumerate((first, second)):
+            assert torch.equal(torch.from_numpy(seen[at + 1]), mean.float())
+            assert (seen[at + 2] == seen[at]).all(), node
+            with torch.no_grad():
+                # float32, summed in another order
+                assert seen[at + 3] == pytest.approx(float(model(*batch(0, 0, 50))), rel=1e-5)
+            assert seen[at + 4] == pytest.approx(spread / float(mean.square().sum()), rel=1e-6)
+    for _, [(_, plain), (_, looked)] in of_ranks:
+        assert (plain == looked).all()
+
+
+def resumed(world):
+    """state_dict() of every rank through torch.save, halfway, against an unbroken training."""
+    model, optimizer = made(world, algorithm="d2")
+    for index in range(6):
+        if index == 3:
+            kept = io.BytesIO()
+            torch.save(optimizer.state_dict(), kept)
+            kept.seek(0)
+        step(world, model, optimizer, index)
+    wanted = whole(model)
+    optimizer.close()
+    model, optimizer = made(world, algorithm="d2")
+    optimizer.load_state_dict(torch.load(kept, weights_only=True))
+    for index in range(3, 6):
+        step(world, model, optimizer, index)
+    found = whole(model)
+    optimizer.close()
+    return torch.equal(found, wanted)
+
+
+def test_the_state_of_every_rank_goes_on_to_the_bit(ranks):
+    assert ranks(4)(several, resumed) == [True] * 4
+
+
+def moved(model):
+    model.double()
+    model.float()
+
+
+def loaded(model):
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    set_model_state_dict(model, get_model_state_dict(model))
+
+
+def set_back(model):
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def doubled(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2.0)
+
+
+def trapped(world, known):
+    """What a program may do to the parameters between two steps; what comes of it."""
+    from mpigossip.engine import sharded
+
+    before, found = sharded.insides, []
+    if not known:
+        sharded.insides = lambda model: {}
+    for what in (lambda model: None, moved, loaded, set_back, doubled):
+        model, optimizer = made(world)
+        step(world, model, optimizer, 0)
+        what(model)
+        step(world, model, optimizer, 1)
+        found.append((whole(model).numpy(), optimizer.consensus_distance()))
+        optimizer.close()
+    sharded.insides = before
+    return found
+
+
+def taken_back(world):
+    return trapped(world, True), trapped(world, False)
+
+
+def test_parameters_that_were_given_other_memory_are_taken_back(ranks):
+    for known, copied in ranks(4)(several, taken_back):
+        (wanted, far), *same, (twice, _) = known
+        assert far > 0
+        assert not (twice == wanted).all()
+        for values, apart in same:
+            assert (values == wanted).all()
+            assert apart == far
+        assert all((a == b).all() for (a, _), (b, _) in zip(known, copied, strict=True))
+
+
+def forgot(world):
+    model, optimizer = made(world)
+    for index in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        model(*batch(0, 0, index)).backward()
+        optimizer.step()
+    model(*batch(0, 0, 2)).backward()
+    try:
+        optimizer.step()
+    except JobError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_of_the_last_step_are_noticed(ranks):
+    assert all("zero_grad()" in said for said in ranks(4)(several, forgot))
+
+
+def scaled(world):
+    """With a GradScaler, and an overflow on one node at one step; the steps that were taken."""
+    model, optimizer = made(world)
+    scaler, stepped = torch.amp.GradScaler("cpu", init_scale=2.0**8), []
+    for index in range(4):
+        optimizer.zero_grad()
+        loss = model(*batch(world.nodes.column.rank, world.nodes.place, index))
+        bad = index == 2 and world.rank == 0
+        scaler.scale(loss * float("inf") if bad else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state = next(iter(optimizer.state.values()))
+        stepped.append((optimizer.steps, int(state["step"]), scaler.get_scale()))
+    values = whole(model)
+    optimizer.close()
+    return world.nodes.column.rank, stepped, bool(values.isfinite().all())
+
+
+def test_an_overflow_in_one_rank_skips_its_nodes_step(ranks):
+    for node, stepped, finite in ranks(4)(several, scaled):
+        assert finite
+        assert [one[0] for one in stepped] == [1, 2, 3, 4]
+        assert [one[1] for one in stepped] == ([1, 2, 2, 3] if node == 0 else [1, 2, 3, 4])
+        assert stepped[-1][2] == (128.0 if node == 0 else 256.0)
+
+
+def refused(world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from mpigossip.optim.gossip import Gossip
+
+    mesh, said = world.node_mesh(), []
+    everybody = init_device_mesh("cpu", (world.size,))
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+
+    def partly():
+        model = GPT(0)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return model
+
+    for model, more in (
+        (fully_shard(GPT(0), mesh=everybody), {}),
+        (fully_shard(GPT(0), mesh=hybrid), {}),
+        (partly(), {}),
+        (fully_shard(GPT(0).bfloat16(), mesh=mesh), {}),
+        (fully_shard(GPT(0), mesh=mesh), dict(mixer="asynchronous")),
+    ):
+        try:
+            Gossip(world, model, torch.optim.AdamW(model.parameters()), **more)
+        except JobError as error:
+            said.append(" ".join(error.messages))
+    return said
+
+
+def test_what_is_cut_otherwise_is_refused_in_words(ranks):
+    for said in ranks(4)(several, refused):
+        others, hybrid, partly, low, mixer = said
+        assert "cut between the ranks 0, 1, 2, 3, and this node is the ranks" in others
+        assert "cut between the ranks 0, 1, 2, 3" in hybrid
+        assert "aren't sharded, where others are" in partly
+        assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in low
+        assert 'mixer = "asynchronous": the ranks of a node step together' in mixer
+
+
+def alone(comm):
+    """A node of one rank: the same program."""
+    from mpigossip.optim.world import World
+
+    torch.set_num_threads(1)
+    world = World(comm, timeout_s=30)
+    found = []
+    for cut in (True, False):
+        from mpigossip.optim.gossip import Gossip
+
+        model = GPT(world.rank)
+        model = wrapped(world, model, Case()) if cut else copy.deepcopy(model)
+        optimizer = Gossip(world, model, optimizer_of(model, "dsgd"))
+        for index in range(3):
+            step(world, model, optimizer, index)
+        found.append(whole(model))
+        optimizer.close()
+    world.close()
+    return torch.equal(*found)
+
+
+def test_a_node_of_one_rank_runs_the_same_program(ranks):
+    assert ranks(2)(alone) == [True, True]

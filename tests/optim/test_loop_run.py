@@ -1,0 +1,503 @@
+"""A user's loop with a folder has what a job's run has: log, checkpoints, lock, stopping."""
+
+import contextlib
+import hashlib
+import json
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mpigossip
+from mpigossip.cli import main
+from mpigossip.cluster.ranks import Alone, World
+from mpigossip.config import JobError
+from mpigossip.optim.loop import optimizer as optimizer_state
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.log import read
+from tests.rankpool import RankError
+
+SCRIPT = Path(__file__).parents[2] / "jobs/loops/classify.py"
+STEPS, HALF = 7, 4
+
+
+def make(rank, width=5, inner="AdamW"):
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout(0.3),
+        torch.nn.Linear(width, 2),
+    )  # fmt: skip
+    narrow = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": narrow, "lr": 0.03}, {"params": [model[0].weight, model[3].weight]}]
+    return model, getattr(torch.optim, inner)(groups if inner == "AdamW" else narrow, lr=0.02)
+
+
+def digest(model):
+    values = [*model.parameters(), *model.buffers()]
+    return hashlib.sha256(b"".join(v.detach().numpy().tobytes() for v in values)).hexdigest()
+
+
+def begin(world, folder, inner="AdamW", keep=True, **options):
+    model, optimizer = make(world.rank, inner=inner)
+    gossip = mpigossip.Gossip(world, model, optimizer, run=folder, **options)
+    draw = torch.Generator().manual_seed(world.rank)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(gossip, 0.05, STEPS)
+    if keep:
+        gossip.keep(draw=draw, schedule=schedule)
+    return model, gossip, draw, schedule
+
+
+def train(model, gossip, draw, schedule, steps):
+    for _ in steps:
+        gossip.zero_grad()
+        loss = model(torch.randn(8, 6, generator=draw)).square().mean()
+        loss.backward()
+        gossip.step()
+        schedule.step()
+        gossip.log(loss=loss, samples=8)
+
+
+def loop(comm, folder, steps, save_at=(), options=None):
+    """The loop from where its folder stands; its digest, learning rates and what it resumed."""
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, draw, schedule = begin(world, folder, **(options or {}))
+        start = gossip.resume()
+        for step in range(start, steps):
+            train(model, gossip, draw, schedule, [step])
+            if step + 1 in save_at:
+                gossip.save()
+    rates = [group["lr"] for group in gossip.param_groups]
+    return digest(model), rates, start
+
+
+@pytest.mark.both
+@pytest.mark.parametrize(
+    ("n", "options"),
+    [
+        (2, {}),
+        (3, {"algorithm": "d2", "graph": "ring", "lazy": True}),
+        (3, {"algorithm": "slowmo", "inner": "SGD", "period": 3}),
+        (2, {"style": "awc", "cadence": "every", "period": 2}),
+    ],
+)
+def test_a_loop_that_stopped_goes_on_to_the_bit(ranks, tmp_path, n, options):
+    whole = ranks(n)(loop, tmp_path / "whole", STEPS, (HALF,), options)
+    ranks(n)(loop, tmp_path / "parts", HALF, (2,), options)
+    parts = ranks(n)(loop, tmp_path / "parts", STEPS, (), options)
+    assert [(d, r) for d, r, _ in parts] == [(d, r) for d, r, _ in whole]
+    assert [start for *_, start in parts] == [HALF] * n
+    assert checkpoint.digest(checkpoint.latest(tmp_path / "parts")) == checkpoint.digest(
+        checkpoint.latest(tmp_path / "whole")
+    )
+    one, other = (read(tmp_path / name / "log.h5").steps for name in ("whole", "parts"))
+    timed = {name for name in one if name.endswith("_s") or name == "samples_per_second"}
+    for name in one.keys() - timed:
+        assert np.array_equal(one[name], other[name], equal_nan=True), name
+
+
+def figures(comm, folder):
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, draw, schedule = begin(world, folder, flush_steps=2)
+        for step in range(5):
+            train(model, gossip, draw, schedule, [step])
+            time.sleep(0.02)
+            if step == 3 and world.rank == 0:
+                gossip.log(step, {"val": 0.5, "of.rank-0": 1})
+            gossip.log(step, grade=torch.tensor(world.rank + step))
+    return gossip.record.seconds["compute_s"]
+
+
+def test_figures_of_the_program_are_columns_beside_the_engines(ranks, tmp_path):
+    computed = ranks(2)(figures, tmp_path / "run")
+    log = read(tmp_path / "run/log.h5")
+    assert log.steps["step"].tolist() == [0, 1, 2, 3, 4]
+    assert log.steps["grade"].tolist() == [[k, k + 1] for k in range(5)]
+    assert np.isfinite(log.steps["val"]).nonzero() == (3, 0) and log.steps["val"][3, 0] == 0.5
+    assert log.steps["of.rank-0"][3, 0] == 1
+    assert (
+        np.isfinite(log.steps["loss"]).all() and (np.diff(log.steps["bytes_sent"][:, 0]) > 0).all()
+    )
+    # what lies between two steps is the program's computing, and the speed is samples in all of it
+    assert min(computed) > 0.02 and (log.steps["compute_s"][1:] > 0.02).all()
+    whole = sum(log.steps[name] for name in log.steps if name.endswith("_s"))
+    assert np.allclose(log.steps["samples_per_second"], 8 / whole)
+    assert (log.summary["steps"], log.summary["finished"]) == (5, 1)
+    assert re.match(r"loss .*, grade 4\.5, val 0\.5", log.summary["figures"])
+    assert log.summary["digest"] == checkpoint.digest(checkpoint.latest(tmp_path / "run"))
+
+
+def other_nodes(comm, folder):
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, *_ = begin(world, folder)
+        start = gossip.resume()
+        with gossip.averaged():
+            pass
+        states = [gossip.state[p]["exp_avg"].clone() for p in model.parameters()]
+        apart = gossip.consensus_distance()
+    return start, [p.detach() for p in model.parameters()], states, apart
+
+
+def test_another_number_of_nodes_begins_with_the_exact_average(ranks, tmp_path, capfd):
+    ranks(3)(loop, tmp_path, HALF)
+    path = checkpoint.latest(tmp_path)
+    states = [checkpoint.read_node(path, node) for node in range(3)]
+    mean = torch.tensor(np.mean([s.parameters.astype(np.float64) for s in states], 0)).float()
+    found = ranks(2)(other_nodes, tmp_path)
+    for start, parameters, moments, apart in found:
+        assert start == HALF and apart == 0
+        assert torch.equal(torch.cat([p.reshape(-1) for p in parameters]), mean)
+        for name, moment in zip(states[0].names, moments, strict=True):
+            kept = [s.arrays[f"torch/{name}/exp_avg"].astype(np.float64) for s in states]
+            assert np.array_equal(moment, np.mean(kept, 0).astype(np.float32)), name
+
+
+def alone(folder, width=5, **options):
+    model, optimizer = make(0, width)
+    return model, mpigossip.Gossip(Alone(), model, optimizer, run=folder, **options)
+
+
+def test_what_was_dropped_is_said(tmp_path, ranks, capsys):
+    ranks(2)(loop, tmp_path, HALF)
+    _, gossip = alone(tmp_path)
+    gossip.keep(draw=torch.Generator(), new=torch.Generator())
+    assert gossip.resume() == HALF
+    told = capsys.readouterr().out
+    assert "from the exact average of 2 nodes x 1 slots" in told
+    assert "of the optimizer averaged: exp_avg, exp_avg_sq, step" in told
+    assert "dropped: random numbers; begun anew: draw, new" in told
+
+
+def make_run(folder):
+    with Alone() as world:
+        model, gossip, draw, schedule = begin(world, folder)
+        train(model, gossip, draw, schedule, range(2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda run: alone(run)[1].save(), r"holds a run that has step-00000002.*\.resume\(\)"),
+        (lambda run: alone(run, width=7)[1].resume(), r"another model, as 0\.weight shows"),
+        (lambda run: alone(run)[1].log(nod="x"), "could not convert"),
+        (lambda run: alone(run)[1].log(bytes_sent=1), "bytes_sent.*measured already"),
+        (lambda run: alone(run)[1].log({"a/b": 1}), "no name of a column"),
+        (lambda run: alone(run)[1].keep(draw=3) or alone(run)[1].resume(), "in use by process"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_a_folder_is_refused(tmp_path, wrong, said):
+    make_run(tmp_path / "run")
+    with pytest.raises((JobError, StoreError, ValueError), match=said):
+        wrong(tmp_path / "run")
+
+
+def test_a_run_with_another_optimizer_is_refused(tmp_path, monkeypatch, capsys):
+    folder, words = tmp_path / "run", r"that of AdamW, and Gossip has SGD: give"
+    make_run(folder)
+    model, adamw = make(0)
+    sgd = torch.optim.SGD([{"params": group["params"]} for group in adamw.param_groups], 0.1)
+    with pytest.raises(StoreError, match=words), Alone() as world:
+        mpigossip.Gossip(world, model, sgd, run=folder).resume()
+    written = optimizer_state.written
+
+    def earlier(*given):
+        found = json.loads(written(*given))
+        del found["optimizer"], found["groups"][1]["amsgrad"]
+        return json.dumps(found)
+
+    monkeypatch.setattr(optimizer_state, "written", earlier)
+    make_run(tmp_path / "earlier")
+    with Alone() as world:
+        assert begin(world, tmp_path / "earlier")[1].resume() == 2
+    assert "settings of AdamW that were not saved are as given now: amsgrad = False" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_step_that_is_written_takes_no_more_figures(tmp_path):
+    with Alone() as world:
+        model, gossip, draw, schedule = begin(world, tmp_path)
+        train(model, gossip, draw, schedule, range(3))
+        gossip.log(2, late=1)
+        with pytest.raises(JobError, match="step 1 is not open: 3 steps are made.*2 or 3 can"):
+            gossip.log(1, late=1)
+        gossip.save()
+        with pytest.raises(JobError, match="step 2 is not open"):
+            gossip.log(2, late=1)
+        with pytest.raises(JobError, match="before the first step"):
+            gossip.resume()
+
+
+def test_without_a_folder_the_calls_say_what_they_need():
+    model, optimizer = make(0)
+    gossip = mpigossip.Gossip(Alone(), model, optimizer)
+    for call in (gossip.save, gossip.resume, gossip.exit, gossip.log, lambda: gossip.stopping):
+        with pytest.raises(JobError, match='give Gossip run="runs/mine"'):
+            call()
+    with pytest.raises(JobError, match="keep: goes with a run's folder: give Gossip run="):
+        mpigossip.Gossip(Alone(), *make(0), keep=3)
+
+
+def test_doors_do_not_take_each_others_folders(tmp_path, capsys):
+    make_run(tmp_path / "loop")
+    assert main(["resume", str(tmp_path / "loop"), "--simulate"]) == 2
+    assert "a program with a loop of its own" in capsys.readouterr().err
+    job = ["model.name=mlp", f"run.output={tmp_path}/job", "run.steps=1", "data.workers=0"]
+    digits = str(Path(__file__).parents[2] / "jobs/digits.toml")
+    assert main(["simulate", digits, "--nodes", "1", *job]) == 0
+    with pytest.raises(JobError, match="holds the run of a job.*mpigossip resume"):
+        alone(tmp_path / "job")
+
+
+def test_commands_read_a_loops_run(tmp_path, capsys):
+    run = tmp_path / "run"
+    make_run(run)
+    for command in ("checkpoint show", "checkpoint verify", "log show", "log plot"):
+        assert main([*command.split(), str(run)]) == 0, command
+    told = capsys.readouterr().out
+    assert 'model = "Sequential"' in told and "[data]" not in told and ": whole" in told
+    assert "finished at step 2" in told and "samples/s" in told
+    assert main(["log", "export", str(run), "--csv", str(tmp_path / "run.csv")]) == 0
+    assert main(["report", str(run), "--html", str(tmp_path / "run.html")]) == 0
+    assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / "model.pt")]) == 0
+    assert "left out" not in capsys.readouterr().out
+    model, _ = make(9)
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+
+
+def uneven(comm, folder):
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, draw, schedule = begin(
+            world, folder, cadence="every", period=100, flush_steps=3
+        )
+        with pytest.raises(JobError) as found:
+            train(model, gossip, draw, schedule, range(2 + world.rank))
+            gossip.save()
+        gossip._run.closed = True
+        return str(found.value)
+
+
+def test_unequal_steps_are_named(ranks, tmp_path):
+    for said in ranks(3)(uneven, tmp_path):
+        assert "steps: rank 0 2 (save()), rank 1 3 (save()), rank 2 3 (step()); " in said
+
+
+def unhurried(comm, folder):
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=3)
+        for step in range(5 + 3 * world.rank):
+            train(model, gossip, draw, schedule, range(1))
+            if step == 2:
+                gossip.save()  # rank 0 ends while others may still look at whether it is written
+            if schedule.last_epoch == STEPS:
+                schedule = torch.optim.lr_scheduler.ConstantLR(gossip)
+    return digest(model)
+
+
+def test_asynchronous_nodes_may_take_unequally_many_steps(ranks, tmp_path):
+    ranks(3)(unhurried, tmp_path)
+    log = read(tmp_path / "log.h5")
+    assert log.steps["step"].tolist() == list(range(11))
+    known = np.isfinite(log.steps["loss"]).sum(0)
+    assert known.tolist() == [5, 8, 11] and (log.steps["kind"][5:, 0] == -1).all()
+    assert checkpoint.latest(tmp_path).name == "step-00000011"
+    assert (tmp_path / "checkpoints/step-00000003").is_dir()
+
+
+def elsewhere(comm, folder):
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=3)
+        with pytest.raises(JobError) as found:
+            train(model, gossip, draw, schedule, range(2 + world.rank))
+            gossip.save()
+        gossip._run.closed = True
+        return str(found.value)
+
+
+def test_asynchronous_nodes_that_meet_in_different_calls_are_named(ranks, tmp_path):
+    for said in ranks(2)(elsewhere, tmp_path):
+        assert "different calls: rank 0 in save(), rank 1 in the log's writing; " in said
+
+
+def start(mpistart, out, *more):
+    return mpistart(2, [sys.executable, str(SCRIPT), "--out", str(out), *more])
+
+
+def last_line(result):
+    assert result.returncode == 0, result.stderr
+    return re.search(r"digest +([0-9a-f]{64})", result.stdout)[1]
+
+
+def wait_for(path, launched):
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until and launched.process.poll() is None
+        time.sleep(0.02)
+
+
+@pytest.mark.both
+def test_a_loop_is_killed_stopped_and_goes_on_to_the_same_digest(mpistart, tmp_path):
+    few = ["--steps", "60", "--save-every", "20"]
+    whole = last_line(start(mpistart, tmp_path / "whole", *few).finish())
+    killed = start(mpistart, tmp_path / "part", *few)
+    wait_for(tmp_path / "part/checkpoints/step-00000020", killed)
+    for pid in killed.ranks():
+        killed_by(pid, signal.SIGKILL)
+    killed.finish()
+    (tmp_path / "part/STOP").touch()
+    stopped = start(mpistart, tmp_path / "part", *few).finish()
+    assert stopped.returncode == 75, stopped.stderr
+    at = re.search(r"stopped, to be resumed at step (\d+)", stopped.stdout)
+    assert at and 20 <= int(at[1]) < 60, stopped.stdout
+    assert last_line(start(mpistart, tmp_path / "part", *few).finish()) == whole
+
+
+def killed_by(pid, number):
+
+    import os
+
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def two_and_two_steps(comm, folder, mixer):
+    """A loop of a short limit that has made two steps; two more follow."""
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, draw, schedule = begin(
+            world, folder, mixer=mixer, timeout_s=1.0, flush_steps=1000
+        )
+        train(model, gossip, draw, schedule, range(2))
+        yield world, model, gossip, lambda: train(model, gossip, draw, schedule, range(2))
+
+
+def at_work(comm, folder, mixer, inside):
+    """Rank 0 works for thrice the limit; the others' steps, and how far nodes then are apart."""
+    with two_and_two_steps(comm, folder, mixer) as (world, model, gossip, go_on):
+        if world.rank == 0:
+            before = digest(model)
+            with gossip.paused() if inside else contextlib.nullcontext():
+                rounds = gossip.engine.round
+                time.sleep(3.0)
+                if mixer == "asynchronous":  # the model is on its way to others in a thread
+                    for call in (gossip.state_dict, gossip.step):
+                        with pytest.raises(JobError, match=r"\(\) inside paused\(\)"):
+                            call()
+                assert digest(model) == before
+            assert (gossip.engine.round > rounds + 10) == (mixer == "asynchronous")
+        go_on()
+        return gossip.steps, gossip.record.seconds
+
+
+@pytest.mark.parametrize("mixer", ["synchronous", "asynchronous"])
+def test_a_rank_may_work_beyond_the_limit(ranks, tmp_path, mixer):
+    for steps, seconds in ranks(2)(at_work, tmp_path, mixer, True):
+        assert steps == 4 and seconds["compute_s"] < 1.0
+
+
+def paused_in_another(comm, folder, mixer):
+    with two_and_two_steps(comm, folder, mixer) as (world, _, gossip, go_on):
+        if world.rank == 0:
+            with gossip.paused():
+                with gossip.paused():
+                    pass
+                time.sleep(3.0)
+        go_on()
+        if mixer == "asynchronous":
+            refused = pytest.raises(JobError, match="evaluate a copy of it")
+            with gossip.averaged(), refused, gossip.paused():
+                pass
+        return gossip.steps
+
+
+@pytest.mark.parametrize("mixer", ["synchronous", "asynchronous"])
+def test_a_pause_inside_a_pause_ends_with_the_outer_one(ranks, tmp_path, mixer):
+    assert ranks(2)(paused_in_another, tmp_path, mixer) == [4, 4]
+
+
+def ahead_of_a_save(comm, folder):
+    """Rank 0 saves two steps before rank 1, and then makes them; parameters at the end."""
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=50)
+        train(model, gossip, draw, schedule, range(2 + 2 * world.rank))
+        gossip.save()
+        train(model, gossip, draw, schedule, range(2 - 2 * world.rank))
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()
+
+
+def test_steps_after_a_save_at_unequal_steps_are_saved_too(ranks, tmp_path):
+    models = ranks(2)(ahead_of_a_save, tmp_path)
+    path = checkpoint.latest(tmp_path)
+    assert path.name == "step-00000004"
+    for node, model in enumerate(models):
+        assert np.array_equal(checkpoint.read_node(path, node).parameters, model)
+
+
+def test_without_a_pause_the_limit_holds(ranks, tmp_path):
+    with pytest.raises(RankError, match="LateError"):
+        ranks(2)(at_work, tmp_path, "synchronous", False)
+
+
+def early(comm):
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model, optimizer = make(world.rank)
+        gossip = mpigossip.Gossip(world, model, optimizer, timeout_s=2.0)
+        for _ in range(5 + world.rank):
+            gossip.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            gossip.step()
+
+
+def test_a_rank_with_fewer_batches_is_named_with_its_steps(ranks):
+    with pytest.raises(
+        RankError, match=r"rank 0 on \S+ has come to the end of its loop after 5 steps"
+    ):
+        ranks(2)(early)
+
+
+def test_a_state_that_a_framework_loads_is_as_new_as_the_folders(tmp_path):
+    def made():
+        model, gossip = alone(tmp_path)
+        return model, gossip, torch.Generator(), torch.optim.lr_scheduler.ConstantLR(gossip)
+
+    states = []
+    model, gossip, *rest = made()
+    for _ in range(3):
+        train(model, gossip, *rest, range(1))
+        states.append(gossip.state_dict())
+    gossip._world.close()
+    with pytest.raises(JobError, match=r"step-00000003 .* a state of step 2 was loaded: call"):
+        model, gossip, *rest = made()
+        gossip.load_state_dict(states[1])
+        train(model, gossip, *rest, range(1))
+    gossip._world.resources.pop_all()
+    gossip._run._stopper.__exit__()
+
+
+def test_exit_saves_also_where_the_program_handles_an_exception(tmp_path):
+    def stopped_in_its_handler():
+        with Alone() as world:
+            model, gossip, draw, schedule = begin(world, tmp_path / "run")
+            train(model, gossip, draw, schedule, range(3))
+            try:
+                raise TimeoutError("of the program's own")
+            except TimeoutError:
+                gossip.exit()
+
+    with pytest.raises(SystemExit) as left:
+        stopped_in_its_handler()
+    assert left.value.code == 75
+    assert checkpoint.latest(tmp_path / "run").name == "step-00000003"

@@ -1,0 +1,171 @@
+"""A loop with a folder on nodes of several ranks, DDP inside: one writer a node."""
+
+import copy
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpigossip
+from mpigossip.store import checkpoint
+from mpigossip.store.log import read
+
+NODES, PER, HALF, STEPS, BATCH = 2, 2, 4, 7, 8
+
+
+def network(seed, norm=True):
+    torch.manual_seed(seed)
+    third = nn.BatchNorm1d(60) if norm else nn.Tanh()
+    return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), third, nn.Linear(60, 5))
+
+
+def loss_of(model, draw, node, slot, step):
+    """On a batch of the step, and some noise from the kept generator of the slot."""
+    batch = torch.Generator().manual_seed(1000 * node + 10 * slot + step)
+    inputs = torch.randn(BATCH, 20, generator=batch) + 0.1 * torch.randn(BATCH, 20, generator=draw)
+    return nn.functional.mse_loss(model(inputs), torch.randn(BATCH, 5, generator=batch))
+
+
+def begun(world, folder, node, model, whole, **more):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    gossip = mpigossip.Gossip(
+        world, whole, optimizer, run=folder, flush_steps=3, timeout_s=1.0, **more
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(gossip, 3, 0.5)
+    return gossip, schedule
+
+
+def several(comm, folder, steps, save_at=(), after=None, per=PER, norm=True):
+    """On ranks of which PER are a node; what ``after`` finds, and the steps resumed from."""
+    from mpigossip.optim.world import World
+
+    torch.set_num_threads(1)
+    with World(comm, timeout_s=30) as world:
+        world.arrange(per)
+        node, slot = world.nodes.column.rank, world.nodes.place
+        whole = model = network(node, norm)
+        if per > 1:
+            whole = DistributedDataParallel(model, process_group=world.node_group())
+        gossip, schedule = begun(world, folder, node, model, whole)
+        draw = torch.Generator().manual_seed(world.rank)
+        gossip.keep(draw=draw, schedule=schedule)
+        start = gossip.resume()
+        for step in range(start, steps):
+            gossip.zero_grad()
+            loss = loss_of(whole, draw, node, slot, step)
+            loss.backward()
+            gossip.step()
+            schedule.step()
+            gossip.log(loss=loss, samples=BATCH, slot=slot)
+            if step + 1 in save_at:
+                gossip.save()
+        found = after(world, gossip, whole) if after else None
+    return (
+        start,
+        [p.detach().numpy().copy() for p in (*model.parameters(), *model.buffers())],
+        found,
+    )
+
+
+def one_rank(comm, folder):
+    """The same steps on one rank a node, which averages the gradients of two replicas by itself."""
+    from mpigossip.cluster.ranks import World
+
+    torch.set_num_threads(1)
+    with World(comm, timeout_s=30) as world:
+        model = network(world.rank)
+        gossip, schedule = begun(world, folder, world.rank, model, model)
+        replicas = [model, copy.deepcopy(model)]
+        draws = [torch.Generator().manual_seed(PER * world.rank + slot) for slot in range(PER)]
+        for step in range(STEPS):
+            for slot, replica in enumerate(replicas):
+                replica.zero_grad()
+                loss_of(replica, draws[slot], world.rank, slot, step).backward()
+            pairs = list(zip(*(replica.parameters() for replica in replicas), strict=True))
+            for p, other in pairs:
+                p.grad.add_(other.grad).div_(PER)
+            gossip.step()
+            schedule.step()
+            with torch.no_grad():
+                for p, other in pairs:
+                    other.copy_(p)
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_run_on_nodes_of_two_ranks_is_that_of_one_rank_with_two_replicas(ranks, tmp_path):
+    n = NODES * PER
+    whole = ranks(n)(several, tmp_path / "whole", STEPS, (HALF,))
+    ranks(NODES)(one_rank, tmp_path / "replicas")
+    ranks(n)(several, tmp_path / "parts", HALF, (2,))
+    parts = ranks(n)(several, tmp_path / "parts", STEPS)
+    for (_, mine, _), (start, again, _) in zip(whole, parts, strict=True):
+        assert start == HALF and same(mine, again)
+    paths = [checkpoint.latest(tmp_path / name) for name in ("whole", "parts", "replicas")]
+    assert len({checkpoint.digest(path) for path in paths}) == 1
+    manifest = checkpoint.read_manifest(paths[0])
+    assert (manifest.n, manifest.meta["slots"], manifest.each) == (NODES, PER, 1)
+    state = checkpoint.read_node(paths[0], 1)
+    assert {f"buffers/{slot}/2.running_mean" for slot in range(PER)} <= state.arrays.keys()
+    assert "own/#1/draw" in state.arrays and '"schedule"' not in state.numbers["own/#1"]
+
+    one, other = (read(tmp_path / name / "log.h5") for name in ("whole", "parts"))
+    assert one.steps["loss"].shape == (STEPS, NODES)
+    assert (one.steps["slot"] == 0.5).all(), "what is said is the mean of a node's ranks"
+    for name in ("loss", "lr", "bytes_sent", "slot"):
+        assert np.array_equal(one.steps[name], other.steps[name]), name
+    sent = read(tmp_path / "replicas/log.h5").steps["bytes_sent"]
+    assert one.steps["bytes_sent"] == pytest.approx(sent, rel=0.05)
+    assert (one.summary["nodes"], one.summary["slots"]) == (NODES, PER)
+    assert one.summary["digest"] == checkpoint.digest(paths[0])
+
+
+def test_a_checkpoint_of_one_shape_goes_on_in_the_other(ranks, tmp_path):
+    """With generators kept by rank, the noise differs after it; the models at it don't."""
+    for name, first, then in (("a", 1, PER), ("b", PER, 1)):
+        for per in (first, then):
+            starts = ranks(NODES * per)(several, tmp_path / name, HALF, (), None, per, False)
+            found = checkpoint.digest(checkpoint.latest(tmp_path / name))
+            if per == first:
+                before = found
+        assert [s for s, *_ in starts] == [HALF] * NODES * then and found == before
+
+
+def looks(world, gossip, whole):
+    """Buffers inside averaged(); rank 0 works for longer than others wait, a step, and the end."""
+    with gossip.averaged():
+        inside = [b.clone().numpy() for b in whole.buffers()]
+    with gossip.paused():
+        time.sleep(3.0 if world.rank == 0 else 0.0)
+    gossip.zero_grad()
+    loss_of(whole, torch.Generator(), world.rank, 0, 0).backward()
+    gossip.step()
+    with pytest.raises(SystemExit) as left:
+        gossip.exit()
+    return inside, gossip.stopping, left.value.code
+
+
+def test_averages_pauses_and_stopping_are_of_all_ranks(ranks, tmp_path):
+    (tmp_path / "STOP").touch()
+    found = ranks(NODES * PER)(several, tmp_path, 12, (), looks)
+    inside, stopping, codes = zip(*(each for *_, each in found), strict=True)
+    assert all(same(inside[0], other) for other in inside[1:])
+    own = [values[-3:] for _, values, _ in found]
+    assert not same(own[0], own[1]), "the ranks of a node have seen other data"
+    assert stopping == (True,) * 4 and not (tmp_path / "STOP").exists()
+    assert codes == (75,) * 4 and not read(tmp_path / "log.h5").summary["finished"]
+    assert checkpoint.latest(tmp_path).name == "step-00000013"
+
+
+def test_another_number_of_nodes_goes_on_from_the_average(ranks, tmp_path):
+    ranks(NODES * PER)(several, tmp_path, HALF)
+    states = [checkpoint.read_node(checkpoint.latest(tmp_path), k).parameters for k in range(NODES)]
+    mean = np.mean(np.stack(states).astype(np.float64), 0).astype(np.float32)
+    for start, values, _ in ranks(PER)(several, tmp_path, HALF):
+        assert start == HALF
+        assert np.array_equal(np.concatenate([v.ravel() for v in values[: len(values) - 3]]), mean)

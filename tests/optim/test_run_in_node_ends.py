@@ -1,0 +1,100 @@
+"""A loop on nodes of several ranks that loses one, fails, or is stopped: files are whole."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import mpigossip
+from mpigossip.config.errors import STOPPED
+from mpigossip.store import checkpoint
+from tests.cases import some
+from tests.optim.test_run_in_node import NODES, PER, loss_of, network, several
+
+AT, EVERY = 14, 4
+LIMIT_S = {"stands still": 4.0}
+"""Of waits; elsewhere long enough for a busy machine."""
+WAIT_S = 150
+
+
+def program(folder, how):
+    """The loop of `several`, saved every few steps, until the last rank does what is asked."""
+    torch.set_num_threads(1)
+    with mpigossip.world(LIMIT_S.get(how, 30.0), ranks_per_node=PER) as world:
+        node, slot = world.nodes.column.rank, world.nodes.place
+        model = network(node)
+        whole = DistributedDataParallel(model, process_group=world.node_group())
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        more = {"run": folder, "flush_steps": 3, "timeout_s": world.timeout_s}
+        gossip = mpigossip.Gossip(world, whole, inner, **more)
+        schedule = torch.optim.lr_scheduler.StepLR(gossip, 3, 0.5)
+        draw = torch.Generator().manual_seed(world.rank)
+        gossip.keep(draw=draw, schedule=schedule)
+        for step in range(gossip.resume(), 100_000):
+            gossip.zero_grad()
+            loss_of(whole, draw, node, slot, step).backward()
+            if step == AT and world.rank == world.size - 1:
+                ends(how)
+            gossip.step()
+            schedule.step()
+            if (step + 1) % EVERY == 0:
+                gossip.save()
+            if gossip.stopping:
+                gossip.exit()
+            time.sleep(0.005)
+
+
+def ends(how):
+    if how == "raises":
+        raise ArithmeticError("a loop that fails")
+    number = {"is killed": signal.SIGKILL, "stands still": signal.SIGSTOP}.get(how)
+    if number:
+        os.kill(os.getpid(), number)
+
+
+def started(mpistart, folder, how):
+    call = f"from {__name__} import program; program({str(folder)!r}, {how!r})"
+    return mpistart(NODES * PER, [sys.executable, "-c", call])
+
+
+def goes_on_to_the_bit(ranks, folder):
+    """From its newest checkpoint, to where it had been without an end."""
+    newest = checkpoint.latest(folder)
+    assert newest is not None and checkpoint.verify(newest) == []
+    steps = checkpoint.read_manifest(newest).step + 3
+    again = ranks(NODES * PER)(several, folder, steps, timeout=WAIT_S)
+    assert [start for start, *_ in again] == [steps - 3] * (NODES * PER)
+    ranks(NODES * PER)(several, folder.parent / "whole", steps, timeout=WAIT_S)
+    found = [checkpoint.latest(folder.parent / name) for name in (folder.name, "whole")]
+    assert checkpoint.digest(found[0]) == checkpoint.digest(found[1])
+
+
+@pytest.mark.parametrize("how", some(["is killed", "raises", "stands still"], ["is killed"]))
+def test_a_loop_whose_node_loses_a_rank_ends_and_goes_on(mpistart, ranks, tmp_path, how):
+    launched = started(mpistart, tmp_path / "run", how)
+    done = launched.finish(WAIT_S)  # which finds no process left
+    assert done.returncode not in (0, STOPPED)
+    if how == "raises":
+        assert "rank 3 of 4" in done.stderr and "a loop that fails" in done.stderr
+    if how == "stands still":
+        assert "rank 3" in done.stderr
+    goes_on_to_the_bit(ranks, tmp_path / "run")
+
+
+@pytest.mark.parametrize("how", some(["STOP", "SIGTERM"], ["SIGTERM"]))
+def test_a_loop_of_nodes_of_ranks_stops_together(mpistart, ranks, tmp_path, how):
+    run = tmp_path / "run"
+    launched = started(mpistart, run, how)
+    until = time.monotonic() + WAIT_S
+    while checkpoint.latest(run) is None and time.monotonic() < until:
+        time.sleep(0.1)
+    if how == "STOP":
+        (run / "STOP").touch()
+    else:
+        os.kill(launched.ranks()[3], signal.SIGTERM)
+    assert launched.finish(WAIT_S).returncode == STOPPED
+    goes_on_to_the_bit(ranks, run)

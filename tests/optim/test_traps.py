@@ -1,0 +1,649 @@
+"""What programs do that once went wrong in silence: mended, or said in words."""
+
+import contextlib
+import copy
+import io
+import pickle
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mpigossip
+from mpigossip.cluster.ranks import Alone, World
+from mpigossip.config import JobError
+from mpigossip.optim import arguments
+from mpigossip.store import checkpoint
+from tests.cases import on_each
+
+N = 3
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    arguments.said.clear()
+
+
+def make(seed=0, *more):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2), *more)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(optimizer, model, node, steps):
+    for step in steps:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * node + step))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def values(module):
+    tensors = [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def together(world, model):
+    """What every rank's parameters are, by the ranks themselves: (n, P)."""
+    return torch.stack(world.comm.allgather(values(model)))
+
+
+# -- parameters that leave the vector --------------------------------------------------------------
+
+
+def cast(model):
+    model.to(torch.float64).to(torch.float32)
+
+
+def put_back(model):
+    """As averages over time do it around an evaluation."""
+    backup = {name: p.data.clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data = torch.zeros_like(p)
+    for name, p in model.named_parameters():
+        p.data = backup[name]
+
+
+def from_vector(model):
+    nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(model.parameters()).clone(), model.parameters()
+    )
+
+
+def nothing(model):
+    pass
+
+
+def after(comm, name, options):
+    torch.set_num_threads(1)
+    with World(comm) as world:
+        model = make(world.rank)
+        optimizer = mpigossip.Gossip(world, model, sgd(model), **options)
+        globals()[name](model)
+        train(optimizer, model, world.rank, range(3))
+        globals()[name](model)
+        train(optimizer, model, world.rank, range(3, 6))
+        globals()[name](model)
+        rows = together(world, model).double()
+        apart = optimizer.consensus_distance()
+        with optimizer.averaged() as averaged:
+            mean = values(averaged)
+        return rows.numpy(), mean.numpy(), apart
+
+
+@pytest.mark.parametrize("options", [{}, {"style": "awc"}], ids=["dsgd", "ahead"])
+@pytest.mark.parametrize("name", ["cast", "put_back", "from_vector"])
+def test_parameters_that_were_given_other_memory_are_taken_back(ranks, name, options):
+    plain, other = ranks(N)(after, "nothing", options), ranks(N)(after, name, options)
+    for (a, _, _), (b, mean, apart) in zip(plain, other, strict=True):
+        assert (a == b).all()
+        centre = b.mean(0)
+        assert np.allclose(mean, centre, atol=1e-6) and (mean == other[0][1]).all()
+        assert apart == pytest.approx(((b - centre) ** 2).sum() / N / (centre**2).sum(), rel=1e-4)
+
+
+def moved_by_hand(comm):
+    with World(comm) as world:
+        model = make()
+        optimizer = mpigossip.Gossip(world, model, sgd(model))
+        train(optimizer, model, 0, range(1))
+        for p in model.parameters():
+            p.data = torch.full_like(p, float(world.rank))
+        apart = optimizer.consensus_distance()
+        with optimizer.averaged() as averaged:
+            return apart, values(averaged).numpy(), optimizer.state_dict()["gossip"]["model"]
+
+
+def test_every_metric_reads_the_parameters(ranks):
+    for rank, (apart, mean, kept) in enumerate(ranks(N)(moved_by_hand)):
+        assert apart == pytest.approx(2 / 3) and (mean == 1).all()  # of 0, 1, 2
+        del rank, kept
+
+
+def test_what_is_no_parameter_of_the_optimizer_any_more_is_refused():
+    model = make()
+    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with pytest.raises(JobError, match=r"none of the model's parameters"):
+        train(optimizer, model, 0, range(1))
+    model = make()
+    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    train(optimizer, model, 0, range(1))
+    model.bfloat16()
+    with pytest.raises(JobError, match=r"was \(5, 6\) torch\.float32 on cpu.*is \(5, 6\) torch\.b"):
+        optimizer.step()
+    model.float()
+    train(optimizer, model, 0, range(1))
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    for look in (optimizer.step, optimizer.consensus_distance, optimizer.state_dict):
+        with pytest.raises(JobError, match=r"0\.weight has left.*assign=True.*load without assign"):
+            look()
+
+
+def test_parameters_that_the_model_gets_after_gossip_was_made_are_refused():
+    def added(steps):
+        model = make()
+        optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+        train(optimizer, model, 0, range(steps))
+        return model.append(nn.Linear(2, 2)), optimizer
+
+    for steps in (0, 1):
+        model, optimizer = added(steps)
+        with pytest.raises(JobError, match=r"add_param_group: 2 parameters .*before Gossip"):
+            optimizer.add_param_group({"params": model[3].parameters()})
+        late = r"parameters 3\.weight, 3\.bias .* after Gossip was made.*never be exchanged"
+        with pytest.raises(JobError, match=late):
+            optimizer.consensus_distance()
+        with pytest.raises(JobError, match=late), optimizer.averaged():
+            pass
+        if steps:
+            train(optimizer, model, 0, range(1, 2))  # nothing trains them so far
+        optimizer._inner.add_param_group({"params": model[3].parameters()})
+        with pytest.raises(JobError, match=late):
+            train(optimizer, model, 0, range(2, 3))
+        del model[3]
+        with pytest.raises(JobError, match=r"2 parameters that are not the model's"):
+            train(optimizer, model, 0, range(2, 3))
+
+
+# -- what all nodes begin with ---------------------------------------------------------------------
+
+
+def from_seeds(comm, same):
+    arguments.said.clear()
+    with World(comm) as world:
+        model = make(0 if same else world.rank, nn.BatchNorm1d(2))
+        model[2].requires_grad_(False)
+        with torch.no_grad():
+            model[3].running_mean.fill_(0 if same else world.rank)
+            model[3].num_batches_tracked.fill_(0 if same else world.rank)
+        first = world.broadcast(model.state_dict())
+        begun, optimizer = io.StringIO(), torch.optim.SGD(model[0].parameters(), lr=0.1)
+        with contextlib.redirect_stderr(begun):
+            mpigossip.Gossip(world, model, optimizer)
+            mpigossip.Gossip(world, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+        equal = all(map(torch.equal, first.values(), model.state_dict().values()))
+        return equal, [line for line in begun.getvalue().splitlines() if "differed" in line]
+
+
+def test_all_begin_with_the_model_of_node_0_and_one_says_where_others_differed(ranks):
+    for same in (True, False):
+        for rank, (equal, said) in enumerate(ranks(N)(from_seeds, same)):
+            assert equal and len(said) == (rank == 0 and not same), (same, rank, said)
+            assert not said or "of 2 other ranks differed from rank 0's" in said[0], said
+
+
+# -- what differs between ranks --------------------------------------------------------------------
+
+
+def wide(rank):
+    return nn.Sequential(nn.Linear(20, 1 + rank)), {}
+
+
+def ordered(rank):
+    names = ["a", "b"] if rank != 1 else ["b", "a"]
+    return nn.ModuleDict({name: nn.Linear(3, 3) for name in names}), {}
+
+
+def longer(rank):
+    return nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3)] * (rank == 2)), {}
+
+
+def typed(rank):
+    return nn.Linear(3, 3).to(torch.bfloat16 if rank == 1 else torch.float32), {}
+
+
+def frozen(rank):
+    return nn.Linear(3, 3).requires_grad_(rank != 1), {}
+
+
+def methods(rank):
+    return nn.Linear(3, 3), {"graph": "ring" if rank == 1 else "complete"}
+
+
+DIFFERENT = {
+    "wide": r"rank 1 on .*: parameter 0\.weight is \(2, 20\) float32, on rank 0 \(1, 20\) float32",
+    "ordered": r"rank 1 on .*: parameter b\.weight .* stands where rank 0 has parameter a\.weight",
+    "longer": r"rank 2 on .*: parameter 1\.weight .* is there on this rank only",
+    "typed": r"rank 1 on .*: parameter weight is \(3, 3\) bfloat16, on rank 0 \(3, 3\) float32",
+    "methods": r"rank 1 on .*: graph\.name is 'ring', on rank 0 'complete'",
+}
+
+
+def started(comm, name):
+    with World(comm) as world:
+        model, options = globals()[name](world.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            mpigossip.Gossip(world, model, optimizer, **options, timeout_s=5)
+        except JobError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_between_ranks_is_named_at_the_start(ranks, name):
+
+    for told in ranks(N)(started, name):
+        assert re.search(DIFFERENT[name], told), told
+
+
+def frozen_later(comm):
+    with World(comm) as world:
+        model = make()
+        optimizer = mpigossip.Gossip(world, model, sgd(model), timeout_s=5)
+        model[2].requires_grad_(world.rank != 1)
+        try:
+            train(optimizer, model, 0, range(1))
+        except JobError as error:
+            return str(error)
+        return ""
+
+
+def test_what_differs_at_the_first_step_is_named_there(ranks):
+    for told in ranks(N)(frozen_later):
+        assert "rank 1 on" in told and "parameter 2.weight is (2, 5) float32, frozen" in told
+
+
+# -- norms -----------------------------------------------------------------------------------------
+
+
+def skewed(comm, recalibrate):
+    """Norms see data of another mean and width on each rank."""
+    with World(comm) as world:
+        model = make(world.rank, nn.BatchNorm1d(2))
+        with torch.no_grad():
+            model[3].running_mean.fill_(world.rank)
+        optimizer = mpigossip.Gossip(world, model, sgd(model))
+        began = values(model)
+        batches = [
+            (world.rank + 1) * torch.randn(8, 6, generator=torch.Generator().manual_seed(k)) + k
+            for k in range(3)
+        ]
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        own, counted = values(model), model[3].num_batches_tracked.clone()
+        by_hand = together(world, model).double().mean(0)
+        draws = torch.get_rng_state()
+        with optimizer.averaged(recalibrate=batches if recalibrate else None) as averaged:
+            mean = values(averaged)
+            model(batches[0])  # in training mode: it moves what the norm has seen
+        assert torch.equal(own, values(model)) and counted == model[3].num_batches_tracked
+        assert torch.equal(draws, torch.get_rng_state())
+        if recalibrate:  # the same by torch's own means
+            nn.utils.vector_to_parameters(mean[: -2 * 2], model.parameters())
+            torch.optim.swa_utils.update_bn(batches, model)
+            by_hand = together(world, model).double().mean(0)
+        return began.numpy(), mean.numpy(), by_hand.numpy(), own.numpy()
+
+
+@pytest.mark.parametrize("recalibrate", [False, True])
+def test_buffers_are_averaged(ranks, recalibrate):
+    got = ranks(N)(skewed, recalibrate)
+    for began, mean, by_hand, own in got:
+        assert (began == got[0][0]).all() and (began[-4:-2] == 0).all()  # node 0's
+        # statistics of batches, summed in float32 in another order
+        assert (mean == got[0][1]).all() and np.allclose(mean, by_hand, rtol=1e-5, atol=1e-5)
+        assert not np.allclose(mean, own)
+
+
+def test_recalibration_leaves_dropout_off():
+    model = make(0, nn.Dropout(0.5), nn.BatchNorm1d(2))
+    model[1].eval()
+    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    batches = [[torch.randn(8, 6) + k, "targets"] for k in range(3)]
+    shown = [model[:3](x).detach() for x, _ in batches]
+    with optimizer.averaged(recalibrate=batches):
+        mean = torch.stack([x.mean(0) for x in shown]).mean(0)
+        assert torch.allclose(model[4].running_mean, mean, atol=1e-6)
+        assert [m.training for m in model] == [True, False, True, True, True]
+        assert model[4].momentum == 0.1
+
+
+def test_recalibration_without_a_norm_is_refused():
+    model = make()
+    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    with pytest.raises(JobError, match="no BatchNorm"), optimizer.averaged(recalibrate=[]):
+        pass
+
+
+def with_twin(comm):
+    with World(comm) as world:
+        model = make(0, nn.BatchNorm1d(2))
+        optimizer = mpigossip.Gossip(world, model, sgd(model))
+        twin = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        for step in range(3):
+            train(optimizer, model, world.rank, [step])
+            twin.update_parameters(model)
+        before, own = values(twin), values(model)
+        expected = together(world, twin).double().mean(0)
+        with optimizer.averaged(twin) as averaged:
+            assert averaged is twin and torch.equal(values(model), own)
+            mean = values(twin)
+        assert torch.equal(values(twin), before) and not torch.equal(mean, before)
+        return mean.numpy(), expected.numpy()
+
+
+def test_a_twin_is_averaged_as_it_is(ranks):
+    got = ranks(N)(with_twin)
+    for mean, expected in got:
+        assert (mean == got[0][0]).all() and np.allclose(mean, expected, rtol=1e-6, atol=1e-7)
+
+
+# -- frozen, unfrozen, in several modules ----------------------------------------------------------
+
+
+def unfrozen(comm, algorithm):
+    with World(comm) as world:
+        model = make(world.rank)
+        model[0].requires_grad_(False)
+        optimizer = mpigossip.Gossip(
+            world, model, torch.optim.SGD(model[2].parameters(), lr=0.1), algorithm
+        )
+        equal = together(world, model)
+        train(optimizer, model, world.rank, range(2))
+        still = torch.equal(values(model)[:30], equal[0][:30])
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.2})
+        train(optimizer, model, world.rank, range(2, 4))
+        model_apart = together(world, model)
+        optimizer._inner.param_groups[0]["lr"] = optimizer._inner.param_groups[1]["lr"] = 0.0
+        train(optimizer, model, world.rank, range(4, 40))
+        return (
+            bool((equal == equal[0]).all()), still, model_apart.numpy(),
+            together(world, model).numpy(), optimizer.engine.index,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", ["dsgd", "dsgt"])
+def test_parameters_that_are_unfrozen_join_the_exchange(ranks, algorithm):
+    for equal, still, apart, end, index in ranks(N)(unfrozen, algorithm):
+        assert equal and still and index == 40
+        assert np.abs(apart - apart.mean(0)).max() > 1e-4
+        assert np.abs(end - end.mean(0)).max() < 1e-5  # also what was frozen
+
+
+def test_what_is_frozen_is_counted_and_said_once(capsys):
+    for _ in range(2):
+        model = make()
+        model[0].requires_grad_(False)
+        optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    assert capsys.readouterr().err == (
+        "mpigossip: parameters 0.weight, 0.bias (35 values) don't require gradients: rank 0's on "
+        "all nodes, and exchanged from the step on at which they do\n"
+    )
+    train(optimizer, model, 0, range(2))
+    model[0].requires_grad_(True)
+    train(optimizer, model, 0, range(2, 3))
+    assert "step 2: parameters 0.weight, 0.bias require gradients" in capsys.readouterr().err
+    few = mpigossip.Gossip(Alone(), model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    assert "2.weight, 2.bias are exchanged, but in no group" in capsys.readouterr().err
+    few.close()
+
+
+def two_modules(comm):
+    with World(comm) as world:
+        body, head = make(world.rank), nn.Linear(2, 2)
+        parameters = [*body.parameters(), *head.parameters()]
+        optimizer = mpigossip.Gossip(
+            world, nn.ModuleList([body, head]), torch.optim.SGD(parameters, lr=0.1)
+        )
+        equal = torch.equal(*together(world, body)[:2]) and torch.equal(*together(world, head)[:2])
+        train(optimizer, nn.Sequential(body, head), world.rank, range(3))
+        expected = together(world, head).double().mean(0)
+        with optimizer.averaged() as averaged:
+            assert averaged[1] is head
+            return equal, values(head).numpy(), expected.numpy()
+
+
+def test_several_modules_are_given_as_one(ranks):
+    for equal, mean, expected in ranks(2)(two_modules):
+        assert equal and np.allclose(mean, expected, rtol=1e-6)
+    body, head = make(), make()
+    both = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    with pytest.raises(JobError, match="4 parameters that are not the model's.*ModuleList.*of all"):
+        mpigossip.Gossip(Alone(), body, both)
+
+
+# -- the optimizer is the door ---------------------------------------------------------------------
+
+
+def test_a_step_of_the_inner_optimizer_is_refused():
+    model = make()
+    inner = sgd(model)
+    optimizer = mpigossip.Gossip(Alone(), model, inner)
+    train(optimizer, model, 0, range(2))
+    before = values(model)
+
+    def scaled():
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(model(torch.ones(4, 6)).sum()).backward()
+        scaler.step(inner)
+
+    for call in (inner.step, scaled):
+        with pytest.raises(JobError, match=r"step\(\) of the SGD that is inside Gossip.*twice"):
+            call()
+    assert torch.equal(values(model), before)
+    optimizer.close()
+    inner.step()  # the user's again
+
+
+def test_an_optimizer_is_inside_one_gossip_and_has_no_copy():
+    model = make()
+    inner = sgd(model)
+    optimizer = mpigossip.Gossip(Alone(), model, inner)
+    with pytest.raises(JobError, match=r"the SGD is inside another Gossip.*close\(\)"):
+        mpigossip.Gossip(Alone(), model, inner)
+    for call in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(JobError, match=r"Gossip can't be copied.*optimizer\.state_dict\(\)"):
+            call(optimizer)
+    optimizer.close()
+    mpigossip.Gossip(Alone(), model, inner)
+
+
+def test_a_parameter_that_the_optimizer_leaves_out_is_not_watched():
+    """Its gradient adds up, as zero_grad() of the optimizer doesn't know it."""
+    model = make()
+    optimizer = mpigossip.Gossip(
+        Alone(), model, torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1)
+    )
+    train(optimizer, model, 0, range(3))
+    model[2](model[1](model[0](torch.ones(1, 6)))).sum().backward()
+    with pytest.raises(JobError, match=r"write optimizer\.zero_grad\(\) before backward"):
+        optimizer.step()
+
+
+def test_steps_without_a_gradient_are_reported_once(capsys):
+    model = make()
+    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    train(optimizer, model, 0, range(1))
+    assert capsys.readouterr().err == ""
+    train(optimizer, copy.deepcopy(model), 0, range(1, 3))
+    err = capsys.readouterr().err
+    assert err.count("step() on rank 0 without any gradient") == 1 and "on the model given" in err
+
+
+def test_training_inside_averaged_is_refused():
+    model = make()
+    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    with optimizer.averaged():
+        with pytest.raises(JobError, match=r"step\(\) inside averaged\(\)"):
+            train(optimizer, model, 0, range(1))
+        with pytest.raises(JobError, match=r"consensus_distance\(\) inside averaged\(\)"):
+            optimizer.consensus_distance()
+        with pytest.raises(JobError, match=r"averaged\(\) inside averaged"), optimizer.averaged():
+            pass
+    train(optimizer, model, 0, range(1))
+
+
+# -- what is given in another form -----------------------------------------------------------------
+
+
+@on_each(
+    ("arguments", "words"),
+    [
+        (lambda m: (Alone(), np.zeros(3), sgd(m)), r"model is a ndarray.*mpigossip\.Averager"),
+        (lambda m: (Alone(), torch.zeros(3), sgd(m)), r"model is a Tensor.*mpigossip\.Averager"),
+        (lambda m: (Alone(), [m, 3], sgd(m)), "model is a list: give a torch.nn.Module"),
+        (lambda m: (Alone(), sgd(m), m), r"optimizer is Sequential"),
+        (lambda m: (Alone(), m, torch.optim.SGD), r"optimizer is SGD: .* made already"),
+        (lambda m: (m, sgd(m), Alone()), r"world is a Sequential.*mpigossip\.world\(\)"),
+        (lambda m: (Alone(), m.to("meta"), sgd(m)), r"0\.weight is on the meta device.*to_empty"),
+    ],
+)
+def test_other_things_are_refused_in_words(arguments, words):
+    with pytest.raises(JobError, match=words):
+        mpigossip.Gossip(*arguments(make()))
+
+
+ALONE = """
+import torch, mpigossip
+with mpigossip.world() as world:
+    for _ in range(2):
+        model = torch.nn.Linear(2, 2)
+        mpigossip.Gossip(world, model, torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_node_that_nobody_launched_says_once_that_it_is_alone(mpirun, n):
+    done = mpirun(n, [sys.executable, "-c", ALONE])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("one node alone: no launcher of MPI") == (n == 0)
+    assert ("mpiexec -n 4 python" in done.stderr) == (n == 0)
+
+
+def test_ranks_that_exchange_nothing_are_told_so_at_the_end(mpirun):
+    code = "import mpigossip\nworld = mpigossip.world()"
+    done = mpirun(2, [sys.executable, "-c", code])
+    assert done.returncode == 0 and done.stderr.count("2 nodes exchanged nothing") == 1, done.stderr
+    assert "Gossip(world, model, optimizer)" in done.stderr
+
+
+# -- what isn't a number ---------------------------------------------------------------------------
+
+POISON = """
+import sys, torch, mpigossip
+torch.set_num_threads(1)
+options = {{"style": "awc"}} if sys.argv[1] == "ahead" else {{}}
+with mpigossip.world() as world:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mpigossip.Gossip(world, model, optimizer, **options)
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(4, 4)
+        if (world.rank, step) == (1, 3):
+            x[0, 0] = float({value!r})
+        model(x).square().mean().backward()
+        optimizer.step()
+        assert all(bool(p.isfinite().all()) for p in model.parameters()) or world.rank == 1
+"""
+
+
+@pytest.mark.parametrize(("how", "value"), [("plain", "nan"), ("ahead", "inf")])
+def test_what_is_no_number_on_one_rank_is_named_before_it_travels(mpirun, how, value):
+    done = mpirun(3, [sys.executable, "-c", POISON.format(value=value), how])
+    step = 4 if how == "ahead" else 3  # what the neighbours get of a step ahead is what it began at
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
+    assert len(said) == 1 and re.match(rf"mpigossip: rank 1 of 3 on .*: step {step}: ", said[0])
+    assert "values that node 1 was about to send are NaN or infinite, the first in" in said[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_what_is_no_number_after_a_local_step_is_in_no_checkpoint(mpirun, tmp_path):
+    text = POISON.replace("{{}}", '{{"algorithm": "cpsgd", "run": sys.argv[2]}}', 1)
+    text = text.replace("optimizer.step()", "optimizer.step(); optimizer.save()")
+    done = mpirun(2, [sys.executable, "-c", text.format(value="nan"), "local", tmp_path / "run"])
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
+    assert len(said) == 1 and "the checkpoint of step 4 could not be written: node 1 has" in said[0]
+    assert "NaN or infinite values in parameters, the first in 0.weight" in said[0]
+    assert checkpoint.steps(tmp_path / "run") == [2, 3]
+
+
+def test_large_values_are_no_fault():
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        model.weight.fill_(3e38)  # the sum of which is infinite
+    optimizer = mpigossip.Gossip(Alone(), model, torch.optim.SGD(model.parameters(), lr=0.0))
+    optimizer.step()
+
+
+APART = """
+import sys, time, torch, mpigossip
+torch.set_num_threads(1)
+with mpigossip.world(timeout_s=3) as world:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mpigossip.Gossip(world, model, optimizer, timeout_s=3, mixer=sys.argv[2])
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        if world.rank == 0 and step == 1:
+            if sys.argv[1] == "averaged":
+                with optimizer.averaged():
+                    pass
+            else:
+                optimizer.consensus_distance()
+"""
+
+
+@pytest.mark.parametrize("call", ["averaged", "consensus_distance"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_only_one_rank_calls_is_named(mpirun, call, n):
+    done = mpirun(n, [sys.executable, "-c", APART, call, "synchronous"], timeout=40)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
+    assert len(said) == 1, done.stderr
+    # whoever's limit comes first speaks: of its own call and of the other
+    assert f"in {call}(), which all ranks have to call" in said[0] or (
+        "in step(), which all ranks have to call" in said[0]
+        and re.search(rf"rank 0 on \S+ waits in {call}\(\)", said[0])
+    )
+
+
+def test_sparse_adam_is_refused_where_gradients_become_dense():
+    for algorithm in ("dsgd", "parallel", "dsgt"):
+        model = nn.Embedding(10, 4, sparse=True)
+        with Alone() as world:
+            inner = torch.optim.SparseAdam(model.parameters())
+            if algorithm != "dsgd":
+                with pytest.raises(JobError, match="exchanges gradients as dense arrays"):
+                    mpigossip.Gossip(world, model, inner, algorithm=algorithm)
+                continue
+            optimizer = mpigossip.Gossip(world, model, inner, algorithm=algorithm)
+            model(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
