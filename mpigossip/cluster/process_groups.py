@@ -1,0 +1,200 @@
+"""torch process groups of MPI's ranks, or of the slots in them, made without a server.
+
+NCCL on GPUs, gloo on CPUs. Untested on GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mpigossip.cluster.agreement import limited
+from mpigossip.cluster.deadline import LONGEST_S, SHORTEST_S, LateError
+from mpigossip.cluster.world import World
+from mpigossip.config.errors import Failure, JobError
+
+REFUSED = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_LAUNCH_MODE": "GROUP"}
+"""Variables under which NCCL calls of several threads wait for each other for ever."""
+ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+REMEDY = "run with NCCL_DEBUG=INFO to see the cause"
+
+
+class Place(NamedTuple):
+    """A rank of a process group, and the device of the slot in this process that has it."""
+
+    group: str
+    """equal on all ranks of the group, different from other groups opened in the same call"""
+    rank: int
+    size: int
+    device: str
+
+
+def is_gpu(device: str) -> bool:
+    """Return whether a slot's device is a GPU, whose process groups are NCCL's."""
+    return device.startswith("cuda")
+
+
+def open_groups(world: World, places: Sequence[Place], timeout_s: float) -> list[dist.ProcessGroup]:
+    """Connect a process group for each place; collective over ``world``, in a thread a place.
+
+    Groups get the keys of each other's ranks by MPI. Each is used by one thread, whose current
+    device is the place's. ``timeout_s``: limit of connecting; a call on the group ends at twice
+    that at the latest. Raises JobError for variables that make NCCL hang, LateError and Failure
+    with the ranks at fault; on all ranks.
+    """
+    check_environment(world, places)
+    if any(is_gpu(place.device) for place in places):
+        with contextlib.suppress(Exception):  # without NCCL the threads say so
+            torch.cuda.nccl.version()  # loads the library, which threads must not do at once
+    store, found = _store(), dict[int, Any]()
+    store.set_timeout(timedelta(seconds=timeout_s))
+
+    def connect(index: int) -> None:
+        try:
+            found[index] = _connected(store, places[index], timedelta(seconds=2 * timeout_s))
+        except BaseException as error:  # noqa: BLE001 - reported by all ranks
+            found[index] = error
+
+    with _without_watchdog():
+        for index in range(len(places)):
+            threading.Thread(target=connect, args=(index,), daemon=True).start()
+        _share_keys(world, store, places, found, timeout_s)
+    return [found[index] for index in range(len(places))]
+
+
+def close_groups(
+    groups: Sequence[dist.ProcessGroup], devices: Sequence[str], broken: bool = False
+) -> None:
+    """Release NCCL's communicators; ``broken``: without waiting for what they still do."""
+    for group, device in zip(groups, devices, strict=True):
+        if is_gpu(device):
+            backend: Any = group._get_backend(torch.device(device))
+            shutdown = getattr(backend, "shutdown", None) or backend._shutdown  # torch < 2.7
+            _ = backend.abort() if broken else shutdown()
+
+
+def check_environment(world: World, places: Sequence[Place]) -> None:
+    """Raise JobError on all ranks where a variable makes NCCL hang; collective."""
+    with world.together(JobError):
+        wrong = [name for name, value in REFUSED.items() if os.environ.get(name) == value]
+        if wrong and any(is_gpu(place.device) for place in places):
+            raise JobError(
+                f"{name}={REFUSED[name]}: NCCL calls of several slots would wait for each other "
+                f"for ever; unset {name}"
+                for name in wrong
+            )
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Inside, torch makes groups that don't end the process where a call is late: we do."""
+    before = os.environ.get(ASYNC_ERRORS)
+    os.environ[ASYNC_ERRORS] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[ASYNC_ERRORS]
+        if before is not None:
+            os.environ[ASYNC_ERRORS] = before
+
+
+def _connected(store: dist.Store, place: Place, limit: timedelta) -> dist.ProcessGroup:
+    """The only place where torch's groups are made: their constructors change between versions."""
+    device, kind = torch.device(place.device), dist.ProcessGroup.BackendType
+    prefixed = dist.PrefixStore(place.group, store)
+    backend: Any
+    if is_gpu(place.device):
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout, options.group_name = limit, place.group
+        options.global_ranks_in_group = list(range(place.size))
+        backend = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)
+        # at once: connections made at the first message are of two ranks, and a mismatch hangs
+        backend.eager_connect_single_device(device)
+    else:
+        backend = dist.ProcessGroupGloo(prefixed, place.rank, place.size, limit)
+    which = kind.NCCL if is_gpu(place.device) else kind.GLOO
+    group = dist.ProcessGroup(prefixed, place.rank, place.size)
+    group._register_backend(device, which, backend)
+    group._set_default_backend(which)
+    return group
+
+
+def _store() -> Any:
+    """Keys of this process; those of others are added by MPI."""
+    return dist.HashStore() if hasattr(dist.HashStore, "list_keys") else _Listed()
+
+
+class _Listed(dist.Store):
+    """A store that lists its keys, where torch's own doesn't (before 2.10)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inner, self._keys = dist.HashStore(), dict[str, None]()
+
+    def set(self, key: str, value: Any) -> None:
+        self._inner.set(key, value)
+        self._keys[key] = None
+
+    def add(self, key: str, amount: int) -> int:
+        self._keys[key] = None
+        return self._inner.add(key, amount)
+
+    def get(self, key: str) -> bytes:
+        return self._inner.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._inner.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._inner.wait(keys, timeout or self._inner.timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        self._inner.set_timeout(timeout)
+
+    def list_keys(self) -> list[str]:
+        return list(self._keys)
+
+
+def _share_keys(
+    world: World, store: Any, places: Sequence[Place], found: dict[int, Any], timeout_s: float
+) -> None:
+    """Give all ranks each other's keys until every group is connected; waits for all ranks."""
+    comm = None if world.comm is None else limited(world.comm, timeout_s)
+    shared: set[str] = set()
+    until, pause = time.monotonic() + timeout_s, SHORTEST_S
+    while True:
+        keys = {key: store.get(key) for key in store.list_keys() if key not in shared}
+        failed = [_named(places[k], e) for k, e in [*found.items()] if isinstance(e, BaseException)]
+        open_ = [_named(place) for k, place in enumerate(places) if k not in found]
+        mine = keys, failed, open_, time.monotonic() > until
+        every = [mine] if comm is None else comm.allgather(mine)
+        for key, value in (item for given, *_ in every for item in given.items()):
+            if key not in keys:
+                store.set(key, value)
+            shared.add(key)
+        failures = [text for _, texts, *_ in every for text in texts]
+        missing = [text for *_, names, _ in every for text in names]
+        if failures:
+            more = f"; {len(failures) - 1} more" if len(failures) > 1 else ""
+            raise Failure(f"{failures[0]}{more}; {REMEDY}")
+        if not missing:
+            return
+        if any(late for *_, late in every):
+            raise LateError(f"not connected: {', '.join(missing[:4])} (waited {timeout_s:g} s)")
+        time.sleep(pause)
+        pause = min(20 * LONGEST_S, 1.5 * pause)
+
+
+def _named(place: Place, error: BaseException | None = None) -> str:
+    text = f"process group {place.group}, rank {place.rank} of {place.size} on {place.device}"
+    return f"{text}: {str(error).splitlines()[0] or type(error).__name__}" if error else text

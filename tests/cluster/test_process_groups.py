@@ -1,0 +1,97 @@
+"""Process groups without a server: slots as threads, as processes, and both."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpigossip.cluster import process_groups
+from mpigossip.cluster.process_groups import Place, open_groups
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import JobError
+from mpigossip.config.errors import Failure
+
+pytestmark = pytest.mark.both
+
+
+def in_threads(works):
+    """Call all of them at once."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def summed(groups, places):
+    """What each place gets where rank r of a group gives 2 ** r."""
+    values = [torch.tensor([2.0**place.rank]) for place in places]
+
+    def add(k):
+        groups[k].allreduce([values[k]]).wait()
+
+    in_threads([lambda k=k: add(k) for k in range(len(places))])
+    return [float(value) for value in values]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_threads_are_ranks_of_a_group(slots, listed, monkeypatch):
+    if not listed:  # as torch before 2.10
+        monkeypatch.setattr(process_groups, "_store", process_groups._Listed)
+    places = [Place("slots", slot, slots, "cpu") for slot in range(slots)]
+    groups = open_groups(Alone(), places, 20)
+    assert [group.rank() for group in groups] == list(range(slots))
+    assert summed(groups, places) == [2.0**slots - 1] * slots
+
+
+def across(comm, slots):
+    """One group a slot between processes, and one of all slots of all processes."""
+    from mpigossip.cluster.ranks import World
+
+    with World(comm, timeout_s=20) as world:
+        inside = [
+            Place("all", comm.rank * slots + k, comm.size * slots, "cpu") for k in range(slots)
+        ]
+        between = [Place(f"slot {k}", comm.rank, comm.size, "cpu") for k in range(slots)]
+        groups = open_groups(world, [*inside, *between], 20)
+        return summed(groups, [*inside, *between])
+
+
+@pytest.mark.parametrize("n, slots", [(2, 1), (2, 2), (3, 1), (4, 2)])
+def test_processes_and_their_threads_are_ranks_of_groups(ranks, n, slots):
+    expected = [2.0 ** (n * slots) - 1] * slots + [2.0**n - 1] * slots
+    assert ranks(n)(across, slots) == [expected] * n
+
+
+def one_fails(comm, late):
+    from mpigossip.cluster.ranks import World
+
+    with World(comm, timeout_s=20) as world:
+        device = "cpu" if late or comm.rank == 0 else "cuda:9"  # this torch has no NCCL
+        size = 3 if late else 2  # rank 2 never comes
+        began = time.monotonic()
+        try:
+            open_groups(world, [Place("nodes", comm.rank, size, device)], 1)
+        except Failure as error:
+            return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="needs a torch without NCCL")
+@pytest.mark.parametrize("late", [False, True])
+def test_all_ranks_learn_which_one_failed(ranks, late):
+    for said, seconds in ranks(2)(one_fails, late):
+        named = "not connected: process group nodes, rank 0 of 3" if late else "rank 1 of 2 on cuda"
+        assert named in said
+        assert seconds < 15
+
+
+@pytest.mark.parametrize("name, value", process_groups.REFUSED.items())
+def test_variables_that_make_nccl_hang_are_rejected(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(JobError, match=f"unset {name}"):
+        open_groups(Alone(), [Place("slots", 0, 1, "cuda:0")], 1)
+    open_groups(Alone(), [Place("slots", 0, 1, "cpu")], 20)
