@@ -93,12 +93,16 @@ def begin(run: Path, step: int) -> Path:
 
 def write_node(folder: Path, node: int, state: NodeState) -> Entry:
     """Write and fsync `node-0003.h5` in the temporary folder; returns its manifest entry."""
+    return write_state(Path(folder) / manifests.name(node, state.slot), node, state)
+
+
+def write_state(path: Path, node: int, state: NodeState) -> Entry:
+    """Write and fsync a node's file; returns the entry by which it is read."""
     length = sum(map(math.prod, state.shapes))
     flat, slot = state.parameters, state.slot
     fits = flat.shape == (length,) if slot is None else flat.ndim == 1 and flat.size <= length
     if flat.dtype != np.float32 or not fits or len(state.names) != len(state.shapes):
         raise ValueError(f"parameters {flat.dtype} {flat.shape} don't fit {length} in the layout")
-    path = Path(folder) / manifests.name(node, slot)
     with writing(path):
         large = []
         with create(path, **direct.LAYOUT) as file:
@@ -215,15 +219,15 @@ def read_node(path: Path, node: int) -> NodeState:
             "start with as many nodes, or resume from the average"
         )
     length = sum(entry.parameters for entry in manifest.of(node))
-    parts = [_read_file(path, entry, length, manifest) for entry in manifest.of(node)]
+    parts = [read_state(path, entry, length, manifest.step) for entry in manifest.of(node)]
     if manifest.each == 1:
         return parts[0]
     with reading(Path(path) / manifest.of(node)[0].file):
         return _joined(parts)
 
 
-def _read_file(path: Path, entry: Entry, length: int, manifest: Manifest) -> NodeState:
-    """What a file holds, of a node of ``length`` parameters."""
+def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
+    """What a file of a folder holds, of a node of ``length`` parameters after ``step`` steps."""
     with _node_file(path, entry) as found:
         names, shapes = layout.read(guard.rows(found, "layout", "SiiiV"), length)
         arrays, pieces = (
@@ -235,7 +239,7 @@ def _read_file(path: Path, entry: Entry, length: int, manifest: Manifest) -> Nod
             for group in ("arrays/", "pieces/")
         )
         numbers = manifests.plain(guard.text(found, "numbers"), "numbers")
-        manifests.counted(numbers, manifest.step)
+        manifests.counted(numbers, step)
         parameters = guard.array(found, "parameters")
         state = NodeState(parameters, names, shapes, arrays, numbers, entry.slot, pieces)
         if wrong := not_finite(state):
