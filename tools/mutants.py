@@ -2,16 +2,18 @@
 
     python tools/mutants.py                   all of them, a table at the end
     python tools/mutants.py --only flush nan  those whose names contain a word
-    python tools/mutants.py --list            names, files and tests
+    python tools/mutants.py --list            names, functions and tests
 
 A mutant is noticed when its tests fail (or hang until pytest's own limit) and the test that
 failed passes without it. Exit code 1 if one is not noticed. A mutant that no longer applies is an
-error: change its text together with the code.
+error: give it the code that does the same now.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import json
 import os
 import re
@@ -29,24 +31,63 @@ LIMIT_S = 900
 
 
 class Mutant(NamedTuple):
-    """A fault: in ``path`` the text ``old``, found once, becomes ``new``.
+    """A fault: in the package's one ``function`` that holds the code ``old``, it becomes ``new``.
 
-    ``tests``: the folder in tests/ of which one must fail, after files of it that are run first.
+    ``function``: its name, with the class's where others have it, too; or a variable's. In which
+    file it is and how its lines are broken doesn't matter. ``tests``: the folder in tests/ of
+    which one must fail, after files of it that are run first.
     """
 
     name: str
-    path: str
+    function: str
     old: str
     new: str
     tests: str
 
+    def find(self, tree: Path) -> tuple[Path, int, int]:
+        """File, begin and end of the code in a tree; ValueError where it isn't there once."""
+        pattern = re.compile(r"\s+".join(map(re.escape, self.old.split())))
+        found, seen = [], []
+        for path in sorted((tree / "mpigossip").rglob("*.py")):
+            text = path.read_text()
+            for begin, end in definitions(text, self.function):
+                seen.append(str(path.relative_to(tree)))
+                found += [(path, *m.span()) for m in pattern.finditer(text, begin, end)]
+        if len(found) != 1:
+            raise ValueError(
+                f'mutant "{self.name}": {self.old!r} is {len(found)} times in {self.function}() '
+                f"({', '.join(dict.fromkeys(seen)) or 'which is not in the package'}); "
+                "give it the code that does the same now"
+            )
+        return found[0]
+
     def apply(self, tree: Path) -> None:
-        """Plant the fault in a copy of the tree; ValueError where its text isn't found once."""
-        file = tree / "mpigossip" / self.path
-        text = file.read_text()
-        if (count := text.count(self.old)) != 1:
-            raise ValueError(f'mutant "{self.name}": {count} times {self.old!r} in {self.path}')
-        file.write_text(text.replace(self.old, self.new))
+        """Plant the fault in a copy of the tree."""
+        path, begin, end = self.find(tree)
+        text = path.read_text()
+        line = text[text.rfind("\n", 0, begin) + 1 :]
+        indent = line[: len(line) - len(line.lstrip())]
+        path.write_text(text[:begin] + self.new.replace("\n", f"\n{indent}") + text[end:])
+
+
+@functools.cache
+def definitions(text: str, name: str) -> list[tuple[int, int]]:
+    """Where functions and variables of a name (`f`, `C.f`) begin and end in a source text."""
+    starts = [0, *(match.end() for match in re.finditer("\n", text)), len(text)]
+    found = []
+
+    def walk(node: ast.AST, outer: str) -> None:
+        for inner in ast.iter_child_nodes(node):
+            own = inner.targets[0] if isinstance(inner, ast.Assign) else inner
+            path = f"{outer}.{getattr(own, 'name', getattr(own, 'id', ''))}"
+            if path.endswith(f".{name}"):
+                found.append((starts[inner.lineno - 1], starts[inner.end_lineno]))
+            if isinstance(inner, ast.ClassDef | ast.FunctionDef):
+                walk(inner, path)
+
+    if all(part in text for part in name.split(".")):
+        walk(ast.parse(text), "")
+    return found
 
 
 # where a folder is slow, the file of it that knows the mutated module is run first
@@ -57,105 +98,105 @@ RUN = "runs/test_run.py runs"
 
 MUTANTS = [
     # exchange between nodes: notifications, flush, buffers, the sum
-    Mutant("token of another round", "mixing/host/shared.py",
+    Mutant("token of another round", "_tell",
            "self._tokens.send(ranks, tag, t)", "self._tokens.send(ranks, tag, t + 1)", WINDOWS),
-    Mutant("flush left out", "mixing/host/push.py",
+    Mutant("flush left out", "sent",
            "self._window.Flush(rank)", "pass", WINDOWS),
-    Mutant("told before the flush", "mixing/host/push.py",
-           "            self._window.Flush(rank)\n            self.signals.tell([rank], number)",
-           "            self.signals.tell([rank], number)\n            self._window.Flush(rank)",
+    Mutant("told before the flush", "sent",
+           "self._window.Flush(rank)\nself.signals.tell([rank], number)",
+           "self.signals.tell([rank], number)\nself._window.Flush(rank)",
            WINDOWS),
-    Mutant("outbox reused before it was read", "mixing/windows.py",
+    Mutant("outbox reused before it was read", "_leave_round",
            "reach.host.await_done(reach.near(now.readers), now.t)", "pass", WINDOWS),
-    Mutant("inbox not double-buffered", "mixing/host/push.py",
+    Mutant("inbox not double-buffered", "PushWindow.put",
            "half = self.signals.round(number) % 2", "half = 0", WINDOWS),
-    Mutant("room not waited for", "mixing/tokens.py",
+    Mutant("room not waited for", "room",
            "if self._free is None or count < 2:", "if True:", WINDOWS),
-    Mutant("own weight wrong", "mixing/plan.py",
+    Mutant("own weight wrong", "_plan",
            "(float(own), *map(float, weights))", "(float(weights[0]), *map(float, weights))",
            WINDOWS),
-    Mutant("order of a sum", "mixing/plan.py",
+    Mutant("order of a sum", "_plan",
            "tuple(map(int, nodes)), (float(own)", "tuple(map(int, nodes[::-1])), (float(own)",
            WINDOWS),
-    Mutant("last column cut", "mixing/host/shared.py",
+    Mutant("last column cut", "_half",
            "slice(middle, count)", "slice(middle, count - 1)", WINDOWS),
-    Mutant("half of a pair not waited for", "mixing/host/shared.py",
-           "        self.await_half(partner, t)\n        return", "        return", WINDOWS),
-    Mutant("random wire draws alike in every shard", "mixing/wire.py",
+    Mutant("half of a pair not waited for", "average_pair",
+           "self.await_half(partner, t)\nreturn", "return", WINDOWS),
+    Mutant("random wire draws alike in every shard", "draw",
            "bits.advance(first // BUCKET * count // 8)", "bits.advance(0)", WIRE),
-    Mutant("last chunk not encoded", "mixing/wire.py",
+    Mutant("last chunk not encoded", "write",
            "for begin in range(0, values.numel(), CHUNK):",
            "for begin in range(0, max(values.numel() - CHUNK, 1), CHUNK):", WIRE),
-    Mutant("messages of two rounds mixed up", "mixing/messages.py",
+    Mutant("messages of two rounds mixed up", "_post",
            "tag = FIRST_TAG + now.t % ROUNDS", "tag = FIRST_TAG", SIMULATED),
-    Mutant("simulated rows shifted", "mixing/simulated.py",
+    Mutant("simulated rows shifted", "_cuts",
            "slice((a + s) % n, (a + s) % n + b - a)", "slice(a, b)", SIMULATED),
-    Mutant("plan of another round", "mixing/plan.py",
+    Mutant("plan of another round", "of",
            "key = kind, t % period if period else t", "key = kind, 0 if period else t", WINDOWS),
     # a step, its counters and its state
-    Mutant("graph's clock counts global averages", "engine/step.py",
+    Mutant("graph's clock counts global averages", "record",
            "self.round += now.kind is Kind.GOSSIP", "self.round += now.kind is not Kind.LOCAL",
            "engine"),
-    Mutant("resumed counter + 1", "engine/step.py",
+    Mutant("resumed counter + 1", "count_from",
            "(int(numbers[k]) for k in", "(int(numbers[k]) + 1 for k in", RUN),
-    Mutant("NaN let through", "engine/finite.py",
+    Mutant("NaN let through", "check_message",
            "if math.isfinite(total):", "if True:", "engine"),
-    Mutant("state of a node restored to row 0", "engine/state.py",
+    Mutant("state of a node restored to row 0", "split",
            "part[row].copy_(pieces[shard])", "part[0].copy_(pieces[shard])", RUN),
-    Mutant("slots not gathered", "groups/threads.py",
+    Mutant("slots not gathered", "fetch",
            "part.copy_(shards[other])", "pass", "groups"),
-    Mutant("gradients summed, not averaged", "groups/threads.py",
+    Mutant("gradients summed, not averaged", "_sum_columns",
            "weights = [1 / self.slots] * self.slots", "weights = [1.0] * self.slots", "groups"),
-    Mutant("shared-memory barrier passes early", "groups/board.py",
+    Mutant("shared-memory barrier passes early", "missing",
            "if count[0] < self._count]", "if count[0] < self._count - 1]", "groups"),
     # formulas
-    Mutant("momentum not averaged", "algorithms/gossip.py",
+    Mutant("momentum not averaged", "receive",
            "state.momentum.copy_(mixed[1])", "state.momentum.copy_(sent[1])", "algorithms"),
-    Mutant("quasi-global momentum without the rate", "algorithms/gossip.py",
+    Mutant("quasi-global momentum without the rate", "receive",
            "alpha=mu / step.lr)", "alpha=mu)", "algorithms"),
-    Mutant("skipped row steps along", "algorithms/local.py",
+    Mutant("skipped row steps along", "adapt",
            "for row in range(len(x)) if row not in step.skipped]", "for row in range(len(x))]",
            "algorithms"),
-    Mutant("Adam corrected by the steps of all", "algorithms/local.py",
+    Mutant("Adam corrected by the steps of all", "adapt",
            "step._replace(index=counts[row], skipped", "step._replace(skipped", "engine"),
-    Mutant("CHOCO without its memory", "algorithms/compressed.py",
+    Mutant("CHOCO without its memory", "receive",
            "state.memory.add_(mixed[0])", "state.memory.copy_(mixed[0])", "algorithms"),
-    Mutant("error feedback forgets", "algorithms/compressed.py",
+    Mutant("error feedback forgets", "error_feedback.receive",
            "state.error.sub_(sent[0])", "state.error.zero_()", "algorithms"),
-    Mutant("DeTAG's phase one short", "algorithms/tracking.py",
+    Mutant("DeTAG's phase one short", "receive",
            "if r == phase - 1:", "if r == max(phase - 2, 0):", "algorithms"),
-    Mutant("period off by one", "algorithms/cadence.py",
+    Mutant("period off by one", "_each",
            "others if (index + 1) % period else last", "others if index % period else last",
            "algorithms"),
-    Mutant("ADPSGD's thresholds exchanged", "algorithms/cadence.py",
+    Mutant("ADPSGD's thresholds exchanged", "observe",
            "period += (ratio < low * state.level) - (ratio > high * state.level)",
            "period -= (ratio < low * state.level) - (ratio > high * state.level)", "algorithms"),
-    Mutant("a fragment's turn too early", "algorithms/cadence.py",
+    Mutant("a fragment's turn too early", "due",
            "place = index % self.period + 1", "place = (index + 1) % self.period + 1",
            "algorithms"),
-    Mutant("one peer from the other side", "graphs/exponential.py",
+    Mutant("one peer from the other side", "from_behind",
            "tuple(n - d for d in distances)", "distances", "graphs"),
-    Mutant("receivers are the senders", "graphs/rounds.py",
+    Mutant("receivers are the senders", "receivers",
            "return (j - self._offsets) % self.n", "return (j + self._offsets) % self.n", "graphs"),
     # data
-    Mutant("another epoch, the same order", "data/partition.py",
+    Mutant("another epoch, the same order", "_permutation",
            "permutation(len(self.part), self.seed, ORDER, epoch, self.node)",
            "permutation(len(self.part), self.seed, ORDER, 0, self.node)", "data"),
-    Mutant("seed + 1", "data/partition.py",
+    Mutant("seed + 1", "partition",
            "order = permutation(len(labels), seed, SPLIT)",
            "order = permutation(len(labels), seed + 1, SPLIT)", "data"),
     # files and runs
-    Mutant("checkpoint under its final name at once", "store/checkpoint.py",
+    Mutant("checkpoint under its final name at once", "begin",
            'temporary = folder(run, step).with_suffix(".writing")',
            "temporary = folder(run, step)", "store"),
-    Mutant("checksum not compared", "store/checkpoint.py",
+    Mutant("checksum not compared", "_check_bytes",
            "if checksum != entry.checksum:", "if False:", "store"),
-    Mutant("pending changes of a log forgotten", "store/journal.py",
-           "    if change is not None and path.exists():\n        _apply(path, *change)\n", "",
+    Mutant("pending changes of a log forgotten", "recover",
+           "if change is not None and path.exists(): _apply(path, *change)", "pass",
            "store"),
-    Mutant("elastic resume drops momentum", "runs/elastic.py",
+    Mutant("elastic resume drops momentum", "AVERAGED",
            'AVERAGED = {"momentum", "first", "second"}', "AVERAGED = set()", RUN),
-    Mutant("the oldest checkpoint of two is kept", "store/checkpoint.py",
+    Mutant("the oldest checkpoint of two is kept", "prune",
            "for step, path in whole[:-keep]", "for step, path in whole[keep:]", "store"),
 ]  # fmt: skip
 
@@ -199,7 +240,7 @@ def judge(mutant: Mutant) -> dict:
     noticed = test is not None and run_tests(REPO, [test]).returncode == 0
     return {
         "mutant": mutant.name,
-        "file": mutant.path,
+        "function": mutant.function,
         "noticed": noticed,
         "test": test or f"none (exit code {done.returncode})",
         "seconds": round(time.monotonic() - began),
@@ -210,12 +251,12 @@ def main() -> int:
     """Judge the mutants that were asked for and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="WORD", help="names that contain a word")
-    parser.add_argument("--list", action="store_true", help="names, files and tests")
+    parser.add_argument("--list", action="store_true", help="names, functions and tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
     given = parser.parse_args()
     chosen = [m for m in MUTANTS if not given.only or any(word in m.name for word in given.only)]
     if given.list:
-        print(*(f"{m.name}: mpigossip/{m.path}, tests/{m.tests}" for m in chosen), sep="\n")
+        print(*(f"{m.name}: {m.function}(), tests/{m.tests}" for m in chosen), sep="\n")
         return 0
     rows = []
     for mutant in chosen:
