@@ -1,7 +1,7 @@
-"""The graph: who averages with whom at round t, with which weights. A value, nothing more.
+"""Graphs as values: the mixing matrix W(t) of each round t, and facts computed from its weights.
 
 A graph is a *schedule* of rounds (`rounds.py`): a cycle, a drawn order of a few rounds, or
-rounds drawn anew. Its facts are computed from the weights, never declared.
+rounds drawn anew.
 """
 
 import hashlib
@@ -122,30 +122,7 @@ class Drawn:
         return _drawn(self, t)
 
 
-@dataclass(frozen=True)
-class Slowed:
-    """Each round of a drawn schedule so many times, one after the other."""
-
-    of: Shuffled | Drawn
-    times: int
-    period = None
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """Those of the schedule, once each."""
-        return self.of.rounds
-
-    def at(self, t: int) -> Round:
-        """Round t."""
-        return self.of.at(t // self.times)
-
-    def mapped(self, change: Callable[[Round], Round]) -> "Slowed":
-        """The same with each round changed; of rounds drawn anew there is none."""
-        assert isinstance(self.of, Shuffled), "a graph is slowed last"
-        return replace(self, of=self.of.mapped(change))
-
-
-Schedule = Cycle | Shuffled | Drawn | Slowed
+Schedule = Cycle | Shuffled | Drawn
 
 
 @dataclass(frozen=True, repr=False)
@@ -163,6 +140,8 @@ class Graph:
     options: tuple[tuple[str, object], ...] = field(default=(), compare=False)
     stated: int = field(default=0, compare=False)
     """the degree of a user's function, of which only the first rounds are known; else 0"""
+    times: int = 1
+    """so often each round comes, one after the other: W(⌊t / times⌋)"""
 
     def __post_init__(self) -> None:
         if not self.schedule.rounds:
@@ -199,7 +178,8 @@ class Graph:
     @property
     def period(self) -> int | None:
         """Rounds after which the graph repeats; None when drawn from (seed, round)."""
-        return self.schedule.period
+        period = self.schedule.period
+        return period if period in (None, 1) else period * self.times
 
     @cached_property
     def degree(self) -> int:
@@ -247,8 +227,8 @@ class Graph:
         t = operator.index(t)
         if t < 0:
             raise GraphError(f'graph "{self.name}": round {t} doesn\'t exist; rounds count from 0')
-        r = self.schedule.at(t)
-        if isinstance(getattr(self.schedule, "of", self.schedule), Drawn) and t >= SAMPLED_ROUNDS:
+        r = self.schedule.at(t // self.times)
+        if isinstance(self.schedule, Drawn) and t >= SAMPLED_ROUNDS:
             self._check(r, f"round {t}", self.facts)
         return r
 
@@ -295,15 +275,8 @@ class Graph:
         return self.slack(0.5)
 
     def slowed(self, times: int) -> "Graph":
-        """Each round so many times, one after the other: W(⌊t / times⌋)."""
-        if times == 1:
-            return self
-        schedule = self.schedule
-        if isinstance(schedule, Cycle):
-            rounds = tuple(r for r in schedule.rounds for _ in range(times))
-            return replace(self, schedule=Cycle(rounds))
-        assert not isinstance(schedule, Slowed), "a graph is slowed last"
-        return replace(self, schedule=Slowed(schedule, times))
+        """The graph of W(⌊t / times⌋)."""
+        return self if times == 1 else replace(self, times=times * self.times)
 
     def renamed(self, name: str, **options: object) -> "Graph":
         """The same graph under another name, with the options to be shown in its repr."""

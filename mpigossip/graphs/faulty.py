@@ -138,7 +138,8 @@ def faulty(graph: Graph, links: Links) -> Graph:
     """The graph with its links lost now and then."""
     named = {k: v for k, v in vars(links).items() if v and k not in ("n", "seed")}
     options = (*graph.options, *named.items())
-    return replace(graph, schedule=cast("Any", Faulty(graph, links)), options=options)
+    schedule = cast("Any", Faulty(graph, links))
+    return replace(graph, schedule=schedule, options=options, times=1)
 
 
 def mended(whole: Round, alive: np.ndarray, facts: frozenset[str]) -> Round:

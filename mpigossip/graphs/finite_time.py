@@ -13,7 +13,7 @@ import numpy as np
 
 from mpigossip.graphs.base import Cycle, Graph, GraphError
 from mpigossip.graphs.rounds import Circulant, Sparse
-from mpigossip.graphs.weights import as_sparse
+from mpigossip.graphs.weights import links
 
 Pairs = dict[tuple[int, int], float]
 """One round under construction: weight of each undirected edge (i < j)."""
@@ -213,13 +213,10 @@ def _depth(parents: Sequence[int], i: int) -> int:
 
 def breadth_first(over: Graph) -> list[int]:
     """Parents in the breadth-first tree of least depth, along edges of any round."""
-    from scipy.sparse import csgraph, csr_array
+    from scipy.sparse import csgraph
 
-    n = over.n
-    rounds = [as_sparse(r) for r in over.schedule.rounds]
-    ends = np.concatenate([(r.edge_receivers, r.indices) for r in rounds], axis=1)
-    near = csr_array((np.ones(ends.shape[1]), ends), (n, n))
-    near = csr_array(near + near.T)
+    near = links(over)
+    near = near + near.T
     depths = csgraph.shortest_path(near, unweighted=True).max(axis=1)
     if not np.isfinite(depths).all():
         raise GraphError(f'graph "{over.name}" is not connected; a spanning tree needs it to be')

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpigossip.graphs.base import Drawn, Graph, GraphError
 from mpigossip.graphs.rounds import Round, Sparse
-from mpigossip.graphs.weights import as_sparse
+from mpigossip.graphs.weights import as_sparse, links
 
 WORK = 1 << 28
 """Entries of n x n tables that the swaps may look at."""
@@ -19,11 +19,7 @@ WORK = 1 << 28
 
 def usage(graph: Graph) -> np.ndarray:
     """How often i receives from j in a period (or in the sampled rounds), (n, n)."""
-    counts = np.zeros((graph.n, graph.n))
-    for r in graph.schedule.rounds:
-        edges = as_sparse(r)
-        np.add.at(counts, (edges.edge_receivers, edges.indices), 1.0)
-    return counts
+    return links(graph).toarray().T
 
 
 def between(graph: Graph, racks: Sequence[Hashable]) -> float:

@@ -1,6 +1,6 @@
-"""One round of averaging: a mixing matrix W, held as a circulant, as pairs, or as sparse rows.
+"""One round of averaging: a mixing matrix W, held as a circulant or as sparse rows.
 
-All kinds answer the same questions in time proportional to the degree: `neighbours(i)`,
+Both kinds answer the same questions in time proportional to the degree: `neighbours(i)`,
 `receivers(j)`, `apply(x)`. W[i, j] is the weight that node i gives to what node j sent.
 """
 
@@ -249,88 +249,28 @@ class Sparse:
         )
 
 
-@dataclass(frozen=True)
-class Xor:
-    """W[i, i xor mask] = weight and W[i, i] = 1 − weight: pairs by formula, n a power of two.
+Round = Circulant | Sparse
 
-    A rank keeps two integers of it, where the same pairs as `Sparse` would be arrays of n.
+
+class Xor(Sparse):
+    """Pairs i, i xor k: mixed with I, the own weight is 1 − κw, not κ(1 − w) + (1 − κ).
+
+    The two differ in their last bit, and digests with them.
     """
 
-    n: int
-    mask: int
-    weight: float = 0.5
-    degree = 1
-
-    @property
-    def own(self) -> float:
-        """The own weight."""
-        return 1.0 - self.weight
-
-    @property
-    def edge_count(self) -> int:
-        """Directed edges."""
-        return self.n
-
-    def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """The partner of i, its weight, the own weight."""
-        return np.array([i ^ self.mask]), _frozen(np.array([self.weight])), self.own
-
-    def receivers(self, j: int) -> np.ndarray:
-        """The partner of j."""
-        return np.array([j ^ self.mask])
-
-    def slack(self, kappa: float) -> "Xor":
+    def slack(self, kappa: float) -> Sparse:
         """The round κW + (1−κ)I."""
-        return Xor(self.n, self.mask, kappa * self.weight)
-
-    @property
-    def transposed(self) -> "Xor":
-        """The round of Wᵀ, this one."""
-        return self
-
-    def sparse(self) -> Sparse:
-        """The same round as sparse rows."""
-        nodes = np.arange(self.n)
-        own = np.full(self.n, self.own)
-        return Sparse.from_edges(self.n, nodes, nodes ^ self.mask, self.weight, own)
-
-    def matrix(self) -> np.ndarray:
-        """W as an (n, n) float64 array."""
-        return self.sparse().matrix()
-
-    def apply(self, x: np.ndarray) -> np.ndarray:
-        """W x for x of shape (n,) or (n, k)."""
-        return self.own * x + self.weight * x[np.arange(self.n) ^ self.mask]
-
-    def row_sums(self) -> np.ndarray:
-        """Sum of the weights in each row, (n,)."""
-        return np.full(self.n, self.own + self.weight)
-
-    def column_sums(self) -> np.ndarray:
-        """Sum of the weights in each column, (n,)."""
-        return self.row_sums()
-
-    def smallest(self) -> float:
-        """The least weight, own weights included."""
-        return min(self.own, self.weight)
-
-    def symmetric(self) -> bool:
-        """True: partners are each other's."""
-        return True
+        return paired(self.indices, kappa * self.weights[0])
 
 
-Round = Circulant | Sparse | Xor
-
-
-def paired(partner: np.ndarray, weight: float = 0.5) -> Sparse | Xor:
+def paired(partner: np.ndarray, weight: float = 0.5) -> Sparse:
     """A matching: W[i, partner[i]] = weight, W[i, i] = 1 − weight; partner[i] = i idles.
 
-    partner (n,) is its own inverse; partners i xor k for one k > 0 are kept as that formula.
+    partner (n,) is its own inverse.
     """
-    partner = np.asarray(partner, np.int64)
-    mask = int(partner[0])
-    if mask and np.array_equal(partner, np.arange(len(partner)) ^ mask):
-        return Xor(len(partner), mask, weight)
-    busy = np.flatnonzero(partner != np.arange(len(partner)))
-    own = np.where(partner != np.arange(len(partner)), 1.0 - weight, 1.0)
-    return Sparse.from_edges(len(partner), busy, partner[busy], weight, own)
+    nodes, partner = np.arange(len(partner)), np.asarray(partner, np.int64)
+    busy = np.flatnonzero(partner != nodes)
+    own = np.where(partner != nodes, 1.0 - weight, 1.0)
+    alike = partner[0] > 0 and np.array_equal(partner, nodes ^ partner[0])
+    made = Xor if alike else Sparse
+    return made.from_edges(len(partner), busy, partner[busy], weight, own)

@@ -77,6 +77,13 @@ class _Best:
             self.told = self.budget.elapsed
             self.progress(min(1.0, self.budget.spent()), self.score, self.budget.used)
 
+    def of_circulants(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """Judge the circulant graph of each set of jumps."""
+        for jumps, score in _circulants(self.task, sets):
+            self.budget.used += 1
+            if score > self.score and _size(self.task.n, jumps) <= self.task.edges:
+                self.found(_circulant_edges(self.task.n, jumps), score)
+
 
 def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task:
     """The checked task; GraphError names what can't be."""
@@ -170,10 +177,7 @@ def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> N
     start = tree if best.edges == tree.edges() else path
     if task.edges == n * (n - 1) // 2:
         return
-    for jumps, score in _circulants(task, islice(_jump_sets(n, task.degree), 20_000)):
-        budget.used += 1
-        if score > best.score and _size(n, jumps) <= task.edges:
-            best.found(_circulant_edges(n, jumps), score)
+    best.of_circulants(islice(_jump_sets(n, task.degree), 20_000))
     anneal(start, rng, budget, 0.25, (HOT, COLD), best.found)
     orders = [m for m in range(2, n // 2 + 1) if n % m == 0]
     windows = [(m, 0.25 + 0.4 * (k + 1) / len(orders)) for k, m in enumerate(orders)]
@@ -262,10 +266,7 @@ def search_circulants(
     best = _Best(task, budget, progress)
     interrupted = False
     try:
-        for jumps, score in _circulants(task, _jump_sets(n, task.degree)):
-            budget.used += 1
-            if score > best.score and _size(n, jumps) <= task.edges:
-                best.found(_circulant_edges(n, jumps), score)
+        best.of_circulants(_jump_sets(n, task.degree))
     except KeyboardInterrupt:
         interrupted = True
     if not best.edges:

@@ -3,45 +3,14 @@
 Orders of magnitude without constants: they compare graphs and methods, they predict no run.
 """
 
-from collections import deque
-from typing import NamedTuple
-
 import numpy as np
 
 from mpigossip.graphs import spectral
 from mpigossip.graphs.base import Graph, GraphError
+from mpigossip.graphs.weights import links
 
 NO_GAP = 1e-9
 """A gap that can't be told from none."""
-
-
-class Transient(NamedTuple):
-    """One row of the table of transient iterations."""
-
-    topology: str
-    peers: str
-    gap: str
-    iid: str
-    non_iid: str
-
-
-TRANSIENT_TABLE = (
-    Transient("ring", "2", "O(1/n²)", "Ω(n⁷)", "Ω(n¹¹)"),
-    Transient("star", "up to n−1", "O(1/n²)", "Ω(n⁷)", "Ω(n¹¹)"),
-    Transient("grid", "4", "O(1/(n log n))", "Ω(n⁵ log² n)", "Ω(n⁷ log⁴ n)"),
-    Transient("torus", "4", "O(1/n)", "Ω(n⁵)", "Ω(n⁷)"),
-    Transient("half-random", "about n/2", "O(1)", "Ω(n³)", "Ω(n³)"),
-    Transient("exponential", "⌈log2 n⌉", "2/(1+⌈log2 n⌉)", "Ω(n³ log² n)", "Ω(n³ log⁴ n)"),
-    Transient(
-        "one-peer-exponential", "1", "exact per period (n = 2^τ)", "Ω(n³ log² n)", "Ω(n³ log⁴ n)"
-    ),
-)
-"""Transient iterations of D(m)SGD: those before its linear speed-up, n³/(1−ρ)² and n³/(1−ρ)⁴.
-
-Derived from these two rates; it agrees with our memory of the table of Ying et al., NeurIPS 2021,
-which we haven't seen again. (The star's gap with Metropolis–Hastings weights is 1/n, better than
-its row says.)
-"""
 
 
 def averaging_gap(graph: Graph) -> float:
@@ -209,22 +178,10 @@ def diameter(graph: Graph) -> int | None:
 
     A message moves from j to i where i receives from j. The rounds of a drawn graph are a sample.
     """
-    edges: list[set[int]] = [set() for _ in range(graph.n)]
-    for r in graph.schedule.rounds:
-        for j in range(graph.n):
-            edges[j].update(r.receivers(j).tolist())
-    most = 0
-    for source in range(graph.n):
-        hops, queue = {source: 0}, deque([source])
-        while queue:
-            j = queue.popleft()
-            for i in edges[j] - hops.keys():
-                hops[i] = hops[j] + 1
-                queue.append(i)
-        if len(hops) < graph.n:
-            return None
-        most = max(most, *hops.values())
-    return most
+    from scipy.sparse import csgraph
+
+    hops = csgraph.shortest_path(links(graph), unweighted=True).max()
+    return int(hops) if np.isfinite(hops) else None
 
 
 def bytes_per_round(graph: Graph, parameters: int, vectors: int = 1, bytes_each: int = 4) -> float:

@@ -8,28 +8,36 @@ with eigenvalues λ_1 ≥ … ≥ λ_{n−1} > λ_n = 0.
 import difflib
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from mpigossip.graphs.base import Drawn, Graph, GraphError, static
-from mpigossip.graphs.rounds import Circulant, Round, Sparse, Xor
-
-Edges = Circulant | Sparse
-"""What a rule weighs: rounds by offsets or by edges."""
+from mpigossip.graphs.rounds import Circulant, Round, Sparse
 
 
 def as_sparse(r: Round) -> Sparse:
     """The same round as sparse rows."""
     if isinstance(r, Sparse):
         return r
-    if isinstance(r, Xor):
-        return r.sparse()
     to = np.repeat(np.arange(r.n), r.degree)
     source = (to.reshape(r.n, -1) + np.array(r.offsets, np.int64)).ravel() % r.n
     return Sparse.from_edges(r.n, to, source, np.tile(r.weights, r.n), np.full(r.n, r.own))
 
 
-def _undirected(r: Edges, rule: str) -> None:
+def links(graph: Graph) -> Any:
+    """How often each node, a row, sends to each, a column, in the rounds of the schedule: (n, n).
+
+    As scipy's csr_array.
+    """
+    from scipy.sparse import csr_array
+
+    rounds = [as_sparse(r) for r in graph.schedule.rounds]
+    ends = np.concatenate([(r.indices, r.edge_receivers) for r in rounds], axis=1)
+    return csr_array((np.ones(ends.shape[1]), ends), (graph.n, graph.n))
+
+
+def _undirected(r: Round, rule: str) -> None:
     """Refuse edges that go one way only."""
     if isinstance(r, Circulant):
         both = set(r.offsets) == {r.n - o for o in r.offsets}
@@ -43,7 +51,7 @@ def _undirected(r: Edges, rule: str) -> None:
         )
 
 
-def _with(r: Edges, values: np.ndarray | float) -> Edges:
+def _with(r: Round, values: np.ndarray | float) -> Round:
     """The edges of r with these weights (one per offset or edge); own weights fill up the rows."""
     if isinstance(r, Circulant):
         weights = np.broadcast_to(values, r.degree)
@@ -51,14 +59,14 @@ def _with(r: Edges, values: np.ndarray | float) -> Edges:
     return Sparse.from_edges(r.n, r.edge_receivers, r.indices, values)
 
 
-def uniform(r: Edges) -> Edges:
+def uniform(r: Round) -> Round:
     """W[i, j] = W[i, i] = 1/(1 + d_i): the plain mean of what arrives; rows sum to one."""
     if isinstance(r, Circulant):
         return _with(r, 1.0 / (1 + r.degree))
     return _with(r, 1.0 / (1 + np.diff(r.indptr)[r.edge_receivers]))
 
 
-def push(r: Edges) -> Edges:
+def push(r: Round) -> Round:
     """W[i, j] = W[j, j] = 1/(1 + out-degree of j): j splits evenly; columns sum to one.
 
     What push-sum needs (Assran et al., Stochastic Gradient Push, ICML 2019).
@@ -66,13 +74,13 @@ def push(r: Edges) -> Edges:
     return uniform(r.transposed).transposed
 
 
-def max_degree(r: Edges) -> Edges:
+def max_degree(r: Round) -> Round:
     """W[i, j] = 1/(1 + max d): symmetric, so doubly stochastic."""
     _undirected(r, "max-degree")
     return _with(r, 1.0 / (1 + r.degree))
 
 
-def metropolis_hastings(r: Edges) -> Edges:
+def metropolis_hastings(r: Round) -> Round:
     """W[i, j] = 1/(1 + max(d_i, d_j)): symmetric, non-negative, needs only local knowledge."""
     _undirected(r, "metropolis-hastings")
     if isinstance(r, Circulant):
@@ -81,7 +89,7 @@ def metropolis_hastings(r: Edges) -> Edges:
     return _with(r, 1.0 / (1 + np.maximum(degrees[r.edge_receivers], degrees[r.indices])))
 
 
-def laplacian_spectrum(r: Edges) -> np.ndarray:
+def laplacian_spectrum(r: Round) -> np.ndarray:
     """Eigenvalues of the Laplacian of r's undirected edges (unit weights), ascending, (n,)."""
     if isinstance(r, Circulant):
         unit = Circulant(r.n, 0.0, r.offsets, (1.0,) * r.degree)
@@ -91,7 +99,7 @@ def laplacian_spectrum(r: Edges) -> np.ndarray:
     return np.linalg.eigvalsh(matrix)
 
 
-def laplacian(r: Edges) -> Edges:
+def laplacian(r: Round) -> Round:
     """W = I − αL with the best constant α = 2/(λ_1 + λ_{n−1}).
 
     Then ρ(W − J) = (1−r)/(1+r) with r = λ_{n−1}/λ_1.
@@ -105,7 +113,7 @@ def laplacian(r: Edges) -> Edges:
     return _with(r, 2.0 / (nonzero[0] + nonzero[-1]) if len(nonzero) else 0.0)
 
 
-def fmmc(r: Edges) -> Edges:
+def fmmc(r: Round) -> Round:
     """Fastest mixing Markov chain: minimise ρ(W − J) over symmetric W ≥ 0 on these edges.
 
     Boyd, Diaconis, Xiao, SIAM Review 2004; a semidefinite program, solved by cvxpy.
@@ -114,7 +122,7 @@ def fmmc(r: Edges) -> Edges:
     return _solved(r, signed=False)
 
 
-def fdla(r: Edges) -> Edges:
+def fdla(r: Round) -> Round:
     """Fastest distributed linear averaging: minimise ρ(W − J) over symmetric W of any sign.
 
     Xiao and Boyd 2004; never slower than "fmmc", possibly with negative weights ("signed").
@@ -124,7 +132,7 @@ def fdla(r: Edges) -> Edges:
 
 
 @lru_cache(maxsize=32)
-def _solved(r: Edges, signed: bool) -> Edges:
+def _solved(r: Round, signed: bool) -> Round:
     """Minimise s with −sI ⪯ I − A diag(w) Aᵀ − J ⪯ sI, A the (n, edges) incidence matrix."""
     try:
         import cvxpy
@@ -158,7 +166,7 @@ def _solved(r: Edges, signed: bool) -> Edges:
     return _with(r, np.array([matrix[nodes, (nodes + o) % r.n].mean() for o in r.offsets]))
 
 
-WEIGHTS: dict[str, Callable[[Edges], Edges]] = {
+WEIGHTS: dict[str, Callable[[Round], Round]] = {
     "uniform": uniform,
     "push": push,
     "max-degree": max_degree,
@@ -170,7 +178,7 @@ WEIGHTS: dict[str, Callable[[Edges], Edges]] = {
 """Every rule by name."""
 
 
-def rule(name: str) -> Callable[[Edges], Edges]:
+def rule(name: str) -> Callable[[Round], Round]:
     """The rule of this name; GraphError with a near miss otherwise."""
     if name not in WEIGHTS:
         near = difflib.get_close_matches(str(name), WEIGHTS, n=1)
@@ -188,7 +196,7 @@ def reweighted(graph: Graph, name: str) -> Graph:
             f'weights = "{name}" out'
         )
     options = {**dict(graph.options), "weights": name}
-    made = Graph(graph.schedule.mapped(lambda r: change(as_sparse(r) if isinstance(r, Xor) else r)))
+    made = Graph(graph.schedule.mapped(change))
     return made.renamed(graph.name, **options)
 
 

@@ -233,6 +233,12 @@ def test_sparse_rounds_bear_empty_rows():
     assert r.neighbours(0)[0].tolist() == [] and r.receivers(0).tolist() == [3]
 
 
+def test_the_own_weight_of_xor_pairs_is_what_the_partner_leaves():
+    for kappa in np.linspace(0.01, 0.99, 99):
+        matrix = graph("one-peer-hypercube", 8, slack=kappa).matrix(1)
+        assert (matrix.diagonal() == 1 - kappa * 0.5).all()  # κ/2 + (1 − κ) is another number
+
+
 @on_each(
     ("name", "options"),
     [
