@@ -157,7 +157,7 @@ def test_the_first_command_installs_what_the_others_need():
     """`tools/quickstart.sh` makes the environment in which a reader goes on."""
     (installed,) = re.findall(r"^install_into \.venv (\S+)", text("tools/quickstart.sh"), re.M)
     lines = [line for page in ["README.md", *ROOMS] for line in commands(page)]
-    needed = {"--netcdf": "report", "--tensorboard": "tensorboard", "mpirun": "mpich"}
+    needed = {"--tensorboard": "tensorboard", "mpirun": "mpich"}
     asked = {extra for word, extra in needed.items() if any(word in line for line in lines)}
     assert asked == set(needed.values()) and asked <= set(installed.split(","))
 

@@ -31,7 +31,6 @@ def add(commands) -> None:
     export.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run, or a log")
     to = export.add_mutually_exclusive_group(required=True)
     to.add_argument("--csv", type=Path, metavar="FILE", help="run.csv, and run-evaluations.csv")
-    to.add_argument("--netcdf", type=Path, metavar="FILE", help="netCDF-4, with units")
     to.add_argument("--tensorboard", type=Path, metavar="DIR", help="event files")
     plot = command(log, "plot", _plot, "one picture (PNG) of one or several runs", PLOT)
     plot.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, or logs")
@@ -55,14 +54,12 @@ def _export(options) -> None:
     from mpigossip.store import log_export
     from mpigossip.store.log import read
 
-    file = log_of(run_named(options.run_folder))
-    if options.netcdf:
-        log_export.to_netcdf(file, options.netcdf)
-    elif options.csv:
-        log_export.to_csv(read(file), options.csv)
+    log = read(log_of(run_named(options.run_folder)))
+    if options.csv:
+        log_export.to_csv(log, options.csv)
     else:
-        log_export.to_tensorboard(read(file), options.tensorboard)
-    tell(options.netcdf or options.csv or options.tensorboard)
+        log_export.to_tensorboard(log, options.tensorboard)
+    tell(options.csv or options.tensorboard)
 
 
 def _plot(options) -> None:

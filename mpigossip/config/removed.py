@@ -40,6 +40,8 @@ OPTIONS = {
     "graph search --rounds": MATCHINGS,
     "graph search --racks": MATCHINGS,
     "graph search --between": MATCHINGS,
+    "log export --netcdf": 'log.h5 is read as it is: xarray.open_dataset("RUN/log.h5", '
+    'engine="h5netcdf").to_netcdf("OUT.nc")',
     "simulate --seeds": "`mpigossip study` runs the seeds that its file names side by side",
 }
 """By command and option, as in `graph search --rounds`."""

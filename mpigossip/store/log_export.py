@@ -1,9 +1,8 @@
-"""A run's log for other programs: CSV, netCDF, TensorBoard."""
+"""Export the log of a run: CSV, TensorBoard."""
 
 from __future__ import annotations
 
 import csv
-import io
 import os
 import socket
 import time
@@ -11,13 +10,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import h5py
 import numpy as np
 
 from mpigossip.config.readable import cells as safe
-from mpigossip.store import StoreError, guard
+from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import replacing, writing
-from mpigossip.store.log_reading import INDEX, Log, columns, metrics_in, opened
+from mpigossip.store.log_reading import Log, metrics_in
 
 TENSORBOARD = {
     "loss": "loss/training", "lr": "schedule/lr", "gradient_norm": "training/gradient_norm",
@@ -56,56 +54,6 @@ def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
     return out, beside
 
 
-def to_netcdf(log: Path, out: Path) -> None:
-    """Write the log as netCDF-4: the steps at the top, the evaluations as a group.
-
-    Dimensions step and node, and at_step and node; every variable with `units` and `long_name`,
-    the job and the environment as attributes. Any netCDF program reads it (ncdump, Panoply, R).
-    """
-    try:
-        import h5netcdf
-        import xarray
-        from xarray.backends import H5NetCDFStore
-    except ImportError:
-        raise _without("netCDF", "report", "xarray and h5netcdf") from None
-    with opened(Path(log)) as (facts, found):
-        about = {name: facts[name] for name in ("job", "environment")}
-        summary = guard.sealed(found["summary"], texts=True)
-        about |= {f"summary_{name}": _plain(value) for name, value in summary.items()}
-        groups = {
-            group: {name: _variable(index, name, data) for name, data in columns(found, group)}
-            for group, index in INDEX.items()
-        }
-    whole = io.BytesIO()  # on a full disk HDF5 itself would crash
-    with h5netcdf.File(whole, "w") as file:
-        for name, variables in groups.items():
-            scales = {key: value for key, value in variables.items() if value[0] == key}
-            data = {key: value for key, value in variables.items() if key not in scales}
-            top = name == "steps"
-            made = xarray.Dataset(data, scales, about if top else {})
-            store = H5NetCDFStore(file, group=None if top else name)
-            made.dump_to_store(store)
-            store.sync()
-    with replacing(out) as new:
-        new.write_bytes(whole.getbuffer())
-
-
-def _plain(value: Any) -> Any:
-    return int(value) if isinstance(value, bool) else value  # netCDF has no truth values
-
-
-def _variable(
-    index: str, name: str, data: h5py.Dataset
-) -> tuple[str | list[str], np.ndarray, dict[str, str]]:
-    """A column as xarray takes it: dimensions, values, attributes."""
-    dims = name if name in (index, "node") else [index, "node"][: data.ndim]
-    about = {
-        shown: guard.attribute(data, stored, texts=True)
-        for shown, stored in (("units", "units"), ("long_name", "description"))
-    }
-    return dims, data[()], about
-
-
 def to_tensorboard(log: Log, folder: Path) -> None:
     """Write event files that TensorBoard shows: the columns of `TENSORBOARD` and evaluations."""
     with writing(folder), Events(folder) as writer:
@@ -136,9 +84,9 @@ def add_evaluation(
 
 
 class Events:
-    """A file of TensorBoard's; torch's writer has a thread of its own, which a full disk ends.
+    """A file of TensorBoard's, by its own writer of records; OSError where the disk refuses.
 
-    Every call raises OSError where the disk refuses.
+    Torch's `SummaryWriter` has a thread that prints a traceback on a full disk.
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
@@ -150,7 +98,10 @@ class Events:
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError:
-            raise _without("TensorBoard's files", "tensorboard", "tensorboard") from None
+            raise StoreError(
+                "TensorBoard's files can't be written: tensorboard isn't installed; `pip install "
+                "mpigossip[tensorboard]` brings it"
+            ) from None
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder.mkdir(parents=True, exist_ok=True)
         host, now = socket.gethostname(), time.time()
@@ -183,10 +134,3 @@ class Events:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _without(what: str, extra: str, packages: str) -> StoreError:
-    return StoreError(
-        f"{what} can't be written: {packages} aren't installed; `pip install mpigossip[{extra}]` "
-        "brings them"
-    )

@@ -1,4 +1,4 @@
-"""What others take out of a run: the model for plain torch, netCDF, TensorBoard, a page in HTML."""
+"""What others take out of a run: the model for plain torch, TensorBoard, a page in HTML."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from mpigossip.runs.elastic import go_on
 from mpigossip.runs.model_export import averaged, export
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
-from mpigossip.store.log_export import to_netcdf, to_tensorboard
+from mpigossip.store.log_export import to_tensorboard
 from mpigossip.training import assemble
 from mpigossip.training.evaluate import averaged_model
 
@@ -192,26 +192,15 @@ def test_what_cant_be_exported_is_said(trained):
     assert not [p for p in folder.iterdir() if p.name.startswith(".")]
 
 
-def test_netcdf_holds_the_log_with_units(trained):
-    xarray = pytest.importorskip("xarray", reason="xarray isn't installed")
-    folder, _ = trained
-    log = read(folder / "run" / "log.h5")
-    to_netcdf(folder / "run" / "log.h5", folder / "log.nc")
-    with xarray.open_dataset(folder / "log.nc", engine="h5netcdf") as steps:
-        np.testing.assert_array_equal(steps.loss, log.steps["loss"])
-        assert steps.loss.dims == ("step", "node") and steps.compute_s.attrs["units"] == "s"
-        assert "training loss" in steps.loss.attrs["long_name"] and "own_net" in steps.attrs["job"]
-        assert steps.attrs["summary_digest"] == log.summary["digest"]
-    with xarray.open_dataset(folder / "log.nc", engine="h5netcdf", group="evaluations") as found:
-        np.testing.assert_array_equal(found.accuracy, log.evaluations["accuracy"])
-
-
 def test_xarray_opens_the_log_itself_without_a_group(trained):
     xarray = pytest.importorskip("xarray", reason="xarray isn't installed")
     folder, _ = trained
     with xarray.open_dataset(folder / "run" / "log.h5", engine="h5netcdf") as steps:
         np.testing.assert_array_equal(steps.loss, read(folder / "run" / "log.h5").steps["loss"])
         assert steps.loss.attrs["units"] == "nat" and steps.loss.attrs["long_name"]
+        steps.to_netcdf(folder / "log.nc")  # in place of `log export --netcdf`
+    with xarray.open_dataset(folder / "log.nc") as steps:
+        assert steps.loss.dims == ("step", "node") and "own_net" in steps.attrs["job"]
     with h5py.File(folder / "run" / "log.h5") as file:
         assert file["loss"] == file["steps/loss"]
 

@@ -18,7 +18,6 @@ COMMANDS = {
     "plan JOB --nodes 2 4 --out OUT.png": "OUT.png",
     "log plot run --out OUT.png": "OUT.png",
     "log export run --csv OUT.csv": "OUT.csv",
-    "log export run --netcdf OUT.nc": "OUT.nc",
     "report run --html OUT.html": "OUT.html",
     "checkpoint export run --out OUT.safetensors": "OUT.safetensors",
     "checkpoint export run --out OUT.pt": "OUT.pt",
