@@ -19,6 +19,7 @@ from mpigossip.config.readable import note, shown
 
 COMMANDS = (
     "train", "study", "data", "log", "checkpoint", "graph", "plan", "bench", "job", "doctor",
+    "examples",
 )  # fmt: skip
 """The modules of `mpigossip.commands`, in the order of the help."""
 REMEDIES = {
@@ -31,8 +32,8 @@ HUSH_S = 2.0
 """Seconds that ranks with nothing to say stay: launchers end the others at the first bad exit code,
 and with them the rank that has the message."""
 EXAMPLES = """
-mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2
-mpigossip simulate jobs/digits.toml --nodes 16 run.name=sixteen
+mpirun -n 4 mpigossip train digits node.devices=cpu:2
+mpigossip simulate digits --nodes 16 run.name=sixteen
 mpigossip log plot runs/digits
 """
 

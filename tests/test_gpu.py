@@ -24,7 +24,7 @@ STEPS, BAR = 20, 1e-5
 
 
 def needs_cupy():
-    return pytest.importorskip("cupy", reason="CuPy isn't installed: pip install mpigossip[cuda]")
+    return pytest.importorskip("cupy", reason="CuPy isn't installed: pip install mpigossip[gpu]")
 
 
 def settings_of(name):

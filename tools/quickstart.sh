@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 run=runs/quickstart
 
 say "1/3 Environment: .venv"
-install_into .venv mpich,report,tensorboard # what the READMEs' commands need
+install_into .venv mpich,study,tensorboard # what the READMEs' commands need
 export PATH="$PWD/.venv/bin:$PATH"
 
 rm -rf "$run" # this script's own folder: each time anew

@@ -1,4 +1,4 @@
-"""Points of ten clouds told apart, as a run with a folder; the lines marked <- are of mpigossip.
+"""A classifier with log, checkpoints and stops; the lines marked <- are all that decentralizes it.
 
     mpirun -n 4 python jobs/loops/classify.py --out runs/clouds
 

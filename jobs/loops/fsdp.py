@@ -1,4 +1,4 @@
-"""A GPT cut inside nodes by FSDP2, averaged between them; the lines marked <- decentralize it.
+"""A GPT sharded by FSDP2 inside nodes; the lines marked <- are all that decentralizes it.
 
     mpirun -n 4 python jobs/loops/fsdp.py --ranks-per-node 2
     mpirun -n 6 python jobs/loops/fsdp.py --ranks-per-node 3 --steps 200    (goes on from there)

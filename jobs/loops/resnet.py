@@ -1,4 +1,4 @@
-"""A small ResNet as timm trains one: an average over time (EMA), BatchNorm, a cosine schedule.
+"""A small ResNet as timm trains one; EMA, BatchNorm, a cosine schedule.
 
     mpirun -n 4 python jobs/loops/resnet.py
 

@@ -1,4 +1,4 @@
-"""A loop that goes on without a rank that is lost: Open MPI 5, `mpirun --with-ft ulfm -n 4 python`.
+"""A loop that goes on after a rank failure; Open MPI 5, `mpirun --with-ft ulfm -n 4 python`.
 
 What that takes is marked by `# <-`. `optimizer.steps` drives the loop: survivors go on from the
 last step that all of them have done, so that some go back by a few. Under another MPI it runs like

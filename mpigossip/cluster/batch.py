@@ -9,16 +9,15 @@ before it becomes part of a script: none of it can become a command.
 
 import re
 import shlex
-import sysconfig
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import mpigossip
 from mpigossip.config import JobError
 from mpigossip.config.errors import STOPPED, WRONG
+from mpigossip.config.packaged import find
 from mpigossip.config.toml import Limit, converter, explain, near
 
 WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:+@=/-]*"
@@ -108,24 +107,9 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
 PREFIX = {"slurm": "#SBATCH", "pbs": "#PBS", "flux": "#flux:"}
 
 
-def folders() -> list[Path]:
-    """Where `sites/` and `templates/` may lie: beside the package, or where pip puts data."""
-    parent = Path(mpigossip.__file__).parents[1]
-    schemes = (sysconfig.get_default_scheme(), "posix_user")
-    data = [Path(sysconfig.get_path("data", scheme)) for scheme in schemes]
-    return [parent / "jobs", *(top / "share" / "mpigossip" for top in (parent, *data))]
-
-
-def _find(inside: str) -> Path:
-    for folder in folders():
-        if (folder / inside).exists():
-            return folder / inside
-    raise JobError([f'"{inside}" lies in none of {", ".join(map(str, folders()))}: install again'])
-
-
 def sites() -> dict[str, Path]:
     """The sites that come with the package, by name."""
-    return {path.stem: path for path in sorted(_find("sites").glob("*.toml"))}
+    return {path.stem: path for path in sorted(find("sites").glob("*.toml"))}
 
 
 def read_site(name: str) -> Site:
@@ -213,8 +197,8 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, wish: Wish)
         "wrong": str(WRONG),
         "stopped": str(STOPPED),
     }
-    template = _find("templates") / f"{site.scheduler}.sh"
-    common = (_find("templates") / "common.sh").read_text("utf-8")
+    template = find("templates") / f"{site.scheduler}.sh"
+    common = (find("templates") / "common.sh").read_text("utf-8")
     text = template.read_text("utf-8").replace("@common@\n", common)
     # One pass: what was filled in is not looked at again.
     filled = re.sub(r"@([a-z]+)@", lambda at: values[at[1]], text)

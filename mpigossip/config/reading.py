@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mpigossip.config import removed, toml
+from mpigossip.config import packaged, removed, toml
 from mpigossip.config.choices import FILES, Tables, bring, check, options_of, part_of
 from mpigossip.config.errors import JobError
 from mpigossip.config.own_parts import is_own
@@ -66,10 +66,11 @@ def read(source: Path | str | Mapping) -> dict[str, Any]:
         where, text = "the job", source
         if isinstance(source, Path) or "\n" not in source:
             where = f'job file "{source}"'
+            path = packaged.given(source)
             try:
-                text = Path(source).read_text("utf-8-sig")
+                text = path.read_text("utf-8-sig")
             except FileNotFoundError:
-                raise JobError([f"{where}: no such file; {_beside(Path(source))}"]) from None
+                raise JobError([f"{where}: no such file; {_beside(path)}"]) from None
             except (OSError, ValueError) as error:
                 raise JobError([f"{where} can't be read as text: {error}"]) from None
         try:
@@ -82,7 +83,8 @@ def read(source: Path | str | Mapping) -> dict[str, Any]:
 
 def _beside(path: Path) -> str:  # job files in the folder where `path` was looked for
     try:
-        return near(path.name, [file.name for file in path.parent.glob("*.toml")])
+        there = [file.name for file in path.parent.glob("*.toml")]
+        return near(path.name, there) + "; `mpigossip examples` lists those that come along"
     except OSError:
         return "give the path of a TOML file"
 

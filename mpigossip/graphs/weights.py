@@ -139,7 +139,7 @@ def _solved(r: Round, signed: bool) -> Round:
     except ImportError as error:
         raise GraphError(
             'weights "fmmc" and "fdla" need the convex solver cvxpy, which isn\'t installed; '
-            'pip install \'mpigossip[search]\', or take "laplacian" or "metropolis-hastings"'
+            'pip install \'mpigossip[study]\', or take "laplacian" or "metropolis-hastings"'
         ) from error
     edges = as_sparse(r)
     one_way = np.flatnonzero(edges.edge_receivers < edges.indices)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpigossip.config import JobError, removed
+from mpigossip.config import JobError, packaged, removed
 from mpigossip.config.toml import near, show
 from mpigossip.training import assemble
 
@@ -92,6 +92,7 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
     ``more``: keys that somebody else reads. JobError with every mistake.
     """
     try:
+        path = packaged.given(path)
         given = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         remedy = "a study is a TOML file with job, grid, nodes, seeds"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpigossip.cluster import batch
-from mpigossip.cluster.batch import Wish, folders, read_site, script, seconds_of, sites
+from mpigossip.cluster.batch import Wish, read_site, script, seconds_of, sites
 from mpigossip.config import JobError
 from mpigossip.config.errors import OK, STOPPED, WRONG
 from tests.cases import on_each
@@ -413,23 +413,6 @@ def test_the_command_warns_of_idle_gpus(tmp_path):
                        "b", "--venv", str(tmp_path), cwd=tmp_path)  # fmt: skip
     assert done.returncode == 2 and "no virtual environment" in done.stderr
     assert "leaves the 4 GPUs" in done.stderr
-
-
-def test_sites_and_templates_are_found_where_pip_puts_them(monkeypatch, tmp_path):
-    share = tmp_path / "share" / "mpigossip"
-    for part in ("sites", "templates"):
-        (share / part).mkdir(parents=True)
-        for path in (REPO / "jobs" / part).iterdir():
-            (share / part / path.name).write_text(path.read_text())
-    monkeypatch.setattr(
-        batch.mpigossip, "__file__", str(tmp_path / "lib" / "mpigossip" / "__init__.py")
-    )
-    monkeypatch.setattr(batch.sysconfig, "get_path", lambda *_: str(tmp_path))
-    assert all(tmp_path in folder.parents for folder in folders())
-    assert sorted(sites()) == SITES and "#SBATCH" in made()
-    monkeypatch.setattr(batch.sysconfig, "get_path", lambda *_: str(tmp_path / "none"))
-    with pytest.raises(JobError, match="install again"):
-        sites()
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "sweep.sbatch", "report.sbatch", "run.sh"])

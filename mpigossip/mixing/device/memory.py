@@ -127,7 +127,7 @@ def _cupy(device: torch.device) -> Any:
     except ImportError as error:
         raise MemoryRefused(
             f"memory of {device} for windows is CuPy's, which can't be imported ({error}); "
-            "pip install 'mpigossip[cuda]' (on AMD a ROCm build of CuPy), or go through host "
+            "pip install 'mpigossip[gpu]' (on AMD a ROCm build of CuPy), or go through host "
             'memory: node.gpu_window = "host"'
         ) from error
     return cupy

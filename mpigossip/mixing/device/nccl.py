@@ -48,7 +48,7 @@ def _library(device: torch.device) -> Any:
     except ImportError as error:
         raise MemoryRefused(f"NCCL is called through CuPy, which isn't there ({error})") from error
     if not nccl.available:
-        raise MemoryRefused("this CuPy finds no NCCL; pip install 'mpigossip[cuda]' brings it")
+        raise MemoryRefused("this CuPy finds no NCCL; pip install 'mpigossip[gpu]' brings it")
     return nccl
 
 

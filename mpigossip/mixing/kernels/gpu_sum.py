@@ -140,7 +140,7 @@ def usable(device: torch.device) -> bool:
     if said:
         warnings.warn(
             f"the kernel that sums models is off on {device}: {said}; torch's operations take its "
-            "place, in several passes over memory (pip install mpigossip[cuda], or [cuda12], "
+            "place, in several passes over memory (pip install mpigossip[gpu], or [gpu-cuda12], "
             "mends it)",
             stacklevel=2,
         )

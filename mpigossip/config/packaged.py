@@ -1,0 +1,68 @@
+"""Files that come with the package: example jobs and programs, sites, batch templates."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import mpigossip
+from mpigossip.config.errors import JobError
+from mpigossip.config.toml import near
+
+EXAMPLES = ("*.toml", "own/*.toml", "loops/*.py", "loops/*.sbatch")
+"""Examples inside `jobs/`; those in `own/` need the module beside them."""
+
+
+def folders() -> list[Path]:
+    """Return where `jobs/` may be: beside the package, or where pip installs data files."""
+    parent = Path(mpigossip.__file__).parents[1]
+    schemes = (sysconfig.get_default_scheme(), "posix_user")
+    data = [Path(sysconfig.get_path("data", scheme)) for scheme in schemes]
+    return [parent / "jobs", *(top / "share" / "mpigossip" for top in (parent, *data))]
+
+
+def find(inside: str) -> Path:
+    """Return the path of a file or folder inside `jobs/`."""
+    for folder in folders():
+        if (folder / inside).exists():
+            return folder / inside
+    raise JobError([f'"{inside}" is in none of {", ".join(map(str, folders()))}: install again'])
+
+
+def examples(patterns: Sequence[str] = EXAMPLES) -> dict[str, Path]:
+    """Return the example jobs, studies and programs by name."""
+    top = find("digits.toml").parent
+    return {path.stem: path for each in patterns for path in sorted(top.glob(each))}
+
+
+def given(source: Path | str) -> Path:
+    """Return the path that a user gave, or the example job or study of this name."""
+    path = Path(source)
+    if path.suffix or path.parent.name or path.is_file():
+        return path
+    with suppress(JobError):  # installed without examples
+        return examples(EXAMPLES[:1]).get(path.name, path)
+    return path
+
+
+def summary(path: Path) -> str:
+    """Return what an example is: its first comment or docstring up to a semicolon or a stop."""
+    lines = path.read_text("utf-8").splitlines()
+    first = next(line.strip('#" .') for line in lines if line.startswith(("# ", '"""')))
+    return first.partition(";")[0]
+
+
+def copy(name: str, folder: Path) -> list[Path]:
+    """Copy an example into a folder, with the module that it needs; never over a file."""
+    known = examples()
+    if name not in known:
+        raise JobError([f'example "{name}" is unknown; {near(name, known)}'])
+    files = [path for path in known[name].parent.glob(f"{name}.*") if path.is_file()]
+    there = [folder / path.name for path in files if (folder / path.name).exists()]
+    if there:
+        raise JobError([f"{there[0]} exists; name another folder with --to"])
+    folder.mkdir(parents=True, exist_ok=True)
+    return [Path(shutil.copyfile(path, folder / path.name)) for path in sorted(files)]

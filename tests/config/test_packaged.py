@@ -1,0 +1,95 @@
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpigossip import cli
+from mpigossip.cluster import batch
+from mpigossip.config import JobError, packaged, reading
+from tests.cases import on_each
+
+JOBS = Path(__file__).parents[2] / "jobs"
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """The files where pip puts them: share/mpigossip of the environment."""
+    share = tmp_path / "share" / "mpigossip"
+    for folder in ("", "own", "loops", "sites", "templates"):
+        (share / folder).mkdir(parents=True, exist_ok=True)
+        for path in (JOBS / folder).glob("*.*"):
+            shutil.copyfile(path, share / folder / path.name)
+    lib = tmp_path / "lib" / "mpigossip" / "__init__.py"
+    monkeypatch.setattr(packaged.mpigossip, "__file__", str(lib))
+    monkeypatch.setattr(packaged.sysconfig, "get_path", lambda *_: str(tmp_path))
+    return share
+
+
+def test_examples_sites_and_templates_are_found_where_pip_puts_them(installed, monkeypatch):
+    assert packaged.examples()["gpt"] == installed / "loops" / "gpt.py"
+    assert packaged.given("digits") == installed / "digits.toml"
+    assert "perlmutter" in batch.sites() and packaged.find("templates/slurm.sh").exists()
+    monkeypatch.setattr(packaged.sysconfig, "get_path", lambda *_: "/none")
+    with pytest.raises(JobError, match="install again"):
+        packaged.find("sites")
+    assert packaged.given("digits") == Path("digits")
+
+
+def test_a_job_by_name_is_the_packaged_one_unless_a_file_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").mkdir()  # a folder, such as one of data, is no job
+    assert reading.read("digits") == reading.read(JOBS / "digits.toml")
+    Path("digits").rmdir()
+    Path("digits").write_text("[run]\nname = 'mine'")
+    assert reading.read("digits") == {"run": {"name": "mine"}}
+    with pytest.raises(JobError, match="`mpigossip examples` lists"):
+        reading.read("digit")
+    with pytest.raises(JobError, match="no such file"):
+        reading.read("jobs/digits")
+
+
+def test_every_example_has_a_line_that_fits_a_terminal(capsys):
+    assert cli.main(["examples"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = {line.split()[0] for line in lines if line and line[0] not in "`g"} | {"gpt"}
+    assert {"digits", "study", "oscillator", "classify", "loop"} <= names
+    assert all(len(line) <= 80 for line in lines) and len(lines) > 20
+
+
+def test_an_example_is_copied_with_its_module_and_never_over_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["examples", "copy", "oscillator", "--to", "mine"]) == 0
+    assert sorted(p.name for p in Path("mine").iterdir()) == ["oscillator.py", "oscillator.toml"]
+    assert cli.main(["examples", "copy", "oscillator", "--to", "mine"]) == 2
+    assert cli.main(["examples", "copy", "osc"]) == 2
+    assert 'did you mean "oscillator"?' in capsys.readouterr().err
+
+
+@on_each("name", [p.name for p in [*JOBS.glob("*.toml"), *JOBS.glob("own/*.toml")]])
+def test_the_wheel_takes_every_example(name):
+    import tomllib
+
+    project = tomllib.loads((JOBS.parent / "pyproject.toml").read_text())
+    patterns = [p for each in project["tool"]["setuptools"]["data-files"].values() for p in each]
+    found = {path.name for pattern in patterns for path in JOBS.parent.glob(pattern)}
+    assert name in found
+
+
+@pytest.mark.every
+def test_a_wheel_trains_without_a_clone(tmp_path, mpirun):
+    """Built, unpacked into a folder as `pip install --target` does, and run beside no clone."""
+    import subprocess
+
+    into = ["install", "--target", "site", "--no-index", "-f", "dist", "mpigossip"]
+    for words in (["wheel", "-w", "dist", str(JOBS.parent)], into):
+        words.insert(1, "--no-deps")
+        done = subprocess.run([sys.executable, "-m", "pip", *words], cwd=tmp_path, text=True,
+                              capture_output=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    program = (
+        "import sys; sys.path.insert(0, 'site'); from mpigossip import cli; sys.exit(cli.main())"
+    )
+    words = [sys.executable, "-P", "-c", program, "train", "digits", "run.epochs=1"]
+    done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True)
+    assert done.returncode == 0 and "digest" in done.stdout, done.stderr
