@@ -32,7 +32,7 @@ def _list(options) -> None:
             tell()
         group = path.parent
         tell(f"{name:18}{summary(path)}")
-    tell("\n`mpigossip examples copy NAME` copies one of them. All commands take a job of the")
+    tell("\n`mpigossip examples copy NAME` copies one of them. Commands take a job of the")
     tell("first group by its name: mpirun -n 4 mpigossip train digits")
 
 
