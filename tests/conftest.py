@@ -1,9 +1,11 @@
 """Fixtures for all tests: `ranks` (functions on MPI ranks) and `mpirun` (command lines on them)."""
 
 import os
+import shlex
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,42 @@ from tests import launch, rankpool
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="every combination: also tests marked every"
+    )
+
+
+started: Counter[str] = Counter()
+"""Processes that the tests of this session started, by kind."""
+
+
+def _count(event: str, args: tuple) -> None:
+    if event == "subprocess.Popen" and args[1]:
+        command = shlex.join(map(os.fsdecode, [args[1]] if isinstance(args[1], str) else args[1]))
+        mpi = "mpiexec" in command.split(" -n ")[0]
+        fork = "warmstub.py" in command or f"{os.sep}warm-" in command
+        started[
+            "mpirun" if mpi else "fork" if fork else "python" if "python" in command else ""
+        ] += 1
+
+
+sys.addaudithook(_count)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker's count goes to the session that started it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["started"] = dict(started)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    started.update(getattr(node, "workeroutput", {}).get("started", {}))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Prints what was started: launches of MPI are what a run of all tests takes longest for."""
+    terminalreporter.write_line(
+        f"started: {started['mpirun']} times mpirun, {started['python']} new processes of Python, "
+        f"{started['fork']} forks of one that has torch"
     )
 
 
