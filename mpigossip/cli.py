@@ -18,8 +18,8 @@ from mpigossip.config.errors import FAILED, OK, WRONG, Failure, Mistake, output_
 from mpigossip.config.readable import note, shown
 
 COMMANDS = (
-    "train", "study", "data", "log", "checkpoint", "graph", "plan", "bench", "job", "doctor",
-    "examples",
+    "train", "members", "study", "data", "log", "checkpoint", "graph", "plan", "bench", "job",
+    "doctor", "examples",
 )  # fmt: skip
 """The modules of `mpigossip.commands`, in the order of the help."""
 REMEDIES = {

@@ -355,6 +355,17 @@ class LogSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MembersSection:
+    """Section `[members]`: of a training that members join and leave (`mpigossip join`)."""
+
+    lease_s: Annotated[float, Limit(lambda v: 120 <= v < 1e7, "must be at least 120")] = 600.0
+    """Seconds of silence that a member promises at most; later others take its chunks. At least
+    five rounds."""
+    claim_rounds: Positive = 16
+    """Rounds for which a member claims chunks at once, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """Everything that defines a run."""
 
@@ -372,6 +383,7 @@ class Job:
     clock: ClockSection = field(default_factory=ClockSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
+    members: MembersSection = field(default_factory=MembersSection)
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Job)}  # type: ignore[misc]

@@ -120,10 +120,14 @@ class Stopper(Hook):
         if number == signal.SIGTERM:
             deadline.terminated = time.monotonic()
 
+    def due(self) -> bool:
+        """Return whether a signal or the clock asks this process to stop."""
+        self._asked = self._clock.over() or self._asked
+        return self._asked
+
     def wants_stop(self, done: int) -> bool:
         """Every ``lag`` steps: read the last agreement, begin the next."""
-        self._asked = self._clock.over() or self._asked
-        if not self._asked and self._world.size > 1 and os.getppid() != self._launcher:
+        if not self.due() and self._world.size > 1 and os.getppid() != self._launcher:
             self._asked = True
             self._warnings.append("stopped because the launcher's process is gone: resume the run")
         if done % self._lag:

@@ -1,0 +1,134 @@
+"""Claims of chunks: each chunk is trained in exactly one published round.
+
+A block of chunks is claimed by a place for its next rounds. Where its chain ends early, or its
+first round names another claim, the rounds that are missing are void: the block's next claim
+covers exactly their chunks. So what is trained follows from chains and claims alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+from mpigossip.mixing.members.records import Claim
+
+FOLDER = 256
+"""Blocks of the ledger in a folder."""
+WINDOW = 4
+"""Unclaimed blocks among which a claim chooses: two members seldom want the same."""
+LOOKS = 4
+"""Claimed blocks that are looked at before each claim, the oldest ones."""
+TRIES = 64
+
+
+class Rest(NamedTuple):
+    """Chunks from ``chunk`` to the end of a block, to be claimed by its next attempt."""
+
+    block: int
+    attempt: int
+    chunk: int
+
+
+class Claimant(Protocol):
+    """The member that asks."""
+
+    number: int
+    round: int
+
+    def read_claim(self, name: str) -> Claim | None:
+        """A claim; None where it isn't seen. A claim of chunk −1 where it can't be used."""
+
+    def trained(self, name: str, claim: Claim, count: int) -> tuple[int, bool]:
+        """Published rounds of a claim of ``count`` chunks, and whether no more will come."""
+
+
+class Ledger:
+    """The blocks of a training; ``done`` names are hints that save reading claims."""
+
+    def __init__(self, disk, chunks: int, block: int, chance: random.Random):
+        """``block``: chunks of a claim."""
+        self.disk, self.chunks, self.block, self.chance = disk, chunks, block, chance
+        self._first = 0
+        """the oldest block that isn't known as done"""
+
+    def claim(self, member: Claimant) -> tuple[str, Claim, int] | None:
+        """Claim chunks for the member's next rounds: name, claim, number; None where none can be.
+
+        What became void comes first, then one of the first unclaimed blocks at random.
+        """
+        for _ in range(TRIES):  # others may take what was chosen
+            free, rest = self._unclaimed(member)
+            if not free and rest is None:
+                return None
+            block, attempt, chunk = rest or self.chance.choice(free)
+            made = Claim(place=member.number, first=member.round, chunk=chunk)
+            name = self._name(block, attempt)
+            self.disk.make(name.rpartition("/")[0])
+            if self.disk.publish(name, made.encode()):
+                return name, made, self._end(block) - chunk
+        return None
+
+    def finish(self, name: str) -> None:
+        """All rounds of this claim are published, and with them its block is done."""
+        self.disk.publish(f"{name.rpartition('.')[0]}.done", b"")
+
+    @property
+    def finished(self) -> bool:
+        """Whether every block is done."""
+        return all(done for _, _, done in self._blocks())
+
+    def _unclaimed(self, member: Claimant) -> tuple[list[Rest], Rest | None]:
+        free: list[Rest] = []
+        claimed = []
+        for block, attempts, done in self._blocks():
+            if attempts and not done:
+                claimed.append((block, attempts))
+            elif not done:
+                free.append(Rest(block, 0, block * self.block))
+                if len(free) == WINDOW:
+                    break
+        rests = (self._rest(member, *one) for one in claimed[: LOOKS if free else None])
+        return free, next((rest for rest in rests if rest), None)
+
+    def _rest(self, member: Claimant, block: int, attempts: int) -> Rest | None:
+        """What the claims of a block have left void."""
+        chunk, end = block * self.block, self._end(block)
+        for attempt in range(attempts):
+            claim = member.read_claim(name := self._name(block, attempt))
+            if claim is None:
+                return None  # a stale listing
+            if claim.chunk != chunk:
+                continue
+            trained, over = member.trained(name, claim, end - chunk)
+            if trained == end - chunk:
+                self.finish(name)
+            if not over or trained == end - chunk:
+                return None
+            chunk += trained
+        return Rest(block, attempts, chunk)
+
+    def _blocks(self) -> Iterator[tuple[int, int, bool]]:
+        """From the oldest block that isn't done: (block, number of attempts, done)."""
+        total, all_done = -(-self.chunks // self.block), True
+        for first in range(self._first // FOLDER * FOLDER, total, FOLDER):
+            attempts: dict[int, int] = {}
+            done: set[int] = set()
+            for name in self.disk.names(f"ledger/{first // FOLDER:04d}"):
+                block, _, what = name.partition(".")
+                if what == "done":
+                    done.add(int(block))
+                elif block.isdigit() and what.isdigit():
+                    attempts[int(block)] = max(attempts.get(int(block), 0), int(what) + 1)
+            for block in range(max(first, self._first), min(first + FOLDER, total)):
+                all_done = all_done and block in done
+                if all_done:
+                    self._first = block + 1
+                yield block, attempts.get(block, 0), block in done
+
+    def _end(self, block: int) -> int:
+        return min((block + 1) * self.block, self.chunks)
+
+    @staticmethod
+    def _name(block: int, what: int) -> str:
+        return f"ledger/{block // FOLDER:04d}/{block:06d}.{what}"

@@ -1,0 +1,153 @@
+"""What a member exchanges through the folder: models in the background, one peer a round."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from mpigossip.mixing.members.place import NEWEST, Fenced, Place
+from mpigossip.mixing.members.records import Round
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.checkpoint import NodeState
+from mpigossip.store.manifest import Entry
+
+POLL_S = 2.0
+"""Between two looks of a member that has nothing to train."""
+
+
+class Leaving(Exception):
+    """The member was asked to stop."""
+
+
+def digest(state: NodeState) -> str:
+    """SHA-256 of a model's arrays, by their names."""
+    sha = hashlib.sha256()
+    for name, array in sorted(state.stored().items()):
+        sha.update(name.encode())
+        sha.update(np.ascontiguousarray(array).data)
+    return sha.hexdigest()
+
+
+class Live:
+    """A member's models and those of its peers in the folder's `models`."""
+
+    def __init__(self, place: Place, stopping: Callable[[], bool], poll_s: float = POLL_S):
+        """``stopping``: whether to leave, asked while there is nothing to train."""
+        self.place, self.stopping, self.poll_s = place, stopping, poll_s
+        self._writer = ThreadPoolExecutor(1, "models")
+        self._written: Future | None = None
+
+    def begin(self, promises: int, about: dict[str, str]) -> list[NodeState]:
+        """Take a place; the models whose average the member begins with, none: the seed's."""
+        self.place.join(promises)
+        wanted = self.place.beginnings()
+        inputs, states = self.readable(wanted, NEWEST)
+        self.place.start(inputs, about)
+        return states
+
+    def readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
+        """The first versions that can be read, and their models; StoreError where none can."""
+        found: list[tuple[Round, NodeState]] = []
+        for version in versions:
+            state = self.read(version) if len(found) < most else None
+            if state is not None:
+                found.append((version, state))
+        if versions and not found:
+            raise StoreError(
+                f"{self.place.disk.root}: none of {len(versions)} models can be read; copy one "
+                "back to models/, or begin a new folder"
+            )
+        return [one for one, _ in found], [state for _, state in found]
+
+    def read(self, version: Round) -> NodeState | None:
+        """A model, complete and undamaged; None where it isn't, which is said once."""
+        disk, name = self.place.disk, f"models/{version.file}"
+        try:
+            owner = os.lstat(disk.path(name)).st_uid
+            if not disk.shared and owner != os.getuid():
+                raise StoreError(f"it belongs to user {owner}; --shared takes it")
+            entry = Entry(version.place, version.file, version.bytes, version.checksum,
+                          version.parameters)  # fmt: skip
+            found = checkpoint.read_state(
+                disk.root / "models", entry, version.parameters, version.step
+            )
+            if digest(found) != version.digest:
+                raise StoreError("it is another model than its record says")
+            return found
+        except (StoreError, OSError) as error:
+            if not isinstance(error, FileNotFoundError):
+                self.place.tell_once(name, str(error))
+            return None
+
+    def chunk(self) -> tuple[int, int] | None:
+        """The next chunk, and how far the learning rate is; None once the training has ended.
+
+        Waits while others train the last chunks. Raises Fenced, Leaving.
+        """
+        while True:
+            if not self.place.left:
+                self.written()
+            chunk = self.place.chunk()
+            if chunk is not None:
+                return chunk, self.place.progress
+            if self.place.ended():
+                return None
+            if self.place.ledger.finished:
+                versions, _ = self.readable(self.place.endings(), 64)
+                self.place.end(versions)
+                continue
+            if self.stopping():
+                raise Leaving
+            time.sleep(self.poll_s)
+
+    def send(self, state: NodeState) -> int:
+        """Publish this round's model in the background; its bytes. Waits for the one before."""
+        self.written()
+        place = self.place
+        draft, claim = place.draft(int(state.numbers["index"])), place.left
+
+        def work() -> None:
+            file = f"{draft.place:06d}-{secrets.token_hex(8)}.h5"
+            path = place.disk.path(f"models/{file}")
+            entry = checkpoint.write_state(path, draft.place, state)
+            place.publish(
+                draft, claim == 0, file=file, bytes=entry.bytes, checksum=entry.checksum,
+                parameters=entry.parameters, digest=digest(state),
+            )  # fmt: skip
+
+        self._written = self._writer.submit(work)
+        return sum(array.nbytes for array in state.stored().values())
+
+    def written(self) -> None:
+        """Wait for the model that is being published; raises Fenced."""
+        if self._written is not None:
+            written, self._written = self._written, None
+            written.result()
+        if self.place.fenced:
+            raise Fenced
+
+    def receive(self) -> NodeState | None:
+        """The model to average with, None where nobody has a new one; raises Behind."""
+        for version in self.place.peers():
+            state = self.read(version)
+            if state is not None:
+                self.place.took(version)
+                return state
+        return None
+
+    def leave(self) -> None:
+        """Publish what is being written, and close the place if others haven't."""
+        with contextlib.suppress(Fenced):
+            self.written()
+            self.place.leave()
+
+    def close(self) -> None:
+        """Wait for the writer."""
+        self._writer.shutdown()

@@ -1,0 +1,173 @@
+"""A training in a folder with members of four numbers, on the worst of disks."""
+
+import errno
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mpigossip.mixing.members.disk import Disk
+from mpigossip.mixing.members.live import Leaving, Live
+from mpigossip.mixing.members.place import FOLDERS, Behind, Fenced, Place, Plan
+from mpigossip.mixing.members.scripted import Script
+from mpigossip.runs.replay import repeat
+from mpigossip.store import StoreError
+from mpigossip.store.checkpoint import NodeState
+
+
+class Killed(BaseException):
+    """The process ended here."""
+
+
+@dataclass
+class Bad(Disk):
+    """A disk for one member: killed at an operation, stale listings, lost replies, full at times.
+
+    ``kill_at``: the operation that never happens. ``seen``: names that a stale cache shows.
+    """
+
+    root: Path
+    chance: random.Random
+    kill_at: int = 1 << 60
+    stale_s: float = 0.0
+    lost: float = 0.0
+    full: float = 0.0
+    shared: bool = False
+    operations: int = 0
+    cache: dict = field(default_factory=dict)
+
+    def path(self, name):
+        if self.operations >= self.kill_at:
+            raise Killed
+        return super().path(name)
+
+    def names(self, folder):
+        at, found = self.cache.get(folder, (float("-inf"), []))
+        if time.monotonic() - at > self.stale_s * self.chance.random():
+            found = super().names(folder)
+            self.cache[folder] = time.monotonic(), found
+        return found
+
+    def link(self, beside, path):
+        if self.chance.random() < self.full:
+            raise OSError(errno.ENOSPC, "full")
+        super().link(beside, path)
+        if self.chance.random() < self.lost:
+            raise FileExistsError(errno.EEXIST, "the reply was lost")
+
+
+def begin(root: Path) -> None:
+    for name in FOLDERS:
+        (root / name).mkdir(parents=True)
+
+
+def state(x: np.ndarray, index: int) -> NodeState:
+    return NodeState(x, ("x",), ((len(x),),), {}, {"index": index})
+
+
+class Tiny:
+    """x ← x + sin(chunk + parameter), then the mean with a peer, in float32."""
+
+    def __init__(self, sleep=lambda: None):
+        self.x, self.index, self.sleep = np.zeros(4, np.float32), 0, sleep
+
+    def begin(self, states) -> None:
+        self.x = np.zeros(4, np.float32)
+        for one in states:
+            self.x += one.parameters / np.float32(len(states))
+
+    def train(self, exchange) -> None:
+        while (found := exchange.chunk()) is not None:
+            self.sleep()
+            step = np.sin(np.float32(found[0]) + np.arange(4, dtype=np.float32))
+            self.x = self.x + step.astype(np.float32) / np.float32(1 + found[1])
+            self.index += 1
+            exchange.send(state(self.x.copy(), self.index))
+            peer = exchange.receive()
+            if peer is not None:
+                self.x = np.float32(0.5) * (self.x + peer.parameters)
+
+
+def member(disk: Disk, plan: Plan, stop=lambda: False, sleep=lambda: None, clock=0.0) -> str:
+    """One member to its end: "end", "killed", "left" or "failed"."""
+    place = Place(
+        disk, plan, now=lambda: time.monotonic() + clock, chance=disk.chance, tell=lambda line: None
+    )
+    live, promises = Live(place, stop, 0.01), 1
+    try:
+        while not place.ended():
+            tiny = Tiny(sleep)
+            try:
+                tiny.begin(live.begin(promises, {}))
+                while True:
+                    tiny.train(live)
+                    break
+            except Fenced:
+                promises *= 2
+            except Behind:
+                live.leave()
+            except Leaving:
+                live.leave()
+                return "left"
+        return "end"
+    except Killed:
+        return "killed"
+    except (OSError, StoreError):
+        return "failed"
+    finally:
+        live.close()
+
+
+def chunks_of(root: Path, plan: Plan) -> Counter:
+    """How often each chunk is in a published round."""
+    script = Script(Place(Disk(root, shared=True), plan, tell=lambda line: None))
+    return Counter(one.chunk for one in script.rounds.values())
+
+
+def replay(root: Path, plan: Plan) -> int:
+    """Repeat all rounds; how many were compared. Raises Differs."""
+    script = Script(Place(Disk(root, shared=True), plan, tell=lambda line: None))
+    script.choose(script.needed(script.rounds))
+    repeat(script, Tiny)
+    return len(script.wanted)
+
+
+def storm(root: Path, seed: int, chunks=120, members=5, lease_s=0.3, slow=0.05, **ills):
+    """Members that join, leave, are killed at random and come back until the training has ended.
+
+    ``slow``: share of rounds that take longer than the lease. How the members ended.
+    """
+    begin(root)
+    chance = random.Random(seed)
+    plan = Plan(chunks, 4, lease_s)
+    ends: Counter = Counter()
+    done = threading.Event()
+
+    def work(seed: int) -> None:
+        mine = random.Random(seed)
+        while not done.is_set():
+            kill = mine.randint(5, 400) if mine.random() < 0.8 else 1 << 60
+            disk = Bad(root, mine, kill_at=kill, **ills)
+            how = member(
+                disk,
+                plan,
+                stop=lambda: mine.random() < 0.02,
+                sleep=lambda: time.sleep(mine.random() * 0.01 + (mine.random() < slow)),
+                clock=mine.uniform(-600, 600),
+            )
+            ends[how] += 1
+            if how == "end":
+                done.set()
+
+    threads = [threading.Thread(target=work, args=(chance.random(),)) for _ in range(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    ends["alive"] = sum(thread.is_alive() for thread in threads)
+    done.set()
+    return dict(ends)

@@ -1,0 +1,229 @@
+"""The protocol of members that join and leave, with models of four numbers on bad disks."""
+
+import contextlib
+import random
+import threading
+from pathlib import Path
+
+import h5py
+import pytest
+
+from mpigossip.mixing.members import live as live_models
+from mpigossip.mixing.members import place as places
+from mpigossip.mixing.members.disk import Disk
+from mpigossip.mixing.members.live import Live
+from mpigossip.mixing.members.place import Place, Plan
+from mpigossip.mixing.members.records import Round
+from mpigossip.store import checkpoint
+from tests.cases import every
+from tests.mixing.members.storm import (
+    Bad,
+    Tiny,
+    begin,
+    chunks_of,
+    member,
+    replay,
+    state,
+    storm,
+)
+
+ILLS = {"stale_s": 0.6, "lost": 0.2, "full": 0.02}
+STORM = Plan(120, 4, 0.3)
+
+
+def right(root, plan) -> bool:
+    """Every chunk is in exactly one published round, and all rounds can be repeated."""
+    found = chunks_of(root, plan)
+    once = all(found[chunk] == 1 for chunk in range(plan.chunks))
+    return once and replay(root, plan) == plan.chunks
+
+
+@pytest.mark.parametrize("seed", [1, 2, *(every(seed) for seed in range(3, 6))])
+def test_storms(tmp_path, seed):
+    """Kills at random, stale listings, lost replies, a full disk, clocks minutes apart."""
+    ends = storm(tmp_path / "run", seed, **ILLS)
+    assert ends["alive"] == 0 and ends["end"]
+    assert right(tmp_path / "run", STORM)
+
+
+@pytest.mark.parametrize("step", [7, every(1)])
+def test_a_kill_at_every_operation(tmp_path, step):
+    """Another member finishes what one that was killed anywhere has begun."""
+    plan, kills = Plan(6, 2, 0.02), 0
+    while True:
+        root = tmp_path / str(kills)
+        begin(root)
+        how = member(Bad(root, random.Random(1), kill_at=kills), plan)
+        assert member(Bad(root, random.Random(2)), plan) == "end", kills
+        assert right(root, plan), kills
+        if how == "end":
+            break
+        kills += step
+    assert kills > 50
+
+
+def renamed(disk, beside, path):
+    """Rename, in place of a link: what stood under the name is gone."""
+    Path(beside).replace(path)
+
+
+def torn(root, stop):
+    """Flip a number of a model now and then, as a bad disk does."""
+    chance = random.Random(0)
+    while not stop.wait(0.02):
+        with contextlib.suppress(Exception):  # a file that is written or removed meanwhile
+            files = list((root / "models").iterdir())
+            path = chance.choice(files)
+            with h5py.File(path) as file:
+                at = file["parameters"].id.get_offset()
+            with path.open("r+b") as raw:
+                raw.seek(at + 2)
+                raw.write(b"\x11")
+
+
+def damaged_storm(root, seed) -> bool:
+    stop = threading.Event()
+    thread = threading.Thread(target=torn, args=(root, stop))
+    thread.start()
+    try:
+        storm(root, seed, **ILLS)
+    finally:
+        stop.set()
+        thread.join()
+    with contextlib.suppress(Exception):
+        return right(root, STORM)
+    return False
+
+
+def test_damaged_models_are_passed_over(tmp_path):
+    assert damaged_storm(tmp_path / "run", 1)
+
+
+def held_back(self, place):
+    """A lease without fencing: a silent place counts as closed, and knows nothing of it."""
+    chain = self.chains[place]
+    chain.closed = places.Closed(place=place, round=chain.next, why="silent", by=self.number)
+
+
+@pytest.mark.parametrize("control", ["rename", "checksum", every("fence")])
+def test_controls_fail(tmp_path, monkeypatch, control):
+    """Without link, checksum or fence most storms go wrong."""
+    if control == "rename":
+        monkeypatch.setattr(Disk, "link", renamed)
+    elif control == "checksum":
+        monkeypatch.setattr(checkpoint, "_check_bytes", lambda *_: None)
+        monkeypatch.setattr(live_models, "digest", lambda _: "0" * 64)
+    else:
+        monkeypatch.setattr(Place, "fence", held_back)
+    compared, wrong = live_models.digest, 0
+    for seed in range(4):
+        root = tmp_path / str(seed)
+        if control == "checksum":
+            wrong += not damaged_storm(root, seed)
+            continue
+        with contextlib.suppress(Exception):
+            ends = storm(root, seed, chunks=60, **ILLS)
+            wrong -= not ends["alive"] and right(root, Plan(60, 4, 0.3))
+        wrong += 1
+    assert compared and wrong >= 2
+
+
+def operations_a_round(root, members: int) -> float:
+    """Calls of the file system in a round of one of so many members, all of which go on."""
+    begin(root)
+    plan = Plan(members * 64, 16, 60.0)
+    made = []
+    for seed in range(members):
+        place = Place(Disk(root), plan, chance=random.Random(seed))
+        live = Live(place, lambda: False)
+        live.begin(1, {})
+        made.append((place, live))
+    for count in range(32):
+        for _, live in made:
+            live.chunk()
+            live.send(state(Tiny().x, count + 1))
+            live.receive()
+            live.written()
+        if count == 15:  # the claims of 16 rounds
+            first = sum(place.disk.operations for place, _ in made)
+    for _, live in made:
+        live.close()
+    return (sum(place.disk.operations for place, _ in made) - first) / 16 / members
+
+
+def test_operations_do_not_grow_with_members(tmp_path):
+    few, many = (operations_a_round(tmp_path / str(m), m) for m in (4, 32))
+    assert many < 1.1 * few and few < 40, (few, many)
+
+
+def test_everybody_leaves_and_the_next_goes_on(tmp_path):
+    begin(root := tmp_path / "run")
+    plan = Plan(40, 4, 60.0)
+    for seed in range(3):
+        count = [0]
+
+        def stop(count=count):
+            count[0] += 1
+            return count[0] > 10
+
+        disk = Bad(root, random.Random(seed))
+        place = Place(disk, plan, chance=disk.chance)
+        live = Live(place, stop)
+        tiny = Tiny(sleep=lambda stop=stop: stop() and leave())
+        tiny.begin(live.begin(1, {}))
+        with contextlib.suppress(Gone):
+            tiny.train(live)
+        live.leave()
+        live.close()
+    assert member(Bad(root, random.Random(9)), plan) == "end"
+    assert right(root, plan)
+
+
+class Gone(Exception):
+    pass
+
+
+def leave():
+    raise Gone
+
+
+@pytest.mark.parametrize("bad", ["cut", "huge", "link", "folder", "foreign"])
+def test_bad_records_are_named_once_and_passed_over(tmp_path, bad):
+    begin(root := tmp_path / "run")
+    plan, told = Plan(8, 2, 0.02), []
+    assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
+    chain = root / "chain/000000"
+    newest = sorted(chain.iterdir())[-1]
+    content = newest.read_bytes()
+    newest.unlink()
+    if bad == "cut":
+        newest.write_bytes(content[:-5])
+    elif bad == "huge":
+        newest.write_bytes(b"[" * (2 << 20))
+    elif bad == "link":
+        newest.symlink_to("/etc/passwd")
+    elif bad == "folder":
+        newest.mkdir()
+    else:
+        newest.write_bytes(content.replace(b'"place": 0', b'"place": 7'))
+    place = Place(Disk(root), plan, chance=random.Random(2), tell=told.append)
+    live = Live(place, lambda: False, 0.01)
+    tiny = Tiny()
+    tiny.begin(live.begin(1, {}))
+    tiny.train(live)
+    live.close()
+    assert place.ended()
+    assert sum(newest.name in line for line in told) == 1 and "passed over" in told[0]
+    found = chunks_of_readable(root, plan)
+    assert all(found.get(chunk, 0) <= 1 for chunk in range(plan.chunks))
+
+
+def chunks_of_readable(root, plan):
+    place = Place(Disk(root), plan, tell=lambda line: None)
+    found = {}
+    for number in place.numbers("places"):
+        for index in range(place.refresh(number).next):
+            one = place.record(number, index)
+            if isinstance(one, Round):
+                found[one.chunk] = found.get(one.chunk, 0) + 1
+    return found

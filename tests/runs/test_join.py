@@ -1,0 +1,159 @@
+"""Members that join a training in a folder and leave it; its replay."""
+
+import shutil
+import threading
+
+import pytest
+
+from mpigossip import cli
+from mpigossip.config import JobError
+from mpigossip.mixing.members.scripted import Differs
+from mpigossip.runs import join as joining
+from mpigossip.runs.join import join
+from mpigossip.runs.replay import replay
+from mpigossip.store import StoreError, checkpoint
+from mpigossip.store.log import read
+from mpigossip.training.assemble import load
+
+SMALL = ["run.epochs=2", "model.name=mlp", "cadence.name=every", "cadence.period=4",
+         "local.name=adamw", "schedule.lr=0.003", "schedule.name=constant",
+         "data.batch=64"]  # fmt: skip
+
+
+def job(*settings, algorithm="dsgd"):
+    return load({}, [f"algorithm.name={algorithm}", *SMALL, *settings])
+
+
+@pytest.fixture(autouse=True)
+def one_draws_at_a_time(monkeypatch):
+    """Members are processes; here they are threads, which share torch's random generator."""
+    lock, assemble = threading.Lock(), joining.assemble
+
+    def locked(*given):
+        with lock:
+            return assemble(*given)
+
+    monkeypatch.setattr(joining, "assemble", locked)
+
+
+def members(folder, count, *settings, algorithm="dsgd"):
+    """So many members at once, to the end; their summaries."""
+    found = []
+
+    def work():
+        made = job(*settings, algorithm=algorithm)
+        found.append(join(folder, made, lease_s=30.0, poll_s=0.05))
+
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(found) == count
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["dsgd", "noloco", "gasloc"])
+def test_members_train_and_replay_is_equal(tmp_path, algorithm):
+    folder = tmp_path / "run"
+    found = members(folder, 3, algorithm=algorithm)
+    assert all(one["finished"] for one in found)
+    digest = checkpoint.digest(checkpoint.latest(folder))
+    assert {one["digest"] for one in found if "digest" in one} == {digest}
+    told = replay(folder)
+    assert "every digest is equal" in told and digest in told
+    best = max(one.get("accuracy", 0) for one in found)
+    assert best > 0.6, found
+
+
+def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
+    folder, asked = tmp_path / "run", []
+
+    def stop():
+        asked.append(1)
+        return len(asked) > 9
+
+    assert not join(folder, job(), lease_s=30.0, stop=stop)["finished"]
+    (one,) = members(folder, 1)
+    assert one["finished"] and one["places"] == [1]
+    assert cli.main(["replay", str(folder), "--place", "0", "--rounds", "1:2"]) == 0
+    assert "2 rounds of 1 places" in capsys.readouterr().out
+    log = read(folder / "logs" / "000001" / "log.h5")
+    assert (log.steps["chunk"] >= 0).all() and len(log.steps["step"]) > 10
+
+
+def test_a_changed_record_is_found_by_replay(tmp_path):
+    folder = tmp_path / "run"
+    members(folder, 1)
+    record = folder / "chain/000000/000002"
+    text = record.read_text()
+    at = text.index('"digest": "') + 11
+    record.unlink()
+    record.write_text(text[:at] + "0" * 64 + text[at + 64 :])
+    with pytest.raises(Differs, match="round 2 of place 0 is another model"):
+        replay(folder)
+    record.unlink()
+    with pytest.raises(StoreError, match="chain/000000/000002 is missing"):
+        replay(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["algorithm.name=dmsgd"], "dsgd.*noloco"),
+        (["algorithm.name=diloco"], "those that go are dsgd, dmsgd-vanilla, noloco, gasloc"),
+        (["cadence.name=gossip-pga"], 'cadence.name = "every"'),
+        (["node.wire=bf16"], 'members need "fp32"'),
+        (["graph.name=ring"], 'members need "one-peer-exponential"'),
+        (["node.precision=fp16"], "bf16"),
+    ],
+)
+def test_jobs_that_members_cannot_train(tmp_path, settings, said):
+    with pytest.raises(JobError, match=said):
+        join(tmp_path / "run", job(*settings))
+
+
+def test_folders_that_are_refused(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(JobError, match="holds no training yet"):
+        join(folder)
+    with pytest.raises(JobError, match="at least 120"):
+        job("members.lease_s=10")
+    members(folder, 1)
+    with pytest.raises(JobError, match="another job .*schedule.lr = 0.5, there 0.003"):
+        join(folder, job("schedule.lr=0.5"))
+    folder.chmod(0o777)
+    with pytest.raises(JobError, match="chmod go-w"):
+        join(folder)
+    folder.chmod(0o700)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").touch()
+    with pytest.raises(JobError, match="something else"):
+        join(other, job())
+    with pytest.raises(JobError, match="has no job.toml"):
+        replay(other)
+    text = (folder / "job.toml").read_text()
+    (folder / "job.toml").unlink()
+    (folder / "job.toml").write_text(text.replace('name = "mlp"', 'name = "os:system"'))
+    for call in (join, replay):
+        with pytest.raises(JobError, match='imports model.name = "os:system"'):
+            call(folder)
+
+
+def test_stop_ends_all_and_the_end_is_said(tmp_path, capsys):
+    folder = tmp_path / "run"
+    path = tmp_path / "job.toml"
+    path.write_text('[algorithm]\nname = "dsgd"\n')
+    words = ["join", str(folder), str(path), *SMALL]
+    folder.mkdir()
+    (folder / "STOP").touch()
+    assert cli.main(words) == 0
+    assert "STOP" in capsys.readouterr().out
+    (folder / "STOP").unlink()
+    assert cli.main(words) == 0
+    assert "accuracy" in capsys.readouterr().out
+    assert cli.main(["join", str(folder)]) == 0  # nothing is left
+    assert "digest" in capsys.readouterr().out
+    shutil.rmtree(folder / "checkpoints")
+    assert cli.main(["join", str(folder)]) == 0
