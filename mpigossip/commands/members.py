@@ -45,7 +45,7 @@ def _rounds(text: str) -> tuple[int, int]:
 
 
 def _join(options) -> int:
-    from mpigossip.runs.join import join
+    from mpigossip.runs.members.join import join
     from mpigossip.training import assemble
 
     given = list(options.settings)
@@ -65,7 +65,7 @@ def _join(options) -> int:
 
 def _replay(options) -> int:
     from mpigossip.mixing.members.scripted import Differs
-    from mpigossip.runs.replay import replay
+    from mpigossip.runs.members.replay import replay
 
     try:
         tell(replay(options.folder, options.place, options.rounds))

@@ -8,9 +8,9 @@ import pytest
 from mpigossip import cli
 from mpigossip.config import JobError
 from mpigossip.mixing.members.scripted import Differs
-from mpigossip.runs import join as joining
-from mpigossip.runs.join import join
-from mpigossip.runs.replay import replay
+from mpigossip.runs.members import join as joining
+from mpigossip.runs.members.join import join
+from mpigossip.runs.members.replay import replay
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.training.assemble import load

@@ -14,7 +14,7 @@ from mpigossip.mixing.members.disk import Disk
 from mpigossip.mixing.members.live import Leaving, Live
 from mpigossip.mixing.members.place import FOLDERS, Behind, Fenced, Place, Plan
 from mpigossip.mixing.members.scripted import Script
-from mpigossip.runs.replay import repeat
+from mpigossip.runs.members.replay import repeat
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
 

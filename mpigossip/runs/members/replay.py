@@ -14,8 +14,8 @@ from mpigossip.config.readable import note
 from mpigossip.mixing.members.disk import Disk
 from mpigossip.mixing.members.place import Place
 from mpigossip.mixing.members.scripted import Script, Scripted
-from mpigossip.runs.join import job_there, plan_of
-from mpigossip.runs.members import Member
+from mpigossip.runs.members.join import job_there, plan_of
+from mpigossip.runs.members.member import Member
 from mpigossip.training.assemble import Assembly, assemble
 
 

@@ -23,7 +23,7 @@ from mpigossip.mixing.members.disk import Disk
 from mpigossip.mixing.members.live import POLL_S, Leaving, Live
 from mpigossip.mixing.members.place import FOLDERS, LEASES, Behind, Fenced, Place, Plan
 from mpigossip.mixing.members.records import Round
-from mpigossip.runs.members import Member, steps_of_round
+from mpigossip.runs.members.member import Member, steps_of_round
 from mpigossip.runs.printer import Printer
 from mpigossip.runs.progress import Progress
 from mpigossip.runs.recorder import Recorder
