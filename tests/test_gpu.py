@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from mpigossip import algorithms
+from mpigossip.analysis import inside_node
 from mpigossip.cluster.ranks import Alone
-from mpigossip.groups import nccl
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.kernels import gpu_sum
 from mpigossip.training import assemble
@@ -185,11 +185,9 @@ def test_auto_precision_and_tf32():
         assert not torch.backends.cudnn.allow_tf32
 
 
-def test_two_gpus_average_by_nccl():
+def test_gpus_average_by_nccl():
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip(f"NCCL joins two GPUs or more, torch sees {count}")
-    reason = nccl.missing()
-    if reason:
-        pytest.skip(reason)
-    assert "the right result" in nccl.self_test([f"cuda:{k}" for k in range(count)])
+    seconds = inside_node.tested([f"cuda:{k}" for k in range(count)], 60)
+    assert [*seconds] == ["slots", "nccl"]

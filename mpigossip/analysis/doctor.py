@@ -160,7 +160,9 @@ def gpus(setting: str, slots: Sequence[str], timeout_s: float = 60.0) -> Finding
     """The slots of this rank, whether torch sees the GPUs that are there, and the NCCL ring."""
     import torch
 
-    from mpigossip.groups import devices, nccl
+    from mpigossip.analysis import inside_node
+    from mpigossip.config.errors import Failure
+    from mpigossip.groups import devices
     from mpigossip.groups.base import GroupError
 
     there = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
@@ -176,8 +178,10 @@ def gpus(setting: str, slots: Sequence[str], timeout_s: float = 60.0) -> Finding
         return Finding("slots", text, "wrong", "; ".join(wrong), data)
     if len({slot for slot in slots if slot.startswith("cuda")}) > 1:
         try:
-            text += f"; NCCL: {nccl.self_test(slots, timeout_s)}"
-        except GroupError as error:
+            for order, seconds in inside_node.tested(slots, timeout_s).items():
+                speed = inside_node.rate(len(slots), 1 << 22, seconds)
+                text += f'; sums in order "{order}": {speed / 1e9:.0f} GB/s out of each'
+        except (GroupError, Failure) as error:
             return Finding("slots", text, "wrong", str(error), data)
     return Finding("slots", text, data=data)
 

@@ -24,6 +24,9 @@ from mpigossip.config.errors import Failure, JobError
 REFUSED = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_LAUNCH_MODE": "GROUP"}
 """Variables under which NCCL calls of several threads wait for each other for ever."""
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+launching = threading.Lock()
+"""Held while several slots' NCCL calls are launched. Every other thread takes it around its CUDA
+calls: one that waits for a device would wait for launches that wait for it."""
 REMEDY = "run with NCCL_DEBUG=INFO to see the cause"
 
 
@@ -91,6 +94,37 @@ def check_environment(world: World, places: Sequence[Place]) -> None:
                 f"for ever; unset {name}"
                 for name in wrong
             )
+
+
+def node_group(world: World, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """This rank's node as the world of torch.distributed, ranks in their order; collective over it.
+
+    It is started if the program hasn't done so, and ended with ``world``. JobError where it runs
+    with other ranks than the node's.
+    """
+    node = world.nodes.inside
+    rank, size = (0, 1) if node is None else (node.rank, node.size)
+    limit = timedelta(seconds=timeout_s)
+    if dist.is_initialized():
+        with world.together(JobError):
+            if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+                raise JobError(
+                    [f"torch.distributed has {dist.get_world_size()} ranks and calls this one "
+                     f"{dist.get_rank()}, but its world has to be this node, whose rank {rank} of "
+                     f"{size} this is: leave init_process_group to world.node_group()"]
+                )  # fmt: skip
+        same = dist.get_backend() == backend
+        return dist.group.WORLD if same else dist.new_group(timeout=limit, backend=backend)
+    store, port = None, 0
+    if rank == 0:  # on the host itself, for its own ranks
+        store = dist.TCPStore("127.0.0.1", 0, size, True, limit, wait_for_workers=False)
+        port = store.port
+    port = port if node is None else node.broadcast(port)
+    store = store or dist.TCPStore("127.0.0.1", port, size, False, limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    # not earlier than MPI, which it needs to go together
+    world.resources.callback(dist.destroy_process_group)
+    return dist.group.WORLD
 
 
 @contextlib.contextmanager

@@ -225,6 +225,9 @@ class NodeSection:
     """Neighbours on the same host: read in place, or put as between hosts; always put by GPUs."""
     shard: bool = True
     """Each slot updates and exchanges its part of the model; false: slot 0 does it all."""
+    sums: Literal["slots", "nccl"] = "slots"
+    """Order of sums over a node's GPUs: that of slots, so that a node's GPUs give the same bits as
+    threads or processes; or NCCL's, which takes less memory and may be faster."""
     timeout_s: AboveZero = 300.0
     """Seconds after which a neighbour that doesn't answer is given up."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

@@ -1,4 +1,4 @@
-"""From `node.devices` to the devices of this rank's slots, and the group that joins them."""
+"""Devices of this rank's slots, from `node.devices`, and the group that connects them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
+from mpigossip.cluster.ranks import Alone
 from mpigossip.cluster.world import World
 from mpigossip.groups.base import Group, Single, Whole
-from mpigossip.groups.nccl import Nccl, missing
 from mpigossip.groups.threads import Threads
 
 LOCAL = (
@@ -92,8 +92,12 @@ def mistakes(
     different = len(set(numbers))
     if 1 < different < len(numbers):
         return [f"{says}: name each GPU once, or one GPU for all slots; sums need one or the other"]
-    reason = missing() if different > 1 else None
-    return [f"{says}: {reason}"] if reason else []
+    if different > 1 and not torch.distributed.is_nccl_available():
+        return [
+            f"{says}: this torch {torch.__version__} has no NCCL (RCCL), which joins several GPUs; "
+            "install one that has, or name one GPU"
+        ]
+    return []
 
 
 def make_group(
@@ -102,35 +106,28 @@ def make_group(
     shard: bool,
     timeout_s: float = 300.0,
     world: World | None = None,
+    sums: str = "slots",
 ) -> Group:
-    """The slots of this node: one; threads on the CPU or on one GPU; GPUs joined by NCCL.
+    """Connect the slots of this node.
 
-    ``shard`` false: slot 0 updates and exchanges for all. ``timeout_s``: the deadline of NCCL's
-    calls. ``world``: where its nodes have several ranks, ``devices`` are only those of this one;
-    collective over it. Raises GroupError.
+    One slot; threads on the CPU or on one GPU; ranks of a host in shared memory; GPUs by torch's
+    process groups. ``shard`` false: slot 0 updates and exchanges for all. ``timeout_s``: limit of a
+    call between GPUs. ``world``: if its nodes have several ranks, ``devices`` are those of this
+    one; collective over it. ``sums``: the order of sums between GPUs. Raises GroupError.
     """
     node = world.nodes.inside if world else None
+    on_gpus = len(set(devices)) > 1 or (node is not None and devices[0] != "cpu")
+    if on_gpus:  # kernels that are loaded later would wait for collectives that wait for them
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     first = 0 if node is None else node.rank * len(devices)
-    group: Group
-    if len(devices) == 1:
-        group = Single(devices[0])
-    elif len(set(devices)) > 1:
-        group = Nccl(devices, threads, timeout_s)
-    else:
-        group = Threads(len(devices), threads, devices, first)
-    if world is not None and node is not None:
-        group = _joined(group, node, world, timeout_s)
-    return group if shard or group.slots == 1 else Whole(group)
-
-
-def _joined(here: Group, node: World, world: World, timeout_s: float) -> Group:
-    """The slots of this rank with those of the node's others."""
-    if here.devices[0] == "cpu":
+    one = len(devices) == 1
+    group: Group = Single(devices[0]) if one else Threads(len(devices), threads, devices, first)
+    if node is not None:
         from mpigossip.groups.ranks import Ranks  # needs MPI
 
-        return Ranks(here, node)
-    from mpigossip.groups.collectives import Collectives
-    from mpigossip.groups.process_groups import node_group
+        group = Ranks(group, node)
+    if on_gpus:
+        from mpigossip.groups.torch_group import TorchGroup
 
-    groups = [node_group(world, "nccl", timeout_s) for _ in range(here.slots)]
-    return Collectives(here, node, groups)
+        group = TorchGroup(group, Alone() if node is None else node, sums, timeout_s)
+    return group if shard or group.slots == 1 else Whole(group)

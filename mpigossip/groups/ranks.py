@@ -1,6 +1,6 @@
-"""Slots in several processes of one host: they sum in shared memory, in the order of slots.
+"""Slots in several processes of one host, which sum in shared memory in the order of slots.
 
-So a node has the same bits as one rank with a thread a slot (:mod:`.threads`).
+Bitwise identical to one rank with a thread for each slot (:mod:`.threads`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.cluster.world import World
+from mpigossip.groups.barrier import CAPACITY, Barrier, SharedMemory
 from mpigossip.groups.base import Group, GroupError, added
-from mpigossip.groups.board import ROOM, Board, Shared
 from mpigossip.mixing.combine import combine
 
 T = TypeVar("T")
@@ -39,8 +39,8 @@ class Ranks:
         self.slots = self.segments = own * node.size
         self.mine = range(own * node.rank, own * (node.rank + 1))
         self.devices = inner.devices
-        self._inner, self._node, self._board = inner, node, Board(node)
-        self._memory: list[Shared] = []
+        self._inner, self._node, self.barrier = inner, node, Barrier(node)
+        self._memory: list[SharedMemory] = []
         self._closed = False
         self._everyone: dict[int, list[torch.Tensor]] = {}
         """the arrays of all slots, by the address of the first one here"""
@@ -48,14 +48,14 @@ class Ranks:
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
         """Arrays in memory that the node's ranks share; collective."""
         own = len(self.mine)
-        memory = Shared(self._node.comm, 4 * own * rows * columns)
+        memory = SharedMemory(self._node.comm, 4 * own * rows * columns)
         self._memory.append(memory)
         found: list[torch.Tensor] = []
-        for piece in memory.pieces:
+        for piece in memory.arrays:
             found += piece.view(torch.float32).view(own, rows, columns).unbind(0)
         here = found[self.mine.start : self.mine.stop]
         self._everyone[here[0].data_ptr()] = found
-        self._board.meet("new arrays")  # all of them are zero
+        self.barrier.wait("new arrays")  # all of them are zero
         return here
 
     def _all(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -74,7 +74,7 @@ class Ranks:
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Slot l sums its columns over all slots, into those of its own array."""
         everyone = self._all(full)
-        self._board.meet("the slots' gradients")  # all of them are whole
+        self.barrier.wait("the slots' gradients")  # all of them are whole
         columns = [array.chunk(self.slots, dim=1) for array in everyone]
         self.run(lambda k: self._sum([parts[self.mine[k]] for parts in columns], self.mine[k]))
         return [columns[slot][slot] for slot in self.mine]
@@ -96,7 +96,7 @@ class Ranks:
         for slot, shard in zip(self.mine, shards, strict=True):
             if parts[slot][slot].data_ptr() != shard.data_ptr():
                 parts[slot][slot].copy_(shard)
-        self._board.meet("the slots' shards")  # all of them are whole
+        self.barrier.wait("the slots' shards")  # all of them are whole
 
         def fetch(k: int) -> None:
             slot = self.mine[k]
@@ -105,12 +105,12 @@ class Ranks:
                     parts[slot][other].copy_(parts[other][other])
 
         self.run(fetch)
-        self._board.meet("the node's vector")  # nobody reads a shard any more
+        self.barrier.wait("the node's vector")  # nobody reads a shard any more
 
     def reduce_mean(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mean in slot 0's array, which is returned; each slot sums a part of it."""
         everyone = self._all(full)
-        self._board.meet("the slots' gradients")
+        self.barrier.wait("the slots' gradients")
         columns = [array.chunk(self.slots, dim=1) for array in everyone]
         weights = [1 / self.slots] * self.slots
 
@@ -120,29 +120,29 @@ class Ranks:
                 combine(weights, [parts[slot] for parts in columns], columns[0][slot])
 
         self.run(sum_part)
-        self._board.meet("the node's mean")
+        self.barrier.wait("the node's mean")
         return everyone[0]
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
         """Each slot fetches slot 0's array."""
         everyone = self._all(full)
-        self._board.meet("slot 0's vector")
+        self.barrier.wait("slot 0's vector")
         self.run(lambda k: full[k].copy_(everyone[0]) if self.mine[k] else None)
-        self._board.meet("the node's vector")
+        self.barrier.wait("the node's vector")
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum in slot order, of what every rank shows the others; the same bits on all."""
         shape, own = per_slot[0].shape, len(per_slot)
         flat = torch.stack([values.double().cpu().reshape(-1) for values in per_slot])
-        each, pieces = max(1, ROOM // own), []
+        each, pieces = max(1, CAPACITY // own), []
         for at in range(0, flat.shape[1], each):
-            shown = self._board.show(flat[:, at : at + each].reshape(-1))
+            shown = self.barrier.gather(flat[:, at : at + each].reshape(-1))
             pieces.append(added([row for rank in shown for row in rank.view(own, -1)]))
         return torch.cat(pieces).view(shape)
 
     def works(self) -> None:
         """Whoever waits for this rank counts the limit anew."""
-        self._board.works()
+        self.barrier.works()
 
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The arrays of all slots in the node's first rank, by messages; None elsewhere."""
@@ -175,12 +175,12 @@ class Ranks:
             return
         self._closed = True
         self._inner.close()
-        self._board.meet("closing")
+        self.barrier.wait("closing")
         self._everyone = {}
         for memory in self._memory:
             memory.free()
         self._memory = []
-        self._board.close()
+        self.barrier.close()
 
 
 class Apart(Ranks):

@@ -1,4 +1,4 @@
-"""Slots in threads that share memory: on the CPU, or several on one GPU."""
+"""Slots in threads with memory that all of them access: on the CPU, or several on one GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from mpigossip.groups.base import added
 from mpigossip.mixing.combine import combine
 
 T = TypeVar("T")
+
+GRACE_S = 10.0
+"""Seconds in which the other slots may end their work once one has failed."""
 
 
 class Threads:
@@ -36,7 +39,6 @@ class Threads:
         self._first = first
         self.devices = tuple(devices) if devices is not None else ("cpu",) * slots
         self._work: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(slots - 1)]
-        self._done: queue.SimpleQueue = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, args=(slot, threads), daemon=True)
             for slot in range(1, slots)
@@ -52,20 +54,25 @@ class Threads:
     def _serve(self, slot: int, threads: int) -> None:
         torch.set_num_threads(threads)
         self._make_current(slot)
-        while (work := self._work[slot - 1].get()) is not None:
+        while (given := self._work[slot - 1].get()) is not None:
+            work, done = given
             try:
-                self._done.put((slot, work(slot), None))
+                done.put((slot, work(slot), None))
             except BaseException as error:  # noqa: BLE001 - raised again where run() was called
-                self._done.put((slot, None, error))
+                done.put((slot, None, error))
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
         """New arrays."""
         return [torch.zeros(rows, columns, device=device) for device in self.devices]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """``work(slot)`` on all slots at once; the first failure by slot is raised here."""
+        """``work(slot)`` on all slots at once; the first failure by slot is raised here.
+
+        Others may then take `GRACE_S` more: one that hangs isn't waited for.
+        """
+        done: queue.SimpleQueue = queue.SimpleQueue()
         for inbox in self._work:
-            inbox.put(work)
+            inbox.put((work, done))
         results: list = [None] * self.slots
         errors: dict[int, BaseException] = {}
         try:
@@ -73,7 +80,10 @@ class Threads:
         except BaseException as error:  # noqa: BLE001 - the other slots are waited for first
             errors[0] = error
         for _ in self._threads:
-            slot, results[slot], failure = self._done.get()
+            try:
+                slot, results[slot], failure = done.get(timeout=GRACE_S if errors else None)
+            except queue.Empty:
+                break
             if failure is not None:
                 errors[slot] = failure
         if errors:
@@ -136,5 +146,5 @@ class Threads:
         for inbox in self._work:
             inbox.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(GRACE_S)
         self._threads, self._work, self.slots = [], [], 0

@@ -77,11 +77,8 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _node(world: World | None) -> list[int]:
-    """The world's ranks that are this one's node."""
-    if world is None or world.nodes.per_node == 1:
-        return []
-    of = world.nodes.of
-    return [rank for rank, node in enumerate(of) if node == of[world.rank]]
+    """The ranks of this node in torch.distributed, whose world it is; [] for one rank."""
+    return [] if world is None or world.nodes.per_node == 1 else [*range(world.nodes.per_node)]
 
 
 def check_late(model: nn.Module, world: World | None = None) -> None:
@@ -100,7 +97,7 @@ def _apart(wrappers: Iterable[DistributedDataParallel], world: World | None) -> 
         if node and distributed.get_process_group_ranks(group) != node:
             raise JobError(
                 [f"DistributedDataParallel around the model sums the gradients of {several} "
-                 f"processes, and this node is the ranks {', '.join(map(str, node))}: give it "
+                 f"processes, and this node has {len(node)} ranks: give it "
                  "process_group=world.node_group()"]
             )  # fmt: skip
         if not node and several > 1:
@@ -138,7 +135,7 @@ def _parts(model: nn.Module, world: World | None) -> bool:
 
 def _of_node(name: str, parameter: Any, world: World | None) -> None:
     """JobError for a part that isn't one of this node's, cut by `fully_shard` alone."""
-    node = _node(world) or [world.rank if world else 0]
+    node = _node(world) or [0]
     mesh, (first, *more) = parameter.device_mesh, parameter.placements
     on = mesh.mesh.flatten().tolist()
     if on != node:

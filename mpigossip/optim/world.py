@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mpigossip.cluster import launcher, ranks
 from mpigossip.cluster.process import TIMEOUT_S, ending
+from mpigossip.cluster.process_groups import node_group
 from mpigossip.config import JobError
 from mpigossip.config.readable import note
-from mpigossip.groups.process_groups import node_group
 
 
 class World(ranks.World):
@@ -21,8 +21,8 @@ class World(ranks.World):
     def node_group(self, backend: str | None = None) -> ProcessGroup:
         """The torch process group of this rank's node, for DistributedDataParallel; collective.
 
-        ``backend``: unset, "nccl" where there are GPUs, else "gloo". torch.distributed is started
-        over all ranks where it doesn't run yet. JobError where it runs with others.
+        ``backend``: unset, "nccl" where there are GPUs, else "gloo". It is the world of
+        torch.distributed, whose ranks are those in the node. JobError where that runs with others.
         """
         return node_group(self, backend or _backend(), self.timeout_s)
 

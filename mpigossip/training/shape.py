@@ -139,14 +139,14 @@ def _check_gpus(job: Job, world: World, mine: tuple[str, ...]) -> None:
     A rank that sees only its own calls it cuda:0: GPUs are told apart by what they say they are.
     """
     owners: dict[tuple[str, str], int] = {}
-    said = world.broadcast(world.gather([gpu_of(slot) for slot in dict.fromkeys(mine)]))
+    said = world.broadcast(world.gather([gpu_of(slot) for slot in mine]))
     for rank, gpus in enumerate(said):
         for gpu in filter(None, gpus):
             other = owners.setdefault((world.hosts[rank], gpu), rank)
-            if other != rank:
-                host = world.hosts[rank]
+            if other != rank or gpus.count(gpu) > 1:
+                both = f"ranks {other} and {rank}" if other != rank else f"two slots of rank {rank}"
                 raise JobError(
-                    [f'node.devices = "{job.node.devices}": ranks {other} and {rank} on {host} '
+                    [f'node.devices = "{job.node.devices}": {both} on {world.hosts[rank]} '
                      f"have the same GPU ({gpu}), and NCCL joins slots on GPUs of their own; start "
                      "one rank for each GPU, have the scheduler give each rank its own, or use "
                      "node.ranks_per_node = 1"]
@@ -162,4 +162,6 @@ def make_group(job: Job, world: World) -> Group:
     """The slots of this node; collective over its ranks."""
     torch.set_num_threads(job.node.threads)
     node = job.node
-    return devices.make_group(here(job, world), node.threads, node.shard, node.timeout_s, world)
+    return devices.make_group(
+        here(job, world), node.threads, node.shard, node.timeout_s, world, node.sums
+    )

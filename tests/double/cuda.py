@@ -23,6 +23,8 @@ guard = ctypes.CDLL(str(Path(os.environ["MPIGOSSIP_DOUBLE_FOLDER"], "guard.so"))
 current_device = guard.current_device
 _numbers: dict[int, itertools.count] = defaultdict(itertools.count)
 _current = threading.local()
+context = threading.local()
+"""has ``made`` where this thread has chosen a device: else libraries find none in it"""
 
 
 @cache
@@ -96,6 +98,11 @@ class CUDAGraph:
             again()
 
 
+def exchange_device(index: int) -> int:
+    context.made = True
+    return guard.exchange_device(index)
+
+
 def current_stream(device=None) -> Stream:
     index = _get_device_index(device, optional=True)
     return vars(_current).get(str(index)) or Stream(index, number=0)
@@ -104,7 +111,7 @@ def current_stream(device=None) -> Stream:
 def set_stream(stream: Stream | None) -> None:
     if stream is not None:
         vars(_current)[str(stream.device.index)] = stream
-        guard.exchange_device(stream.device.index)
+        exchange_device(stream.device.index)
 
 
 def synchronize(device=None) -> None:
@@ -120,6 +127,7 @@ def install() -> None:
     torch.Tensor.record_stream = lambda self, stream: None
     torch.version.cuda, torch._C._host_emptyCache = "13.0", lambda: None
     torch.cuda.streams.Event = Event
+    torch.distributed.is_nccl_available = lambda: True
     generator = SimpleNamespace(
         graphsafe_set_state=lambda state: None, manual_seed=torch.default_generator.manual_seed
     )
@@ -139,8 +147,8 @@ def install() -> None:
         current_stream=current_stream, set_stream=set_stream, current_device=current_device,
         default_stream=lambda device=None: Stream(device, number=0),
         default_generators=[generator] * COUNT,
-        set_device=lambda device: guard.exchange_device(_get_device_index(device)),
-        _exchange_device=guard.exchange_device, _maybe_exchange_device=guard.exchange_device,
+        set_device=lambda device: exchange_device(_get_device_index(device)),
+        _exchange_device=exchange_device, _maybe_exchange_device=exchange_device,
         get_rng_state=lambda device=None: torch.get_rng_state(),
         set_rng_state=lambda state, device=None: torch.set_rng_state(state),
         is_current_stream_capturing=lambda: recording.into is not None,

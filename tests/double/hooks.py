@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.double import fails
+from tests.double import fails, torch_nccl
 from tests.double.checker import HOST, Unordered
-from tests.double.cuda import current_device
+from tests.double.cuda import context, current_device
 
 flushed: set[int] = set()
 
@@ -34,12 +34,19 @@ def refused(what: str) -> None:
         raise RuntimeError("MPI_ERR_RMA_RANGE: invalid RMA address range")
 
 
+def in_context(*_) -> None:
+    """MPI's libraries find the device of memory by the thread's context."""
+    if not hasattr(context, "made"):
+        raise RuntimeError("MPI gets GPU memory in a thread without a device")
+
+
 def averages(module) -> None:
     """Memory for MPI: read or written by the host from now on."""
 
     def taken(memory: torch.Tensor) -> None:
         if memory.device.type == "cuda" and memory.device.index != current_device():
             raise RuntimeError(f"{memory.device} isn't current where MPI gets its memory")
+        _ = memory.device.type == "cuda" and in_context()
         HOST.given("MPI", [memory], [])  # host memory, too: copies may be on their way into it
 
     before(module, "raw", taken)
@@ -71,6 +78,7 @@ def device_push(module) -> None:
         return lambda out, into: flushing("messages", devices if into else [], bring, out, into)
 
     before(device, "put", lambda *_: refused("exchange put"))
+    before(device, "put", in_context)
     device.sync = lambda self, *_: flushing("the network", self._devices, sync, self, *_)
     device.swap = swapping
 
@@ -109,16 +117,17 @@ def gpu_sum(module) -> None:
 
 
 def install() -> None:
-    """Let these see their modules of `mpigossip.mixing` once they are loaded."""
+    """Let these see their modules of `mpigossip` once they are loaded."""
     watched = {
-        "averages": averages, "host.push": push, "device.push": device_push,
-        "device.memory": memory, "device.proof": proof, "kernels.gpu_sum": gpu_sum,
+        "mixing.averages": averages, "mixing.host.push": push, "mixing.device.push": device_push,
+        "mixing.device.memory": memory, "mixing.device.proof": proof,
+        "mixing.kernels.gpu_sum": gpu_sum, "cluster.process_groups": torch_nccl.install,
     }  # fmt: skip
     load = SourceFileLoader.exec_module
 
     def exec_module(self, module) -> None:
         load(self, module)
-        if watch := watched.get(module.__name__.removeprefix("mpigossip.mixing.")):
+        if watch := watched.get(module.__name__.removeprefix("mpigossip.")):
             watch(module)
 
     SourceFileLoader.exec_module = exec_module

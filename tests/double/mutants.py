@@ -18,7 +18,7 @@ from tests.double.__main__ import environment
 
 SLOTS, PUSH = "mpigossip.mixing.device.slots", "mpigossip.mixing.device.push"
 STREAM = "mpigossip.mixing.stream"
-AVERAGES, NCCL = "mpigossip.mixing.device.averages", "mpigossip.groups.nccl"
+AVERAGES, NCCL = "mpigossip.mixing.device.averages", "mpigossip.groups.torch_group"
 NCCL_NODES = "mpigossip.mixing.device.nccl"
 PROOF, KERNELS = "mpigossip.mixing.device.proof", "mpigossip.mixing.kernels.gpu_sum"
 LOADER, CAPTURE = "mpigossip.data.loader", "mpigossip.training.capture"
@@ -49,15 +49,12 @@ MUTANTS = [
      "_behind(self.into)", HOST),
     ("the event behind the step's work is never recorded", PUSH, "event.record(stream)", "pass",
      DEVICE),
-    ("NCCL begins before the gradients are there", NCCL,
-     "stream.wait_stream(torch.cuda.default_stream(device))", "pass", DEVICE),
     ("the step goes on before NCCL is done", NCCL,
-     "torch.cuda.default_stream(device).wait_stream(stream)", "pass", DEVICE),
-    ("one slot's NCCL call is left out", NCCL,
-     "for slot, comm in enumerate(self._comms):", "for slot, comm in enumerate(self._comms[:1]):",
+     "            work.wait()\n            return", "            return", DEVICE),
+    ("one slot's NCCL call is left out", NCCL, "self.run(work)",
+     "self.run(lambda k: work(k) if k else None)", DEVICE),
+    ("NCCL calls of several slots without the lock", NCCL, "launching if self._on_gpus else ", "",
      DEVICE),
-    ("the scale of a mean on another stream", NCCL,
-     "with torch.cuda.stream(self._streams[slot]):", "if True:", DEVICE),
     ("NCCL between nodes begins before the outbox is filled", SLOTS,
      "        if self._nccl:\n            self._follow()\n", "        if self._nccl:\n", NODES),
     ("an average by NCCL begins before the outbox is filled", SLOTS,
@@ -86,9 +83,8 @@ MUTANTS = [
      DEVICE),
     ("a kernel while another device is current", KERNELS,
      "with torch.cuda.device(out.device), cupy", "with cupy", KERNEL),
-    ("NCCL calls while another device is current", NCCL,
-     "with torch.cuda.device(self._numbers[slot]):", "if True:", DEVICE),
-    ("NCCL calls outside of a group", NCCL, "self._nccl.groupStart()", "pass", DEVICE),
+    ("NCCL calls while another device is current", "mpigossip.groups.threads",
+     "        self._make_current(slot)\n", "", DEVICE),
     ("the token that a neighbour's message is there isn't waited for", STREAM,
      "self._leg.route.signals.arrived(rank, self._number(there))", "True", DEVICE),
     ("the token that an inbox is free isn't waited for", STREAM,

@@ -124,6 +124,7 @@ def ended(comm, what, timeout_s):
     import time
 
     from mpigossip.cluster.ranks import Alone
+    from mpigossip.config.errors import Failure
     from mpigossip.groups.base import GroupError
     from mpigossip.training import assemble
     from tests.test_gpu import job
@@ -136,7 +137,7 @@ def ended(comm, what, timeout_s):
             assembly = assemble.assemble(job("mlp", "cuda:0,1", *settings), Alone(), 1)
             while time.perf_counter() - began < 40:
                 assembly.trainer.step()
-    except GroupError as error:
+    except (GroupError, Failure) as error:
         return str(error), time.perf_counter() - began
     finally:
         _ = assembly and assembly.close()
@@ -146,15 +147,15 @@ def ended(comm, what, timeout_s):
 @pytest.mark.parametrize(
     "what, named",
     [
-        ("initAll", "NCCL initAll over cuda:0, cuda:1 failed"),
-        ("async:5", "NCCL_ERROR_REMOTE_ERROR"),
-        ("lost:3", "was lost during NCCL"),
-        ("hang", "over cuda:0, cuda:1 is not done after 2 s (node.timeout_s)"),
+        ("initRank:2", "process group inside the node, rank"),
+        ("async", "over the node's slots failed on cuda:0, cuda:1: NCCL error: remote"),
+        ("lost:3", "was lost during"),
+        ("hang", "is not done on cuda:0, cuda:1 after 2 s (node.timeout_s)"),
     ],
 )
 def test_nccl_that_fails_or_hangs_is_named_within_the_deadline(ranks, what, named):
     ((said, seconds),) = ranks(1)(ended, what, 2, timeout=60)
-    assert named in said and "nvidia-smi" in said, said
+    assert named in said and "NCCL_DEBUG" in said, said
     assert seconds < 2 + 10
 
 

@@ -2,15 +2,12 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mpigossip.cluster.process import libraries
-from mpigossip.groups import devices, nccl
-from mpigossip.groups.base import GroupError, Single, Whole, shards
-from mpigossip.groups.nccl_watchdog import Watchdog
+from mpigossip.groups import devices
+from mpigossip.groups.base import Single, Whole, shards
 from mpigossip.groups.threads import Threads
 from mpigossip.mixing.combine import combine
 from tests.cases import on_each, some
@@ -18,13 +15,10 @@ from tests.cases import on_each, some
 GPUS = torch.cuda.device_count()
 
 
-def nccl_or_skip(slots):
-    reason = nccl.missing() if slots > 1 else "NCCL joins two GPUs or more"
-    if reason is None and slots > GPUS:
-        reason = f"{slots} slots by NCCL need {slots} GPUs, torch sees {GPUS}"
-    if reason:
-        pytest.skip(reason)
-    return nccl.Nccl([f"cuda:{k}" for k in range(slots)])
+def by_nccl(slots):
+    if slots == 1 or slots > GPUS:
+        pytest.skip(f"NCCL joins two GPUs or more, torch sees {GPUS}")
+    return devices.make_group(tuple(f"cuda:{k}" for k in range(slots)), 1, True, 60)
 
 
 MAKERS = {
@@ -34,7 +28,7 @@ MAKERS = {
         Threads(slots, devices=["cuda:0"] * slots) if GPUS else pytest.skip("torch sees no GPU")
     ),
     "whole": lambda slots: Whole(Threads(slots)),
-    "nccl": nccl_or_skip,
+    "nccl": by_nccl,
 }
 
 
@@ -53,7 +47,6 @@ def make(request):
         made.append(MAKERS[request.param](slots))
         return made[-1]
 
-    one.exact = request.param != "nccl"  # NCCL sums in an order of its own
     yield one
     for group in made:
         group.close()
@@ -66,11 +59,8 @@ def arrays(group, rows, size, seed=0):
     return [g.to(d, copy=True) for g, d in zip(given, group.devices, strict=True)], given
 
 
-def same(found, expected, exact):
-    found = found.cpu()
-    if exact:
-        return torch.equal(found, expected)
-    return torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
+def same(found, expected):
+    return torch.equal(found.cpu(), expected)
 
 
 @SLOTS
@@ -83,7 +73,7 @@ def test_shards_hold_the_mean_summed_in_slot_order(make, slots, rows, shard):
     assert len(found) == group.segments
     for index, part in enumerate(found):
         assert part.device == torch.device(group.devices[index])
-        assert same(part, mean.chunk(group.segments, dim=1)[index], make.exact)
+        assert same(part, mean.chunk(group.segments, dim=1)[index])
 
 
 @SLOTS
@@ -111,7 +101,7 @@ def test_the_whole_mean_and_its_broadcast_take_any_size(make, slots, size):
     group = make(slots)
     full, given = arrays(group, 2, size)
     mean = combine([1 / slots] * slots, given, torch.empty_like(given[0]))
-    assert same(group.reduce_mean(full), mean, make.exact)
+    assert same(group.reduce_mean(full), mean)
     first = full[0].cpu()
     group.broadcast(full)
     for array in full:
@@ -129,7 +119,7 @@ def test_a_padded_vector_comes_back_without_its_padding(make, slots):
     mean = combine([1 / slots] * slots, given, torch.empty_like(given[0]))
     group.all_gather(group.reduce_scatter_mean(full), full)
     for array in full:
-        assert same(array[:, :1003], mean[:, :1003], make.exact)
+        assert same(array[:, :1003], mean[:, :1003])
         assert not array[:, 1003:].any()
 
 
@@ -241,15 +231,10 @@ def test_devices_that_can_be_had():
     assert devices.mistakes("auto", {}, 0) == []
 
 
-def test_several_gpus_without_cupy_are_refused_with_a_remedy(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+def test_several_gpus_without_nccl_are_rejected_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     (message,) = devices.mistakes("cuda:0-1", {}, 2)
-    assert "pip install cupy-cuda" in message and "one GPU a rank" in message
-    with pytest.raises(GroupError, match="cuda:0, cuda:1.*CuPy"):
-        nccl.Nccl(["cuda:0", "cuda:1"])
+    assert "has no NCCL (RCCL)" in message and "name one GPU" in message
 
 
 def test_groups_by_devices():
@@ -260,146 +245,6 @@ def test_groups_by_devices():
         assert isinstance(group, kind)
         assert (group.slots, group.segments) == (3, 3 if shard else 1)
         group.close()
-
-
-def test_clashing_libraries_are_named():
-    wheel, site = "/env/nvidia/nccl/lib/libnccl.so.2", "/usr/lib/libnccl.so.2.27"
-    assert nccl.clashes([wheel, "/lib/libc.so.6"], "13.0", 13000) == []
-    assert nccl.clashes([], None, 12080) == []
-    rccl = ["/opt/rocm/lib/librccl.so.1", "/env/torch/lib/librccl.so.1"]
-    assert "2 copies" in nccl.clashes(rccl, None, 6)[0]
-    (two,) = nccl.clashes([wheel, site], "13.0", 13010)
-    assert wheel in two and site in two and "2 copies" in two
-    (majors,) = nccl.clashes([wheel], "13.0", 12080)
-    assert "CUDA 13.0" in majors and "CUDA 12" in majors and "cupy-cuda13x" in majors
-    assert any("libtorch" in path for path in libraries())
-
-
-class FakeNccl:
-    """The calls of CuPy's NCCL, noted down in place of being made; some fail."""
-
-    NCCL_FLOAT32, NCCL_SUM = 7, 0
-
-    def __init__(self, fails=""):
-        self.calls, self.fails = [], fails
-
-    def groupStart(self):
-        self.calls.append("start")
-
-    def groupEnd(self):
-        self.calls.append("end")
-        if self.fails == "groupEnd":
-            raise RuntimeError("NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error")
-
-    def check_async_error(self):
-        if self.fails == "before":
-            raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: a GPU fell off the bus")
-        if self.fails == "unnamed":
-            raise KeyError(6)
-
-    def destroy(self):
-        self.calls.append("destroy")
-
-    def abort(self):
-        self.calls.append("abort")
-
-    def __getattr__(self, name):
-        return lambda *args: self.calls.append((name, args))
-
-
-class FakeStream:
-    cuda_stream = 99
-
-    def wait_stream(self, other):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def record_event(self):
-        return SimpleNamespace(query=lambda: True)
-
-
-@pytest.fixture
-def faked(monkeypatch):
-    """An NCCL group of CPU arrays whose calls are noted: what is sent where, and in one group."""
-    import contextlib
-
-    def make(slots, fails=""):
-        group = nccl.Nccl.__new__(nccl.Nccl)
-        Threads.__init__(group, slots)
-        group._nccl = FakeNccl(fails)
-        group._comms, group._numbers = [group._nccl] * slots, list(range(slots))
-        group._streams = [FakeStream()] * slots
-        group._watchdog = Watchdog(group._comms, group.devices, 300.0, nccl.REMEDY)
-        return group
-
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: FakeStream())
-    monkeypatch.setattr(torch.cuda, "device", lambda number: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    return make
-
-
-def test_nccl_calls_of_all_slots_stand_in_one_group_and_work_in_place(faked):
-    group = faked(4)
-    full = [torch.ones(2, 64) for _ in range(4)]
-    parts = group.reduce_scatter_mean(full)
-    calls = group._nccl.calls
-    assert calls[0] == "start" and calls[-1] == "end" and len(calls) == 2 + 4 * 2
-    for slot, array in enumerate(full):
-        for row in range(2):
-            name, args = calls[1 + 2 * slot + row]
-            source, target, count, dtype, op, stream = args
-            assert (name, count, dtype, op, stream) == ("reduceScatter", 16, 7, 0, 99)
-            # NCCL's rule for working in place: the result where the slot's own part lies
-            assert (source, target) == (array[row].data_ptr(), array[row].data_ptr() + slot * 64)
-        assert (parts[slot] == 0.25).all(), "the sum is scaled to a mean"
-    calls.clear()
-    group.all_gather(parts, full)
-    for slot, (name, args) in enumerate(calls[1:-1:2]):
-        assert (name, args[2:]) == ("allGather", (16, 7, 99))
-        assert args[0] == args[1] + slot * 64
-    group.close()
-    assert calls[-4:] == ["destroy"] * 4
-
-
-@pytest.mark.parametrize("fails", ["groupEnd", "before", "unnamed"])
-def test_errors_of_nccl_name_devices_call_and_remedy(faked, fails):
-    group = faked(2, fails)
-    with pytest.raises(GroupError, match="NCCL broadcast over cpu, cpu failed: .*NCCL_DEBUG"):
-        group.broadcast([torch.ones(1, 8)] * 2)
-    group.close()
-    # destroying a broken communicator would wait for what never ends
-    assert group._nccl.calls[-2:] == ["abort"] * 2
-
-
-def test_what_the_watchdog_found_is_raised_before_the_next_call(faked):
-    group = faked(2)
-    group._watchdog._failure = "cuda:1 was lost"
-    with pytest.raises(GroupError, match="cuda:1 was lost"):
-        group.all_gather([torch.ones(1, 4)] * 2, [torch.ones(1, 8)] * 2)
-    assert not group._nccl.calls, "nothing more is begun"
-    group.close()
-    assert group._nccl.calls == ["abort"] * 2
-
-
-def test_long_vectors_are_broadcast_in_cuts(faked, monkeypatch):
-    monkeypatch.setattr(nccl, "CUT", 3)
-    group = faked(2)
-    full = [torch.ones(1, 8) for _ in range(2)]
-    group.broadcast(full)
-    place = full[1].data_ptr()
-    calls = [args[:3] for _, args in group._nccl.calls[4:7]]
-    assert calls == [(place + at, place + at, count) for at, count in ((0, 3), (12, 3), (24, 2))]
-    group.close()
-
-
-def test_nccl_needs_equal_shards(faked):
-    group = faked(3)
-    with pytest.raises(GroupError, match="8 columns can't be cut into 3"):
-        group.reduce_scatter_mean([torch.ones(1, 8)] * 3)
-    assert group.reduce_mean([torch.ones(1, 8)] * 3).shape == (1, 8)
-    group.close()
 
 
 # -- node.shard = false ------------------------------------------------------------------------

@@ -79,60 +79,6 @@ def test_ranks_have_the_bits_of_threads(ranks, ranks_here, own):
         assert found == [[0] * 5] * ranks_here, (rows, width)
 
 
-def over_gloo(comm, own, rows, size):
-    """What the GPUs' group does, on CPUs: close to the mean, and gathered to the bit."""
-    from mpigossip.cluster.ranks import World
-    from mpigossip.groups.collectives import Collectives
-    from mpigossip.groups.process_groups import node_group
-
-    torch.set_num_threads(1)
-    world = World(comm, timeout_s=30)
-    world.arrange(2)
-    inner = Single() if own == 1 else Threads(own)
-    joined = [node_group(world, "gloo", 30) for _ in range(own)]
-    group = Collectives(inner, world.nodes.inside, joined)
-    slots = 2 * own
-    # nodes have numbers of their own
-    given = numbers(slots, rows, size, world.nodes.column.rank)
-    mean, right = sum(given) / slots, []
-    full = group.zeros(rows, size)
-
-    def begin():
-        for array, slot in zip(full, group.mine, strict=True):
-            array.copy_(given[slot])
-
-    def close(found, expected):
-        right.append(torch.allclose(found, expected, rtol=1e-6, atol=1e-6))
-
-    begin()
-    parts = group.reduce_scatter_mean(full)
-    for part, slot in zip(parts, group.mine, strict=True):
-        close(part, mean.chunk(slots, dim=1)[slot])
-    group.all_gather(parts, full)
-    for array in full:
-        close(array, mean)
-        right.append(torch.equal(array, full[0]))
-    begin()
-    close(group.reduce_mean(full), mean)
-    begin()
-    group.broadcast(full)
-    right += [torch.equal(array, given[0]) for array in full]
-    again = node_group(world, "gloo", 30)
-    right.append(torch.distributed.get_process_group_ranks(again) == [
-        rank for rank, node in enumerate(world.nodes.of) if node == world.nodes.of[world.rank]
-    ])  # fmt: skip
-    group.close()
-    world.close()
-    return right, torch.distributed.is_initialized()
-
-
-@pytest.mark.parametrize("own", [1, 2, 3])
-def test_the_group_of_gpus_does_the_same_over_gloo(ranks, own):
-    for found, left in ranks(4)(over_gloo, own, 2, 2 * own * 4096):
-        assert found == [True] * (4 * own + 2)
-        assert not left  # the world ends what it began
-
-
 def mistakes(comm):
     from mpigossip.cluster.deadline import LateError
     from mpigossip.cluster.ranks import World
@@ -174,7 +120,7 @@ def working(comm, signs):
     world.arrange(comm.size)
     node = world.nodes.inside
     group, late = Ranks(Single(), node), ""
-    node.timeout_s = 0.25  # Board waits twice as long
+    node.timeout_s = 0.25  # Barrier waits twice as long
     if comm.rank == 0:
         until = time.monotonic() + 2
         while time.monotonic() < until:

@@ -108,10 +108,10 @@ def refused(comm):
     world.arrange(PER)
     model = network(0)
     made = torch.optim.SGD(model.parameters(), lr=0.1)
-    group, everybody = world.node_group(), torch.distributed.group.WORLD
+    group, alone = world.node_group(), torch.distributed.new_subgroups(1)[0]
     for whole, more in (
         (model, {}),
-        (DistributedDataParallel(model, process_group=everybody), {}),
+        (DistributedDataParallel(model, process_group=alone), {}),
         (DistributedDataParallel(model, process_group=group), dict(mixer="asynchronous")),
     ):
         try:
@@ -125,5 +125,5 @@ def refused(comm):
 def test_what_ranks_of_a_node_need_is_said(ranks):
     for plain, whole, late in ranks(4)(refused):
         assert "DistributedDataParallel(model, process_group=world.node_group())" in plain
-        assert "sums the gradients of 4 processes, and this node is the ranks" in whole
+        assert "sums the gradients of 1 processes, and this node has 2 ranks" in whole
         assert 'mixer = "asynchronous": the ranks of a node step together' in late

@@ -134,31 +134,27 @@ def combining(place: Place):
 
 
 def nccl(place: Place):
-    """Every call of NCCL with a single rank: sums of one term."""
+    """Every call of a group of one slot, in both orders of sums: sums of one term."""
     import torch
 
-    from mpigossip.groups import nccl as inside
+    from mpigossip.cluster.ranks import Alone
+    from mpigossip.groups.base import Single
+    from mpigossip.groups.torch_group import TorchGroup
 
-    if place.device == "cpu" or (reason := inside.missing()):
-        return DEVICE_ONLY if place.device == "cpu" else reason, None
-    group, wrong = inside.Nccl([place.device], timeout_s=30), []
-    try:
-        wanted = torch.randn(1, place.size(1 << 22, 1 << 10))
-        calls = {
-            "reduceScatter": lambda full: group.reduce_scatter_mean(full)[0],
-            "allGather": lambda full: group.all_gather([full[0].clone()], full) or full[0],
-            "reduce": group.reduce_mean,
-            "broadcast": lambda full: group.broadcast(full) or full[0],
-        }
-        for name, call in calls.items():
-            if not torch.equal(call([wanted.to(place.device)]).cpu(), wanted):
-                wrong.append(name)
-    finally:
+    if place.device == "cpu":
+        return DEVICE_ONLY, None
+    wanted, wrong = torch.randn(1, place.size(1 << 22, 1 << 10)), []
+    for order in ("slots", "nccl"):
+        group, full = (
+            TorchGroup(Single(place.device), Alone(), order, 30),
+            [wanted.to(place.device)],
+        )
+        group.all_gather([group.reduce_scatter_mean(full)[0].clone()], full)
+        group.reduce_mean(full)
+        group.broadcast(full)
+        wrong += [] if torch.equal(full[0].cpu(), wanted) else [order]
         group.close()
-    return (
-        f"wrong: {', '.join(wrong)}" if wrong else f"{len(calls)} calls, the same bits",
-        not wrong,
-    )
+    return f"wrong in order {', '.join(wrong)}" if wrong else "all calls, the same bits", not wrong
 
 
 def resnet(place: Place, *settings: str, nodes=None):

@@ -103,9 +103,9 @@ def killed(place: Place):
     import torch
 
     from mpigossip.groups.base import GroupError
-    from mpigossip.groups.nccl import Nccl
+    from mpigossip.groups.devices import make_group
 
-    group, victim = Nccl(names(), timeout_s=20), names()[-1]
+    group, victim = make_group(tuple(names()), 1, True, 20), names()[-1]
     full = [torch.ones(1, 1024 * len(names()), device=name) for name in names()]
     group.reduce_scatter_mean(full)
     began, text = time.perf_counter(), "nothing was said"
@@ -120,7 +120,7 @@ def killed(place: Place):
     except (GroupError, RuntimeError) as error:
         text = str(error)
     took = time.perf_counter() - began
-    named = ("" if place.rehearsed else victim) + " was lost during NCCL" in text
+    named = ("" if place.rehearsed else victim) + " was lost during" in text
     tell((f"after {took:.1f} s: {text.splitlines()[0][:200]}", named and took < 30))
     os._exit(0)  # the process has lost a device
 

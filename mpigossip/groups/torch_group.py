@@ -1,0 +1,212 @@
+"""Slots that are ranks of a torch process group, each a thread or a process: NCCL between GPUs.
+
+On CPUs, over gloo, for tests only: threads and shared memory are faster there. Untested on GPUs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from mpigossip.cluster.deadline import LateError
+from mpigossip.cluster.process_groups import (
+    REMEDY,
+    Place,
+    close_groups,
+    is_gpu,
+    launching,
+    open_groups,
+)
+from mpigossip.cluster.world import World
+from mpigossip.groups.base import Group, GroupError
+from mpigossip.groups.watchdog import Watchdog
+from mpigossip.mixing.combine import combine
+
+T = TypeVar("T")
+
+
+class TorchGroup:
+    """The L slots of a node as ranks of one process group.
+
+    ``order`` of sums: "slots" exchanges the slots' chunks and adds them in slot order, with the
+    bits of the CPU's groups whatever the layout; "nccl" leaves the order to the library. On GPUs
+    the device's current stream waits for the calls, not the host.
+    """
+
+    def __init__(self, host: Group, node: World, order: str = "slots", timeout_s: float = 300.0):
+        """``host``: a group of the same slots, closed with this one, for all small or rare calls.
+
+        ``node``: its ranks, this process alone for threads; collective over it. A call that isn't
+        done after ``timeout_s`` ends the job. Raises Failure where slots can't be connected.
+        """
+        self.slots = self.segments = host.slots
+        self.mine, self.devices = host.mine, host.devices
+        self.run = self.on_shards = host.run
+        self.sum_scalars, self.works, self.to_first = host.sum_scalars, host.works, host.to_first
+        self._host, self._order, self._timeout_s = host, order, timeout_s
+        self._barrier: Callable[[str], None] | None = (
+            host.barrier.wait if node.size > 1 else None  # type: ignore[attr-defined]
+        )
+        self._on_gpus, self._broken = is_gpu(self.devices[0]), False
+        self._calls, self._begun = 0, [0] * len(self.mine)
+        """calls so far, and those that each slot here has begun"""
+        self._works: list[tuple[str, Any]] = []
+        self._scratch = [torch.empty(0)] * len(self.mine)
+        places = [
+            Place("inside the node", slot, self.slots, device)
+            for slot, device in zip(self.mine, self.devices, strict=True)
+        ]
+        self._groups = open_groups(node, places, timeout_s)
+        self._watchdog = Watchdog(timeout_s, REMEDY)
+        if self._on_gpus:
+            self._watchdog.start()
+        full = self.zeros(1, self.slots)
+        for array in full:  # one at a time: loading a kernel waits for the device
+            combine([1 / self.slots] * self.slots, [array] * self.slots, torch.empty_like(array))
+        self._synchronize()
+        self.all_gather(self.reduce_scatter_mean(full), full)  # loads NCCL's kernels
+        self._synchronize()
+
+    def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
+        """Return new arrays on the devices."""
+        return [torch.zeros(rows, columns, device=device) for device in self.devices]
+
+    def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each slot's shard of the mean, in its own array; P must be a multiple of L."""
+        width, rest = divmod(full[0].shape[1], self.slots)
+        if rest:
+            raise GroupError(
+                f"{full[0].shape[1]} elements can't be split into {self.slots} equal shards; pad "
+                "the vector"
+            )
+        shards = [a.chunk(self.slots, dim=1)[s] for s, a in zip(self.mine, full, strict=True)]
+        self._reserve(full[0].numel())
+
+        def reduce(k: int) -> None:
+            if self._order == "slots":
+                self._sum(k, full[k], [width] * self.slots, shards[k])
+                return
+            for row, shard in zip(full[k], shards[k], strict=True):  # in place
+                self._wait(k, self._groups[k]._reduce_scatter_base(shard, row))
+            shards[k].mul_(1 / self.slots)
+
+        self._together("reduce-scatter", reduce)
+        return shards
+
+    def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
+        """Copy every slot's shard into all of ``full``; in place where a shard is a view of it."""
+
+        def gather(k: int) -> None:
+            for row, shard in zip(full[k], shards[k], strict=True):
+                self._wait(k, self._groups[k]._allgather_base(row, shard))
+
+        self._together("all-gather", gather)
+
+    def reduce_mean(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mean over slots, any P, in the array of the first slot here; valid in slot 0's."""
+        widths = [part.shape[1] for part in full[0].chunk(self.slots, dim=1)]
+        widths += [0] * (self.slots - len(widths))
+        none = [0] * self.slots
+        self._reserve(len(full[0]) * self.slots * widths[0])
+
+        def reduce(k: int) -> None:
+            if self._order == "nccl":
+                self._wait(k, self._groups[k].reduce(full[k], 0))
+                full[k].mul_(1 / self.slots)
+                return
+            slot = self.mine[k]
+            mine = full[k].split(widths, dim=1)[slot]
+            self._sum(k, full[k], widths, mine)
+            for row, part in zip(full[k], mine, strict=True):  # to slot 0, which has its own
+                into, given = (row[widths[0] :], part[:0]) if slot == 0 else (part[:0], part)
+                received = [0, *widths[1:]] if slot == 0 else none
+                sent = [0 if slot == 0 else len(part), *none[1:]]
+                self._wait(k, self._groups[k].alltoall_base(into, given, received, sent))
+
+        self._together("reduce", reduce)
+        return full[0]
+
+    def broadcast(self, full: Sequence[torch.Tensor]) -> None:
+        """Copy slot 0's array into those of all slots."""
+        self._together("broadcast", lambda k: self._wait(k, self._groups[k].broadcast(full[k], 0)))
+
+    def close(self) -> None:
+        """Wait for what was begun, then release groups and slots; collective."""
+        if not self._broken:
+            self._synchronize()  # the watchdog looks on
+        self._watchdog.close()
+        close_groups(self._groups, self.devices, self._broken)
+        self._groups, self._scratch = [], []
+        self._host.close()
+
+    def _sum(self, k: int, array: torch.Tensor, widths: list[int], out: torch.Tensor) -> None:
+        """The mean of all slots' elements of the k-th slot here, in slot order."""
+        rows, width = out.shape
+        received = self._scratch[k][: rows * self.slots * width].view(rows, self.slots * width)
+        for row, into in zip(array, received, strict=True):
+            self._wait(k, self._groups[k].alltoall_base(into, row, [width] * self.slots, widths))
+        if width:
+            terms = received.view(rows, self.slots, width).unbind(1)
+            combine([1 / self.slots] * self.slots, terms, out)
+
+    def _reserve(self, elements: int) -> None:
+        """Allocate memory for other slots' elements, before any launches: it may wait for all."""
+        if self._order == "slots" and self._scratch[0].numel() < elements:
+            self._scratch = [torch.empty(elements, device=device) for device in self.devices]
+
+    def _together(self, call: str, work: Callable[[int], None]) -> None:
+        """Call ``work`` in every slot's thread, when all ranks of the node have come.
+
+        No other thread may call CUDA until all slots have launched: what waits for the device
+        would wait for the others' launches, too.
+        """
+        self._call = f"{call} over the node's slots"
+        self._works = []
+        if self._barrier is not None:
+            self._barrier(self._call)
+        self._watchdog.check()
+        self._calls += 1
+        try:
+            with launching if self._on_gpus else nullcontext():
+                self.run(work)
+        except (RuntimeError, TimeoutError) as error:
+            self._broken = True
+            if isinstance(error, GroupError | TimeoutError):
+                raise
+            where = ", ".join(self.devices)
+            reason = str(error).splitlines()[0]
+            raise GroupError(f"{self._call} failed on {where}: {reason}; {REMEDY}") from error
+        if self._on_gpus:
+            self._watchdog.track(self._call, self._works)
+
+    def _wait(self, k: int, work: Any) -> None:
+        """Let the device's current stream wait, or the host where there is none."""
+        self._begun[k] = self._calls
+        if self._on_gpus:
+            self._works.append((self.devices[k], work))
+            work.wait()
+            return
+        began = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError:
+            if time.monotonic() - began < self._timeout_s:
+                raise
+            raise LateError(f"{self._late()} (waited {self._timeout_s:g} s)") from None
+
+    def _late(self) -> str:
+        missing = [
+            s for s, begun in zip(self.mine, self._begun, strict=True) if begun < self._calls
+        ]
+        names = ", ".join(map(str, missing)) or "of another process"
+        return f"{self._call}: slot {names} of this node didn't come"
+
+    def _synchronize(self) -> None:
+        """Wait for all devices."""
+        for device in self.devices if self._on_gpus else ():
+            torch.cuda.synchronize(device)

@@ -1,0 +1,96 @@
+"""The watchdog of collectives, on works that stand in for those of GPUs."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from mpigossip.groups import watchdog
+from mpigossip.groups.base import GroupError
+
+DEVICES = ("cuda:0", "cuda:1")
+
+
+def works(*done):
+    return [
+        (device, SimpleNamespace(is_completed=lambda value=value: value))
+        for device, value in zip(DEVICES, done, strict=True)
+    ]
+
+
+def lost():
+    raise RuntimeError("CUDA error: unspecified launch failure\nand advice of many lines")
+
+
+def dog(end=None):
+    return watchdog.Watchdog(10.0, "look at nvidia-smi", end)
+
+
+def begun(one, *done, name="all-gather"):
+    one.track(name, works(*done))
+    return one._calls[-1][1]
+
+
+def test_calls_that_end_are_forgotten_and_those_in_flight_may_take_their_time():
+    one = dog()
+    for _ in range(3):
+        now = begun(one, True, True)
+    assert one.look(now + 100) == "" and not one._calls
+    now = begun(one, True, False)
+    assert one.look(now + 9.9) == ""
+
+
+def test_a_hang_names_call_and_devices():
+    one = dog()
+    begun(one, True, True)
+    text = one.look(begun(one, True, False, name="reduce-scatter") + 11)
+    assert "reduce-scatter is not done on cuda:1 after 10 s (node.timeout_s)" in text
+    assert text.endswith("look at nvidia-smi")
+
+
+def test_a_lost_device_is_named_at_once():
+    one = dog()
+    one.track("all-gather", [("cuda:1", SimpleNamespace(is_completed=lost))])
+    text = one.look(0)
+    assert text.startswith("cuda:1 was lost during all-gather: CUDA error: unspecified")
+    assert "\n" not in text and "nvidia-smi" in text
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_the_job_is_ended_where_the_training_thread_hangs_too(monkeypatch, hangs):
+    monkeypatch.setattr(watchdog, "EVERY_S", 0.01)
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.2 if hangs else 20)
+    ended = []
+    one = dog(ended.append)
+    one.track("all-gather", [("cuda:1", SimpleNamespace(is_completed=lost))])
+    one.start()
+    one._thread.join(0.1)
+    if not hangs:
+        with pytest.raises(GroupError, match="cuda:1 was lost"):
+            one.check()
+    one._thread.join(10)
+    assert not one._thread.is_alive() and len(ended) == hangs
+    one.close()
+
+
+def test_closing_ends_the_thread_and_nobody_is_ended():
+    ended = []
+    one = dog(ended.append)
+    one.start()
+    one.close()
+    assert not one._thread.is_alive() and not ended
+    one.check()
+
+
+ENDS = """
+import threading, time
+from mpigossip.groups.watchdog import end_job
+threading.Thread(target=end_job, args=("cuda:3 was lost",), name="mpigossip-watchdog").start()
+time.sleep(60)
+"""
+
+
+def test_ending_says_what_happened_and_leaves_a_thread_that_hangs():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1 and "GroupError: cuda:3 was lost" in done.stderr
