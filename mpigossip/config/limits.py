@@ -12,7 +12,9 @@ Period = Annotated[int, Limit(lambda v: 0 < v <= 10**6, "must be at least 1, at 
 Batch = Annotated[int, Limit(lambda v: 0 < v <= 10**7, "must be at least 1, at most 10^7")]
 Threads = Annotated[int, Limit(lambda v: 1 <= v <= 1024, "must be at least 1, at most 1024")]
 Workers = Annotated[int, Limit(lambda v: 0 <= v <= 1024, "must be at least 0, at most 1024")]
-NotNegative = Annotated[float, Limit(lambda v: 0 <= v <= 1e9, "must be at least 0, at most 1e9")]
+NotNegative = Annotated[float, Limit(
+    lambda v: v == 0 or 1e-15 <= v <= 1e9, "must be 0, or at least 1e-15 and at most 1e9"
+)]  # fmt: skip
 AboveZero = Annotated[float, Limit(
     lambda v: 1e-15 <= v <= 1e15, "must be greater than 0, from 1e-15 up to 1e15"
 )]  # fmt: skip

@@ -131,7 +131,7 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
         found = [made(node) for node in (rows if own else rows[:1])]
     except TypeError as error:
         raise JobError([f'data.source = "{data.source}": {error}; {WANTED}']) from error
-    except (Mistake, Failure):
+    except (Mistake, Failure, MemoryError):
         raise
     except (Exception, SystemExit) as error:
         raise JobError([f'data.source = "{data.source}": {raised(error)}']) from error

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from mpigossip.config import JobError
 from mpigossip.config.errors import Mistake
+from mpigossip.config.limits import AboveZero, Positive
 from mpigossip.config.own_parts import given, imported, is_own, raised
 from mpigossip.models.gpt import gpt
 from mpigossip.models.resnet import image_shape, resnet20, resnet50, resnet56
@@ -18,7 +19,7 @@ from mpigossip.models.resnet import image_shape, resnet20, resnet50, resnet56
 Shape = tuple[int, ...]
 
 
-def mlp(shape: Shape, classes: int, *, hidden: tuple[int, ...] = (128,)) -> nn.Module:
+def mlp(shape: Shape, classes: int, *, hidden: tuple[Positive, ...] = (128,)) -> nn.Module:
     """Fully connected layers of the widths `hidden`, ReLU between them; any (…) input shape."""
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
@@ -64,7 +65,7 @@ def point(shape: Shape) -> nn.Module:
     return Point(torch.zeros(shape[-1]))
 
 
-def factors(shape: Shape, *, rank: int = 3, size: float = 0.3) -> nn.Module:
+def factors(shape: Shape, *, rank: Positive = 3, size: AboveZero = 0.3) -> nn.Module:
     """U (m, rank) over V (k, rank) for samples (m, k), normal numbers of deviation `size`."""
     return Point(size * torch.randn(sum(shape), rank))
 

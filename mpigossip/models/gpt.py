@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from mpigossip.config import JobError
+from mpigossip.config.limits import Positive
 
 BASE = 10_000.0
 """Rotary positions: the longest wave is 2π times as many tokens."""
@@ -104,9 +105,9 @@ def gpt(
     shape: tuple[int, ...],
     classes: int,
     *,
-    layers: int = 4,
-    heads: int = 4,
-    width: int = 128,
+    layers: Positive = 4,
+    heads: Positive = 4,
+    width: Positive = 128,
     positions: Literal["learned", "rotary"] = "learned",
     norm: Literal["layer", "rms"] = "layer",
     bias: bool = True,

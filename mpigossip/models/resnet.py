@@ -4,6 +4,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mpigossip.config import JobError
+from mpigossip.config.limits import Positive
 
 Shape = tuple[int, ...]
 
@@ -74,17 +75,17 @@ class Bottleneck(nn.Module):
         return functional.relu(self.shortcut(x) + self.bn3(self.conv3(y)))
 
 
-def resnet20(shape: Shape, classes: int, *, width: int = 16) -> nn.Module:
+def resnet20(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
     """ResNet-20 for small images, 0.27 million parameters; width: channels of the first stage."""
     return _small("resnet20", shape, classes, 3, width)
 
 
-def resnet56(shape: Shape, classes: int, *, width: int = 16) -> nn.Module:
+def resnet56(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
     """ResNet-56 for small images, 0.86 million parameters; width: channels of the first stage."""
     return _small("resnet56", shape, classes, 9, width)
 
 
-def resnet50(shape: Shape, classes: int, *, width: int = 64) -> nn.Module:
+def resnet50(shape: Shape, classes: int, *, width: Positive = 64) -> nn.Module:
     """ResNet-50 for images of ImageNet's size, 25.6 million parameters at 1,000 classes.
 
     The stride stands at the 3x3 convolutions; width: channels after the stem.

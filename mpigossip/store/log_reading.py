@@ -138,6 +138,8 @@ def _check(have: dict[str, h5py.Dataset], group: str, index: str) -> None:
         values = data[()]
         if (np.diff(values) <= 0).any() or (values[:1] < 0).any():
             raise ValueError(f'"{group}/{scale}" doesn\'t ascend from 0 or later')
+    if group == "steps" and "loss" not in have:
+        raise ValueError('its column "steps/loss" is missing')
     rows, nodes = len(have[index]), len(have["node"])
     for name, data in have.items():
         right = [(rows,), (rows, nodes)] if group == "evaluations" else [(rows, nodes)]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -14,7 +15,7 @@ from mpigossip.algorithms.base import Step
 from mpigossip.algorithms.cadence import Cadence, fixed
 from mpigossip.config import Job, JobError
 from mpigossip.data.loading import AnyData
-from mpigossip.data.sources import SyntheticSource, source
+from mpigossip.data.sources import SOURCES, SyntheticSource, source
 from mpigossip.engine.state import leaves
 from mpigossip.engine.vector import Flat, flatten
 from mpigossip.graphs import Graph
@@ -68,10 +69,12 @@ def subject(job: Job) -> tuple[Subject, str]:
 
 def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
     """The job's data, or where they aren't here, a stand-in of data.shape and data.classes."""
+    section = job.data
     try:
-        return source(job.data, job.run.seed), ""
+        return source(section, job.run.seed), ""
     except (JobError, StoreError):
-        section = job.data
+        if section.source in SOURCES or Path(section.source).expanduser().exists():
+            raise
         stand_in = SyntheticSource(
             tuple(section.shape), section.classes, section.samples, section.test_samples, 0
         )

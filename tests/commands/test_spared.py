@@ -55,7 +55,8 @@ def test_signals_reach_the_command_and_its_end_ends_both():
 
 def test_a_log_whose_index_counts_wrongly_is_refused_in_words(tmp_path):
     """HDF5 2.0 reads past what it allocated: more entries are claimed than a deep tree has."""
-    path, columns = tmp_path / "log.h5", {f"column_{k}": Column("1", "") for k in range(90)}
+    names = ("loss", *(f"column_{k}" for k in range(90)))
+    path, columns = tmp_path / "log.h5", {name: Column("1", "") for name in names}
     out = LogWriter(path, nodes=2, job="", columns=columns, environment={})
     out.append({name: np.zeros((3, 2)) for name in columns})
     data, at = bytearray(path.read_bytes()), -1

@@ -473,6 +473,13 @@ def test_a_flush_costs_the_same_however_long_the_log(tmp_path):
     assert log.read(path, points=10).steps["loss"].shape == (10, 3)
 
 
+def test_a_log_without_losses_is_refused(tmp_path):
+    path = tmp_path / "log.h5"
+    writer(path, columns={"kind": COLUMNS["kind"]}).append({"kind": np.zeros((2, 3), np.int8)})
+    with pytest.raises(StoreError, match='its column "steps/loss" is missing'):
+        read(path)
+
+
 def test_entries_of_another_type_are_refused(tmp_path):
     whole = {"finished": True, "steps": 3, "nodes": 2, "slots": 1, "seconds": 1.0,
              "bytes_sent": 5, "metrics": "accuracy", "accuracy": 0.5, "digest": "ab"}  # fmt: skip

@@ -1,9 +1,11 @@
-"""Damaged job files, checkpoints and data sets: each is refused in words, or loads as it was.
+"""Damaged job files, flags, checkpoints and data sets: each is rejected, or loads as it was.
 
-python tools/labs/fuzz.py [--count 500] [--seed 0]     so many of each of the three kinds
+python tools/labs/fuzz.py [--count 500] [--seed 0] [--kinds job flags checkpoint "data set"]
 
-Each is loaded in a child process under a deadline: a hang, a crash, a traceback of Python and
-numbers that differ from those written are counted as wrong, and the file is kept. Exit code 1 then.
+Each is loaded in a child process under a deadline: a hang, a crash, a traceback of Python, a
+control character on the terminal, a job accepted with a number that no setting means, and numbers
+that differ from those written are counted as wrong, and the file is kept. Exit code 1 then. Job
+files go through `simulate --dry-run`, flags through that and through `plan`, `graph` and `job`.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ import argparse
 import contextlib
 import hashlib
 import io
+import json
+import math
 import random
+import re
 import select
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -28,18 +34,52 @@ sys.path.insert(0, str(REPO))
 import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from mpigossip import config  # noqa: E402
+from mpigossip import cli, config  # noqa: E402
+from mpigossip.algorithms import BUILDERS as ALGORITHMS  # noqa: E402
+from mpigossip.algorithms import LOCALS  # noqa: E402
+from mpigossip.algorithms.cadence import BUILDERS as CADENCES  # noqa: E402
 from mpigossip.cluster.ranks import Alone  # noqa: E402
 from mpigossip.config import JobError  # noqa: E402
+from mpigossip.graphs import BUILDERS as GRAPHS  # noqa: E402
 from mpigossip.graphs import GraphError  # noqa: E402
 from mpigossip.store import StoreError, checkpoint  # noqa: E402
 from mpigossip.store.dataset import open_dataset, pack  # noqa: E402
+from mpigossip.training import assemble  # noqa: E402
 
 LIMIT_S = 30.0  # seconds for one load
 VALUES = [
     *("-1", "0", "nan", "inf", "1e400", "[]", "{}", "true", '""', "1979-05-27", "[1, [2]]"),
     *('"../../etc"', '"; touch HERE"', '"$(touch HERE)"', "9" * 20, "'\\u0000'"),
+    *("1e-320", "1e308", "-1e-3", "2147483648", "0.5", "1", "3", '"\\u001b[31m"', '"\\u202ex"'),
+    *('"os:system"', '"json:dumps"', '"file:/dev/zero"', "[1e400]", "{a = 1}", '"all"', "[2, 3]"),
 ]
+NUMBERS = (
+    "0",
+    "1",
+    "2",
+    "3",
+    "7",
+    "0.5",
+    "-0.0",
+    "1e-9",
+    "1e-16",
+    "1e15",
+    "65536",
+    "2147483648",
+    "9007199254740993",
+    "9223372036854775807",
+    "1e12",
+    "[0]",
+    "[0.5]",
+    "[1, 2, 3, 4]",
+)
+"""Values that some setting takes."""
+NAMES = ("name", "options", "further", "beta", "period", "momentum", "delay", "fragments", "hidden",
+         "layers", "depth", "degree", "p", "seed", "lr", "steps", "classes", "rate")  # fmt: skip
+
+
+PLAIN = ('"-1"', '"0"', '"nan"', '"inf"', '"9e99999"', '""', '"x"', '"1e-320"', '"1e15"',
+         '"99999999999999999999"', '"\\u001b[31m"', '"--"', '"a b"', '"\\u0000"')  # fmt: skip
 
 
 # -- damage ---------------------------------------------------------------------------------------
@@ -85,6 +125,39 @@ def damaged_job(text: str, draw: random.Random) -> bytes:
     return "\n".join(lines).encode()
 
 
+def damaged_words(draw: random.Random) -> list[str]:
+    """A command with damaged settings and flags."""
+    job = str(REPO / "jobs" / f"{draw.choice(['digits', 'gpt-10m', 'cifar10-lenet'])}.toml")
+    sections = {f.name: [k.name for k in fields(f.default_factory)] for f in fields(config.Job)}
+    settings = []
+    for _ in range(draw.choice([1, 1, 1, 2])):
+        section = draw.choice([*sections])
+        key = draw.choice([*sections[section], draw.choice(NAMES)])
+        known = {"algorithm": ALGORITHMS, "graph": GRAPHS, "cadence": CADENCES, "local": LOCALS}
+        if section in known and draw.random() < 0.5:
+            settings.append(f"{section}.name={draw.choice([*known[section]])}")
+        settings.append(f"{section}.{key}={draw.choice(draw.choice([VALUES, NUMBERS, NUMBERS]))}")
+
+    def value(right: str) -> str:
+        return right if draw.random() < 0.93 else json.loads(f"[{draw.choice(PLAIN)}]")[0]
+
+    nodes = ["--nodes", value(draw.choice(["1", "2", "4", "9", "12"]))]
+    how = draw.randrange(8)
+    if how <= 4:
+        return ["simulate", job, *nodes, "--dry-run", *settings]
+    if how == 5:
+        rates = {"compute": "1ms", "node": "1us", "latency": "1us", "bandwidth": "1GB/s",
+                 "sum": "9GB/s", "coding": "9GB/s", "jitter": "5%", "period": "4"}  # fmt: skip
+        flags = [word for name, right in rates.items() for word in (f"--{name}", value(right))]
+        return ["plan", job, *nodes, "--seconds", "0", *flags, *settings]
+    if how == 6:
+        flags = ["--seed", value("1"), *(["--weights", value("laplacian")] * draw.randrange(2))]
+        named = [f"{draw.choice(NAMES)}={draw.choice(VALUES)}"] * draw.randrange(2)
+        return ["graph", "show", value(draw.choice([*GRAPHS])), *nodes, *flags, *named]
+    return ["job", value("perlmutter"), job, *nodes, "--time", value("30m"), "--launcher",
+            value("srun"), "--venv", value("/tmp"), "--account", value("a"), *settings]  # fmt: skip
+
+
 def damage_checkpoint(folder: Path, draw: random.Random) -> None:
     """One file damaged, missing, or in another's place."""
     files = sorted(folder.iterdir())
@@ -104,14 +177,56 @@ def damage_checkpoint(folder: Path, draw: random.Random) -> None:
 
 
 def load_job(path: Path) -> str:
-    """Load and check a job; the words "none" where it is one, as mutated jobs may differ."""
-    from mpigossip.training import assemble
-
+    """Check a job; the words "none" where it is one, as mutated jobs may differ."""
+    said = load_words(["simulate", str(path), "--nodes", "4", "--dry-run"])
+    if said != "none":
+        return said
     job = assemble.load(path)
-    if config.load(config.dump(job)) != job:
-        return "a job that isn't what it dumps"
-    assemble.mistakes(job, 4)
+    return "none" if config.load(config.dump(job)) == job else "a job that isn't what it dumps"
+
+
+def load_flags(path: Path) -> str:
+    """Run the command that is in the file."""
+    return load_words(json.loads(path.read_text("utf-8")))
+
+
+def load_words(words: list[str]) -> str:
+    """Run a command: "none" where it has nothing against its words."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = cli.main(words)
+        except SystemExit as left:
+            code = left.code
+    told = out.getvalue() + err.getvalue()
+    if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", told):
+        return "an escape"
+    if code == 2 and re.search("mpigossip: .{10}|error: .{10}", err.getvalue()):
+        return "refused"
+    if code:
+        return f"exit code {code}: {err.getvalue()[-200:]}".replace("\n", " ")
+    if words[0] in ("simulate", "job", "plan"):
+        at = next(k for k, word in enumerate(words) if word.endswith(".toml") or "/job-" in word)
+        settings = [word for word in words[at + 1 :] if re.match(r"\w+\.\w+=", word)]
+        odd = [*nonsense(asdict(assemble.load(Path(words[at]), settings)))]
+        return f"accepted: {odd[0]}" if odd else "none"
     return "none"
+
+
+def nonsense(value: object, name: str = "") -> Iterator[str]:
+    """Numbers that no setting means."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from nonsense(below, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for below in value:
+            yield from nonsense(below, name)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        size = abs(value)
+        large = size > 1e16 and not name.endswith("seed")
+        small = 0 < size < 1e-16 and not name.startswith(".faults")  # chances
+        if not math.isfinite(size) or value < 0 or large or small:
+            yield f"{name} = {value}"
 
 
 def load_checkpoint(path: Path) -> str:
@@ -142,6 +257,7 @@ def load_dataset(path: Path) -> str:
 
 LOADS: dict[str, Callable[[Path], str]] = {
     "job": load_job,
+    "flags": load_flags,
     "checkpoint": load_checkpoint,
     "data set": load_dataset,
 }
@@ -195,7 +311,6 @@ class Child:
 def originals(top: Path) -> dict[str, Path]:
     """A whole checkpoint and data set, made here."""
     from mpigossip.runs import launch
-    from mpigossip.training import assemble
 
     settings = ["model.name=mlp", "model.hidden=[16]", "data.batch=8", "run.steps=2"]
     with contextlib.redirect_stdout(io.StringIO()):
@@ -217,6 +332,8 @@ def mutant(kind: str, whole: Path, top: Path, number: int, draw: random.Random) 
     path = top / f"{kind.replace(' ', '-')}-{number}"
     if kind == "job":
         path.write_bytes(damaged_job(whole.read_text("utf-8"), draw))
+    elif kind == "flags":
+        path.write_text(json.dumps(damaged_words(draw)), "utf-8")
     elif kind == "data set":
         path.write_bytes(damage(whole.read_bytes(), draw))
     else:
@@ -230,6 +347,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=LOADS, default=[*LOADS])
     parser.add_argument("--keep", type=Path, help="folder for the files that went wrong")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -241,11 +359,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         top = Path(folder)
         made = originals(top)
-        for kind in LOADS:
+        for kind in options.kinds:
             found: Counter[str] = Counter()
-            right = "none" if kind == "job" else LOADS[kind](made[kind])
+            right = LOADS[kind](made[kind]) if kind in made else "none"
             for number in range(options.count):
-                whole = draw.choice(jobs) if kind == "job" else made[kind]
+                whole = made[kind] if kind in made else draw.choice(jobs)
                 path = mutant(kind, whole, top, number, draw)
                 answer = one.ask(kind, path)
                 good = answer in (right, "refused")
