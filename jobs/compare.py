@@ -17,7 +17,7 @@ study = mpigossip.study(
         "graph.name": ["ring", "one-peer-exponential"],
     },
     nodes=32, seeds=3, rates="search", output="runs/compare",
-    settings=["data.partition=dirichlet", "data.dirichlet_alpha=0.1"],
+    settings=["data.partition=dirichlet", "data.dirichlet_alpha=0.1", "local.name=none"],
 )  # fmt: skip
 print(study)
 Path("runs/compare/table.tex").write_text(study.table("latex"), "utf-8")

@@ -161,7 +161,7 @@ def test_nonsense_is_one_paragraph_and_exit_code_2(tmp_path, monkeypatch, capsys
         ([*dry, "task.name=quadratics"], 'means model.name = "point"'),
         ([*dry, "task.name=factorization"], 'means data.source = "factorization"'),
         ([*dry, "algorithm.name=os:system"], "algorithm.name"),
-        ([*dry, "algorithm.name=json:dumps"], "should return"),
+        ([*dry, "algorithm.name=json:dumps", "local.name=none"], "should return"),
         ([*dry, "local.options=3"], "local.options"),
         (["simulate", JOB, "--nodes", "10000000000", "--dry-run"], "at most 65536"),
         ([*plan, "--save", "nowhere/x.json"], "make its folder first"),

@@ -26,7 +26,9 @@ study = mpigossip.study(
     seeds=3,
     rates="search",
     output="runs/claims-figures/topology",
-)
+    settings=["algorithm.name=dmsgd", "local.name=none", "run.epochs=30", "schedule.lr=0.2",
+              "schedule.name=milestones", "schedule.milestones=[20,26]"],
+)  # fmt: skip
 print(study)
 
 # %% accuracy at the end against the nodes, with 95 % intervals over the seeds

@@ -26,7 +26,8 @@ def load(
     """Read a job from a TOML file, a TOML text (a string of several lines) or a dict.
 
     `overrides` are texts `section.key=value`; a value is TOML, or else a bare word, and `none`
-    unsets what may be unset. One that changes a section's name drops the options of the old name.
+    unsets what may be unset. One that changes a section's name drops the options of the old name,
+    and one to an algorithm with a local step of its own drops the section `[local]`.
     `tables` has, for some settings that hold a name, the names to choose from (see `choices`):
     further keys of that section are then the keyword-only parameters of the name's builder, their
     defaults are filled in (but for None), and so is what a name brings for other sections.
@@ -104,6 +105,10 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> 
             table = raw[section] if isinstance(raw.get(section), dict) else {}
             for key in [key for key in table if f"{section}.{key}" not in kept]:
                 del table[key]
+    part = part_of(tables.get("algorithm.name", {}), _algorithm(raw))
+    changed = "algorithm.name" in given and not any(path.startswith("local.") for path in given)
+    if changed and part and part.local is None:
+        raw.pop("local", None)  # the new algorithm has a local step of its own
     return messages
 
 

@@ -72,9 +72,9 @@ def test_the_longer_the_period_the_fewer_the_bytes(what):
 
 
 def test_a_job_s_own_option_is_named_where_it_keeps_a_way_out(what):
-    settings = ["algorithm.momentum=delayed"]
+    settings = ["algorithm.style=atc"]
     found, left_out = proposals(JOB, settings, what, machine(1e7), N)
-    assert any("momentum" in why for why in left_out.values()) and found
+    assert any("style" in why for why in left_out.values()) and found
     with pytest.raises(JobError, match="nonsense"):
         proposals(JOB, ["node.mixer=nonsense"], what, machine(1e7), N)
 

@@ -65,13 +65,15 @@ def test_another_local_step_drops_the_options_of_the_old_one():
 
 
 def test_methods_with_a_step_of_their_own_refuse_another():
-    (message,) = mistakes(NEW, ["algorithm.name=dmsgd"], TABLES)
+    named = ["algorithm.name=dmsgd", "local.name=momentum"]
+    (message,) = mistakes(NEW, named, TABLES)
     assert message.startswith('local.name = "momentum": "dmsgd" has its own local step; leave it')
     assert message.endswith("choose one of dsgd, tracking")
     (message,) = mistakes({"local": {"beta": 1}}, tables=TABLES)
     assert message.startswith('local.beta: algorithm "dmsgd" has no local step')
-    job = load(NEW, ["algorithm.name=dmsgd", "local.name=none"], TABLES)
-    assert job.local.name is None and job.local.options == {}
+    for settings in (["algorithm.name=dmsgd"], ["algorithm.name=dmsgd", "local.name=none"]):
+        job = load(NEW, settings, TABLES)  # an override drops the section of the file
+        assert job.local.name is None and job.local.options == {}
 
 
 def test_all_mistakes_of_the_section_at_once():

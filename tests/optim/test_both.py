@@ -19,6 +19,7 @@ LATE = {"cadence": "every", "period": 6, "fragments": 3, "delay": 2, "blend": 0.
 
 def job(name, steps, late):
     settings = [f"algorithm.name={name}", "node.devices=cpu:1", f"run.steps={steps}"]
+    settings += ["local.name=none"] + ["algorithm.style=atc"] * (name == "dsgd")
     if late:
         settings += ["cadence.name=every", "cadence.period=6", "cadence.fragments=3"]
         settings += ["cadence.delay=2", "algorithm.blend=0.7"]

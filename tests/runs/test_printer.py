@@ -103,10 +103,10 @@ def test_rank_0_alone_speaks():
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ([], ["4 simulated", "exact average in 2 rounds", "172 kB a node and step (2 model"]),
+        ([], ["4 simulated", "exact average in 2 rounds", "86 kB a node and step (1 model"]),
         (["graph.name=ring"], ["2 neighbours a round, period 1, spectral gap 0.667"]),
         (["algorithm.name=parallel", "graph.name=complete"], ["reduce-scatter and all-gather"]),
-        (["node.wire=bf16"], ["bf16 on the wire", "86 kB a node"]),
+        (["node.wire=bf16"], ["bf16 on the wire", "43 kB a node"]),
         (["graph.name=random-matching"], ["1 neighbour a round, drawn each round"]),
         (
             ["algorithm.name=cpsgd", "node.devices=cpu:2"],
@@ -124,7 +124,7 @@ def test_the_first_screen_says_what_was_built(settings, says, tmp_path):
         screen = dict(overview(Run(assembly, alone, []).progress, assembly, alone))
         assembly.close()
     text = "\n".join(f"{word} {said}" for word, said in screen.items())
-    says = [*says, "(schedule.lr = 0.2 x"]
+    says = [*says, "(schedule.lr = 0.15 x"]
     for part in [*says, "21,386 parameters", "1,437 training and 360 test", str(tmp_path)]:
         assert part in text
     lines = text.replace(str(tmp_path), "").splitlines()
@@ -132,7 +132,7 @@ def test_the_first_screen_says_what_was_built(settings, says, tmp_path):
 
 
 def test_the_memory_said_is_the_memory_held(tmp_path):
-    job = assemble.load(JOB, ["algorithm.name=dsgd", f"run.output={tmp_path}"])
+    job = assemble.load(JOB, ["algorithm.style=atc", "local.name=sgd", f"run.output={tmp_path}"])
     with Alone() as alone:
         assembly = assemble.assemble(job, alone, 2)
         trainer = assembly.trainer

@@ -36,7 +36,9 @@ from pathlib import Path
 from checkouts import REFUSED, Checkout, Job, Result, Store, Wrong, measured, surroundings
 
 COMMON = """
-model.name=mlp schedule.warmup_epochs=0 run.steps=24 checkpoint.every_steps=12
+model.name=mlp schedule.warmup_epochs=0 run.steps=24 checkpoint.every_steps=12 run.epochs=30
+algorithm.name=dmsgd local.name=none schedule.name=milestones schedule.lr=0.2
+schedule.milestones=[20,26]
 log.flush_steps=6 log.consensus_every=2
 """
 """Settings that come before a job's own."""
