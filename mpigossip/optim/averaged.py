@@ -18,7 +18,7 @@ from mpigossip.mixing.base import Mixer
 from mpigossip.optim import equal_start
 from mpigossip.optim.inner import rate
 from mpigossip.optim.node import Node
-from mpigossip.runs.run import IDLE_S, meet
+from mpigossip.runs.node import IDLE_S, meet
 from mpigossip.training.evaluate import norms, recalibrating
 
 PIECE = 1 << 18

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,16 +19,16 @@ from mpigossip.engine.module import Parameters
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Mixer
 from mpigossip.optim import arguments, unwrapped
+from mpigossip.optim import state_dict as states
 from mpigossip.optim.averaged import averaged, distance, paused
+from mpigossip.optim.folder import WithFolder, begin, open_run
 from mpigossip.optim.inner import check, check_group, check_method, one_rate, title, unscaled
-from mpigossip.optim.loop import saved
-from mpigossip.optim.loop.folder import WithFolder
-from mpigossip.optim.loop.run import LoopRun
-from mpigossip.optim.loop.survive import Survival, check_callback, end
 from mpigossip.optim.node import Node
 from mpigossip.optim.settings import settings
+from mpigossip.optim.survive import LoopSurvival, check_callback
 from mpigossip.optim.zero_grad import Stale
 from mpigossip.runs import printer
+from mpigossip.runs.node import closing
 from mpigossip.runs.survive import prepare
 
 
@@ -68,7 +69,7 @@ class Gossip(WithFolder):
     distances in :attr:`record`; None: 10 in a run, else never. ``model``: all that the optimizer
     moves; several modules as a `torch.nn.ModuleList`. Frozen parameters are rank 0's, and join
     what is exchanged at the step at which they require gradients. ``survive = True`` with
-    ``on_change``: see :class:`~mpigossip.optim.loop.survive.Survival`.
+    ``on_change``: see :class:`~mpigossip.runs.survive.Survival`.
 
     ``run``: a folder for the log, checkpoints and what else a job's run has; then also
     ``steps`` (the whole loop's, for the time left), ``flush_steps``, ``keep``, ``keep_every``,
@@ -112,7 +113,7 @@ class Gossip(WithFolder):
             )
             check_method(self._job, optimizer)
             check_callback(self._job, on_change)
-        self._run = LoopRun(world, self._job) if run else None
+        self._run = open_run(world, self._job) if run else None
         every = self._job.log.consensus_every if run else 0
         self._loaded: dict | None = None
         self._stale = Stale()
@@ -124,9 +125,11 @@ class Gossip(WithFolder):
             world, self._model, optimizer, self._job, self._graph, overlap,
             measure_every=every if measure_every is None else measure_every,
         )  # fmt: skip
-        self._survival: Survival | None = None
+        if self._run is not None:
+            self._run.node = self._node
+        self._survival: LoopSurvival | None = None
         if on_change is not None and world.survives:
-            self._survival = Survival(self._node, on_change, self._run)
+            self._survival = LoopSurvival(self._node, self._run, on_change)
             self._node.noticed = self._survival.noticed
         world.resources.callback(self.close)
         arguments.say(world, self._model, optimizer)
@@ -168,7 +171,9 @@ class Gossip(WithFolder):
         if engine.clock.counting:
             engine.clock.lap("compute_s")
         if self._run:
-            self._run.before(node)
+            with engine.clock.uncounted():
+                begin(self._run)
+                self._run.close_step()
         node.check()
         engine = node.engine
         self._stale.check(node.vector.rows[0], self._world.rank)
@@ -192,15 +197,15 @@ class Gossip(WithFolder):
         first = not self._node.laid_out
         anew = first or self._loaded is not None
         if anew and self.mixer.synchronous:
-            saved.check_step(self._world, self._loaded)
+            states.check_step(self._world, self._loaded)
         if first:
             self._node.lay_out()
             self._stale.watch(p for group in self.param_groups for p in group["params"])
         if self._loaded is not None:
-            saved.check_method(self._world, self._loaded, self.engine)
+            states.check_method(self._world, self._loaded, self.engine)
             self._node.begin_anew()
             state, self._loaded = self._loaded, None
-            saved.restore(state, self.engine, self.vector)
+            states.restore(state, self.engine, self.vector)
             with torch.no_grad():
                 self._node.publish()
         if anew and self._survival is not None:
@@ -246,7 +251,7 @@ class Gossip(WithFolder):
         mine = self._loaded
         if mine is None and self._node.laid_out:
             self.vector.check()
-            mine = saved.state(self.engine, self.vector) | {"optimizer": title(self._inner)}
+            mine = states.state(self.engine, self.vector) | {"optimizer": title(self._inner)}
         state = self._inner.state_dict() | {"gossip": mine}
         return self._run_hooks("state_dict_post", state) or state
 
@@ -256,7 +261,7 @@ class Gossip(WithFolder):
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
         mine = given.pop("gossip", None)
-        told = saved.load(given, mine, self._inner, self._node.model, self._node.flat.own)
+        told = states.load(given, mine, self._inner, self._node.model, self._node.flat.own)
         if told and self._world.rank == 0:
             printer.say(f"load_state_dict: {'; '.join(told)}")
         self._loaded = mine
@@ -303,4 +308,15 @@ class Gossip(WithFolder):
         alone = self.mixer.synchronous and not self._world.survives
         word = deadline.CLOSES if alone else deadline.WAITS
         with torch.no_grad(), deadline.ends(self.steps, word):
-            end(self._node, self._run, self._survival)
+            self._end()
+
+    def _end(self) -> None:
+        run = self._run
+        with closing(self._node, self._world):
+            # exit() may be called where the program handles an exception of its own
+            if run is not None and sys.exception() is not None and not run.stopped:
+                run.abandon()
+            if self._survival is not None:
+                self._survival.leave()
+            elif run is not None:
+                run.finish()

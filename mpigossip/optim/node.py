@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,10 +26,14 @@ from mpigossip.groups.base import Group, Single
 from mpigossip.groups.devices import make_group
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Layout, Mixer
-from mpigossip.optim import equal_start, unwrapped
+from mpigossip.optim import about, equal_start, state, state_dict, unwrapped
 from mpigossip.optim.arguments import named
 from mpigossip.optim.inner import Held, borrowed, check, decay, rate
+from mpigossip.optim.survive import average_state, copied, put_back
 from mpigossip.optim.world import report_unused
+from mpigossip.runs.node import Arrays, Numbers
+from mpigossip.runs.progress import Progress
+from mpigossip.store.checkpoint import Manifest, NodeState, Number
 from mpigossip.training import assemble
 from mpigossip.training.fit import check_rounds
 from mpigossip.training.fragments import engine_of, make_fragments, narrowed
@@ -42,6 +48,9 @@ class Node:
     vector: Parameters
     engine: Engine
     mixer: Mixer
+    shift = 0
+    counts_all = False
+    facts: dict[str, Any] = {"door": "loop"}
 
     def __init__(
         self,
@@ -66,6 +75,8 @@ class Node:
         """the block in which a lost rank is no reason to stop, where the node outlives others"""
         self._open()
         equal_start.begin(world, model)
+        self.keeps: dict[str, Any] = {}
+        """objects with state_dict() or get_state() that checkpoints take, too"""
         self.known = {id(p): p for p in model.parameters()}
         """all that the model had when Gossip was made"""
         self.held = Held(inner)
@@ -75,7 +86,8 @@ class Node:
         """The mixer for the model as it is; collective."""
         self._device = str(next(self.model.parameters()).device)
         self.flat = planned(self.model)
-        self.group: Group = Single(self._device)
+        own = Single(self._device)
+        self.group: Group = own
         method = assemble.make_method(self.job, 0, self.graph, equal_start.SIGNATURE)
         node, nodes, width = self.job.node, self.world.nodes, self.flat.own.size
         first = self.flat.place * width if isinstance(self.flat, Cut) else 0
@@ -96,28 +108,71 @@ class Node:
         if isinstance(self.flat, Cut) and nodes.per_node > 1:
             from mpigossip.groups.ranks import Apart  # needs MPI
 
-            self.mixer, self.group = of(layout), Apart(self.group, nodes.inside)
+            self.mixer, self.group = of(layout), Apart(own, nodes.inside)
         elif nodes.per_node == 1:
             self.mixer = of(layout)
         else:
             threads = torch.get_num_threads()
-            group = make_group((self._device,), threads, True, node.timeout_s, self.world)
-            self.mixer = Gathered(layout, group, of)
+            self.group = make_group((self._device,), threads, True, node.timeout_s, self.world)
+            self.mixer = Gathered(layout, self.group, of)
+        self._segments: Group = self.group if self.cut else own
 
     def _shut(self) -> None:
         """What :meth:`_open` has made; collective."""
         self.mixer.close()
-        self.group.close()
+        self._segments.close()
 
     @property
     def cut(self) -> bool:
         """Whether the node's ranks have a part of the model each."""
         return isinstance(self.flat, Cut)
 
-    @property
-    def buffers(self) -> list[dict[str, torch.Tensor]]:
+    def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
         """The model's, by name, of the only slot here."""
         return [dict(self.model.named_buffers())]
+
+    def own(self, row: int) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+        """Torch optimizer, random numbers and kept objects; JobError, on all ranks, for others."""
+        nodes = self.world.nodes
+        arrays: dict[str, np.ndarray] = {}
+        numbers: dict[str, Number] = {"ranks": nodes.per_node}
+        with self.world.together(JobError):
+            mine = state.of_rank(self.model, self.keeps)
+            if nodes.first and not self.cut:
+                numbers["torch"] = state.write_optimizer(self.inner, self.model, arrays)
+        if self.cut:  # the node's ranks gather one parameter's state after the other
+            with torch.no_grad():
+                into = arrays if nodes.first else None
+                numbers["torch"] = state.write_optimizer(self.inner, self.model, into)
+        of_ranks, kept = state.of_node(mine, self.world)
+        return (arrays | of_ranks, numbers | kept) if nodes.first else ({}, {})
+
+    def put_own(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
+        """The same into the program's objects; what the optimizer has in floats from its mean."""
+        arrays, nodes = saved.arrays if mean is None else mean, self.world.nodes
+        text = str(saved.numbers["torch"])
+        given, lacking = state.read_optimizer(self.inner, self.model, text, arrays)
+        settings = state_dict.load(given, None, self.inner, self.model, self.flat.own)
+        if mean is None:
+            state.load_random(saved, nodes.place, self.model)
+            dropped = state.dropped_ranks(saved, nodes.per_node)
+            draws = nodes.first or not dropped
+            return settings + state.load_kept(saved, nodes.place, self.keeps, draws) + dropped
+        kinds = sorted({name.rpartition("/")[2] for name in mean if name.startswith("torch/")})
+        told = [f"of the optimizer averaged: {', '.join(kinds)}"] if kinds else []
+        if lacking:
+            told.append(f"dropped: the optimizer's state of {', '.join(lacking[:4])}")
+        told.append("dropped: random numbers")
+        return told + settings + state.load_kept(saved, 0, self.keeps, draws=False)
+
+    def fits(self, manifest: Manifest, first: NodeState) -> bool:
+        """Return whether nodes had as many ranks, or have no buffers."""
+        alike = manifest.meta.get("slots") == self.world.nodes.per_node
+        return alike or not any(name.startswith("buffers/") for name in first.arrays)
+
+    def stand_at(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
+        """Take the counters."""
+        self.engine.count_from(numbers)
 
     def lay_out(self) -> None:
         """The vector, where the model now is, and the engine over it; collective."""
@@ -153,7 +208,7 @@ class Node:
             self._method,
         )  # fmt: skip
         self.engine = engine_of(parts)(
-            self.mixer, self.group, self.vector, [method],
+            self.mixer, self._segments, self.vector, [method],
             assemble.make_cadence(self.job, method, self.graph),
             measure_every=measured_every(self._every, self._device),
         )  # fmt: skip
@@ -166,7 +221,7 @@ class Node:
         if self.engine.index or self._sent:  # the mixer's rounds are consecutive
             self._shut()
             self._open()
-            self.engine.group = self.group
+            self.engine.group = self._segments
             self.engine.adopt(self.mixer)
             self._sent = []
 
@@ -185,11 +240,37 @@ class Node:
                 f"exchanged from here on{anew}"
             )
 
-    def among(self, world: World, graph: Graph) -> None:
+    def among(self, world: World) -> None:
         """Go on between other nodes, the method's state begun anew; on all of them."""
-        self.world, self.graph, self._sent = world, graph, []
+        self.world, self.graph, self._sent = world, assemble.make_graph(self.job, world.size), []
         self._open()
         self._build()
+
+    def aside(self, spare: Any) -> Any:
+        """Copy the inner optimizer's state."""
+        return copied(self.inner, spare or [])
+
+    def put_aside(self, kept: Any, world: World) -> list[str]:
+        """Restore the inner optimizer's state, then average it over nodes."""
+        put_back(self.inner, kept)
+        return average_state(world, self.mixer, self.inner)
+
+    @property
+    def assembly(self) -> Node:
+        """The node itself: what hooks are shown."""
+        return self
+
+    def expected(self) -> dict[str, Any]:
+        """Return what the program has told of its loop."""
+        return {"total_steps": self.job.run.steps or 0, "text": about.settings(self.job, self)}
+
+    def about(self, progress: Progress) -> list[tuple[str, str]]:
+        """Return the first screen."""
+        return about.screen(self.job, self, self.world)
+
+    def summary(self, progress: Progress) -> dict[str, Any]:
+        """Nothing: the program's figures are the run's."""
+        return {}
 
     def check(self) -> None:
         """All that is trained lies in the vector; JobError where it can't, or changed on its way.

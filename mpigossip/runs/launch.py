@@ -9,23 +9,19 @@ from shlex import quote
 from typing import Any
 
 from mpigossip import config
-from mpigossip.cluster.agreement import AgreedError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake
-from mpigossip.runs.elastic import share
-from mpigossip.runs.hooks import named_hooks
+from mpigossip.runs.job import JobNode
+from mpigossip.runs.job import train as training
 from mpigossip.runs.lock import locked
-from mpigossip.runs.printer import Printer, say
-from mpigossip.runs.recorder import Recorder
-from mpigossip.runs.run import Run, asked_of
-from mpigossip.runs.stopper import Stopper, end_of_allocation
-from mpigossip.runs.summary import describe
-from mpigossip.runs.survive import prepare, without_the_lost
-from mpigossip.store import StoreError, checkpoint
+from mpigossip.runs.node import closing
+from mpigossip.runs.printer import say
+from mpigossip.runs.run import asked_of
+from mpigossip.runs.survive import prepare
+from mpigossip.store import checkpoint
 from mpigossip.store.checkpoint import Manifest
-from mpigossip.store.log import read
-from mpigossip.training.assemble import Assembly, assemble, load
+from mpigossip.training.assemble import assemble, load
 
 WAS = {"workers": 2, "consensus_every": 10}
 """Defaults of earlier versions that are "auto" now: a run that has them goes on."""
@@ -38,59 +34,9 @@ def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
     """
     world.timeout_s = job.node.timeout_s
     prepare(job, world)
-    assembly = assemble(job, world, n)
-    try:
-        summary, assembly = _run(assembly, world, resume)
-    except BaseException as error:
-        # closing is collective: after a failure of this rank alone it would hang
-        if world.comm is None or isinstance(error, AgreedError):
-            assembly.close()
-        raise
-    if world.diminished:  # nothing collective that can be spared
-        assembly.abandon()
-    else:
-        assembly.close()
-    return summary
-
-
-def _run(assembly: Assembly, world: World, resume: Path | None) -> tuple[dict[str, Any], Assembly]:
-    """The summary, and what is to be closed: another assembly where ranks were lost."""
-    folder = assembly.job.run.folder
-    hooks = [Recorder(world, len(assembly.trainer.mixer.rows)), Printer(world)]
-    hooks += named_hooks(assembly.job.log.hooks, world)
-    end = end_of_allocation(assembly.job.checkpoint.wall_clock_s)
-    synchronous = assembly.trainer.mixer.synchronous
-    lag = Stopper.LAG if synchronous else assembly.job.log.flush_steps
-    with Stopper(world, folder, end, lag) as stopper:
-        whole = Run(assembly, world, [*hooks, stopper])
-        if resume is not None:
-            with world.together(Mistake):
-                told = whole.resume(resume)
-            share(assembly.trainer)
-            if told and world.rank == 0:
-                say(f"{resume}: {'; '.join(told)}")
-            summary = _summary_of(folder, world) if whole.finished else None
-            if summary is not None:
-                return summary if world.rank == 0 else {}, assembly
-        while True:
-            try:
-                return whole.train(), whole.assembly
-            except Exception as error:
-                if not world.lost_by(error):
-                    raise
-            whole = without_the_lost(whole, world)
-
-
-def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
-    """What the log says of a finished run, printed again; None where it was killed before that."""
-    summary = None
-    with world.together(StoreError):
-        if world.rank == 0:
-            found = read(folder / "log.h5").summary
-            if "finished" in found:
-                summary = found
-                say(f"{folder}: nothing is left to train\n{describe(summary)}")
-    return world.broadcast(summary)
+    node = JobNode(assemble(job, world, n), world)
+    with closing(node, world):
+        return training(node, resume)
 
 
 def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:

@@ -24,11 +24,11 @@ class Progress:
     job: Job
     folder: Path
     nodes: int
-    steps_per_epoch: int
-    total_steps: int
-    """0: not known"""
-    samples_per_step: int
-    """over all nodes; 0: not known"""
+    steps_per_epoch: int = 0
+    """0: not known, as in custom loops; so with the next two"""
+    total_steps: int = 0
+    samples_per_step: int = 0
+    """over all nodes"""
     objective: Objective = CLASSIFICATION
     """the task of a job"""
     text: str = ""

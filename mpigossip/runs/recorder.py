@@ -70,9 +70,9 @@ def evaluation_columns(objective: Objective) -> dict[str, Column]:
 class Recorder(Hook):
     """Gathers the steps of all nodes to rank 0 at each flush, which appends them to the log."""
 
-    def __init__(self, world: World, rows: int, by_itself: bool = True):
-        """``rows``: nodes that live in this process; ``by_itself``: writes every so many steps."""
-        self._world, self._rows, self._by_itself = world, rows, by_itself
+    def __init__(self, world: World):
+        """``world``: whose rank 0 writes."""
+        self._world = world
         self._kept: list[dict[str, Any]] = []
         self._evaluations: list[tuple[dict, dict[str, np.ndarray]]] = []
         self._writer: LogWriter | None = None
@@ -81,10 +81,9 @@ class Recorder(Hook):
 
     def start(self, progress, assembly) -> None:
         """Open the log on rank 0, or continue it at the first step of this run."""
-        self._progress = progress
+        self._progress, self._rows = progress, len(assembly.engine.mixer.rows)
         self._columns = step_columns(progress.objective)
         self._metrics = metric_columns(progress.objective) | {VIRTUAL: VIRTUAL_COLUMN}
-        self._flush_every = progress.job.log.flush_steps
         self._goes_on = progress.job.log.on_error == "continue"
 
         def warning() -> str:
@@ -105,8 +104,8 @@ class Recorder(Hook):
         self._clock = self._virtual(progress, assembly)
 
     def _virtual(self, progress, assembly) -> VirtualClock | None:
-        """The clock that the job asks for, where its log stands; a loop of one's own has none."""
-        if progress.job.clock.network == OFF or not self._by_itself:
+        """The clock that the job asks for, where its log stands."""
+        if progress.job.clock.network == OFF:
             return None
         found = None
         with self._world.together(StoreError):
@@ -115,7 +114,7 @@ class Recorder(Hook):
         begun = self._world.broadcast(found)
         with self._world.together(JobError):
             clock = VirtualClock(progress.job, assembly, begun)
-        self._nodes = assembly.trainer.mixer.rows
+        self._nodes = assembly.engine.mixer.rows
         return clock
 
     def _open(self, progress, nodes: int, first_step: int) -> LogWriter:
@@ -154,7 +153,7 @@ class Recorder(Hook):
         return {name: self._metrics.get(name, FIGURE) for name in new}
 
     def step(self, progress, record: Record) -> None:
-        """Keep the step's figures; write at every flush."""
+        """Keep the step's figures for the next flush."""
         ones = np.ones(self._rows)
         per_node = progress.samples_per_step / progress.nodes or np.nan
         samples = ones * per_node
@@ -176,8 +175,6 @@ class Recorder(Hook):
             | {name: ones * np.asarray(value) for name, value in record.figures.items()}
             | self._passed(record)
         )
-        if self._by_itself and len(self._kept) % self._flush_every == 0:
-            self.flush()
 
     def _passed(self, record: Record) -> dict[str, np.ndarray]:
         if self._clock is None:
@@ -228,7 +225,7 @@ class Recorder(Hook):
     def _of_nodes(self, gathered: list | None) -> list | None:
         """What the ranks have kept, by node: of its first rank, with the bytes that all of it sent.
 
-        What a program said of its ranks' batches is their mean; a job has the node's on all ranks.
+        What a program has logged of its ranks' batches is their mean.
         """
         if gathered is None or self._world.nodes.per_node == 1:
             return gathered
@@ -242,7 +239,7 @@ class Recorder(Hook):
         if whole:
             whole["bytes_sent"] = sum(block["bytes_sent"] for block in blocks)
         names = dict.fromkeys(name for block in blocks for name in block)
-        for name in () if self._by_itself else names.keys() - COLUMNS.keys() | {"loss"}:
+        for name in names.keys() - COLUMNS.keys() | {"loss"}:
             if name != "step" and whole:
                 whole[name] = _mean_of_known([block[name] for block in blocks if name in block])
         return whole
@@ -314,8 +311,10 @@ def _beside(
 
 
 def _mean_of_known(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The mean, value by value, of what isn't NaN; NaN where all is."""
+    """Return the mean, value by value, of what isn't NaN; NaN where all is. Equal parts stay."""
     every = np.stack(parts)
+    if np.array_equal(every, np.broadcast_to(every[0], every.shape), equal_nan=True):
+        return every[0]
     known = ~np.isnan(every)
     with np.errstate(invalid="ignore"):
         return np.where(known, every, 0).sum(0) / known.sum(0)

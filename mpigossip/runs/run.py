@@ -1,41 +1,40 @@
-"""A whole run: epochs of steps, evaluations, log, checkpoints, and the summary at the end."""
+"""A run of a job or of a custom training loop: log, checkpoints, stops, summary."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 
-from mpigossip import config
+from mpigossip.cluster.agreement import AgreedError
 from mpigossip.cluster.world import World
+from mpigossip.config import Job
+from mpigossip.config.errors import Mistake
 from mpigossip.config.readable import counted
 from mpigossip.engine.measurements import Record
-from mpigossip.engine.state import of_rows
-from mpigossip.groups.base import Group
-from mpigossip.mixing.base import Mixer
-from mpigossip.runs.elastic import Kept, go_on
-from mpigossip.runs.hooks import Hook
-from mpigossip.runs.overview import overview
+from mpigossip.runs.hooks import Hook, named_hooks
+from mpigossip.runs.node import Node, meet
+from mpigossip.runs.printer import Printer, say
 from mpigossip.runs.progress import Progress, Tally, shares
+from mpigossip.runs.recorder import Recorder
 from mpigossip.runs.saver import Saver
+from mpigossip.runs.state import restore, snapshot
+from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import MOST
-from mpigossip.training.assemble import Assembly
-from mpigossip.training.evaluate import Evaluation, evaluate, norms
-from mpigossip.training.snapshot import by_slot, snapshot
 
-IDLE_S = 1e-3
-"""Between the exchanges of a node that only waits: they take the core from one that computes."""
+IGNORED = 100
+"""Steps after a stop was agreed on without an end, until a warning."""
 
 
 def asked_of(manifest: checkpoint.Manifest) -> int:
-    """Nodes that a run was started with, of which a checkpoint may have lost some."""
+    """Return the nodes that a run was started with, of which a checkpoint may have lost some."""
     asked = manifest.meta.get("asked", manifest.n)
     if not isinstance(asked, int) or not manifest.n <= asked <= MOST:
         raise StoreError(
@@ -45,303 +44,329 @@ def asked_of(manifest: checkpoint.Manifest) -> int:
     return asked
 
 
-class Averaging(Protocol):
-    """What meets others: a trainer, or the node of a user's own loop."""
-
-    @property
-    def mixer(self) -> Mixer:
-        """What lies between the nodes."""
-
-    def average(self) -> None:
-        """An exchange without a gradient."""
-
-
-def meet(node: Averaging, world: World, group: Group | None = None) -> None:
-    """Wait for all nodes; asynchronous ones that are ahead go on averaging meanwhile.
-
-    ``group``: the slots of a node that lives in several ranks, which go on together.
-    """
-    if node.mixer.synchronous:
-        return  # they meet in what follows
-    all_here = world.start_agree(0)
-    until = time.monotonic() + world.timeout_s
-    while not _over(all_here.ready() or time.monotonic() >= until, group):
-        node.average()
-        time.sleep(IDLE_S)
-    all_here.read()
-
-
-def _over(here: bool, group: Group | None) -> bool:
-    """Whether any of a node's ranks has come to the end of a wait."""
-    if group is None:
-        return here
-    flags = [torch.full((1, 1), float(here), dtype=torch.float64) for _ in group.mine]
-    return bool(group.sum_scalars(flags) > 0)
-
-
 class Run:
-    """Drives a trainer from its present step to the last, and keeps what is worth keeping."""
+    """A run in a folder, from its newest checkpoint or from the start.
 
-    def __init__(self, assembly: Assembly, world: World, hooks: Sequence[Hook]):
-        """``world``: of :mod:`mpigossip.cluster.ranks`; hooks watch and never steer."""
-        self.assembly, self.trainer, self.world = assembly, assembly.trainer, world
-        self.hooks = hooks
-        self.tally = Tally()
-        """of all nodes' samples"""
-        job, trainer = assembly.job, assembly.trainer
-        kept = job.checkpoint
-        self.saver = Saver(world, job.run.folder, config.dump(job), kept)
-        self.names, self.hosts = world.names, world.hosts
-        self.kept = Kept()
-        """where the run is to outlive losses"""
-        self.saved: list[NodeState] = []
-        """the last snapshot for a checkpoint"""
-        self.rejoined = False
-        self.doubted: set[str] = set()
-        """figures of an evaluation of which it was said that they are no numbers"""
-        slots = trainer.group.slots
-        self.progress = Progress(
-            job=job,
-            folder=job.run.folder,
-            nodes=trainer.mixer.n,
-            asked=trainer.mixer.n,
-            steps_per_epoch=assembly.steps_per_epoch,
-            total_steps=assembly.total_steps,
-            samples_per_step=trainer.mixer.n * slots * job.data.batch * job.algorithm.accumulate,
-            objective=trainer.replicas.objective,
-            text=config.dump(job),
-            about=lambda: overview(self.progress, assembly, world),
-        )
+    The last step's record waits until :meth:`close_step`, so that a program can add figures to it.
+    Synchronous nodes write at equal steps, in the same calls. Asynchronous ones write in rounds:
+    they meet every ``log.flush_steps`` of their own steps, exchanging while they wait; one that
+    has ended takes part until all have.
+    """
 
-    @property
-    def finished(self) -> bool:
-        """Whether no step is left."""
-        return self.trainer.index >= self.progress.total_steps
+    node: Node
+    progress: Progress
+    saver: Saver
 
-    def train(self) -> dict[str, Any]:
-        """Run to the last step, or until a hook asks to stop; the summary, on rank 0."""
-        self.begin()
-        stopped = False
-        while not self.finished and not stopped:
-            stopped = self.took(self.trainer.step())
-        return self.end()
+    def __init__(self, world: World, job: Job, newest: Path | None, resources: ExitStack):
+        """Make hooks, listen to signals until ``resources`` are closed; collective.
+
+        ``newest``: the folder's checkpoint to continue from. ``node`` is set by the caller.
+        """
+        self.world, self.job, self.folder = world, job, job.run.folder
+        self.newest, self.resources = newest, resources
+        self._together = world.comm is None or job.node.mixer == "synchronous"
+        self._recorder = Recorder(world)
+        self.hooks: list[Hook] = [self._recorder, Printer(world)]
+        self.hooks += named_hooks(job.log.hooks, world)
+        end = end_of_allocation(job.checkpoint.wall_clock_s)
+        lag = Stopper.LAG if self._together else job.log.flush_steps
+        self.stopper = resources.enter_context(Stopper(world, self.folder, end, lag))
+        self.hooks.append(self.stopper)
+        self.tally, self._before_s = Tally(), 0.0
+        self.last: Record | None = None
+        """the last step's, which waits"""
+        self.figures: dict[int, dict[str, float]] = {}
+        """what the program has logged, by step; -1: of the first step from now on"""
+        self._samples: int | None = None
+        self._shown: dict[str, float] = {}
+        self._states: Sequence[NodeState] = ()
+        self._lost: list[str] = []
+        self.saved_at: int | None = None
+        """the step of this node at the last attempt to save"""
+        self._asked_at: int | None = None
+        self._parted = False
+        """some are at the end, the others come to it alone: nothing is written until then"""
+        self.begun = self.closed = False
+        self.stopped = False
+        """the loop is left before its end"""
+        self.summary: dict[str, Any] | None = None
+        """at the end; complete on rank 0 only"""
+
+    # -- the beginning ----------------------------------------------------------------------------
+
+    def resume(self) -> int:
+        """Put the node to where the newest checkpoint stands; its step, 0 without. Collective."""
+        path, self.newest = self.newest, None
+        if path is None:
+            return 0
+        with self.world.together(Mistake):
+            exact, told, numbers = restore(self.node, path)
+            told = self._remember(path) + told
+        with torch.no_grad():
+            self.node.publish()
+        self.take_over(numbers)
+        step = self.node.engine.index
+        self.saved_at = None if self.world.agree(not exact) else step
+        if told and self.world.rank == 0:
+            say(f"{path}: {'; '.join(told)}")
+        return step
+
+    def take_over(self, numbers: Mapping[str, Any]) -> None:
+        """Count time and samples from those of a checkpoint on."""
+        self.tally.restore(numbers)
+        self._before_s = float(numbers["seconds"])
+
+    def _remember(self, path: Path) -> list[str]:
+        """Take lost ranks over from a checkpoint; what to report."""
+        manifest = checkpoint.read_manifest(path)
+        asked, lost_at = asked_of(manifest), manifest.meta.get("lost_at", 0)
+        lost = "".join(c for c in str(manifest.meta.get("lost", "")) if c.isprintable())
+        self._lost = [lost] if lost else []
+        if asked == manifest.n or not isinstance(lost_at, int):
+            return []
+        steps, now = counted(manifest.step - lost_at, "step"), self.node.mixer.n
+        return [f"{lost}; {steps} since then on {manifest.n} of {asked} nodes, now {now}"]
 
     def begin(self) -> None:
-        """What comes before the first step."""
-        progress, trainer = self.progress, self.trainer
-        progress.first_step, progress.began = trainer.index, time.perf_counter()
-        self._keep()
-        if progress.job.checkpoint.every_steps:  # a lack of memory for it shows at once
-            self.saved = self._states([])
+        """Open the log and print the first screen, once. Collective."""
+        if self.begun:
+            return
+        self._open()
+        if self.job.checkpoint.every_steps:  # a lack of memory for it shows at once
+            self._states = snapshot(self.node, {})
         for hook in self.hooks:
-            hook.start(progress, self.assembly)
-        if self.rejoined:  # the loss may have come before what belongs behind this step
-            self._between_steps(False)
-        elif self.finished:  # only its summary is missing
-            self._evaluate()
-            self.saver.last = checkpoint.folder(progress.folder, trainer.index)
+            hook.start(self.progress, self.node.assembly)
 
-    def took(self, record: Record) -> bool:
-        """What follows a step; whether a hook asks to stop."""
-        self._keep()
-        engine, nodes = self.trainer.engine, self.progress.nodes
-        rested = len(engine.cadence.resting(record.index - engine.born, range(nodes)))
-        self.tally.add(record, self.progress.samples_per_step * (nodes - rested) // nodes)
+    def _open(self) -> None:
+        node, self.begun = self.node, True
+        self.progress = Progress(
+            job=self.job, folder=self.folder, nodes=node.mixer.n, asked=node.mixer.n,
+            first_step=node.engine.index, seconds_before=self._before_s, lost=self._lost,
+            about=lambda: node.about(self.progress), **node.expected(),
+        )  # fmt: skip
+        self._open_saver()
+        if self.saved_at == node.engine.index:
+            self.saver.last = checkpoint.folder(self.folder, node.engine.index)
+
+    def _open_saver(self) -> None:
+        text, settings = self.progress.text, self.job.checkpoint
+        self.saver = Saver(self.world, self.folder, text, settings)
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def after(self, record: Record, samples: int | None = None) -> None:
+        """Take a step's record; ask for stops. ``samples``: None, those that the program logs."""
+        self.last, self._samples, done = record, samples, record.index + 1
+        if self._meets:
+            self.saver.poll(done)
+        self.progress.checkpoint = self.saver.last or self.progress.checkpoint
+        if self._asked_at is None:
+            self._asked_at = done if not self._parted and self._stops(done) else None
+        elif done == self._asked_at + IGNORED and self.world.rank == 0:
+            self.progress.warn(
+                f"a stop was agreed on at step {self._asked_at}, and the loop goes on: look at "
+                "optimizer.stopping after each step, and call optimizer.exit()"
+            )
+
+    def close_step(self) -> None:
+        """Give the record to the hooks; all write the log where that is due."""
+        self.hand_over()
+        if self._meets and self.node.engine.index % self.job.log.flush_steps == 0:
+            self._same_step("step()")
+            self._recorder.flush()
+
+    def hand_over(self) -> None:
+        """Give the record that waits to the hooks; not collective."""
+        record, self.last = self.last, None
+        if record is None:
+            return
+        figures = self.figures.pop(-1, {}) | self.figures.pop(record.index, {})
+        if self._samples is None:
+            self._samples = int(figures.pop("samples", 0))
+            if self._samples:
+                self.progress.samples_per_step = self._samples * self.world.size
+            record.loss = torch.tensor([figures.get("loss", float("nan"))], dtype=torch.float64)
+            record.figures = figures
+        self._shown |= figures
+        self.tally.add(record, self._samples)
         for hook in self.hooks:
             hook.step(self.progress, record)
-        stopped = any([hook.wants_stop(self.trainer.index) for hook in self.hooks])
-        self._between_steps(stopped)
-        return stopped
 
-    def end(self) -> dict[str, Any]:
-        """What comes behind the last step: the summary, on rank 0."""
+    @property
+    def stopping(self) -> bool:
+        """Whether all ranks have agreed to stop."""
+        return self._asked_at is not None
+
+    @property
+    def _meets(self) -> bool:
+        """Whether nodes are at equal steps, and all in their loops."""
+        return self._together and not self._parted
+
+    def _stops(self, done: int) -> bool:
+        """Return whether all ranks have agreed to stop by now."""
+        if not self._together:
+            return done % self.job.log.flush_steps == 0 and self._round(done)[0]
+        return any([hook.wants_stop(done) for hook in self.hooks])
+
+    def _round(self, done: int, ended: bool = False) -> tuple[bool, bool]:
+        """Write the log where asynchronous nodes meet: whether to stop, and whether all ended."""
+        self.meet("the log's writing")
+        for _ in range(2):  # all are here: asked and answered at once
+            self.saver.poll(0)
+        self._recorder.flush()
+        stops = any([hook.wants_stop(done) for hook in self.hooks])
+        return stops, not self.world.agree(int(not ended))
+
+    def meet(self, call: str) -> None:
+        """Wait for all nodes, in the same call; else JobError on all of them. Collective."""
+        meet(self.node, self.world)
+        calls = [call] if self._together else self.world.broadcast(self.world.gather(call))
+        if len(set(calls)) > 1:
+            some = ", ".join(f"rank {rank} in {one}" for rank, one in enumerate(calls[:8]))
+            raise AgreedError(
+                [f"asynchronous nodes meet in different calls: {some}; the log is written every "
+                 f"{self.job.log.flush_steps} steps (flush_steps): let all nodes call save() after "
+                 "equally many"]
+            )  # fmt: skip
+
+    def _same_step(self, call: str) -> int:
+        """The steps made, equal on all ranks or JobError; asynchronous: the most that one made."""
+        index = self.node.engine.index
+        if not self._together:
+            return self.world.agree(index)
+        stands = self.world.broadcast(self.world.gather((index, call)))
+        if len(set(stands)) > 1:
+            some = ", ".join(f"rank {r} {c} ({what})" for r, (c, what) in enumerate(stands[:8]))
+            raise AgreedError(
+                [f"ranks have made different numbers of steps: {some}; synchronous nodes take "
+                 "equally many, and meet in the same calls: give all as many batches (drop_last), "
+                 'or use mixer="asynchronous"']
+            )  # fmt: skip
+        return index
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Take a snapshot of the present step; it is written while training goes on. Collective."""
+        if not self._parted:  # else at the end
+            self._save()
+
+    def _save(self) -> None:
+        self.begin()
+        node, progress = self.node, self.progress
+        self.meet("save()")
+        index = self._same_step("save()")
+        self.hand_over()
+        for hook in self.hooks:
+            hook.flush()
+        numbers = self.tally.numbers() | {
+            "index": index, "seconds": progress.seconds, "samples": self.tally.samples,
+        }  # fmt: skip
+        own = [node.own(row) for row in range(len(node.mixer.rows))]
+        self.saver.finish()  # and so the last snapshot can be overwritten
+        self._states = snapshot(node, numbers, self._states)
+        rows = node.mixer.rows if self.world.comm is None else [self.world.nodes.column.rank]
+        states = []
+        for at, state in enumerate(self._states):
+            row = 0 if state.slot is not None else at
+            arrays, more = own[row]
+            state.arrays.update(arrays)
+            state.numbers.update(more)
+            states.append((rows[row], state))
+        meta = node.facts | {
+            "nodes": progress.nodes, "asked": progress.asked, "slots": node.group.slots,
+            "lost": "; ".join(progress.lost), "lost_at": progress.lost_at,
+        }  # fmt: skip
+        self.saver.begin(index, states, meta)
+        self.saved_at = node.engine.index
+
+    # -- the failure of a rank --------------------------------------------------------------------
+
+    def rejoin(self, lost: Sequence[str], parted: bool) -> None:
+        """Log, checkpoints and summary are the survivors' from here on; collective over them.
+
+        ``lost``: which ranks, a line each. ``parted``: some are at the end of their loops, where
+        the others come to them. Figures not logged yet of the step before are unknown.
+        """
+        node, world = self.node, self.world
+        self._lost.extend(lost)
+        if not world.agree(self.begun and not self.closed):
+            return  # nobody has begun, or all are through
+        if not self.begun:
+            self._open()
+        progress = self.progress
+        if progress.nodes == progress.asked:
+            progress.lost_at = node.engine.index
+        self.hand_over()
+        self.saver.abandon()
+        self.figures.clear()
+        self.closed, self._parted, self.saved_at, self._states = False, parted, None, ()
+        for name, value in node.expected().items():
+            setattr(progress, name, value)
+        progress.nodes, progress.seconds_before = world.nodes.count, progress.seconds
+        progress.began, progress.first_step = time.perf_counter(), -world.agree(-node.engine.index)
+        if world.agree(self.stopping):
+            self._asked_at = progress.first_step
+        if parted:  # of which some exchange with nobody any more
+            progress.about = tuple
+        self._open_saver()
+        self.hooks = [Printer(world) if isinstance(one, Printer) else one for one in self.hooks]
+        for hook in self.hooks:
+            hook.start(progress, node.assembly)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """End without the others, after an exception: write nothing more; not collective."""
+        if self.begun and not self.closed:
+            self.saver.abandon()
+        self.closed = True
+
+    def finish(self) -> None:
+        """Save the last step, unless that was done, and write the summary. Collective."""
+        if self.closed or not self.begun:
+            self.closed = True
+            return
+        node, progress = self.node, self.progress
+        if not self._together:
+            self.hand_over()
+            done, every = node.engine.index, self.job.log.flush_steps
+            while not self._round(done := (done // every + 1) * every, ended=True)[1]:
+                pass
+        index = self._same_step("the end of the run")
+        if self.world.agree(self.saved_at != node.engine.index):
+            self._save()
         self.saver.close()
-        summary = self._summary()
+        summary = self._summary(index)
         with self.world.together(StoreError):
             if "checkpoint" in summary:
                 summary["digest"] = checkpoint.digest(Path(summary["checkpoint"]))
         for hook in self.hooks:
-            hook.stop(self.progress, summary)
-        return summary
+            hook.stop(progress, summary)
+        self.closed, self.summary = True, summary
 
-    def _keep(self) -> None:
-        if self.world.survives:
-            self.kept.keep(lambda spare: self._states([spare] if spare else [])[0])
-
-    def _between_steps(self, stopped: bool) -> None:
-        done, job = self.trainer.index, self.progress.job
-        self.saver.poll(done)
-        self.progress.checkpoint = self.saver.last or self.progress.checkpoint
-        last = done == self.progress.total_steps
-        epoch, over = divmod(done - self.progress.shift, self.progress.steps_per_epoch)
-        every, steps = job.run.evaluate_every, job.run.evaluate_steps
-        due = over == 0 and every and epoch % every == 0
-        if last or due or (steps and done % steps == 0):
-            self._evaluate()
-        if (
-            last
-            or stopped
-            or (job.checkpoint.every_steps and done % job.checkpoint.every_steps == 0)
-        ):
-            self.save()
-
-    def _evaluate(self) -> None:
-        meet(self.trainer, self.world, self.trainer.group)
-        trainer = self.trainer
-        begin, count = trainer.index - trainer.shift, self.progress.job.run.recalibrate
-        shown = range(begin, begin + count if norms(trainer.replicas.modules[0][0]) else begin)
-        self.progress.evaluation = evaluate(
-            trainer.replicas,
-            trainer.mixer,
-            self.assembly.loader,
-            [trainer.settings.batches(step) for step in shown],
-        )
-        self._doubt(self.progress.evaluation)
-        for hook in self.hooks:
-            hook.evaluation(self.progress, trainer.index, self.progress.evaluation)
-
-    def _doubt(self, found: Evaluation) -> None:
-        """Say on rank 0, once each, what of the averaged model is no number."""
-        for name, value in found.averaged.items():
-            if self.world.rank or math.isfinite(value) or name in self.doubted:
-                continue
-            self.doubted.add(name)
-            nodes = [int(i) for i in found.share[name].isfinite().logical_not().nonzero()]
-            first = f", on node {self.trainer.mixer.rows[nodes[0]]} first" if nodes else ""
-            self.progress.warn(
-                f'the test\'s "{name}" is {value} at step {self.trainer.index}{first}: a sum that '
-                "isn't a number, or a count of 0 over the whole test set"
-            )
-
-    def _summary(self) -> dict[str, Any]:
-        """What a person wants to know at the end; complete on rank 0 only. Collective."""
-        progress, trainer = self.progress, self.trainer
-        mine = (self.tally.spent, trainer.mixer.bytes_sent)
+    def _summary(self, index: int) -> dict[str, Any]:
+        """The figures of a whole run, on rank 0; those that programs log are means over nodes."""
+        node, progress = self.node, self.progress
+        mine = self.tally.spent, self.tally.samples, sum(node.mixer.bytes_sent), self._shown
         gathered = self.world.gather(mine)
         if gathered is None:
             return {}
+        spent, samples, sent, shown = zip(*gathered, strict=True)
+        every = samples[0] if node.counts_all else sum(samples)
         summary: dict[str, Any] = {
-            "finished": self.finished,
-            "steps": trainer.index,
-            "epochs": progress.epoch(trainer.index),
-            "nodes": progress.nodes,
-            "slots": trainer.group.slots,
-            "seconds": progress.seconds,
-            "bytes_sent": sum(b for _, sent in gathered for b in sent) / progress.nodes,
-        }
-        summary |= shares([spent for spent, _ in gathered], self.tally.samples)
-        if progress.evaluation:
-            metrics = trainer.replicas.objective.metrics
-            summary |= {name: progress.evaluation.averaged[name] for name in (*metrics, "loss")}
-            summary["metrics"] = " ".join(metrics)
+            "finished": not self.stopped, "steps": node.engine.index, "nodes": progress.nodes,
+            "slots": node.group.slots, "seconds": progress.seconds,
+            "bytes_sent": sum(sent) / progress.nodes,
+        }  # fmt: skip
+        summary |= shares(spent, every) | node.summary(progress)
+        names = dict.fromkeys(name for one in shown for name in one)
+        means = {name: np.mean([one[name] for one in shown if name in one]) for name in names}
+        if means:
+            summary["figures"] = ", ".join(f"{name} {mean:.5g}" for name, mean in means.items())
         for name, lines in (("lost", progress.lost), ("warnings", progress.warnings)):
             if lines:
                 summary[name] = "; ".join(lines)
-        if self.saver.last == checkpoint.folder(progress.folder, trainer.index):
+        if self.saver.last == checkpoint.folder(self.folder, index):
             summary["checkpoint"] = str(self.saver.last)
         return summary
-
-    # -- checkpoints --------------------------------------------------------------------------
-
-    def numbers(self) -> dict[str, Any]:
-        """The counters of a checkpoint."""
-        trainer = self.trainer
-        return trainer.engine.numbers() | {
-            "shift": trainer.shift,
-            "seconds": self.progress.seconds,
-            "samples": self.tally.samples,
-        }
-
-    def save(self) -> None:
-        """Take a snapshot of the present step; it is written while training goes on."""
-        meet(self.trainer, self.world, self.trainer.group)
-        for hook in self.hooks:
-            hook.flush()
-        trainer = self.trainer
-        progress = self.progress
-        meta = {
-            "nodes": progress.nodes,
-            "asked": progress.asked,
-            "slots": trainer.group.slots,
-            "steps_per_epoch": progress.steps_per_epoch,
-            "lost": "; ".join(progress.lost),
-            "lost_at": progress.lost_at,
-        }
-        self.saver.finish()  # and so the last snapshot can be overwritten
-        self.saved = self._states(self.saved)
-        rows = trainer.mixer.rows
-        here = [rows[0 if one.slot is not None else row] for row, one in enumerate(self.saved)]
-        self.saver.begin(trainer.index, list(zip(here, self.saved, strict=True)), meta)
-
-    @property
-    def _by_slot(self) -> bool:
-        """Whether each slot of a node writes a file of its own."""
-        engine = self.trainer.engine
-        large = sum(not of_rows(parts[0]) for parts in engine.parts().values())
-        nbytes = 4 * self.trainer.replicas.flat.count * (1 + large)
-        limit = self.progress.job.checkpoint.one_file_gb
-        # a permuted parameter can't be put in order by slots that have a part of it each
-        able = self.world.nodes.per_node > 1 and self.trainer.replicas.flat.by_index
-        return able and nbytes > 1e9 * limit
-
-    def _states(self, spare: Sequence[NodeState]) -> list[NodeState]:
-        """A copy of every node that lives here, in the memory of an earlier one.
-
-        Collective over a node; nothing but in its first process, or of the slots here each.
-        """
-        trainer, numbers, sent = self.trainer, self.numbers(), self._sent()
-        if self._by_slot:
-            own = numbers | self._own(0, sent[0])
-            return by_slot(trainer.engine, trainer.replicas.buffers(0), own, spare)
-        states = [
-            snapshot(
-                trainer.engine,
-                trainer.replicas.buffers(row),
-                row,
-                numbers | self._own(row, sent[row]),
-                one,
-            )  # fmt: skip
-            for row, one in zip_longest(range(len(trainer.mixer.rows)), spare)
-        ]
-        return [state for state in states if state is not None]
-
-    def _sent(self) -> list[int]:
-        """Bytes that each node here has sent, by all of its ranks."""
-        group = self.trainer.group
-        own = torch.tensor(self.trainer.mixer.bytes_sent, dtype=torch.float64).unsqueeze(1)
-        each = [torch.zeros_like(own) if place else own for place in range(len(group.mine))]
-        return [int(total) for total in group.sum_scalars(each)[:, 0]]
-
-    def _own(self, row: int, sent: int) -> dict[str, float]:
-        """What one node has counted."""
-        precision, counts = self.trainer.settings.precision, self.trainer.engine.counts
-        own = {"bytes_sent": sent, "local_steps": counts[row]}
-        return own | self.tally.numbers() | precision.numbers(row)
-
-    def resume(self, path: Path) -> list[str]:
-        """Put every node to where the checkpoint stands; what to tell the user.
-
-        To the bit with equal nodes and slots, else from the exact average.
-        """
-        numbers, told = go_on(self.trainer, path, self.progress.steps_per_epoch)
-        self.count_from(float(numbers["seconds"]))
-        self.tally.restore(numbers)
-        self.progress.checkpoint, manifest = path, checkpoint.read_manifest(path)
-        asked, lost_at = asked_of(manifest), manifest.meta.get("lost_at", 0)
-        lost = "".join(c for c in str(manifest.meta.get("lost", "")) if c.isprintable())
-        self.progress.lost = [lost] if lost else []
-        if asked > manifest.n and isinstance(lost_at, int):
-            steps = counted(manifest.step - lost_at, "step")
-            now = self.progress.nodes
-            told.insert(
-                0, f"{lost}; {steps} since then on {manifest.n} of {asked} nodes, now {now}"
-            )
-        return told + self.assembly.loader.note(self.trainer.index - self.trainer.shift)
-
-    def count_from(self, seconds: float) -> None:
-        """Take the steps that are left from where the trainer stands, after so many seconds."""
-        self.progress.seconds_before = seconds
-        self.progress.shift = self.trainer.shift
-        whole = self.assembly.steps_per_epoch * self.progress.job.run.epochs + self.trainer.shift
-        asked = self.progress.job.run.steps
-        self.progress.total_steps = whole if asked is None else min(whole, asked)

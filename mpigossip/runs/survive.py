@@ -1,28 +1,35 @@
-"""Going on without a rank that was lost: the survivors' world, graph, data split and log."""
+"""Continuation after a rank failure: the survivors' world, state, lock and log."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
+import torch
+
+from mpigossip.cluster import ulfm
+from mpigossip.cluster.ranks import Alone
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import note
-from mpigossip.runs.elastic import go_on_together, shift
+from mpigossip.config.readable import counted, note
 from mpigossip.runs.lock import lock
-from mpigossip.runs.printer import Printer
+from mpigossip.runs.node import Node
 from mpigossip.runs.run import Run
-from mpigossip.store.checkpoint import NodeState
-from mpigossip.training.assemble import Assembly, assemble
+from mpigossip.runs.state import from_mean, snapshot
+from mpigossip.store.average import is_floating, over_slots
+from mpigossip.store.checkpoint import NodeState, Number
 
-T = TypeVar("T")
+COLLECTIVE = ("gather", "broadcast", "start_agree", "agree", "together", "barrier")
+"""Methods of a world in which its ranks meet."""
 
 
 def prepare(job: Job, world: World) -> None:
-    """Let the world outlive losses where the job asks for it; say where MPI can't."""
+    """Let the world outlive rank failures where the job asks for it; report where MPI can't."""
     world.survives = job.run.survive and world.fault_tolerant
     if job.run.survive and world.comm is not None and not world.survives and world.rank == 0:
         note(
@@ -32,84 +39,161 @@ def prepare(job: Job, world: World) -> None:
         )
 
 
-def without_the_lost(run: Run, world: World) -> Run:
-    """A run of the survivors from the last whole step that all of them have done. Collective.
+class Kept:
+    """Copies of this rank's node after its last two complete steps."""
 
-    What the old world shared is left behind, never freed.
+    def __init__(self) -> None:
+        self.states: deque[tuple[NodeState, Any]] = deque(maxlen=2)
+        self.facts: dict[str, Any] = {}
+        self.done_at = time.perf_counter()
+        """when the last of the steps was done"""
+
+    def keep(self, node: Node) -> None:
+        """Copy the node after a step, into the memory of the oldest copy."""
+        full = len(self.states) == self.states.maxlen
+        state, aside = self.states.popleft() if full else (None, None)
+        (made,) = snapshot(node, {}, [state] if state else [])
+        self.states.append((made, node.aside(aside)))
+        self.facts, self.done_at = dict(node.facts), time.perf_counter()
+
+    def agree(self, world: World) -> tuple[NodeState, Any, dict[str, Number], dict[str, Any]]:
+        """Return this rank's copy, and the counters and facts that all go on from. Collective.
+
+        Those of the rank that has done the fewest steps. One that saw the failure later may be
+        ahead; further ahead than what is kept it goes on with its oldest copy.
+        """
+        stands = world.gather((self.states[-1][0].numbers, self.facts))
+        numbers, facts = world.broadcast(stands and min(stands, key=lambda one: one[0]["index"]))
+        same = (one for one in self.states if one[0].numbers["index"] == numbers["index"])
+        return *next(same, self.states[0]), numbers, facts
+
+
+class Survival:
+    """Continuation of a loop after rank failures, only where MPI is fault-tolerant.
+
+    A failure is handled by :meth:`step` alone: all survivors return from it, at the last step that
+    all of them have done, with the average of what they were then. Where one is noticed
+    elsewhere, that block ends, and the next step handles it.
     """
-    run.saver.abandon()
-    run.assembly.abandon()
-    return outlived(world, lambda: _rebuilt(run, world))
 
+    def __init__(self, node: Node, run: Run | None, on_change: Callable[[World], object]):
+        """``on_change(world)`` is called when the survivors are ready to go on."""
+        self._node, self._run, self._on_change = node, run, on_change
+        self._world = node.world
+        self._names, self._hosts = node.world.names, node.world.hosts
+        self._kept = Kept()
+        self._lost = self._leaving = False
 
-def outlived(world: World, rebuilt: Callable[[], T]) -> T:
-    """``rebuilt()`` in the survivors' world; a further loss on the way begins anew. Collective."""
-    while True:
+    def keep(self, anew: bool = False) -> None:
+        """Copy this node to host memory after a step; ``anew``: forget earlier copies."""
+        if not self._world.survives:
+            return
+        states = self._kept.states
+        if anew or states and states[-1][0].names != self._node.engine.vector.flat.names:
+            self._kept = Kept()  # the vector has been laid out again
+        self._kept.keep(self._node)
+
+    def step(self, work: Callable[[], None]) -> None:
+        """Call ``work()``, or handle a failure, noticed there or before."""
+        if not self._lost:
+            with self.noticed():
+                work()
+        while self._lost:
+            self._outlive()
+            self._lost = False
+            with self.noticed():
+                self._on_change(self._world)
+
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Context manager that a rank failure leaves; the next step handles it."""
         try:
-            world.shrink()
-            return rebuilt()
+            yield
         except Exception as error:
-            if not world.lost_by(error):
+            # before the first step there is nothing to go on from
+            if not self._world.lost_by(error) or not self._kept.states:
                 raise
+            self._lost = True
 
+    def _outlive(self) -> None:
+        """Go on in the survivors' world; a further failure begins anew. Collective over them."""
+        while True:
+            try:
+                self._world.shrink()
+                self._rejoin()
+            except Exception as error:
+                if not self._world.lost_by(error):
+                    raise
+            else:
+                return
 
-def _rebuilt(run: Run, world: World) -> Run:
-    lock_anew(run.progress.folder, run.names, world)
-    mine, (numbers, steps_per_epoch) = run.kept.agree(world, run.progress.steps_per_epoch)
-    assembly = assemble(run.progress.job, world, world.size)
-    try:
-        return _taken_over(run, assembly, world, mine, numbers, steps_per_epoch)
-    except BaseException:
-        assembly.abandon()
-        raise
+    def _rejoin(self) -> None:
+        """Go on between the survivors; alone where some of them leave the loop."""
+        node, run, here = self._node, self._run, self._world
+        if run is not None:
+            self._lock_anew(run)
+        ulfm.given_up.append(node.mixer)
+        parted = bool(here.agree(self._leaving))
+        gone = [at for at, name in enumerate(self._names) if name not in here.names]
+        lost = [f"rank {self._names[at]} on {self._hosts[at]}" for at in gone]
+        if self._leaving:
+            lost = [f"{rank} was lost after step {node.engine.index}" for rank in lost]
+            if run is not None and here.rank == 0:
+                text = f"{'; '.join(lost)}; {counted(here.size, 'node')} end the run"
+                note(text)
+        else:
+            lost = self._go_on(Alone() if parted else here, parted, lost)
+        self._names, self._hosts = here.names, here.hosts
+        if run is not None:
+            run.rejoin(lost, parted)
+        if parted and not self._leaving:  # its calls on the world meet nobody until it leaves, too
+            vars(here).update({name: getattr(node.world, name) for name in COLLECTIVE})
 
+    def _lock_anew(self, run: Run) -> None:
+        """Take the folder's lock on rank 0 where the rank that had it is gone."""
+        world = self._world
+        if world.rank == 0 and self._names[0] != world.names[0]:
+            # a disk that doesn't know yet is no reason to stop
+            with contextlib.suppress(JobError):
+                run.resources.enter_context(lock(run.folder))
 
-def lock_anew(folder: Path, names: Sequence[int], world: World) -> None:
-    """Take the folder's lock on rank 0 where the one of ``names``, the world before, is gone."""
-    if world.rank == 0 and names[0] != world.names[0]:
-        # a disk that doesn't know yet is no reason to stop
-        with contextlib.suppress(JobError):
-            world.resources.enter_context(lock(folder))
+    def _go_on(self, world: World, parted: bool, lost: Sequence[str]) -> list[str]:
+        """Go on from the last step that all of ``world`` have done; a line for each lost rank."""
+        node = self._node
+        node.among(world)
+        mine, aside, numbers, facts = self._kept.agree(world)
+        node.stand_at(numbers, facts)
+        told = from_mean(node, self._mean(mine), numbers)
+        means = node.put_aside(aside, world)
+        node.publish()
+        told += [f"averaged: {', '.join(means)}"] if means and not parted else []
+        told += ["the others have left their loops"] if parted else []
+        lines = self._tell(world, lost, numbers["index"], told)
+        self.keep(anew=True)
+        return lines
 
+    def _mean(self, mine: NodeState) -> dict[str, Any]:
+        """Return the mean over nodes of what each has kept; collective."""
+        engine, mean = self._node.engine, dict[str, Any]()
+        for name, array in over_slots(mine).items():
+            mean[name] = array
+            if is_floating(array):
+                row = torch.from_numpy(array.astype(np.float64).reshape(1, -1))
+                mean[name] = engine.mixer.mean(row).numpy().reshape(array.shape)
+        count = torch.tensor([[float(mine.numbers["local_steps"])]]).double()
+        mean["bytes_sent"] = mine.numbers["bytes_sent"]
+        mean["local_steps"] = engine.mixer.mean_scalars(count)
+        return mean
 
-def _taken_over(
-    run: Run, assembly: Assembly, world, mine: NodeState, numbers: dict, before: int
-) -> Run:
-    """The new run, where the old one stood."""
-    hooks = [Printer(world) if isinstance(hook, Printer) else hook for hook in run.hooks]
-    rebuilt = Run(assembly, world, hooks)
-    trainer = assembly.trainer
-    shift(trainer, numbers, before, assembly.steps_per_epoch)
-    told = go_on_together(trainer.engine, trainer.replicas.buffers(0), mine, numbers)
-    rebuilt.count_from(run.progress.seconds)
-    rebuilt.tally, rebuilt.rejoined = run.tally, True
-    gone = [place for place, name in enumerate(run.names) if name not in world.names]
-    lost = [f"rank {run.names[place]} on {run.hosts[place]}" for place in gone]
-    lines = tell(world, lost, numbers["index"], run.kept.whole_at, told)
-    rebuilt.progress.lost = [*run.progress.lost, *lines]
-    whole = run.progress.nodes == run.progress.asked
-    rebuilt.progress.asked = run.progress.asked
-    rebuilt.progress.lost_at = numbers["index"] if whole else run.progress.lost_at
-    return rebuilt
-
-
-def tell(
-    world: World, lost: Sequence[str], index: int, whole_at: float, how: Sequence[str]
-) -> list[str]:
-    """Say on rank 0 who was lost, and how the others go on; a line for each. Collective.
-
-    ``whole_at``: when this rank's last whole step was done.
-    """
-    seconds = world.agree(int(1000 * (time.perf_counter() - whole_at))) / 1000
-    lines = [f"{rank} was lost after step {index} ({seconds:.2f} s lost)" for rank in lost]
-    if world.rank == 0:
-        told = "; ".join([*lines, _those_who_go_on(world.size)])
-        told += f" ({'; '.join(how)})" if how else ""
-        note(told)
-    return lines
-
-
-def _those_who_go_on(count: int) -> str:
-    if count == 1:
-        return "1 node goes on alone"
-    return f"{count} nodes go on from their exact average"
+    def _tell(self, world: World, lost: Sequence[str], index: Any, how: Sequence[str]) -> list[str]:
+        """Report on rank 0 who was lost, and how the others go on; collective."""
+        seconds = world.agree(int(1000 * (time.perf_counter() - self._kept.done_at))) / 1000
+        lines = [f"{rank} was lost after step {index} ({seconds:.2f} s lost)" for rank in lost]
+        if world.rank == 0:
+            go_on = "1 node goes on alone"
+            if world.size > 1:
+                go_on = f"{world.size} nodes go on from their exact average"
+            told = "; ".join([*lines, go_on])
+            told += f" ({'; '.join(how)})" if how else ""
+            note(told)
+        return lines

@@ -224,7 +224,7 @@ def test_the_mean_stays_on_ranks_under_random_delays(ranks, n, name):
 def one_waits(comm, algorithm):
     """Rank 0 makes 60 exchanges, the others only wait: models before and behind."""
     from mpigossip.cluster.ranks import World
-    from mpigossip.runs.run import meet
+    from mpigossip.runs.node import meet
 
     torch.set_num_threads(1)
     world = World(comm)

@@ -17,7 +17,7 @@ import mpigossip
 from mpigossip.cli import main
 from mpigossip.cluster.ranks import Alone, World
 from mpigossip.config import JobError
-from mpigossip.optim.loop import optimizer as optimizer_state
+from mpigossip.optim import state as optimizer_state
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from tests.rankpool import RankError
@@ -205,14 +205,14 @@ def test_a_run_with_another_optimizer_is_refused(tmp_path, monkeypatch, capsys):
     sgd = torch.optim.SGD([{"params": group["params"]} for group in adamw.param_groups], 0.1)
     with pytest.raises(StoreError, match=words), Alone() as world:
         mpigossip.Gossip(world, model, sgd, run=folder).resume()
-    written = optimizer_state.written
+    written = optimizer_state.write_optimizer
 
     def earlier(*given):
         found = json.loads(written(*given))
         del found["optimizer"], found["groups"][1]["amsgrad"]
         return json.dumps(found)
 
-    monkeypatch.setattr(optimizer_state, "written", earlier)
+    monkeypatch.setattr(optimizer_state, "write_optimizer", earlier)
     make_run(tmp_path / "earlier")
     with Alone() as world:
         assert begin(world, tmp_path / "earlier")[1].resume() == 2
@@ -484,7 +484,7 @@ def test_a_state_that_a_framework_loads_is_as_new_as_the_folders(tmp_path):
         gossip.load_state_dict(states[1])
         train(model, gossip, *rest, range(1))
     gossip._world.resources.pop_all()
-    gossip._run._stopper.__exit__()
+    gossip._run.stopper.__exit__()
 
 
 def test_exit_saves_also_where_the_program_handles_an_exception(tmp_path):

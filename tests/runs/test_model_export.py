@@ -17,8 +17,9 @@ import torch
 from mpigossip.analysis.page import write
 from mpigossip.cluster.ranks import Alone
 from mpigossip.runs import launch, model_export
-from mpigossip.runs.elastic import go_on
+from mpigossip.runs.job import JobNode
 from mpigossip.runs.model_export import averaged, export
+from mpigossip.runs.state import restore
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.store.log_export import to_tensorboard
@@ -121,7 +122,7 @@ def test_what_is_evaluated_exported_and_gone_on_from_are_the_same_bits(trained, 
     job = assemble.load(checkpoint.read_manifest(path).job)
     for n in (3, 1):  # exactly, then elastically
         assembly = assemble.assemble(job, Alone(), n)
-        go_on(assembly.trainer, path, assembly.steps_per_epoch)
+        restore(JobNode(assembly, Alone()), path)
         module = averaged_model(assembly.trainer.replicas, assembly.trainer.mixer)
         found = dict(module.named_parameters()) | dict(module.named_buffers())
         for name, value in exported.items():

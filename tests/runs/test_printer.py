@@ -14,9 +14,10 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.engine.measurements import Record
 from mpigossip.mixing.base import Kind
 from mpigossip.mixing.simulated import Simulated
+from mpigossip.runs.job import JobNode
 from mpigossip.runs.overview import overview
 from mpigossip.runs.printer import Printer
-from mpigossip.runs.run import Run
+from mpigossip.runs.progress import Progress
 from mpigossip.training import assemble
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -35,24 +36,32 @@ class Told(Simulated):
     flown = waited = 0.0
 
 
+def progress_of(assembly, world):
+    node = JobNode(assembly, world)
+    about = lambda: node.about(found)  # noqa: E731
+    folder, n = node.job.run.folder, node.mixer.n
+    found = Progress(node.job, folder, n, about=about, **node.expected())
+    return found
+
+
 def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False):
     """What a printer writes to `stream` in a short run, made up but for its overview."""
     job = assemble.load(JOB, ["run.steps=20", "run.output=nowhere/else"])
     with Alone() as alone:
         assembly = assemble.assemble(job, alone, 4)
         alone.rank = rank
-        run = Run(assembly, alone, [])
+        progress = progress_of(assembly, alone)
         mixer = assembly.trainer.mixer
         mixer.__class__ = Told
         printer = Printer(alone, stream, plain_s)
-        printer.start(run.progress, assembly)
+        printer.start(progress, assembly)
         seconds = {"compute_s": 0.03, "node_s": 0.0, "exchange_s": 0.005, "idle_s": 0.005}
         for k in range(steps):
             loss = torch.full((4,), 2.0 - k, dtype=torch.float64)
             record = Record(k, Kind.GOSSIP, 0.1, loss, loss, loss, float("nan"), seconds)
             mixer.flown, mixer.waited = mixer.flown + 0.04 * thread, mixer.waited + 0.01
             printer._shown -= 1.0  # as if a second had gone by
-            printer.step(run.progress, record)
+            printer.step(progress, record)
         assembly.close()
     return stream.getvalue()
 
@@ -76,14 +85,14 @@ def test_who_rests_leaves_the_figures_of_the_step_before():
     with Alone() as alone:
         settings = ["run.output=nowhere/else", "algorithm.name=gasloc", "cadence.period=[1,3]"]
         assembly = assemble.assemble(assemble.load(JOB, settings), alone, 2)
-        run, stream = Run(assembly, alone, []), io.StringIO()
+        progress, stream = progress_of(assembly, alone), io.StringIO()
         printer = Printer(alone, stream, 0.0)
-        printer.start(run.progress, assembly)
+        printer.start(progress, assembly)
         for k, (loss, rested) in enumerate([(0.5, ()), (float("nan"), (0,))]):
             value = torch.tensor([loss], dtype=torch.float64)
             record = Record(k, Kind.LOCAL, 0.1, value, value, value, loss, {"compute_s": 1.0})
             record.figures, record.rested = {"accuracy": value}, rested
-            printer.step(run.progress, record)
+            printer.step(progress, record)
         assembly.close()
     (last,) = [line for line in stream.getvalue().splitlines() if line.startswith("step 2/")]
     assert "loss 0.5000  accuracy 0.5000" in last
@@ -121,7 +130,7 @@ def test_the_first_screen_says_what_was_built(settings, says, tmp_path):
     job = assemble.load(JOB, [*settings, f"run.output={tmp_path}"])
     with Alone() as alone:
         assembly = assemble.assemble(job, alone, 4)
-        screen = dict(overview(Run(assembly, alone, []).progress, assembly, alone))
+        screen = dict(overview(progress_of(assembly, alone), assembly, alone))
         assembly.close()
     text = "\n".join(f"{word} {said}" for word, said in screen.items())
     says = [*says, "(schedule.lr = 0.15 x"]
@@ -136,7 +145,7 @@ def test_the_memory_said_is_the_memory_held(tmp_path):
     with Alone() as alone:
         assembly = assemble.assemble(job, alone, 2)
         trainer = assembly.trainer
-        screen = dict(overview(Run(assembly, alone, []).progress, assembly, alone))
+        screen = dict(overview(progress_of(assembly, alone), assembly, alone))
         size = 4 * trainer.replicas.flat.size
         assembly.close()
     # a replica whose memory is x itself, a gradient, an outbox, a result, a checkpoint's snapshot

@@ -20,7 +20,7 @@ from mpigossip.config import JobError
 from mpigossip.graphs import GraphError
 from mpigossip.graphs import files as graph_files
 from mpigossip.graphs.search import search
-from mpigossip.runs import hooks, launch
+from mpigossip.runs import hooks, launch, run
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -182,7 +182,7 @@ def test_what_is_taken_from_under_a_run_is_said_at_once_and_at_the_end(
             if record.index == 39:
                 told.append(capsys.readouterr().err)
 
-    monkeypatch.setattr(launch, "named_hooks", lambda *_: [Taker()])
+    monkeypatch.setattr(run, "named_hooks", lambda *_: [Taker()])
     settings = ["run.steps=40", "log.flush_steps=10", "checkpoint.every_steps=18"]
     summary = train(tmp_path, *settings)
     assert summary["finished"] and re.search(says, summary["warnings"])

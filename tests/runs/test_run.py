@@ -16,9 +16,9 @@ from mpigossip.cli import main
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.mixing.base import Kind
-from mpigossip.runs import launch
+from mpigossip.runs import launch, run
 from mpigossip.runs.hooks import Hook
-from mpigossip.runs.run import Run
+from mpigossip.runs.job import JobNode, train
 from mpigossip.runs.summary import describe
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
@@ -386,7 +386,7 @@ def test_after_a_loss_the_next_life_has_all_nodes_again_and_says_what_it_cost(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "named_hooks", lambda *_: [Lost()])
+        patch.setattr(run, "named_hooks", lambda *_: [Lost()])
         assert not quietly(launch.train, made, Alone(), 3)["finished"]
     with pytest.raises(ValueError, match="run of 4 nodes, here are 3"):
         launch.train(made, Alone(), 3)
@@ -455,7 +455,7 @@ def bad_on_a_rank(comm, folder):
         more = ["data.batch=8", "checkpoint.every_steps=1", "run.steps=4"]
         assembly = assemble.assemble(job(*settings, *more, folder=folder), world, comm.size)
         with pytest.raises(NotFinite) as found:
-            Run(assembly, world, []).train()
+            quietly(train, JobNode(assembly, world))
         assembly.close()
     return str(found.value)
 

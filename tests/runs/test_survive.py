@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -141,6 +142,11 @@ def test_checkpoints_of_round_steps_are_kept_for_good(tmp_path):
     assert checkpoint.steps(tmp_path) == [4, 8, 11, 12]
 
 
+def stub(n):
+    """What the recorder reads of an assembly, with n nodes in this process."""
+    return SimpleNamespace(engine=SimpleNamespace(mixer=SimpleNamespace(rows=range(n))))
+
+
 def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
     """Rank 1 of 3 is lost at step 5, the file holds 3 steps; rank 0 of the survivors was rank 0."""
 
@@ -153,13 +159,13 @@ def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
                         samples_per_step=1, first_step=first)  # fmt: skip
 
     world = Alone()
-    log = recorder.Recorder(world, 3)
-    log.start(progress(3, 0), None)
+    log, parts = recorder.Recorder(world), stub(3)
+    log.start(progress(3, 0), parts)
     log._writer.append({name: np.zeros((3, 3)) for name in recorder.COLUMNS})
     world.names = (0, 2)  # now of two survivors, whose rows are:
     others = [((0, 1, 2), [row(step, 1.0 + k) for step in range(5)]) for k in range(2)]
     world.gather = lambda mine: others
-    log.start(progress(2, 5), None)
+    log.start(progress(2, 5), parts)
     found = read(tmp_path / "log.h5").steps
     assert found["step"].tolist() == [0, 1, 2, 3, 4]
     assert found["loss"][3].tolist()[::2] == [1, 2] and np.isnan(found["loss"][3, 1])

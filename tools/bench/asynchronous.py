@@ -28,7 +28,7 @@ from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.faults import Faults
-from mpigossip.runs.run import meet
+from mpigossip.runs.node import meet
 from mpigossip.training import assemble
 from mpigossip.training.evaluate import evaluate
 

@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from mpigossip.analysis import bench  # noqa: E402
 from mpigossip.cluster.ranks import world  # noqa: E402
 from mpigossip.runs.hooks import Hook  # noqa: E402
-from mpigossip.runs.run import Run  # noqa: E402
+from mpigossip.runs.job import JobNode, train  # noqa: E402
 from mpigossip.training import assemble  # noqa: E402
 
 
@@ -52,7 +52,7 @@ def seconds(ranks, folder: Path, options: argparse.Namespace, every: int) -> flo
     job = assemble.load({}, settings)
     assembly, stamps = assemble.assemble(job, ranks, ranks.size), Stamps()
     # the last step is the same in both arms: evaluation and checkpoint lie behind it
-    Run(assembly, ranks, [stamps]).train()
+    train(JobNode(assembly, ranks), hooks=[stamps])
     assembly.close()
     return ranks.agree(int(1e6 * (stamps.at[-1] - stamps.at[0]))) / 1e6
 

@@ -142,9 +142,9 @@ class Case:
         self.on, self.known = False, set(sys.modules)
         real = Run.resume
 
-        def resume(run, path):
-            self.resumed.append(str(path))
-            return real(run, path)
+        def resume(run):
+            self.resumed.append(str(run.newest))
+            return real(run)
 
         Run.resume = resume
         sys.addaudithook(self._hook)

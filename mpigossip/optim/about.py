@@ -1,22 +1,27 @@
-"""What a loop with a folder says of itself: the first screen, and the settings in log and files."""
+"""Description of a custom loop with a run directory: first screen, and settings in its files."""
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config import Job
 from mpigossip.config.readable import size
 from mpigossip.optim.inner import title
-from mpigossip.optim.loop.state import SECTIONS
-from mpigossip.optim.node import Node
 from mpigossip.runs.overview import between, nodes
+
+if TYPE_CHECKING:
+    from mpigossip.optim.node import Node
+
+SECTIONS = ("run", "algorithm", "graph", "cadence", "node", "checkpoint", "log")
+"""Sections of a job that a loop has, too."""
 
 
 def screen(job: Job, node: Node, world: World) -> list[tuple[str, str]]:
-    """Words and texts."""
+    """Return the first screen, as (word, text)."""
     flat = node.flat
     cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
     method = f"{job.algorithm.name} ({title(node.inner)}) on {job.graph.name}{cadence}"
@@ -33,7 +38,7 @@ def screen(job: Job, node: Node, world: World) -> list[tuple[str, str]]:
 
 
 def settings(job: Job, node: Node) -> str:
-    """As a job's, and what the program brings."""
+    """Return a job's sections, and one about the program, as TOML."""
     named = {name for name, _ in node.model.named_buffers()} | set(node.flat.names)
     about = {
         "program": " ".join(sys.argv),

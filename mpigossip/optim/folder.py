@@ -1,21 +1,70 @@
-"""What the optimizer of a user's loop has where its run has a folder; frameworks' callbacks."""
+"""Calls of an optimizer whose loop has a run directory: log, checkpoints, stops, callbacks."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 
 from mpigossip.cluster.world import World
-from mpigossip.config import JobError
-from mpigossip.config.errors import STOPPED
+from mpigossip.config import Job, JobError
+from mpigossip.config.errors import STOPPED, Mistake
+from mpigossip.config.readable import counted
 from mpigossip.engine.step import Engine
-from mpigossip.optim.loop.run import LoopRun
-from mpigossip.optim.loop.survive import Survival
 from mpigossip.optim.node import Node
+from mpigossip.optim.survive import LoopSurvival
 from mpigossip.optim.wrapper import LIGHTNING, Wrapper
+from mpigossip.runs.launch import newest
+from mpigossip.runs.lock import locked
+from mpigossip.runs.run import Run
+from mpigossip.store import checkpoint
+from mpigossip.store.log import COLUMNS
+
+MEASURED = COLUMNS.keys() - {"loss", "lr", "gradient_norm"} | {"step", "node"}
+"""Columns that a program can't fill."""
+
+
+def open_run(world: World, job: Job) -> Run:
+    """Lock the folder and return its run; JobError where a job has written it. Collective."""
+    folder = job.run.folder
+    world.resources.enter_context(locked(folder, world, "run"))
+    path = newest(folder, world)
+    with world.together(Mistake):
+        if path is not None and checkpoint.read_manifest(path).meta.get("door") != "loop":
+            raise JobError(
+                [f'run: "{folder}" holds the run of a job: go on with it by `mpigossip resume '
+                 f"{folder}`, or name another folder"]
+            )  # fmt: skip
+    return Run(world, job, path, world.resources)
+
+
+def begin(run: Run) -> None:
+    """Open the log, unless that was done; JobError where the program is behind the checkpoint.
+
+    It may have loaded a state of its own instead of calling resume().
+    """
+    path, run.newest = run.newest, None
+    if path is not None:
+        with run.world.together(Mistake):
+            _check_loaded(run, path)
+    run.begin()
+
+
+def _check_loaded(run: Run, path: Path) -> None:
+    manifest, step, n = checkpoint.read_manifest(path), run.node.engine.index, run.node.mixer.n
+    if step < manifest.step or manifest.n != n:
+        loaded = f"a state of step {step} was loaded" if step else "nothing was loaded"
+        raise JobError(
+            [f'run: "{run.folder}" holds a run that has {path.name} as its newest checkpoint, '
+             f"of {counted(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to go "
+             "on from there, or name another folder"]
+        )  # fmt: skip
+    run.take_over(checkpoint.read_node(path, run.node.mixer.rows[0]).numbers)
+    run.saved_at = step if step == manifest.step else None
 
 
 class WithFolder(Wrapper):
@@ -23,40 +72,67 @@ class WithFolder(Wrapper):
 
     _world: World
     _node: Node
-    _run: LoopRun | None
-    _survival: Survival | None
+    _run: Run | None
+    _survival: LoopSurvival | None
 
     def _laid_out(self) -> Engine:
         """The engine, where it is to go on from."""
         raise NotImplementedError
 
     def log(self, *said: int | Mapping[str, Any], **figures: Any) -> None:
-        """Figures of this node's step, by name: columns of the log beside the engine's own.
+        """Add figures of this node's step to the log, by name, beside the engine's own columns.
 
         ``said``: the step's number, from 0, else it is the last one (before any, the first); and
         tables of figures. "loss", "lr" and "gradient_norm" fill the columns of a job's; "samples",
         those of the step, give the speed. A step is written when the next begins, and by save().
         """
-        self._own_run("log").log(*said, figures)
+        run = self._own_run("log")
+        for one in said:
+            figures |= one if isinstance(one, Mapping) else {}
+        step = next((one for one in said if not isinstance(one, Mapping)), None)
+        done = run.node.engine.index if run.begun else None
+        open_steps = [] if done is None else [done - 1] * (run.last is not None) + [done]
+        at = step if step is not None else open_steps[0] if open_steps else None
+        if at is not None and open_steps and at not in open_steps:
+            raise JobError(
+                [f"log: step {at} is not open: {done} steps are made, counted from 0 by "
+                 f"optimizer.step(), and {' or '.join(map(str, open_steps))} can be logged (a step "
+                 "is written when the next begins, and by save(): log before that)"]
+            )  # fmt: skip
+        of_step = run.figures.setdefault(-1 if at is None else at, {})
+        for name, value in figures.items():
+            wrong = "is measured already" if name in MEASURED else ""
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+                wrong = "is no name of a column, which has letters, digits, _, . and -"
+            if wrong:
+                raise JobError([f'log: "{name}" {wrong}; give the figure another name'])
+            of_step[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def keep(self, **things: Any) -> None:
-        """Before :meth:`resume`: what checkpoints hold, too, by ``state_dict`` or ``get_state``."""
-        self._own_run("keep").keeps |= things
+        """Add objects with `state_dict` or `get_state` to checkpoints; before :meth:`resume`."""
+        self._own_run("keep")
+        self._node.keeps |= things
 
     def save(self) -> None:
-        """A checkpoint of the present step, written while the loop goes on. Collective."""
+        """Write a checkpoint of the present step while the loop goes on. Collective."""
         run, _ = self._own_run("save"), self._laid_out()
         with self._node.engine.clock.uncounted(), torch.no_grad(), self._node.noticed():
-            run.save(self._node)
+            begin(run)
+            self._node.not_serving("save()")
+            run.save()
 
     def resume(self) -> int:
-        """Go on from the folder's newest checkpoint; steps made so far, 0 without one. Collective.
+        """Continue from the folder's newest checkpoint; return its step, 0 without. Collective.
 
-        To the bit with as many nodes: model, optimizer, method, torch's random numbers, and what
-        :meth:`keep` was given. With another number from the exact average; says what was dropped.
+        Bitwise with as many nodes: model, optimizer, method, torch's random numbers, and what
+        :meth:`keep` was given. With another number from the exact average; reports what is dropped.
         """
         run, _ = self._own_run("resume"), self._laid_out()
-        step = run.resume(self._node)
+        if run.begun:
+            raise JobError(["resume() comes before the first step, and before save() and log()"])
+        if run.newest is not None:
+            self._node.begin_anew()
+        step = run.resume()
         if self._survival is not None:
             self._survival.keep(anew=True)
         return step
@@ -71,7 +147,7 @@ class WithFolder(Wrapper):
 
     def listen(self) -> None:
         """Take the signals again that :attr:`stopping` answers, after somebody else has."""
-        self._own_run("listen").listen()
+        self._own_run("listen").stopper.listen()
 
     def exit(self) -> NoReturn:
         """Save, and leave with the exit code on which batch scripts queue a job again."""
@@ -95,7 +171,7 @@ class WithFolder(Wrapper):
         """
         return callback(framework)
 
-    def _own_run(self, call: str) -> LoopRun:
+    def _own_run(self, call: str) -> Run:
         if self._run is None:
             raise JobError([f'{call}: needs the folder of a run: give Gossip run="runs/mine"'])
         return self._run

@@ -1,0 +1,251 @@
+"""State that only a custom loop's node saves: its torch optimizer, random numbers, kept objects.
+
+    torch/PARAMETER/KEY, torch/#groups/…   of the optimizer, the same in all ranks of a node
+    rng/torch, rng/cuda, own/NAME…         of the node's first rank; of rank P rng/#P/…, own/#P/…
+
+Nested state of numbers, texts, lists, tables and tensors becomes JSON and arrays, without pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from mpigossip.cluster.world import World
+from mpigossip.config import JobError
+from mpigossip.config.readable import counted
+from mpigossip.engine.sharded import full, part_like
+from mpigossip.optim.inner import title
+from mpigossip.runs.state import plain
+from mpigossip.store import StoreError
+from mpigossip.store.checkpoint import NodeState, Number
+
+Arrays = Mapping[str, np.ndarray]
+
+# -- the torch optimizer ---------------------------------------------------------------------------
+
+
+def write_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, arrays: dict[str, np.ndarray] | None
+) -> str:
+    """Return the state as JSON; its tensors go into ``arrays``, or nowhere.
+
+    Collective over ranks between which parameters are sharded: all get the full state.
+    """
+    state, names = optimizer.state_dict(), _names(optimizer, model)
+    groups = [
+        {key: names[k] if key == "params" else value for key, value in group.items()}
+        for k, group in enumerate(state["param_groups"])
+    ]
+    flat = [name for group in names for name in group]
+    of: dict[str, Any] = {}
+    for k, one in state["state"].items():
+        whole = {key: full(value) for key, value in one.items()}
+        of[flat[k]] = packed(whole, f"torch/{flat[k]}", {} if arrays is None else arrays)
+    kept = packed(groups, "torch/#groups", {} if arrays is None else arrays)
+    return json.dumps({"optimizer": title(optimizer), "groups": kept, "state": of})
+
+
+def read_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, text: str, arrays: Arrays
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a ``state_dict`` for the optimizer, and parameters whose state ``arrays`` lacks.
+
+    StoreError where the groups have other parameters.
+    """
+    saved, names = json.loads(text), _names(optimizer, model)
+    groups = unpacked(saved["groups"], arrays)
+    was = [group["params"] for group in groups]
+    if was != names:
+        raise StoreError(
+            f"the optimizer's groups have {_counts(names)} parameters, those that were saved "
+            f"{_counts(was)}, or in another order: make it as it was"
+        )
+    index = {name: k for k, name in enumerate(name for group in names for name in group)}
+    found, lacking = {}, []
+    own = dict(model.named_parameters())
+    for name, one in saved["state"].items():
+        try:
+            whole = unpacked(one, arrays)
+            found[index[name]] = {key: part_like(own[name], value) for key, value in whole.items()}
+        except KeyError:
+            lacking.append(name)
+    now = optimizer.state_dict()["param_groups"]
+    for group, present in zip(groups, now, strict=True):
+        group["params"] = present["params"]
+    of = {"optimizer": saved.get("optimizer")}
+    return {"state": found, "param_groups": groups, **of}, lacking
+
+
+def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The model's names of each group's parameters."""
+    name = {id(p): n for n, p in model.named_parameters()}
+    return [[name[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _counts(names: list[list[str]]) -> str:
+    return " + ".join(str(len(group)) for group in names)
+
+
+# -- random numbers, and what the program keeps ---------------------------------------------------
+
+
+class RankState(NamedTuple):
+    """State of a single rank of a node."""
+
+    arrays: dict[str, np.ndarray]
+    """random numbers, and tensors of kept objects"""
+    kept: dict[str, Any]
+    """kept objects as JSON"""
+
+    def marks(self) -> dict[str, str]:
+        """Return a digest of each kept object."""
+        return {name: self._mark(name) for name in self.kept}
+
+    def _mark(self, name: str) -> str:
+        sha = hashlib.sha256(json.dumps(self.kept[name]).encode())
+        for path in sorted(self.arrays):
+            if path == f"own/{name}" or path.startswith(f"own/{name}/"):
+                sha.update(self.arrays[path].tobytes())
+        return sha.hexdigest()
+
+    def beside(self, first: Mapping[str, str]) -> RankState:
+        """Return it without kept objects of these marks: those that the first rank has alike."""
+        mine = self.marks()
+        kept = {name: one for name, one in self.kept.items() if first.get(name) != mine[name]}
+        same = {f"own/{name}" for name in self.kept.keys() - kept.keys()}
+        arrays = {k: a for k, a in self.arrays.items() if "/".join(k.split("/")[:2]) not in same}
+        return RankState(arrays, kept)
+
+
+def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> RankState:
+    """Return the state of this rank; JobError for objects that a checkpoint doesn't take."""
+    arrays = {"rng/torch": torch.get_rng_state().numpy()}
+    if (gpu := next(model.parameters()).device).type == "cuda":
+        arrays["rng/cuda"] = torch.cuda.get_rng_state(gpu).numpy()[None]
+    kept = {
+        name: packed(
+            one.state_dict() if hasattr(one, "state_dict") else one.get_state(),
+            f"own/{name}", arrays,
+        )
+        for name, one in keeps.items()
+    }  # fmt: skip
+    return RankState(arrays, kept)
+
+
+def of_node(own: RankState, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+    """Return the states of all ranks of the node, in its first; collective over the node."""
+    every: list[RankState] | None = [own]
+    if (inside := world.nodes.inside) is not None:
+        first = inside.broadcast(own.marks())
+        every = inside.gather(own.beside(first) if inside.rank else own)
+    arrays: dict[str, np.ndarray] = {}
+    numbers: dict[str, Number] = {}
+    for rank, one in enumerate(every or ()):
+        own_key = f"own/#{rank}" if rank else "own"
+        numbers[own_key] = json.dumps(one.kept)
+        for path, array in one.arrays.items():
+            kind, _, rest = path.partition("/")
+            arrays[f"{kind}/#{rank}/{rest}" if rank else path] = array
+    return arrays, numbers
+
+
+def load_random(saved: NodeState, rank: int, model: nn.Module) -> None:
+    """Set torch's generators to where those of this rank of the node stood, if they were saved."""
+    at = f"rng/#{rank}" if rank else "rng"
+    if f"{at}/torch" in saved.arrays:
+        torch.set_rng_state(torch.from_numpy(np.array(saved.arrays[f"{at}/torch"])))
+    gpu = next(model.parameters()).device
+    if f"{at}/cuda" in saved.arrays and gpu.type == "cuda":
+        state, *_ = np.atleast_2d(saved.arrays[f"{at}/cuda"])
+        torch.cuda.set_rng_state(torch.from_numpy(np.array(state)), gpu)
+
+
+def load_kept(saved: NodeState, rank: int, keeps: Mapping[str, Any], draws: bool) -> list[str]:
+    """Restore kept objects; ``draws``: generators, too, which belong to one rank. What to report.
+
+    Those of a node's further rank are its own, or else the first rank's.
+    """
+    own, mine, anew = json.loads(str(saved.numbers["own"])), dict[str, Any](), []
+    if rank:
+        mine = json.loads(str(saved.numbers.get(f"own/#{rank}", "{}")))
+    for name, thing in keeps.items():
+        loads = hasattr(thing, "load_state_dict")
+        if name not in own | mine or not (draws or loads):
+            anew.append(name)
+            continue
+        arrays, at = saved.arrays, f"own/#{rank}/"
+        if name in mine:
+            arrays = {f"own/{k[len(at) :]}": a for k, a in arrays.items() if k.startswith(at)}
+        state = unpacked((own | mine)[name], arrays)
+        (thing.load_state_dict if loads else thing.set_state)(state)
+    return [f"begun anew: {', '.join(anew)}"] if anew else []
+
+
+def dropped_ranks(saved: NodeState, now: int) -> list[str]:
+    """Report what other numbers of ranks in a node lose of an exact state."""
+    were = int(saved.numbers.get("ranks", 1))
+    if were == now:
+        return []
+    return [f"from nodes of {counted(were, 'rank')}, now {now}: random numbers of all but "
+            "a node's first rank are dropped, or begin anew"]  # fmt: skip
+
+
+# -- values as JSON and arrays ---------------------------------------------------------------------
+
+TYPES = {str(getattr(torch, name)): getattr(torch, name) for name in (
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
+)}  # fmt: skip
+
+
+def packed(value: Any, at: str, arrays: dict[str, np.ndarray]) -> Any:
+    """Return a value as JSON; its tensors go into ``arrays``, by the path ``at`` and below.
+
+    JobError, with the path, for anything else.
+    """
+    if isinstance(value, torch.Tensor) and str(value.dtype) in TYPES:
+        arrays[at] = plain(value).copy()
+        return {"#tensor": at, "type": str(value.dtype)}
+    if isinstance(value, Mapping):
+        items = [(key, packed(one, f"{at}/{_link(key)}", arrays)) for key, one in value.items()]
+        if all(isinstance(key, str) and not key.startswith("#") for key in value):
+            return dict(items)
+        return {"#items": [[packed(key, at, arrays), one] for key, one in items]}
+    if isinstance(value, list | tuple):
+        items = [packed(one, f"{at}/{k}", arrays) for k, one in enumerate(value)]
+        return items if isinstance(value, list) else {"#tuple": items}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise JobError(
+        [f"save: {at} is a {type(value).__name__}; a checkpoint takes tensors, numbers, texts, "
+         "lists and tables of these"]
+    )  # fmt: skip
+
+
+def unpacked(saved: Any, arrays: Arrays) -> Any:
+    """Return the value again; KeyError where ``arrays`` lacks one of its tensors."""
+    if isinstance(saved, list):
+        return [unpacked(one, arrays) for one in saved]
+    if not isinstance(saved, dict):
+        return saved
+    if "#tensor" in saved:
+        return torch.from_numpy(np.array(arrays[saved["#tensor"]])).to(TYPES[saved["type"]])
+    if "#items" in saved:
+        return {unpacked(key, arrays): unpacked(one, arrays) for key, one in saved["#items"]}
+    if "#tuple" in saved:
+        return tuple(unpacked(one, arrays) for one in saved["#tuple"])
+    return {key: unpacked(one, arrays) for key, one in saved.items()}
+
+
+def _link(key: Any) -> str:
+    """Return a key as a link's name in HDF5, which splits at slashes and takes no lone dots."""
+    text = str(key).replace("/", "|")
+    return text if text.strip(".") else f"_{text}"

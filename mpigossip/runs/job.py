@@ -1,0 +1,259 @@
+"""Training of a job: its node over trainer and data, evaluations, and the loop of steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpigossip import config
+from mpigossip.cluster.world import World
+from mpigossip.engine.measurements import Record
+from mpigossip.runs.hooks import Hook
+from mpigossip.runs.node import Arrays, Numbers
+from mpigossip.runs.overview import overview
+from mpigossip.runs.printer import say
+from mpigossip.runs.progress import Progress
+from mpigossip.runs.run import Run
+from mpigossip.runs.summary import describe
+from mpigossip.runs.survive import Survival
+from mpigossip.store import StoreError
+from mpigossip.store.checkpoint import Manifest, NodeState, Number
+from mpigossip.store.log import read
+from mpigossip.training.assemble import Assembly, assemble
+from mpigossip.training.evaluate import Evaluation, evaluate, norms
+
+
+class JobNode:
+    """Contract: :class:`mpigossip.runs.node.Node`, over a job's assembly."""
+
+    counts_all = True
+
+    def __init__(self, assembly: Assembly, world: World):
+        """``assembly``: closed with this."""
+        self.job, self.world = assembly.job, world
+        self._doubted: set[str] = set()
+        """metrics that were reported as no numbers"""
+        self._take(assembly)
+
+    def _take(self, assembly: Assembly) -> None:
+        self.assembly, self.trainer, self.engine = assembly, assembly.trainer, assembly.engine
+        self.mixer, self.group = self.engine.mixer, self.engine.group
+        self.facts: dict[str, Any] = {"steps_per_epoch": assembly.steps_per_epoch}
+
+    @property
+    def shift(self) -> int:
+        """Step from which epochs are counted."""
+        return self.trainer.shift
+
+    @property
+    def total_steps(self) -> int:
+        """The step at which the job ends."""
+        whole = self.assembly.steps_per_epoch * self.job.run.epochs + self.shift
+        return whole if self.job.run.steps is None else min(whole, self.job.run.steps)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left."""
+        return self.engine.index >= self.total_steps
+
+    def average(self) -> None:
+        """Exchange without a gradient."""
+        self.trainer.average()
+
+    def buffers(self, row: int) -> Sequence[Mapping[str, torch.Tensor]]:
+        """Those of a node's replicas."""
+        return self.trainer.replicas.buffers(row)
+
+    def own(self, row: int) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+        """The loss scale of fp16."""
+        return {}, {**self.trainer.settings.precision.numbers(row)}
+
+    def put_own(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
+        """Restore the loss scale, unless nodes begin at their average."""
+        if mean is None:
+            self.trainer.settings.precision.restore(row, saved.numbers)
+        if row:
+            return []
+        return self.assembly.loader.note(self.engine.index - self.shift)
+
+    def fits(self, manifest: Manifest, first: NodeState) -> bool:
+        """Return whether nodes had as many slots."""
+        return manifest.meta["slots"] == self.group.slots
+
+    def stand_at(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
+        """Take the counters; the epoch goes on where it was, in its present number of steps."""
+        trainer, before = self.trainer, int(facts["steps_per_epoch"])
+        trainer.engine.count_from(numbers)
+        trainer.shift = int(numbers["shift"])
+        now = self.assembly.steps_per_epoch
+        if before != now:
+            done = (trainer.index - trainer.shift) / before
+            trainer.shift = trainer.index - round(done * now)
+
+    def publish(self) -> None:
+        """Copy the shards to all slots."""
+        replicas = self.trainer.replicas
+        self.group.all_gather(replicas.x, replicas.full)
+
+    def among(self, world: World) -> None:
+        """Assemble the job for the nodes of ``world``."""
+        self.assembly.abandon()
+        self.world = world
+        self._take(assemble(self.job, world, world.size))
+
+    def aside(self, spare: Any) -> None:
+        """Nothing: batches, losses' scale and random numbers follow from the step."""
+
+    def put_aside(self, kept: Any, world: World) -> list[str]:
+        """Nothing."""
+        return []
+
+    def close(self, together: bool) -> None:
+        """Close the assembly, or after a rank failure all of it but what lies between nodes."""
+        if together:
+            self.assembly.close()
+        elif self.world.diminished:
+            self.assembly.abandon()
+
+    def expected(self) -> dict[str, Any]:
+        """Return the job's steps and samples."""
+        return {
+            "steps_per_epoch": self.assembly.steps_per_epoch,
+            "total_steps": self.total_steps,
+            "samples_per_step": self._samples(self.mixer.n),
+            "objective": self.trainer.replicas.objective,
+            "text": config.dump(self.job),
+            "shift": self.shift,
+        }
+
+    def _samples(self, nodes: int) -> int:
+        return nodes * self.group.slots * self.job.data.batch * self.job.algorithm.accumulate
+
+    def samples(self, record: Record) -> int:
+        """Return the samples of a step, over all nodes that didn't rest."""
+        nodes, engine = self.mixer.n, self.engine
+        rested = engine.cadence.resting(record.index - engine.born, range(nodes))
+        return self._samples(nodes - len(rested))
+
+    def about(self, progress: Progress) -> Sequence[tuple[str, str]]:
+        """Return the first screen."""
+        return overview(progress, self.assembly, self.world)
+
+    def summary(self, progress: Progress) -> dict[str, Any]:
+        """Return epochs and the last evaluation's metrics."""
+        found: dict[str, Any] = {
+            "finished": self.finished, "epochs": progress.epoch(self.engine.index)
+        }  # fmt: skip
+        if progress.evaluation:
+            metrics = self.trainer.replicas.objective.metrics
+            found |= {name: progress.evaluation.averaged[name] for name in (*metrics, "loss")}
+            found["metrics"] = " ".join(metrics)
+        return found
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    def to_evaluate(self) -> bool:
+        """Return whether the present step is the last one, or one at which the job evaluates."""
+        done, asked = self.engine.index, self.job.run
+        epoch, over = divmod(done - self.shift, self.assembly.steps_per_epoch)
+        due = over == 0 and asked.evaluate_every and epoch % asked.evaluate_every == 0
+        steps = asked.evaluate_steps
+        return done == self.total_steps or bool(due or (steps and done % steps == 0))
+
+    def evaluate(self, run: Run) -> None:
+        """Test the averaged model and the nodes' own; waits for all nodes."""
+        run.meet("an evaluation")
+        trainer, modules = self.trainer, self.trainer.replicas.modules
+        begin, count = self.engine.index - self.shift, self.job.run.recalibrate
+        shown = range(begin, begin + count if norms(modules[0][0]) else begin)
+        batches = [trainer.settings.batches(step) for step in shown]
+        found = evaluate(trainer.replicas, self.mixer, self.assembly.loader, batches)
+        run.progress.evaluation = found
+        self._doubt(found, run.progress)
+        for hook in run.hooks:
+            hook.evaluation(run.progress, self.engine.index, found)
+
+    def _doubt(self, found: Evaluation, progress: Progress) -> None:
+        """Warn on rank 0, once for each metric, of a value of the averaged model that is no number.
+
+        The first node that has one is named.
+        """
+        for name, value in found.averaged.items():
+            if self.world.rank or math.isfinite(value) or name in self._doubted:
+                continue
+            self._doubted.add(name)
+            nodes = [int(i) for i in found.share[name].isfinite().logical_not().nonzero()]
+            first = f", on node {self.mixer.rows[nodes[0]]} first" if nodes else ""
+            progress.warn(
+                f'the test\'s "{name}" is {value} at step {self.engine.index}{first}: a sum that '
+                "isn't a number, or a count of 0 over the whole test set"
+            )
+
+
+def train(node: JobNode, newest: Path | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+    """Train to the job's last step, or until all agree to stop; return the summary on rank 0.
+
+    ``newest``: a checkpoint to continue from; ``hooks``: beside those that the job names.
+    """
+    with ExitStack() as resources:
+        run = Run(node.world, node.job, newest, resources)
+        run.node = node
+        run.hooks += hooks
+        if newest is not None:
+            run.resume()
+            summary = _summary_of(run.folder, node.world) if node.finished else None
+            if summary is not None:
+                return summary if node.world.rank == 0 else {}
+        try:
+            return _steps(node, run)
+        except BaseException:
+            run.abandon()
+            raise
+
+
+def _steps(node: JobNode, run: Run) -> dict[str, Any]:
+    every = node.job.checkpoint.every_steps
+
+    def between(_: Any = None) -> None:
+        done = node.engine.index
+        if node.to_evaluate():
+            node.evaluate(run)
+        if every and done % every == 0 and run.saved_at != done:
+            run.save()
+
+    def begin() -> None:
+        run.begin()
+        if node.finished:
+            between()
+
+    def step() -> None:
+        record = node.trainer.step()
+        survival.keep()
+        run.after(record, node.samples(record))
+        run.close_step()
+        between()
+
+    survival = Survival(node, run, between)
+    survival.keep()
+    survival.step(begin)
+    while run.summary is None:  # after a failure in finish, too
+        survival.step(run.finish if node.finished or run.stopping else step)
+    return run.summary
+
+
+def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
+    """Print again what the log has of a finished run; None where it was killed before that."""
+    summary = None
+    with world.together(StoreError):
+        if world.rank == 0:
+            found = read(folder / "log.h5").summary
+            if "finished" in found:
+                summary = found
+                say(f"{folder}: nothing is left to train\n{describe(summary)}")
+    return world.broadcast(summary)

@@ -1,0 +1,266 @@
+"""State of a node as named arrays and numbers, in memory and in checkpoints, and back.
+
+From a checkpoint of equal nodes a run goes on exactly, else from the exact average of the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpigossip.engine.state import joined, of_rows, split
+from mpigossip.engine.step import Engine
+from mpigossip.engine.vector import Flat
+from mpigossip.groups.base import held
+from mpigossip.runs.node import Node
+from mpigossip.store import StoreError, checkpoint, direct
+from mpigossip.store.average import over_nodes
+from mpigossip.store.checkpoint import Manifest, NodeState, Number
+from mpigossip.store.hdf5 import reading
+from mpigossip.store.manifest import MOST
+
+COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
+AVERAGED = {"momentum", "first", "second"}
+"""State that is a mean of gradients: its average over nodes is the state of the averaged model."""
+
+# -- a node as arrays ------------------------------------------------------------------------------
+
+
+def snapshot(
+    node: Node, numbers: Mapping[str, Number], spare: Sequence[NodeState] = ()
+) -> list[NodeState]:
+    """Copy parameters, method, buffers and counters of every node that lives here.
+
+    Collective over a node: of its first process, or of the slots here each, where nodes are large.
+    ``numbers`` are those of the run. ``spare``: an earlier snapshot that nobody needs any more;
+    its memory is used again, as fresh pages cost more time than the copy.
+    """
+    engine = node.engine
+    counters = engine.numbers() | {"shift": node.shift, **numbers}
+    every = [
+        counters | {"bytes_sent": sent, "local_steps": count}
+        for sent, count in zip(_bytes_sent(node), engine.counts, strict=True)
+    ]
+    if _large(node):
+        return _by_slot(engine, node.buffers(0), every[0], spare)
+    states = [
+        _of_node(node, row, mine, one)
+        for row, (mine, one) in enumerate(zip_longest(every, spare[: len(every)]))
+    ]
+    return [state for state in states if state is not None]
+
+
+def _bytes_sent(node: Node) -> list[int]:
+    """Return the bytes that each node here has sent, by all of its ranks."""
+    own = torch.tensor(node.mixer.bytes_sent, dtype=torch.float64).unsqueeze(1)
+    each = [torch.zeros_like(own) if at else own for at in range(len(node.group.mine))]
+    return [int(total) for total in node.group.sum_scalars(each)[:, 0]]
+
+
+def _large(node: Node) -> bool:
+    """Return whether each slot of a node writes a file of its own."""
+    engine = node.engine
+    flat, large = engine.vector.flat, sum(not of_rows(p[0]) for p in engine.parts().values())
+    several = node.world.nodes.per_node > 1 and engine.group.slots > 1
+    # a permuted parameter can't be put in order by slots that have a part of it each
+    able = several and flat.by_index
+    return able and 4 * flat.count * (1 + large) > 1e9 * node.job.checkpoint.one_file_gb
+
+
+def _of_node(node: Node, row: int, numbers: dict, spare: NodeState | None) -> NodeState | None:
+    engine, found = node.engine, dict[str, np.ndarray]()
+    buffers = node.buffers(row)
+    for name in buffers[0] if buffers else ():
+        each = node.group.to_first([of_slot[name] for of_slot in buffers])
+        for slot, buffer in enumerate(each or ()):
+            found[f"buffers/{slot}/{name}"] = plain(buffer).copy()
+    if engine.group.slots == 1 and not node.world.nodes.first:
+        return None  # each rank has the whole vector
+    arrays = engine.arrays(row, spare.arrays if spare else None)
+    x = engine.group.to_first([shard[row : row + 1] for shard in engine.vector.x])
+    if x is None:
+        return None
+    flat = engine.vector.flat
+    values = joined(x, 0, flat, spare.parameters if spare else None)
+    return NodeState(values, flat.names, flat.shapes, arrays | found, numbers)
+
+
+def _by_slot(
+    engine: Engine,
+    buffers: Sequence[Mapping[str, torch.Tensor]],
+    numbers: dict,
+    spare: Sequence[NodeState],
+) -> list[NodeState]:
+    """Copy the slots here of the one node of this process; nothing goes to another process."""
+    flat, state, found = engine.vector.flat, engine.parts(), []
+    for place, slot in enumerate(engine.group.mine):
+        before = spare[place] if spare else None
+        of_slot = buffers[place] if buffers else {}
+        arrays = {f"buffers/{slot}/{name}": plain(one).copy() for name, one in of_slot.items()}
+        pieces: dict[str, np.ndarray] = {}
+        for name, parts in state.items():
+            values = parts[place][0]
+            if not of_rows(parts[place]):
+                again = before.pieces[name] if before else None
+                pieces[name] = _packed(flat.inside(values, slot), again)
+            elif slot == 0:  # figures, the same in all of them
+                arrays[name] = values.cpu().numpy().copy()
+        x = flat.inside(engine.vector.x[place][0], slot)
+        own = _packed(x, before.parameters if before else None)
+        found.append(NodeState(own, flat.names, flat.shapes, arrays, dict(numbers), slot, pieces))
+    return found
+
+
+def _packed(parts: Sequence[torch.Tensor], into: np.ndarray | None) -> np.ndarray:
+    """Join the parts in ``into`` if that is given, else in pages of their own."""
+    count = sum(part.numel() for part in parts)
+    if into is None and count:
+        pages = torch.from_numpy(direct.pages(count * parts[0].element_size()))
+        into = pages.view(parts[0].dtype).numpy()
+    if into is None:  # elements of padding alone
+        return torch.cat(parts).numpy()
+    torch.from_numpy(into).copy_(torch.cat(parts))
+    return into
+
+
+def plain(tensor: torch.Tensor) -> np.ndarray:
+    """Return the values as a NumPy array, which has no bfloat16: that is widened."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+# -- and back --------------------------------------------------------------------------------------
+
+
+def restore(node: Node, path: Path) -> tuple[bool, list[str], Mapping[str, Number]]:
+    """Continue from a checkpoint: whether exactly, what to report, and its numbers.
+
+    No rank meets another here; :meth:`Node.publish` follows. Otherwise every node begins with the
+    exact average of the models; state that is a mean of gradients is averaged likewise, other
+    state begins anew. StoreError where the model is another one.
+    """
+    manifest = checkpoint.read_manifest(path)
+    _check_facts(manifest, node.facts, path)
+    rows, fits = node.mixer.rows, manifest.n == node.mixer.n
+    first = checkpoint.read_node(path, rows[0] if fits else 0)
+    if fits and not node.fits(manifest, first):
+        first, fits = checkpoint.read_node(path, 0), False
+    _check_model(first, node.engine.vector.flat, path)
+    _check_counters(first, path)
+    with reading(path):  # arrays of other shapes than the model's
+        node.stand_at(first.numbers, manifest.meta)
+        exact = fits and _same_method(first, node.engine)
+        if exact:
+            told = []
+            for row, number in enumerate(rows):
+                saved = checkpoint.read_node(path, number) if row else first
+                _check_counters(saved, path)
+                told += _exactly(node, row, saved)
+        else:
+            slots, mean = manifest.meta["slots"], over_nodes(path, manifest.n)
+            told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
+            told += from_mean(node, mean, first.numbers) + node.put_own(0, first, mean)
+    return exact, told, first.numbers
+
+
+def _exactly(node: Node, row: int, saved: NodeState) -> list[str]:
+    engine, group = node.engine, node.group
+    split(saved.parameters, engine.vector.x, row, engine.vector.flat, held(engine.group))
+    engine.restore(saved.arrays, saved.numbers, row)
+    for slot, of_slot in zip(group.mine, node.buffers(row), strict=True):
+        for name, buffer in of_slot.items():
+            value = saved.arrays[f"buffers/{slot}/{name}"]
+            buffer.copy_(torch.from_numpy(np.array(value)).view(buffer.shape))
+    node.mixer.bytes_sent[row] = _counted(node, saved.numbers["bytes_sent"])
+    return node.put_own(row, saved, None)
+
+
+def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]) -> list[str]:
+    """Put every node here to the average, with the state that has one; what to report.
+
+    ``numbers``: those saved, with the cadence's state, which goes on where the method's does. The
+    graph's clock begins at 0.
+    """
+    engine, rows = node.engine, range(len(node.mixer.rows))
+    state, x, flat, here = engine.parts(), engine.vector.x, engine.vector.flat, held(engine.group)
+    names = [name.removeprefix("state/") for name in state]
+    kept = all(name.split("/")[-1] in AVERAGED and name in mean for name in state)
+    for row in rows:
+        split(mean["parameters"], x, row, flat, here)
+        for of_slot in node.buffers(row):  # counters are those of slot 0 of node 0
+            for name, buffer in of_slot.items():
+                value = torch.as_tensor(np.array(mean[f"buffers/{name}"]))
+                buffer.copy_(value.view(buffer.shape))
+        if kept:
+            for name, parts in state.items():
+                split(mean[name], parts, row, flat, here)
+    if "local_steps" in mean:
+        engine.counts = [round(float(mean["local_steps"]))] * len(rows)
+    told: list[str] = []
+    if kept and names:
+        told.append(f"averaged: {', '.join(names)}")
+    if not kept:
+        dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/")]
+        engine.restart()
+        told.append(f"dropped: {', '.join(dropped) or 'nothing'}, begun anew: {', '.join(names)}")
+    elif engine.born < engine.index and _same_rhythm(numbers, engine):
+        engine.restore_rhythm(numbers)
+    engine.round = 0
+    engine.mixer.bytes_sent[:] = [_counted(node, mean["bytes_sent"])] * len(rows)
+    return told
+
+
+def _counted(node: Node, sent: Any) -> int:
+    """Return what this process counts of a node's bytes: all of them in its first."""
+    return int(sent) if 0 in node.group.mine else 0
+
+
+def _check_facts(manifest: Manifest, facts: Mapping[str, Any], path: Path) -> None:
+    """StoreError unless the numbers that a run leaves are there: it may be another's checkpoint."""
+    for name in ("slots", *(name for name, value in facts.items() if isinstance(value, int))):
+        value = manifest.meta.get(name)
+        if not isinstance(value, int) or not 0 < value < MOST:
+            raise StoreError(
+                f"{path}: {name} = {str(value)[:40]}, must be 1 or more; use another checkpoint"
+            )
+
+
+def _check_counters(saved: NodeState, path: Path) -> None:
+    if lacking := COUNTERS - saved.numbers.keys():
+        raise StoreError(
+            f"{path} lacks {', '.join(sorted(lacking))}, which a run saves; use another checkpoint"
+        )
+
+
+def _check_model(saved: NodeState, flat: Flat, path: Path) -> None:
+    was = dict(zip(saved.names, saved.shapes, strict=True))
+    now = dict(zip(flat.names, flat.shapes, strict=True))
+    if was != now or saved.names != flat.names:
+        differing = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        example = f", as {differing[0]} shows" if differing else " in another order"
+        raise StoreError(
+            f"{path} holds another model{example}: resume with the model that was saved "
+            "(`mpigossip checkpoint show` prints its job)"
+        )
+
+
+def _same_method(saved: NodeState, engine: Engine) -> bool:
+    """Return whether method and cadence have the state that was saved."""
+    was, parts = {name for name in saved.arrays if name.startswith("state/")}, engine.parts()
+    figures = {name: part.shape[1] for name, (part, *_) in parts.items() if of_rows(part)}
+    return (
+        was == set(parts)
+        and all(saved.arrays[name].size == size for name, size in figures.items())
+        and _same_rhythm(saved.numbers, engine)
+    )
+
+
+def _same_rhythm(numbers: Mapping[str, Number], engine: Engine) -> bool:
+    """Return whether the cadence has the state that was saved."""
+    was = {name for name in numbers if name.startswith("cadence/")}
+    return was == {f"cadence/{name}" for name in engine.rhythm._fields}
