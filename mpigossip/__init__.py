@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpigossip.graphs import graph
-    from mpigossip.optim.averager import Averager
+    from mpigossip.mixing.averager import Averager
     from mpigossip.optim.gossip import Gossip
     from mpigossip.optim.world import world
     from mpigossip.studies import study
@@ -19,7 +19,7 @@ __version__ = "0.2.0"
 __all__ = ["Averager", "Gossip", "graph", "study", "world"]
 
 _HOMES = {
-    "Averager": "mpigossip.optim.averager",
+    "Averager": "mpigossip.mixing.averager",
     "Gossip": "mpigossip.optim.gossip",
     "graph": "mpigossip.graphs",
     "study": "mpigossip.studies",

@@ -115,7 +115,7 @@ def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, sa
     [
         (["train", "nowhere.toml"], "nowhere.toml"),
         (["resume", "nowhere"], "nowhere"),
-        (["resume", "."], "no whole checkpoint"),
+        (["resume", "."], "no complete checkpoint"),
         (["resume", ".", "--nodes", "3"], "--nodes 3: resume takes the launcher's ranks"),
         (["simulate", JOB, "--nodes", "0"], "at least 1"),
         (["simulate", JOB, "--nodes", "2000"], "2000"),

@@ -18,6 +18,7 @@ from mpigossip.cluster import deadline, uncaught
 from mpigossip.cluster.deadline import Deadline, LateError, prctl
 from mpigossip.cluster.launcher import job_id, places
 from mpigossip.cluster.starting import Start
+from mpigossip.config.readable import note
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -167,6 +168,13 @@ def leave(code: int) -> None:
         request = ending.survivors.Ibarrier()
         Deadline(LEAVE_S).wait(request.Test, lambda: "other ranks still run")
     os._exit(code)
+
+
+def report_unused(nodes: int) -> None:
+    """Report at exit that nodes exchanged nothing; what exchanges unregisters it."""
+    if not ending.code:
+        text = f"{nodes} nodes exchanged nothing, so each has a model of its own; write "
+        note(f"{text}optimizer = mpigossip.Gossip(world, model, optimizer)")
 
 
 def speaks() -> bool:

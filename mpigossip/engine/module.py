@@ -72,7 +72,7 @@ class Parameters:
                     view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
 
     @contextmanager
-    def lent(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
+    def bind_to(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
         """Inside, the row's parameters lie in that of ``array`` (rows, P), all in float32.
 
         Their gradients are those of ``g``, or, where that is None, their own.

@@ -285,7 +285,7 @@ class Shards(Parameters):
         return found
 
     @contextmanager
-    def lent(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
+    def bind_to(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
         """Inside, the shards lie in that of ``array`` (1, P), or are copies of it.
 
         Copies stay as they were left until :meth:`publish`.

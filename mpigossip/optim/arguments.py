@@ -1,4 +1,4 @@
-"""What a user's program gives to the door: taken as it is meant, or refused in words."""
+"""Checks of the arguments of `Gossip`, and one-time reports about them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mpigossip.optim.inner import Together, check_free
 
 OVERLAPS = ("auto", "never")
 said: set[str] = set()
-"""What this process has said once."""
+"""Reports that this process has made."""
 
 
 def told_to_all(world: Any) -> AbstractContextManager:
-    """A block whose mistakes all ranks learn of, if there is a world."""
+    """Return a context manager whose errors reach all ranks, if there is a world."""
     return world.together(JobError) if hasattr(world, "together") else nullcontext()
 
 
 def one_module(model: Any, name: str = "model") -> nn.Module:
-    """The module; JobError for anything else."""
+    """Return the module; JobError for anything else."""
     if isinstance(model, nn.Module):
         return model
     more = ""
@@ -39,7 +39,7 @@ def one_module(model: Any, name: str = "model") -> nn.Module:
 
 
 def one_optimizer(optimizer: Any) -> Any:
-    """Several optimizers as one; anything else as it is."""
+    """Return several optimizers as one, anything else as it is."""
     if not isinstance(optimizer, list | tuple) or not optimizer:
         return optimizer
     if wrong := [one for one in optimizer if not isinstance(one, torch.optim.Optimizer)]:
@@ -51,7 +51,7 @@ def one_optimizer(optimizer: Any) -> Any:
 
 
 def check(world: Any, model: Any, optimizer: Any) -> None:
-    """JobError where the first three arguments aren't what they have to be."""
+    """JobError unless world, model and optimizer are what Gossip takes."""
     if not hasattr(world, "together"):
         raise JobError(
             [f"world is a {type(world).__name__}: give what mpigossip.world() returns, as in "
@@ -73,14 +73,14 @@ def check(world: Any, model: Any, optimizer: Any) -> None:
 
 
 def check_overlap(overlap: Any) -> None:
-    """JobError for a word that `Gossip`'s ``overlap`` doesn't know."""
+    """JobError for an unknown ``overlap``."""
     if overlap not in OVERLAPS:
         gone = f"; {removed.of_argument('overlap')}" if overlap == "layers" else ""
         raise JobError([f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}{gone}'])
 
 
 def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """On rank 0, what is trained where that isn't all; and that this node is alone, once."""
+    """Report on rank 0 parameters that aren't trained; and, once, a node without a launcher."""
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
@@ -100,7 +100,7 @@ def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 
 def named(names: list[str]) -> str:
-    """The first names of parameters, and how many there are."""
+    """Return the first names of parameters, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{'parameters' if len(names) > 1 else 'parameter'} {', '.join(names[:3])}{more}"
 

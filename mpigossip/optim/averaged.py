@@ -1,4 +1,4 @@
-"""Pauses in a user's loop: to look at all nodes' average and distance, or for work of one rank."""
+"""Pauses of a custom loop: the average model, consensus distance, work of a single rank."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ PIECE = 1 << 18
 
 @contextmanager
 def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> Iterator[None]:
-    """Inside, model or twin is the exact average over nodes, buffers too. Collective.
+    """Context manager in which model or twin is the average over nodes, with buffers. Collective.
 
-    All that it holds is put back afterwards, whatever is done to it inside. ``batches``: of this
-    node; norms' running mean and variance anew from one pass of the averaged parameters over
-    them, and their average.
+    All values are restored afterwards. ``batches``: of this node; batch norms' statistics are
+    computed anew by one pass of the averaged parameters over them, then averaged.
     """
     module = node.model if twin is None else twin
     if batches is not None and not norms(module):
@@ -81,10 +80,7 @@ def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], done: Callable)
 
 
 def distance(node: Node) -> float:
-    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², from the parameters as they are; collective.
-
-    NaN where a lost rank is noticed.
-    """
+    """Return (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², NaN where a rank failure is noticed; collective."""
     with torch.no_grad(), deadline.calling("consensus_distance()"):
         _meet(node, "consensus_distance()")
         with node.noticed():
@@ -93,7 +89,7 @@ def distance(node: Node) -> float:
 
 
 def _meet(node: Node, call: str) -> None:
-    """All nodes are here, the parameters in the vector, and no exchange is under way."""
+    """Wait for all nodes, with the parameters in the vector and no exchange in flight."""
     if node.looking:
         raise JobError([f"{call} inside averaged(): all nodes are alike there; leave it first"])
     node.not_serving(call)
@@ -105,7 +101,7 @@ def _meet(node: Node, call: str) -> None:
 
 
 def _average(mixer: Mixer, tensors: Sequence[torch.Tensor]) -> None:
-    """The exact average over nodes, in float64 and in the order of nodes, into each tensor."""
+    """Average each tensor over nodes exactly, in float64 and in the order of nodes."""
     for tensor in tensors:
         flat = tensor.reshape(-1)  # a copy where strides don't allow a view
         for at in range(0, flat.numel(), PIECE):
@@ -115,7 +111,7 @@ def _average(mixer: Mixer, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _average_buffers(node: Node, buffers: Sequence[torch.Tensor]) -> None:
-    """The exact average over a node's ranks, then over nodes, of floats."""
+    """Average floating-point buffers over a node's ranks, then over nodes, exactly."""
     floats = [b for b in buffers if b.is_floating_point()]
     if not floats:
         return
@@ -133,7 +129,9 @@ def _average_buffers(node: Node, buffers: Sequence[torch.Tensor]) -> None:
 
 @contextmanager
 def paused(node: Node) -> Iterator[None]:
-    """Inside, waits for this rank have no limit; asynchronous nodes go on exchanging in a thread.
+    """Context manager in which waits for this rank have no limit.
+
+    Asynchronous nodes go on exchanging in a thread.
 
     The model is as it was before, until the block ends. Not collective. An MPI that doesn't let
     threads call it leaves an asynchronous node silent, as a step that takes long does. Where a node

@@ -20,10 +20,10 @@ from mpigossip.engine.sharded import is_cut, local, planned
 from mpigossip.engine.vector import Flat
 from mpigossip.optim.arguments import report
 
-CUT = 1 << 27
-"""Bytes of rank 0's that are pickled at once."""
+CHUNK = 1 << 27
+"""Bytes of rank 0 that are pickled at once."""
 SIGNATURE = Local(no_state, no_state, raw=True)
-"""A local step that is only looked at."""
+"""A local step whose signature alone is used."""
 ALIKE = ("algorithm", "graph", "cadence")
 """Sections of a job that all nodes need to have alike, with what follows."""
 
@@ -32,7 +32,7 @@ Facts = Sequence[tuple[str, str]]
 
 
 def layout(model: nn.Module) -> Facts:
-    """Parameters and buffers by name: shape, type, order in memory, trained or frozen, cut."""
+    """Return parameters and buffers by name: shape, type, memory order, frozen or sharded."""
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     facts = [(f"parameter {n}", _told(p) + _frozen(p)) for n, p in parameters]
     return facts + [(f"buffer {n}", _told(b)) for n, b in buffers]
@@ -52,7 +52,7 @@ def _told(tensor: torch.Tensor) -> str:
 
 
 def settings_of(job: Job) -> Facts:
-    """What nodes have to do alike."""
+    """Return the settings that nodes need to have alike."""
     sections = config.as_dict(job)
     if job.node.mixer == "asynchronous" and job.cadence.name == "every":
         sections["cadence"].pop("period")  # nobody waits for a node's exchange
@@ -102,15 +102,15 @@ def _from_rank_0(world: World, tensor: torch.Tensor) -> bool:
     """Return whether its bytes changed."""
     own = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     flat = own.copy()
-    for at in range(0, flat.size, CUT):
-        flat[at : at + CUT] = world.broadcast(flat[at : at + CUT])
+    for at in range(0, flat.size, CHUNK):
+        flat[at : at + CHUNK] = world.broadcast(flat[at : at + CHUNK])
     if differs := not np.array_equal(flat, own):
         tensor.copy_(torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape))
     return differs
 
 
 def place(model: nn.Module, flat: Flat, packed: torch.Tensor) -> None:
-    """Write a packed vector (count,) into the model's parameters, or this rank's parts of them."""
+    """Write a packed vector (count,) into the model's parameters, or this rank's shards."""
     assert flat == planned(model).own, "the model was changed"
     row = torch.zeros(flat.size)
     flat.unpack(packed, row)

@@ -1,4 +1,4 @@
-"""Any torch optimizer, or several, as a local step; its own `step()` is refused from then on."""
+"""Torch optimizers as local steps: adapter, checks, learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ BESIDE = {"params", "param_names", *(f"{name}_lr" for name in ("initial", "max",
 """Keys of a group that are no settings of its optimizer: torch's schedulers add some."""
 
 
-def borrowed(
+def local_step_from_optimizers(
     vector: Parameters,
     optimizers: Sequence[torch.optim.Optimizer],
-    held: AbstractContextManager | None = None,
+    guard: AbstractContextManager | None = None,
 ) -> Local:
-    """x½ by each row's own optimizer, to its own bits; its state stays in the optimizer.
+    """Return a local step that calls each row's own optimizer, which keeps its state.
 
-    The optimizer steps while its parameters lie in ``out``: x is left alone, and what travels is
-    written where it travels from. ``held``: inside of which they step.
+    It steps while its parameters lie in ``out``, the outbox, so that x stays as it was and nothing
+    is copied. ``guard``: the context manager inside which optimizers may step.
     """
-    held = held or nullcontext()
+    guard = guard or nullcontext()
 
     def adapt(x, g, state: Empty, step: Step, out):
         if out is not x:
             duplicate(x, out)
         for row, optimizer in enumerate(optimizers):
             if row not in step.skipped:
-                with held, vector.lent(row, out, g):
+                with guard, vector.bind_to(row, out, g):
                     optimizer.step()
         return state
 
@@ -55,7 +55,7 @@ def borrowed(
 class Together(torch.optim.Optimizer):
     """Several optimizers as one, such as Muon for matrices and AdamW for all else.
 
-    Groups and state are those of the parts, in their order. JobError for a parameter that two have.
+    Groups and state are those of the parts, in order. JobError for a parameter of two parts.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
@@ -80,12 +80,12 @@ class Together(torch.optim.Optimizer):
             at += count
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `load_state_dict` has read, in all parts."""
+        """Give all parts the state that `load_state_dict` has read."""
         super().__setstate__(state)
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: nothing says whose it is."""
+        """Reject the group: nothing says which part is to have it."""
         if self._parts:
             raise JobError(
                 ["add_param_group: there are several optimizers, and nothing says which of them is "
@@ -94,7 +94,7 @@ class Together(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The step of each part; ``closure`` is evaluated once."""
+        """Step each part; ``closure`` is evaluated once."""
         value = None
         if closure is not None:
             with torch.enable_grad():
@@ -105,22 +105,21 @@ class Together(torch.optim.Optimizer):
 
 
 def parts(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """The optimizers that it stands for: itself, or several."""
+    """Return the optimizer's parts, or itself as the only one."""
     return optimizer._parts if isinstance(optimizer, Together) else (optimizer,)
 
 
 def title(optimizer: torch.optim.Optimizer) -> str:
-    """What it is called in a message."""
+    """Return its name for messages."""
     return " + ".join(type(one).__name__ for one in parts(optimizer))
 
 
 def complete(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], saved: str
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Saved groups, with present values of settings that they lack; what to report.
+    """Add present values of settings that saved groups lack; return groups and what to report.
 
-    ``saved``: the :func:`title` of the optimizer that they are of, "" where an earlier version
-    wrote them. StoreError for those of another one.
+    ``saved``: the :func:`title` of their optimizer, "" if not known. StoreError where it differs.
     """
     here, now = title(optimizer), optimizer.param_groups
     pairs = list(zip(groups, now, strict=False))  # torch refuses another number of groups
@@ -140,7 +139,7 @@ def complete(
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer has to move the parameters of this very model, in a step of its own."""
+    """JobError unless the optimizer moves the parameters of this model, in a step of its own."""
     own = {id(p) for p in model.parameters()}
     moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not own & moved:
@@ -163,7 +162,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise JobError(["differentiable = True: no gradient passes through an exchange, nor does "
                         "torch step leaf parameters so; make the optimizer without"])  # fmt: skip
     if any(isinstance(one, Wrapper) for one in parts(optimizer)):
-        raise JobError(["the optimizer is a Gossip already: give it the one inside"])
+        raise JobError(["the optimizer is a Gossip already: pass the torch optimizer, not Gossip"])
 
 
 def check_group(known: Container[int], group: dict[str, Any]) -> None:
@@ -179,7 +178,7 @@ def check_group(known: Container[int], group: dict[str, Any]) -> None:
 
 
 def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
-    """Methods that never call the optimizer take rate and coupled decay from it, and no more."""
+    """JobError unless it is plain SGD, from which a method with own step takes rate and decay."""
     has = None if type(optimizer) is torch.optim.SGD else f"is a {title(optimizer)}"
     for group in optimizer.param_groups if has is None else ():
         for key in ("momentum", "dampening", "nesterov", "maximize"):
@@ -192,7 +191,7 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_method(job: Job, optimizer: torch.optim.Optimizer) -> None:
-    """Reject an optimizer that the method can't use: SparseAdam takes no dense gradients."""
+    """JobError for an optimizer that the method can't use; SparseAdam takes no dense gradients."""
     if not takes_local(job.algorithm.name):
         check_plain_sgd(job.algorithm.name, optimizer)
     sparse = any(isinstance(one, torch.optim.SparseAdam) for one in parts(optimizer))
@@ -215,13 +214,13 @@ def decay(vector: Parameters, optimizer: torch.optim.Optimizer, row: int = 0) ->
 
 
 def rate(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """The learning rate of the first group, and whether all groups have it."""
+    """Return the learning rate of the first group, and whether all groups have it."""
     rates = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
     return rates[0], len(set(rates)) == 1
 
 
 def one_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> float:
-    """The learning rate, where the method has one; JobError for what it can't do at step index."""
+    """Return the learning rate of step ``index``; JobError where the method can't use it."""
     lr, one = rate(optimizer)
     if not one and (algorithm in DIVIDES or not takes_local(algorithm)):
         raise JobError(
@@ -239,7 +238,7 @@ def one_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> fl
 def unscaled(
     optimizer: Wrapper, engine: Engine, parameters: Sequence[nn.Parameter]
 ) -> tuple[int, ...]:
-    """Take GradScaler's scale out of the gradients; (0,) where they overflowed."""
+    """Divide the gradients by GradScaler's scale; return (0,) where they overflowed."""
     found = getattr(optimizer, "found_inf", None)
     if found is None:
         return ()
@@ -256,16 +255,19 @@ def check_free(optimizer: torch.optim.Optimizer) -> None:
     """JobError where it is inside another Gossip."""
     for one in parts(optimizer):
         hooks = getattr(one, "_optimizer_step_pre_hooks", {}).values()  # not of a wrapper
-        if any(isinstance(getattr(hook, "__self__", None), Held) for hook in hooks):
+        if any(isinstance(getattr(hook, "__self__", None), StepGuard) for hook in hooks):
             raise JobError([f"the {type(one).__name__} is inside another Gossip; make a torch "
                             "optimizer for each, or close() the other Gossip first"])  # fmt: skip
 
 
-class Held:
-    """Inside, the optimizer may step; outside, its `step()` is refused until :meth:`release`."""
+class StepGuard:
+    """Context manager inside which the optimizer may step; elsewhere its step() is an error.
+
+    Until :meth:`release`.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        """Holds from now on; several that are one are held each."""
+        """Guard the optimizer, or each of its parts, from now on."""
         self._inside = False
         self._hooks = [one.register_step_pre_hook(self._check) for one in parts(optimizer)]
 
@@ -279,12 +281,11 @@ class Held:
     def _check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._inside:
             raise JobError(
-                [f"step() of the {type(optimizer).__name__} that is inside Gossip was called: its "
-                 "step is part of Gossip's, and would be taken twice or never be exchanged; call "
-                 "step() of what Gossip(…) returned, and give that to GradScaler.step()"]
+                [f"{type(optimizer).__name__}.step() was called directly, but Gossip calls it: "
+                 "call step() of the Gossip optimizer, and pass that to GradScaler.step()"]
             )  # fmt: skip
 
     def release(self) -> None:
-        """The optimizer is the user's again."""
+        """Give the optimizer back to the program."""
         for hook in self._hooks:
             hook.remove()

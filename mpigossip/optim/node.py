@@ -13,6 +13,7 @@ from torch import nn
 
 from mpigossip.algorithms import Algorithm, takes_local
 from mpigossip.algorithms.local import Local
+from mpigossip.cluster.process import report_unused
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import note
@@ -28,9 +29,8 @@ from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Layout, Mixer
 from mpigossip.optim import about, equal_start, state, state_dict, unwrapped
 from mpigossip.optim.arguments import named
-from mpigossip.optim.inner import Held, borrowed, check, decay, rate
+from mpigossip.optim.inner import StepGuard, check, decay, local_step_from_optimizers, rate
 from mpigossip.optim.survive import average_state, copied, put_back
-from mpigossip.optim.world import report_unused
 from mpigossip.runs.node import Arrays, Numbers
 from mpigossip.runs.progress import Progress
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
@@ -79,7 +79,7 @@ class Node:
         """objects with state_dict() or get_state() that checkpoints take, too"""
         self.known = {id(p): p for p in model.parameters()}
         """all that the model had when Gossip was made"""
-        self.held = Held(inner)
+        self.guard = StepGuard(inner)
         atexit.unregister(report_unused)
 
     def _open(self) -> None:
@@ -115,7 +115,7 @@ class Node:
             threads = torch.get_num_threads()
             self.group = make_group((self._device,), threads, True, node.timeout_s, self.world)
             self.mixer = Gathered(layout, self.group, of)
-        self._segments: Group = self.group if self.cut else own
+        self._segments: Group = self.group if self.sharded else own
 
     def _shut(self) -> None:
         """What :meth:`_open` has made; collective."""
@@ -123,24 +123,24 @@ class Node:
         self._segments.close()
 
     @property
-    def cut(self) -> bool:
-        """Whether the node's ranks have a part of the model each."""
+    def sharded(self) -> bool:
+        """Whether each rank of the node has a shard of the model."""
         return isinstance(self.flat, Cut)
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
         """The model's, by name, of the only slot here."""
         return [dict(self.model.named_buffers())]
 
-    def own(self, row: int) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+    def own(self, row: int, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
         """Torch optimizer, random numbers and kept objects; JobError, on all ranks, for others."""
         nodes = self.world.nodes
         arrays: dict[str, np.ndarray] = {}
         numbers: dict[str, Number] = {"ranks": nodes.per_node}
-        with self.world.together(JobError):
+        with world.together(JobError):
             mine = state.of_rank(self.model, self.keeps)
-            if nodes.first and not self.cut:
+            if nodes.first and not self.sharded:
                 numbers["torch"] = state.write_optimizer(self.inner, self.model, arrays)
-        if self.cut:  # the node's ranks gather one parameter's state after the other
+        if self.sharded:  # the node's ranks gather one parameter's state after the other
             with torch.no_grad():
                 into = arrays if nodes.first else None
                 numbers["torch"] = state.write_optimizer(self.inner, self.model, into)
@@ -200,7 +200,7 @@ class Node:
 
     def _build(self) -> None:
         """The engine over the vector, with method and cadence of the graph."""
-        local = borrowed(self.vector, [self.inner], self.held)
+        local = local_step_from_optimizers(self.vector, [self.inner], self.guard)
         method = self._method(local)
         flat = self.flat.own
         parts = make_fragments(
@@ -340,6 +340,6 @@ class Node:
 
     def close(self, together: bool) -> None:
         """Free the inner optimizer, and what lies between nodes where they come ``together``."""
-        self.held.release()
+        self.guard.release()
         if together:
             self._shut()

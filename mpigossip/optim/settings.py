@@ -1,4 +1,4 @@
-"""From the names that a user's loop gives to the job that means the same, and its refusals."""
+"""The job that means the same as the arguments of `Gossip`; checks of what loops don't support."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def settings(
     folder: Path | None,
     options: Mapping[str, Any],
 ) -> tuple[Job, Graph]:
-    """The job, and the graph over the world's ranks; JobError with all that doesn't fit."""
+    """Return the job and the graph over nodes; JobError with all that doesn't fit."""
     drawn = graph is not None and not isinstance(graph, str)
     if is_network(algorithm) or algorithm in graphs.BUILDERS.keys() - algorithms.BUILDERS.keys():
         raise JobError([f"the fourth argument is the algorithm now: write graph={algorithm!r}"])
@@ -92,7 +92,7 @@ def settings(
 
 
 def _of_several(job: Job, world: World) -> list[str]:
-    """What nodes of several ranks don't do in a loop of one's own."""
+    """Return what nodes of several ranks don't support in a custom loop."""
     found = []
     if job.node.mixer != "synchronous" and world.nodes.per_node > 1:
         found.append(
@@ -115,7 +115,7 @@ def _sections(
     options: Mapping[str, Any],
     plain: Mapping[str, set[str]],
 ) -> dict[str, dict[str, Any]]:
-    """A job's sections; an option goes wherever a part of the job has it."""
+    """Return a job's sections; an option goes to each part of the job that has it."""
     sections: dict[str, dict[str, Any]] = {"run": {}, "algorithm": {"name": algorithm}}
     sections |= {"graph": {}, "cadence": {}, "node": {}, "checkpoint": {}, "log": {}}
     for section, name in (("graph", graph), ("cadence", cadence)):
@@ -142,11 +142,11 @@ def _sections(
 
 
 def _unseen(job: Job, method: algorithms.Algorithm, graph: Graph) -> list[str]:
-    """What a job knows and a loop of one's own doesn't say."""
+    """Return what needs facts that a job has and a custom loop doesn't."""
     cadence = assemble.make_cadence(job, method, graph)
     if cadence.own:
         return [
-            f"period = {list(cadence.own)}: a loop of one's own makes each step that it is told; "
+            f"period = {list(cadence.own)}: a custom loop makes each step that is called; "
             'give one number, or mixer="asynchronous" with cadence "every", where each rank may '
             "give a number of its own"
         ]

@@ -1,4 +1,4 @@
-"""What `state_dict()` holds beside the inner one's: this node's model, method and counters."""
+"""The entry "gossip" of `state_dict()`: this node's model, method and counters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpigossip.store.manifest import MOST, counter
 
 
 def state(engine: Engine, vector: Parameters) -> dict[str, Any]:
-    """As tensors and plain values, so that torch.save keeps them."""
+    """Return tensors and plain values, so that torch.save keeps them."""
     flat = vector.flat.own
     return {
         "names": list(flat.names),
@@ -31,7 +31,7 @@ def state(engine: Engine, vector: Parameters) -> dict[str, Any]:
 
 
 def _arrays(engine: Engine, flat: Flat) -> dict[str, torch.Tensor]:
-    """The method's state in this process."""
+    """Return the method's state in this process."""
     return {
         name: torch.from_numpy(joined(parts, 0, flat)) for name, parts in engine.parts().items()
     }
@@ -44,9 +44,9 @@ def load(
     model: nn.Module,
     flat: Flat,
 ) -> list[str]:
-    """``given`` into the inner optimizer; the model of ``mine``, a :func:`state`, into ours.
+    """Load ``given`` into the inner optimizer, and the model of ``mine``, a :func:`state`.
 
-    ``flat``: the layout of what this process has. Returns what to report of settings.
+    ``flat``: the layout of this process's values. Return what to report of settings.
     """
     if mine is not None:
         _check(mine, flat)

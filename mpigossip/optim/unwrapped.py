@@ -1,4 +1,4 @@
-"""What stands around a model or an optimizer: looked through, or refused in words."""
+"""Wrappers of models and optimizers: supported ones are unwrapped, others rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module inside those that torch.compile, DDP and DataParallel put around it.
+    """Return the module inside torch.compile, DDP and DataParallel.
 
     So parameters have the same names with and without them, and so have checkpoints.
     """
@@ -31,7 +31,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def bare_once(model: nn.Module) -> nn.Module:
-    """The module inside the outermost of them; itself where there is none."""
+    """Return the module inside the outermost wrapper; itself where there is none."""
     compiled = getattr(model, "_orig_mod", None)
     if isinstance(model, DataParallel | DistributedDataParallel):
         return model.module
@@ -39,7 +39,7 @@ def bare_once(model: nn.Module) -> nn.Module:
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | None = None) -> None:
-    """JobError for what joins ranks by itself, and for optimizers that a framework has wrapped.
+    """JobError for models and optimizers that join ranks by themselves, or that are wrapped.
 
     ``world``: where its nodes have several ranks, the model must be in DDP over those of its node,
     or cut between them by `fully_shard`.
@@ -57,20 +57,20 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
             [f"the optimizer is a {kind.__name__}, which joins ranks by torch.distributed: give "
              "Gossip the optimizer inside it"]
         )  # fmt: skip
-    sharded = _parts(model, world)
+    shards = _sharded(model, world)
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    several = world.nodes.per_node if world and not sharded else 1
+    several = world.nodes.per_node if world and not shards else 1
     if several > 1 and not any(isinstance(m, DistributedDataParallel) for m in _layers(model)):
         raise JobError(
             [f"ranks_per_node: a node has {several} ranks, whose gradients nobody averages: wrap "
              "the model as DistributedDataParallel(model, process_group=world.node_group()), or "
              "cut it by fully_shard(model, mesh=world.node_mesh()), before it is given to Gossip"]
         )  # fmt: skip
-    _apart(wrappers, world)
+    _check_groups(wrappers, world)
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """What stands around the bare module, one in the other."""
+    """Yield the wrappers around the bare module, from the outermost."""
     while (inner := bare_once(model)) is not model:
         yield model
         model = inner
@@ -82,15 +82,15 @@ def _node(world: World | None) -> list[int]:
 
 
 def check_late(model: nn.Module, world: World | None = None) -> None:
-    """The same for what was put around the model after Gossip; looks at all objects, so once."""
-    _parts(model, world)
+    """Check for DDP around the model since Gossip; looks at all objects, so called once."""
+    _sharded(model, world)
     if distributed.is_available() and distributed.is_initialized():
         own = {id(p) for p in model.parameters()}
         every = (o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
-        _apart((m for m in every if own & {id(p) for p in m.parameters()}), world)
+        _check_groups((m for m in every if own & {id(p) for p in m.parameters()}), world)
 
 
-def _apart(wrappers: Iterable[DistributedDataParallel], world: World | None) -> None:
+def _check_groups(wrappers: Iterable[DistributedDataParallel], world: World | None) -> None:
     for wrapper in wrappers:
         several, group = wrapper.process_group.size(), wrapper.process_group
         node = _node(world)
@@ -108,10 +108,10 @@ def _apart(wrappers: Iterable[DistributedDataParallel], world: World | None) -> 
             )  # fmt: skip
 
 
-def _parts(model: nn.Module, world: World | None) -> bool:
-    """Whether the node's ranks have a part of the model each; JobError where others have, too.
+def _sharded(model: nn.Module, world: World | None) -> bool:
+    """Return whether each rank of the node has a shard of the model; JobError for other shards.
 
-    FSDP's classes are known by name: importing them would load what few use.
+    FSDP's classes are recognized by name: importing them would load what few use.
     """
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise JobError(
@@ -134,7 +134,7 @@ def _parts(model: nn.Module, world: World | None) -> bool:
 
 
 def _of_node(name: str, parameter: Any, world: World | None) -> None:
-    """JobError for a part that isn't one of this node's, cut by `fully_shard` alone."""
+    """JobError unless a shard is one of this node's, made by `fully_shard` alone."""
     node = _node(world) or [0]
     mesh, (first, *more) = parameter.device_mesh, parameter.placements
     on = mesh.mesh.flatten().tolist()

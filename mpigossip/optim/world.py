@@ -1,4 +1,4 @@
-"""Where a user's own program begins."""
+"""Start of a custom program: MPI, and torch's process groups inside a node."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from mpigossip.cluster import launcher, ranks
-from mpigossip.cluster.process import TIMEOUT_S, ending
+from mpigossip.cluster.process import TIMEOUT_S, report_unused
 from mpigossip.cluster.process_groups import node_group
 from mpigossip.config import JobError
 from mpigossip.config.readable import note
 
 
 class World(ranks.World):
-    """The ranks of a user's own program, with what torch needs to join those of a node."""
+    """The ranks of a custom program, with torch's process group and device mesh of a node."""
 
     def node_group(self, backend: str | None = None) -> ProcessGroup:
-        """The torch process group of this rank's node, for DistributedDataParallel; collective.
+        """Return the torch process group of this rank's node, for DDP; collective.
 
         ``backend``: unset, "nccl" where there are GPUs, else "gloo". It is the world of
         torch.distributed, whose ranks are those in the node. JobError where that runs with others.
@@ -27,17 +27,10 @@ class World(ranks.World):
         return node_group(self, backend or _backend(), self.timeout_s)
 
     def node_mesh(self, backend: str | None = None) -> DeviceMesh:
-        """The same as a DeviceMesh of one dimension, "node"; collective."""
+        """Return it as a DeviceMesh of one dimension, "node"; collective."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         group = self.node_group(backend)
         return DeviceMesh.from_group(group, device, mesh_dim_names=("node",))
-
-
-def report_unused(nodes: int) -> None:
-    """At exit, unless Gossip or Averager has unregistered it: the nodes' models are separate."""
-    if not ending.code:
-        text = f"{nodes} nodes exchanged nothing, so each has a model of its own; write "
-        note(f"{text}optimizer = mpigossip.Gossip(world, model, optimizer)")
 
 
 def _backend() -> str:
@@ -45,7 +38,7 @@ def _backend() -> str:
 
 
 def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
-    """Starts MPI, unless it runs already, and joins all ranks of the job; call it on every rank.
+    """Start MPI, unless it runs already, and join all ranks of the job; call it on every rank.
 
     Under a launcher (srun, mpirun) the world has its ranks; without one, a world of one.
     ``timeout_s`` limits waiting in ``barrier`` and ``agree``. LaunchError where MPI can't be

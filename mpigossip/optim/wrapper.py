@@ -1,4 +1,4 @@
-"""What torch, its schedulers and frameworks expect of an optimizer that stands around another."""
+"""Base class of an optimizer that wraps another, as torch and frameworks expect it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOOKS = [f"{call}_{when}" for call in CALLS for when in ("pre", "post")]
 
 
 class Wrapper(torch.optim.Optimizer):
-    """A real `torch.optim.Optimizer` whose groups, state and defaults are another one's."""
+    """A `torch.optim.Optimizer` whose groups, state and defaults are the wrapped one's."""
 
     def __init__(self, inner: torch.optim.Optimizer):
         """``inner``: stays the owner; torch's own __init__, not called, would make new groups."""
@@ -61,7 +61,7 @@ class Wrapper(torch.optim.Optimizer):
         self._inner.zero_grad(set_to_none)
 
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take GradScaler's scale out of the gradients, unless the user did (``unscale_``)."""
+        """Divide gradients by GradScaler's scale, unless the user did (``unscale_``)."""
         scale = getattr(self, "grad_scale", None)
         if scale is None:
             return
@@ -75,7 +75,7 @@ class Wrapper(torch.optim.Optimizer):
         raise JobError(["Gossip can't be copied or pickled; take optimizer.state_dict() instead"])
 
     def _run_hooks(self, name: str, *arguments: Any) -> Any:
-        """Call the hooks of a name; the last value that one returned."""
+        """Call the hooks of a name; return the last value that one returned."""
         value = None
         for hook in getattr(self, f"_optimizer_{name}_hooks").values():
             value = hook(self, *arguments) or value

@@ -1,4 +1,4 @@
-"""Detection of steps on stale gradients, which `zero_grad` didn't clear, and on none."""
+"""Detection of steps on stale gradients, which `zero_grad` did not clear, and without any."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpigossip.optim.arguments import report
 
 
 class Stale:
-    """Watches one parameter's gradient between steps, by torch's count of changes in place."""
+    """Watch of one parameter's gradient between steps, by torch's count of in-place changes."""
 
     def __init__(self) -> None:
         """Nothing is watched yet."""
@@ -28,7 +28,7 @@ class Stale:
             self._parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def spent(self) -> None:
-        """A step has used the gradients."""
+        """Note that a step has used the gradients."""
         grad = None if self._parameter is None else self._parameter.grad
         self._spent = None if grad is None else (grad, grad._version, local(grad)._version)
 
@@ -43,7 +43,7 @@ class Stale:
             self._spent = None
 
     def check(self, parameters: Iterable[torch.Tensor], rank: int) -> None:
-        """JobError where backward added to gradients that were used; reports if there are none."""
+        """JobError where backward added to gradients that were used; report if there are none."""
         if all(p.grad is None for p in parameters):  # a rank without data may mean it
             report(f"step() on rank {rank} without any gradient: only the exchange changes its "
                    "model; call zero_grad() before backward(), and that on the model given to "
@@ -51,6 +51,6 @@ class Stale:
         if self._added:
             self._added = False
             raise JobError(
-                ["the gradients of the last step are still in those of this one: write "
-                 "optimizer.zero_grad() before backward (Gossip.step() once did it)"]
+                ["backward() accumulated into the previous step's gradients; call "
+                 "optimizer.zero_grad() before it"]
             )  # fmt: skip

@@ -1,1 +1,1 @@
-"""A run from beginning to end: start, steps, files, stops, losses, what a person sees."""
+"""One run of a job or a custom loop: log, checkpoints, stops, resume, rank failures, output."""

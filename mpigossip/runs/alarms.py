@@ -1,4 +1,4 @@
-"""What notices that something goes wrong in the numbers of a run: a straggler, divergence.
+"""Warnings from the log of a run: stragglers, divergence, the cadence's own.
 
 They look at the rows that the log gathers to rank 0 anyway: no message is added.
 """
@@ -22,7 +22,7 @@ APART = 1e-3
 
 
 class Straggler:
-    """Names a node whose compute time stays above ``times`` the nodes' median for ``seconds``."""
+    """Warning that a node computes longer than ``times`` the nodes' median, for ``seconds``."""
 
     def __init__(self, times: float, seconds: float, hosts: Sequence[str] = ()):
         """``hosts``: where each node lives, if they differ."""
@@ -31,9 +31,9 @@ class Straggler:
         self._told: set[int] = set()
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        """Lines of warning about the steps from ``first`` on; one for each time a node slows."""
+        """Return warnings about the steps from ``first`` on, one for each time a node slows."""
         compute = rows["compute_s"]
-        # of the steps that a node makes: who rests computes nothing, and has no loss
+        # of the steps that a node takes: idle ones compute nothing, and have no loss
         worked = ~np.isnan(rows["loss"])
         mean = np.where(worked, compute, 0.0).sum(axis=0) / np.maximum(worked.sum(axis=0), 1)
         awake = np.sort(mean[worked.any(axis=0)])
@@ -61,7 +61,7 @@ class Straggler:
 
 
 class Divergence:
-    """Says when the consensus distance has grown ``times``-fold within ``steps`` steps."""
+    """Warning that the consensus distance has grown ``times``-fold within ``steps`` steps."""
 
     def __init__(self, times: float, steps: int):
         """Growth below a distance of `APART` counts from there."""
@@ -70,7 +70,7 @@ class Divergence:
         self._told = False
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        """Lines of warning about the steps from ``first`` on; one until it has shrunk again."""
+        """Return warnings about the steps from ``first`` on, one until it has shrunk again."""
         lines = []
         values = rows["consensus_distance"].max(axis=1)
         measured = ~np.isnan(values) if self._times else np.zeros(len(values), bool)
@@ -95,33 +95,33 @@ class Divergence:
         return lines
 
 
-class Rhythm:
-    """Passes on what the cadence says of its state, once until it has nothing to say."""
+class CadenceWarning:
+    """The cadence's warning about its state, once until it has none."""
 
     def __init__(self, says: Callable[[], str]):
         """``says``: its warning at present."""
         self._says, self._told = says, False
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        """Lines of warning about the steps from ``first`` on."""
+        """Return warnings about the steps from ``first`` on."""
         said, told = self._says(), self._told
         self._told = bool(said)
         return [f"{said} (step {first + len(rows['loss'])})"] if said and not told else []
 
 
 class Watcher(Protocol):
-    """Looks at the steps of a run as they are logged."""
+    """Source of warnings about the steps of a run, as they are logged."""
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        """Lines of warning about the steps from ``first`` on."""
+        """Return warnings about the steps from ``first`` on."""
 
 
 def watchers(
     section: LogSection, hosts: Sequence[str] = (), cadence: Callable[[], str] = lambda: ""
 ) -> list[Watcher]:
-    """Those that the job's `[log]` asks for, and what the cadence says."""
+    """Return those that the job's `[log]` asks for, and the cadence's."""
     return [
         Straggler(section.straggler_times, section.straggler_s, hosts),
         Divergence(section.diverging_times, section.diverging_steps),
-        Rhythm(cadence),
+        CadenceWarning(cadence),
     ]

@@ -1,7 +1,6 @@
-"""What watches a run, and the hooks that a job can name. Hooks observe; they never change numbers.
+"""Hooks: observers of a run, which never change its numbers, and those that a job can name.
 
-A hook more is a subclass of `Hook` in a file of its own, and its line in `HOOKS`; one that a user
-brings needs no line.
+A new hook is a subclass of `Hook` and a line of `HOOKS`; a user's own needs no line.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ HOOKS = {"tensorboard": "mpigossip.runs.tensorboard:TensorBoard"}
 
 
 class Hook:
-    """Watches a run; every method does nothing unless a hook says otherwise."""
+    """Observer of a run; methods that a subclass doesn't override do nothing."""
 
     def start(self, progress, assembly) -> None:
         """Before the first step."""
@@ -32,18 +31,18 @@ class Hook:
         """After each evaluation."""
 
     def wants_stop(self, done: int) -> bool:
-        """Whether the run should end at this step boundary; must be equal on all ranks."""
+        """Return whether the run should end at this step boundary; equal on all ranks."""
         return False
 
     def flush(self) -> None:
-        """Before a checkpoint is written: put on disk what must not be older than it."""
+        """Write to disk what must not be older than the checkpoint that follows."""
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         """After the last step; the summary is complete on rank 0 only."""
 
 
 def named_hooks(names: Sequence[str], world: World) -> list[Hook]:
-    """The hooks of these names, each made with the world. Collective; raises JobError."""
+    """Return the hooks of these names, each made with the world. Collective; JobError."""
     with world.together(JobError):
         return [_made(name, world) for name in names]
 

@@ -70,7 +70,7 @@ class JobNode:
         """Those of a node's replicas."""
         return self.trainer.replicas.buffers(row)
 
-    def own(self, row: int) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+    def own(self, row: int, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
         """The loss scale of fp16."""
         return {}, {**self.trainer.settings.precision.numbers(row)}
 

@@ -1,4 +1,4 @@
-"""Starting, resuming and simulating a run: from a job file to the summary at the end."""
+"""Commands that train: start or resume a job, from its file or run directory to the summary."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from mpigossip.store.checkpoint import Manifest
 from mpigossip.training.assemble import assemble, load
 
 WAS = {"workers": 2, "consensus_every": 10}
-"""Defaults of earlier versions that are "auto" now: a run that has them goes on."""
+"""Defaults of earlier versions that are "auto" now: a run that has them can be resumed."""
 
 
 def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
-    """Train the job on n nodes, from a checkpoint if one is given; the summary on rank 0.
+    """Train the job on n nodes, from a checkpoint if one is given; return the summary on rank 0.
 
-    Collective under MPI. Raises JobError for mistakes of the user, on every rank.
+    Collective under MPI. JobError, on every rank, for user errors.
     """
     world.timeout_s = job.node.timeout_s
     prepare(job, world)
@@ -40,7 +40,7 @@ def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
 
 
 def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
-    """Train a job from the start, or go on where its run directory stopped.
+    """Train a job from the start, or from the newest checkpoint of its run directory.
 
     ``n``: nodes, None for as many as the ranks make.
     """
@@ -54,16 +54,16 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
 
 
 def _nodes(job: Job, world: World) -> int:
-    """How many nodes the ranks make; JobError on all of them where they don't."""
+    """Return how many nodes the ranks form; JobError on all of them where they can't."""
     world.timeout_s = job.node.timeout_s
     world.arrange(job.node.ranks_per_node)
     return world.nodes.count
 
 
 def newest(folder: Path, world: World) -> Path | None:
-    """The checkpoint to go on from, as rank 0 sees it: ranks may see a shared disk differently.
+    """Return the newest complete checkpoint as rank 0 sees it: ranks may see disks differently.
 
-    Damaged ones that are newer are named and set aside; JobError where there is no whole one.
+    Damaged ones that are newer are named and set aside; JobError where only such are left.
     """
     found, place = None, folder / "checkpoints"
     with world.together(Mistake):
@@ -82,7 +82,7 @@ def newest(folder: Path, world: World) -> Path | None:
 
 
 def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) -> dict[str, Any]:
-    """Go on with the run in a folder, from its newest whole checkpoint.
+    """Resume the run in a folder from its newest complete checkpoint.
 
     ``n``: nodes; None for as many as the ranks make, or without ranks as the checkpoint has.
     """
@@ -94,7 +94,7 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
         with world.together(Mistake):
             if found is None:
                 raise JobError(
-                    [f'"{folder}" has no whole checkpoint to resume from; start it with '
+                    [f'no complete checkpoint in "{folder}"; start the run with '
                      "`mpigossip train JOB.toml`"]
                 )  # fmt: skip
             manifest = _of_a_job(found)
@@ -107,20 +107,20 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
 
 
 def _of_a_job(path: Path) -> Manifest:
-    """The manifest; JobError where a loop of the user's own wrote the checkpoint."""
+    """Return the manifest; JobError where a custom loop wrote the checkpoint."""
     manifest = checkpoint.read_manifest(path)
     if manifest.meta.get("door") == "loop":
         raise JobError(
-            [f'"{path.parents[1]}" holds the run of a program with a loop of its own: start that '
-             "again, its optimizer.resume() goes on (`mpigossip checkpoint show` prints which)"]
+            [f'"{path.parents[1]}" holds the run of a custom training loop: start that program '
+             "again, its optimizer.resume() continues (`mpigossip checkpoint show` prints which)"]
         )  # fmt: skip
     return manifest
 
 
 def _same_job(job: Job, n: int, newest: Path) -> None:
-    """Refuse to go on in a run directory that another job, or another number of nodes, has begun.
+    """JobError where another job, or one of other nodes, has begun the run directory.
 
-    A run that has lost nodes since goes on with all that it was started with.
+    A run that has lost nodes since continues on as many as it was started with.
     """
     manifest = _of_a_job(newest)
     if n != asked_of(manifest):

@@ -1,4 +1,4 @@
-"""A run's directory: one job at a time in it, and what was there stays there."""
+"""Lock of a run directory: one job at a time writes there."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SETTING = "run.output"
 
 @contextmanager
 def locked(folder: Path, world: World, setting: str = SETTING) -> Iterator[None]:
-    """Keep a second job out of the run directory; the lock's file names the job that has it.
+    """Context manager that keeps other jobs out of the run directory; collective.
 
-    ``setting``: what named the folder, for messages. A file system without locks (some Lustre and
-    NFS mounts) is survived without one.
+    ``setting``: what named the folder, for messages. File systems without locks (some Lustre and
+    NFS mounts) are tolerated.
     """
     handle = None
     with world.together(JobError):
@@ -36,7 +36,7 @@ def locked(folder: Path, world: World, setting: str = SETTING) -> Iterator[None]
 
 
 def lock(folder: Path, setting: str = SETTING) -> TextIO:
-    """Take the lock of a run directory, released when closed; JobError names who has it."""
+    """Lock a run directory until the handle is closed; JobError names the job that has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / "lock").open("a+")
@@ -68,7 +68,7 @@ def lock(folder: Path, setting: str = SETTING) -> TextIO:
 
 
 def _sign(handle: TextIO) -> None:
-    """Write into the lock's file who has it."""
+    """Write this job's name into the lock file."""
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
     handle.truncate(0)
     handle.write(

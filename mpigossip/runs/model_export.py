@@ -1,4 +1,4 @@
-"""A trained model out of a checkpoint: the nodes' exact average, or one node's own, for any torch.
+"""Export of a model from a checkpoint: the exact average over nodes, or one node's.
 
 The names are those of the model's own ``state_dict()``; parameters and norm statistics are
 averaged in node order in float64, as an evaluation does, so that the numbers are the same bits.
@@ -27,7 +27,7 @@ SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 def export(path: Path, out: Path, node: int | None = None, trust_model: bool = False) -> str:
-    """Write the averaged model of the checkpoint ``path``, or that of ``node``, and say what it is.
+    """Write the averaged model of the checkpoint ``path``, or that of ``node``; return a report.
 
     ``out`` names the format: .safetensors (with step, nodes and job as metadata), or .pt for what
     ``torch.load`` reads. A checkpoint may be of somebody else: only with ``trust_model`` are the
@@ -54,18 +54,18 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
 
 
 def averaged(path: Path, n: int) -> dict[str, np.ndarray]:
-    """Parameters and buffers of a checkpoint of n nodes by name, floats averaged over the nodes."""
+    """Return parameters and buffers by name, floats averaged over the n nodes of a checkpoint."""
     return _by_name(checkpoint.read_node(path, 0), over_nodes(path, n))
 
 
 def model_of(path: Path, node: int) -> dict[str, np.ndarray]:
-    """One node's parameters and buffers by name, buffers of floats averaged over its slots."""
+    """Return one node's parameters and buffers by name, float buffers averaged over its slots."""
     saved = checkpoint.read_node(path, node)
     return _by_name(saved, over_slots(saved))
 
 
 def _by_name(saved: NodeState, mean: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The averages by the model's own names, in the types that were saved."""
+    """Return the averages by the model's own names, in the types that were saved."""
     values, at = {}, 0
     for name, shape in zip(saved.names, saved.shapes, strict=True):
         values[name] = mean["parameters"][at : at + prod(shape)].reshape(shape).astype(np.float32)
@@ -80,7 +80,7 @@ def _by_name(saved: NodeState, mean: Mapping[str, np.ndarray]) -> dict[str, np.n
 def _as_saved(
     manifest: Manifest, values: dict[str, np.ndarray]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """The values by the checkpoint's own names; nothing that its job names is looked at."""
+    """Return the values by the checkpoint's own names; nothing that its job names is imported."""
     try:
         job = tomllib.loads(manifest.job)
         name = str(job.get("model", {}).get("name", ""))  # a forged one may be a list

@@ -67,10 +67,11 @@ class Node(Averaging, Protocol):
     def buffers(self, row: int) -> Sequence[Mapping[str, torch.Tensor]]:
         """Return the model's buffers by name, one dict for each slot here."""
 
-    def own(self, row: int) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+    def own(self, row: int, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
         """Return arrays and numbers that only this kind of node saves; collective.
 
-        Empty in all but a node's first process, unless all of them write.
+        ``world``: the run's, whose ranks all learn of an error. Empty in all but a node's first
+        process, unless all of them write.
         """
 
     def put_own(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:

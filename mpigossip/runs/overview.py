@@ -1,4 +1,4 @@
-"""The screen at the start of a run: who takes part, what travels how, what is held, where it goes.
+"""First screen of a run: nodes, model, data, method, exchange, memory, files.
 
 Everything is read from what was built for the run, not from the job that asked for it.
 """
@@ -33,7 +33,7 @@ WAYS = {"device": "put from GPU to GPU", "nccl": "NCCL", "host": "host staging, 
 
 
 def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple[str, str]]:
-    """What stands on the screen, as (word, text); local, nothing is asked of other ranks."""
+    """Return the screen as (word, text); local."""
     job, trainer, graph = progress.job, assembly.trainer, assembly.graph
     flat, section = trainer.replicas.flat, job.checkpoint
     local = f" ({job.local.name})" if job.local.name else ""
@@ -57,7 +57,7 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
 
 
 def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> list[tuple[str, str]]:
-    """What happens between nodes: the graph, the way to each neighbour of node 0, and bytes."""
+    """Return the lines about graph, transport and traffic between nodes."""
     return [
         ("graph", _graph(graph) if _gossips(engine) else "unused: averages are over all nodes"),
         ("exchange", _exchange(engine, graph, node, world)),
@@ -66,7 +66,7 @@ def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> li
 
 
 def nodes(n: int, devices: Sequence[str], world: World) -> str:
-    """Who takes part, and where."""
+    """Describe ranks, hosts and slots."""
     per = world.nodes.per_node
     slots = f"{counted(per * len(devices), 'slot')} each ({', '.join(dict.fromkeys(devices))})"
     if world.comm is None:
@@ -81,12 +81,12 @@ def nodes(n: int, devices: Sequence[str], world: World) -> str:
 
 
 def _gossips(engine: Engine) -> bool:
-    """Whether neighbours exchange at all: some methods average over all nodes only."""
+    """Return whether neighbours exchange: some methods average over all nodes only."""
     return Kind.GOSSIP in engine.cadence.kinds
 
 
 def _graph(graph: Graph) -> str:
-    """Degree, period and the gap, or in how many rounds a sequence is exact.
+    """Describe degree, period, and spectral gap or rounds to the exact average.
 
     The mean of all nodes drifts where columns of W don't sum to one.
     """
@@ -112,7 +112,7 @@ def _graph(graph: Graph) -> str:
 
 
 def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> str:
-    """The way to each neighbour of node 0."""
+    """Describe the transport to each neighbour of this process's first node."""
     mine, wire = engine.mixer.rows[0], node.wire
     over = "" if wire == "fp32" else f", {wire} on the wire"
     if graph.n == 1:
@@ -138,7 +138,7 @@ def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> 
 
 
 def _way(route: str) -> str:
-    """A route of GPUs' vectors in words, with its reason."""
+    """Describe the route of GPUs' vectors, with its reason."""
     name, _, why = route.partition(" ")
     return f"{WAYS[name]} {why[1:-1] if name == 'host' else why}".rstrip()
 
@@ -149,7 +149,7 @@ def _listed(nodes: list[int]) -> str:
 
 
 def _traffic(engine: Engine, graph: Graph, world: World) -> str:
-    """Bytes of a round, the mean over a period, beside what an all-reduce would send."""
+    """Describe bytes of a round, the mean over a period, beside those of an all-reduce."""
     n, method, layout = graph.n, engine.method, engine.mixer.layout
     if n == 1:
         return "none"
@@ -170,7 +170,7 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
 
 
 def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
-    """Bytes of one node, counted as the dry run does, of the mixer that was opened."""
+    """Return the bytes of one node, counted as by the dry run, of the mixer that was opened."""
     mixer, replicas = trainer.mixer, trainer.replicas
     state = sum(a.nbytes for each in trainer.engine.states for _, a in leaves(each)) // len(
         mixer.rows

@@ -1,4 +1,4 @@
-"""What a run says while it goes: a live line on a terminal, plain lines in a batch log."""
+"""Output of a run: a live line on a terminal, plain lines in a batch log, the summary."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ LIVE_S, PLAIN_S = 0.2, 30.0
 WINDOW = 50
 """Steps over which speed and the share of the exchange are averaged."""
 HEADING_EVERY = 25
-"""Rows of the table after which its heading is said again."""
+"""Rows of the table between two headings."""
 
 WIDTHS = {"epoch": 7, "step": 8, "rate": 8, "train loss": 11, "test loss": 10, "local": 8,
           "consensus": 10, "time": 9}  # fmt: skip
-"""Columns of the table of evaluations that are there for every task; metrics stand between."""
+"""Widths of the columns that every task has."""
 
 
 class Printer(Hook):
-    """Speaks for the whole run on rank 0; silent elsewhere.
+    """Printer for all nodes on rank 0, silent elsewhere.
 
     The training loss is that of the nodes in this process: of node 0 under a launcher.
     """
@@ -68,7 +68,7 @@ class Printer(Hook):
         self._before = (0.0, 0.0)
 
     def start(self, progress, assembly) -> None:
-        """Say what begins."""
+        """Print the first screen."""
         self._engine = assembly.engine
         if not self._speaks:
             return
@@ -81,14 +81,14 @@ class Printer(Hook):
         self._rows = 0
 
     def step(self, progress, record: Record) -> None:
-        """Remember the step; now and then refresh the live line, or write a plain one."""
+        """Note the step; refresh the live line, or write a plain one, where it is time."""
         if not self._speaks:
             return
         now = time.monotonic()
         self._losses.append(float(record.loss.nanmean()))
         self._lr = record.lr
         self._recent.append((now, record.seconds))
-        if len(record.rested) < len(record.loss):  # who rests has none
+        if len(record.rested) < len(record.loss):  # idle nodes have none
             self._figures = {n: v for n, v in record.figures.items() if n not in COLUMNS}
         if record.consensus_distance == record.consensus_distance:
             self._consensus = record.consensus_distance
@@ -104,7 +104,7 @@ class Printer(Hook):
             self._print(Text(text))
 
     def _line(self, progress, done: int) -> str:
-        """Where the run stands, what of a step isn't hidden behind computing, and the time left."""
+        """Return progress, speed, time left, and the fraction of a step spent on exchange."""
         first, last = self._recent[0][0], self._recent[-1][0]
         speed = (len(self._recent) - 1) / max(last - first, 1e-9)
         spent = {name: sum(s[name] for _, s in self._recent) for name in self._recent[-1][1]}
@@ -122,14 +122,14 @@ class Printer(Hook):
         return "  ".join(words)
 
     def _hidden(self) -> str:
-        """What of the exchanges since the last line wasn't waited for, where a thread does them."""
+        """Return the hidden fraction of exchanges since the last line, where a thread does them."""
         now = (self._engine.mixer.flown, self._engine.mixer.waited)
         flown, waited = (new - old for new, old in zip(now, self._before, strict=True))
         self._before = now
         return f"  hidden {max(0.0, 1 - waited / flown):.0%}" if flown > 0 else ""
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
-        """A row of the table."""
+        """Print a row of the table."""
         if not self._speaks:
             return
         row = self._row(progress, step, found)
@@ -141,7 +141,7 @@ class Printer(Hook):
         self._print(Text("".join(c.rjust(w) for (_, c), w in zip(row, widths, strict=True))))
 
     def _row(self, progress, step: int, found: Evaluation) -> list[tuple[str, str]]:
-        """Names and texts; "local" is the nodes' own first metric."""
+        """Return (column, text); "local" is the nodes' own first metric."""
         seen, self._losses = [loss for loss in self._losses if loss == loss], []
         metrics = [(name, number(value)) for name, value in found.averaged.items()][1:]
         first = metrics[0][0] if metrics else "loss"
@@ -155,7 +155,7 @@ class Printer(Hook):
         ]  # fmt: skip
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """The summary block, the digest last."""
+        """Print the summary."""
         if self._speaks:
             self._print(Text(f"\n{describe(summary)}"))
 
@@ -169,7 +169,7 @@ class Printer(Hook):
 
     @contextmanager
     def _while_it_takes_it(self) -> Iterator[None]:
-        """Write to the stream; where it is full the run goes on, in silence."""
+        """Context manager for writing; after an error the run goes on silently."""
         try:
             yield
             self._stream.flush()
@@ -179,7 +179,7 @@ class Printer(Hook):
 
 
 def say(text: str) -> None:
-    """A line on standard output, or none where that is full: no reason to end a run."""
+    """Print a line; a full standard output ends no run."""
     try:
         tell(text, flush=True)
     except OSError as error:
@@ -187,7 +187,7 @@ def say(text: str) -> None:
 
 
 def silenced(error: OSError) -> None:
-    """Tell why standard output takes no more, which is not used from then on."""
+    """Report why standard output can't be written."""
     why = output_fails(error)
     if not why:
         raise error
@@ -195,7 +195,7 @@ def silenced(error: OSError) -> None:
 
 
 def _width(terminal: str | None) -> int | None:
-    """Columns of the launcher's terminal; None where it has no say or can't be asked."""
+    """Return the width of the launcher's terminal, None where that isn't known."""
     if terminal is None:
         return None
     try:

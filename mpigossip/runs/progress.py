@@ -1,4 +1,4 @@
-"""Where a run stands, and what it has spent its time on, the lives before included."""
+"""Progress of a run, and its time by purpose, earlier attempts included."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpigossip.training.task import CLASSIFICATION, Objective
 
 @dataclass
 class Progress:
-    """Where a run stands; what hooks are shown."""
+    """Progress of a run, as hooks see it."""
 
     job: Job
     folder: Path
@@ -36,7 +36,7 @@ class Progress:
     about: Callable[[], Sequence[tuple[str, str]]] = tuple
     """what the first screen says, as (word, text)"""
     asked: int = 0
-    """nodes that the run was started with; more than ``nodes`` after the loss of a rank"""
+    """nodes that the run was started with; more than ``nodes`` after a rank failure"""
     first_step: int = 0
     shift: int = 0
     """steps that epochs are counted from, see Trainer"""
@@ -45,21 +45,21 @@ class Progress:
     began: float = field(default_factory=time.perf_counter)
     evaluation: Evaluation | None = None
     lost: list[str] = field(default_factory=list)
-    """what was lost on the way, a line each"""
+    """lost ranks, a line each"""
     warnings: list[str] = field(default_factory=list)
-    """what else a user should know of at the end"""
+    """warnings that the summary repeats"""
     checkpoint: Path | None = None
     """the newest whole one, on rank 0"""
     lost_at: int = 0
-    """steps done at the first loss since all nodes were there"""
+    """steps done at the first rank failure since all nodes were there"""
 
     def warn(self, text: str) -> None:
-        """Say something at once, and again in the summary; called on rank 0."""
+        """Print a warning at once, and again in the summary; called on rank 0."""
         note(text)
         self.warnings.append(text)
 
     def epoch(self, step: int) -> float:
-        """Epochs done at a step."""
+        """Return the epochs done at a step."""
         return (step - self.shift) / self.steps_per_epoch
 
     @property
@@ -69,35 +69,35 @@ class Progress:
 
 
 SPENT = "spent/"
-"""Before the names of what seconds went to, in a checkpoint."""
+"""Prefix of the purposes' names in a checkpoint."""
 
 
 @dataclass
 class Tally:
-    """Seconds by what they went to, as in a step's record, and samples trained on in them."""
+    """Seconds by purpose, as in a step's record, and samples trained on in them."""
 
     spent: dict[str, float] = field(default_factory=dict)
     samples: int = 0
 
     def add(self, record: Record, samples: int) -> None:
-        """A step more."""
+        """Add one step."""
         for name, seconds in record.seconds.items():
             self.spent[name] = self.spent.get(name, 0.0) + seconds
         self.samples += samples
 
     def numbers(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """Return the seconds for a checkpoint."""
         return {f"{SPENT}{name}": seconds for name, seconds in self.spent.items()}
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
-        """From a checkpoint."""
+        """Restore both from a checkpoint."""
         self.samples = int(numbers.get("samples", 0))
         spent = [name for name in numbers if name.startswith(SPENT)]
         self.spent = {name.removeprefix(SPENT): float(numbers[name]) for name in spent}
 
 
 def shares(spent: Sequence[Mapping[str, float]], samples: int) -> dict[str, float]:
-    """Mean seconds over ranks, and the speed in them, for a summary."""
+    """Return mean seconds over ranks and samples per second, for a summary."""
     names = dict.fromkeys(name for one in spent for name in one)
     means = {name: float(np.mean([one.get(name, 0.0) for one in spent])) for name in names}
     busy = sum(means.values())

@@ -1,4 +1,4 @@
-"""The log while a run goes on: what every step and evaluation showed, gathered and written."""
+"""The log of a run: records of steps and evaluations, gathered and written by rank 0."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from mpigossip.training.task import Objective
 from mpigossip.training.timing.machines import OFF
 from mpigossip.training.timing.virtual import VirtualClock
 
-FIGURE = Column("", "what the program said of the step", "float64")
+FIGURE = Column("", "logged by the program", "float64")
 
 
 def step_columns(objective: Objective) -> dict[str, Column]:
-    """The columns of the steps of a run for this task."""
+    """Return the columns of steps for this task."""
     loss = COLUMNS["loss"]._replace(unit=objective.unit("loss"))
     return COLUMNS | {"loss": loss}
 
 
 def metric_columns(objective: Objective) -> dict[str, Column]:
-    """Columns of the task's own, beside those of every log."""
+    """Return the task's own columns, beside those of every log."""
     about = "{} of the node's training samples in the step"
     return {name: Column(objective.unit(name), about.format(name)) for name in objective.metrics}
 
 
 def evaluation_columns(objective: Objective) -> dict[str, Column]:
-    """The columns of its evaluations: of the averaged model, and of each node's own."""
+    """Return the columns of evaluations: of the averaged model, and of each node's own."""
     found: dict[str, Column] = {}
     for name in ("loss", *objective.metrics):
         found |= {
@@ -68,7 +68,7 @@ def evaluation_columns(objective: Objective) -> dict[str, Column]:
 
 
 class Recorder(Hook):
-    """Gathers the steps of all nodes to rank 0 at each flush, which appends them to the log."""
+    """Hook that gathers the steps of all nodes to rank 0 at each flush, and appends them there."""
 
     def __init__(self, world: World):
         """``world``: whose rank 0 writes."""
@@ -77,10 +77,10 @@ class Recorder(Hook):
         self._evaluations: list[tuple[dict, dict[str, np.ndarray]]] = []
         self._writer: LogWriter | None = None
         self._names: tuple[int, ...] | None = None
-        """whose steps are kept; other than the world's after the loss of a rank"""
+        """whose steps are kept; other than the world's after a rank failure"""
 
     def start(self, progress, assembly) -> None:
-        """Open the log on rank 0, or continue it at the first step of this run."""
+        """Open the log on rank 0, or continue it at this run's first step."""
         self._progress, self._rows = progress, len(assembly.engine.mixer.rows)
         self._columns = step_columns(progress.objective)
         self._metrics = metric_columns(progress.objective) | {VIRTUAL: VIRTUAL_COLUMN}
@@ -104,7 +104,7 @@ class Recorder(Hook):
         self._clock = self._virtual(progress, assembly)
 
     def _virtual(self, progress, assembly) -> VirtualClock | None:
-        """The clock that the job asks for, where its log stands."""
+        """Return the job's virtual clock, from where its log ends."""
         if progress.job.clock.network == OFF:
             return None
         found = None
@@ -130,7 +130,7 @@ class Recorder(Hook):
         )
 
     def _append_left(self, progress, left: list) -> None:
-        """Write what survivors still had of the time before a loss; the lost are unknown."""
+        """Write what survivors still had of the steps before a failure; the lost are unknown."""
         # a log without a step lacks all that was kept, not only what follows the loss
         first = 0 if self._writer.empty else self._writer.next_step
         kept = [(names, [r for r in rows if r["step"] >= first]) for names, rows in left]
@@ -148,7 +148,7 @@ class Recorder(Hook):
         self._writer = self._open(progress, progress.nodes, progress.first_step)
 
     def _others(self, names: Iterable[str]) -> dict[str, Column]:
-        """The columns that not every log has: the task's, and what a program says of a step."""
+        """Return the columns that not every log has: the task's, and the program's."""
         new = [name for name in names if name not in ("step", *COLUMNS)]
         return {name: self._metrics.get(name, FIGURE) for name in new}
 
@@ -200,7 +200,7 @@ class Recorder(Hook):
         self.flush()
 
     def flush(self) -> None:
-        """Gather what was kept and append it; collective. A full disk stops the run, or is said."""
+        """Gather rows and append them; collective. A full disk stops the run, or is reported."""
         try:
             self._flush()
         except (AgreedError, StoreError) as error:
@@ -223,7 +223,7 @@ class Recorder(Hook):
         self._kept, self._evaluations = [], []
 
     def _of_nodes(self, gathered: list | None) -> list | None:
-        """What the ranks have kept, by node: of its first rank, with the bytes that all of it sent.
+        """Merge the ranks' rows by node: those of its first rank, with all of its bytes.
 
         What a program has logged of its ranks' batches is their mean.
         """
@@ -245,7 +245,7 @@ class Recorder(Hook):
         return whole
 
     def _write_or_begin(self, gathered: list, evaluations: list[dict]) -> None:
-        """Append on rank 0; where the log was taken away, to a new one."""
+        """Append on rank 0, to a new log where the old one was removed."""
         try:
             self._write(gathered, evaluations)
         except LogGone as gone:
@@ -287,9 +287,9 @@ class Recorder(Hook):
 
 
 def _clock_at(log: Path, first_step: int, nodes: int) -> np.ndarray:
-    """The virtual seconds at the end of the step before, NaN where the log doesn't say.
+    """Return the virtual seconds at the end of the step before, NaN where the log lacks them.
 
-    Other nodes than before all begin when the last one was through.
+    Other numbers of nodes begin when the last one was done.
     """
     found = read(log, (VIRTUAL,)).steps
     there = np.flatnonzero(found["step"] == first_step - 1)
@@ -302,7 +302,7 @@ def _clock_at(log: Path, first_step: int, nodes: int) -> np.ndarray:
 def _beside(
     blocks: Sequence[Mapping[str, np.ndarray]], name: str, shape: tuple[int, int], column: Column
 ) -> np.ndarray:
-    """A column of all ranks; one that lacks it, or its last rows, has what stands for unknown."""
+    """Join a column of all ranks; missing rows are unknown."""
     parts = [np.full(shape, column.unknown) for _ in blocks]
     for part, block in zip(parts, blocks, strict=True):
         values = block.get(name, part[:0])
@@ -321,7 +321,7 @@ def _mean_of_known(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def environment() -> dict[str, str]:
-    """Versions and machine, for the log."""
+    """Return versions and machine, for the log."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

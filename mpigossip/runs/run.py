@@ -262,7 +262,7 @@ class Run:
         numbers = self.tally.numbers() | {
             "index": index, "seconds": progress.seconds, "samples": self.tally.samples,
         }  # fmt: skip
-        own = [node.own(row) for row in range(len(node.mixer.rows))]
+        own = [node.own(row, self.world) for row in range(len(node.mixer.rows))]
         self.saver.finish()  # and so the last snapshot can be overwritten
         self._states = snapshot(node, numbers, self._states)
         rows = node.mixer.rows if self.world.comm is None else [self.world.nodes.column.rank]

@@ -1,4 +1,4 @@
-"""Checkpoints that training doesn't wait for: a snapshot in memory, written by a thread."""
+"""Checkpoints written in the background, from snapshots in memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mpigossip.store.checkpoint import Entry, NodeState
 from mpigossip.store.finite import not_finite
 
 LAG = 4
-"""Steps between two looks at whether all ranks have written."""
+"""Steps between two checks of whether all ranks have written."""
 
 
 @dataclass
 class _Writing:
-    """A checkpoint on its way: this rank's files, and rank 0's manifest when all are there."""
+    """A checkpoint being written: this rank's files, then rank 0's manifest."""
 
     step: int
     beside: Path
@@ -35,10 +35,10 @@ class _Writing:
 
 
 class Saver:
-    """Writes checkpoints in the background; one at a time, the next waits for the last.
+    """Background writer of checkpoints, one at a time; the next waits for the last.
 
-    Node files are written by a thread of each rank. Every LAG steps the ranks agree, without
-    waiting, on whether all are through; then rank 0's thread writes the manifest and renames.
+    A thread of each rank writes node files. Every LAG steps the ranks agree, without waiting, on
+    whether all are done; then rank 0's thread writes the manifest and renames.
     """
 
     def __init__(self, world: World, folder: Path, job: str, settings: CheckpointSection):
@@ -48,12 +48,12 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._now: _Writing | None = None
         self.last: Path | None = None
-        """the newest whole checkpoint of this run, on rank 0"""
+        """the newest complete checkpoint of this run, on rank 0"""
 
     def begin(
         self, step: int, states: Sequence[tuple[int, NodeState]], meta: Mapping[str, Any]
     ) -> None:
-        """Start to write the nodes that live here, or a node's slots; collective.
+        """Start writing the nodes that live here, or a node's slots; collective.
 
         ``states``: with the number of the node. They must not change before `finish` has returned.
         """
@@ -72,7 +72,7 @@ class Saver:
         self._now = _Writing(step, place, meta, files)
 
     def poll(self, done: int) -> None:
-        """At a step boundary: go on with what is being written, without waiting."""
+        """Continue with what is being written, without waiting; called at step boundaries."""
         now = self._now
         if now is not None and now.commit is not None and now.commit.done():
             self.last = (not now.commit.exception() and now.commit.result()) or self.last
@@ -85,7 +85,7 @@ class Saver:
             now.agreement = self._world.start_agree(int(not now.files.done()))
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is whole; collective."""
+        """Wait until the checkpoint that was begun is complete; collective."""
         now = self._now
         if now is None:
             return
@@ -105,7 +105,7 @@ class Saver:
         self._now = None
 
     def _gather(self, now: _Writing) -> None:
-        """Collect the entries of all nodes on rank 0, whose thread then makes them count."""
+        """Gather the entries of all nodes on rank 0, whose thread then commits them."""
         try:
             found: tuple[Sequence[Entry], Any] = (now.files.result(), None)
         except (OSError, StoreError, NotFinite) as wrong:
@@ -133,10 +133,10 @@ class Saver:
         return path
 
     def _failed(self, step: int, errors: Sequence[Any], gone: bool = False) -> None:
-        """Stop the run, or say it and go on, as the job has it; the same on all ranks.
+        """Stop the run, or report and go on, as `checkpoint.on_error` says; equal on all ranks.
 
-        ``gone``: somebody removed what was being written; the next one finds a working disk.
-        Values that are not finite always stop it.
+        ``gone``: the folder was removed meanwhile, which is no reason to stop. Values that are not
+        finite always are.
         """
         error = max(errors, key=lambda one: isinstance(one, NotFinite))
         text = f"the checkpoint of step {step} could not be written: {error}"
@@ -144,19 +144,19 @@ class Saver:
             raise NotFinite(f"{text}. Earlier ones are kept: lower the learning rate, and resume")
         if not self._goes_on and not gone:
             raise AgreedError(
-                [f"{text}. Earlier checkpoints are whole; make room and resume, or let runs go on "
-                 'without with checkpoint.on_error = "continue"']
+                [f"{text}. Earlier checkpoints are complete; make room and resume, or let runs go "
+                 'on without with checkpoint.on_error = "continue"']
             )  # fmt: skip
         if self._world.rank == 0:
             note(f"{text}; training goes on")
 
     def abandon(self) -> None:
-        """Give up what is being written, after the loss of a rank; not collective."""
+        """Give up the checkpoint being written, after a rank failure; not collective."""
         self._pool.shutdown()  # a file at a time: waits for the disk, and for no other rank
         self._now = None
 
     def close(self) -> None:
-        """Wait for what is being written, end the thread; collective."""
+        """Finish the checkpoint being written, end the thread; collective."""
         self.finish()
         self._pool.shutdown()
 

@@ -1,4 +1,4 @@
-"""When a run is to stop before its end: a signal, the file STOP, the end of the allocation."""
+"""Early ends of a run: signals, the file STOP, the end of the allocation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARE, LEAST_S, MOST_S = 0.05, 5.0, 120.0
 
 
 def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) -> float | None:
-    """In how many seconds the run must have ended; None where nothing says so.
+    """Return the seconds within which the run must end, None without a limit.
 
     The earlier of the allocation's end and ``wall_clock_s`` seconds from now (0: no limit).
     """
@@ -35,7 +35,7 @@ def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) 
 
 
 class Reserve:
-    """Says when a run must stop so that its checkpoint is written before the end.
+    """Time kept free before the end, so that a checkpoint can be written.
 
     The reserve is 5 % of the time that was there at the start (5 s to 2 min), plus twice the
     longest time between two step boundaries so far, which an evaluation or a checkpoint made,
@@ -54,7 +54,7 @@ class Reserve:
         self._least = min(max(SHARE * (end or 0.0), LEAST_S), MOST_S)
 
     def over(self) -> bool:
-        """Whether to stop now; to be asked at every step boundary."""
+        """Return whether to stop now; called at every step boundary."""
         now = self._now()
         if self._end is None:
             return False
@@ -68,19 +68,19 @@ class Reserve:
 
     @property
     def reserve(self) -> float:
-        """Seconds to be kept for stopping."""
+        """Seconds kept for stopping."""
         spent = (self._last or 0.0) - self._first
         mean = spent / self._steps if self._steps else 0.0
         return self._least + 2 * self._longest + self._lag * mean
 
 
 class Stopper(Hook):
-    """Ends the run at a step boundary on SIGTERM, SIGUSR1, SIGUSR2, RUN/STOP or the clock.
+    """End of the run at a step boundary on SIGTERM, SIGUSR1, SIGUSR2, RUN/STOP or the clock.
 
     Also where the launcher's process that started a rank is gone: nobody could end the rank then.
 
     The ranks agree by a reduction that is started at one step and read ``lag`` steps later, so
-    that no step waits for it. A context manager: the signals are given back at its end.
+    that no step waits for it. A context manager, which restores the signals' handlers.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -100,18 +100,18 @@ class Stopper(Hook):
         self._pending: Agreement | None = None
 
     def __enter__(self) -> Self:
-        """Listen to the signals, where this is the main thread."""
+        """Handle the signals, if this is the main thread."""
         self._before = self.listen()
         return self
 
     def listen(self) -> dict[int, Any]:
-        """Take the signals, where this is the main thread; who had them."""
+        """Handle the signals, if this is the main thread; return the former handlers."""
         if threading.current_thread() is not threading.main_thread():
             return {}
         return {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
+        """Restore the former handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -126,7 +126,7 @@ class Stopper(Hook):
         return self._asked
 
     def wants_stop(self, done: int) -> bool:
-        """Every ``lag`` steps: read the last agreement, begin the next."""
+        """Read the last agreement every ``lag`` steps, and begin the next."""
         if not self.due() and self._world.size > 1 and os.getppid() != self._launcher:
             self._asked = True
             self._warnings.append("stopped because the launcher's process is gone: resume the run")
@@ -153,10 +153,10 @@ class Stopper(Hook):
             note(f"{text}, or the next run stops at once")
 
     def start(self, progress, assembly) -> None:
-        """Forget an agreement with ranks that were lost."""
+        """Drop an agreement with ranks that were lost."""
         self._pending, self._warnings = None, progress.warnings
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """Take in an agreement that was begun."""
+        """Read an agreement that was begun."""
         if self._pending is not None:
             self._pending.read()

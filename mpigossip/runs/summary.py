@@ -1,4 +1,4 @@
-"""The summary at the end of a run, as text: what the run prints and what its log shows."""
+"""The summary of a run as text, for its end and for its log."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ SPLIT = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "id
 
 
 def metrics_of(summary: dict[str, Any]) -> list[str]:
-    """Names of the task's metrics in a summary; logs of old know accuracy alone."""
+    """Return names of the task's metrics in a summary; old logs have accuracy alone."""
     return str(summary.get("metrics", "accuracy")).split()
 
 
 def number(value: float) -> str:
-    """A figure of any size in about the same room."""
+    """Format a number of any size in about the same width."""
     return f"{value:.4f}" if 0.01 <= abs(value) < 1e4 or not value else f"{value:.3g}"
 
 
 def mean(values: Any) -> float:
-    """The mean of what is known of a figure, a number or one a node; NaN where nothing is."""
+    """Return the mean of finite values, of a number or one a node; NaN where none is."""
     known = np.asarray(values, float)
     known = known[np.isfinite(known)]
     return float(known.mean()) if known.size else float("nan")
 
 
 def _tested(summary: dict[str, Any]) -> str:
-    """The line of the averaged model's figures; the first metric leads."""
+    """Return the line of the averaged model's metrics."""
     names = [name for name in metrics_of(summary) if name in summary]
     found = [f"{name} {number(summary[name])}" for name in names]
     found += [f"test loss {number(summary['loss'])}"]
@@ -39,7 +39,7 @@ def _tested(summary: dict[str, Any]) -> str:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """The summary block as text."""
+    """Return the summary block as text."""
     state = "finished" if summary["finished"] else "stopped, to be resumed"
     epochs = f" ({summary['epochs']:.2f} epochs)" if "epochs" in summary else ""
     lines = [

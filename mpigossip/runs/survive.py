@@ -39,7 +39,7 @@ def prepare(job: Job, world: World) -> None:
         )
 
 
-class Kept:
+class RecentSteps:
     """Copies of this rank's node after its last two complete steps."""
 
     def __init__(self) -> None:
@@ -81,17 +81,17 @@ class Survival:
         self._node, self._run, self._on_change = node, run, on_change
         self._world = node.world
         self._names, self._hosts = node.world.names, node.world.hosts
-        self._kept = Kept()
+        self._recent = RecentSteps()
         self._lost = self._leaving = False
 
     def keep(self, anew: bool = False) -> None:
         """Copy this node to host memory after a step; ``anew``: forget earlier copies."""
         if not self._world.survives:
             return
-        states = self._kept.states
+        states = self._recent.states
         if anew or states and states[-1][0].names != self._node.engine.vector.flat.names:
-            self._kept = Kept()  # the vector has been laid out again
-        self._kept.keep(self._node)
+            self._recent = RecentSteps()  # the vector has been laid out again
+        self._recent.keep(self._node)
 
     def step(self, work: Callable[[], None]) -> None:
         """Call ``work()``, or handle a failure, noticed there or before."""
@@ -111,7 +111,7 @@ class Survival:
             yield
         except Exception as error:
             # before the first step there is nothing to go on from
-            if not self._world.lost_by(error) or not self._kept.states:
+            if not self._world.lost_by(error) or not self._recent.states:
                 raise
             self._lost = True
 
@@ -161,7 +161,7 @@ class Survival:
         """Go on from the last step that all of ``world`` have done; a line for each lost rank."""
         node = self._node
         node.among(world)
-        mine, aside, numbers, facts = self._kept.agree(world)
+        mine, aside, numbers, facts = self._recent.agree(world)
         node.stand_at(numbers, facts)
         told = from_mean(node, self._mean(mine), numbers)
         means = node.put_aside(aside, world)
@@ -187,7 +187,7 @@ class Survival:
 
     def _tell(self, world: World, lost: Sequence[str], index: Any, how: Sequence[str]) -> list[str]:
         """Report on rank 0 who was lost, and how the others go on; collective."""
-        seconds = world.agree(int(1000 * (time.perf_counter() - self._kept.done_at))) / 1000
+        seconds = world.agree(int(1000 * (time.perf_counter() - self._recent.done_at))) / 1000
         lines = [f"{rank} was lost after step {index} ({seconds:.2f} s lost)" for rank in lost]
         if world.rank == 0:
             go_on = "1 node goes on alone"

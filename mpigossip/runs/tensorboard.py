@@ -1,4 +1,4 @@
-"""TensorBoard's files, written while a run goes on."""
+"""Hook that writes TensorBoard's files during a run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpigossip.training.evaluate import Evaluation
 
 
 class TensorBoard(Hook):
-    """Writes RUN/tensorboard while the run goes on, on rank 0: ``tensorboard --logdir runs``.
+    """Writer of RUN/tensorboard on rank 0, for ``tensorboard --logdir runs``.
 
-    Figures of a step are those of the nodes in this process (node 0 under a launcher); the log has
-    them of all nodes, and ``mpigossip log export --tensorboard`` brings their means.
+    Metrics of a step are those of the nodes in this process (node 0 under a launcher); the log has
+    all nodes', whose means ``mpigossip log export --tensorboard`` writes.
     """
 
     def __init__(self, world: World):
@@ -31,7 +31,7 @@ class TensorBoard(Hook):
         self._writer: Events | None = None
 
     def start(self, progress, assembly) -> None:
-        """Open a file; StoreError on every rank where that or TensorBoard isn't there."""
+        """Open a file; StoreError, on every rank, where that fails or TensorBoard isn't there."""
         self._progress = progress
         with self._world.together(StoreError):
             if self._world.rank == 0:
@@ -39,7 +39,7 @@ class TensorBoard(Hook):
                     self._writer = Events(progress.folder / "tensorboard", progress.first_step)
 
     def _do(self, write: Callable[[Events], None]) -> None:
-        """Write, on rank 0; where the disk refuses, nothing any more: the log has all of it."""
+        """Write on rank 0; after an error of the disk nothing more, as the log has all of it."""
         if self._writer is None:
             return
         try:
@@ -55,7 +55,7 @@ class TensorBoard(Hook):
             )
 
     def step(self, progress, record: Record) -> None:
-        """The figures of a step."""
+        """Write the metrics of a step."""
         if self._writer is None:
             return
         per_node = progress.samples_per_step / progress.nodes or np.nan
@@ -81,14 +81,14 @@ class TensorBoard(Hook):
         self._do(write)
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
-        """The figures of an evaluation."""
+        """Write the metrics of an evaluation."""
         figures = found.averaged
         self._do(lambda writer: add_evaluation(writer, step, figures, list(figures)[1:]))
 
     def flush(self) -> None:
-        """Put on disk what is in memory."""
+        """Write buffered events to disk."""
         self._do(Events.flush)
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """Close the files."""
+        """Close the file."""
         self._do(Events.close)

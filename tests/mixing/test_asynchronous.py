@@ -1,5 +1,7 @@
 """Asynchronous gossip: the mean stays, no torn copy is used, delays from a table repeat."""
 
+import contextlib
+import io
 import json
 import random
 import sys
@@ -17,6 +19,7 @@ from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.delayed import Delayed
 from mpigossip.mixing.faults import OLDEST, Faults, table
 from mpigossip.runs import launch
+from mpigossip.runs.hooks import Hook
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from tests.battery import Driver
@@ -255,6 +258,40 @@ def test_who_waits_goes_on_averaging(ranks, algorithm):
 
 
 # -- jobs ------------------------------------------------------------------------------------------
+
+
+class Late(Hook):
+    """Rank 1 sleeps in its third step, before the log is written."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def step(self, progress, record):
+        if self.world.rank == 1 and record.index == 2:
+            time.sleep(1.0)
+
+
+def exchanges_while_waiting(comm, folder):
+    """How often this rank has exchanged without a step, in a job."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.training.loop import Trainer
+
+    torch.set_num_threads(1)
+    settings = [f"run.output={folder}", "log.flush_steps=4", "run.steps=6"]
+    job = assemble.load(JOB, [*settings, f'log.hooks=["{__name__}:Late"]'])
+    average, count = Trainer.average, []
+    with World(comm) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "average", lambda self: count.append(average(self)))
+        with contextlib.redirect_stdout(io.StringIO()):
+            launch.train(job, world)
+    return len(count)
+
+
+def test_a_node_that_waits_for_the_log_goes_on_exchanging(ranks, tmp_path):
+    first, _ = ranks(2)(exchanges_while_waiting, tmp_path)
+    assert first > 10
+    assert read(tmp_path / "log.h5").steps["step"].tolist() == list(range(6))
+
 
 JOB = {
     "run": {"steps": 40, "evaluate_every": 0},

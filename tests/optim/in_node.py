@@ -157,7 +157,7 @@ def mixed(n: int, per: int, case: Case) -> torch.Tensor:
     from mpigossip.groups.base import Single
     from mpigossip.mixing import open_mixer
     from mpigossip.mixing.base import Layout
-    from mpigossip.optim.inner import borrowed, decay
+    from mpigossip.optim.inner import decay, local_step_from_optimizers
     from mpigossip.training import assemble
 
     homes = {"graph": ("graph", "name"), "cadence": ("cadence", "name"),
@@ -171,7 +171,7 @@ def mixed(n: int, per: int, case: Case) -> torch.Tensor:
     models = [GPT(node) for node in range(n)]
     vector = Parameters(models)
     optimizers = [optimizer_of(model, case.algorithm) for model in models]
-    method = assemble.make_method(job, 0, graph, borrowed(vector, optimizers))
+    method = assemble.make_method(job, 0, graph, local_step_from_optimizers(vector, optimizers))
     layout = Layout((vector.flat.size,), method.vectors, method.scalars, ("cpu",))
     mixer = open_mixer(graph, layout, Alone())
     with torch.no_grad():

@@ -18,6 +18,7 @@ from mpigossip.cli import main
 from mpigossip.cluster.ranks import Alone, World
 from mpigossip.config import JobError
 from mpigossip.optim import state as optimizer_state
+from mpigossip.runs.recorder import Recorder
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from tests.rankpool import RankError
@@ -131,6 +132,35 @@ def test_figures_of_the_program_are_columns_beside_the_engines(ranks, tmp_path):
     assert (log.summary["steps"], log.summary["finished"]) == (5, 1)
     assert re.match(r"loss .*, grade 4\.5, val 0\.5", log.summary["figures"])
     assert log.summary["digest"] == checkpoint.digest(checkpoint.latest(tmp_path / "run"))
+
+
+def test_writing_the_log_is_none_of_a_steps_time(tmp_path, monkeypatch):
+    flush = Recorder.flush
+    monkeypatch.setattr(Recorder, "flush", lambda log: time.sleep(0.2) or flush(log))
+    with Alone() as world:
+        model, gossip, draw, schedule = begin(world, tmp_path, flush_steps=1)
+        train(model, gossip, draw, schedule, range(3))
+        assert sum(gossip.record.seconds.values()) < 0.2
+
+
+def test_a_failed_last_checkpoint_is_not_in_the_summary(tmp_path, monkeypatch, capsys):
+    write = checkpoint.write_node
+
+    def full(folder, node, state):
+        if state.numbers["index"] == 4:
+            raise StoreError("No space left on device")
+        return write(folder, node, state)
+
+    monkeypatch.setattr(checkpoint, "write_node", full)
+    with Alone() as world:
+        model, gossip, draw, schedule = begin(world, tmp_path, on_error="continue")
+        train(model, gossip, draw, schedule, range(2))
+        gossip.save()
+        train(model, gossip, draw, schedule, range(2))
+    assert checkpoint.steps(tmp_path) == [2]
+    summary = read(tmp_path / "log.h5").summary
+    assert summary["steps"] == 4 and "checkpoint" not in summary
+    assert "step 4 could not be written: No space" in capsys.readouterr().err
 
 
 def other_nodes(comm, folder):
@@ -248,7 +278,7 @@ def test_without_a_folder_the_calls_say_what_they_need():
 def test_doors_do_not_take_each_others_folders(tmp_path, capsys):
     make_run(tmp_path / "loop")
     assert main(["resume", str(tmp_path / "loop"), "--simulate"]) == 2
-    assert "a program with a loop of its own" in capsys.readouterr().err
+    assert "the run of a custom training loop" in capsys.readouterr().err
     job = ["model.name=mlp", f"run.output={tmp_path}/job", "run.steps=1", "data.workers=0"]
     digits = str(Path(__file__).parents[2] / "jobs/digits.toml")
     assert main(["simulate", digits, "--nodes", "1", *job]) == 0

@@ -110,6 +110,7 @@ def test_a_run_with_a_folder_goes_on_with_log_and_checkpoints(tolerant, mpirun, 
     words = ["--steps", STEPS + 10, "--evaluate-every", 10, "--out", tmp_path]
     again = mpirun(left, [sys.executable, survivors.SCRIPT, *words])
     assert again.returncode == 0, again.stderr[-3000:]
+    assert read(tmp_path / "log.h5").summary["lost"] == log.summary["lost"]
     longer, found = survivors.expected(N, STEPS + 10, lost), survivors.digests(again.stdout)
     assert [found[node] for node in range(left)] == list(longer.values()), again.stdout
 

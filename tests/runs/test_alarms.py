@@ -14,7 +14,7 @@ import pytest
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import load
-from mpigossip.runs.alarms import Divergence, Rhythm, Straggler, watchers
+from mpigossip.runs.alarms import CadenceWarning, Divergence, Straggler, watchers
 from mpigossip.runs.stopper import Reserve, Stopper, end_of_allocation
 from mpigossip.store.log import read
 from tests.launch import is_open_mpi
@@ -212,7 +212,7 @@ def test_ranks_stop_short_of_the_end_and_go_on_to_the_same_bits(mpirun, tmp_path
 
 def test_what_a_cadence_says_is_said_once_until_it_has_nothing_to_say():
     said = iter(["", "too often", "too often", "", "too often"])
-    rhythm = Rhythm(lambda: next(said))
+    rhythm = CadenceWarning(lambda: next(said))
     rows = {"loss": np.zeros((5, 2))}
     lines = [rhythm.see(5 * k, rows) for k in range(5)]
     assert lines == [[], ["too often (step 10)"], [], [], ["too often (step 25)"]]

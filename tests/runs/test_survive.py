@@ -225,6 +225,21 @@ def test_the_life_after_a_loss_has_all_ranks_again(mpirun, tmp_path, monkeypatch
     assert read(tmp_path / "log.h5").summary["nodes"] == 3
 
 
+def test_survivors_remember_an_agreed_stop(mpirun, tmp_path, monkeypatch):
+    """Rank 1 dies in the step after which all have agreed, when the file STOP is gone."""
+    if not launch.is_open_mpi():
+        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
+    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
+    settings = ["model.name=mlp", "data.batch=8", "data.workers=0", "run.evaluate_every=0"]
+    settings += ["run.survive=true", 'log.hooks=["victim:Victim"]', "run.steps=20"]
+    command = ["mpigossip", "train", "jobs/digits.toml", *settings, f"run.output={tmp_path}"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    (tmp_path / "STOP").touch()
+    done = mpirun(3, command, 60, launch.REPO, {"VICTIMS": "1@7", "PYTHONPATH": path})
+    assert re.search(r"stopped, to be resumed at step [78] ", done.stdout), done.stdout
+    assert not (tmp_path / "STOP").exists() and "rank 1 on" in done.stderr
+
+
 # neighbours may be a fragment's turn, 3 steps, behind who is lost behind its seventh
 @pytest.mark.parametrize(("name", "least"), [("diloco", 6), ("gasloc", 4)])
 def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(

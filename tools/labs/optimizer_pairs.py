@@ -26,7 +26,7 @@ from mpigossip.engine.step import Engine
 from mpigossip.groups.base import Single
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Layout
-from mpigossip.optim.inner import borrowed, check_plain_sgd, decay
+from mpigossip.optim.inner import check_plain_sgd, decay, local_step_from_optimizers
 from mpigossip.optim.settings import settings
 from mpigossip.training import assemble
 
@@ -97,7 +97,7 @@ def simulated(n: int, name: str, inner: str, wire: str) -> list[torch.Tensor]:
     models = [model(node) for node in range(n)]
     inners = [optimizer(inner, made) for made in models]
     vector = Parameters(models)
-    method = assemble.make_method(job, 0, graph, borrowed(vector, inners))
+    method = assemble.make_method(job, 0, graph, local_step_from_optimizers(vector, inners))
     widths = vector.flat.widths
     layout = Layout(widths, method.vectors, method.scalars, ("cpu",), assemble.make_wire(job))
     mixer = open_mixer(graph, layout, Alone())

@@ -1,4 +1,4 @@
-"""The plain operation for arrays: every node's becomes its neighbours' weighted average."""
+"""Gossip averaging of arrays: each node's becomes the weighted average of its neighbours'."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from mpigossip.cluster import deadline
+from mpigossip.cluster.process import report_unused
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.errors import Mistake
 from mpigossip.graphs import graph as make_graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
-from mpigossip.optim.world import report_unused
 
 TYPES = {
     np.dtype(np.float32): torch.float32,
@@ -82,7 +82,7 @@ class Averager:
             self.graph, layout, world, same_host=same_host, timeout_s=world.timeout_s
         )
         self.round = 0
-        """The graph's clock: of the exchange that is under way, else of the next."""
+        """The graph's clock: of the exchange in flight, else of the next."""
         self._open = False
         self._world, self._every = world, vars(world).setdefault("averagers", [])
         self._every.append(self)
@@ -91,7 +91,7 @@ class Averager:
         world.resources.callback(self.close)
 
     def start(self, x: Any) -> None:
-        """Begin the round's exchange with the values of ``x``; returns at once."""
+        """Begin the round's exchange with the values of ``x``; return at once."""
         mixer = self._ready("start", x)
         if self._open:
             raise JobError(
@@ -111,7 +111,7 @@ class Averager:
         self._open = True
 
     def finish(self, out: Any = None) -> Any:
-        """The average of own and neighbours' arrays, in ``out`` or a new array; waits for them."""
+        """Wait for neighbours; return the average with theirs, in ``out`` or a new array."""
         mixer = self._ready("finish", out=out)
         if not self._open:
             raise JobError(["finish: no exchange is under way; start(x) begins one"])
@@ -122,13 +122,13 @@ class Averager:
         return self._given(self._shaped(mixed[0]), out)
 
     def average(self, x: Any, out: Any = None) -> Any:
-        """``start(x)`` and ``finish(out)``; ``out`` may be ``x``."""
+        """Call ``start(x)`` and ``finish(out)``; ``out`` may be ``x``."""
         self._ready("average", x, out)
         self.start(x)
         return self.finish(out)
 
     def mean(self, x: Any, out: Any = None) -> Any:
-        """The exact average over all nodes, of equal bits on all; no round of the graph."""
+        """Return the mean over nodes, bitwise identical on each; does not advance the graph."""
         mixer = self._ready("mean", x, out)
         row = torch.zeros(1, *mixer.layout.widths, dtype=TYPES[self._dtype], device=self._device)
         self._copy(x, self._shaped(row))
@@ -142,7 +142,7 @@ class Averager:
                 mixer.close()
 
     def _ready(self, what: str, array: Any = None, out: Any = None) -> Any:
-        """The mixer; JobError where there is none any more, or an array isn't like the first."""
+        """Return the mixer; JobError where this is closed, or an array isn't like the first."""
         if self._mixer is None:
             raise JobError([f"{what}: this Averager is closed, as its world is; make another"])
         for one in (array, out):
@@ -164,7 +164,7 @@ class Averager:
         return self._mixer
 
     def _shaped(self, row: torch.Tensor) -> Any:
-        """A row (1, p) of the mixer's as an array of the user's kind, in the same memory."""
+        """Return a row (1, p) as an array of the user's kind, in the same memory."""
         row = row if self._count else row[:, :0]
         return row.view(self._shape) if self._tensor else row.numpy().reshape(self._shape)
 
@@ -175,7 +175,7 @@ class Averager:
             target[...] = source
 
     def _given(self, mixed: Any, out: Any) -> Any:
-        """The values in memory that stays."""
+        """Return the values in memory that stays."""
         if out is None:
             return mixed.clone() if self._tensor else mixed.copy()
         self._copy(mixed, out)
@@ -183,14 +183,14 @@ class Averager:
 
 
 def _full(array: Any) -> bool:
-    """Whether all values are in memory, and count."""
+    """Return whether all values are in memory, and count."""
     if torch.is_tensor(array):
         return array.layout == torch.strided and not array.is_meta
     return not isinstance(array, np.ma.MaskedArray)
 
 
 def _told(array: Any) -> str:
-    """What somebody has given, in words."""
+    """Describe an argument."""
     if not hasattr(array, "dtype"):
         return f"a {type(array).__name__}"
     where = f", {array.layout} on {array.device}" if torch.is_tensor(array) else ""
