@@ -47,10 +47,10 @@ def begin(run: Run) -> None:
 
     It may have loaded a state of its own instead of calling resume().
     """
-    path, run.newest = run.newest, None
-    if path is not None:
+    if run.newest is not None:
         with run.world.together(Mistake):
-            _check_loaded(run, path)
+            _check_loaded(run, run.newest)
+        run.newest = None
     run.begin()
 
 

@@ -31,7 +31,10 @@ class Hook:
         """After each evaluation."""
 
     def wants_stop(self, done: int) -> bool:
-        """Return whether the run should end at this step boundary; equal on all ranks."""
+        """Return whether the run should end at this step boundary; equal on all ranks.
+
+        Asynchronous nodes ask where they write the log.
+        """
         return False
 
     def flush(self) -> None:
