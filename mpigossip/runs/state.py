@@ -172,12 +172,17 @@ def _exactly(node: Node, row: int, saved: NodeState) -> list[str]:
     engine, group = node.engine, node.group
     split(saved.parameters, engine.vector.x, row, engine.vector.flat, held(engine.group))
     engine.restore(saved.arrays, saved.numbers, row)
-    for slot, of_slot in zip(group.mine, node.buffers(row), strict=True):
+    put_buffers(dict(zip(group.mine, node.buffers(row), strict=True)), saved)
+    node.mixer.bytes_sent[row] = _counted(node, saved.numbers["bytes_sent"])
+    return node.put_own(row, saved, None)
+
+
+def put_buffers(buffers: Mapping[int, Mapping[str, torch.Tensor]], saved: NodeState) -> None:
+    """Restore the buffers of slots, by their numbers."""
+    for slot, of_slot in buffers.items():
         for name, buffer in of_slot.items():
             value = saved.arrays[f"buffers/{slot}/{name}"]
             buffer.copy_(torch.from_numpy(np.array(value)).view(buffer.shape))
-    node.mixer.bytes_sent[row] = _counted(node, saved.numbers["bytes_sent"])
-    return node.put_own(row, saved, None)
 
 
 def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]) -> list[str]:

@@ -111,7 +111,7 @@ class _Watched:
             about=lambda: [("place", f"{live.place.number} of {folder}: "
                             f"{live.place.plan.chunks:,} chunks of {member.steps} steps")],
         )  # fmt: skip
-        self.hooks = [Recorder(world, 1), Printer(world)]
+        self.hooks = [Recorder(world), Printer(world)]
 
     def __enter__(self) -> Callable[[Record, int], None]:
         for hook in self.hooks:
@@ -130,6 +130,8 @@ class _Watched:
         }
         for hook in self.hooks:
             hook.step(self.progress, record)
+        if self.member.done % self.progress.job.log.flush_steps == 0:
+            self.hooks[0].flush()
         if self.live.stopping():
             raise Leaving
 

@@ -15,10 +15,9 @@ from mpigossip.groups.base import held
 from mpigossip.mixing.base import Kind, Segments
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.members.mixer import Members
-from mpigossip.runs.elastic import AVERAGED
+from mpigossip.runs.state import AVERAGED, plain, put_buffers
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.training.assemble import Assembly
-from mpigossip.training.snapshot import plain, put_buffers
 
 
 class Exchange(Protocol):
