@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mpigossip import config
 from mpigossip.cluster.world import World
@@ -13,14 +13,11 @@ from mpigossip.config.readable import size
 from mpigossip.optim.inner import title
 from mpigossip.runs.overview import between, nodes
 
-if TYPE_CHECKING:
-    from mpigossip.optim.node import Node
-
 SECTIONS = ("run", "algorithm", "graph", "cadence", "node", "checkpoint", "log")
 """Sections of a job that a loop has, too."""
 
 
-def screen(job: Job, node: Node, world: World) -> list[tuple[str, str]]:
+def screen(job: Job, node: Any, world: World) -> list[tuple[str, str]]:
     """Return the first screen, as (word, text)."""
     flat = node.flat
     cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
@@ -37,7 +34,7 @@ def screen(job: Job, node: Node, world: World) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def settings(job: Job, node: Node) -> str:
+def settings(job: Job, node: Any) -> str:
     """Return a job's sections, and one about the program, as TOML."""
     named = {name for name, _ in node.model.named_buffers()} | set(node.flat.names)
     about = {

@@ -5,16 +5,23 @@ A new hook is a subclass of `Hook` and a line of `HOOKS`; a user's own needs no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.own_parts import imported, is_own, made
 from mpigossip.engine.measurements import Record
+from mpigossip.runs.summary import mean
+from mpigossip.store import StoreError
+from mpigossip.store.hdf5 import writing
+from mpigossip.store.log_export import Events, add_evaluation, tag
 from mpigossip.training.evaluate import Evaluation
 
-HOOKS = {"tensorboard": "mpigossip.runs.tensorboard:TensorBoard"}
+HOOKS = {"tensorboard": "mpigossip.runs.hooks:TensorBoard"}
 """The hooks that `log.hooks` knows by name; all others it names as "package.module:factory"."""
 
 
@@ -42,6 +49,82 @@ class Hook:
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
         """After the last step; the summary is complete on rank 0 only."""
+
+
+class TensorBoard(Hook):
+    """Writer of RUN/tensorboard on rank 0, for ``tensorboard --logdir runs``.
+
+    Metrics of a step are those of the nodes in this process (node 0 under a launcher); the log has
+    all nodes', whose means ``mpigossip log export --tensorboard`` writes.
+    """
+
+    def __init__(self, world: World):
+        """``world``: whose rank 0 writes."""
+        self._world: World = world
+        self._writer: Events | None = None
+
+    def start(self, progress, assembly) -> None:
+        """Open a file; StoreError, on every rank, where that fails or TensorBoard isn't there."""
+        self._progress = progress
+        with self._world.together(StoreError):
+            if self._world.rank == 0:
+                with writing(progress.folder / "tensorboard"):
+                    self._writer = Events(progress.folder / "tensorboard", progress.first_step)
+
+    def _do(self, write: Callable[[Events], None]) -> None:
+        """Write on rank 0; after an error of the disk nothing more, as the log has all of it."""
+        if self._writer is None:
+            return
+        try:
+            write(self._writer)
+        except OSError as error:
+            with suppress(OSError):
+                self._writer.close()
+            self._writer = None
+            text = f"{self._progress.folder / 'tensorboard'} can't be written: {error.strerror}"
+            self._progress.warn(
+                f"{text}; training goes on without, and once there is room `mpigossip log export "
+                f"{self._progress.folder} --tensorboard FOLDER` brings all figures"
+            )
+
+    def step(self, progress, record: Record) -> None:
+        """Write the metrics of a step."""
+        if self._writer is None:
+            return
+        per_node = progress.samples_per_step / progress.nodes or np.nan
+        found = {
+            "loss": float(record.loss.nanmean()),
+            "lr": record.lr,
+            "gradient_norm": float(record.gradient_norm.mean()),
+            "consensus_distance": record.consensus_distance,
+            "staleness": float(np.mean(record.staleness)),
+            "samples_per_second": per_node / sum(record.seconds.values()),
+            "bytes_sent": float(np.mean(record.bytes_sent)),
+            **record.seconds,
+        }
+        own = {name: mean(value) for name, value in record.figures.items()}
+        counted = {name: own[name] for name in progress.objective.metrics if name in own}
+        shown = {tag(n): value for n, value in (found | counted).items() if np.isfinite(value)}
+        shown |= {f"program/{n}": value for n, value in own.items() if n not in counted}
+
+        def write(writer: Events) -> None:
+            for name, value in shown.items():
+                writer.add_scalar(name, value, record.index)
+
+        self._do(write)
+
+    def evaluation(self, progress, step: int, found: Evaluation) -> None:
+        """Write the metrics of an evaluation."""
+        figures = found.averaged
+        self._do(lambda writer: add_evaluation(writer, step, figures, list(figures)[1:]))
+
+    def flush(self) -> None:
+        """Write buffered events to disk."""
+        self._do(Events.flush)
+
+    def stop(self, progress, summary: dict[str, Any]) -> None:
+        """Close the file."""
+        self._do(Events.close)
 
 
 def named_hooks(names: Sequence[str], world: World) -> list[Hook]:
