@@ -17,7 +17,7 @@ from mpigossip.engine.sharded import fully_sharded, local, reshard
 from mpigossip.mixing.base import Mixer
 from mpigossip.optim import equal_start
 from mpigossip.optim.inner import rate
-from mpigossip.optim.node import Node
+from mpigossip.optim.node import LoopNode
 from mpigossip.runs.node import IDLE_S, meet
 from mpigossip.training.evaluate import norms, recalibrating
 
@@ -26,7 +26,7 @@ PIECE = 1 << 18
 
 
 @contextmanager
-def averaged(node: Node, twin: nn.Module | None, batches: Iterable | None) -> Iterator[None]:
+def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -> Iterator[None]:
     """Context manager in which model or twin is the average over nodes, with buffers. Collective.
 
     All values are restored afterwards. ``batches``: of this node; batch norms' statistics are
@@ -79,7 +79,7 @@ def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], done: Callable)
         done()
 
 
-def distance(node: Node) -> float:
+def distance(node: LoopNode) -> float:
     """Return (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², NaN where a rank failure is noticed; collective."""
     with torch.no_grad(), deadline.calling("consensus_distance()"):
         _meet(node, "consensus_distance()")
@@ -88,7 +88,7 @@ def distance(node: Node) -> float:
     return float("nan")
 
 
-def _meet(node: Node, call: str) -> None:
+def _meet(node: LoopNode, call: str) -> None:
     """Wait for all nodes, with the parameters in the vector and no exchange in flight."""
     if node.looking:
         raise JobError([f"{call} inside averaged(): all nodes are alike there; leave it first"])
@@ -110,7 +110,7 @@ def _average(mixer: Mixer, tensors: Sequence[torch.Tensor]) -> None:
         tensor.copy_(flat.view(tensor.shape))
 
 
-def _average_buffers(node: Node, buffers: Sequence[torch.Tensor]) -> None:
+def _average_buffers(node: LoopNode, buffers: Sequence[torch.Tensor]) -> None:
     """Average floating-point buffers over a node's ranks, then over nodes, exactly."""
     floats = [b for b in buffers if b.is_floating_point()]
     if not floats:
@@ -128,7 +128,7 @@ def _average_buffers(node: Node, buffers: Sequence[torch.Tensor]) -> None:
 
 
 @contextmanager
-def paused(node: Node) -> Iterator[None]:
+def paused(node: LoopNode) -> Iterator[None]:
     """Context manager in which waits for this rank have no limit.
 
     Asynchronous nodes go on exchanging in a thread.
@@ -157,7 +157,7 @@ def paused(node: Node) -> Iterator[None]:
 
 
 @contextmanager
-def _serving(node: Node) -> Iterator[None]:
+def _serving(node: LoopNode) -> Iterator[None]:
     done, failed = threading.Event(), list[BaseException]()
     node.vector.gather()  # its memory is there
 

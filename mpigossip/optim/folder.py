@@ -15,7 +15,7 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.errors import STOPPED, Mistake
 from mpigossip.config.readable import counted
 from mpigossip.engine.step import Engine
-from mpigossip.optim.node import Node
+from mpigossip.optim.node import LoopNode
 from mpigossip.optim.survive import LoopSurvival
 from mpigossip.optim.wrapper import LIGHTNING, Wrapper
 from mpigossip.runs.launch import newest
@@ -71,7 +71,7 @@ class WithFolder(Wrapper):
     """Log, checkpoints and stopping of an optimizer that was given ``run``."""
 
     _world: World
-    _node: Node
+    _node: LoopNode
     _run: Run | None
     _survival: LoopSurvival | None
 
@@ -139,24 +139,24 @@ class WithFolder(Wrapper):
 
     @property
     def stopping(self) -> bool:
-        """Whether to stop, on all ranks from the same step on: then call :meth:`exit`.
+        """Whether all ranks have agreed to stop, from the same step on: then call :meth:`exit`.
 
         After SIGTERM, SIGUSR1, SIGUSR2, ``touch RUN/STOP``, or before the allocation ends.
         """
         return self._own_run("stopping").stopping
 
     def listen(self) -> None:
-        """Take the signals again that :attr:`stopping` answers, after somebody else has."""
+        """Handle signals again, after other code has replaced the handlers."""
         self._own_run("listen").stopper.listen()
 
     def exit(self) -> NoReturn:
-        """Save, and leave with the exit code on which batch scripts queue a job again."""
+        """Save, and exit with the code on which batch scripts requeue a job."""
         self._own_run("exit").stopped = True
         self._world.close()
         raise SystemExit(STOPPED)
 
     def exit_if_stopping(self, save: Callable[..., object] | None = None, *given: Any) -> None:
-        """After a step: where :attr:`stopping`, ``save(*given)``, if there is one, and exit."""
+        """Call ``save(*given)``, if given, and exit, if :attr:`stopping`; after a step."""
         if self.stopping:
             if save is not None:
                 save(*given)
@@ -164,7 +164,7 @@ class WithFolder(Wrapper):
 
     @staticmethod
     def callback(framework: ModuleType) -> Any:
-        """For ``callbacks=`` of the trainer of ``transformers`` or ``lightning``: stops it, exits.
+        """Return a callback that stops a ``transformers`` or ``lightning`` trainer, and exits.
 
         Where :attr:`stopping`, the trainer saves as it does, transformers' after the step, and
         Lightning's after the pass; then comes :meth:`exit`.
@@ -178,20 +178,20 @@ class WithFolder(Wrapper):
 
 
 def callback(framework: ModuleType) -> Any:
-    """One for its trainer; the optimizer is found there. JobError for other frameworks."""
+    """Return one for the framework's trainer, which has the optimizer; JobError for others."""
     name = getattr(framework, "__name__", str(framework)).partition(".")[0]
     if name == "transformers":
         return _of_transformers(framework)
     if name in LIGHTNING:
         return _of_lightning(framework)
     raise JobError(
-        [f"callback({name}): of transformers, lightning or pytorch_lightning; in a loop of one's "
-         "own call optimizer.exit_if_stopping() after each step"]
+        [f"callback({name}): give transformers, lightning or pytorch_lightning; in a custom loop "
+         "call optimizer.exit_if_stopping() after each step"]
     )  # fmt: skip
 
 
 def _ours(optimizer: Any) -> Any:
-    """The optimizer that a framework has wrapped."""
+    """Return the Gossip optimizer that a framework has wrapped."""
     while not hasattr(optimizer, "exit_if_stopping"):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:

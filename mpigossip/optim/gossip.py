@@ -1,4 +1,4 @@
-"""Decentralized training in a user's own loop: a torch optimizer whose step exchanges too."""
+"""`Gossip`: a torch optimizer whose step also exchanges with neighbouring nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpigossip.optim import state_dict as states
 from mpigossip.optim.averaged import averaged, distance, paused
 from mpigossip.optim.folder import WithFolder, begin, open_run
 from mpigossip.optim.inner import check, check_group, check_method, one_rate, title, unscaled
-from mpigossip.optim.node import Node
+from mpigossip.optim.node import LoopNode
 from mpigossip.optim.settings import settings
 from mpigossip.optim.survive import LoopSurvival, check_callback
 from mpigossip.optim.zero_grad import Stale
@@ -33,7 +33,7 @@ from mpigossip.runs.survive import prepare
 
 
 class Gossip(WithFolder):
-    """A `torch.optim` optimizer around another one: its step, and the exchange with other nodes.
+    """Wrap a torch.optim optimizer so that each step also exchanges with neighbouring nodes.
 
     Each rank is a node::
 
@@ -48,8 +48,8 @@ class Gossip(WithFolder):
     Schedulers, `torch.amp.GradScaler`, clipping and frameworks see ``param_groups``, ``state`` and
     ``defaults`` of the inner optimizer. A node whose gradients overflowed takes no step of its
     own and joins the round. ``optimizer`` may be a list, whose parts step one after the other:
-    ``[torch.optim.Muon(matrices), torch.optim.AdamW(others)]``. Everything that a job refuses is
-    refused here by the same words. Beyond that, because of this door:
+    ``[torch.optim.Muon(matrices), torch.optim.AdamW(others)]``. Everything that a job rejects is
+    rejected here with the same message. Not supported beyond that:
 
     * LBFGS, whose curvature pairs averaging invalidates; parameters of float64;
     * methods with a momentum of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto) with
@@ -64,11 +64,11 @@ class Gossip(WithFolder):
     Names are those of a job, None its default; ``graph`` is anything that `mpigossip.graph` takes,
     such as a list of matrices. ``options``: of the algorithm, graph and cadence, and ``blend``,
     ``seed``, ``weights``, ``lazy``, ``levels``, ``kept``, ``same_host``, ``timeout_s``.
-    ``overlap = "auto"``: methods that are ahead travel during forward and backward, others begin
+    ``overlap = "auto"``: methods that are ahead exchange during forward and backward, others begin
     with the step, as all do by "never". ``measure_every``: steps between two consensus
     distances in :attr:`record`; None: 10 in a run, else never. ``model``: all that the optimizer
     moves; several modules as a `torch.nn.ModuleList`. Frozen parameters are rank 0's, and join
-    what is exchanged at the step at which they require gradients. ``survive = True`` with
+    the exchange at the step at which they require gradients. ``survive = True`` with
     ``on_change``: see :class:`~mpigossip.runs.survive.Survival`.
 
     ``run``: a folder for the log, checkpoints and what else a job's run has; then also
@@ -118,10 +118,10 @@ class Gossip(WithFolder):
         self._loaded: dict | None = None
         self._stale = Stale()
         self.record: Record | None = None
-        """what the last step showed"""
+        """metrics of the last step"""
         if self._job.run.survive:
             prepare(self._job, world)
-        self._node = Node(
+        self._node = LoopNode(
             world, self._model, optimizer, self._job, self._graph, overlap,
             measure_every=every if measure_every is None else measure_every,
         )  # fmt: skip
@@ -144,12 +144,12 @@ class Gossip(WithFolder):
         return f"Gossip[{self._job.algorithm.name}, {self._node.graph.name}] {self._inner!r}"
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """To the inner optimizer: parameters of the model, such as ones that were frozen."""
+        """Add parameters of the model, such as thawed ones, to the inner optimizer."""
         check_group(self._node.known, group)
         self._inner.add_param_group(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The local step, and the exchange that the cadence asks for; waits for the neighbours.
+        """Take a local step and run the scheduled exchange; synchronous mixers wait for neighbours.
 
         ``closure`` is evaluated once; its value is returned.
         """
@@ -216,21 +216,21 @@ class Gossip(WithFolder):
 
     @property
     def steps(self) -> int:
-        """Steps done so far: equal on survivors, who may go back to one that all have done."""
+        """Steps done so far; after a rank failure the last that all survivors have done."""
         return self.engine.index if self._node.laid_out else 0
 
     def surviving(self) -> AbstractContextManager[None]:
-        """A block of collective calls of one's own: a loss leaves it for the next :meth:`step`."""
+        """Context manager for own collective calls; after a failure the next step goes on."""
         return self._node.noticed()
 
     @property
     def engine(self) -> Engine:
-        """What makes the steps, once the first has begun."""
+        """The engine, once the first step has begun."""
         return self._node.engine
 
     @property
     def mixer(self) -> Mixer:
-        """What lies between the nodes."""
+        """The communication backend between nodes."""
         return self._node.mixer
 
     @property
@@ -241,10 +241,10 @@ class Gossip(WithFolder):
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and as "gossip" this node's model, method and counters.
+        """Return the inner optimizer's, and as "gossip" this node's model, method and counters.
 
-        Buffers are the model's own state. Not collective. Exact, with a file a node: another
-        node's would put this one at its place.
+        Buffers are the model's own state. Not collective. Save one for each node: another node's
+        would put this one in its place.
         """
         self._node.not_serving("state_dict()")
         self._run_hooks("state_dict_pre")
@@ -256,7 +256,7 @@ class Gossip(WithFolder):
         return self._run_hooks("state_dict_post", state) or state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` stood, to the bit, at the next step; on all nodes."""
+        """Continue from a :meth:`state_dict`, bitwise, with the next step; on all nodes."""
         self._node.not_serving("load_state_dict()")
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
@@ -267,14 +267,14 @@ class Gossip(WithFolder):
         self._loaded = mine
         self._run_hooks("load_state_dict_post")
 
-    # -- looks at all nodes ---------------------------------------------------------------------
+    # -- all nodes ---------------------------------------------------------------------
 
     def average(self) -> None:
-        """An exchange without a step, while others are waited for (asynchronous mixers)."""
+        """Exchange without a step, while waiting for others (asynchronous mixers)."""
         self._node.average()
 
     def paused(self) -> AbstractContextManager[None]:
-        """A block for work of this rank that takes long, such as an evaluation on rank 0.
+        """Context manager for long work of this rank, such as an evaluation on rank 0.
 
         Neighbours wait beyond ``timeout_s``; asynchronous ones go on, and this node with them.
         """
@@ -284,7 +284,7 @@ class Gossip(WithFolder):
     def averaged(
         self, twin: nn.Module | None = None, *, recalibrate: Iterable | None = None
     ) -> Iterator[Any]:
-        """The model as the exact average over nodes, for evaluation; taken back afterwards.
+        """Context manager in which the model is the exact average over nodes, for evaluation.
 
         Collective: on all ranks, also where one of them evaluates. Parameters and floating-point
         buffers, so that norms are averaged, too. ``twin``: a module that is averaged and given
@@ -298,12 +298,12 @@ class Gossip(WithFolder):
             yield self._given if other is None else twin
 
     def consensus_distance(self) -> float:
-        """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
+        """Return (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
         self._laid_out()
         return distance(self._node)
 
     def close(self) -> None:
-        """Free windows and threads; collective, and done by the world where it ends."""
+        """Free windows and threads; collective. The world does it at its end."""
         # asynchronous nodes, and survivors, take part in what others do until all have ended
         alone = self.mixer.synchronous and not self._world.survives
         word = deadline.CLOSES if alone else deadline.WAITS

@@ -1,4 +1,4 @@
-"""This rank's node in a user's loop: model, mixer and engine, laid out by the first step."""
+"""The node of a custom loop: model, torch optimizer, mixer and engine."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from mpigossip.training.fit import check_rounds
 from mpigossip.training.fragments import engine_of, make_fragments, narrowed
 
 
-class Node:
-    """What the optimizer steps with, and what looks at all nodes look at.
+class LoopNode:
+    """Contract: :class:`mpigossip.runs.node.Node`, of this rank in a custom loop.
 
-    Before the first step the model may still move and change; the vector is laid out then.
+    The vector is laid out by the first step; until then the model may move and change.
     """
 
     vector: Parameters
@@ -62,7 +62,7 @@ class Node:
         overlap: str,
         measure_every: int | str,
     ):
-        """Collective: all models become node 0's."""
+        """Copy node 0's model to all nodes; collective."""
         self.world, self.model, self.inner = world, model, inner
         self.job, self.graph = job, graph
         self._overlap, self._every = overlap, measure_every
@@ -72,18 +72,18 @@ class Node:
         equal_start.agree(world, [*equal_start.settings_of(job), *self._facts])
         check_rounds(job, graph, world)
         self.noticed: Callable[[], AbstractContextManager[None]] = nullcontext
-        """the block in which a lost rank is no reason to stop, where the node outlives others"""
+        """context manager that a rank failure ends without an error, if the node survives it"""
         self._open()
         equal_start.begin(world, model)
         self.keeps: dict[str, Any] = {}
         """objects with state_dict() or get_state() that checkpoints take, too"""
         self.known = {id(p): p for p in model.parameters()}
-        """all that the model had when Gossip was made"""
+        """parameters that the model had when Gossip was made"""
         self.guard = StepGuard(inner)
         atexit.unregister(report_unused)
 
     def _open(self) -> None:
-        """The mixer for the model as it is; collective."""
+        """Open mixer and group for the model as it is; collective."""
         self._device = str(next(self.model.parameters()).device)
         self.flat = planned(self.model)
         own = Single(self._device)
@@ -118,7 +118,7 @@ class Node:
         self._segments: Group = self.group if self.sharded else own
 
     def _shut(self) -> None:
-        """What :meth:`_open` has made; collective."""
+        """Close mixer and group; collective."""
         self.mixer.close()
         self._segments.close()
 
@@ -128,11 +128,11 @@ class Node:
         return isinstance(self.flat, Cut)
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
-        """The model's, by name, of the only slot here."""
+        """Return the model's, of the only slot here."""
         return [dict(self.model.named_buffers())]
 
     def own(self, row: int, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
-        """Torch optimizer, random numbers and kept objects; JobError, on all ranks, for others."""
+        """Return torch optimizer, random numbers and kept objects; JobError for other objects."""
         nodes = self.world.nodes
         arrays: dict[str, np.ndarray] = {}
         numbers: dict[str, Number] = {"ranks": nodes.per_node}
@@ -148,7 +148,7 @@ class Node:
         return (arrays | of_ranks, numbers | kept) if nodes.first else ({}, {})
 
     def put_own(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
-        """The same into the program's objects; what the optimizer has in floats from its mean."""
+        """Restore them; in the optimizer, floating-point state from its mean."""
         arrays, nodes = saved.arrays if mean is None else mean, self.world.nodes
         text = str(saved.numbers["torch"])
         given, lacking = state.read_optimizer(self.inner, self.model, text, arrays)
@@ -175,7 +175,7 @@ class Node:
         self.engine.count_from(numbers)
 
     def lay_out(self) -> None:
-        """The vector, where the model now is, and the engine over it; collective."""
+        """Make the vector where the model now is, and the engine over it; collective."""
         unwrapped.check_late(self.model, self.world)
         facts, self._facts = self._facts, equal_start.layout(self.model)
         if self.mixer.synchronous or facts != self._facts:  # others meet where they have to
@@ -199,7 +199,7 @@ class Node:
                             "never be exchanged; add them before Gossip(…)"])  # fmt: skip
 
     def _build(self) -> None:
-        """The engine over the vector, with method and cadence of the graph."""
+        """Make the engine over the vector, with the job's method and cadence."""
         local = local_step_from_optimizers(self.vector, [self.inner], self.guard)
         method = self._method(local)
         flat = self.flat.own
@@ -217,7 +217,7 @@ class Node:
         return assemble.make_method(self.job, 0, self.graph, local)
 
     def begin_anew(self) -> None:
-        """Let exchanges begin at round 0, with none under way; on all nodes."""
+        """Let exchanges begin at round 0, with none in flight; on all nodes."""
         if self.engine.index or self._sent:  # the mixer's rounds are consecutive
             self._shut()
             self._open()
@@ -226,7 +226,7 @@ class Node:
             self._sent = []
 
     def lay_out_again(self, names: list[str]) -> None:
-        """With parameters that were frozen; what the method has kept begins anew. Collective."""
+        """Lay out the vector with thawed parameters; the method's state begins anew. Collective."""
         before, drops = self.engine, bool(self.engine.parts())
         before.settle()
         self.lay_out()
@@ -256,7 +256,7 @@ class Node:
         return average_state(world, self.mixer, self.inner)
 
     @property
-    def assembly(self) -> Node:
+    def assembly(self) -> LoopNode:
         """The node itself: what hooks are shown."""
         return self
 
@@ -273,9 +273,9 @@ class Node:
         return {}
 
     def check(self) -> None:
-        """All that is trained lies in the vector; JobError where it can't, or changed on its way.
+        """Put all trained parameters into the vector; JobError where they changed while in flight.
 
-        Collective where parameters have come to be trained since it was laid out.
+        Collective where parameters were thawed since it was laid out.
         """
         if self.looking:
             raise JobError(
@@ -291,19 +291,19 @@ class Node:
             changed = False
         if self._sent and (changed or self._sent != self.vector.versions()):
             raise JobError(
-                ["parameters were changed between steps while they were on their way to the "
+                ["parameters were changed between steps while they were being sent to "
                  'neighbours; give Gossip overlap="never", or leave them alone']
             )  # fmt: skip
         self._sent = []
 
     def go_ahead(self) -> None:
-        """Begin the next step's exchange where the method can, so that it travels meanwhile."""
+        """Begin the next step's exchange, if the method can, so that it overlaps with backward."""
         if self._overlap == "auto" and self.engine.method.ahead and self.mixer.synchronous:
             self.engine.ahead()
             self._sent = self.vector.versions()
 
     def gather(self) -> None:
-        """Gradients of all parameters, and SGD's decay, where the method reads them."""
+        """Gather gradients, with SGD's weight decay, if the method reads them."""
         if not self.engine.method.raw:
             self.vector.gather()
             if not takes_local(self.job.algorithm.name):
@@ -314,16 +314,16 @@ class Node:
         self.vector.publish()
 
     def average(self) -> None:
-        """An exchange without a step."""
+        """Exchange without a step."""
         self.not_serving("average()")
         if not self.turns.plain:
             raise JobError(
-                ["average(): with fragments or a delay, what travels is given by the step; leave "
-                 "it out, or Gossip's fragments and delay"]
+                ["average(): with fragments or a delay, the step decides what is sent; leave the "
+                 "call out, or Gossip's fragments and delay"]
             )  # fmt: skip
         if self.engine.under_way:  # its readers would wait for this node, and it for them
             raise JobError(
-                ["average(): the next step's exchange is under way, as this method sends before "
+                ["average(): the next step's exchange is in flight, as this method sends before "
                  'the gradient is there; give Gossip overlap="never"']
             )  # fmt: skip
         self.vector.gather()
@@ -339,7 +339,7 @@ class Node:
             )  # fmt: skip
 
     def close(self, together: bool) -> None:
-        """Free the inner optimizer, and what lies between nodes where they come ``together``."""
+        """Give the optimizer back; close mixer and group if all nodes come ``together``."""
         self.guard.release()
         if together:
             self._shut()

@@ -52,5 +52,5 @@ class Stale:
             self._added = False
             raise JobError(
                 ["backward() accumulated into the previous step's gradients; call "
-                 "optimizer.zero_grad() before it"]
+                 "optimizer.zero_grad() first"]
             )  # fmt: skip

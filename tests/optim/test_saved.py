@@ -262,5 +262,5 @@ def test_fragments_of_a_method_whose_step_is_not_apart_are_refused():
 def test_an_exchange_without_a_step_is_refused_with_fragments():
     with Alone() as world:
         _, optimizer = streaming(world)
-        with pytest.raises(JobError, match=r"what travels is given by the step; leave it out"):
+        with pytest.raises(JobError, match=r"the step decides what is sent; leave the call out"):
             optimizer.average()

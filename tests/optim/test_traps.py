@@ -479,7 +479,7 @@ def test_a_parameter_that_the_optimizer_leaves_out_is_not_watched():
     )
     train(optimizer, model, 0, range(3))
     model[2](model[1](model[0](torch.ones(1, 6)))).sum().backward()
-    with pytest.raises(JobError, match=r"write optimizer\.zero_grad\(\) before backward"):
+    with pytest.raises(JobError, match=r"call optimizer\.zero_grad\(\) first"):
         optimizer.step()
 
 
