@@ -1,4 +1,4 @@
-"""The quickstart's job through both doors: a job file, and a plain loop around SGD."""
+"""The quickstart's job as a job file and as a custom loop around SGD."""
 
 import hashlib
 from pathlib import Path

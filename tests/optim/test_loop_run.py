@@ -275,7 +275,7 @@ def test_without_a_folder_the_calls_say_what_they_need():
         mpigossip.Gossip(Alone(), *make(0), keep=3)
 
 
-def test_doors_do_not_take_each_others_folders(tmp_path, capsys):
+def test_jobs_and_loops_do_not_take_each_others_folders(tmp_path, capsys):
     make_run(tmp_path / "loop")
     assert main(["resume", str(tmp_path / "loop"), "--simulate"]) == 2
     assert "the run of a custom training loop" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Every pair of algorithm, optimizer, mixer and wire that the door takes: equal to simulations."""
+"""Every pair of algorithm, optimizer, mixer and wire that `Gossip` takes: equal to simulations."""
 
 import re
 import sys

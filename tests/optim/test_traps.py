@@ -433,7 +433,7 @@ def test_several_modules_are_given_as_one(ranks):
         mpigossip.Gossip(Alone(), body, both)
 
 
-# -- the optimizer is the door ---------------------------------------------------------------------
+# -- the optimizer ---------------------------------------------------------------------
 
 
 def test_a_step_of_the_inner_optimizer_is_refused():

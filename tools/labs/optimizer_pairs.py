@@ -64,7 +64,7 @@ def backward(made: torch.nn.Module, node: int, step: int) -> None:
 
 
 def through_the_door(world, name: str, inner: str, mixer: str, wire: str) -> torch.Tensor:
-    """This node's parameters after the steps; JobError where the door refuses."""
+    """This node's parameters after the steps; JobError where it is rejected."""
     made = model(world.rank)
     gossip = mpigossip.Gossip(
         world, made, optimizer(inner, made), name, wire=wire, mixer=mixer, seed=3,
@@ -134,7 +134,7 @@ def outcome(world, *case: str) -> str:
 
 
 def refusal(n: int, name: str, inner: str, mixer: str, wire: str) -> str | None:
-    """What the door says to n nodes without opening it."""
+    """What `Gossip` says to n nodes, without MPI."""
     options = dict(OPTIONS.get(name, {}))
     try:
         settings(Many(n), "cpu", name, options.pop("graph", None), None, wire, mixer, None, options)
