@@ -88,7 +88,7 @@ class WithFolder(Wrapper):
         """
         run = self._own_run("log")
         for one in said:
-            figures |= one if isinstance(one, Mapping) else {}
+            figures = {**one, **figures} if isinstance(one, Mapping) else figures
         step = next((one for one in said if not isinstance(one, Mapping)), None)
         done = run.node.engine.index if run.begun else None
         open_steps = [] if done is None else [done - 1] * (run.last is not None) + [done]
