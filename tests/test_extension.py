@@ -182,27 +182,6 @@ def test_all_of_ones_own_at_once(own):
     assert "beta = 0.8" in read(own / "run" / "log.h5").job
 
 
-def own_loop(comm):
-    import networkx as nx
-
-    torch.manual_seed(comm.rank)
-    model = torch.nn.Linear(4, 1)
-    with mpigossip.world() as world:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        gossip = mpigossip.Gossip(world, model, optimizer, graph=nx.cycle_graph(world.size))
-        for _ in range(60):
-            x = torch.randn(16, 4)
-            torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
-            gossip.step()
-            gossip.zero_grad()
-        return model.weight.detach().numpy().copy()
-
-
-def test_a_networkx_graph_in_ones_own_loop(ranks):
-    weights = ranks(3)(own_loop)
-    np.testing.assert_allclose(np.concatenate(weights), np.ones((3, 4)), atol=0.05)
-
-
 GRAPHS = "tests.graphs.test_networks"
 ROUNDS = [
     {"name": f"{GRAPHS}:pairs"},

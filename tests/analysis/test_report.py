@@ -1,6 +1,4 @@
 import csv
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,23 +139,6 @@ def test_short_long_and_empty_runs(tmp_path, options):
     text = table(read(folder / "log.h5"))
     assert ("no evaluation yet" in text) == (options.get("evaluations") == ())
     assert ("no steps yet" in text) == (options.get("steps") == 0)
-
-
-def test_pictures_leave_matplotlib_as_it_was(tmp_path):
-    run(tmp_path / "a")
-    code = (
-        "import sys, matplotlib; from pathlib import Path\n"
-        "keep = lambda: [matplotlib.rcParams[k] for k in matplotlib.rcParams if k != 'backend']\n"
-        "before = keep()\n"
-        "from mpigossip.analysis.plot import plot\n"
-        "plot([Path(sys.argv[1])], Path(sys.argv[1]) / 'a.png')\n"
-        "assert 'matplotlib.pyplot' not in sys.modules\n"
-        "assert keep() == before"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "a")]
-    here = Path(__file__).parents[2]
-    got = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=here)
-    assert got.returncode == 0, got.stderr
 
 
 def test_nothing_to_draw_or_nowhere_to_draw_it(tmp_path):

@@ -1,4 +1,3 @@
-import contextlib
 import os
 import random
 import signal
@@ -6,7 +5,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -138,16 +136,6 @@ def test_resuming_forgets_the_summary_and_takes_the_new_job(tmp_path):
     writer(path, first_step=20, job="new")
     got = read(path)
     assert got.summary == {} and got.job == "new" and len(got.steps["loss"]) == 20
-
-
-def test_a_log_that_an_earlier_version_began_goes_on(tmp_path):
-    whole = fill(tmp_path / "whole.h5")
-    fill(tmp_path / "log.h5", steps=10)
-    with h5py.File(tmp_path / "log.h5", "a") as file:
-        del file.attrs["checksum"]
-        file.attrs["format"] = file.attrs["format"].decode()  # as it was: a text of any length
-        assert h5py.check_string_dtype(file.attrs.get_id("format").dtype).length is None
-    same(fill(tmp_path / "log.h5", first_step=10), whole)
 
 
 def test_the_same_evaluation_again_replaces_it(tmp_path):
@@ -320,27 +308,6 @@ def test_a_log_is_read_with_what_a_killed_writer_left_pending(tmp_path, monkeypa
     monkeypatch.setattr(journal, "SMALL", small)
     got = read(path)
     assert len(got.steps["step"]) == 25 and got.job == whole.job
-
-
-class Counted(bytes):
-    """Counts the bytes that are copied out of it."""
-
-    copied = 0
-
-    def __getitem__(self, key):
-        found = super().__getitem__(key)
-        Counted.copied += len(found)
-        return found
-
-
-def test_a_journal_is_read_once(tmp_path, monkeypatch):
-    pages = {number: bytes([number]) * journal.PAGE for number in range(200)}
-    journal._write_journal(tmp_path / "a.pending", len(pages) * journal.PAGE, pages)
-    data = Counted((tmp_path / "a.pending").read_bytes())
-    file = contextlib.nullcontext(SimpleNamespace(readall=lambda: data))
-    monkeypatch.setattr(journal.guard, "regular", lambda *_, **__: file)
-    assert journal._read_journal(tmp_path / "a") == (len(pages) * journal.PAGE, pages)
-    assert Counted.copied < 3 * len(data)  # the checksum's, and the pages
 
 
 def test_overlay_behaves_like_a_file(tmp_path):

@@ -256,18 +256,6 @@ def test_tables_and_curves(here):
         study.table("html")
 
 
-@pytest.mark.every
-def test_many_points_are_drawn_in_panels_of_at_most_ten(here):
-    grid = {"graph.name": ["ring", "complete"], "schedule.lr": [0.01 * k for k in range(1, 7)]}
-    cells, _ = cells_of(Path("job.toml"), grid, [3], SMALL, False)
-    run = small({}, seeds=1)
-    (one,) = run.ended(run.cells[0])
-    found = {(cell, None, 0): one for cell in cells}
-    made = Study(cells, dict.fromkeys(cells), [0], found, None, [], {}, run.folder).plot()
-    assert [len(axes.lines) for axes in made.axes] == [6, 6]
-    assert [axes.get_title() for axes in made.axes] == ["ring", "complete"]
-
-
 def test_a_single_evaluation_is_drawn_as_a_point_with_its_interval():
     runs = [[told(0.5), told(0.6)], [told(0.7), told(0.8)]]
     for one in itertools.chain(*runs):

@@ -22,25 +22,6 @@ def atlas(monkeypatch):
     sys.modules.pop("tools.bench.atlas", None)
 
 
-def test_what_is_predicted_falls_with_the_rate_and_rises_with_what_is_slow(atlas):
-    methods, networks = atlas["METHODS"], atlas["NETWORKS"]
-    found = {
-        name: [
-            atlas["predicted"](words, links.slow, MACHINE, links.gbit)
-            for links in networks.values()
-            if links.latency == "0"
-        ]
-        for name, words in methods.items()
-        if name in ("DDP (gloo)", "one-peer", "DiLoCo 8", "fragments 8", "GASLoC 8")
-    }
-    for fast, middle, slow, link, node in found.values():
-        assert fast <= middle < slow and middle < link < slow and node > 0.3
-    message = 4.2e6 / 1.2e7  # at 100 Mbit/s
-    assert found["one-peer"][1] == pytest.approx(0.2 + message, rel=0.5)
-    assert found["DiLoCo 8"][1] == pytest.approx(0.2 + 1.5 * message / 8, rel=0.05)
-    assert found["fragments 8"][1] < found["DiLoCo 8"][1]
-
-
 def test_the_table_and_the_figure(atlas, tmp_path, capsys):
     out = tmp_path / "cells.jsonl"
     step = atlas["predicted"](atlas["METHODS"]["one-peer"], "", MACHINE, 0.1)

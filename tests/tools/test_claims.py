@@ -20,7 +20,7 @@ sys.path.insert(0, str(TOOLS / "claims"))
 import equal  # noqa: E402
 import learning  # noqa: E402
 import measure  # noqa: E402
-from table import Row, markdown, verdicts  # noqa: E402
+from table import Row, markdown  # noqa: E402
 
 MAY_FAIL = ("`graph show`", "64 LeNet nodes")
 """Times, on a busy machine."""
@@ -41,17 +41,6 @@ def test_quick_table_holds(tmp_path):
     assert "not run" not in text
 
 
-def test_only_one_claim_and_a_wrong_name(capsys, tmp_path):
-    out = tmp_path / "one.md"
-    assert measure.main(["--quick", "--only", "exponential_gap", "--out", str(out)]) == 0
-    text = out.read_text(encoding="utf-8")
-    assert text.startswith("# What the papers claim") and text.count("| holds |") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["one.md"]
-    with pytest.raises(SystemExit):
-        measure.main(["--only", "exponential_gup"])
-    assert "exponential_gap" in capsys.readouterr().err
-
-
 def test_table_names_verdicts():
     rows = [
         Row("x|y", "s", "1", "2", False),
@@ -62,20 +51,6 @@ def test_table_names_verdicts():
     text = markdown(rows, {})
     assert "x¦y" in text and "**does not hold**" in text and "| cannot tell |" in text
     assert "| not run |" in text and text.index("## Second") < text.index("| as measured |")
-
-
-def test_a_changed_verdict_says_what_it_was():
-    """Of claims in both tables; those under another heading are measured otherwise."""
-    old = markdown([Row(c, "s", "1", "2", holds) for c, holds in (("a|", True), ("b", None))], {})
-    rows = [Row(c, "s", "1", "2", False) for c in ("a|", "b", "new")]
-    rows += [Row("b", "s", "1", "2", True, table="Second")]
-    found = [line.rpartition(" | ")[2] for line in markdown(rows, verdicts(old)).splitlines()]
-    no = "**does not hold**"
-    assert found[2:5] == [f"{no} (before: holds) |", f"{no} (before: cannot tell) |", f"{no} |"]
-    assert found[-1] == "holds |" and verdicts(markdown(rows, {}))["b"] == no
-    assert verdicts(markdown(rows, verdicts(old)))["b"] == no
-    results = (PROTOCOLS / "RESULTS.md").read_text(encoding="utf-8")
-    assert verdicts(results)["LeNet, 8 nodes, ring, 100 % shuffled: all alike"] == no
 
 
 def test_protocols_are_studies_that_fit_in_six_hours(capsys):
@@ -96,11 +71,6 @@ def test_combinations_are_of_every_wire():
     found = [each for graph in (0, 1) for each in equal.combinations(2, graph, 97)]
     wires = {setting.rpartition("node.wire=")[2] for setting in found}
     assert "fp32" in wires and wires <= {*WIRES} and len(wires) > len(WIRES) / 2
-
-
-def test_a_resnet_of_the_authors_is_a_job():
-    job = assemble.load(PROTOCOLS / "jobs" / "cifar10-resnet56.toml", ["node.devices=cpu:1"])
-    assert assemble.mistakes(job, 4) == [] and job.run.epochs == 200
 
 
 @on_each(
@@ -124,51 +94,6 @@ def test_training_claims_without_data_say_so(tmp_path):
     rows = list(measure.measure(options))
     assert len(rows) == 5 and {row.verdict for row in rows} == {"not run"}
     assert all(row.measured == "not run: it needs --data" for row in rows)
-
-
-SMALL = """
-job = "job.toml"
-nodes = 2
-seeds = [1]
-judge = "train_loss"
-equal_traffic = ["ADPSGD", "CPSGD"]
-settings = ["data.source=synthetic", "data.samples=64", "data.test_samples=32", "data.batch=4"]
-
-[grid.method]
-ADPSGD = "algorithm.name=adpsgd local.name=sgd cadence.period=2 cadence.sampling=1.0"
-CPSGD = "algorithm.name=cpsgd local.name=sgd cadence.period={period}"
-QSGD = "algorithm.name=qsgd local.name=sgd node.levels=127"
-
-[[row]]
-claim = "equal traffic"
-source = "s"
-order = ["ADPSGD", "CPSGD", "QSGD"]
-share = { bytes_sent = 0.5 }
-
-[[row]]
-claim = "bytes"
-source = "s"
-reaches = 100.0
-"""
-
-
-@pytest.mark.every
-def test_a_study_gives_rows(tmp_path):
-    """CPSGD at the period that spends what ADPSGD does; bytes of codes and decoded for QSGD."""
-    (tmp_path / "small.toml").write_text(SMALL)
-    (tmp_path / "job.toml").write_text("")
-    options = measure.arguments(["--runs", str(tmp_path)])
-    rows = list(learning.Protocol(tmp_path / "small.toml", options).rows())
-    assert [row.verdict for row in rows] == ["cannot tell", "as measured"]
-    first, second = (row.measured for row in rows)
-    assert "CPSGD, period 2: train_loss" in first
-    assert "ADPSGD ahead of 0.5 of CPSGD in bytes_sent by" in first
-    codes, decoded = (
-        float(first.split(word)[0].split()[-1]) for word in (" MB of codes", " MB dec")
-    )
-    assert 3.5 < decoded / codes < 4.1
-    assert second.count("MB to 100") == 3
-    assert (tmp_path / "small" / "curves.png").stat().st_size > 5000
 
 
 @on_each("model", ["mlp", "lenet"])

@@ -38,14 +38,6 @@ def test_a_row_is_rehearsed_on_the_double_and_stands_in_a_file(tmp_path):
     assert row["good"] and row["measured"].startswith("the same bits"), row
 
 
-def test_without_torch_it_says_so_too(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
-    (tmp_path / "bare").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (tmp_path / "bare").chmod(0o755)
-    done = check(PYTHON=str(tmp_path / "bare"), PYTHONPATH=str(tmp_path))
-    assert done.returncode == 3 and "has no torch" in done.stdout, done.stderr
-
-
 @pytest.fixture
 def tool(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS / "gpu"))
@@ -113,32 +105,6 @@ def test_a_process_that_fails_is_quoted_and_one_that_ends_badly_still_counts(too
     assert "Traceback" in capfd.readouterr().out
     late = "import os; print('RESULT [1, true]', flush=True); os.abort()"
     assert tool.result_of([sys.executable, "-c", late], place, 20) == [1, True]
-
-
-def test_the_table_goes_on_top_of_the_older_ones(tool, tmp_path):
-    path = tmp_path / "GPU_RESULTS.md"
-    for text in ("## first\n\n| a |", "## second\n\n| b |"):
-        tool.put_on_top(text, path)
-    heading = "# Results of gpu_check.sh"
-    assert path.read_text() == f"{heading}\n\n## second\n\n| b |\n\n## first\n\n| a |\n"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_launcher_is_found_beside_packages_and_by_name(tool, tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "mpiexec").touch()
-    monkeypatch.delenv("MPIGOSSIP_MPIEXEC", raising=False)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert tool.launcher() == [str(tmp_path / "bin" / "mpiexec")]
-    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", "srun --mpi=pmix")
-    assert tool.launcher() == ["srun", "--mpi=pmix"]
-
-
-def test_measurements_of_one_process_run_on_a_cpu(tool):
-    check = tool.Check("a title", "a limit", 60, "combining")
-    said, good = tool.measured(check, tool.Place("cpu", True), 60)
-    assert "GB/s" in said and good is None
 
 
 LEAVES = """

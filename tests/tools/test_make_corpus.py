@@ -51,13 +51,3 @@ def test_a_smaller_text_is_part_of_a_larger_one(tool, archive, tmp_path, capsys)
     assert len(found[2]) == 60 and not list(tmp_path.rglob("escaped.c"))
     printed = capsys.readouterr()
     assert "60 files, 0.0 MB; 1 were no UTF-8" in printed.out and "no more than 0.0" in printed.err
-
-
-def test_what_cannot_be_is_said(tool, archive, tmp_path, monkeypatch):
-    with pytest.raises(SystemExit, match="is not empty; name a new folder"):
-        tool.main([str(tmp_path), "--archive", str(archive)])
-    with pytest.raises(SystemExit, match="--megabytes -1: give a number above 0"):
-        tool.main([str(tmp_path / "new"), "--megabytes", "-1"])
-    monkeypatch.setattr(tool.shutil, "which", lambda name: None)
-    with pytest.raises(SystemExit, match="apt-get is not here: .*--archive"):
-        tool.main([str(tmp_path / "new")])
