@@ -1,5 +1,6 @@
 """The command line as a user meets it: the same digest on both ways, refusals, exit codes."""
 
+import hashlib
 import json
 import os
 import re
@@ -17,17 +18,27 @@ from PIL import Image
 
 from mpigossip import cli
 from mpigossip.graphs.search import search
+from tests.cases import on_each
 
 JOB = str(Path(__file__).parents[1] / "jobs" / "digits.toml")
 SHORT = ["run.steps=6", "data.batch=4"]
 MAIN = [sys.executable, "-m", "mpigossip"]
 
 
-def alone(*words, cwd):
-    """Run a command without a launcher."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*MAIN, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=120)
+@pytest.fixture
+def alone(tmp_path, monkeypatch, capfd, one_thread):
+    """`alone(*words)`: a command without a launcher, in `tmp_path`: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        capfd.readouterr()
+        try:
+            code = cli.main([str(word) for word in words])
+        except SystemExit as ended:
+            code = ended.code
+        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
+
+    return run
 
 
 def test_a_number_of_nodes_is_said_to_the_launcher(mpirun, tmp_path):
@@ -52,20 +63,16 @@ def digest(done):
         (6, ["algorithm.name=parallel", "graph.name=complete"]),
     ],
 )
-def test_simulate_and_mpirun_print_the_same_digest(mpirun, tmp_path, n, settings):
+def test_simulate_and_mpirun_print_the_same_digest(mpirun, alone, tmp_path, n, settings):
     settings = [*SHORT, *settings]
-    simulated = alone("simulate", JOB, "--nodes", n, *settings, cwd=tmp_path)
+    simulated = alone("simulate", JOB, "--nodes", n, *settings)
     real = mpirun(n, [*MAIN, "train", JOB, *settings], timeout=120, cwd=tmp_path)
     assert digest(simulated) == digest(real)
-    anyone = (
-        "import sys,hashlib,h5py,glob\nsum = hashlib.sha256()\n"
-        "for f in sorted(glob.glob('runs/digits/checkpoints/*/node-*.h5')):\n"
-        "    sum.update(h5py.File(f)['parameters'][:].tobytes())\nprint(sum.hexdigest())"
-    )
-    again = subprocess.run(
-        [sys.executable, "-c", anyone], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert again.stdout.strip() == digest(real), again.stderr
+    anyone = hashlib.sha256()  # as without this package
+    for path in sorted(tmp_path.glob("runs/digits/checkpoints/*/node-*.h5")):
+        with h5py.File(path) as file:
+            anyone.update(file["parameters"][()].tobytes())
+    assert anyone.hexdigest() == digest(real)
 
 
 @pytest.mark.both
@@ -90,10 +97,10 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("words, says", MISTAKES)
-def test_a_mistake_is_a_paragraph_and_exit_code_2(tmp_path, words, says):
+@on_each(("words", "says"), MISTAKES)
+def test_a_mistake_is_a_paragraph_and_exit_code_2(alone, words, says):
     words = [word.replace("JOB", JOB) for word in words]
-    done = alone("simulate", JOB, "--nodes", 3, *SHORT, *words, cwd=tmp_path)
+    done = alone("simulate", JOB, "--nodes", 3, *SHORT, *words)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     for text in says:
         assert text in done.stderr
@@ -110,8 +117,14 @@ def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, sa
         assert text in done.stderr
 
 
-@pytest.mark.parametrize(
-    "words, says",
+DRY = ["simulate", JOB, "--nodes", "4", "--dry-run"]
+PLAN = ["plan", JOB, "--nodes", "4", "--compute", "1ms", "--latency", "1us"]
+PLAN += ["--bandwidth", "1GB/s", "--seconds", "0"]
+SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
+
+
+@on_each(
+    ("words", "says"),
     [
         (["train", "nowhere.toml"], "nowhere.toml"),
         (["resume", "nowhere"], "nowhere"),
@@ -143,59 +156,42 @@ def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, sa
         (["graph", "search", "--nodes", "8", "--degree", "4", "--out", "a.txt"], "name it .json"),
         (["graph", "search", "--nodes", "8", "--degree", "4", "--out", "no/a.json"], "no folder"),
         (["train", JOB, "--dry-run", "--nodes", "0"], "at least 1"),
-    ],
-)
-def test_wrong_words_are_explained(tmp_path, words, says):
-    done = alone(*words, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert says in done.stderr and "Traceback" not in done.stderr
-
-
-def test_nonsense_is_one_paragraph_and_exit_code_2(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    dry = ["simulate", JOB, "--nodes", "4", "--dry-run"]
-    plan = ["plan", JOB, "--nodes", "4", "--compute", "1ms", "--latency", "1us"]
-    plan += ["--bandwidth", "1GB/s", "--seconds", "0"]
-    search = ["graph", "search", "--nodes", "8", "--out", "g.json"]
-    cases = [
-        ([*dry, "task.name=quadratics"], 'means model.name = "point"'),
-        ([*dry, "task.name=factorization"], 'means data.source = "factorization"'),
-        ([*dry, "algorithm.name=os:system"], "algorithm.name"),
-        ([*dry, "algorithm.name=json:dumps", "local.name=none"], "should return"),
-        ([*dry, "local.options=3"], "local.options"),
+        ([*DRY, "task.name=quadratics"], 'means model.name = "point"'),
+        ([*DRY, "task.name=factorization"], 'means data.source = "factorization"'),
+        ([*DRY, "algorithm.name=os:system"], "algorithm.name"),
+        ([*DRY, "algorithm.name=json:dumps", "local.name=none"], "should return"),
+        ([*DRY, "local.options=3"], "local.options"),
         (["simulate", JOB, "--nodes", "10000000000", "--dry-run"], "at most 65536"),
-        ([*plan, "--save", "nowhere/x.json"], "make its folder first"),
-        ([*plan[:-1], "nan"], "at most"),
-        ([*plan, "--period", "0"], "at least 1"),
-        ([*dry, "schedule.lr=1e-320"], "1e-15"),
-        ([*dry, "algorithm.weight_decay=1e308"], "at most 1e9"),
-        ([*dry, "data.batch=2147483648"], "at most 10^7"),
-        ([*dry, "data.workers=2147483648"], "at most 1024"),
-        ([*dry, "node.threads=10000000"], "at most 1024"),
-        ([*dry, "data.source=synthetic", "data.shape=[1000000,1000000,1]"], "not enough memory"),
-        ([*dry, "data.samples=1000000000000"], "at most 10^9"),
-        ([*dry, "data.context=100000000000000000"], "at most 10^9"),
-        ([*dry, "run.epochs=9000000000000000000"], "at most 10^9"),
-        ([*dry, "algorithm.name=cpsgd", "cadence.period=9000000000000000000"], "at most 10^6"),
-        ([*dry, "graph.slack=1e-264"], "1e-9"),
-        ([*dry, "model.hidden=[-3]"], "model.hidden"),
-        ([*dry, "model.name=gpt", "model.layers=-1"], "model.layers"),
-        ([*dry, "data.source=quadratics", "data.dimension=-3"], "data.dimension = -3"),
+        ([*PLAN, "--save", "nowhere/x.json"], "make its folder first"),
+        ([*PLAN[:-1], "nan"], "at most"),
+        ([*PLAN, "--period", "0"], "at least 1"),
+        ([*DRY, "schedule.lr=1e-320"], "1e-15"),
+        ([*DRY, "algorithm.weight_decay=1e308"], "at most 1e9"),
+        ([*DRY, "data.batch=2147483648"], "at most 10^7"),
+        ([*DRY, "data.workers=2147483648"], "at most 1024"),
+        ([*DRY, "node.threads=10000000"], "at most 1024"),
+        ([*DRY, "data.source=synthetic", "data.shape=[1000000,1000000,1]"], "not enough memory"),
+        ([*DRY, "data.samples=1000000000000"], "at most 10^9"),
+        ([*DRY, "data.context=100000000000000000"], "at most 10^9"),
+        ([*DRY, "run.epochs=9000000000000000000"], "at most 10^9"),
+        ([*DRY, "algorithm.name=cpsgd", "cadence.period=9000000000000000000"], "at most 10^6"),
+        ([*DRY, "graph.slack=1e-264"], "1e-9"),
+        ([*DRY, "model.hidden=[-3]"], "model.hidden"),
+        ([*DRY, "model.name=gpt", "model.layers=-1"], "model.layers"),
+        ([*DRY, "data.source=quadratics", "data.dimension=-3"], "data.dimension = -3"),
         (["bench", "exchange", "--seconds", "nan"], "at most"),
         (["bench", "exchange", "--sizes", "infMB"], "--sizes"),
-        ([*search, "--degree", "10000000000"], "at most 7"),
-        ([*search, "--edges", "29"], "at most 28"),
-        ([*search, "--degree", "3", "--seconds", "nan"], "at most"),
+        ([*SEARCH, "--degree", "10000000000"], "at most 7"),
+        ([*SEARCH, "--edges", "29"], "at most 28"),
+        ([*SEARCH, "--degree", "3", "--seconds", "nan"], "at most"),
         (["graph", "show", "ring", "--nodes", "8", "--seed", "-1"], "at least 0"),
         (["graph", "show", "ring", "--nodes", "8", "\x1b[31m"], r"arguments: \x1b[31m"),
-    ]
-    for words, says in cases:
-        try:
-            code = cli.main(words)
-        except SystemExit as ended:
-            code = ended.code
-        said = capsys.readouterr().err
-        assert code == 2 and says in said and "Traceback" not in said, (words, code, said)
+    ],
+)
+def test_wrong_words_and_values_are_explained(alone, words, says):
+    done = alone(*words)
+    assert done.returncode == 2, done
+    assert says in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -235,17 +231,17 @@ def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path, number):
     assert json.loads((tmp_path / "best.json").read_text())["score"] == facts["score"]
 
 
-def test_a_search_by_graphs_judged_is_that_of_its_seed(tmp_path):
+def test_a_search_by_graphs_judged_is_that_of_its_seed(alone, tmp_path):
     words = ["graph", "search", "--nodes", "12", "--degree", "3", "--evaluations", "400"]
-    assert alone(*words, "--seed", "3", "--out", "found.json", cwd=tmp_path).returncode == 0
+    assert alone(*words, "--seed", "3", "--out", "found.json").returncode == 0
     edges = json.loads((tmp_path / "found.json").read_text())["edges"]
     assert edges == [list(e) for e in search(12, degree=3, evaluations=400, seed=3).edges]
 
 
-def test_graphs_are_compared_also_in_bytes(tmp_path):
+def test_graphs_are_compared_also_in_bytes(alone, tmp_path):
     words = ("graph", "compare", "ring", "one-peer-exponential", "--nodes", "8")
-    plain = alone(*words, cwd=tmp_path).stdout
-    sized = alone(*words, "--parameters", "1000", cwd=tmp_path).stdout
+    plain = alone(*words).stdout
+    sized = alone(*words, "--parameters", "1000").stdout
     assert "bytes" not in plain and "vectors" in plain
     heads, *rows = (line.split() for line in sized.splitlines())
     assert [row[heads.index("bytes")] for row in rows] == ["8000", "4000"]
@@ -260,9 +256,9 @@ def test_a_world_of_one_under_a_launcher_that_meant_more_is_refused(tmp_path):
     assert "4" in done.stderr
 
 
-def test_the_imagenet_job_is_printed_dry(tmp_path):
+def test_the_imagenet_job_is_printed_dry(alone, tmp_path):
     job = Path(JOB).with_name("imagenet-resnet50.toml")
-    done = alone("train", job, "--dry-run", "--nodes", 32, cwd=tmp_path)
+    done = alone("train", job, "--dry-run", "--nodes", 32)
     assert done.returncode == 0, done.stderr
     for text in (
         "epochs = 90",
@@ -277,19 +273,16 @@ def test_the_imagenet_job_is_printed_dry(tmp_path):
         assert text in done.stdout
 
 
-def test_a_dry_simulation_prints_the_job_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    said = []
-    for command in ("train", "simulate"):
-        assert cli.main([command, str(JOB), "--dry-run", "--nodes", "4", "run.epochs=7"]) == 0
-        said.append(capsys.readouterr().out)
+def test_a_dry_simulation_prints_the_job_and_writes_nothing(alone, tmp_path):
+    words = [JOB, "--dry-run", "--nodes", 4, "run.epochs=7"]
+    said = [alone(command, *words).stdout for command in ("train", "simulate")]
     assert "epochs = 7" in said[1] and "planned for 4 nodes" in said[1]
     # one difference: a real run of the same job has the folder's plain name
     assert said[1] == said[0].replace('"runs/{name}"', '"runs/digits-simulated"')
     assert not list(tmp_path.iterdir())
 
 
-def test_the_imagenet_job_runs_small_on_a_packed_folder(tmp_path):
+def test_the_imagenet_job_runs_small_on_a_packed_folder(alone, tmp_path):
     """The founding protocol's path at 224x224: JPEGs, decoding processes, resized crops."""
     draw = np.random.default_rng(0)
     for split, count in (("train", 4), ("val", 2)):
@@ -298,7 +291,7 @@ def test_the_imagenet_job_runs_small_on_a_packed_folder(tmp_path):
             for k in range(count):
                 pixels = draw.integers(0, 256, (240, 260, 3), np.uint8)
                 Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{k}.jpg")
-    assert alone("data", "pack", "images", "i.h5", cwd=tmp_path).returncode == 0
+    assert alone("data", "pack", "images", "i.h5").returncode == 0
     job = Path(JOB).with_name("imagenet-resnet50.toml")
     small = [
         "data.source=i.h5",
@@ -310,28 +303,26 @@ def test_the_imagenet_job_runs_small_on_a_packed_folder(tmp_path):
         "schedule.milestones=[]",
         "model.width=8",
     ]
-    done = alone("simulate", job, "--nodes", 2, *small, cwd=tmp_path)
+    done = alone("simulate", job, "--nodes", 2, *small)
     assert done.returncode == 0, done.stderr
     assert "2 nodes x 2 slots" in done.stdout and "finished at step 2" in done.stdout
 
 
-def test_log_and_checkpoint_commands(tmp_path):
-    assert (
-        alone("simulate", JOB, "--nodes", 2, *SHORT, "run.output=r", cwd=tmp_path).returncode == 0
-    )
-    assert "accuracy" in alone("log", "show", "r", cwd=tmp_path).stdout
-    assert alone("log", "export", "r", "--csv", "r.csv", cwd=tmp_path).returncode == 0
+def test_log_and_checkpoint_commands(alone, tmp_path):
+    assert alone("simulate", JOB, "--nodes", 2, *SHORT, "run.output=r").returncode == 0
+    assert "accuracy" in alone("log", "show", "r").stdout
+    assert alone("log", "export", "r", "--csv", "r.csv").returncode == 0
     assert (tmp_path / "r.csv").read_text().count("\n") > 6
-    assert alone("log", "plot", "r", cwd=tmp_path).stdout.strip() == "r/log.png"
+    assert alone("log", "plot", "r").stdout.strip() == "r/log.png"
     assert (tmp_path / "r" / "log.png").stat().st_size > 10_000
-    shown = alone("checkpoint", "show", "r", cwd=tmp_path)
+    shown = alone("checkpoint", "show", "r")
     assert "2 nodes" in shown.stdout and "digest" in shown.stdout
-    assert "whole" in alone("checkpoint", "verify", "r", cwd=tmp_path).stdout
+    assert "whole" in alone("checkpoint", "verify", "r").stdout
     victim = next((tmp_path / "r" / "checkpoints").glob("*/node-0001.h5"))
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    broken = alone("checkpoint", "verify", "r", cwd=tmp_path)
+    broken = alone("checkpoint", "verify", "r")
     assert broken.returncode == 2 and "node-0001.h5" in broken.stdout
 
 
@@ -343,9 +334,9 @@ def test_another_number_of_ranks_is_refused_and_the_old_run_not_said_again(mpiru
     assert done.stderr.count("holds a run of 2 nodes, here are 3") == 1
 
 
-def test_a_finished_run_is_said_again_and_not_trained_again(tmp_path):
-    first = alone("simulate", JOB, "--nodes", 2, *SHORT, cwd=tmp_path)
-    second = alone("simulate", JOB, "--nodes", 2, *SHORT, cwd=tmp_path)
+def test_a_finished_run_is_said_again_and_not_trained_again(alone, tmp_path):
+    first = alone("simulate", JOB, "--nodes", 2, *SHORT)
+    second = alone("simulate", JOB, "--nodes", 2, *SHORT)
     assert digest(first) == digest(second) and "nothing is left to train" in second.stdout
 
 

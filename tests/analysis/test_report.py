@@ -76,9 +76,8 @@ def test_one_run_from_folder_or_log(tmp_path):
             assert (quarter < 200).mean() > 0.01
 
 
-@pytest.mark.parametrize("epochs", [(50, 50), (50, 25)])
-def test_several_runs(tmp_path, epochs):
-    folders = [run(tmp_path / f"r{k}", epoch=e, nodes=k + 1) for k, e in enumerate(epochs)]
+def test_several_runs(tmp_path):
+    folders = [run(tmp_path / f"r{k}", epoch=e, nodes=k + 1) for k, e in enumerate((50, 25))]
     deep = tmp_path / "a-folder-with-a-long-name" / "and-another-below-it-that-is-longer-still"
     folders += [run(deep / "same/a"), run(deep / "other/a", consensus=0.0)]
     plot(folders, tmp_path / "all.png")
@@ -125,17 +124,14 @@ def test_names_of_runs_tell_them_apart_and_are_short():
     [
         {"steps": 0, "evaluations": ()},
         {"steps": 1, "evaluations": ()},
-        {"steps": 3, "nodes": 1, "evaluations": (3,)},
-        {"consensus": np.nan},
-        {"consensus": 0.0},
-        {"steps": 3000, "evaluations": (3000,)},
+        {"steps": 3, "nodes": 1, "evaluations": (3,), "consensus": np.nan},
+        {"steps": 3000, "evaluations": (3000,), "consensus": 0.0},
     ],
 )
 def test_short_long_and_empty_runs(tmp_path, options):
     folder = run(tmp_path / "a", **options)
     plot([folder], tmp_path / "one.png")
-    plot([folder, folder], tmp_path / "two.png")
-    assert drawn(tmp_path / "one.png").std() > 5 and drawn(tmp_path / "two.png").std() > 5
+    assert drawn(tmp_path / "one.png").std() > 5
     text = table(read(folder / "log.h5"))
     assert ("no evaluation yet" in text) == (options.get("evaluations") == ())
     assert ("no steps yet" in text) == (options.get("steps") == 0)
@@ -174,7 +170,7 @@ def overlapping(artists, canvas):
     return [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 24])
+@pytest.mark.parametrize("count", [1, 24])
 def test_nothing_is_written_over_anything_else(tmp_path, count):
     """Titles and legends of all panels, and the runs' names beside their bars."""
     made = figure(load([run(tmp_path / f"digits-{k}", steps=60) for k in range(count)]))

@@ -471,7 +471,7 @@ def test_killed_at_random_moments(tmp_path):
     draw = random.Random(2)
     expected = {step: expected_digest(step, size=100_000) for step in (1, 2, 3)}
     write(tmp_path, 1, size=100_000)
-    for _ in range(15):
+    for _ in range(8):
         with run_writer(tmp_path) as writer:
             assert writer.stdout.readline() == "go\n", writer.stderr.read()
             time.sleep(draw.uniform(0, 0.25))

@@ -365,7 +365,7 @@ def start(path):
 
 def test_killed_at_random_moments(tmp_path):
     path, draw = tmp_path / "log.h5", random.Random(5)
-    for _ in range(8):
+    for _ in range(5):
         with start(path) as process:
             assert process.stdout.readline() == "go\n", process.stderr.read()
             time.sleep(draw.uniform(0, 0.3))

@@ -39,7 +39,7 @@ SMALL = [
     "data.batch=4", "run.epochs=2", "node.devices=cpu:1", "schedule.warmup_epochs=0",
     "schedule.milestones=[]",
 ]  # fmt: skip
-GRID = {"algorithm.name": ["dsgd", "dmsgd"], "graph.name": ["ring", "complete"]}
+GRID = {"algorithm.name": ["dsgd", "dmsgd"], "graph.name": ["ring"]}
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def when(folder):
 
 def test_a_grid_is_run_once_and_its_table_is_the_logs(here, capsys):
     study = small()
-    assert len(study.rows) == 4 and study.axes == ["algorithm.name", "graph.name"]
+    assert len(study.rows) == 2 and study.axes == ["algorithm.name", "graph.name"]
     for cell, row in zip(study.cells, study.rows, strict=True):
         found = [
             logs.read(Path("runs/study-job") / cell.name / f"seed-{seed}/log.h5").summary
@@ -76,12 +76,12 @@ def test_a_grid_is_run_once_and_its_table_is_the_logs(here, capsys):
         assert row["MB"] == pytest.approx(np.mean([one["bytes_sent"] for one in found]) / 1e6)
         (sent, *_) = [run.sent() for run in study.runs(cell)]
         assert sent[-1] == pytest.approx(found[0]["bytes_sent"])
-    assert capsys.readouterr().out.count("seed-") == 8
+    assert capsys.readouterr().out.count("seed-") == 4
     before = when("runs")
     again = small(seeds=3)
     assert {path: at for path, at in when("runs").items() if path in before} == before
-    assert capsys.readouterr().out.count("seed-2") == 4 and len(when("runs")) == 12
-    assert [row["seeds"] for row in again.rows] == [3] * 4
+    assert capsys.readouterr().out.count("seed-2") == 2 and len(when("runs")) == 6
+    assert [row["seeds"] for row in again.rows] == [3] * 2
     assert small().table() == study.table() and not capsys.readouterr().out
 
 

@@ -14,7 +14,6 @@ from mpigossip.training import assemble
 from tests.cases import on_each
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-PROTOCOLS = TOOLS.parent / "jobs" / "claims"
 sys.path.insert(0, str(TOOLS / "claims"))
 
 import equal  # noqa: E402
