@@ -110,20 +110,6 @@ def test_a_wrong_graph_is_explained(mpirun, tmp_path, words, says):
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
-def late(comm):
-    """A rank that never joins: the watch ends the job."""
-    from mpigossip.analysis.selftest import watched
-    from mpigossip.cluster.ranks import world
-
-    with world() as ranks, watched(ranks, 30.0) as now:
-        now.append("nothing")
-    return now[-1]
-
-
-def test_a_test_that_ends_in_time_is_left_alone(ranks):
-    assert ranks(2)(late) == ["nothing"] * 2
-
-
 HANGS = """
 import sys, time
 from mpigossip.analysis.selftest import watched

@@ -105,22 +105,6 @@ def test_an_adaptive_cadence_keeps_its_period_when_counted():
     assert found.bytes_per_step == pytest.approx(2 * 7 / 8 * 4 * what.flat.size / 5, rel=1e-6)
 
 
-def test_the_tables_fit_a_screen():
-    what, nodes = made(), [2**k for k in range(2, 11)]
-    rows = [predict(what, SLOW, choice, n, 9) for n in nodes for choice in choices(what.job)]
-    sources = dict.fromkeys(("compute", "node-local", "latency", "bandwidth"), "given")
-    rows = [row for row in rows if row]
-    shown = text(what, replace(SLOW, sources=sources), rows, nodes, 9).splitlines()
-    assert len(shown) <= 45 and max(map(len, shown)) <= 100
-    assert "--best" in shown[-1]
-
-
-def test_adapt_then_combine_hides_nothing():
-    what = subject(assemble.load({"algorithm": {"name": "dsgd"}, "model": {"name": "resnet56"}}))[0]
-    row = predict(what, replace(SLOW, compute_s=100.0), Choice("one-peer-exponential"), 8, 1)
-    assert row.hidden_s == 0.0 and row.exchange_s > 0
-
-
 @pytest.mark.parametrize("columns", ["80", "120"])
 def test_columns_never_run_together(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)

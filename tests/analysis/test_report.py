@@ -170,9 +170,9 @@ def overlapping(artists, canvas):
     return [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
 
 
-@pytest.mark.parametrize("count", [1, 24])
-def test_nothing_is_written_over_anything_else(tmp_path, count):
+def test_nothing_is_written_over_anything_else(tmp_path):
     """Titles and legends of all panels, and the runs' names beside their bars."""
+    count = 24
     made = figure(load([run(tmp_path / f"digits-{k}", steps=60) for k in range(count)]))
     made.canvas.draw()
     for axes in made.axes:
@@ -181,23 +181,9 @@ def test_nothing_is_written_over_anything_else(tmp_path, count):
         assert not legend or not overlapping([title, legend], made.canvas), title.get_text()
     bars = [a for a in made.axes if a._left_title.get_text() == "Step time"]
     assert len(bars) == -(-count // 10)
-    if count > 1:
-        names = [axes.get_yticklabels() for axes in bars]
-        assert sum(map(len, names)) == count
-        assert not any(overlapping(each, made.canvas) for each in names)
-
-
-def test_a_consensus_below_rounding_is_drawn_and_marked(tmp_path):
-    folder = run(tmp_path / "a", consensus=1e-13)
-    out = LogWriter(
-        folder / "log.h5", nodes=3, job="", environment={}, first_step=200,
-        columns={name: Column("s", name) for name in NAMES},
-    )  # fmt: skip
-    out.append({name: np.full((10, 3), 1e-3) for name in NAMES})
-    made = figure(load([folder]))
-    (axes,) = (a for a in made.axes if a._left_title.get_text() == "Consensus distance")
-    assert axes.lines[0].get_ydata().min() < 2e-13
-    assert any("rounding" in text.get_text() for text in axes.texts)
+    names = [axes.get_yticklabels() for axes in bars]
+    assert sum(map(len, names)) == count
+    assert not any(overlapping(each, made.canvas) for each in names)
 
 
 def test_a_job_that_is_none_is_left_out(tmp_path):

@@ -63,12 +63,6 @@ def test_gossip_waits_longer_than_for_its_partners_and_shorter_than_for_all(grap
     assert slow <= waiting * (1 + 1e-9)
 
 
-def test_half_the_jitter_is_half_the_waiting():
-    job, found = made(16)
-    whole, half = (Timing(job, found, replace(AT_ONCE, jitter=j)).waiting_s() for j in (0.1, 0.05))
-    assert whole == pytest.approx(2 * half, rel=1e-6)
-
-
 @on_each("algorithm", [{}, {"style": "awc"}])
 @on_each("cadence", ["always", "every", "gossip-pga"])
 @on_each("graph", ["one-peer-exponential", "ring", "complete"])

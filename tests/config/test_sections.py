@@ -300,12 +300,6 @@ def test_overrides():
     assert load({}, ["run.name=1\nepochs = 3"]).run.name == "1\nepochs = 3"
 
 
-def test_the_source_stays_as_it_was():
-    source = {"run": {"epochs": 3}, "graph": {"name": "ring"}}
-    load(source, ["run.epochs=4", "data.batch=8"], TABLES)
-    assert source == {"run": {"epochs": 3}, "graph": {"name": "ring"}}
-
-
 def test_files_that_are_no_jobs(tmp_path):
     (tmp_path / "digits.toml").write_text(JOB)
     (message,) = mistakes(tmp_path / "digit.toml")

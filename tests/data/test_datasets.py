@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from mpigossip.config import Data, JobError
-from mpigossip.data import datasets, pytree
+from mpigossip.data import pytree
 from mpigossip.data.feeding import DataError
 from mpigossip.data.loading import make_orders, open_loader
 from mpigossip.data.sources import source
@@ -339,16 +339,3 @@ def test_data_that_differ_between_ranks_are_named_on_all(ranks):
     for text in ranks(3)(sizes):
         assert '"mine:other": rank 0 on' in text and "has 8 training and 2 test samples" in text
         assert "rank 2 on" in text and "has 9 and 2" in text
-
-
-def test_draws_go_on_where_they_stopped():
-    state = [datasets.Draws(5, (1,))]
-    with datasets.drawing(state):
-        first = torch.rand(2).tolist() + [random.random(), np.random.rand()]
-    with datasets.drawing(state):
-        second = torch.rand(2).tolist() + [random.random(), np.random.rand()]
-    with datasets.drawing(datasets.Draws(5, (1,))):
-        assert first[:2] == torch.rand(2).tolist() and first[2:] == [
-            random.random(), np.random.rand(),
-        ]  # fmt: skip
-    assert first != second

@@ -13,8 +13,6 @@ from mpigossip.store import StoreError
 from mpigossip.store.dataset import open_dataset, pack, show
 from mpigossip.store.packing import SPLITS, checksum_of
 
-CIFAR = Path(__file__).parents[3] / "shared" / "data" / "cifar10-jpeg.tar.xz"
-
 
 def folder_of_images(root: Path, test: str = "test", mode: str = "RGB", sides=(20, 30)) -> Path:
     rng = np.random.default_rng(0)
@@ -252,19 +250,3 @@ def test_digits_are_whole():
         assert re.search("Alpaydin", data.attributes["source"])
         pixels = data.train.array() / data.scale
         np.testing.assert_allclose([data.mean[0], data.std[0]], [pixels.mean(), pixels.std()])
-
-
-@pytest.mark.skipif(not CIFAR.exists(), reason=f"CIFAR-10 is not at {CIFAR}")
-def test_cifar_folder(tmp_path):
-    import tarfile
-
-    wanted = re.compile(r"(train|test)/(airplane|dog)/00[0-4]\d\.jpg")
-    with tarfile.open(CIFAR) as archive:
-        members = []
-        for member in archive:  # in order: reading further means decompressing further
-            if wanted.fullmatch(member.name):
-                archive.extract(member, tmp_path / "cifar", filter="data")
-                members.append(member.name)
-    with open_dataset(pack(tmp_path / "cifar", tmp_path / "cifar.h5")) as data:
-        assert len(data.train) + len(data.test) == len(members) == 200
-        assert (data.train.sizes == 32).all() and (data.mean > 0.2).all()

@@ -9,14 +9,12 @@ import torch
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
-from mpigossip.mixing.compressors import WIRES
 from mpigossip.training import assemble
 from tests.cases import on_each
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS / "claims"))
 
-import equal  # noqa: E402
 import learning  # noqa: E402
 import measure  # noqa: E402
 from table import Row, markdown  # noqa: E402
@@ -65,13 +63,6 @@ def test_protocols_are_studies_that_fit_in_six_hours(capsys):
                 assert label in (axes | grid)[axis]
 
 
-def test_combinations_are_of_every_wire():
-    """Of algorithm, graph and wire format, for the comparison of ranks with the simulator."""
-    found = [each for graph in (0, 1) for each in equal.combinations(2, graph, 97)]
-    wires = {setting.rpartition("node.wire=")[2] for setting in found}
-    assert "fp32" in wires and wires <= {*WIRES} and len(wires) > len(WIRES) / 2
-
-
 @on_each(
     ("apart", "how", "verdict"),
     [
@@ -86,13 +77,6 @@ def test_combinations_are_of_every_wire():
 )
 def test_a_verdict_needs_an_interval_on_one_side(apart, how, verdict):
     assert learning.judged(apart, **how) is verdict
-
-
-def test_training_claims_without_data_say_so(tmp_path):
-    options = measure.arguments(["--runs", str(tmp_path), "--only", "momentum", "--only", "bytes"])
-    rows = list(measure.measure(options))
-    assert len(rows) == 5 and {row.verdict for row in rows} == {"not run"}
-    assert all(row.measured == "not run: it needs --data" for row in rows)
 
 
 @on_each("model", ["mlp", "lenet"])

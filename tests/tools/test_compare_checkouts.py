@@ -91,10 +91,3 @@ def test_the_table_has_every_algorithm_wire_and_local_step(labs):
         assert f"node.wire={wire}" in named
     for local in ("momentum", "nesterov", "adamw", "accumadam"):
         assert f"local.name={local}" in named
-
-
-def test_a_wrong_call_is_explained(tmp_path):
-    ran = compare(ROOT, tmp_path)
-    assert ran.returncode == 2 and "no checkout of mpigossip" in ran.stderr
-    ran = compare(ROOT, ROOT, "--only", "dgst")
-    assert ran.returncode == 2 and "did you mean dsgt?" in ran.stderr

@@ -79,34 +79,6 @@ def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, mo
     assert all("time was over" in row.measured for row in late)
 
 
-def test_the_table_is_printed_and_written_when_it_is_ended_from_outside(
-    tool, monkeypatch, tmp_path, capsys
-):
-    well = "93%", True
-    replaced(tool, monkeypatch, one=well, two=KeyboardInterrupt(), three=well)
-    monkeypatch.setattr(tool, "NEEDED", ("numpy", "no_such_module"))
-    monkeypatch.setattr(tool, "result_of", lambda *_: (1, "a device"))
-    monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(tool, "at_ease", dict)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "out.md")])
-    assert tool.main() == 0
-    written = (tmp_path / "out.md").read_text()
-    printed = capsys.readouterr().out
-    for row in ("| one | 93% | a limit |", "| two | not run: ended", "| three | not run: ended"):
-        assert row in written and row in printed
-    assert "lacks no_such_module" in written
-
-
-def test_a_process_that_fails_is_quoted_and_one_that_ends_badly_still_counts(tool, capfd):
-    place = tool.Place("cpu", False)
-    fails = "import no_such_module_here"
-    with pytest.raises(RuntimeError, match="code 1: ModuleNotFoundError: No module named 'no_such"):
-        tool.result_of([sys.executable, "-c", fails], place, 20)
-    assert "Traceback" in capfd.readouterr().out
-    late = "import os; print('RESULT [1, true]', flush=True); os.abort()"
-    assert tool.result_of([sys.executable, "-c", late], place, 20) == [1, True]
-
-
 LEAVES = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)

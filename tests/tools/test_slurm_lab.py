@@ -179,15 +179,3 @@ def test_a_job_that_is_cancelled_stays_so(lab, tmp_path):
     wait_for(lambda: state(lab, job)[0] == "CANCELLED", 60, lambda: f"end: {state(lab, job)}")
     time.sleep(3)
     assert state(lab, job) == ("CANCELLED", 0)
-
-
-def test_a_mistake_is_not_repeated(lab, tmp_path):
-    job = submit(lab, tmp_path, *SMALL)
-    output = tmp_path / f"digits-{job}.out"
-    lab("scancel", job)
-    script = (tmp_path / "job.sbatch").read_text()
-    (tmp_path / "wrong.sbatch").write_text(script.replace("data.batch=4", "data.batch=none"))
-    job = lab("sbatch", "--parsable", "wrong.sbatch", cwd=tmp_path).strip()
-    output = tmp_path / f"digits-{job}.out"
-    wait_for(lambda: state(lab, job)[0] == "FAILED", 90, lambda: f"end: {state(lab, job)}")
-    assert "data.batch" in output.read_text() and "not tried again" in output.read_text()

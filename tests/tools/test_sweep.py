@@ -45,17 +45,3 @@ def test_a_sweep_from_its_grid_to_its_report(tool, tmp_path):
         "log.png", "report.html",
         *(f"digits-{k}{end}" for k in (1, 2) for end in (".csv", "-evaluations.csv", ".txt")),
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        (["sweep.py", "grid", ROOT / "jobs/digits.toml", "graph.name=rign,ring"], "did you mean"),
-        (["sweep.py", "grid", ROOT / "jobs/digits.toml", "run.seed"], "key=value,value"),
-        (["sweep.py", "run", ROOT / "jobs/digits.toml", "none.txt", "--nodes", 2], "none.txt"),
-        (["postprocess.py", "none"], "log.h5"),
-    ],
-)
-def test_a_wrong_move_is_explained(tool, words, says):
-    code, _, said = tool(*words)
-    assert code == 2 and says in said
