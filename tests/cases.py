@@ -1,4 +1,4 @@
-"""Cases of a test: many in one item, or a few by default and all with `pytest --all`."""
+"""Cases of a test: many in one item, or a few by default and all with `pytest --all`; a World."""
 
 import functools
 import inspect
@@ -34,6 +34,19 @@ def on_each(names: str | Iterable[str], values: Iterable) -> Callable:
         return run
 
     return decorate
+
+
+def with_world(function: Callable) -> Callable:
+    """For pools of ranks: `function(world, …)` with a World of their own, closed at its end."""
+
+    @functools.wraps(function)
+    def on_rank(comm, *args, **options):
+        from mpigossip.cluster.ranks import World
+
+        with World(comm) as world:
+            return function(world, *args, **options)
+
+    return on_rank
 
 
 def every(*values):

@@ -199,7 +199,6 @@ def with_rounds(folder, graph, **run):
 def on_ranks(comm, folder, stop):
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     digests = []
     for k, graph in enumerate(ROUNDS):
         with World(comm) as world:

@@ -45,7 +45,6 @@ def never_apart(case):
 def all_cases(comm, same_host, steps):
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     world = World(comm)
     drivers = on_ranks(CASES, world, same_host, steps)
     found = [(driver.whole().numpy(), driver.mixer.bytes_sent[0]) for driver in drivers]

@@ -16,6 +16,7 @@ from mpigossip.mixing.base import Kind
 from mpigossip.models import decayed, model
 from mpigossip.runs import launch
 from mpigossip.training import assemble
+from tests.cases import with_world
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"),
@@ -126,12 +127,9 @@ def rows(world, n, method):
     return full
 
 
-def on_ranks(comm):
-    from mpigossip.cluster.ranks import World
-
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        return [rows(world, world.size, method) for method in METHODS]
+@with_world
+def on_ranks(world):
+    return [rows(world, world.size, method) for method in METHODS]
 
 
 @pytest.mark.usefixtures("one_thread")

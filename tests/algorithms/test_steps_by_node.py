@@ -14,7 +14,7 @@ from mpigossip.store.log import read
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
 from tests.battery import Driver, on_ranks
-from tests.cases import on_each
+from tests.cases import on_each, with_world
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,12 +52,9 @@ def test_it_is_so_many_local_steps_and_the_exchange(name):
         assert torch.allclose(driver.run(200).whole().double()[0], weighted, atol=1e-5)
 
 
-def all_settings(comm):
-    from mpigossip.cluster.ranks import World
-
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        return [driver.whole().numpy() for driver in on_ranks(SETTINGS, world, "put", 9)]
+@with_world
+def all_settings(world):
+    return [driver.whole().numpy() for driver in on_ranks(SETTINGS, world, "put", 9)]
 
 
 def test_ranks_have_the_bits_of_the_simulator(ranks):
@@ -161,7 +158,6 @@ def loops(comm):
     import mpigossip
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     found = []
     with World(comm) as world:
         own = 2 + world.rank

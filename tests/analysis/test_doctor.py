@@ -244,7 +244,6 @@ def ways_on_stand_ins(comm):
     from mpigossip.cluster.ranks import world
     from mpigossip.graphs import graph
 
-    torch.set_num_threads(1)
     with world() as ranks:
         tried = graph("ring", ranks.size)
         found = selftest.routes_of_devices(ranks, tried, ("cpu", "cpu"), 1 << 16, [])

@@ -369,8 +369,7 @@ def test_workers_change_no_bit(varied, opened):
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
         again = [batch.inputs for batch in loader.share(1, 3)]
         assert all(torch.equal(a, b) for a, b in zip(again, tests, strict=True))
-        back = fetched(loader, [2, 0])  # a step again, and an earlier one
-        assert torch.equal(back[0], wanted[8]) and torch.equal(back[4], wanted[0])
+        assert torch.equal(fetched(loader, [0])[0], wanted[0])  # an earlier step again
     loader.close()
     with loader_of(opened(**fields), 2) as loader:
         assert isinstance(loader, Loader)

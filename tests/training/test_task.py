@@ -17,6 +17,7 @@ from mpigossip.runs import launch
 from mpigossip.store.log import read
 from mpigossip.training import assemble, task
 from mpigossip.training.task import Objective, TaskError
+from tests.cases import with_world
 
 POINTS = torch.linspace(-1, 1, 96).unsqueeze(1)
 
@@ -147,17 +148,14 @@ def test_stopped_and_resumed_to_the_bit(mine, tmp_path, settings):
     assert again["digest"] == whole["digest"]
 
 
-def on_ranks(comm, folder):
+@with_world
+def on_ranks(world, folder):
     import sys
     from types import ModuleType
 
-    from mpigossip.cluster.ranks import World
-
     sys.modules["mine"] = ModuleType("mine")
     vars(sys.modules["mine"]).update(points=points, curve=curve, Fit=Fit)
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        return launch.train(job(folder), world, world.size).get("digest")
+    return launch.train(job(folder), world, world.size).get("digest")
 
 
 def test_ranks_have_the_simulators_digest(ranks, mine, tmp_path):
