@@ -317,6 +317,22 @@ def test_partitions_differ_as_they_should():
     assert not (partition(LABELS, 8, "shuffled", 1)[0] == by["shuffled"][0]).all()
 
 
+@on_each(
+    ("kind", "begin", "batch"),
+    [
+        ("shuffled", [785, 545, 127, 713], [203, 396, 198, 166]),
+        ("sorted", [650, 656, 664, 677], [493, 307, 945, 238]),
+        ("mixed", [325, 78, 302, 417], [493, 307, 945, 238]),
+        ("dirichlet", [5, 6, 7, 8], [532, 471, 297, 444]),
+    ],
+)
+def test_partitions_and_orders_never_change(kind, begin, batch):
+    """A run that is resumed years later has the samples that it had."""
+    parts = partition(LABELS, 4, kind, 3, shuffled_percent=50, alpha=0.1)
+    assert parts[1][:4].tolist() == begin
+    assert orders(parts, 5, batch=4)[2].batch_indices(70).tolist() == batch
+
+
 def test_more_nodes_than_samples():
     with pytest.raises(JobError, match="1004 nodes can't share 1003 training samples: use at most"):
         partition(LABELS, 1004, "shuffled")
