@@ -1,0 +1,253 @@
+"""Write the reference pages of the site from the code.
+
+python tools/docs/reference.py build/docs-source/reference
+"""
+
+import argparse
+import ast
+import inspect
+import os
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ["COLUMNS"] = "80"  # of the commands' help
+
+import mpigossip
+from mpigossip import algorithms, cli, config, graphs, models
+from mpigossip.algorithms import cadence
+from mpigossip.commands.arguments import every
+from mpigossip.config import errors, sections
+from mpigossip.config.choices import Part
+from mpigossip.config.toml import Limit, keyword_only, show
+from mpigossip.store import checkpoint, log
+from mpigossip.training import assemble, task
+
+TABLES = {
+    "task": task.TASKS, "data": assemble.SOURCES, "model": models.BUILDERS,
+    "algorithm": algorithms.BUILDERS, "local": algorithms.LOCALS, "graph": graphs.BUILDERS,
+    "cadence": cadence.BUILDERS,
+}  # fmt: skip
+"""What the names of a section stand for; their keyword-only parameters are further settings."""
+WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+EXAMPLES = {
+    "run.name": "first", "run.output": "/scratch/{name}", "task.name": "language-model",
+    "data.source": "cifar10.h5", "data.tokenizer": "bpe-8192-fb24c4d7", "model.name": "lenet",
+    "data.shape": "[1,28,28]", "data.workers": "4", "algorithm.name": "dsgd",
+    "local.name": "adamw", "graph.name": "base-2", "graph.weights": "laplacian",
+    "graph.placement": "hostnames", "cadence.name": "cpsgd", "schedule.milestones": "[30,60,80]",
+    "node.devices": "auto", "node.ranks_per_node": "host", "node.wire": "bf16",
+    "node.mixer": "asynchronous", "clock.network": "10gbit", "clock.bandwidth": "1.25e9",
+    "log.hooks": "['tensorboard']", "log.consensus_every": "100",
+}  # fmt: skip
+"""Examples of settings that a rule can't choose."""
+VARIABLES = {
+    "MPIGOSSIP_END_TIME": "seconds since 1970 at which the allocation ends: the run stops before "
+    "with a checkpoint; batch scripts set it",
+    "MPIGOSSIP_NATIVE": "`0`: torch's operations in place of the compiled sum; same bits, slower",
+    "OMP_NUM_THREADS": "set it to 1: ranks and slots run side by side, a core each",
+    "SLURM_JOB_END_TIME": "the allocation's end where Slurm sets it",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that a rank sees; `node.devices` counts among them",
+    "XDG_CACHE_HOME": "where the compiled sum is kept, else `~/.cache`",
+    "CC": "the C compiler that builds it, else `cc`",
+    "HDF5_USE_FILE_LOCKING": "`FALSE` where a file system has no locks (read by HDF5)",
+}
+"""Environment variables that the package or its libraries read."""
+
+
+def docstrings(cls: type) -> dict[str, str]:
+    """Return the text below each field of a section."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    pairs = zip(tree.body, tree.body[1:], strict=False)
+    return {
+        line.target.id: " ".join(text.value.value.split())
+        for line, text in pairs
+        if isinstance(line, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def kind(hint: Any) -> str:
+    """Return a type and its limits in words."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hasattr(hint, "__metadata__"):
+        (limit,) = (each for each in hint.__metadata__ if isinstance(each, Limit))
+        return f"{kind(hint.__origin__)}; {limit.words}"
+    if origin is Literal:
+        return ", ".join(f"`{show(each)}`" for each in arguments)
+    if origin in (typing.Union, types.UnionType):
+        known = [kind(each) for each in arguments if each is not type(None)]
+        return " or ".join(known) + "; may be unset" * (type(None) in arguments)
+    if origin is tuple:
+        return f"list of: {kind(arguments[0])}"
+    return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def choices(hint: Any) -> list[Any]:
+    """Return the values that a type names."""
+    if typing.get_origin(hint) is Literal:
+        return list(typing.get_args(hint))
+    return [value for each in typing.get_args(hint) for value in choices(each)]
+
+
+def example(path: str, default: Any, hint: Any) -> str:
+    """Return an override of the setting that a job takes, another than the default."""
+    guesses = [not default] if isinstance(default, bool) else []
+    if isinstance(default, int | float):
+        guesses += [2 * default, default / 2]
+    guesses += [*reversed(choices(hint)), 1, 2, 0.5, 100]
+    for value in [EXAMPLES[path]] if path in EXAMPLES else guesses:
+        text = f"{path}={value if isinstance(value, str) else show(value)}"
+        try:
+            job = config.load({}, [text])
+        except errors.JobError:
+            continue
+        if getattr(getattr(job, path.split(".")[0]), path.split(".")[1]) != default:
+            return text
+    raise LookupError(f"no example of {path}")
+
+
+def settings() -> dict[str, tuple[str, ...]]:
+    """Return every setting: type and limits, default, meaning, example."""
+    found = {}
+    for name, cls in sections.SECTIONS.items():
+        hints = typing.get_type_hints(cls, include_extras=True)
+        about = docstrings(cls)
+        for field in fields(cls):
+            if field.name == "options":
+                continue
+            path, default = f"{name}.{field.name}", field.default
+            shown = "unset" if default is None else f"`{show(default)}`"
+            assert default is not MISSING, path
+            words, text = kind(hints[field.name]), example(path, default, hints[field.name])
+            found[path] = (words, shown, about[field.name], text)
+    return found
+
+
+def options() -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield the options of every name: section, name, option, type, default."""
+    for section, table in TABLES.items():
+        for name in table:
+            for option, (hint, default) in keyword_only(Part.of(table, name).build)[0].items():
+                needed = default is inspect.Parameter.empty
+                shown = "must be given" if needed else f"`{show(default)}`"
+                words = kind(type(default) if hint is Any and not needed else hint)
+                yield section, name, option, words, "unset" if default is None else shown
+
+
+def cells(*row: str) -> str:
+    """Return a row of a table."""
+    return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in row) + " |"
+
+
+def head(*titles: str) -> list[str]:
+    """Return the two lines that begin a table."""
+    return [cells(*titles), "|---" * len(titles) + "|"]
+
+
+def settings_page() -> str:
+    """Return the page of settings and options."""
+    lines = [
+        "# Settings", "",
+        "A job file has these sections. `section.key=value` behind a command replaces a setting;",
+        "`--dry-run` prints the complete job. `none` unsets what may be unset.", "",
+    ]  # fmt: skip
+    known, own = settings(), list(options())
+    for name, cls in sections.SECTIONS.items():
+        text = inspect.getdoc(cls).split(": ", 1)[1]
+        lines += [f"## [{name}]", "", text[0].upper() + text[1:], ""]
+        lines += head("setting", "meaning", "type and limits", "default", "example")
+        lines += [
+            cells(f"`{path}`", meaning, words, default, f"`{text}`")
+            for path, (words, default, meaning, text) in known.items()
+            if path.startswith(f"{name}.")
+        ]
+        rows = [row for row in own if row[0] == name]
+        if rows:
+            lines += ["", "Options by name:", ""]
+            lines += head("name", "option", "type and limits", "default")
+            lines += [cells(f"`{row[1]}`", f"`{name}.{row[2]}`", *row[3:]) for row in rows]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def commands() -> dict[str, str]:
+    """Return the help of every command."""
+    return {words: parser.format_help() for words, parser in every(cli.parser()) if words}
+
+
+def commands_page() -> str:
+    """Return the page of commands."""
+    lines = ["# Commands", "", "What `--help` prints.", ""]
+    for words, text in commands().items():
+        level = "#" * (1 + len(words.split()))
+        lines += [f"{level} mpigossip {words}", "", "```text", text, "```", ""]
+    return "\n".join(lines)
+
+
+def python_page() -> str:
+    """Return the page of the Python API, which autodoc fills."""
+    lines = ["# Python", "", "```{eval-rst}"]
+    for name in mpigossip.__all__:
+        kind = "autoclass" if inspect.isclass(getattr(mpigossip, name)) else "autofunction"
+        lines += [f".. {kind}:: mpigossip.{name}"]
+        lines += ["   :members:", "   :inherited-members: Optimizer", ""] * (kind == "autoclass")
+    for path in ("optim.world.World", "optim.loop.survive.Survival", "studies.Study",
+                 "graphs.base.Graph", "algorithms.base.Algorithm", "runs.hooks.Hook"):  # fmt: skip
+        lines += ["", f".. autoclass:: mpigossip.{path}", "   :members:", ""]
+    return "\n".join([*lines, "```", ""])
+
+
+def files_page() -> str:
+    """Return the page of log columns, checkpoint layout, exit codes and variables."""
+    lines = ["# Files, exit codes, environment variables", "", "## Columns of the log", ""]
+    lines += ["`RUN/log.h5`, one row a step and one column a node (group `steps`):", ""]
+    steps = log.COLUMNS | {log.VIRTUAL: log.VIRTUAL_COLUMN}
+    evaluations = "One row an evaluation (group `evaluations`):"
+    for title, columns in (("", steps), (evaluations, log.EVALUATION_COLUMNS)):
+        lines += ["", title, "", *head("column", "unit", "meaning")]
+        lines += [cells(f"`{n}`", c.unit, c.description) for n, c in columns.items()]
+    lines += ["", "A task's metrics are further columns.", "", "## Layout of a checkpoint", ""]
+    lines += [inspect.getdoc(checkpoint).split("\n", 2)[2], "", "Of a node:", ""]
+    lines += [inspect.getdoc(checkpoint.NodeState), "", "## Exit codes", ""]
+    lines += head("code", "meaning")
+    lines += [cells(str(code), text) for code, text in exit_codes().items()]
+    lines += ["", "## Environment variables", "", *head("variable", "meaning")]
+    lines += [cells(f"`{name}`", text) for name, text in VARIABLES.items()]
+    return "\n".join([*lines, ""])
+
+
+def exit_codes() -> dict[int, str]:
+    """Return what each exit code means."""
+    return {
+        errors.OK: "done",
+        errors.FAILED: "the run failed; the message says where",
+        errors.WRONG: "an error of the user, or a check that found something",
+        errors.STOPPED: "stopped before its end, with a checkpoint: start the same command again",
+        130: "interrupted at the keyboard",
+    }
+
+
+PAGES = {
+    "settings": settings_page, "commands": commands_page, "python": python_page,
+    "files": files_page,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Write all pages into the folder that is given."""
+    parser = argparse.ArgumentParser(description="write the reference pages from the code")
+    parser.add_argument("out", type=Path)
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for name, page in PAGES.items():
+        (out / f"{name}.md").write_text(page(), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
