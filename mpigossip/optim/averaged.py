@@ -18,7 +18,7 @@ from mpigossip.mixing.base import Mixer
 from mpigossip.optim import equal_start
 from mpigossip.optim.inner import rate
 from mpigossip.optim.node import LoopNode
-from mpigossip.runs.node import IDLE_S, meet
+from mpigossip.runs.node import IDLE_S, wait_for_nodes
 from mpigossip.training.evaluate import norms, recalibrating
 
 PIECE = 1 << 18
@@ -37,7 +37,7 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
         raise JobError(["averaged(recalibrate=…): the model has no BatchNorm whose running mean "
                         "and variance could be found anew; leave recalibrate out"])  # fmt: skip
     with torch.no_grad(), deadline.calling("averaged()"):
-        _meet(node, "averaged()")
+        _wait_ready(node, "averaged()")
         with node.noticed():
             equal_start.agree(node.world, equal_start.layout(module))
         buffers = list(module.buffers())
@@ -82,20 +82,20 @@ def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], done: Callable)
 def distance(node: LoopNode) -> float:
     """Return (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², NaN where a rank failure is noticed; collective."""
     with torch.no_grad(), deadline.calling("consensus_distance()"):
-        _meet(node, "consensus_distance()")
+        _wait_ready(node, "consensus_distance()")
         with node.noticed():
             return consensus_distance(node.vector.x, node.mixer, node.engine.group)
     return float("nan")
 
 
-def _meet(node: LoopNode, call: str) -> None:
+def _wait_ready(node: LoopNode, call: str) -> None:
     """Wait for all nodes, with the parameters in the vector and no exchange in flight."""
     if node.looking:
         raise JobError([f"{call} inside averaged(): all nodes are alike there; leave it first"])
     node.not_serving(call)
     node.check()
     node.check_known()
-    meet(node, node.world)
+    wait_for_nodes(node, node.world)
     with node.noticed():
         node.engine.settle()
 

@@ -168,7 +168,7 @@ class JobNode:
 
     def evaluate(self, run: Run) -> None:
         """Test the averaged model and the nodes' own; waits for all nodes."""
-        run.meet("an evaluation")
+        run.wait_for_nodes("an evaluation")
         trainer, modules = self.trainer, self.trainer.replicas.modules
         begin, count = self.engine.index - self.shift, self.job.run.recalibrate
         shown = range(begin, begin + count if norms(modules[0][0]) else begin)

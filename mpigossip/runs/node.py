@@ -115,10 +115,10 @@ class Node(Averaging, Protocol):
         """Return figures for the summary; local."""
 
 
-def meet(node: Averaging, world: World) -> None:
+def wait_for_nodes(node: Averaging, world: World) -> None:
     """Wait for all nodes; asynchronous ones that are ahead go on exchanging meanwhile."""
     if node.mixer.synchronous:
-        return  # they meet in what follows
+        return  # they wait in what follows
     all_here = world.start_agree(0)
     until = time.monotonic() + world.timeout_s
     while not _over(all_here.ready() or time.monotonic() >= until, node.group):

@@ -18,7 +18,7 @@ from mpigossip.config.errors import Mistake
 from mpigossip.config.readable import counted
 from mpigossip.engine.measurements import Record
 from mpigossip.runs.hooks import Hook, named_hooks
-from mpigossip.runs.node import Node, meet
+from mpigossip.runs.node import Node, wait_for_nodes
 from mpigossip.runs.printer import Printer, say
 from mpigossip.runs.progress import Progress, Tally, shares
 from mpigossip.runs.recorder import Recorder
@@ -157,7 +157,7 @@ class Run:
     def after(self, record: Record, samples: int | None = None) -> None:
         """Take a step's record; ask for stops. ``samples``: None, those that the program logs."""
         self.last, self._samples, done = record, samples, record.index + 1
-        if self._meets:
+        if self._in_step:
             self.saver.poll(done)
         self.progress.checkpoint = self.saver.last or self.progress.checkpoint
         if self._asked_at is None:
@@ -171,7 +171,7 @@ class Run:
     def close_step(self) -> None:
         """Give the record to the hooks; all write the log where that is due."""
         self.hand_over()
-        if self._meets and self.node.engine.index % self.job.log.flush_steps == 0:
+        if self._in_step and self.node.engine.index % self.job.log.flush_steps == 0:
             self._same_step("step()")
             self._recorder.flush()
 
@@ -198,7 +198,7 @@ class Run:
         return self._asked_at is not None
 
     @property
-    def _meets(self) -> bool:
+    def _in_step(self) -> bool:
         """Whether nodes are at equal steps, and all in their loops."""
         return self._together and not self._parted
 
@@ -209,17 +209,17 @@ class Run:
         return any([hook.wants_stop(done) for hook in self.hooks])
 
     def _round(self, done: int, ended: bool = False) -> tuple[bool, bool]:
-        """Write the log where asynchronous nodes meet: whether to stop, and whether all ended."""
-        self.meet("the log's writing")
+        """Write the log with all nodes here; return whether to stop, and whether all have ended."""
+        self.wait_for_nodes("the log's writing")
         for _ in range(2):  # all are here: asked and answered at once
             self.saver.poll(0)
         self._recorder.flush()
         stops = any([hook.wants_stop(done) for hook in self.hooks])
         return stops, not self.world.agree(int(not ended))
 
-    def meet(self, call: str) -> None:
+    def wait_for_nodes(self, call: str) -> None:
         """Wait for all nodes, in the same call; else JobError on all of them. Collective."""
-        meet(self.node, self.world)
+        wait_for_nodes(self.node, self.world)
         calls = [call] if self._together else self.world.broadcast(self.world.gather(call))
         if len(set(calls)) > 1:
             some = ", ".join(f"rank {rank} in {one}" for rank, one in enumerate(calls[:8]))
@@ -254,7 +254,7 @@ class Run:
     def _save(self) -> None:
         self.begin()
         node, progress = self.node, self.progress
-        self.meet("save()")
+        self.wait_for_nodes("save()")
         index = self._same_step("save()")
         self.hand_over()
         for hook in self.hooks:

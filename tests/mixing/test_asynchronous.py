@@ -227,7 +227,7 @@ def test_the_mean_stays_on_ranks_under_random_delays(ranks, n, name):
 def one_waits(comm, algorithm):
     """Rank 0 makes 60 exchanges, the others only wait: models before and behind."""
     from mpigossip.cluster.ranks import World
-    from mpigossip.runs.node import meet
+    from mpigossip.runs.node import wait_for_nodes
 
     torch.set_num_threads(1)
     world = World(comm)
@@ -240,7 +240,7 @@ def one_waits(comm, algorithm):
     for _ in range(60 if comm.rank == 0 else 0):
         trainer.average()
         time.sleep(1e-3)
-    meet(trainer, world)
+    wait_for_nodes(trainer, world)
     pending = trainer.mixer.pending()[0][0][0].numpy()
     behind, index = x[0].numpy().copy(), trainer.index
     assembly.close()

@@ -28,7 +28,7 @@ from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.faults import Faults
-from mpigossip.runs.node import meet
+from mpigossip.runs.node import wait_for_nodes
 from mpigossip.training import assemble
 from mpigossip.training.evaluate import evaluate
 
@@ -73,7 +73,7 @@ def train(world, mixer: str, pattern: str, options) -> dict:
     for _ in range(steps):
         stale += trainer.step().staleness
     own = time.perf_counter() - begin
-    meet(trainer, world)
+    wait_for_nodes(trainer, world)
     world.barrier()
     whole = time.perf_counter() - begin
     found = evaluate(trainer.replicas, trainer.mixer, assembly.loader)
