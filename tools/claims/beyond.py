@@ -1,12 +1,7 @@
-"""What later methods claim: CECA, EquiTopo, push-sum, and asynchronous runs that were measured.
-
-mpirun -n 8 python tools/bench/asynchronous.py --json >a.json, then measure.py --asynchronous
-"""
+"""Claims of later methods: CECA, EquiTopo, push-sum."""
 
 from __future__ import annotations
 
-import json
-from collections import ChainMap
 from collections.abc import Iterator
 
 import networkx
@@ -78,35 +73,4 @@ def push_sum(options) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def asynchronous(options) -> Iterator[Row]:
-    """Rows from what tools/bench/asynchronous.py --json gave, in one file or several."""
-    if not options.asynchronous:
-        return
-    rows = ChainMap(*(json.loads(path.read_text("utf-8")) for path in options.asynchronous))
-    patterns = {
-        "moving": "one at a time, drawn anew every 10 steps",
-        "one": "rank 0 in a random half of its steps; who waits goes on averaging",
-    }
-    for pattern, said in patterns.items():
-        waiting, free = (rows[f"{pattern}, {kind}"] for kind in ("synchronous", "asynchronous"))
-        ratio = free["steps_per_second"] / waiting["steps_per_second"]
-        lost = waiting["accuracy"] - free["accuracy"]
-        yield Row(
-            f"asynchronous, 8 ranks, 4 x: {said}", "Lian et al. 2018",
-            "steps/s ≥ 2 x, accuracy within 1.5 points",
-            f"{waiting['steps_per_second']:.0f} → {free['steps_per_second']:.0f} steps/s over all "
-            f"ranks ({ratio:.2f} x; whole run {free['whole_run'] / waiting['whole_run']:.2f} x), "
-            f"accuracy {waiting['accuracy']:.1%} → {free['accuracy']:.1%} in {free['steps']} "
-            f"steps; copies at most {free['oldest']:.0f} rounds apart, {free['skipped']} exchanges "
-            "left out",
-            ratio >= 2 and lost <= 0.015,
-        )  # fmt: skip
-    torn = rows["torn"]
-    yield Row(
-        f"{torn['rounds']} rounds on each of 8 ranks under random delays", "own bar",
-        "no torn copy used", f"{torn['used']} used; {torn['seen']} torn reads seen and left out",
-        torn["used"] == 0,
-    )  # fmt: skip
-
-
-CLAIMS = (ceca, equitopo, push_sum, asynchronous)
+CLAIMS = (ceca, equitopo, push_sum)

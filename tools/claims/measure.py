@@ -53,7 +53,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--workers", type=int, default=2, help="training runs at a time (2)")
     add("--rehearse", action="store_true", help="train an epoch of digits with two seeds")
     add("--estimate", action="store_true", help="print what training takes, and do nothing")
-    add("--asynchronous", type=Path, nargs="+", help="what tools/bench/asynchronous.py --json gave")
     options = parser.parse_args(given)
     if options.data is not None and not options.data.is_file():
         parser.error(f"--data {options.data} is no file; make it with: mpigossip data pack")

@@ -269,27 +269,21 @@ class Store:
     def get(self, job: Job) -> Result:
         """The result, measured if it isn't there yet. Only trainings are kept, not failures."""
         place = self.folder / job.name
-        with contextlib.suppress(OSError, TypeError, ValueError):
-            kept = Result(**json.loads((place / "result.json").read_text()))
-            if kept.command == command(job):
-                self.known.add(job.name)
-                return kept
-        self.folder.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{job.name}-", dir=self.folder))
-        result = measured(
-            self.checkout,
-            job,
-            made,
-            lambda name: made / "run" if name == job.name else self.run(name),
-        )
+        kept = place / "result.json"
+        if kept.exists() and (result := Result(**json.loads(kept.read_text()))).command == command(
+            job
+        ):
+            self.known.add(job.name)
+            return result
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        result = measured(self.checkout, job, place, self.run)
         if job.how != "read" and not result.code:
-            (made / "result.json").write_text(json.dumps(asdict(result)))
             for again in ("half", "stopped"):
-                shutil.rmtree(made / again, ignore_errors=True)
+                shutil.rmtree(place / again, ignore_errors=True)
+            kept.write_text(json.dumps(asdict(result)))
+        else:
             shutil.rmtree(place, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another process was faster
-                made.rename(place)
-        shutil.rmtree(made, ignore_errors=True)
         return result
 
     def run(self, name: str) -> Path:

@@ -3,8 +3,8 @@
     python tools/labs/compare_checkouts.py OLD NEW [--only JOB …] [--may-differ NAME …]
                                            [--cache FOLDER] [--at-once K] [--json]
 
-Each job of `TABLE` is trained in both checkouts (folders that hold mpigossip/ and jobs/) on this
-machine, in this Python environment, by the command line alone. Compared are
+Each job of compare_checkouts.txt is trained in both checkouts (folders that hold mpigossip/ and
+jobs/) on this machine, in this Python environment, by the command line alone. Compared are
 
 * the digest: SHA-256 over the parameters of all nodes, as printed and as in the checkpoint;
 * the columns of the log, but for times;
@@ -45,135 +45,13 @@ log.flush_steps=6 log.consensus_every=2
 COLUMNS = ("steps/", "evaluations/")
 """How the names of columns of the log begin."""
 
-TABLE = """
-# JOB              simulate|ranks NODES  settings of jobs/digits.toml in place of COMMON's;
-#                     indented lines go on. Words without "=":
-#   stops             each checkout's own run is also stopped at half and resumed
-#   forgets           resuming isn't exact by design, so nothing is resumed
-#   whole             without COMMON
-
-# parallel SGD; averages over all nodes
-parallel           simulate 3  algorithm.name=parallel algorithm.clip_norm=1 graph.name=complete
-parallel-adamw     simulate 4  algorithm.name=parallel local.name=adamw schedule.lr=0.01
-                      local.decoupled_decay=0.01 algorithm.accumulate=2 node.wire=bf16
-                      graph.name=complete node.devices=cpu:2
-parallel-sign      simulate 2  algorithm.name=parallel local.name=nesterov node.wire=sign
-                      graph.name=complete node.devices=cpu:2 node.shard=false
-qsgd               simulate 5  algorithm.name=qsgd algorithm.decay_all=false graph.name=complete
-                      node.levels=7
-cpsgd              simulate 3  algorithm.name=cpsgd local.name=nesterov cadence.period=5
-                      node.wire=bf16
-adpsgd             simulate 4  algorithm.name=adpsgd local.name=momentum local.beta=0.8
-                      cadence.period=3 data.partition=sorted node.devices=cpu:2 stops
-gossip-pga         simulate 6  algorithm.name=gossip-pga local.name=adamw schedule.lr=0.01
-                      schedule.scale=none graph.name=hyper-hypercube graph.p=2
-gossip-aga         simulate 4  algorithm.name=gossip-aga local.name=accumadam
-                      local.period=4 schedule.lr=0.01 cadence.warmup=2 cadence.period=2
-                      graph.name=hypercube node.wire=qsgd
-
-# averages with neighbours
-dsgd               simulate 5  algorithm.name=dsgd graph.name=ring data.partition=dirichlet
-                      node.wire=bf16 node.precision=bf16
-dsgd-ahead         simulate 6  algorithm.name=dsgd algorithm.style=awc local.name=momentum
-                      algorithm.clip_norm=0.5 graph.name=exponential node.devices=cpu:2
-dsgd-ahead-decay   simulate 4  algorithm.name=dsgd algorithm.style=awc local.name=adamw
-                      local.decoupled_decay=0.01 schedule.lr=0.01 graph.name=half-random
-dsgd-vmap          simulate 6  algorithm.name=dsgd local.name=nesterov algorithm.accumulate=2
-                      graph.order=permuted run.seed=3 node.vmap=true
-dsgd-asynchronous  simulate 5  algorithm.name=dsgd local.name=momentum graph.degree=2
-                      graph.name=ring-lattice node.mixer=asynchronous faults.slow_times=3
-                      faults.slow_steps=4 faults.lost=0.2 forgets
-dsgd-erdos-renyi   simulate 6  algorithm.name=dsgd local.name=adamw algorithm.clip_norm=1
-                      schedule.name=cosine schedule.lr=0.01 graph.name=erdos-renyi graph.seed=5
-                      graph.weights=max-degree graph.lazy=true node.wire=qsgd
-dmsgd-base-2       simulate 5  graph.name=base-2 cadence.name=every cadence.period=3
-                      algorithm.accumulate=2 node.wire=bf16 node.devices=cpu:2
-dmsgd-lenet        simulate 4  model.name=lenet algorithm.momentum=delayed node.precision=bf16
-                      graph.name=random-matching run.steps=12 checkpoint.every_steps=6
-dmsgd-resnet       simulate 2  model.name=resnet20 algorithm.decay_all=false node.devices=cpu:2
-                      data.augment=crop-flip run.steps=8 checkpoint.every_steps=4
-dmsgd-never        simulate 3  cadence.name=never graph.name=identity node.devices=cpu:3
-dmsgd-vanilla      simulate 6  algorithm.name=dmsgd-vanilla local.name=nesterov
-                      local.beta=0.95 algorithm.clip_norm=2 graph.name=grid
-                      graph.weights=metropolis-hastings schedule.milestones=[0.1,0.3]
-qg-dmsgd           simulate 6  algorithm.name=qg-dmsgd algorithm.nesterov=true graph.name=base-3
-                      data.partition=sorted node.wire=qsgd node.levels=15 node.devices=cpu:2 stops
-decentlam          simulate 4  algorithm.name=decentlam algorithm.clip_norm=1 graph.name=torus
-                      algorithm.accumulate=2 node.devices=cpu:2 node.shard=false
-
-# corrections for data that differ
-d2                 simulate 5  algorithm.name=d2 local.name=momentum graph.name=ring
-                      data.partition=dirichlet node.wire=bf16
-d2-adamw           simulate 4  algorithm.name=d2 local.name=adamw algorithm.clip_norm=1
-                      schedule.lr=0.01 graph.name=u-equistatic node.devices=cpu:2
-dsgt               simulate 3  algorithm.name=dsgt local.name=momentum graph.name=exponential
-                      data.partition=sorted node.wire=qsgd node.devices=cpu:2
-dsgt-asynchronous  simulate 4  algorithm.name=dsgt algorithm.style=awc graph.name=complete
-                      node.mixer=asynchronous faults.slow_times=2 faults.slow_nodes=2 forgets
-momentum-tracking  simulate 5  algorithm.name=momentum-tracking algorithm.accumulate=2
-                      graph.name=star cadence.name=every cadence.period=2
-                      data.partition=mixed data.shuffled_percent=50
-detag              simulate 4  algorithm.name=detag algorithm.phase=3 algorithm.beta=0.5
-                      graph.name=path node.wire=bf16 node.devices=cpu:2
-defacto            simulate 5  algorithm.name=defacto algorithm.accumulate=2
-                      graph.name=spanning-tree
-
-# directed graphs, compressed differences, outer steps
-sgp                simulate 5  algorithm.name=sgp algorithm.clip_norm=1 graph.name=path
-                      graph.weights=push node.wire=qsgd
-ceca               simulate 4  algorithm.name=ceca local.name=momentum graph.name=ceca
-ceca-6             simulate 6  algorithm.name=ceca local.name=adamw schedule.lr=0.01
-                      graph.name=ceca node.precision=bf16 node.devices=cpu:2
-choco              simulate 5  algorithm.name=choco local.name=momentum graph.name=ring
-                      cadence.name=every cadence.period=2 node.wire=top-k node.kept=0.2 stops
-slowmo             simulate 4  algorithm.name=slowmo local.name=adamw algorithm.slow_beta=0.7
-                      schedule.lr=0.01 graph.name=ou-equidyn node.wire=bf16 node.devices=cpu:2
-gasloc             simulate 5  algorithm.name=gasloc cadence.period=3 algorithm.outer_beta=0.5
-                      schedule.lr=0.01 graph.name=base-2 node.wire=fp4 stops
-sparseloco         simulate 4  algorithm.name=sparseloco cadence.period=4 node.kept=0.1
-                      schedule.lr=0.01 node.devices=cpu:2 stops
-sparta             simulate 3  algorithm.name=sparta node.kept=0.05 schedule.lr=0.01
-noloco-fp4         simulate 4  algorithm.name=noloco node.wire=fp4
-                      schedule.lr=0.01
-
-# ranks: neighbours on the same host are read in place, or put into windows
-ranks-dmsgd        ranks 4     algorithm.clip_norm=1 node.devices=cpu:2 stops
-ranks-dmsgd-put    ranks 3     graph.name=base-3 algorithm.accumulate=2 node.wire=bf16
-                      node.same_host=put
-ranks-dsgd-ahead   ranks 3     algorithm.name=dsgd algorithm.style=awc local.name=accumadam
-                      schedule.lr=0.01 graph.name=exponential node.same_host=put
-ranks-sgp          ranks 3     algorithm.name=sgp local.name=adamw schedule.lr=0.01
-                      graph.name=exponential node.wire=qsgd node.same_host=put node.devices=cpu:2
-ranks-dsgt         ranks 4     algorithm.name=dsgt graph.name=one-peer-hypercube
-                      data.partition=sorted node.wire=bf16
-ranks-choco        ranks 2     algorithm.name=choco algorithm.clip_norm=1 graph.name=complete
-                      node.wire=sign node.same_host=put node.devices=cpu:2
-ranks-random-k     ranks 3     algorithm.name=choco algorithm.accumulate=2 graph.name=d-equistatic
-                      node.wire=random-k node.kept=0.3
-ranks-diloco       ranks 3     algorithm.name=diloco schedule.lr=0.01 cadence.period=4
-                      node.same_host=put node.devices=cpu:2
-ranks-noloco       ranks 4     algorithm.name=noloco schedule.lr=0.01 cadence.period=2
-                      graph.name=random-matching node.wire=qsgd node.precision=bf16
-ranks-slowmo       ranks 2     algorithm.name=slowmo cadence.period=4 node.same_host=put
-                      node.devices=cpu:2 node.shard=false
-ranks-parallel     ranks 2     algorithm.name=parallel algorithm.accumulate=2 graph.name=complete
-                      node.devices=cpu:2
-
-# what tools/quickstart.sh trains, and commands that read the RUN that OLD made of it
-quickstart         ranks 4     node.devices=cpu:2 whole
-read-show          read quickstart  log show RUN
-read-csv           read quickstart  log export RUN --csv OUT.csv
-read-plot          read quickstart  log plot RUN --out OUT.png
-read-report        read quickstart  report RUN --html OUT.html
-read-verify        read quickstart  checkpoint verify RUN
-read-model         read quickstart  checkpoint export RUN --out OUT.safetensors
-"""
+TABLE = Path(__file__).with_suffix(".txt")
 
 
-def table(text: str = TABLE) -> dict[str, Job]:
+def table() -> dict[str, Job]:
     """The jobs by name, in the table's order."""
     rows: list[list[str]] = []
-    for line in text.splitlines():
+    for line in TABLE.read_text("utf-8").splitlines():
         if line.strip() and not line.startswith("#"):
             if not line.startswith(" "):
                 rows.append([])
@@ -251,7 +129,9 @@ def chosen(only: Sequence[str]) -> list[Job]:
     for name in only:
         if name not in jobs:
             near = difflib.get_close_matches(name, jobs, n=1)
-            raise Wrong(f'no job "{name}"; {f"did you mean {near[0]}?" if near else "see TABLE"}')
+            raise Wrong(
+                f'no job "{name}"; {f"did you mean {near[0]}?" if near else f"see {TABLE.name}"}'
+            )
     return [job for name, job in jobs.items() if name in only or not only]
 
 

@@ -3,7 +3,7 @@
 python tools/labs/forge.py [--count 1000] [--seed 0] [--keep DIR]
 
 What is forged is the structure (links, sizes, types, counts, names, kinds of files), with checksums
-that agree, the manifest's and HDF5's own; or single bits, with checksums that don't. (A byte of
+that agree, the manifest's and HDF5's own; or bits and bytes, with checksums that don't. (A byte of
 HDF5's headers with their checksum repaired may stand for another number: only harm counts.) Each is
 read in a child process. Wrong, and kept: a hang, a crash, a traceback, other values than those that
 were written, 2 s or 200 MB and more, and any import or opening of a file elsewhere: Python's audit
@@ -17,6 +17,7 @@ import ctypes
 import hashlib
 import os
 import random
+import re
 import select
 import shutil
 import subprocess
@@ -25,8 +26,8 @@ import tempfile
 import time
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
@@ -87,6 +88,14 @@ def originals(top: Path) -> None:
         pixels = draw.integers(0, 256, (9, 9, 3), np.uint8)
         Image.fromarray(pixels).save(top / "images" / place / "0.png")
     pack(top / "images", top / "data set/set.h5")
+
+
+def outside(top: Path) -> Path:
+    """A folder with a file that nothing inside a forged one may lead to."""
+    (top / "outside").mkdir()
+    with h5py.File(top / "outside/secret.h5", "w") as secret:
+        secret["x"] = np.zeros(500, "<f4")
+    return top / "outside"
 
 
 def content(kind: str, folder: Path, without: str = "") -> str:
@@ -312,14 +321,30 @@ class Forger:
         journal._write_journal(path, (page + 1) * 4096, pages)
         return "journal pages"
 
-    def flip(self) -> str:
-        """A bit or two anywhere, no checksum repaired."""
-        file = self.draw.choice(sorted(self.folder.iterdir()))
+    def damage(self) -> str:
+        """Bits flipped, or bytes cut off, zeroed, swapped, doubled; no checksum is repaired."""
+        draw, file = self.draw, self.draw.choice(sorted(self.folder.iterdir()))
         data = bytearray(file.read_bytes())
-        for _ in range(self.draw.choice([1, 1, 2])):
-            data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
+        at, other = sorted(draw.sample(range(len(data)), 2))
+        length = min(draw.choice([1, 8, 64, 512]), other - at)
+        first, second = data[at : at + length], data[other : other + length]
+        how = draw.choice(["flipped", "flipped", "flipped", "cut", "zeroed", "swapped", "doubled"])
+        if how == "flipped":
+            for _ in range(draw.choice([1, 1, 2, 8])):
+                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        elif how == "cut":
+            del data[other:]
+        elif how == "zeroed":
+            data[at : at + length] = bytes(length)
+        elif how == "swapped":
+            data[at : at + len(second)], data[other : other + len(first)] = (
+                second,
+                first[: len(second)],
+            )
+        else:
+            data[other:other] = first
         file.write_bytes(data)
-        return "flipped"
+        return how
 
     def header(self) -> str:
         """A byte in one of HDF5's own headers, whose checksum is repaired."""
@@ -333,30 +358,29 @@ class Forger:
         return "header"
 
 
-def headers(data: bytes) -> Any:
-    """First byte and checksum's place of object headers, B-tree headers and the superblock."""
-    at = data.find(b"OHDR")
-    while at >= 0:
-        flags = data[at + 5]
-        head = 6 + 16 * bool(flags & 32) + 4 * bool(flags & 16)
-        width = 1 << (flags & 3)
-        size = int.from_bytes(data[at + head : at + head + width], "little")
-        end = at + head + width + size
-        if end + 4 <= len(data) and lookup3(data[at:end]) == int.from_bytes(
-            data[end : end + 4], "little"
-        ):
-            yield at, end
-        at = data.find(b"OHDR", at + 4)
-    for name, size in ((b"BTHD", 34), (b"EAHD", 68), (b"FRHP", 142)):
-        at = data.find(name)
-        while at >= 0:
-            if lookup3(data[at : at + size]) == int.from_bytes(
-                data[at + size : at + size + 4], "little"
-            ):
-                yield at, at + size
-            at = data.find(name, at + 4)
+def headers(data: bytes) -> Iterator[tuple[int, int]]:
+    """First byte and checksum's offset of object headers, B-tree headers and the superblock."""
+    ends = {b"BTHD": lambda at: at + 34, b"EAHD": lambda at: at + 68, b"FRHP": lambda at: at + 142}
+    for name, end_of in ({b"OHDR": lambda at: _object_end(data, at)} | ends).items():
+        for at in (found.start() for found in re.finditer(name, data)):
+            end = end_of(at)
+            if lookup3(data[at:end]) == int.from_bytes(data[end : end + 4], "little"):
+                yield at, end
     if data[8] in (2, 3):
         yield 8, 44
+
+
+def _object_end(data: bytes, at: int) -> int:
+    flags = data[at + 5]
+    head = at + 6 + 16 * bool(flags & 32) + 4 * bool(flags & 16)
+    width = 1 << (flags & 3)
+    return head + width + int.from_bytes(data[head : head + width], "little")
+
+
+MIX = tuple(zip((4, 6, 8, 16, 19, 4), ((0, 2, 1), (1, 0, 2), (2, 1, 0)) * 2, strict=True))
+LAST = tuple(
+    zip((14, 11, 25, 16, 4, 14, 24), ((2, 1), (0, 2), (1, 0)) * 2 + ((2, 1),), strict=True)
+)
 
 
 def lookup3(data: bytes) -> int:
@@ -366,29 +390,19 @@ def lookup3(data: bytes) -> int:
     def turn(x: int, k: int) -> int:
         return ((x << k) | (x >> (32 - k))) & mask
 
-    a = b = c = (0xDEADBEEF + len(data)) & mask
-    at, left = 0, len(data)
-    while left > 12:
-        x, y, z = (int.from_bytes(data[at + k : at + k + 4], "little") for k in (0, 4, 8))
-        a, b, c = (a + x) & mask, (b + y) & mask, (c + z) & mask
-        for k, (p, q, r) in zip((4, 6, 8, 16, 19, 4), ("acb", "bac", "cba") * 2, strict=True):
-            v = {"a": a, "b": b, "c": c}
-            v[p] = ((v[p] - v[q]) & mask) ^ turn(v[q], k)
-            v[q] = (v[q] + v[r]) & mask
-            a, b, c = v["a"], v["b"], v["c"]
-        at, left = at + 12, left - 12
-    if not left:
-        return c
-    tail = data[at:].ljust(12, b"\0")
-    x, y, z = (int.from_bytes(tail[k : k + 4], "little") for k in (0, 4, 8))
-    a, b, c = (a + x) & mask, (b + y) & mask, (c + z) & mask
-    for k, (p, q) in zip(
-        (14, 11, 25, 16, 4, 14, 24), ("cb", "ac", "ba", "cb", "ac", "ba", "cb"), strict=True
-    ):
-        v = {"a": a, "b": b, "c": c}
-        v[p] = ((v[p] ^ v[q]) - turn(v[q], k)) & mask
-        a, b, c = v["a"], v["b"], v["c"]
-    return c
+    v = [(0xDEADBEEF + len(data)) & mask] * 3
+    for at in range(0, len(data), 12):
+        for k in range(3):
+            word = int.from_bytes(data[at + 4 * k : at + 4 * k + 4], "little")
+            v[k] = (v[k] + word) & mask
+        if at + 12 < len(data):
+            for k, (p, q, r) in MIX:
+                v[p] = ((v[p] - v[q]) & mask) ^ turn(v[q], k)
+                v[q] = (v[q] + v[r]) & mask
+        else:
+            for k, (p, q) in LAST:
+                v[p] = ((v[p] ^ v[q]) - turn(v[q], k)) & mask
+    return v[2]
 
 
 # -- reading, in a child --------------------------------------------------------------------------
@@ -496,23 +510,25 @@ def main() -> int:
         right = {kind: content(kind, top / "original" / kind) for kind in KINDS}
         # a column more or less is another log, and a sound one: metrics and versions differ in them
         right["missing"] = content("log", top / "original/log", without="loss")
-        (top / "outside").mkdir()
-        with h5py.File(top / "outside/secret.h5", "w") as secret:
-            secret["x"] = np.zeros(500, "<f4")
-        watch, one = Watch(top / "outside"), Child(top)
+        watch, one = Watch(outside(top)), Child(top)
         for number in range(options.count):
             kind = KINDS[number % 3]
             case = top / "case" / f"{number}"
             shutil.copytree(top / "original" / kind, case)
             forger = Forger(kind, case, top / "outside", draw)
-            ways = [forger.structure] * 7 + [forger.place, forger.flip, forger.flip, forger.header]
+            ways = [forger.structure] * 7 + [
+                forger.place,
+                forger.damage,
+                forger.damage,
+                forger.header,
+            ]
             ways += {"checkpoint": [forger.manifest] * 2, "log": [forger.journal]}.get(kind, [])
             way = getattr(forger, options.only) if options.only else draw.choice(ways)
             said = way()
             watch.seen()
             answer, seconds, peak, strays = one.ask(kind, case)
             opened = watch.seen()
-            loads = answer == right[kind] and way in (forger.flip, forger.header, forger.journal)
+            loads = answer == right[kind] and way in (forger.damage, forger.header, forger.journal)
             if (kind, said, answer) == ("log", "missing", right["missing"]):
                 answer, loads = "without that column, the rest as it was", True
             if way == forger.header and len(answer) == len(right[kind]) and not loads:

@@ -1,17 +1,18 @@
 """Forged logs and checkpoints of a run, through every command that reads them.
 
 python tools/labs/forge_commands.py [--count 1000] [--seed 0] [--keep DIR] [--seconds 1e9]
+python tools/labs/forge_commands.py --ranks --count 40     checkpoints, resumed on 1, 3 and 4 ranks
 
 Forged as by tools/labs/forge.py, and in the texts that are in the files: job, environment, summary,
 counters, facts; checksums agree then. Each case is a run directory whose log or whose newest
 checkpoint is forged (in half of the cases its only one). A forged log goes through `log show` and
-`log export`, one time in three through netCDF, `log plot`, `report` and `resume --simulate`; a
-forged checkpoint through `checkpoint show|verify|export`, `resume --simulate` and `simulate` of the
-job. Wrong, and printed: a traceback, a hang, an exit code other than 0, 1, 2 and 75, a refusal
-without a line of ours, an import that the forged file asks for, a file opened elsewhere, and a
-training that begins at step 0 although there is a checkpoint. Crashes of the HDF5 library, which
-end in a line of ours, and control characters in what is printed are counted apart. Exit code 1
-where something is wrong.
+`log export`, one time in five through `log plot`, `report` and `resume --simulate`; a forged
+checkpoint through `checkpoint show|verify|export`, `resume --simulate` and `simulate` of the job.
+Wrong, and printed: a traceback, a hang, an exit code other than 0, 1, 2 and 75, an end without a
+line of ours, an import that the forged file asks for, a file opened elsewhere, and a training that
+begins at step 0 although there is a checkpoint. Crashes of the HDF5 library, which end in a line of
+ours, and control characters in what is printed are counted separately. Exit code 1 where something
+is wrong. Ranks are started by MPIGOSSIP_MPIEXEC, as in the tests.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,8 +39,7 @@ sys.path[:0] = [str(REPO), str(REPO / "tools" / "labs")]
 
 import h5py  # noqa: E402
 import numpy as np  # noqa: E402
-from forge import Forger, Watch  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+from forge import Forger, Watch, outside  # noqa: E402
 
 from mpigossip.cli import main as mpigossip  # noqa: E402
 from mpigossip.commands.spared import spared  # noqa: E402
@@ -46,11 +47,15 @@ from mpigossip.runs.run import Run  # noqa: E402
 from mpigossip.store import checkpoint, guard  # noqa: E402
 from mpigossip.store import manifest as manifests  # noqa: E402
 from mpigossip.store.hdf5 import fixed  # noqa: E402
+from tests import launch  # noqa: E402
 
 LIMIT_S, WAIT_S = 60, 300
 """Seconds of computing, and of waiting, until a command counts as hanging."""
-DRAWN = 20
-"""One picture in so many is drawn; of the others everything but the pixels is made."""
+RANKS_S = 40.0
+"""Seconds until ranks count as hanging."""
+LATE = ("analysis.page", "analysis.plot", "analysis.report", "runs.launch", "runs.model_export",
+        "store.log_export")  # fmt: skip
+"""Imported once, not in each fork."""
 JOB = ["jobs/digits.toml", "--nodes", "2", "model.name=mlp", "model.hidden=[4]", "data.batch=8",
        "data.workers=0", "checkpoint.every_steps=1", "checkpoint.keep=9", "run.steps=5",
        "run.evaluate_every=1"]  # fmt: skip
@@ -139,7 +144,9 @@ class Case:
         self.strays: list[str] = []
         self.resumed: list[str] = []
         self.out, self.err, self.told = (folder / name for name in ("out", "err", "told"))
-        self.on, self.known = False, set(sys.modules)
+        self.on = False
+        for name in LATE:
+            import_module(f"mpigossip.{name}")
         real = Run.resume
 
         def resume(run):
@@ -173,11 +180,7 @@ class Case:
             os.dup2(there, number)
             os.close(there)
         if self.told.exists():
-            code, self.strays, self.resumed, names = json.loads(self.told.read_text())
-            for name in names:  # the next child needn't import it
-                with contextlib.suppress(Exception):
-                    import_module(name)
-            self.known |= set(names)
+            code, self.strays, self.resumed = json.loads(self.told.read_text())
         spent = os.times()
         seconds = spent.children_user + spent.children_system
         seconds -= begin.children_user + begin.children_system
@@ -207,9 +210,7 @@ class Case:
         self.on = False
         sys.stdout.flush()
         sys.stderr.flush()
-        needed = ("mpigossip", "h5netcdf", "xarray", "pandas", "matplotlib", "torch")
-        new = {name for name in sys.modules if name.partition(".")[0] in needed} - self.known
-        self.told.write_text(json.dumps([code, self.strays, self.resumed, sorted(new)]))
+        self.told.write_text(json.dumps([code, self.strays, self.resumed]))
         os._exit(0)
 
 
@@ -219,7 +220,6 @@ def commands(kind: str, run: Path, out: Path) -> list[list[str]]:
     if kind == "log":
         return [
             ["log", "show", there], ["log", "export", there, "--csv", str(out / "a.csv")],
-            ["log", "export", there, "--netcdf", str(out / "a.nc")],
             ["log", "plot", there, "--out", str(out / "a.png")],
             ["report", there, "--html", str(out / "a.html")],
             ["resume", there, "--simulate"],
@@ -239,6 +239,16 @@ def copied(source: str, to: str) -> None:
         os.link(source, to)
 
 
+def on_ranks(run: Path, ranks: int) -> str:
+    """Resume a forged run under the launcher; what is wrong with that, "" where nothing is."""
+    made = launch.Launch(ranks, ["mpigossip", "resume", str(run), "run.steps=6"], REPO)
+    with contextlib.closing(made), contextlib.suppress(subprocess.TimeoutExpired):
+        code, err = made.process.wait(RANKS_S), made.output()[1]
+        well = (not code or "mpigossip: " in err) and "Traceback" not in err
+        return "" if well else f"exit code {code}: {err[-900:]}"
+    return f"no end: {made.output()[1][-900:]}"
+
+
 def wrong(words: list[str], found: tuple, case: Case, trusted: bool) -> str:
     """What is wrong with how a command ended; "" where nothing is."""
     code, out, err, seconds = found  # seconds of computing: other work may take the processor
@@ -255,6 +265,49 @@ def wrong(words: list[str], found: tuple, case: Case, trusted: bool) -> str:
     return "takes long" if seconds > LIMIT_S / 2 else ""
 
 
+def forged(run: Path, kind: str, top: Path, draw: random.Random) -> tuple[str, str]:
+    """Forge a run's log or newest checkpoint: the way, and what was done; "" where it can't be."""
+    place = checkpoint.folder(run, 3)
+    if kind == "log":  # of the run's folder, only the log is forged
+        place = top / "alone"
+        place.mkdir()
+        (run / "log.h5").rename(place / "log.h5")
+    forger = Texts(kind, place, top / "outside", draw)
+    ways = [forger.structure] * 4 + [forger.texts] * 6
+    ways += [forger.place, forger.damage, forger.damage, forger.header]
+    ways += [forger.manifest] * 2 if kind == "checkpoint" else [forger.journal]
+    way, said = draw.choice(ways), ""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RuntimeError):
+        said = way()
+    if kind == "log":
+        for file in place.iterdir():
+            file.rename(run / file.name)
+        place.rmdir()
+    return way.__name__, said
+
+
+def checked(kind: str, run: Path, case: Case, watch: Watch, top: Path, draw: random.Random):
+    """Every command's name, what came of it, and what is wrong with that; in turn."""
+    there = commands(kind, run, top / "files")
+    if kind == "log":  # pictures take seconds
+        there = there[:2] + [one for one in there[2:] if draw.random() < 0.2]
+    for words in there:
+        if words[0] == "resume":
+            shutil.rmtree(top / "again", ignore_errors=True)
+            shutil.copytree(run, top / "again", symlinks=True, copy_function=copied)
+            words = [word.replace(str(run), str(top / "again")) for word in words]
+        watch.seen()
+        code, out, err, seconds = case.run(words)
+        problem = wrong(words, (code, out, err, seconds), case, words[0] in ("resume", "simulate"))
+        if watch.seen():
+            problem = problem or "opened a file elsewhere"
+        name = " ".join(words[:2]) if words[0] in ("log", "checkpoint") else words[0]
+        crash = " after a crash" if "` crashed (SIG" in err else ""
+        odd = re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", out + err)
+        said = f"{'wrong' if problem else code}{crash}{', control characters' if odd else ''}"
+        yield name, said, problem
+
+
 def main() -> int:
     """Forge, run all commands, count."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -262,91 +315,48 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9, help="no new case after that")
     parser.add_argument("--keep", type=Path, help="folder for the runs that went wrong")
-    parser.add_argument("--from", type=int, default=0, dest="first", help="cases before: made only")
+    parser.add_argument("--ranks", action="store_true", help="resume checkpoints on ranks instead")
     options = parser.parse_args()
     os.chdir(REPO)
-    draw, found, escapes = random.Random(options.seed), Counter(), Counter()
+    draw, found = random.Random(options.seed), Counter[str]()
     until, bad, done = time.monotonic() + options.seconds, 0, 0
     with tempfile.TemporaryDirectory(prefix="forge-commands-") as folder:
         top = Path(folder)
-        case = Case(top)
-        (top / "outside").mkdir()
-        with h5py.File(top / "outside" / "secret.h5", "w") as secret:
-            secret["x"] = np.zeros(500, "<f4")
-        watch, run = Watch(top / "outside"), top / "run"
+        case, watch, run, original = Case(top), Watch(outside(top)), top / "run", top / "original"
         assert case.run(["simulate", *JOB, f"run.output={run}"])[0] == 0
         for step in (1, 4, 5):
             shutil.rmtree(checkpoint.folder(run, step))
         (top / "files").mkdir()
-        original = top / "original"
         run.rename(original)
-        real = Figure.savefig
-
-        def savefig(figure, file, **given):
-            if number % DRAWN == 0:
-                real(figure, file, **given)
-            elif isinstance(file, Path):
-                file.touch()
-
-        Figure.savefig = savefig
         for number in range(options.count):
             if time.monotonic() > until:
                 break
             shutil.copytree(original, run)
-            kind = ("log", "checkpoint")[number % 2]
-            place = run if kind == "log" else checkpoint.folder(run, 3)
+            kind = "checkpoint" if options.ranks else ("log", "checkpoint")[number % 2]
             if draw.random() < 0.5:
                 shutil.rmtree(checkpoint.folder(run, 2))
-            alone = top / "alone"
-            if kind == "log":  # of the run's folder, only the log is forged
-                alone.mkdir()
-                shutil.copy(run / "log.h5", alone)
-                place = alone
-            forger = Texts(kind, place, top / "outside", draw)
-            ways = [forger.structure] * 4 + [forger.texts] * 6
-            ways += [forger.place, forger.flip, forger.flip, forger.header]
-            ways += [forger.manifest] * 2 if kind == "checkpoint" else [forger.journal]
-            way = draw.choice(ways)
-            try:
-                said = way()
-            except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-                found[f"{way.__name__} can't be made: {type(error).__name__}"] += 1
-                way = None
-            if kind == "log":
-                (run / "log.h5").unlink()
-                for file in alone.iterdir():
-                    file.rename(run / file.name)
-                alone.rmdir()
-            done += way is not None
-            there = commands(kind, run, top / "files")
-            if kind == "log":  # pictures take seconds
-                there = there[:2] + [one for one in there[2:] if draw.random() < 0.3]
-            for words in there if way and number >= options.first else ():
-                if words[0] == "resume":
-                    shutil.rmtree(top / "again", ignore_errors=True)
-                    shutil.copytree(run, top / "again", symlinks=True, copy_function=copied)
-                    words = [word.replace(str(run), str(top / "again")) for word in words]
-                watch.seen()
-                ended = case.run(words)
-                problem = wrong(words, ended, case, words[0] in ("resume", "simulate"))
-                if watch.seen():
-                    problem = problem or "opened a file elsewhere"
-                name = " ".join(words[:2]) if words[0] in ("log", "checkpoint") else words[0]
-                if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", ended[1] + ended[2]):
-                    escapes[name] += 1
-                crash = " after a crash" if "` crashed (SIG" in ended[2] else ""
-                found[f"{kind}, {name}: {'wrong' if problem else ended[0]}{crash}"] += 1
+            way, said = forged(run, kind, top, draw)
+            done += bool(said)
+            if options.ranks:
+                ranks = draw.choice([1, 3, 3, 4])
+                problem = on_ranks(run, ranks) if said else ""
+                results = [(f"resume on {ranks}", "wrong" if problem else "well", problem)]
+            else:
+                results = checked(kind, run, case, watch, top, draw) if said else []
+            for name, came, problem in results:
+                found[f"{kind}, {name}: {came}"] += 1
                 if problem:
                     bad += 1
-                    told = f"{kind}, {way.__name__} {said}, {name}:\n{problem[-1500:]}"
-                    print(f"WRONG {number} {told}\n", flush=True)
+                    print(
+                        f"WRONG {number} {kind}, {way} {said}, {name}:\n{problem[-1500:]}\n",
+                        flush=True,
+                    )
                     if options.keep:
                         kept = options.keep / f"{options.seed}-{number}"
                         shutil.copytree(run, kept, symlinks=True, dirs_exist_ok=True)
             shutil.rmtree(run)
     for line, count in sorted(found.items()):
         print(f"{count:5}  {line}")
-    print(f"escapes: {dict(escapes)}")
     print(f"{done} forged, {bad} wrong")
     return int(bad > 0)
 
