@@ -34,9 +34,7 @@ from mpigossip import cli, config  # noqa: E402
 from mpigossip.algorithms import BUILDERS as ALGORITHMS  # noqa: E402
 from mpigossip.algorithms import LOCALS  # noqa: E402
 from mpigossip.algorithms.cadence import BUILDERS as CADENCES  # noqa: E402
-from mpigossip.config import JobError  # noqa: E402
 from mpigossip.graphs import BUILDERS as GRAPHS  # noqa: E402
-from mpigossip.graphs import GraphError  # noqa: E402
 from mpigossip.training import assemble  # noqa: E402
 
 LIMIT_S = 30  # seconds for one load
@@ -46,10 +44,9 @@ VALUES = [
     *("1e-320", "1e308", "-1e-3", "2147483648", "0.5", "1", "3", '"\\u001b[31m"', '"\\u202ex"'),
     *('"os:system"', '"json:dumps"', '"file:/dev/zero"', "[1e400]", "{a = 1}", '"all"', "[2, 3]"),
 ]
-NUMBERS = (
-    "0 1 2 3 7 0.5 -0.0 1e-9 1e-16 1e15 65536 2147483648 9007199254740993 9223372036854775807 1e12 "
-    "[0] [0.5] [1,2,3,4]"
-).split()
+NUMBERS = ("0", "1", "2", "3", "7", "0.5", "-0.0", "1e-9", "1e-16", "1e15", "1e12", "65536",
+           "2147483648", "9007199254740993", "9223372036854775807", "[0]", "[0.5]",
+           "[1, 2, 3, 4]")  # fmt: skip
 """Values that some setting takes."""
 NAMES = ("name", "options", "further", "beta", "period", "momentum", "delay", "fragments", "hidden",
          "layers", "depth", "degree", "p", "seed", "lr", "steps", "classes", "rate")  # fmt: skip
