@@ -28,6 +28,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
@@ -98,42 +99,36 @@ def outside(top: Path) -> Path:
     return top / "outside"
 
 
+def hashed(*things: Any) -> str:
+    """SHA-256 of values and arrays, also in tables."""
+    sha = hashlib.sha256()
+    for thing in things:
+        if isinstance(thing, dict):
+            thing = hashed(*(part for key in sorted(thing) for part in (key, thing[key])))
+        sha.update(thing.tobytes() if isinstance(thing, np.ndarray) else repr(thing).encode())
+    return sha.hexdigest()
+
+
 def content(kind: str, folder: Path, without: str = "") -> str:
     """All that a reader gets, as a hash; StoreError where it is refused.
 
     ``without``: a column of a log.
     """
-    sha = hashlib.sha256()
     if kind == "checkpoint":
-        problems = checkpoint.verify(folder)
-        if problems:
+        if problems := checkpoint.verify(folder):
             raise StoreError("; ".join(problems))
         manifest = checkpoint.read_manifest(folder)
-        sha.update(f"{manifest.step} {manifest.job} {manifest.meta}".encode())
-        for node in range(manifest.n):
-            state = checkpoint.read_node(folder, node)
-            sha.update(repr((state.names, state.shapes, state.numbers)).encode())
-            for name, array in sorted(state.arrays.items()):
-                sha.update(name.encode() + array.tobytes())
-        sha.update(checkpoint.digest(folder).encode())
-    elif kind == "log":
+        states = [vars(checkpoint.read_node(folder, node)) for node in range(manifest.n)]
+        return hashed(manifest, *states, checkpoint.digest(folder))
+    if kind == "log":
         log = read(folder / MAIN[kind])
-        units = {name: unit for name, unit in log.units.items() if name != without}
-        facts = (log.job, log.nodes, units, log.summary, log.environment)
-        sha.update(repr(facts).encode())
-        for table in (log.steps, log.evaluations):
-            for name, values in sorted(table.items()):
-                if name != without:
-                    sha.update(name.encode() + values.tobytes())
-    else:
-        with open_dataset(folder / MAIN[kind]) as data:
-            facts = (data.kind, data.classes, data.channels, data.scale, data.mean, data.std)
-            sha.update(repr((*facts, sorted(data.attributes.items()))).encode())
-            for split in (data.train, data.test):
-                sha.update(split.labels.tobytes() + split.sizes.tobytes())
-                for index in range(len(split)):
-                    sha.update(split.encoded(index))
-    return sha.hexdigest()
+        for table in (log.units, log.steps, log.evaluations):
+            table.pop(without, None)
+        return hashed(vars(log))
+    with open_dataset(folder / MAIN[kind]) as data:
+        facts = {k: v for k, v in vars(data).items() if k not in ("path", "train", "test")}
+        halves = [vars(half) | {"file": half.array()} for half in (data.train, data.test)]
+        return hashed(facts, *halves)
 
 
 # -- forging --------------------------------------------------------------------------------------
@@ -153,9 +148,8 @@ class Forger:
             way = draw.choice((self._object, self._object, self._further, self._attribute))
             said = way(file)
             for split in ("train", "test") if self.kind == "data set" else ():
-                with_sums = {k: v for k, v in self._plain(file, split).items()}
-                if with_sums:
-                    file[split].attrs["checksum"] = checksum_of(with_sums)
+                if summed := self._plain(file, split):
+                    file[split].attrs["checksum"] = checksum_of(summed)
         self.sign()
         return said
 
