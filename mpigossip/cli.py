@@ -1,4 +1,4 @@
-"""The command line: which commands there are, mistakes as one paragraph, exit codes."""
+"""Command line: parse arguments, run a command, turn errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REMEDIES = {
     errno.EPERM: "ask its owner for the right to use it",
     errno.ENAMETOOLONG: "name another place",
 }
-"""What a user can do about a file that the system refuses, wherever that shows."""
+"""Remedies for errors of the operating system, by errno."""
 HUSH_S = 2.0
 """Seconds that ranks with nothing to say stay: launchers end the others at the first bad exit code,
 and with them the rank that has the message."""
@@ -93,7 +93,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _unprinted(error: OSError | None = None) -> bool:
-    """Whether standard output can't be written, which is then said."""
+    """Return whether standard output can't be written, which is then said."""
     why = output_fails(error)
     if why:
         note(f"standard output can't be written: {why}")
@@ -132,7 +132,7 @@ def _check_command(top: argparse.ArgumentParser, given: list[str]) -> None:
 
 
 def _speaks(error: Mistake) -> bool:
-    """Whether this process prints the message that all ranks have."""
+    """Return whether this process prints the message that all ranks have."""
     if error.rank is not None:
         return error.rank == 0
     from mpigossip.cluster import process

@@ -29,8 +29,8 @@ ROOMS = [
     "training",
     "runs",
     "optim",
-    "analysis",
     "studies",
+    "analysis",
     "commands",
     "cli",
 ]
@@ -81,6 +81,8 @@ def back_edges(module: str, tree: ast.Module) -> list[str]:
             wrong.append(f"{module}:{line}: {here} must not import {name}")
         if name.split(".")[0] == "mpi4py" and here not in MPI_ROOMS:
             wrong.append(f"{module}:{line}: MPI has no place in {here}")
+        if name.split(".")[0] in ("tests", "tools"):
+            wrong.append(f"{module}:{line}: the package imports neither tests nor tools")
         if name.split(".")[0] == "cupy" and here not in CUPY_ROOMS:
             wrong.append(f"{module}:{line}: cupy has no place in {here}")
     return wrong
@@ -97,18 +99,24 @@ def test_imports_go_one_way(path):
         assert back_edges(module, tree) == []
 
 
+ROOT = PACKAGE.parent
+AROUND = sorted(path for folder in ("tests", "tools") for path in (ROOT / folder).rglob("*.py"))
+KNOWN = {module_name(path): path for path in [*MODULES, *AROUND]}
+
+
 def needed(path: Path) -> set[str]:
-    """Modules of the package that a file imports, at whatever time."""
-    known = {module_name(one) for one in MODULES}
-    tree, found = ast.parse(path.read_text()), set()
-    for node in ast.walk(tree):
+    """Modules of the package, of tests and of tools that a file imports, at whatever time."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                below = f"{node.module}.{alias.name}"
-                found |= {below if below in known else node.module} & known
+            below = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in KNOWN else node.module for name in below}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names} & known
-    return found - {module_name(path), "mpigossip"}
+            found |= {alias.name for alias in node.names}
+    if path in AROUND:  # a program of tools/ imports what lies beside it by its name alone
+        folder = module_name(path).rpartition(".")[0]
+        found |= {f"{folder}.{name}" for name in found}
+    return (found & KNOWN.keys()) - {module_name(path), "mpigossip"}
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
@@ -132,7 +140,15 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 
 def test_no_modules_import_each_other():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
-    assert circle({module_name(path): needed(path) for path in MODULES}) == []
+    assert circle({name: needed(path) for name, path in KNOWN.items()}) == []
+
+
+def test_tests_import_no_tools_but_those_of_tools():
+    tools = [path for path in AROUND if "tools" not in path.relative_to(ROOT).parts]
+    found = {module_name(path): needed(path) for path in tools}
+    assert {k: v for k, v in found.items() if any(name.startswith("tools.") for name in v)} == {}
+    assert "tools.bench.peers" in needed(ROOT / "tools/bench/compare_peers.py")
+    assert "tests.launch" in needed(ROOT / "tools/labs/kill.py")
 
 
 def test_rooms_are_not_crowded():

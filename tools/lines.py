@@ -1,4 +1,4 @@
-"""Lines of the package, its tools and its tests, each beside its limit.
+"""Print lines of the package, its tools and its tests, each beside its limit.
 
     python tools/lines.py        # exit code 1 where one is over
 

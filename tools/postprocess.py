@@ -1,4 +1,4 @@
-"""Figures and tables from the logs of one or many runs, as a dependent batch job calls it.
+"""Write figures and tables of one or many runs; a dependent batch job calls it.
 
     python tools/postprocess.py runs/digits
     python tools/postprocess.py runs/sweep-* --out runs/sweep
@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mpigossip.analysis import page, plot, report
+from mpigossip.analysis import plot, report
 from mpigossip.analysis.compared import log_of, short_names
 from mpigossip.store import StoreError, checkpoint, log_export
 from mpigossip.store.log import read
@@ -59,7 +59,7 @@ def write(runs: list[Path], out: Path, *, verify: bool) -> list[str]:
         newest, damaged = checkpoint.newest(run) if verify and run.is_dir() else (None, {})
         problems += [*damaged.values(), *(checkpoint.verify(newest) if newest else [])]
     plot.plot(runs, out / "log.png")
-    page.write(runs, out / "report.html")
+    report.write(runs, out / "report.html")
     print(f"{out / 'log.png'}\n{out / 'report.html'}")
     return problems
 

@@ -1,4 +1,4 @@
-"""A sweep: one run for each point of a grid of settings, and one report that compares them.
+"""Sweep a grid of settings on real ranks, and compare the runs in one report.
 
     python tools/sweep.py grid jobs/digits.toml graph.name=ring,exponential run.seed=0,1 >sweep.txt
     sbatch --array=1-4 --nodes=4 --time=2:00:00 jobs/sweep.sbatch jobs/digits.toml sweep.txt
@@ -16,9 +16,10 @@ import sys
 from pathlib import Path
 
 from mpigossip import cli
-from mpigossip.analysis import page
+from mpigossip.analysis.report import write
 from mpigossip.config import JobError
 from mpigossip.config.errors import WRONG, Mistake
+from mpigossip.config.readable import aligned
 from mpigossip.runs.summary import metrics_of
 from mpigossip.store import StoreError
 from mpigossip.store.log import read
@@ -88,19 +89,17 @@ def report(options) -> int:
         there += [folder] if found.get("finished") else []
     tested = [name for _, _, found in rows if found.get("finished") for name in metrics_of(found)]
     names = [*dict.fromkeys(tested or ["accuracy"]), "loss", "seconds"]
-    widths = [max(9, len(name)) for name in names]
-    heads = " ".join(name.rjust(width) for name, width in zip(names, widths, strict=True))
-    print(f"{'run':24} {heads}  settings")
+    table = [("run", *names, "settings")]
     for folder, settings, found in rows:
-        figures = "not finished".rjust(len(heads))
+        figures = ["not finished", *["–"] * (len(names) - 1)]
         if found.get("finished"):
-            pairs = zip(names, widths, strict=True)
-            figures = " ".join(f"{found.get(n, float('nan')):{width}.4f}" for n, width in pairs)
-        print(f"{folder!s:24} {figures}  {' '.join(settings)}")
+            figures = [f"{found.get(name, float('nan')):.4f}" for name in names]
+        table.append((str(folder), *figures, " ".join(settings)))
+    print(aligned(table, left=(0, len(names) + 1)))
     if not there:
         raise StoreError(f"no run of {options.file} has finished; train them first")
     options.out.mkdir(parents=True, exist_ok=True)
-    page.write(there, options.out / "report.html")
+    write(there, options.out / "report.html")
     print(options.out / "report.html")
     return 0
 

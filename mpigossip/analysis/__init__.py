@@ -1,1 +1,1 @@
-"""What one learns from runs and machines."""
+"""Plots, reports, predictions and diagnostics of runs and machines."""

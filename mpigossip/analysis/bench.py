@@ -1,4 +1,4 @@
-"""`mpigossip bench …` under a launcher: each figure as a multiple of the limit of the same run."""
+"""Measurements of `mpigossip bench`, each as a multiple of a limit found in the same run."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def overlap(world: World, options) -> Iterator[dict[str, Any]]:
-    """How much of an exchange hides behind compute of equal length (a fixed amount of it)."""
+    """Fraction of an exchange that is hidden by compute of equal length (a fixed amount)."""
     made = graph("one-peer-exponential", world.size)
     for size in sizes_that_fit(world, options):
         mixer, count = _opened(made, size, world, options)

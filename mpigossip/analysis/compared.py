@@ -1,4 +1,4 @@
-"""The runs that a picture or a page compares: their logs, names, styles, and their time."""
+"""Load the runs that a plot or a page compares: logs, names, styles, training time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from mpigossip.analysis.seeds import Bands, alike, differences, joined, settings
 from mpigossip.runs.summary import SPLIT as PARTS
 from mpigossip.store.log import COLUMNS, VIRTUAL, Log, read
 from mpigossip.store.log_reading import metrics_in
+from mpigossip.studies.seeds import Bands, alike, differences, joined, settings
+from mpigossip.studies.styles import style
 
 POINTS = 1000
 """Rows that are read for a picture; longer logs are averaged over blocks of steps."""
-
-# Okabe and Ito's colours, which colour-blind people can tell apart, each with a line of its own for
-# grey print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
-MARKERS = "os^DvPX"
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ class LoggedRun:
 
     @property
     def metrics(self) -> list[str]:
-        """What the task counts besides the loss, by name; accuracy first, where it is counted."""
+        """Names of the task's metrics besides the loss; accuracy first, where it is one."""
         return metrics_in(self.log.evaluations) or [
             name for name in self.log.steps if name not in ("step", VIRTUAL, *COLUMNS)
         ]
@@ -89,7 +84,7 @@ class LoggedRun:
 
     @property
     def has_virtual_time(self) -> bool:
-        """Whether the run carried a virtual clock from its first step on."""
+        """Return whether the run carried a virtual clock from its first step on."""
         found = self.log.steps.get(VIRTUAL)
         return found is not None and len(found) > 0 and bool(np.isfinite(found).all())
 
@@ -119,11 +114,6 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
             name = f"{apart[k] or description(log)} ({len(group)} seeds)"
         runs.append(LoggedRun(name, log, style(k), bands, paths[group[0]]))
     return runs
-
-
-def style(k: int) -> dict[str, Any]:
-    """Colour, line and marker of the k-th run of a picture."""
-    return {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
 
 
 def log_of(run: Path) -> Path:

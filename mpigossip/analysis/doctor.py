@@ -119,7 +119,7 @@ def _together(options, ranks) -> list[Finding]:
 
 
 def kernel() -> Finding:
-    """Whether averages on the CPU go by the compiled sum."""
+    """Return whether averages on the CPU go by the compiled sum."""
     from mpigossip.mixing.kernels import native
 
     text, there = native.status(), native.library() is not None

@@ -1,4 +1,4 @@
-"""What a job would do: the resolved job, traffic and memory per step, without MPI or GPU."""
+"""Describe a job without running it: all settings, traffic and memory per step."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Finding:
     text: str
     """what is the case"""
     level: str = "good"
-    """good; note: works, but slower or with less; wrong: has to be mended"""
+    """good; note: works, but slower or with less; wrong: has to be fixed"""
     remedy: str = ""
     data: dict[str, Any] = field(default_factory=dict)
 

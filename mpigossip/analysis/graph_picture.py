@@ -1,4 +1,4 @@
-"""A picture of a graph: who sends to whom in the first rounds, and how fast all are reached."""
+"""Plot of a graph: edges of the first rounds, and distance from the average by rounds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from mpigossip.store.hdf5 import replacing
 
 def picture(made: Graph, out: Path) -> None:
     """Draw who sends to whom in the first rounds, and ‖Π W − J‖ against rounds, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     from mpigossip.graphs.spectral import residues
 
     shown = min(made.period or 4, 4)
     figure = Figure(figsize=(3.1 * shown + 4.6, 3.9), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(1, shown + 1, width_ratios=[1] * shown + [1.35])
     for t in range(shown):
         _draw_round(axes[t], made, t)

@@ -1,4 +1,4 @@
-"""The panels of a picture: one function each, drawing runs against steps, epochs or time."""
+"""Panels of a plot: one function each, drawing runs against steps, epochs or time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLOCKS = ((2 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
 
 @dataclass(frozen=True)
 class Axis:
-    """What a panel is drawn against: a label, and for a run the place of each of some steps."""
+    """Horizontal axis of a panel: a label, and for a run the position of each of some steps."""
 
     label: str
     at: Callable[[LoggedRun, np.ndarray], np.ndarray]
@@ -146,7 +146,7 @@ def _wide(axes: Axes, values: np.ndarray) -> None:
 
 
 def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """How far the models are apart, with what is rounding marked.
+    """Consensus distance, with the range of float32's rounding marked.
 
     Asynchronous runs measure it with evaluations only: those are points.
     """
@@ -306,12 +306,12 @@ def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
 
 
 def stale(run: LoggedRun) -> bool:
-    """Whether nodes averaged with models of other rounds than their own."""
+    """Return whether nodes averaged with models of other rounds than their own."""
     return bool((run.log.steps.get("staleness", np.empty(0)) > 0).any())
 
 
 def known(run: LoggedRun, column: str) -> bool:
-    """Whether the log has a figure in this column of the steps."""
+    """Return whether the log has a figure in this column of the steps."""
     return bool(np.isfinite(run.log.steps.get(column, np.empty(0))).any())
 
 
@@ -333,7 +333,7 @@ def _key(axes: Axes, handles: Iterable, left: bool = False) -> None:
 
 
 def _sample(label: str, **style: Any) -> Any:
-    """What a line or marker means, in grey: whichever run it is of."""
+    """Legend entry of a line or marker, in grey as it is of every run."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color="#444444", label=label, **style)

@@ -1,4 +1,4 @@
-"""How the ranks of each host lie on its cores, memory nodes and GPUs: for nodes of several ranks.
+"""Check how the ranks of each host are bound to its cores, memory nodes and GPUs.
 
 Every rank says what it sees of its host; :func:`judged` compares that on rank 0.
 """
@@ -25,7 +25,7 @@ ALL_SEEN = (
 
 @dataclass(frozen=True)
 class Place:
-    """What one rank sees of its host."""
+    """One rank's view of its host."""
 
     host: str
     mine: tuple[str, ...]
@@ -116,7 +116,7 @@ def nodes_of(buses: Sequence[str], system: Path = SYSTEM) -> tuple[int, ...]:
 
 
 def all_tests(world: World, slots: Sequence[str], ranks_per_node: int | str) -> list[Finding]:
-    """What nodes of so many ranks need; collective, complete on rank 0."""
+    """Findings on nodes of so many ranks; collective, complete on rank 0."""
     found = nodes(world, ranks_per_node)
     places = world.gather(seen(world, slots))
     return [found] if places is None else [found, *judged(places, world.nodes.per_node)]
@@ -136,7 +136,7 @@ def nodes(world: World, ranks_per_node: int | str) -> Finding:
 
 
 def judged(places: Sequence[Place], per_node: int) -> list[Finding]:
-    """What nodes of ``per_node`` ranks need of a host, and whether they have it."""
+    """Findings on the hosts of nodes of ``per_node`` ranks."""
     return [_memory(places, per_node), _devices(places, per_node), _numa(places)]
 
 

@@ -1,4 +1,4 @@
-"""One picture of one or several runs: every figure that a log gives, each panel with its units."""
+"""Plot one or several runs: every metric of their logs, each panel with its unit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpigossip.analysis import panels
-from mpigossip.analysis.compared import LoggedRun, description, load, style
-from mpigossip.analysis.seeds import parted
+from mpigossip.analysis.compared import LoggedRun, description, load
 from mpigossip.runs.summary import number
 from mpigossip.store.hdf5 import replacing
+from mpigossip.studies.seeds import parted
+from mpigossip.studies.styles import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +37,6 @@ def plot(runs: Sequence[Path], out: Path) -> None:
 
 def figure(runs: Sequence[LoggedRun]) -> Figure:
     """The picture, not yet written: more than some ten runs in parts, one below the other."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -48,7 +48,6 @@ def figure(runs: Sequence[LoggedRun]) -> Figure:
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, rect=(0, 0, 0.99, 1))
     high = [sum(each) + _names(parts[title]) for title, each in heights.items()]
     made = Figure(figsize=(12.4, sum(high)), dpi=110, layout=layout)
-    FigureCanvasAgg(made)  # needs no display, and leaves pyplot's global state alone
     if len(parts) == 1:
         _draw(made, parts[""], "", heights[""])
         return made

@@ -1,16 +1,47 @@
-"""What logs tell in words: a text table of one run, one page in HTML of one or several."""
+"""Reports of runs: a text table of one log, a self-contained HTML page of one or several runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+import difflib
+import html
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from mpigossip.analysis.aligned import aligned
-from mpigossip.analysis.compared import PARTS, description, mean_ms, over_nodes, shares
+from mpigossip.analysis.compared import (
+    PARTS,
+    LoggedRun,
+    description,
+    load,
+    mean_ms,
+    over_nodes,
+    shares,
+)
+from mpigossip.analysis.plot import figure
+from mpigossip.config.readable import aligned
+from mpigossip.config.toml import show
 from mpigossip.runs.summary import describe, number
+from mpigossip.store.hdf5 import reading, replacing
 from mpigossip.store.log import Log
 from mpigossip.store.log_reading import metrics_in
+from mpigossip.studies.seeds import CURVES, settings
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2833; max-width: 76rem;
+       margin: 2rem auto; padding: 0 1.5rem }
+h1 { font-size: 1.6rem; margin-bottom: 0 } h2 { margin-top: 2.2rem; border-bottom: 1px solid #ccd }
+table { border-collapse: collapse } td, th { padding: .25rem .9rem .25rem 0; text-align: left;
+        vertical-align: top } th { border-bottom: 1px solid #889 } td.number { text-align: right }
+pre { background: #f4f6f7; padding: .8rem 1rem; overflow-x: auto; font-size: 13px }
+img { width: 100%; height: auto } summary { cursor: pointer; margin: .4rem 0 }
+.wrong { color: #a93226; font-weight: bold } .note { color: #7d5a00 } .about { color: #566573 }
+"""
+FINDINGS = "doctor.json"
+"""Output of `mpigossip doctor --json`, where a user has put it into a run directory."""
 
 
 def table(log: Log) -> str:
@@ -67,3 +98,125 @@ def _cells(values: np.ndarray | None, form: str = "") -> list[str]:
     if values is None:
         return []
     return [(form.format(v) if form else number(v)) if v == v else "–" for v in values]
+
+
+def write(runs: Sequence[Path], out: Path) -> None:
+    """Write the page of these runs; it needs no other file and no network.
+
+    The doctor's findings are shown of every run whose folder has a `doctor.json`. Raises StoreError
+    where there is no log, or the page can't be written.
+    """
+    drawn = load([Path(run) for run in runs])
+    text = page(drawn, [_findings(run.path) for run in drawn])
+    with replacing(out) as beside:
+        beside.write_text(text, "utf-8")
+
+
+def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
+    """The page as text; `findings` are those of the doctor for each run."""
+    few = len(runs) <= CURVES
+    title = ", ".join(run.name for run in runs) if few else f"{len(runs)} runs"
+    about = dict.fromkeys(description(run.log) for run in runs)
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        f'<p class="about">{_text("; ".join(about))}</p>',
+        "<h2>Result</h2>", _result(runs),
+        "<h2>Figures</h2>", _picture(runs),
+    ]  # fmt: skip
+    if any(findings):
+        parts += ["<h2>The doctor's findings</h2>"]
+        parts += [_doctor(run, found) for run, found in zip(runs, findings, strict=True) if found]
+    parts += ["<h2>Evaluations</h2>"]
+    parts += [_folded(run.name, table(run.log), opened=len(runs) == 1) for run in runs]
+    parts += ["<h2>Job</h2>", *_jobs(runs), "<h2>Environment</h2>"]
+    parts += [_environment(run) for run in runs]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}'
+        f'</title><meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
+        f"</head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+COLUMNS = {
+    "steps": ("steps", "{:,}"), "seconds": ("seconds", "{:,.1f}"),
+    "samples_per_second": ("samples/s", "{:,.0f}"), "digest": ("digest", "{:.16}…"),
+}  # fmt: skip
+
+
+def _result(runs: Sequence[LoggedRun]) -> str:
+    """One row a run: what its summary says."""
+    tested = dict.fromkeys([*(name for run in runs for name in run.metrics), "loss"])
+    columns = {n: (f"test {n}", "{:.4g}") for n in tested} | COLUMNS
+    head = "".join(
+        f"<th>{_text(name)}</th>" for name in ["run", "what", *(c for c, _ in columns.values())]
+    )
+    rows = []
+    for run in runs:
+        summary = run.log.summary
+        cells = [
+            f'<td class="number">{form.format(summary[key]) if key in summary else "–"}</td>'
+            for key, (_, form) in columns.items()
+        ]
+        if not summary.get("finished", 0):
+            cells[-1] = "<td>not finished</td>"
+        about = _text(description(run.log))
+        rows.append(f"<tr><td>{_text(run.name)}</td><td>{about}</td>{''.join(cells)}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _picture(runs: Sequence[LoggedRun]) -> str:
+    image = io.BytesIO()
+    figure(runs).savefig(image, format="png")
+    data = base64.b64encode(image.getvalue()).decode()
+    alt = "loss, metrics, consensus distance, spread, time and traffic"
+    return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+
+
+def _jobs(runs: Sequence[LoggedRun]) -> list[str]:
+    """The first run's whole job; of the others, what differs from it."""
+    first, *others = runs
+    parts = [_folded(first.name, first.log.job, opened=not others)]
+    for run in others:
+        before, now = _settings(first.log.job), _settings(run.log.job)
+        lines = difflib.unified_diff(before, now, first.name, run.name, n=0, lineterm="")
+        changed = [line for line in lines if not line.startswith("@@")]
+        parts.append(_folded(run.name, "\n".join(changed) or "the same job", opened=True))
+    return parts
+
+
+def _settings(job: str) -> list[str]:
+    """The settings of a job, a line each: `graph.name = "ring"`."""
+    return [f"{key} = {show(value)}" for key, value in settings(job).items()]
+
+
+def _findings(run: Path) -> list[dict]:
+    file = (run if run.is_dir() else run.parent) / FINDINGS
+    if not file.is_file():
+        return []
+    with reading(file):
+        found = json.loads(file.read_text("utf-8"))["findings"]
+        return [
+            {key: str(one[key]) for key in ("name", "text", "level", "remedy")} for one in found
+        ]
+
+
+def _doctor(run: LoggedRun, found: Sequence[dict]) -> str:
+    rows = []
+    for one in found:
+        name, text, level, remedy = (_text(one[k]) for k in ("name", "text", "level", "remedy"))
+        text += f"<br>→ {remedy}" if remedy else ""
+        rows.append(f'<tr class="{level}"><td>{name}</td><td>{text}</td></tr>')
+    return f"<h3>{_text(run.name)}</h3><table>{''.join(rows)}</table>"
+
+
+def _folded(title: str, text: str, opened: bool) -> str:
+    state = " open" if opened else ""
+    return f"<details{state}><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
+
+
+def _environment(run: LoggedRun) -> str:
+    return _folded(run.name, aligned(run.log.environment.items(), left=(0, 1)), opened=True)
+
+
+def _text(text: str) -> str:
+    return html.escape(text)

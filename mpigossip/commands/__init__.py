@@ -1,4 +1,4 @@
-"""The commands: a module's `add(commands)` puts its parsers, their examples and what they run.
+"""Commands: `add(commands)` of each module adds its parsers, their examples and functions.
 
-Nothing heavy is imported before a command runs; the work itself is done in other rooms.
+Nothing heavy is imported before a command runs; the work itself is done in other subpackages.
 """

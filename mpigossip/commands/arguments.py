@@ -1,4 +1,4 @@
-"""What several commands share: how one is added, settings behind a job, and kinds of arguments."""
+"""Helpers of several commands: parsers with examples, job settings, kinds of arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _parser(commands, name: str, summary: str, examples: str) -> argparse.Argume
 
 
 def told(summary: str, examples: str) -> dict:
-    """What a parser's help says above and below its arguments, 80 columns wide."""
+    """Description and examples of a parser's help, 80 columns wide."""
     lines = textwrap.dedent(examples).strip().splitlines()
     plural = "s" * (sum(not line.startswith(" ") for line in lines) > 1)
     return {

@@ -1,4 +1,4 @@
-"""`mpigossip checkpoint`: what checkpoints hold, whether they are whole, and models out of them."""
+"""`mpigossip checkpoint`: show and verify checkpoints, export models."""
 
 from __future__ import annotations
 

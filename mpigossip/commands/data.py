@@ -1,4 +1,4 @@
-"""`mpigossip data`: image folders and text to HDF5, and what a packed file holds."""
+"""`mpigossip data`: pack image folders and text into HDF5, show packed files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpigossip doctor`: what of a machine would keep a run from working or from being fast."""
+"""`mpigossip doctor`: check a machine for what stops or slows a run."""
 
 from __future__ import annotations
 

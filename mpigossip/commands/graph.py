@@ -1,4 +1,4 @@
-"""`mpigossip graph`: facts of graphs as text, tables and pictures; a search for the best one."""
+"""`mpigossip graph`: show, compare, draw and search graphs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mpigossip.analysis.aligned import aligned
 from mpigossip.commands.arguments import amount, command, family, many, seed, tell, whole
+from mpigossip.config.readable import aligned
 from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
 
 FIGURES = (

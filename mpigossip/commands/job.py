@@ -1,4 +1,4 @@
-"""`mpigossip job`: the batch script that trains a job on a site."""
+"""`mpigossip job`: print the batch script that trains a job on a site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpigossip log` and `report`: a run's log as table, file, picture; a page in HTML of runs."""
+"""`mpigossip log` and `report`: show, export and plot logs; an HTML page of runs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _plot(options) -> None:
 
 
 def _report(options) -> None:
-    from mpigossip.analysis.page import write
+    from mpigossip.analysis.report import write
 
     write([run_named(run) for run in options.runs], options.html)
     tell(options.html)

@@ -1,4 +1,4 @@
-"""`mpigossip plan`: what a step and an epoch would take on n nodes, per graph, cadence and wire."""
+"""`mpigossip plan`: predict the time of a step and of an epoch on n nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command in a process of its own, which may die of the files that it reads.
+"""Run a command that reads untrusted files in a child process, which may crash.
 
 The HDF5 library believes what a file says of itself where its checksums agree: some damaged or
 forged files crash it, whatever is looked at before. Then the user gets a line, not a signal.
@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def reads(words: Sequence[str]) -> bool:
-    """Whether this command needs it; never a rank among others."""
+    """Return whether this command needs it; never a rank among others."""
     waits = hasattr(signal, "sigwaitinfo")  # not on macOS
     return waits and any(word in READERS for word in words[:1]) and not places(os.environ)
 

@@ -1,4 +1,4 @@
-"""`mpigossip study`: a grid of settings, nodes and seeds from a file; tables and curves."""
+"""`mpigossip study`: run a grid of settings, nodes and seeds from a file; tables and plots."""
 
 from __future__ import annotations
 

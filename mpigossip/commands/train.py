@@ -1,4 +1,4 @@
-"""`mpigossip train`, `resume` and `simulate`: begin a job or go on with it, with MPI or without."""
+"""`mpigossip train`, `resume` and `simulate`: start or resume a job, with or without MPI."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -46,3 +46,14 @@ def note(text: object) -> None:
 def cells(row: Iterable[Any]) -> list[Any]:
     """A row of CSV whose texts no spreadsheet takes for formulas."""
     return [f"'{c}" if isinstance(c, str) and c[:1] in {*"=+-@"} else c for c in row]
+
+
+def aligned(rows: Iterable[Iterable[object]], left: Collection[int] = (0,)) -> str:
+    """Rows as lines: columns as wide as their longest cell, two spaces between.
+
+    The columns ``left`` are aligned on the left, all others on the right.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = [f"{{:{'<' if k in left else '>'}{width}}}" for k, width in enumerate(widths)]
+    return "\n".join("  ".join(sides).format(*row).rstrip() for row in cells)

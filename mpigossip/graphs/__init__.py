@@ -1,4 +1,4 @@
-"""Graphs: who averages with whom, with which weights. No MPI, no torch, no rank.
+"""Graphs by name: mixing matrices W(t) of n nodes. No MPI, no torch.
 
 `graph(name, n)` makes any of them by the name that a job file uses; `BUILDERS` lists the names.
 """

@@ -32,7 +32,7 @@ Move = tuple[list[Orbit], list[Orbit]]
 """Orbits to be removed, orbits to be added."""
 
 GRAIN = 2.0**-30
-"""What scores are rounded to multiples of, about 1e-9: far above a processor's rounding error, far
+"""Scores are rounded to multiples of this, about 1e-9: far above a processor's rounding error, far
 below what matters; a power of two, so that neither decimal nor short binary fractions lie on the
 border of two multiples."""
 
@@ -84,7 +84,7 @@ def generator(seed: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class Task:
-    """What is searched: n nodes, most neighbours, most edges, how edges are weighed and judged."""
+    """Task of a search: n nodes, most neighbours, most edges, rule of the weights."""
 
     n: int
     degree: int
@@ -141,7 +141,7 @@ class Plan:
             self.blocks[:, x, x] += sign
 
     def fits(self) -> bool:
-        """Whether degree and edge budgets hold."""
+        """Return whether degree and edge budgets hold."""
         return self.size <= self.task.edges and max(self.degrees) <= self.task.degree
 
     def add(self, orbit: Orbit) -> bool:

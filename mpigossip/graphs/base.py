@@ -195,7 +195,7 @@ class Graph:
 
     @cached_property
     def facts(self) -> frozenset[str]:
-        """What holds in every round; computed from the weights."""
+        """Facts that hold in every round, computed from the weights."""
         rounds = self.schedule.rounds
         limit = TOLERANCE * max(self.n, 10)
         known = {
@@ -209,12 +209,12 @@ class Graph:
 
     @property
     def doubly_stochastic(self) -> bool:
-        """Whether rows and columns sum to one in every round: the mean is preserved."""
+        """Return whether rows and columns sum to one in every round: the mean is preserved."""
         return {"row-stochastic", "column-stochastic"} <= self.facts
 
     @cached_property
     def complete(self) -> bool:
-        """Whether every round is the exact average, W = 11ᵀ/n."""
+        """Return whether every round is the exact average, W = 11ᵀ/n."""
         edges = self.n * (self.n - 1)
         known = self.doubly_stochastic and not self.stated
         return known and all(

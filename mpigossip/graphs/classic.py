@@ -1,4 +1,4 @@
-"""Textbook graphs, and random ones.
+"""Textbook graphs and random graphs.
 
 The undirected ones have Metropolis–Hastings weights W[i, j] = 1/(1 + max(d_i, d_j)) (1/(1 + d)
 where all degrees are equal) unless `weights` says otherwise: symmetric, doubly stochastic, only

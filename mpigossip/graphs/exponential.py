@@ -1,4 +1,4 @@
-"""Exponential graphs: static, and one peer a round.
+"""Exponential graphs: static, and one-peer sequences.
 
 Ying, Yuan, Chen, Hu, Pan, Yin: Exponential Graph is Provably Efficient for Decentralized Deep
 Training, NeurIPS 2021, arXiv 2110.13363. Throughout τ = ⌈log2 n⌉, and a node receives from
@@ -24,7 +24,7 @@ def rounds_needed(n: int, base: int = 2) -> int:
 
 
 def is_power_of_two(n: int) -> bool:
-    """Whether n is a power of two; 1 is one."""
+    """Return whether n is a power of two; 1 is one."""
     return n > 0 and n & (n - 1) == 0
 
 

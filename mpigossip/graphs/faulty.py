@@ -1,4 +1,4 @@
-"""Links that are lost and nodes that are away: each round of a graph with its weights mended.
+"""Graphs with lost links and absent nodes: each round reweighted so that its sums stay one.
 
 What a lost link would have carried stays with who would have had it, so that every round keeps
 what the graph promises: of a doubly stochastic one rows and columns still sum to one, and the mean
@@ -40,7 +40,7 @@ class OnOff:
         return 1 / (self.rounds * (1 - self.share)) if self.rounds else 1.0
 
     def off(self, t: int) -> np.ndarray:
-        """Which are off in round t: bool (count,)."""
+        """Return which are off in round t: bool (count,)."""
         if not self.share:
             return np.zeros(self.count, bool)
         before = self._latest.get(t - 1)
@@ -57,7 +57,7 @@ class OnOff:
         return off
 
     def _drawn(self, t: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which are drawn anew in a round, all in the first; and what those are then."""
+        """Return which are drawn anew in a round (in the first, all), and their new states."""
         words = np.random.Philox(np.random.SeedSequence((*self.key, t)))
         anew, state = words.random_raw(2 * self.count).reshape(2, -1) / 2.0**64
         return (anew < self.anew) | (t == 0), state < self.share
@@ -65,7 +65,7 @@ class OnOff:
 
 @dataclass(frozen=True)
 class Links:
-    """Which links fail and which nodes are away; a function of (seed, round) alone.
+    """Lost links and absent nodes as a function of (seed, round) alone.
 
     ``lost``: share of the rounds in which a link, both ways, carries nothing, ``lost_rounds`` in a
     row on the average (0: independent). ``away``, ``away_rounds``: the same of nodes and all their
@@ -105,33 +105,33 @@ def _chains(links: Links) -> tuple[OnOff, OnOff, OnOff]:
 
 @dataclass(frozen=True)
 class Faulty:
-    """The rounds of a graph, each mended for the links that are lost in it."""
+    """The rounds of a graph, each reweighted for its lost links."""
 
     of: Graph
     links: Links
     change: Callable[[Round], Round] = lambda r: r
-    """of a round before it is mended"""
+    """of a round before it is reweighted"""
     period = None
 
     @property
     def rounds(self) -> tuple[Round, ...]:
-        """The graph's own, and the first few that are mended."""
+        """The graph's own, and the first few reweighted ones."""
         own = tuple(map(self.change, self.of.schedule.rounds))
         return (*own, *(self.at(t) for t in range(SAMPLED_ROUNDS)))
 
     def at(self, t: int) -> Round:
         """Round t."""
-        return _mended(self, t)
+        return _round_at(self, t)
 
     def mapped(self, change: Callable[[Round], Round]) -> Faulty:
-        """The same with each round changed before it is mended."""
+        """The same with each round changed before it is reweighted."""
         return replace(self, change=lambda r: change(self.change(r)))
 
 
 @lru_cache(maxsize=64)
-def _mended(faulty: Faulty, t: int) -> Round:
+def _round_at(faulty: Faulty, t: int) -> Round:
     whole = faulty.change(faulty.of.round(t))
-    return mended(whole, faulty.links.alive(t), faulty.of.facts)
+    return without_lost_links(whole, faulty.links.alive(t), faulty.of.facts)
 
 
 def faulty(graph: Graph, links: Links) -> Graph:
@@ -142,7 +142,7 @@ def faulty(graph: Graph, links: Links) -> Graph:
     return replace(graph, schedule=schedule, options=options, times=1)
 
 
-def mended(whole: Round, alive: np.ndarray, facts: frozenset[str]) -> Round:
+def without_lost_links(whole: Round, alive: np.ndarray, facts: frozenset[str]) -> Round:
     """A round without the dead links, that keeps which of its sums are one.
 
     Doubly stochastic: W is a sum of circles of nodes that hand on the same weight; one with a dead

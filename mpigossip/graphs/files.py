@@ -1,4 +1,4 @@
-"""Graphs in files: what a search found, and networks in networkx's formats.
+"""Graphs in files: results of searches (JSON), and networks in networkx's formats.
 
 JSON: {"n": 4, "edges": [[0, 1], …], "weights": "laplacian"}; "rounds": [[[0, 1], …], …] instead of
 "edges" for a sequence, "directed": true for pairs [sender, receiver]. What `save` writes has
@@ -43,7 +43,7 @@ def save(found: Found, path: str | Path) -> Path:
 
 
 def check_target(path: Path) -> None:
-    """Whether `save` can write a search's result there: before the search, not after it."""
+    """Return whether `save` can write a search's result there: before the search, not after it."""
     if path.suffix != ".json":
         raise GraphError(f'"{path}": a graph is saved as JSON; name it .json')
     if not path.parent.is_dir():

@@ -1,4 +1,4 @@
-"""Graphs from networkx graphs, from sequences of them or of matrices, and from functions."""
+"""Graphs from networkx graphs, matrices, sequences of either, and functions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from mpigossip.graphs.weights import rule
 
 
 def is_network(value: object) -> bool:
-    """Whether this is a networkx graph (told without importing networkx)."""
+    """Return whether this is a networkx graph (told without importing networkx)."""
     return hasattr(value, "is_directed") and hasattr(value, "edges")
 
 
@@ -85,7 +85,7 @@ def from_value(value: Any) -> Graph:
 
 
 def _asked(function: Callable, name: str, options: Mapping[str, Any], **known: int) -> Graph:
-    """What a user's function gives, called with what it names of the ``known``."""
+    """Graph of a user's function, called with those ``known`` values that it has parameters for."""
     try:
         return from_value(given(function, known, options))
     except Exception as error:

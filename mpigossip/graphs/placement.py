@@ -1,4 +1,4 @@
-"""Which rank takes which place in a graph, so that edges between racks are used least.
+"""Renumber a graph so that few messages cross between racks.
 
 Ranks of one rack are near each other; edges inside a rack are cheap, edges between racks dear.
 The graph is renumbered, so that rank i stays node i: W'[i, j] = W[place i, place j].
@@ -18,7 +18,7 @@ WORK = 1 << 28
 
 
 def usage(graph: Graph) -> np.ndarray:
-    """How often i receives from j in a period (or in the sampled rounds), (n, n)."""
+    """Number of messages that i receives from j in a period (or the sampled rounds), (n, n)."""
     return links(graph).toarray().T
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 TOLERANCE = 1e-12
-"""How far a sum of weights may be from one, or two weights from each other, in the facts."""
+"""Tolerance of the facts: of sums of weights from one, of two weights from each other."""
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ class Circulant:
         return min(self.own, *self.weights) if self.weights else self.own
 
     def symmetric(self) -> bool:
-        """Whether W = Wᵀ."""
+        """Return whether W = Wᵀ."""
         by_offset = dict(zip(self.offsets, self.weights, strict=True))
         return all(
             abs(by_offset.get(self.n - o, np.inf) - w) <= TOLERANCE for o, w in by_offset.items()
@@ -240,7 +240,7 @@ class Sparse:
         return float(min(self.own.min(), self.weights.min(initial=np.inf)))
 
     def symmetric(self) -> bool:
-        """Whether W = Wᵀ."""
+        """Return whether W = Wᵀ."""
         other = self.transposed
         return (
             np.array_equal(self.indptr, other.indptr)

@@ -1,4 +1,4 @@
-"""How fast a graph averages: spectral gap, consensus rate, rounds to the exact average.
+"""Averaging speed of a graph: spectral gap, consensus rate, rounds to the exact average.
 
 Circulant rounds are treated by FFT (they commute, so products of matrices are products of
 eigenvalues); other graphs densely up to DENSE nodes and by scipy's iterations above.

@@ -1,4 +1,4 @@
-"""What theory says about a graph: transient iterations, lower bounds, bytes on the wire.
+"""Theory of a graph: transient iterations, rates, lower bounds, bytes per round.
 
 Orders of magnitude without constants: they compare graphs and methods, they predict no run.
 """
@@ -135,7 +135,7 @@ def gossip_rate(
     n: int,
     gap: float,
 ) -> np.ndarray:
-    """What D-PSGD promises for the mean of E ‖∇f(x̄)‖² after so many steps, without constants.
+    """Rate of D-PSGD: the mean of E ‖∇f(x̄)‖² after so many steps, without constants.
 
     σ √(LΔ/(nT)) + (LΔ (ζ + σ√p)/(pT))^(2/3) + LΔ/(pT), p = 1 − ρ² of the averaging gap 1 − ρ; the
     first and, with p = 1, the last are parallel SGD's, which has no second: gap = inf. Koloskova
@@ -152,7 +152,7 @@ def gossip_rate(
 def quadratic_limit(
     graph: Graph, centre: np.ndarray, curvature: np.ndarray, lr: float, style: str = "atc"
 ) -> np.ndarray:
-    """Where D-PSGD without noise settles on f_i(x) = ½ Σ_k a_ik (x_k − b_ik)²: the x_i, (n, d).
+    """Limit of D-PSGD without noise on f_i(x) = ½ Σ_k a_ik (x_k − b_ik)²: the x_i, (n, d).
 
     centre b and curvature a: (n, d). The fixed point of one period, at its end: of
     x ← W(x − lr a(x − b)), style "atc", or x ← W x − lr a(x − b), "awc"; column by column. Raises

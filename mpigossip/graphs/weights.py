@@ -5,13 +5,13 @@ number of in-neighbours of node i (without itself), L = D − A the Laplacian of
 with eigenvalues λ_1 ≥ … ≥ λ_{n−1} > λ_n = 0.
 """
 
-import difflib
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from mpigossip.config.toml import near
 from mpigossip.graphs.base import Drawn, Graph, GraphError, static
 from mpigossip.graphs.rounds import Circulant, Round, Sparse
 
@@ -26,7 +26,7 @@ def as_sparse(r: Round) -> Sparse:
 
 
 def links(graph: Graph) -> Any:
-    """How often each node, a row, sends to each, a column, in the rounds of the schedule: (n, n).
+    """Number of messages from each node (row) to each (column) in the schedule's rounds, (n, n).
 
     As scipy's csr_array.
     """
@@ -38,7 +38,7 @@ def links(graph: Graph) -> Any:
 
 
 def _undirected(r: Round, rule: str) -> None:
-    """Refuse edges that go one way only."""
+    """Reject edges that go one way only."""
     if isinstance(r, Circulant):
         both = set(r.offsets) == {r.n - o for o in r.offsets}
     else:
@@ -181,9 +181,7 @@ WEIGHTS: dict[str, Callable[[Round], Round]] = {
 def rule(name: str) -> Callable[[Round], Round]:
     """The rule of this name; GraphError with a near miss otherwise."""
     if name not in WEIGHTS:
-        near = difflib.get_close_matches(str(name), WEIGHTS, n=1)
-        hint = f'did you mean "{near[0]}"?' if near else f"choose one of {', '.join(WEIGHTS)}"
-        raise GraphError(f'weights "{name}" are unknown; {hint}')
+        raise GraphError(f'weights "{name}" are unknown; {near(str(name), WEIGHTS)}')
     return WEIGHTS[name]
 
 

@@ -16,7 +16,6 @@ from mpigossip.config.errors import NotFinite
 from mpigossip.config.readable import note
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import Entry, NodeState
-from mpigossip.store.finite import not_finite
 
 LAG = 4
 """Steps between two checks of whether all ranks have written."""
@@ -163,6 +162,6 @@ class Saver:
 
 def _write(folder: Path, states: Sequence[tuple[int, NodeState]]) -> list[Entry]:
     for node, state in states:
-        if wrong := not_finite(state):
+        if wrong := state.not_finite():
             raise NotFinite(f"node {node} has {wrong}")
     return [checkpoint.write_node(folder, node, state) for node, state in states]

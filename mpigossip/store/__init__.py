@@ -1,4 +1,4 @@
-"""HDF5 on disk: checkpoints and logs. Nothing here knows MPI or torch."""
+"""HDF5 files: checkpoints, logs, data sets. No MPI, no torch."""
 
 from mpigossip.config.errors import Mistake
 

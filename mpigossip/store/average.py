@@ -1,4 +1,4 @@
-"""The one average of what checkpoints hold: in float64, over a node's slots, then over nodes."""
+"""Average checkpointed states in float64: over the slots of a node, then over nodes."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def over_nodes(path: Path, n: int) -> dict[str, np.ndarray]:
 
 
 def is_floating(array: np.ndarray) -> bool:
-    """Whether an average of such arrays means something."""
+    """Return whether an average of such arrays means something."""
     return bool(np.issubdtype(array.dtype, np.floating))

@@ -24,7 +24,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -32,41 +31,14 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpigossip.store import StoreError, direct, guard, layout
+from mpigossip.store import StoreError, direct, guard, node_state
 from mpigossip.store import manifest as manifests
-from mpigossip.store.finite import not_finite
 from mpigossip.store.hdf5 import create, reading, sync, write_text, writing
 from mpigossip.store.manifest import FORMAT, MANIFEST, Entry, Manifest, Number
 from mpigossip.store.manifest import read as read_manifest
+from mpigossip.store.node_state import NodeState
 
 PIECE = 1 << 22  # parameters read at a time
-
-
-@dataclass(frozen=True)
-class NodeState:
-    """What one node needs to go on.
-
-    `parameters` (P,) float32 holds the named arrays of `shapes`, raveled and joined in order.
-    `arrays` are further arrays by a path such as "state/momentum"; `numbers` are plain values.
-
-    Of one `slot` (None: of a whole node): `parameters` are its part, the next after that of the
-    slot before; `pieces` are parts of arrays, likewise; what is in `arrays` is in no other slot's.
-    Names and shapes are those of the node.
-    """
-
-    parameters: np.ndarray
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    arrays: dict[str, np.ndarray]
-    numbers: dict[str, Number]
-    slot: int | None = None
-    pieces: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def stored(self) -> dict[str, np.ndarray]:
-        """All arrays by their paths in the node's file."""
-        groups = {"arrays": self.arrays, "pieces": self.pieces}
-        found = {f"{group}/{name}": a for group, of in groups.items() for name, a in of.items()}
-        return {"parameters": self.parameters.astype("<f4", copy=False), **found}
 
 
 def folder(run: Path, step: int) -> Path:
@@ -119,7 +91,7 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
                     large.append(direct.reserve(file, name, array))
                 else:
                     file.create_dataset(name, data=array)
-            file.create_dataset("layout", data=layout.table(state.names, state.shapes))
+            file.create_dataset("layout", data=node_state.table(state.names, state.shapes))
             write_text(file, "numbers", json.dumps(state.numbers, default=lambda v: v.item()))
         checksum = direct.fill(path, large)
     return Entry(node, path.name, path.stat().st_size, checksum, flat.size)
@@ -227,9 +199,9 @@ def read_node(path: Path, node: int) -> NodeState:
 
 
 def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
-    """What a file of a folder holds, of a node of ``length`` parameters after ``step`` steps."""
+    """Read a file: the state of a node of ``length`` parameters after ``step`` steps."""
     with _node_file(path, entry) as found:
-        names, shapes = layout.read(guard.rows(found, "layout", "SiiiV"), length)
+        names, shapes = node_state.read_table(guard.rows(found, "layout", "SiiiV"), length)
         arrays, pieces = (
             {
                 name.removeprefix(group): guard.array(found, name)
@@ -242,7 +214,7 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
         manifests.counted(numbers, step)
         parameters = guard.array(found, "parameters")
         state = NodeState(parameters, names, shapes, arrays, numbers, entry.slot, pieces)
-        if wrong := not_finite(state):
+        if wrong := state.not_finite():
             raise StoreError(
                 f"{Path(path) / entry.file} has {wrong}, which older versions didn't look for; to "
                 f"go on from the checkpoint before: mv {path} {path}.damaged"
@@ -331,7 +303,7 @@ def _problem(path: Path) -> str:
 
 @contextmanager
 def _node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
-    """What a node's file holds, after its size, checksum and structure were found right."""
+    """Arrays and groups of a node's file, after its size, checksum and structure were checked."""
     place = Path(path) / entry.file
     with reading(place):
         try:

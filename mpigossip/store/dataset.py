@@ -1,4 +1,4 @@
-"""Data sets in one HDF5 file: packing a folder, opening it, showing what it holds.
+"""Data sets in one HDF5 file: open, check, show.
 
 Layout (version 2, with a tokenizer 3)::
 
@@ -18,7 +18,7 @@ Layout (version 2, with a tokenizer 3)::
                      is kind, V and a checksum of the text
 
 Texts have a fixed length. What HDF5 doesn't check itself is compared with a checksum: nothing
-damaged is taken for data. Version 1, which has no checksums, is read without that promise.
+damaged is taken for data.
 
 One contiguous byte array with offsets takes the place of HDF5's variable-length elements: those
 live in heaps that cost several disk accesses each and h5py's global lock for every sample, while
@@ -38,7 +38,7 @@ import numpy as np
 
 from mpigossip.store import StoreError, guard
 from mpigossip.store.hdf5 import WRONG
-from mpigossip.store.packing import FORMAT, SPLITS, VERSION, checksum_of, pack
+from mpigossip.store.packing import FORMAT, PLAIN, SPLITS, VERSION, checksum_of, pack
 from mpigossip.store.texts import BYTES, MOST, Tokenizer
 
 __all__ = ["Dataset", "Split", "open_dataset", "pack", "show"]
@@ -46,7 +46,6 @@ __all__ = ["Dataset", "Split", "open_dataset", "pack", "show"]
 KINDS = ("images", "arrays", "text")
 ARRAYS = ("labels", "offsets", "sizes", "checksums")
 CHANNELS = 1 << 10
-CLASSES = 1 << 16  # names of any length, as in version 1
 SIDE = 1 << 16  # pixels of an image
 SCALE = 255  # of what is stored in bytes
 
@@ -73,11 +72,11 @@ class Split:
     """(N, 2) int64, height and width in pixels; None for text."""
     file: io.FileIO
     start: int
-    """Where the payload begins in the file, in bytes."""
+    """Offset of the payload in the file, in bytes."""
     array_shape: tuple[int, ...]
     """(N, C, H, W) for kind "arrays", (B,) otherwise."""
-    checksums: np.ndarray | None = None
-    """(N,) uint32 of each sample's bytes; None in version 1."""
+    checksums: np.ndarray
+    """(N,) uint32 of each sample's bytes."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -91,7 +90,7 @@ class Split:
         return data
 
     def _check(self, index: int, data: Any) -> None:
-        if self.checksums is not None and zlib.crc32(data) != self.checksums[index]:
+        if zlib.crc32(data) != self.checksums[index]:
             raise StoreError(
                 f"{self.file.name}: sample {index} is damaged: its checksum differs; copy or pack "
                 "the data set again"
@@ -100,11 +99,10 @@ class Split:
     def array(self) -> np.ndarray:
         """Return the whole payload: (N, C, H, W) uint8, or (B,) uint8 for encoded data."""
         flat = np.frombuffer(self._read(0, math.prod(self.array_shape)), np.uint8)
-        if self.checksums is not None:
-            ends = np.arange(len(self) + 1) * (len(flat) // len(self))
-            ends = ends if self.offsets is None else self.offsets
-            for index in range(len(self)):
-                self._check(index, flat[ends[index] : ends[index + 1]])
+        ends = np.arange(len(self) + 1) * (len(flat) // len(self))
+        ends = ends if self.offsets is None else self.offsets
+        for index in range(len(self)):
+            self._check(index, flat[ends[index] : ends[index + 1]])
         return flat.reshape(self.array_shape)
 
     def _read(self, offset: int, size: int) -> bytes:
@@ -177,7 +175,7 @@ def open_dataset(path: Path | str) -> Dataset:
 
     Raises StoreError, in one paragraph, for a file that is missing, isn't HDF5, isn't a data
     set, is cut short, contradicts itself (labels out of range, offsets that go backwards), or
-    holds what `guard` refuses.
+    holds what `guard` rejects.
     """
     path = Path(path)
     if path.is_dir() or not path.exists():
@@ -212,22 +210,24 @@ def _read(raw: io.FileIO, path: Path) -> Dataset:
     """Read and check everything but the payload."""
     size = os.fstat(raw.fileno()).st_size
     with guard.hdf5(raw) as file:
-        named = "format" in file.attrs and guard.attribute(file, "format", texts=True) == FORMAT
+        named = "format" in file.attrs and guard.attribute(file, "format") == FORMAT
         require(named, f'it has no attribute format = "{FORMAT}", so no pack made it')
         version = guard.attribute(file, "version")
-        old = version == 1  # of those, some have texts of any length
-        found = guard.look(file, size, texts=old)
-        return _content(raw, path, guard.attributes(file, texts=old), found)
+        known = isinstance(version, int) and PLAIN <= version <= VERSION
+        require(known, f"its version is {version}, this program reads {PLAIN} to {VERSION}")
+        found = guard.look(file, size)
+        return _content(raw, path, guard.attributes(file), found)
 
 
 def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str, Any]) -> Dataset:
     """The data set of these attributes and arrays, if they go together."""
-    version, kind, channels = facts["version"], facts["kind"], facts["channels"]
-    known = isinstance(version, int) and 1 <= version <= VERSION
-    require(known, f"its version is {version}, this program reads 1 to {VERSION}")
+    kind, channels = facts["kind"], facts["channels"]
     require(kind in KINDS, f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
-    classes, checksum = _classes(found)
-    require(version == 1 or checksum == facts["checksum"], "the names of its classes are damaged")
+    stored = guard.array(found, "classes", "S", 1)
+    right = zlib.crc32(stored.tobytes()) == facts["checksum"]
+    require(right, "the names of its classes are damaged")
+    names = [name.decode(errors="replace") for name in stored.tolist()]
+    classes = tuple(guard.printable(name, "classes") for name in names)
     count = isinstance(channels, int) and 1 <= channels <= CHANNELS
     require(count, f"channels = {channels}, not a number from 1 to {CHANNELS}")
     mean, std = np.array(facts["mean"], float), np.array(facts["std"], float)
@@ -239,7 +239,7 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], found: dict[str,
     splits = {}
     for name in SPLITS:
         group = {key: found[f"{name}/{key}"] for key in ARRAYS if f"{name}/{key}" in found}
-        right = version == 1 or checksum_of(group) == guard.attribute(found[name], "checksum")
+        right = checksum_of(group) == guard.attribute(found[name], "checksum")
         require(right, f"the labels or offsets of {name} are damaged: their checksum differs")
         splits[name] = _split(name, found, facts, len(classes), raw)
     tokenizer = _tokenizer(found, facts) if "tokenizer" in found else BYTES
@@ -263,18 +263,6 @@ def _tokenizer(found: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
     return made
 
 
-def _classes(found: dict[str, Any]) -> tuple[tuple[str, ...], int]:
-    """Names of classes, and the checksum over them (0 for texts of any length, as in version 1)."""
-    data = guard.dataset(found, "classes")
-    if data.dtype.kind == "S":
-        stored = guard.array(found, "classes", "S", 1)
-        names, checksum = stored.tolist(), zlib.crc32(stored.tobytes())
-    else:
-        # one by one: they could all be the same long text
-        names, checksum = [data[k][: guard.NAME] for k in range(min(len(data), CLASSES))], 0
-    return tuple(guard.printable(n.decode(errors="replace"), "classes") for n in names), checksum
-
-
 def _split(
     name: str, found: dict[str, Any], facts: dict[str, Any], classes: int, raw: io.FileIO
 ) -> Split:
@@ -283,7 +271,7 @@ def _split(
     def read(part: str, ndim: int) -> np.ndarray:
         return guard.array(found, f"{name}/{part}", "iu", ndim).astype(np.int64)
 
-    kind, labels, checksums = facts["kind"], read("labels", 1), None
+    kind, labels = facts["kind"], read("labels", 1)
     payload = guard.dataset(found, f"{name}/{'images' if kind == 'arrays' else 'bytes'}")
     start, shape = payload.id.get_offset(), payload.shape
     require(payload.dtype == np.uint8, f"{payload.name} holds {payload.dtype}, not uint8")
@@ -303,9 +291,8 @@ def _split(
         sizes = read("sizes", 2)
         fits = sizes.shape == (len(labels), 2) and (sizes > 0).all() and (sizes <= SIDE).all()
         require(fits, f"{name} lacks heights and widths from 1 to {SIDE} for some image")
-    if facts["version"] > 1:
-        checksums = guard.array(found, f"{name}/checksums", "<u4", 1)
-        require(len(checksums) == len(labels), f"{name} has {len(checksums)} checksums")
+    checksums = guard.array(found, f"{name}/checksums", "<u4", 1)
+    require(len(checksums) == len(labels), f"{name} has {len(checksums)} checksums")
     require(len(labels) > 0, f"{name} has no samples")
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     first = f"; the first is {labels[wrong[0]]}, of sample {wrong[0]}" if len(wrong) else ""

@@ -1,4 +1,4 @@
-"""Large arrays into an HDF5 file with one pass over memory: to the disk and into the checksum.
+"""Write large arrays of an HDF5 file with O_DIRECT, computing the checksum in the same pass.
 
 HDF5 lays the file out and leaves room; the bytes then go from memory to the disk past the page
 cache (O_DIRECT), block by block, each into the CRC-32 while it is in the processor's cache. The
@@ -53,7 +53,7 @@ def reserve(group: h5py.Group, name: str, array: np.ndarray) -> Part:
 def fill(path: Path, parts: Sequence[Part]) -> str:
     """Write the parts into a file that is otherwise whole, fsync it; CRC-32 of all its bytes.
 
-    As 8 hexadecimal digits. OSError where the disk refuses.
+    As 8 hexadecimal digits. OSError where writing fails.
     """
     buffered = os.open(path, os.O_RDWR)
     direct = _open_direct(path)
@@ -98,7 +98,7 @@ def _write(buffered: int, direct: int | None, part: Part, value: int) -> int:
 
 
 def _direct(direct: int, pages: memoryview, offset: int) -> int:
-    """How many bytes the disk took; 0 where the file system turns out to take none this way."""
+    """Return how many bytes were written; 0 where the file system has no O_DIRECT."""
     if not pages:
         return 0
     try:

@@ -1,10 +1,12 @@
-"""Checks of a file that somebody else may have made, before any of it is read.
+"""Validate untrusted HDF5 files before reading them.
 
 HDF5 files can name other files (external links, raw data, virtual datasets), claim arrays far
-larger than themselves, and reach one array by many names. Ours do nothing of that, so whatever does
-is refused: groups and arrays behind hard links, numbers and texts of fixed length, each byte of an
-array in the file. What is then read takes no more memory than the file has bytes (a table with
-rows left open: 64 times that). All refusals are ValueErrors, which `hdf5.reading` puts into words.
+larger than themselves, reach one array by many names, and crash the library. Ours do nothing of
+that, so all of it is rejected: groups and arrays behind hard links, numbers and texts of fixed
+length, each byte of an array in the file. What is then read takes no more memory than the file has
+bytes (a table with rows left open: 64 times that). Rejections are ValueErrors, from which
+`hdf5.reading` makes messages. Below: kinds of files, headers that crash HDF5, links and names and
+cycles, sizes and compression, types; then what reads the values.
 """
 
 from __future__ import annotations
@@ -27,30 +29,21 @@ from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t, h5z
 
 from mpigossip.store import StoreError
 
-OBJECTS = 1 << 15
-"""Most groups and arrays in a file: 2 s to look at them."""
-ATTRIBUTES = 1 << 10
-NAME = 1 << 10  # bytes
-TEXT = 1 << 24  # bytes of a job, an environment, the counters
-WORDS = 1 << 16  # bytes of any other attribute
-SPARSE = 64
-"""Bytes that a table may have for a byte of its file: rows of columns that came later are open."""
-LEAST = 1 << 26
-"""Bytes that a table may have in any file."""
-METADATA = 1 << 16  # bytes: HDF5 reads headers in smaller pieces
-HEADER = 68  # bytes of the longest header that is looked at
-PIECES = 1 << 20  # of a table, and bytes of their index
-LIST = struct.Struct("<4sBBBBBBBB6Q")
-GROWTH = (32, 4, 16, 4, 10)  # HDF5's own numbers for such an array; nobody sets others
-TREE = struct.Struct("<4sBBIHHBBQHQ")
-TREES = (5, 6, 8, 9, 10, 11)
-"""HDF5's kinds of B-trees that our files have: of links, of attributes, of chunks."""
+OBJECTS, ATTRIBUTES = 1 << 15, 1 << 10
+"""Most groups and arrays in a file (2 s to look at them), most attributes of one."""
+NAME, WORDS, TEXT = 1 << 10, 1 << 16, 1 << 24
+"""Most bytes of a name, of an attribute, and of a job, an environment or the counters."""
+SPARSE, LEAST = 64, 1 << 26
+"""Bytes of tables for a byte of their file, as rows of later columns are open; and in any file."""
+METADATA, HEADER = 1 << 16, 68
+"""Most bytes that HDF5 reads of its headers at once, and of the longest that is checked."""
+CHUNKS = 1 << 20
+"""Most chunks of a table, and bytes of their index."""
 SEAL = "checksum"
-PLAIN = (h5t.INTEGER, h5t.FLOAT)
 
 
 def regular(path: Path, follow: bool = True) -> io.FileIO:
-    """The file, open for reading, if it is one: a pipe or a device would be waited for forever.
+    """Open a regular file for reading; reading from a pipe or a device might never end.
 
     Without `follow` it is no symbolic link either: a name inside a checkpoint means a file there.
     Raises OSError where it can't be opened, StoreError where it is something else.
@@ -68,12 +61,19 @@ def regular(path: Path, follow: bool = True) -> io.FileIO:
     )
 
 
+LIST = struct.Struct("<4sBBBBBBBB6Q")
+GROWTH = (32, 4, 16, 4, 10)  # HDF5's own numbers for such an array; nobody sets others
+TREE = struct.Struct("<4sBBIHHBBQHQ")
+TREES = (5, 6, 8, 9, 10, 11)
+"""HDF5's kinds of B-trees that our files have: of links, of attributes, of chunks."""
+
+
 class _Checked:
     """A file as h5py's "fileobj" driver wants one, which spares HDF5 headers it would die of.
 
     HDF5 2.0 takes a B-tree's sizes for granted where its checksum is right: 0 is divided by, 4 GB
     are allocated, a foreign kind is a jump to nowhere. Such a header reads as zeros here, which
-    HDF5 refuses.
+    HDF5 rejects.
     """
 
     def __init__(self, file: Any) -> None:
@@ -89,32 +89,32 @@ class _Checked:
         self.file.seek(at - before)
         around = self.file.read(before + count + HEADER)
         for name, sound in ((b"BTHD", _sound_tree), (b"EAHD", _sound_list)):
-            for place in (one.start() for one in re.finditer(name, around)):
-                if not sound(around[place : place + HEADER]):
-                    start, stop = (min(max(0, place + k - before), count) for k in (0, HEADER))
+            for offset in (one.start() for one in re.finditer(name, around)):
+                if not sound(around[offset : offset + HEADER]):
+                    start, stop = (min(max(0, offset + k - before), count) for k in (0, HEADER))
                     data[start:stop] = bytes(stop - start)
         self.file.seek(at + count)
         return count
 
 
 def _sound_tree(header: bytes) -> bool:
-    """Whether a B-tree's header, as far as it was read, is one of those that our files have."""
+    """Return whether a B-tree's header, as far as it was read, is one that our files have."""
     if len(header) < TREE.size:
         return True
     _, _, kind, node, row, depth, split, merge, _, top, every = TREE.unpack_from(header)
     most = (node - 10) // max(row, 1)
     sizes = row > 0 and node <= METADATA and most >= 2 and depth <= 32
-    counts = top <= most and (top < every <= PIECES if depth else top == every)
+    counts = top <= most and (top < every <= CHUNKS if depth else top == every)
     return kind in TREES and sizes and counts and 0 < merge < split <= 100
 
 
 def _sound_list(header: bytes) -> bool:
-    """The same of an extensible array, which numbers the pieces of a table that grows one way."""
+    """Return the same of an extensible array, which numbers a table's chunks."""
     if len(header) < LIST.size:
         return True
     _, _, kind, width, *rest = LIST.unpack_from(header)
     counts = rest[5:]
-    return kind <= 1 and 8 <= width <= 24 and tuple(rest[:5]) == GROWTH and max(counts) <= PIECES
+    return kind <= 1 and 8 <= width <= 24 and tuple(rest[:5]) == GROWTH and max(counts) <= CHUNKS
 
 
 def hdf5(file: Any) -> h5py.File:
@@ -139,20 +139,18 @@ def look(
     *,
     tables: bool = False,
     again: str = "",
-    texts: bool = False,
     views: Collection[str] = (),
 ) -> dict[str, Any]:
     """All groups and arrays of a file of `size` bytes by path, each found sound.
 
     `tables`: arrays may be cut into checksummed chunks, with rows that were never written. Objects
-    of the group `again` may stand at the top, too. `texts`: texts of any length, as earlier
-    versions wrote them, may be among the arrays. `views`: paths of virtual datasets, which aren't
+    of the group `again` may stand at the top, too. `views`: paths of virtual datasets, which aren't
     looked at.
     """
     found, stored, spread = _objects(content, again), 0, 0
     for path, thing in found.items():
         if isinstance(thing, h5py.Dataset) and path not in views and f"{again}/{path}" not in found:
-            in_file, in_memory = _bytes(path, thing.id, size, tables, texts)
+            in_file, in_memory = _bytes(path, thing.id, size, tables)
             stored, spread = stored + in_file, spread + in_memory
     if stored > size:
         raise ValueError(f"its arrays claim {stored} bytes, the file has {size}")
@@ -192,18 +190,17 @@ def _objects(content: h5py.File, again: str) -> dict[str, Any]:
     return found
 
 
-def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool, texts: bool) -> Any:
+def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool) -> tuple[int, int]:
     """Bytes of an array in the file and in memory; ValueError where it isn't as ours are."""
     kind, creation = data.get_type(), data.get_create_plist()
-    free = texts and _any_length(kind)
-    if not free and not _plain(kind):
+    if not _plain(kind):
         raise ValueError(f'"{path}" holds no numbers or texts of fixed length')
     if data.get_space().get_simple_extent_type() not in (h5s.SCALAR, h5s.SIMPLE):
         raise ValueError(f'"{path}" holds nothing')
     layout = creation.get_layout()
     if layout == h5d.VIRTUAL or creation.get_external_count():
         raise ValueError(f'"{path}" lies in other files')
-    width = 16 if free else kind.get_size()  # a text of any length is a reference
+    width = kind.get_size()
     claimed, stored = math.prod(data.shape) * width, data.get_storage_size()
     filters = [creation.get_filter(k)[0] for k in range(creation.get_nfilters())]
     if tables and layout == h5d.CHUNKED:
@@ -249,11 +246,7 @@ def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
         members = range(min(kind.get_nmembers(), 9))
         small = not within and len(members) < 9
         return small and all(_plain(kind.get_member_type(k), 1) for k in members)
-    return kind.get_class() in PLAIN and kind.get_size() <= 16
-
-
-def _any_length(kind: h5t.TypeID) -> bool:
-    return isinstance(kind, h5t.TypeStringID) and kind.is_variable_str() and not kind.committed()
+    return kind.get_class() in (h5t.INTEGER, h5t.FLOAT) and kind.get_size() <= 16
 
 
 def array(
@@ -299,18 +292,19 @@ def printable(value: str, name: str) -> str:
     return value
 
 
-def attribute(thing: Any, name: str, texts: bool = False, most: int = WORDS) -> Any:
-    """An attribute of at most `most` bytes: a text, a number (Python's own), an array of numbers.
+def attribute(thing: Any, name: str, long: bool = False) -> Any:
+    """An attribute: a text, a number (Python's own), an array of numbers.
 
-    `texts`: also texts of any length, as earlier versions wrote them.
+    `long`: also texts of more than `WORDS` bytes, which are in HDF5's heap.
     """
     if not h5a.exists(thing.id, name.encode()):
         raise ValueError(f'it has no attribute "{name}"')
-    about = h5a.open(thing.id, name.encode())
+    about, most = h5a.open(thing.id, name.encode()), TEXT if long else WORDS
     kind, shape = about.get_type(), about.shape
-    one = not isinstance(kind, h5t.TypeStringID) or shape == ()
+    is_text = isinstance(kind, h5t.TypeStringID)
+    free = long and is_text and kind.is_variable_str() and not kind.committed()
     small = _plain(kind) and math.prod(shape) * kind.get_size() <= most
-    fits = one and (small or texts and _any_length(kind))
+    fits = (small or free) and (shape == () or not is_text)
     value = thing.attrs[name] if fits else h5py.Empty("f4")
     if isinstance(value, bytes):
         value = value.decode(errors="surrogateescape")
@@ -321,25 +315,25 @@ def attribute(thing: Any, name: str, texts: bool = False, most: int = WORDS) -> 
     return value.item() if np.shape(value) == () else value
 
 
-def attributes(thing: Any, texts: bool = False, most: int = WORDS) -> dict[str, Any]:
+def attributes(thing: Any, long: bool = False) -> dict[str, Any]:
     """All attributes by name, each as of `attribute`."""
     count = h5a.get_num_attrs(thing.id)
     if count > ATTRIBUTES:
         raise ValueError(f"{count} attributes are too many: at most {ATTRIBUTES}")
     names = [h5a.open(thing.id, index=k).name.decode() for k in range(count)]
-    return {name: attribute(thing, name, texts, most) for name in names}
+    return {name: attribute(thing, name, long) for name in names}
 
 
 def seal(thing: Any) -> None:
     """Add a checksum over all other attributes: HDF5 has none for long texts."""
-    facts = attributes(thing, texts=True, most=TEXT)
+    facts = attributes(thing, long=True)
     facts.pop(SEAL, None)
     thing.attrs[SEAL] = _sum(facts)
 
 
-def sealed(thing: Any, texts: bool = False) -> dict[str, Any]:
-    """All attributes but the checksum, which is right or, as in earlier versions, not there."""
-    facts = attributes(thing, texts, TEXT)
+def sealed(thing: Any) -> dict[str, Any]:
+    """All attributes but the checksum, which is right, or not there as nothing was sealed yet."""
+    facts = attributes(thing, long=True)
     if SEAL in facts and facts.pop(SEAL) != _sum(facts):
         raise ValueError("its attributes are damaged: their checksum differs")
     return facts

@@ -20,14 +20,14 @@ LIBVER = ("v110", "v110")
 
 WRONG = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
          MemoryError)  # fmt: skip
-"""What Python and h5py raise over content that isn't as expected."""
+"""Exceptions of Python and h5py over content that isn't as expected."""
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the disk refuses (full, read-only, quota) into StoreError."""
+    """Turn what the disk rejects (full, read-only, quota) into StoreError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -44,7 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A name beside `path` with the same suffix; what was written there becomes `path` at the end.
 
     Readers see the old file or the new one, never a half, also after a power failure; after an
-    error nothing is left. Raises StoreError where the disk refuses.
+    error nothing is left. Raises StoreError where writing fails.
     """
     path = Path(path)
     beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
@@ -118,7 +118,7 @@ class _Sink(io.FileIO):
 def create(path: Path, **settings: Any) -> Iterator[h5py.File]:
     """A new HDF5 file; afterwards it is whole in the page cache (`sync` brings it to the disk).
 
-    StoreError where the disk refuses.
+    StoreError where writing fails.
     """
     with writing(path), _Sink(new(path), "w+") as sink:
         try:

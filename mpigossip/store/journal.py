@@ -1,4 +1,4 @@
-"""Changes to an HDF5 file that a kill can't tear apart.
+"""Crash-safe HDF5 updates with a write-ahead journal.
 
 HDF5 has no journal of its own: killed between two of its writes, it leaves a file that readers
 refuse. So the library works on an `Overlay` that keeps changed pages in memory; `transaction`
@@ -109,7 +109,7 @@ def pending(path: Path) -> Path:
 def transaction(path: Path) -> Iterator[h5py.File]:
     """The HDF5 file for reading and writing: all changes are made at the end, or none.
 
-    StoreError where the disk refuses them; an exception inside leaves the file as it was.
+    StoreError where writing fails; an exception inside leaves the file as it was.
     """
     with writing(path):
         recover(path)
@@ -121,7 +121,7 @@ def transaction(path: Path) -> Iterator[h5py.File]:
 
 
 class Stamp(NamedTuple):
-    """What differs once somebody has written to a file, or is about to."""
+    """Facts of a file that change when it is written to, or is about to be."""
 
     modified: int
     size: int

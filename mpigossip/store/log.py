@@ -1,4 +1,4 @@
-"""The log of a run: one HDF5 file, columns of shape (steps, nodes), written as the run goes on.
+"""Log of a run: one HDF5 file with columns of shape (steps, nodes), appended during the run.
 
     /steps/step, /steps/node, /steps/COLUMN            (steps,), (nodes,), (steps, nodes)
     /evaluations/at_step, …/node, …/NAME               the same for evaluations, or (evaluations,)
@@ -46,27 +46,23 @@ class Column(NamedTuple):
 
     @property
     def unknown(self) -> float:
-        """What stands for a value that isn't known."""
+        """Value of an unknown entry."""
         return np.nan if np.dtype(self.dtype).kind == "f" else -1
 
 
 COLUMNS = {
-    "loss": Column("nat", "mean training loss of the node's samples in the step", "float64"),
-    "lr": Column("1", "learning rate", "float64"),
+    "loss": Column("nat", "mean training loss of the node's samples in the step"),
+    "lr": Column("1", "learning rate"),
     "kind": Column("1", "what was exchanged: 0 nothing, 1 with neighbours, 2 with all", "int8"),
-    "gradient_norm": Column("1", "norm of the node's mean gradient, before clipping", "float64"),
-    "mixed_distance": Column("1", "‖x_i − mixed_i‖: how far averaging moved the node", "float64"),
-    "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²", "float64"),
-    "samples_per_second": Column("1/s", "training samples of the node per second", "float64"),
-    "compute_s": Column("s", "forward and backward", "float64"),
-    "node_s": Column("s", "averaging and gathering inside the node", "float64"),
-    "exchange_s": Column("s", "sending, receiving and averaging between nodes", "float64"),
-    "idle_s": Column("s", "waiting for other nodes", "float64"),
-    "staleness": Column(
-        "1",
-        "rounds that what the node saw of others was behind; 0: synchronous",
-        "float64",
-    ),
+    "gradient_norm": Column("1", "norm of the node's mean gradient, before clipping"),
+    "mixed_distance": Column("1", "‖x_i − mixed_i‖: how far averaging moved the node"),
+    "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
+    "samples_per_second": Column("1/s", "training samples of the node per second"),
+    "compute_s": Column("s", "forward and backward"),
+    "node_s": Column("s", "averaging and gathering inside the node"),
+    "exchange_s": Column("s", "sending, receiving and averaging between nodes"),
+    "idle_s": Column("s", "waiting for other nodes"),
+    "staleness": Column("1", "age in rounds of the models that the node averaged with"),
     "bytes_sent": Column("B", "bytes that the node has sent to other nodes so far", "int64"),
 }
 """Columns of the steps that every log has; a task's metrics are further ones."""
@@ -79,9 +75,7 @@ EVALUATION_COLUMNS = {
     "loss": Column("nat", "mean test loss of the averaged model"),
     "accuracy": Column("1", "share of test samples that the averaged model gets right"),
     "local_loss": Column("nat", "mean test loss of each node's model"),
-    "local_accuracy": Column(
-        "1", "share of its own test samples that each node's model gets right"
-    ),
+    "local_accuracy": Column("1", "fraction of its own test samples that each node gets right"),
     "share_accuracy": Column("1", "share of the same samples that the averaged model gets right"),
     "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
     "seconds": Column("s", "time since the start of the run"),

@@ -84,13 +84,13 @@ def add_evaluation(
 
 
 class Events:
-    """A file of TensorBoard's, by its own writer of records; OSError where the disk refuses.
+    """A file of TensorBoard's, by its own writer of records; OSError where writing fails.
 
     Torch's `SummaryWriter` has a thread that prints a traceback on a full disk.
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """What the folder's other files have from `first_step` on is hidden.
+        """Hide entries of the folder's other files from `first_step` on.
 
         Raises StoreError where TensorBoard isn't installed.
         """

@@ -1,4 +1,4 @@
-"""A run's log read: found sound first, averaged over steps where asked, also while a run writes."""
+"""Read and validate logs, also while a run writes; average over steps where asked."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def _read(path: Path, wanted: Collection[str] | None, points: int | None) -> Log
             evaluations={"step": evaluations["at_step"][()]}
             | {n: d[()] for n, d in evaluations.items() if n not in ("at_step", "node")},
             units={
-                name: guard.attribute(data, "units", texts=True)
+                name: guard.attribute(data, "units", long=True)
                 for name, data in (evaluations | {n: steps[n] for n in ("step", *chosen)}).items()
                 if name not in ("at_step", "node")
             },
-            summary=_typed(guard.sealed(found["summary"], texts=True)),
+            summary=_typed(guard.sealed(found["summary"])),
             environment=_typed(json.loads(facts["environment"]), str),
         )
 
@@ -111,14 +111,14 @@ def metrics_in(evaluations: Collection[str]) -> list[str]:
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Attributes and arrays of a log that is sound, with what a killed writer left pending."""
-    with reading(path), consistent(path, tables=True, again="steps", texts=True) as (file, found):
-        if "format" not in file.attrs or guard.attribute(file, "format", texts=True) != FORMAT:
+    with reading(path), consistent(path, tables=True, again="steps") as (file, found):
+        if "format" not in file.attrs or guard.attribute(file, "format", long=True) != FORMAT:
             raise ValueError("it isn't a log")
         for group, index in INDEX.items():
             _check(dict(columns(found, group)), group, index)
         if not isinstance(found.get("summary"), h5py.Group):
             raise ValueError('its group "summary" is missing')
-        yield guard.sealed(file, texts=True), found
+        yield guard.sealed(file), found
 
 
 def columns(found: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset]]:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: `checkpoint.h5`, which names the nodes' files and joins them.
+"""Manifest of a checkpoint: `checkpoint.h5`, which names the nodes' files and joins them.
 
 512 bytes that hold a SHA-256 of the rest, then HDF5: the step, the complete job, facts, a table of
 files with sizes and checksums, and a view of all nodes' parameters for other programs.
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `checkpoint.h5` says: step, nodes, the complete job (TOML), facts, and the files."""
+    """Content of `checkpoint.h5`: step, nodes, the complete job (TOML), facts, and the files."""
 
     step: int
     n: int
@@ -128,7 +128,7 @@ def _parts(entries: Iterable[Entry]) -> Iterator[tuple[Entry, slice]]:
 
 
 def _header(content: bytes) -> bytes:
-    """What stands before the HDF5 part of a manifest."""
+    """Bytes before the HDF5 part of a manifest."""
     text = f"{FORMAT}\nsha256 of all bytes after {HEADER}: {hashlib.sha256(content).hexdigest()}\n"
     return text.encode().ljust(HEADER, b"\0")
 

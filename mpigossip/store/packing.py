@@ -1,4 +1,4 @@
-"""Packing a folder of images or of texts into one HDF5 file (layout: store/dataset.py)."""
+"""Pack a folder of images or texts into one HDF5 file (layout: store/dataset.py)."""
 
 import io
 import os
@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from mpigossip.store import StoreError, texts
-from mpigossip.store.hdf5 import reading, replacing
+from mpigossip.store.hdf5 import fixed, reading, replacing
 
 FORMAT = "mpigossip-dataset"
 VERSION, PLAIN = 3, 2
@@ -47,7 +47,7 @@ class _Payload(NamedTuple):
 
 @dataclass
 class _Tally:
-    """What is summed up over all images."""
+    """Sums over all images."""
 
     total: int
     progress: Progress
@@ -150,7 +150,7 @@ def _pack_images(
             more = f" and {len(tally.problems) - 10} more" if len(tally.problems) > 10 else ""
             raise StoreError(
                 f"{len(tally.problems)} of {tally.total} files can't be read as images: "
-                f"{'; '.join(tally.problems[:10])}{more}. Mend or remove them and pack again"
+                f"{'; '.join(tally.problems[:10])}{more}. Fix or remove them and pack again"
             )
         side = _one_size([*sizes["train"], *sizes["test"]]) if decoded else None
         for name, (_, labels) in lists.items():
@@ -207,14 +207,6 @@ def _write_facts(file: h5py.File, kind: str, classes: Sequence[str], moments: np
 def _spool(file: h5py.File) -> IO[bytes]:
     """Return a nameless file beside the pack: HDF5 must know a contiguous array's size first."""
     return tempfile.TemporaryFile(dir=Path(file.filename).parent, buffering=BUFFER)
-
-
-def fixed(text: str) -> np.bytes_:
-    """A text of fixed length, as UTF-8.
-
-    Others lie in a heap that HDF5 doesn't check, and that it hangs on when it is damaged.
-    """
-    return np.bytes_(text.encode(errors="surrogateescape") or b" ")
 
 
 def checksum_of(group: Mapping[str, h5py.Dataset]) -> int:

@@ -1,4 +1,4 @@
-"""Texts for packing: the files, their halves for training and testing, and their tokens.
+"""Texts for packing: files, training and test halves, tokens.
 
 A token is a byte, or (byte-pair encoding) two bytes, little-endian, that number an entry of a
 vocabulary learned from the training halves. Each entry is a fixed sequence of bytes, so that losses
@@ -27,7 +27,7 @@ KINDS = ("byte", "bpe")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What a pack says of its tokens."""
+    """Tokens of a packed text: their lengths, and the vocabulary."""
 
     lengths: np.ndarray
     """(V,) int64: the bytes of text that each token stands for."""

@@ -1,4 +1,4 @@
-"""Grids of settings, nodes and seeds, simulated: what tables and figures are made from."""
+"""Studies: simulate grids of settings, nodes and seeds; tables and plots of the results."""
 
 from __future__ import annotations
 

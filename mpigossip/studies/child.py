@@ -1,6 +1,6 @@
-"""`python -m mpigossip.studies.child STUDY …`: a command that ends where its study ends.
+"""`python -m mpigossip.studies.child PID …`: a command that ends when its study ends.
 
-STUDY is the process id of who starts it: a study that is killed leaves no runs behind, which would
+PID is the process id of the study: one that is killed leaves no runs behind, which would
 go on writing where the next call does. On Linux; elsewhere they end by themselves.
 """
 

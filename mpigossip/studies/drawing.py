@@ -1,4 +1,4 @@
-"""The curves of a study: a line a point with its band, at most some ten in a panel."""
+"""Plot the curves of a study: one line with its interval for each point of the grid."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from mpigossip.analysis.compared import COLOURS, LINES, MARKERS
-from mpigossip.analysis.seeds import LEVEL, interval
 from mpigossip.config import JobError
 from mpigossip.studies.grid import Cell
 from mpigossip.studies.results import Results
 from mpigossip.studies.running import Found
+from mpigossip.studies.seeds import LEVEL, interval
+from mpigossip.studies.styles import COLOURS, LINES, MARKERS
 from mpigossip.studies.tables import lost
 from mpigossip.studies.theory import draw_rates
 
@@ -68,7 +67,6 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
     columns = min(len(panels), 2)  # more are too small on a page
     lines = -(-len(panels) // columns)
     made = Picture(figsize=(WIDE * columns, HIGH * lines), layout="constrained")
-    FigureCanvasAgg(made)  # needs no display
     grid = made.subplots(lines, columns, squeeze=False, sharey=True)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
@@ -96,7 +94,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
 
 
 def _of_all(study: Results) -> str:
-    """What all curves have in common, and what their bands are."""
+    """Title: what all curves have in common, and what their bands are."""
     said = [] if "nodes" in study.axes else [f"n = {study.cells[0].nodes}"]
     seeds = len(study.seeds)
     if seeds > 1:
@@ -162,7 +160,7 @@ def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
 
 
 def _places(run: Found, x: str) -> np.ndarray:
-    """Where a run's evaluations stand on an axis."""
+    """Positions of a run's evaluations on an axis."""
     if x == "bytes":
         return run.sent() / 1e6
     if x != "time":

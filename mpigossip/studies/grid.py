@@ -1,4 +1,4 @@
-"""A study's file, and the points of its grid: labels, settings, do their parts go together."""
+"""Read a study's file and make the points of its grid: labels, settings, compatibility."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cell:
         return "_".join(re.sub(r"[^\w.+-]+", "-", word) for word in words)
 
     def label(self, axis: str) -> str:
-        """What it is called on an axis, "nodes" among them."""
+        """Label on an axis, "nodes" among them."""
         return str(self.nodes) if axis == "nodes" else dict(self.labels)[axis]
 
 

@@ -1,4 +1,4 @@
-"""What a study found: a table with intervals, the best point, and what can't be told from it."""
+"""Results of a study: table with intervals, best point, and points that are no worse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpigossip.analysis.seeds import LEVEL, interval, settings
 from mpigossip.config import JobError
 from mpigossip.config.readable import cells
 from mpigossip.runs.summary import metrics_of
@@ -20,6 +19,7 @@ from mpigossip.studies import tables
 from mpigossip.studies.grid import Cell
 from mpigossip.studies.running import Found, Key
 from mpigossip.studies.search import Tried, figure_of, larger_is_better
+from mpigossip.studies.seeds import LEVEL, interval, settings
 
 
 class Results:
@@ -151,7 +151,7 @@ class Results:
         return tables.latex(heads, rows, left, self._comments(bool(strong)))
 
     def note(self, cell: Cell) -> str:
-        """What goes with a point's figures: runs that diverged; that none of a search converged."""
+        """Note on a point's figures: runs that diverged, or that no tried rate converged."""
         said = tables.lost(self.rows[self.cells.index(cell)])
         tried = [one for one in self.tried if one.cell == cell]
         if tried and all(one.lost for one in tried):
@@ -159,7 +159,7 @@ class Results:
         return "; ".join(said)
 
     def _per(self) -> str:
-        """How many samples a rate is for, " per 256 samples", where jobs scale it."""
+        """Samples that a rate is for, " per 256 samples", where jobs scale it."""
         told = [settings(run.log.job) for run in self._found.values() if run.log is not None]
         found = {
             f" per {job['schedule.reference_batch']} samples"
@@ -169,7 +169,7 @@ class Results:
         return found.pop() if len(found) == 1 else ""
 
     def _comments(self, strong: bool) -> list[str]:
-        """What the figures of the LaTeX table are."""
+        """Comments of the LaTeX table: the meaning of its figures."""
         steps = [int(run.last("steps")) for cell in self.cells for run in self.ended(cell)]
         nodes = sorted({cell.nodes for cell in self.cells})
         made = f"n = {', '.join(map(str, nodes))}"
@@ -212,7 +212,7 @@ class Results:
 
 
 def _lost(row: Mapping[str, Any]) -> int:
-    """How many of a point's runs diverged, at once or late."""
+    """Number of a point's runs that diverged, at once or late."""
     return sum(row[k] for k in tables.LOST)
 
 

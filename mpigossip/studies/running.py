@@ -1,4 +1,4 @@
-"""Runs of a study, side by side, each in a process of its own; what is there isn't repeated."""
+"""Run a study's jobs side by side, one process each; finished ones are not repeated."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ Key = tuple[Cell, float | None, int]
 
 @dataclass(frozen=True)
 class Found:
-    """What a run gave: its log, None where its loss became no number."""
+    """Result of a run: its log, None where its loss became no number."""
 
     log: Log | None
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss became no number."""
+        """Return whether the loss became no number."""
         return self.log is None
 
     @property
     def late(self) -> bool:
-        """Whether it learnt and then lost more than half of that, though its loss is a number.
+        """Return whether it learnt and then lost over half of that, though its loss is a number.
 
         By the training loss, mean over nodes and a twentieth of the steps: overfitting leaves it.
         """
@@ -135,7 +135,7 @@ class Runner:
         return self.folder / cell.name / ("" if rate is None else f"lr-{rate:g}") / f"seed-{seed}"
 
     def settings(self, key: Key) -> list[str]:
-        """What of the job a run replaces."""
+        """Settings of the job that a run replaces."""
         cell, rate, seed = key
         own = [] if rate is None else [f"schedule.lr={rate!r}"]
         return [*cell.settings, *own, f"run.seed={seed}", f"run.output={self.place(key)}"]
@@ -160,7 +160,7 @@ class Runner:
         return {key: found or self._read(key) for key, found in there.items()}
 
     def _found(self, key: Key) -> Found | None:
-        """What a finished run of this very job gave."""
+        """Result of a finished run of this very job."""
         place = self.place(key)
         if not (place / "log.h5").exists():
             return None
@@ -170,7 +170,7 @@ class Runner:
         except StoreError:
             return None  # killed while it began: the run mends it, or says what is wrong
         if log.job and config.as_dict(assemble.load(log.job)) != config.as_dict(job):
-            return None  # the run refuses it, with what differs
+            return None  # the run rejects it, with what differs
         if (place / DIVERGED).exists():
             return Found(None)
         return Found(log) if log.summary.get("finished") else None
@@ -202,7 +202,7 @@ class Runner:
         return failed
 
     def words(self, key: Key) -> list[str]:
-        """What follows the job in the command of a run."""
+        """Words that follow the job in the command of a run."""
         return ["--nodes", str(key[0].nodes), *self.settings(key)]
 
     def _start(self, key: Key) -> subprocess.Popen:

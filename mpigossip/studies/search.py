@@ -1,4 +1,4 @@
-"""Each point's own learning rate: the best of several, with a seed that isn't reported."""
+"""Choose the learning rate of each point, with a seed that is not reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = 1000
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Of the job's rate: what is tried first."""
 FURTHER = 3
-"""How often a best rate at an end is followed by one more, half or twice it."""
+"""Most rates added, half or twice the best, while that is at an end."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Tried:
     judged: float
     """NaN where it diverged"""
     late: bool = False
-    """Whether it diverged late: it is taken only where all others diverged"""
+    """Return whether it diverged late: it is taken only where all others diverged"""
 
     @property
     def lost(self) -> bool:
-        """Whether it diverged, at once or late."""
+        """Return whether it diverged, at once or late."""
         return self.late or not math.isfinite(self.judged)
 
 
@@ -108,4 +108,4 @@ def _between(best: float, candidates: Sequence[float]) -> list[float]:
 
 
 SEARCHES = {"search": [_next] * FURTHER, "fine": [*[_next] * FURTHER, _between]}
-"""What is tried further, in turn, by the word for it."""
+"""Functions that give further rates, in turn, by the search's name."""

@@ -1,4 +1,4 @@
-"""A study's rows as text and as LaTeX: figures with intervals, and notes on what was lost."""
+"""Format a study's rows as text and as LaTeX."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from mpigossip.analysis.aligned import aligned
+from mpigossip.config.readable import aligned
 from mpigossip.runs.summary import number
 
 LOST = {"diverged": "diverged", "late": "diverged late"}
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def lost(row: Mapping[str, Any]) -> list[str]:
-    """How many of a row's runs diverged, and how many of them late, in words."""
+    """Numbers of a row's runs that diverged, at once and late, in words."""
     return [f"{row[k]} of {row['seeds']} {word}" for k, word in LOST.items() if row[k]]
 
 

@@ -1,4 +1,4 @@
-"""Theory beside a study's curves: transient iterations measured, rates and bounds drawn."""
+"""Transient iterations measured in a study; rates and lower bounds in its plots."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _orders(study: Results, cell: Cell) -> dict[str, float]:
 
 
 class Known(NamedTuple):
-    """What theory needs of a run."""
+    """Graph, problem and noise of a run."""
 
     graph: Graph
     problem: Problem | None

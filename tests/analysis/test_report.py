@@ -4,16 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from mpigossip import config
 from mpigossip.analysis.compared import load, short_names
-from mpigossip.analysis.page import write
 from mpigossip.analysis.plot import figure, plot
-from mpigossip.analysis.report import table
-from mpigossip.analysis.seeds import parted
+from mpigossip.analysis.report import table, write
 from mpigossip.store import StoreError
 from mpigossip.store.log import Column, LogWriter, read
 from mpigossip.store.log_export import to_csv
+from mpigossip.studies.seeds import parted
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -174,7 +174,7 @@ def test_nothing_is_written_over_anything_else(tmp_path):
     """Titles and legends of all panels, and the runs' names beside their bars."""
     count = 24
     made = figure(load([run(tmp_path / f"digits-{k}", steps=60) for k in range(count)]))
-    made.canvas.draw()
+    FigureCanvasAgg(made).draw()
     for axes in made.axes:
         legend = axes.get_legend()
         title = next(t for t in (axes.title, axes._left_title) if t.get_text())

@@ -6,11 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-
-from mpigossip.store.log import Column, LogWriter
 from tests.cases import on_each
-from tools.labs.forge import lookup3
 
 DIES = """
 import os, sys, time
@@ -51,20 +47,3 @@ def test_signals_reach_the_command_and_its_end_ends_both():
         while Path(f"/proc/{inner}/cwd").exists() and time.monotonic() < until:
             time.sleep(0.01)
         assert not Path(f"/proc/{inner}/cwd").exists()
-
-
-def test_a_log_whose_index_counts_wrongly_is_refused_in_words(tmp_path):
-    """HDF5 2.0 reads past what it allocated: more entries are claimed than a deep tree has."""
-    names = ("loss", *(f"column_{k}" for k in range(90)))
-    path, columns = tmp_path / "log.h5", {name: Column("1", "") for name in names}
-    out = LogWriter(path, nodes=2, job="", columns=columns, environment={})
-    out.append({name: np.zeros((3, 2)) for name in columns})
-    data, at = bytearray(path.read_bytes()), -1
-    while (at := data.find(b"BTHD", at + 1)) >= 0:
-        if data[at + 12]:  # its depth
-            data[at + 27] = 4
-            data[at + 34 : at + 38] = lookup3(bytes(data[at : at + 34])).to_bytes(4, "little")
-    path.write_bytes(data)
-    words = [sys.executable, "-m", "mpigossip", "log", "show", str(path)]
-    left = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert left.returncode in (1, 2) and left.stderr.startswith("mpigossip: "), left

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import mpigossip
 from mpigossip import cli
-from mpigossip.config.readable import cells, shown
+from mpigossip.config.readable import aligned, cells, shown
 
 JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
 EVIL = "a\x1b[31mb\x9b2Jc\u202ed\re"
@@ -50,3 +50,14 @@ def test_names_in_files_reach_no_terminal_as_they_are(tmp_path, monkeypatch, cap
         wrong = {c for c in said.out + said.err if not c.isprintable() and c not in "\n\t"}
         assert not wrong, (words, said)
         assert words is not start or "\\x1b[31m" in said.out, said
+
+
+def test_columns_are_as_wide_as_their_longest_cell():
+    rows = [("", "ms", "note"), ("ring", 12.5, "{}"), ("exponential", 3, "")]
+    expected = """\
+               ms  note
+ring         12.5  {}
+exponential     3"""
+    assert aligned(rows, left=(0, 2)) == expected
+    assert aligned([("a", "b"), ("", "")]) == "a  b\n"
+    assert aligned([]) == ""

@@ -99,7 +99,7 @@ def test_bad_names():
         GraphError, match='weights "laplacain" are unknown; did you mean "laplacian"'
     ):
         graph("ring", 5, weights="laplacain")
-    with pytest.raises(GraphError, match="choose one of uniform, push"):
+    with pytest.raises(GraphError, match="known here: fdla, fmmc"):
         graph("ring", 5, weights="heavy")
     with pytest.raises(GraphError, match="drawn anew each round and keeps its own weights"):
         graph("random-matching", 6, weights="laplacian")
@@ -108,13 +108,13 @@ def test_bad_names():
 def test_convex_weights_without_the_solver_name_the_remedy(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "cvxpy", None)
     rules._solved.cache_clear()
-    with pytest.raises(GraphError, match=r"pip install 'mpigossip\[search\]'"):
+    with pytest.raises(GraphError, match=r"pip install 'mpigossip\[study\]'"):
         graph("path", 6, weights="fmmc")
 
 
 @pytest.mark.parametrize("network", [nx.path_graph(6), nx.star_graph(6), TABLE[4][1], TABLE[1][1]])
 def test_convex_optima_are_at_least_as_fast(network):
-    pytest.importorskip("cvxpy", reason="needs the extra 'search' (cvxpy)")
+    pytest.importorskip("cvxpy", reason="needs the extra 'study' (cvxpy)")
     rho = {name: 1 - spectral_gap(from_networkx(network, name)) for name in sorted(WEIGHTS)[:5]}
     assert rho["fdla"] <= min(rho["fmmc"], rho["laplacian"]) + 1e-6
     assert rho["fmmc"] <= rho["metropolis-hastings"] + 1e-6
@@ -123,7 +123,7 @@ def test_convex_optima_are_at_least_as_fast(network):
 
 
 def test_convex_optimum_of_a_circulant_is_circulant():
-    pytest.importorskip("cvxpy", reason="needs the extra 'search' (cvxpy)")
+    pytest.importorskip("cvxpy", reason="needs the extra 'study' (cvxpy)")
     g = graph("ring-lattice", 12, weights="fdla")
     assert isinstance(g.round(0), Circulant)
     assert spectral_gap(g) >= spectral_gap(graph("ring-lattice", 12, weights="laplacian")) - 1e-7

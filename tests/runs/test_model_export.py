@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.analysis.page import write
+from mpigossip.analysis.report import write
 from mpigossip.cluster.ranks import Alone
 from mpigossip.runs import launch, model_export
 from mpigossip.runs.job import JobNode

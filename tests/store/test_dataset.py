@@ -208,7 +208,7 @@ def nudge(name, place, value):
         (lambda file: file.__delitem__("classes"), "lacks a piece"),
         (lambda file: file.attrs.__delitem__("mean"), "lacks a piece"),
         (lambda file: file.attrs.update(std=np.zeros(3)), "std above 0, and scale from 0"),
-        (lambda file: file.attrs.update(version=7), "version is 7, this program reads 1 to 3"),
+        (lambda file: file.attrs.update(version=7), "version is 7, this program reads 2 to 3"),
         (lambda file: file.attrs.update(version="old"), "lacks a piece or has a damaged one"),
         (lambda file: file.attrs.update(kind=np.bytes_("video")), "kind is 'video'"),
     ],

@@ -17,8 +17,6 @@ import pytest
 
 import mpigossip
 from mpigossip import cli
-from mpigossip.analysis.compared import COLOURS, LINES, MARKERS
-from mpigossip.analysis.seeds import interval
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
 from mpigossip.runs.lock import lock
@@ -29,6 +27,8 @@ from mpigossip.studies.drawing import FILLS, _said, _styles
 from mpigossip.studies.grid import Cell, arguments, cells_of
 from mpigossip.studies.running import Found, Runner
 from mpigossip.studies.search import Tried, _best, chosen
+from mpigossip.studies.seeds import interval
+from mpigossip.studies.styles import COLOURS, LINES, MARKERS
 from tests.cases import on_each
 from tests.launch import REPO
 

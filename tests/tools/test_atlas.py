@@ -22,7 +22,7 @@ def atlas(monkeypatch):
     sys.modules.pop("tools.bench.atlas", None)
 
 
-def test_the_table_and_the_figure(atlas, tmp_path, capsys):
+def test_the_table(atlas, tmp_path, capsys):
     out = tmp_path / "cells.jsonl"
     step = atlas["predicted"](atlas["METHODS"]["one-peer"], "", MACHINE, 0.1)
     cell = {"network": "100 Mbit/s", "bytes": 4.2e6, "load": 1.0, "steps": 9}
@@ -35,4 +35,3 @@ def test_the_table_and_the_figure(atlas, tmp_path, capsys):
     atlas["show"](out)
     said = capsys.readouterr().out
     assert "within 15%: 1 of 2 cells" in said and "| one-peer |" in said and "load" in said
-    assert out.with_suffix(".png").stat().st_size > 5_000

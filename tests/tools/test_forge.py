@@ -1,6 +1,13 @@
+"""tools/labs/forge.py, and a forged log that it has found."""
+
 import subprocess
 import sys
 from pathlib import Path
+
+import numpy as np
+
+from mpigossip.store.log import Column, LogWriter
+from tools.labs.forge import lookup3
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -11,3 +18,20 @@ def test_forged_files_are_refused_in_words_fast_and_open_nothing_else():
     done = subprocess.run(forge, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "60 forged, 0 wrong" in done.stdout and "structure: refused" in done.stdout
+
+
+def test_a_log_whose_index_counts_wrongly_is_refused_in_words(tmp_path):
+    """HDF5 2.0 reads past what it allocated: more entries are claimed than a deep tree has."""
+    names = ("loss", *(f"column_{k}" for k in range(90)))
+    path, columns = tmp_path / "log.h5", {name: Column("1", "") for name in names}
+    out = LogWriter(path, nodes=2, job="", columns=columns, environment={})
+    out.append({name: np.zeros((3, 2)) for name in columns})
+    data, at = bytearray(path.read_bytes()), -1
+    while (at := data.find(b"BTHD", at + 1)) >= 0:
+        if data[at + 12]:  # its depth
+            data[at + 27] = 4
+            data[at + 34 : at + 38] = lookup3(bytes(data[at : at + 34])).to_bytes(4, "little")
+    path.write_bytes(data)
+    words = [sys.executable, "-m", "mpigossip", "log", "show", str(path)]
+    left = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert left.returncode in (1, 2) and left.stderr.startswith("mpigossip: "), left

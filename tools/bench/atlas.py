@@ -1,7 +1,7 @@
 """Steps a second, utilization and bytes over shaped links, beside what plan predicts.
 
     tools/bench/atlas.py --out FILE.jsonl             what is missing is measured; needs root
-    tools/bench/atlas.py --out FILE.jsonl --show      the table and FILE.png
+    tools/bench/atlas.py --out FILE.jsonl --show      the table
 
 Four hosts (tools/labs/net.sh), 1.05 M parameters, 200 ms of computing, slept. Each network is
 started once; a cell that FILE has isn't measured again. The machine is calibrated by rounds of
@@ -75,7 +75,7 @@ CLOCK = {
     for graph in ("one-peer-exponential", "ring", "complete")
     for cadence in ("always", "every")
 }
-"""What the virtual clock is checked with, at 1 Gbit/s and 100 Mbit/s."""
+"""Jobs that the virtual clock is checked with, at 1 Gbit/s and 100 Mbit/s."""
 SMALL = [
     "data.source=synthetic", "data.shape=[1,2,2]", "data.classes=2", "data.batch=1",
     "data.samples=65536", "data.test_samples=4", "data.workers=0", "run.epochs=1",
@@ -94,7 +94,7 @@ def job_of(words: str, slow: str):
 
 
 def sent_bytes() -> int:
-    """What this host has sent so far."""
+    """Bytes that this host has sent so far."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("eth0:"):
             return int(line.split()[9])
@@ -261,7 +261,7 @@ def measured(world, step, period: int) -> dict:
     }  # fmt: skip
 
 
-# -- the table and the figure ---------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------
 
 
 def fill(out: Path, networks: list[str], methods: dict[str, str]) -> None:
@@ -284,7 +284,7 @@ def fill(out: Path, networks: list[str], methods: dict[str, str]) -> None:
 
 
 def on_hosts(links: Network, words: list[str]) -> Iterator[dict]:
-    """What a program of Python prints as JSON lines, a rank on each host of a new lab."""
+    """JSON lines that a Python program prints, with a rank on each host of a new lab."""
     subprocess.run([LAB, "up", str(HOSTS), links.rate, links.latency], check=True)
     try:
         if links.slow == "link":
@@ -343,28 +343,6 @@ def show(out: Path) -> None:
         print(f"predicted step within {bar:.0%}: {near} of {len(rows)} cells")
     loads = [row["load"] for row in rows]
     print(f"load of the machine: {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores")
-    picture(cells, names, networks, out.with_suffix(".png"))
-
-
-def picture(cells: dict, names: list[str], networks: list[str], out: Path) -> None:
-    """Measured utilization as coloured cells."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    values = [[100 * COMPUTE_S / cells[n, w]["step_s"] if (n, w) in cells else np.nan
-               for w in networks] for n in names]  # fmt: skip
-    size = (2 + 1.3 * len(networks), 1.2 + 0.36 * len(names))
-    made = Figure(figsize=size, dpi=120, layout="constrained")
-    FigureCanvasAgg(made)
-    axes = made.subplots()
-    axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-    for k, line in enumerate(values):
-        for j, value in enumerate(line):
-            axes.text(j, k, "–" if np.isnan(value) else f"{value:.0f}", ha="center", va="center")
-    axes.set_xticks(range(len(networks)), [w.replace(", ", "\n") for w in networks], fontsize=8)
-    axes.set_yticks(range(len(names)), names, fontsize=9)
-    axes.set_title("share of the time that is computing, %", fontsize=10)
-    made.savefig(out)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How much checkpoints slow training: steps with them and without, in turn, in one launch.
+"""Measure how much checkpoints slow training: steps with them and without, in turn.
 
 mpiexec -n 4 python tools/bench/checkpoint_stall.py [--megabytes 100] [--every 20] [--batch 32] …
 

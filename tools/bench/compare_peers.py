@@ -1,4 +1,4 @@
-r"""The same averaging and the same training by mpigossip and by what a user would pick instead.
+r"""Compare averaging and training by mpigossip with gloo, torch's DDP and MPI_Allreduce.
 
     mpirun -n 4 python tools/bench/compare_peers.py average --megabytes 100
     tools/labs/net.sh run 4 python tools/bench/compare_peers.py train --interface eth0 \
@@ -117,7 +117,7 @@ def best(ranks: World, makes: Sequence[Callable[[], Any]]) -> Any:
 
 
 def exact(ranks: World, one: Any) -> bool:
-    """Whether ⌈log2 n⌉ rounds from x = rank + 1 give exactly (n + 1)/2 on every node."""
+    """Return whether ⌈log2 n⌉ rounds from x = rank + 1 give exactly (n + 1)/2 on every node."""
     one.fill(float(ranks.rank + 1))
     for _ in range((ranks.size - 1).bit_length()):
         one.round()

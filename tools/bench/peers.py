@@ -1,4 +1,4 @@
-"""What a user would pick in mpigossip's place: the opponents of tools/bench/compare_peers.py.
+"""Opponents of tools/bench/compare_peers.py: gloo, torch's averagers and DDP, MPI_Allreduce.
 
 Each averages one vector, `round()`, or trains one model, `step(index)`, as its own documentation
 says, at its best setting found here. All of them run over gloo but MPI_Allreduce.

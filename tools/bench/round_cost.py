@@ -1,4 +1,4 @@
-"""What Python adds to a round of 1 KB between two ranks, over the bare MPI calls of that round.
+"""Measure Python's cost of a round of 1 KB between two ranks, over its MPI calls.
 
 mpirun -n 2 python tools/bench/round_cost.py
 

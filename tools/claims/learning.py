@@ -21,7 +21,6 @@ import numpy as np
 from table import Row
 
 import mpigossip
-from mpigossip.analysis.seeds import interval
 from mpigossip.config.errors import Failure
 from mpigossip.graphs.files import save
 from mpigossip.graphs.search import search
@@ -29,6 +28,7 @@ from mpigossip.runs.summary import number
 from mpigossip.studies import Study
 from mpigossip.studies.grid import Cell, arguments, cells_of
 from mpigossip.studies.running import Found
+from mpigossip.studies.seeds import interval
 from mpigossip.studies.tables import lost
 from mpigossip.training import assemble
 from mpigossip.training.costs import subject
@@ -148,7 +148,7 @@ def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
 
 
 def judged(apart: Sequence[float], by: float = 0.0, alike: float | None = None) -> bool | None:
-    """Whether so many differences show it: their 95 % interval lies where it has to, or beyond.
+    """Return whether differences show it: their 95 % interval lies where it has to, or beyond.
 
     None where it lies on both sides, or there are fewer than SEEDS.
     """

@@ -1,4 +1,4 @@
-"""Rows of the table of claims and how they are written."""
+"""Rows of the table of claims, and their formats."""
 
 from __future__ import annotations
 

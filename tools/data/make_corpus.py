@@ -1,4 +1,4 @@
-"""Makes a larger text from Debian's package of the kernel's sources.
+"""Make a larger text from Debian's package of the kernel's sources.
 
     python tools/data/make_corpus.py corpus --megabytes 200
     mpigossip data pack --text corpus corpus.h5 --tokenizer bpe --vocabulary 8192
@@ -12,7 +12,6 @@ here stays where you make it.
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -75,25 +74,17 @@ def write(archive: Path, folder: Path, most: int) -> tuple[int, int, int]:
 
 def fetched(package: str, within: Path) -> Path:
     """The kernel's tar out of the package, downloaded to a folder."""
-    for tool in ("apt-get", "dpkg-deb"):
-        if shutil.which(tool) is None:
-            raise SystemExit(
-                f"{tool} is not here: this needs Debian or its kin; give --archive a kernel's "
-                "linux-*.tar.xz that you have"
-            )
-    got = subprocess.run(["apt-get", "download", package], cwd=within, capture_output=True)
-    found = list(within.glob("*.deb"))
-    if got.returncode or not found:
-        words = got.stderr.decode(errors="replace").strip().splitlines() or ["nothing was said"]
+    try:
+        subprocess.run(["apt-get", "download", package], cwd=within, check=True)
+        (deb,) = within.glob("*.deb")
+        subprocess.run(["dpkg-deb", "-x", deb, within / "out"], check=True)
+        return next((within / "out" / "usr" / "src").glob("linux-source-*.tar.*"))
+    except (OSError, ValueError, StopIteration, subprocess.CalledProcessError) as error:
         raise SystemExit(
-            f"apt-get download {package}: {words[-1]}; try apt-get update, or --package with "
-            "another of `apt-cache search '^linux-source'`"
-        )
-    subprocess.run(["dpkg-deb", "-x", found[0], within / "out"], check=True)
-    tars = sorted((within / "out" / "usr" / "src").glob("linux-source-*.tar.*"))
-    if not tars:
-        raise SystemExit(f"{found[0].name} has no usr/src/linux-source-*.tar.*; name another one")
-    return tars[0]
+            f"{package} can't be had ({error}): this needs Debian or its kin, and apt-get update; "
+            "--package names another, as of `apt-cache search '^linux-source'`, --archive a "
+            "kernel's linux-*.tar.xz that you have"
+        ) from None
 
 
 def main(words: list[str] | None = None) -> None:

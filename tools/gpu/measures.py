@@ -36,7 +36,7 @@ class Place(NamedTuple):
         return small if self.rehearsed else real
 
     def bar(self, reached: bool | None) -> bool | None:
-        """Whether a rate reaches its bar: in a rehearsal none does, and none misses it."""
+        """Return whether a rate reaches its bar: in a rehearsal none does, and none misses it."""
         return None if self.rehearsed else reached
 
     def synchronize(self) -> None:

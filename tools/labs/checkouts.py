@@ -1,4 +1,4 @@
-"""Running a job in one checkout of the package: what it gives, what of it is kept."""
+"""Run a job in one checkout of the package, and keep its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two checkouts of this package side by side: the same jobs give the same bits.
+"""Compare two checkouts of this package: the same jobs give the same bits.
 
     python tools/labs/compare_checkouts.py OLD NEW [--only JOB …] [--may-differ NAME …]
                                            [--cache FOLDER] [--at-once K] [--json]

@@ -5,7 +5,7 @@ python tools/labs/forge.py [--count 1000] [--seed 0] [--keep DIR]
 What is forged is the structure (links, sizes, types, counts, names, kinds of files), with checksums
 that agree, the manifest's and HDF5's own; or bits and bytes, with checksums that don't. (A byte of
 HDF5's headers with their checksum repaired may stand for another number: only harm counts.) Each is
-read in a child process. Wrong, and kept: a hang, a crash, a traceback, other values than those that
+read in a fork. Wrong, and kept: a hang, a crash, a traceback, other values than those that
 were written, 2 s or 200 MB and more, and any import or opening of a file elsewhere: Python's audit
 hook tells of the child's, the kernel's inotify of what HDF5 opens itself. Exit code 1 then.
 """
@@ -15,18 +15,19 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import json
 import os
 import random
 import re
-import select
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -399,72 +400,53 @@ def lookup3(data: bytes) -> int:
     return v[2]
 
 
-# -- reading, in a child --------------------------------------------------------------------------
+# -- reading, in a fork ---------------------------------------------------------------------------
 
 
-def child(top: Path) -> None:
-    """Answer each line "KIND<tab>FOLDER" with what reading gave, seconds, megabytes, and strays."""
+def forked(work: Callable[[], Any], limit: int) -> tuple[Any, float]:
+    """What a function gives in a fork of this process, and megabytes that it had at most.
+
+    "hang" after so many seconds, "crash …" where it ends otherwise than by returning.
+    """
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        signal.alarm(limit)
+        try:
+            os.write(write, json.dumps(work()).encode())
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    os.close(write)
+    with os.fdopen(read, "rb") as told:
+        found = told.read()
+    _, status, usage = os.wait4(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    ended = "hang" if code == -signal.SIGALRM else f"crash {code}"
+    return json.loads(found) if found else ended, usage.ru_maxrss / 1024
+
+
+def tried(kind: str, folder: Path, inside: Path) -> tuple[str, float, list[str]]:
+    """Answer, seconds, and what was imported, opened or started elsewhere."""
     strays: list[str] = []
-    inside, library = str(top / "case"), str(Path(os.__file__).parent / "encodings")
-    content("log", top / "original/log")  # whatever is imported late is imported now
+    allowed = (str(inside), str(Path(os.__file__).parent / "encodings"), "/proc/self/")
 
     def hook(event: str, facts: tuple) -> None:
         if event == "open" and isinstance(facts[0], str | bytes):
-            path = os.fsdecode(facts[0])
-            if not path.startswith((inside, library, "/proc/self/")):
-                strays.append(f"open {path}")
+            if not os.fsdecode(facts[0]).startswith(allowed):
+                strays.append(f"open {os.fsdecode(facts[0])}")
         elif event == "import" and facts[0].partition(".")[0] not in sys.stdlib_module_names:
             strays.append(f"import {facts[0]}")
         elif event in ("os.system", "subprocess.Popen", "os.exec", "socket.connect"):
             strays.append(event)
 
     sys.addaudithook(hook)
-    for line in sys.stdin:
-        kind, folder = line.rstrip("\n").split("\t")
-        strays.clear()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        begin = time.monotonic()
-        try:
-            answer = content(kind, Path(folder))
-        except StoreError as error:
-            answer = "refused" if len(str(error)) > 20 else "refused without words"
-        seconds = time.monotonic() - begin
-        status = Path("/proc/self/status").read_text()
-        peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
-        print(f"{answer}\t{seconds:.3f}\t{peak:.1f}\t{'; '.join(strays[:3])}", flush=True)
-
-
-class Child:
-    """A process that reads; a new one after a hang or a crash."""
-
-    def __init__(self, top: Path) -> None:
-        self.top, self.process = top, None
-
-    def ask(self, kind: str, folder: Path) -> tuple[str, float, float, str]:
-        """Answer, seconds, megabytes, strays; "hang", or "crash" with its error's last line."""
-        if self.process is None:
-            words = [sys.executable, __file__, "--child", str(self.top)]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            self.process = subprocess.Popen(words, text=True, **pipes)
-        process, begin = self.process, time.monotonic()
-        process.stdin.write(f"{kind}\t{folder}\n")
-        process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], 30)
-        line = process.stdout.readline().rstrip("\n") if ready else "hang"
-        if ready and line:
-            answer, seconds, peak, strays = line.split("\t")
-            return answer, float(seconds), float(peak), strays
-        process.kill()
-        last = (process.stderr.read().strip().splitlines() or [""])[-1]
-        process.wait()
-        self.process = None
-        return line or f"crash {process.returncode}: {last}", time.monotonic() - begin, 0.0, ""
-
-    def close(self) -> None:
-        """End the process."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+    begin = time.monotonic()
+    try:
+        answer = content(kind, folder)
+    except StoreError as error:
+        answer = "refused" if len(str(error)) > 20 else "refused without words"
+    return answer, time.monotonic() - begin, strays[:3]
 
 
 class Watch:
@@ -477,7 +459,7 @@ class Watch:
             raise OSError(ctypes.get_errno(), "inotify can't watch", str(folder))
 
     def seen(self) -> bool:
-        """Whether a file was opened or read since the last call."""
+        """Return whether a file was opened or read since the last call."""
         try:
             return bool(os.read(self.descriptor, 1 << 16))
         except BlockingIOError:
@@ -491,11 +473,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="one way of forging, such as header")
     parser.add_argument("--keep", type=Path, help="folder for the files that went wrong")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        child(options.child)
-        return 0
     draw, found, wrong = random.Random(options.seed), Counter(), 0
     slowest = largest = 0.0
     with tempfile.TemporaryDirectory(prefix="forge-") as folder:
@@ -504,7 +482,7 @@ def main() -> int:
         right = {kind: content(kind, top / "original" / kind) for kind in KINDS}
         # a column more or less is another log, and a sound one: metrics and versions differ in them
         right["missing"] = content("log", top / "original/log", without="loss")
-        watch, one = Watch(outside(top)), Child(top)
+        watch = Watch(outside(top))
         for number in range(options.count):
             kind = KINDS[number % 3]
             case = top / "case" / f"{number}"
@@ -520,7 +498,8 @@ def main() -> int:
             way = getattr(forger, options.only) if options.only else draw.choice(ways)
             said = way()
             watch.seen()
-            answer, seconds, peak, strays = one.ask(kind, case)
+            told, peak = forked(lambda: tried(kind, case, top / "case"), 30)  # noqa: B023
+            answer, seconds, strays = (told, 30.0, []) if isinstance(told, str) else told
             opened = watch.seen()
             loads = answer == right[kind] and way in (forger.damage, forger.header, forger.journal)
             if (kind, said, answer) == ("log", "missing", right["missing"]):
@@ -541,7 +520,6 @@ def main() -> int:
                     options.keep.mkdir(parents=True, exist_ok=True)
                     shutil.copytree(case, options.keep / f"{number}", symlinks=True)
             shutil.rmtree(case)
-        one.close()
     for line, count in sorted(found.items()):
         print(f"{count:5}  {line}")
     print(f"{options.count} forged, {wrong} wrong; {slowest:.2f} s and {largest:.0f} MB at most")

@@ -53,7 +53,7 @@ LIMIT_S, WAIT_S = 60, 300
 """Seconds of computing, and of waiting, until a command counts as hanging."""
 RANKS_S = 40.0
 """Seconds until ranks count as hanging."""
-LATE = ("analysis.page", "analysis.plot", "analysis.report", "runs.launch", "runs.model_export",
+LATE = ("analysis.report", "runs.launch", "runs.model_export",
         "store.log_export")  # fmt: skip
 """Imported once, not in each fork."""
 JOB = ["jobs/digits.toml", "--nodes", "2", "model.name=mlp", "model.hidden=[4]", "data.batch=8",

@@ -15,20 +15,19 @@ import contextlib
 import io
 import json
 import math
-import os
 import random
 import re
-import signal
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO))
+sys.path[:0] = [str(REPO), str(REPO / "tools" / "labs")]
+
+from forge import forked  # noqa: E402
 
 from mpigossip import cli, config  # noqa: E402
 from mpigossip.algorithms import BUILDERS as ALGORITHMS  # noqa: E402
@@ -166,24 +165,6 @@ def nonsense(value: object, name: str = "") -> Iterator[str]:
 LOADS = {"job": load_job, "flags": load_flags}
 
 
-def loaded(kind: str, path: Path) -> str:
-    """What a load gave, by a fork: "hang" or "crash" where it doesn't end by itself."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if not pid:
-        signal.alarm(LIMIT_S)
-        try:
-            os.write(write, LOADS[kind](path).encode()[:1000])
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
-    os.close(write)
-    with os.fdopen(read, "rb") as told:
-        found = told.read().decode(errors="replace")
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return found or ("hang" if code == -signal.SIGALRM else f"crash {code}")
-
-
 def main() -> int:
     """Damage, load, count."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -203,7 +184,8 @@ def main() -> int:
                     path.write_bytes(damaged_job(draw.choice(jobs).read_text("utf-8"), draw))
                 else:
                     path.write_text(json.dumps(damaged_words(draw)), "utf-8")
-                found[answer := loaded(kind, path)] += 1
+                answer, _ = forked(lambda: LOADS[kind](path), LIMIT_S)  # noqa: B023
+                found[answer] += 1
                 if answer in ("none", "refused"):
                     continue
                 wrong += 1

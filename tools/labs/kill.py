@@ -1,4 +1,4 @@
-"""Kills ranks of real runs and counts what comes of it.
+"""Kill ranks of real runs, and check how the runs end.
 
 python tools/labs/kill.py checkpoints [--count 200]   a rank dies while checkpoints are written
 python tools/labs/kill.py start [--count 50]          a rank dies before, in or after MPI's start

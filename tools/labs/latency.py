@@ -1,4 +1,4 @@
-"""Links with latency where the kernel has no netem: tools/labs/net.sh starts it.
+"""Add latency to links where the kernel has no netem; started by tools/labs/net.sh.
 
     latency.py SECONDS HOST_END:LAB_END …       prints "ready", and goes on until it is ended
 

@@ -1,4 +1,4 @@
-"""`mpigossip plan`: what a step and an epoch would take on n nodes, per graph, cadence and wire."""
+"""Predict the time of a step and of an epoch on n nodes, per graph, cadence and wire."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CADENCES = ("always", "every", "gossip-pga", "cpsgd")
 WIRES = ("fp32", "bf16", "qsgd")
 ALL_REDUCE = "all-reduce"
 GOSSIP = "dmsgd-vanilla"
-"""What gossips in place of a job's parallel SGD: local momentum, one vector."""
+"""Method that stands in for a job's parallel SGD on other graphs: local momentum, one vector."""
 NEAR = 1.05
 """Choices that take at most so many times as long as the fastest count as equally fast."""
 
@@ -54,7 +54,7 @@ class Choice:
 
 
 def always_global(job: Job) -> bool:
-    """Whether the job is a method of global averages at every step."""
+    """Return whether the job is a method of global averages at every step."""
     return make_bare(job).always_global
 
 
@@ -91,7 +91,7 @@ class Row:
 
     @property
     def choice(self) -> Choice:
-        """What it is a row of."""
+        """Graph, cadence and wire of the row."""
         return Choice(self.graph, self.cadence, self.wire)
 
     def as_json(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def table(
     epochs: float,
     period: float | None = None,
 ) -> list[Row]:
-    """Every product of graph, cadence and wire on every number of nodes, refused ones left out."""
+    """All compatible combinations of graph, cadence and wire on each number of nodes."""
     every, rows = choices(what.job, everything=True), list[Row]()
     for n in nodes:
         found = (predict(what, machine, choice, n, epochs, period) for choice in every)

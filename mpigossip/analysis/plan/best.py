@@ -1,4 +1,4 @@
-"""`mpigossip plan --best`: graph, method, period and wire for a network, ready to be pasted."""
+"""Propose graph, method, period and wire for a network (`mpigossip plan --best`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpigossip.analysis.aligned import aligned
 from mpigossip.analysis.plan import ALL_REDUCE, GOSSIP, NEAR, Choice, Row, predict
 from mpigossip.config import Job, JobError
+from mpigossip.config.readable import aligned
 from mpigossip.training import assemble
 from mpigossip.training.costs import Subject, subject
 from mpigossip.training.timing.machines import Machine
@@ -67,7 +67,7 @@ class _Way:
 
 
 def _ways(job: Job, n: int) -> Iterator[_Way]:
-    """What may be proposed, by what it risks."""
+    """All proposals, by rising risk."""
     always = ("cadence.name=always", "node.wire=fp32")
     yield _Way("all-reduce (DDP)", 0, "none", ALL_REDUCE, ("algorithm.name=parallel", *always))
     method = job.algorithm.name

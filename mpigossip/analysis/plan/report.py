@@ -1,4 +1,4 @@
-"""The plan as a screen of text, a picture, and what `mpigossip plan` runs."""
+"""Show a plan as text or as a plot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpigossip.analysis.aligned import aligned
 from mpigossip.analysis.plan import (
     ALL_REDUCE,
     GOSSIP,
@@ -18,6 +17,7 @@ from mpigossip.analysis.plan import (
     choices,
 )
 from mpigossip.analysis.plan import name as named
+from mpigossip.config.readable import aligned
 from mpigossip.training.costs import Subject
 from mpigossip.training.timing.machines import Machine
 
@@ -113,15 +113,13 @@ def picture(
     what: Subject, rows: Sequence[Row], nodes: Sequence[int], epochs: float, out: Path
 ) -> None:
     """Step time and time to the last epoch against nodes, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from mpigossip.analysis.compared import COLOURS
-    from mpigossip.analysis.compared import style as style_of
     from mpigossip.store.hdf5 import replacing
+    from mpigossip.studies.styles import COLOURS
+    from mpigossip.studies.styles import style as style_of
 
     figure = Figure(figsize=(12.4, 5.6), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     longest = max(row.total_s for row in rows)
     unit, scale = next((u for u in UNITS if longest >= 2 * u[1]), UNITS[-1])

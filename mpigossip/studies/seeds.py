@@ -1,4 +1,4 @@
-"""Runs that differ by their seed only, read as one: means over seeds, and intervals for bands."""
+"""Join runs that differ by their seed only: means over seeds, and intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from mpigossip.store.log import Log
 
 OWN = ("run.seed", "run.output", "run.name")
-"""What runs of one job with several seeds differ by."""
+"""Settings by which runs of one job with several seeds differ."""
 LEVEL = 0.95
 """Of the intervals: Student's t over the seeds."""
 MOST = 36

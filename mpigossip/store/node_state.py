@@ -1,0 +1,96 @@
+"""State of a node in a checkpoint: its arrays, and the table of its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import h5py
+import numpy as np
+
+from mpigossip.store import guard
+from mpigossip.store.manifest import Number
+
+DIMENSIONS = 32  # of a parameter
+FINITE = ("parameters", "arrays/state/", "arrays/torch/", "pieces/state/")
+"""Prefixes of the datasets that have to be finite, beside the statistics of norms: other buffers
+may be masks with −∞, and a user's own state anything."""
+NORMS = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """All that a node needs to go on, or one of its slots.
+
+    `parameters` (P,) float32 holds the named arrays of `shapes`, raveled and joined in order.
+    `arrays` are further arrays by a path such as "state/momentum"; `numbers` are plain values.
+
+    Of one `slot` (None: of a whole node): `parameters` are its part, the next after that of the
+    slot before; `pieces` are parts of arrays, likewise; what is in `arrays` is in no other slot's.
+    Names and shapes are those of the node.
+    """
+
+    parameters: np.ndarray
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    arrays: dict[str, np.ndarray]
+    numbers: dict[str, Number]
+    slot: int | None = None
+    pieces: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def stored(self) -> dict[str, np.ndarray]:
+        """All arrays by their paths in the node's file."""
+        groups = {"arrays": self.arrays, "pieces": self.pieces}
+        found = {f"{group}/{name}": a for group, of in groups.items() for name, a in of.items()}
+        return {"parameters": self.parameters.astype("<f4", copy=False), **found}
+
+    def not_finite(self) -> str:
+        """Return which of the arrays is NaN or infinite, and where; "" for none."""
+        for name, array in self.stored().items():
+            if array.dtype.kind != "f" or not (name.startswith(FINITE) or name.endswith(NORMS)):
+                continue
+            with np.errstate(all="ignore"):
+                if math.isfinite(array.sum()):  # one pass; large values may overflow: look at each
+                    continue
+            if len(wrong := np.flatnonzero(~np.isfinite(array))):
+                first = self._parameter(wrong[0]) if array.shape == self.parameters.shape else ""
+                return f"{len(wrong):,} NaN or infinite values in {name}{first}"
+        return ""
+
+    def _parameter(self, at: int) -> str:
+        """Return which parameter has this element of an array shaped like all of them."""
+        if self.slot is not None:  # its first element depends on the slots before
+            return f" of slot {self.slot}"
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes])
+        return f", the first in {self.names[np.searchsorted(ends, at, side='right')]}"
+
+
+def table(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """The table of parameters: name, offset, size, and the first `ndim` numbers of `shape`."""
+    texts, sizes = [name.encode() for name in names], [math.prod(shape) for shape in shapes]
+    widest = max(map(len, shapes), default=0) or 1
+    text = h5py.string_dtype("utf-8", max(map(len, texts), default=1) or 1)
+    kind = [("name", text), ("offset", "<i8"), ("size", "<i8"), ("ndim", "<i8")]
+    padded = [(*shape, *[0] * (widest - len(shape))) for shape in shapes]
+    columns = texts, [0, *accumulate(sizes)][:-1], sizes, map(len, shapes), padded
+    return np.array(list(zip(*columns, strict=True)), [*kind, ("shape", "<i8", (widest,))])
+
+
+def read_table(
+    rows: Iterable[tuple], length: int
+) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Names and shapes of the table; ValueError unless they fill `length` one after the other."""
+    names, shapes, offset = [], [], 0
+    for name, at, size, ndim, numbers in rows:
+        shape = tuple(map(int, numbers[:ndim]))
+        fits = len(shape) == ndim <= DIMENSIONS and min(shape, default=0) >= 0
+        if not fits or at != offset or size != math.prod(shape):
+            raise ValueError(f"parameter {name!r} of {shape} at {at} doesn't follow {offset}")
+        names.append(guard.printable(name, "name"))
+        shapes.append(shape)
+        offset += size
+    if offset != length or len(set(names)) != len(names):
+        raise ValueError(f"{len(set(names))} of {len(names)} parameters fill {offset} of {length}")
+    return tuple(names), tuple(shapes)
