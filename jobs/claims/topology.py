@@ -37,6 +37,8 @@ axes = figure.subplots()
 for k, name in enumerate(dict.fromkeys(row["graph"] for row in study.rows)):
     rows = [row for row in study.rows if row["graph"] == name]
     half = [row["accuracy_high"] - row["accuracy"] for row in rows]
+    half = [[min(h, row["accuracy"]) for h, row in zip(half, rows, strict=True)],
+            [min(h, 1 - row["accuracy"]) for h, row in zip(half, rows, strict=True)]]  # fmt: skip
     places = [row["nodes"] * 1.03 ** (k - 1.5) for row in rows]  # beside each other
     accuracies = [row["accuracy"] for row in rows]
     axes.errorbar(places, accuracies, half, fmt="o-", capsize=3, color=COLOURS[k], label=name)

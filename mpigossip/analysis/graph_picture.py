@@ -17,7 +17,8 @@ def picture(made: Graph, out: Path) -> None:
     from mpigossip.graphs.spectral import residues
 
     shown = min(made.period or 4, 4)
-    figure = Figure(figsize=(3.1 * shown + 4.6, 3.9), layout="constrained")
+    wide = 3.1 if made.n <= 16 or shown > 1 else 5.0
+    figure = Figure(figsize=(wide * shown + 4.6, 0.8 + wide), dpi=130, layout="constrained")
     axes = figure.subplots(1, shown + 1, width_ratios=[1] * shown + [1.35])
     for t in range(shown):
         _draw_round(axes[t], made, t)
@@ -40,17 +41,23 @@ def picture(made: Graph, out: Path) -> None:
 
 
 def _draw_round(axis, made: Graph, t: int) -> None:
-    """Nodes on a circle, an arrow from each sender to who receives."""
+    """Draw nodes on a circle, and an arrow to each receiver, coloured by its length."""
     from math import cos, pi, sin
 
+    from matplotlib import colormaps
+
     n = made.n
+    colours, thin = colormaps["viridis"], n > 16
     places = [(sin(2 * pi * i / n), cos(2 * pi * i / n)) for i in range(n)]
     for i in range(n):
         for j in made.neighbours(t, i)[0] if n <= 64 else ():
+            far = min((i - j) % n, (j - i) % n) / max(1, n // 2)  # 1: across the circle
+            shrink = 2 if thin else 9
             axis.annotate(
                 "", places[i], places[int(j)],
-                arrowprops={"arrowstyle": "-|>", "color": "#0072b2", "alpha": 0.75, "lw": 1.1,
-                            "shrinkA": 9, "shrinkB": 9},
+                arrowprops={"arrowstyle": "-" if n > 32 else "-|>", "color": colours(0.85 * far),
+                            "alpha": 0.75, "lw": 0.7 if thin else 1.1,
+                            "shrinkA": shrink, "shrinkB": shrink},
             )  # fmt: skip
     size = 190 if n <= 16 else max(12, 2600 / n)
     axis.scatter(*zip(*places, strict=True), s=size, color="#e8eef4", edgecolor="#333333", zorder=3)

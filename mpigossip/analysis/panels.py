@@ -332,6 +332,15 @@ def _key(axes: Axes, handles: Iterable, left: bool = False) -> None:
     )  # fmt: skip
 
 
+def key_below_title(axes: Axes) -> None:
+    """Move the legend of a narrow panel below its title."""
+    if legend := axes.get_legend():
+        legend.set_loc("lower left")
+        legend.set_bbox_to_anchor((0, 0.99))
+        title = axes.get_title(loc="left")
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=22)
+
+
 def _sample(label: str, **style: Any) -> Any:
     """Legend entry of a line or marker, in grey as it is of every run."""
     from matplotlib.lines import Line2D

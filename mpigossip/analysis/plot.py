@@ -40,6 +40,8 @@ def figure(runs: Sequence[LoggedRun]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    if len(runs) == 1:
+        return _training_curve(runs)
     parts = {
         title: [replace(runs[k], style=style(at)) for at, k in enumerate(chosen)]
         for title, chosen in parted([run.log for run in runs]).items()
@@ -54,6 +56,28 @@ def figure(runs: Sequence[LoggedRun]) -> Figure:
     below: Any = made.subfigures(len(parts), 1, height_ratios=high)
     for sub, (title, part) in zip(below, parts.items(), strict=True):
         _draw(sub, part, title, heights[title])
+    return made
+
+
+def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
+    """Four panels of one run, or more where a task has further metrics: readable at 800 pixels."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Callable] = [panels.loss]
+    drawn += [partial(panels.metric, name=name) for name in runs[0].metrics]
+    drawn += [panels.consensus, panels.time]
+    drawn += [panels.staleness] * panels.stale(runs[0])
+    rows = -(-len(drawn) // 2)
+    made = Figure(figsize=(10, 3.6 * rows + 0.4), dpi=130, layout="constrained")
+    axis = panels.steps(runs)
+    grid = made.subplots(rows, 2, squeeze=False).ravel()
+    for draw, axes in zip(drawn, grid, strict=False):
+        draw(axes, runs, axis)
+        axis.dress(axes, runs)
+        panels.key_below_title(axes)
+    for axes in grid[len(drawn) :]:
+        axes.set_axis_off()
+    _name_runs(made, runs, "")
     return made
 
 
@@ -85,10 +109,7 @@ def _draw(made: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list
         (panels.spread, grid[below, 1]),
     ]
     others += [(panels.traffic, grid[last, 1])] + [(panels.staleness, grid[-1, 0])] * stale
-    if len(runs) == 1:
-        others += [(panels.time, grid[last, 0])]
-    else:
-        panels.times(grid[last, 0], runs)
+    panels.times(grid[last, 0], runs)
     for draw, axes in others:
         draw(axes, runs, by_step)
         by_step.dress(axes, runs)
