@@ -218,7 +218,6 @@ def test_resume_at_every_step_of_a_period(case, n):
 def on_ranks(comm, same_host):
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     world = World(comm)
     drivers = battery.on_ranks(FRAGMENTS, world, same_host, 9)
     found = [(driver.whole().numpy(), driver.mixer.bytes_sent[0]) for driver in drivers]

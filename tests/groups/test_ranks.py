@@ -26,7 +26,6 @@ def beside_threads(comm, own, rows, size, steps, delay):
     from mpigossip.cluster.ranks import World
     from mpigossip.groups.ranks import Ranks
 
-    torch.set_num_threads(1)
     world = World(comm, timeout_s=30)
     world.arrange(comm.size)
     delays = random.Random(comm.rank)

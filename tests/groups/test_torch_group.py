@@ -71,7 +71,6 @@ def across(comm, own):
     from mpigossip.cluster.ranks import World
     from mpigossip.groups.ranks import Ranks
 
-    torch.set_num_threads(1)
     with World(comm, timeout_s=20) as world:
         world.arrange(comm.size)
         node = world.nodes.inside

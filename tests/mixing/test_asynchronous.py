@@ -143,7 +143,6 @@ def rounds_under_delays(comm, count, width, checked=True):
     from mpigossip.cluster.ranks import World
     from mpigossip.mixing.asynchronous import Asynchronous
 
-    torch.set_num_threads(1)
     world, draw = World(comm), random.Random(comm.rank)
     mixer = Asynchronous(graph("one-peer-exponential", comm.size), Layout((width,)), world)
     if not checked:
@@ -184,7 +183,6 @@ def mean_under_delays(comm, name, count):
     from mpigossip.cluster.ranks import World
     from mpigossip.mixing.asynchronous import Asynchronous
 
-    torch.set_num_threads(1)
     world, draw = World(comm), random.Random(comm.rank)
     layout = Layout((512, 512), vectors=1, scalars=1)
     mixer = Asynchronous(graph(name, comm.size), layout, world, timeout_s=60)
@@ -229,7 +227,6 @@ def one_waits(comm, algorithm):
     from mpigossip.cluster.ranks import World
     from mpigossip.runs.node import wait_for_nodes
 
-    torch.set_num_threads(1)
     world = World(comm)
     job = assemble.load(JOB, f"algorithm.name={algorithm}".split())
     assembly = assemble.assemble(job, world, comm.size)
@@ -276,7 +273,6 @@ def exchanges_while_waiting(comm, folder):
     from mpigossip.cluster.ranks import World
     from mpigossip.training.loop import Trainer
 
-    torch.set_num_threads(1)
     settings = [f"run.output={folder}", "log.flush_steps=4", "run.steps=6"]
     job = assemble.load(JOB, [*settings, f'log.hooks=["{__name__}:Late"]'])
     average, count = Trainer.average, []

@@ -15,6 +15,7 @@ from mpigossip.config import JobError
 from mpigossip.graphs import GraphError
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
+from tests.cases import with_world
 from tests.launch import REPO
 
 SHAPE, ROUNDS = (3, 5, 2), 6
@@ -36,19 +37,19 @@ def graphs_over(n):
         yield "networkx", graphs.graph(networkx.path_graph(n))
 
 
-def averages(comm, name, dtype, kind, same_host, rounds=None):
+@with_world
+def averages(world, name, dtype, kind, same_host, rounds=None):
     """This node's arrays after each of some rounds."""
-    with World(comm) as world:
-        x = drawn(world.rank, dtype)
-        x = torch.from_numpy(x) if kind == "torch" else x
-        network = networkx.path_graph(world.size) if name == "networkx" else name
-        seed = {} if name == "networkx" else {"seed": 1}
-        averager = mpigossip.Averager(world, network, like=x, same_host=same_host, **seed)
-        found = []
-        for _ in range(rounds or averager.graph.period or ROUNDS):
-            x = averager.average(x)
-            found.append(np.array(x))
-        return found
+    x = drawn(world.rank, dtype)
+    x = torch.from_numpy(x) if kind == "torch" else x
+    network = networkx.path_graph(world.size) if name == "networkx" else name
+    seed = {} if name == "networkx" else {"seed": 1}
+    averager = mpigossip.Averager(world, network, like=x, same_host=same_host, **seed)
+    found = []
+    for _ in range(rounds or averager.graph.period or ROUNDS):
+        x = averager.average(x)
+        found.append(np.array(x))
+    return found
 
 
 @pytest.mark.both
@@ -96,28 +97,28 @@ def test_float64_has_the_bits_of_the_simulator(ranks, name):
         assert (found[2] == expected[rank]).all()
 
 
-def halves(comm):
+@with_world
+def halves(world):
     """Work between the halves, arrays in every order of memory, results that stay."""
-    with World(comm) as world:
-        graph = graphs.graph("one-peer-exponential", world.size)
-        x = np.asfortranarray(drawn(world.rank))
-        averager = mpigossip.Averager(world, graph, like=x)
-        averager.start(x[:, ::-1][:, ::-1])
-        x[...] = -1  # the values of the start are what travels
-        first = averager.finish()
-        kept, out = first.copy(), np.full(SHAPE, np.nan)
-        for _ in range(3):
-            assert averager.average(first, out=out) is out
-        whole = averager.mean(drawn(world.rank), out=x)
-        assert whole is x and averager.round == 4
-        assert (first == kept).all()  # whatever later rounds brought
-        scalar = mpigossip.Averager(world, "complete", like=torch.tensor(0.0))
-        empty = mpigossip.Averager(world, "ring", like=np.empty((0, 3), np.float32))
-        there = torch.nn.Parameter(torch.tensor(float(world.rank)))
-        mean = scalar.average(there)
-        assert not mean.requires_grad and mean.shape == () and scalar.average(there, there) is there
-        assert empty.average(np.empty((0, 3), np.float32)).shape == (0, 3)
-        return first, x, float(there)
+    graph = graphs.graph("one-peer-exponential", world.size)
+    x = np.asfortranarray(drawn(world.rank))
+    averager = mpigossip.Averager(world, graph, like=x)
+    averager.start(x[:, ::-1][:, ::-1])
+    x[...] = -1  # the values of the start are what travels
+    first = averager.finish()
+    kept, out = first.copy(), np.full(SHAPE, np.nan)
+    for _ in range(3):
+        assert averager.average(first, out=out) is out
+    whole = averager.mean(drawn(world.rank), out=x)
+    assert whole is x and averager.round == 4
+    assert (first == kept).all()  # whatever later rounds brought
+    scalar = mpigossip.Averager(world, "complete", like=torch.tensor(0.0))
+    empty = mpigossip.Averager(world, "ring", like=np.empty((0, 3), np.float32))
+    there = torch.nn.Parameter(torch.tensor(float(world.rank)))
+    mean = scalar.average(there)
+    assert not mean.requires_grad and mean.shape == () and scalar.average(there, there) is there
+    assert empty.average(np.empty((0, 3), np.float32)).shape == (0, 3)
+    return first, x, float(there)
 
 
 def test_halves_and_memory(ranks):
@@ -131,50 +132,50 @@ def test_halves_and_memory(ranks):
         assert scalar == 1.5
 
 
-def mistaken(comm):
+@with_world
+def mistaken(world):
     """What each mistake is told as."""
-    with World(comm) as world:
-        x, told = np.zeros(4), []
+    x, told = np.zeros(4), []
 
-        def tell(act, *arguments, **options):
-            with pytest.raises(JobError) as caught:
-                act(*arguments, **options)
-            told.append(str(caught.value))
+    def tell(act, *arguments, **options):
+        with pytest.raises(JobError) as caught:
+            act(*arguments, **options)
+        told.append(str(caught.value))
 
-        make = mpigossip.Averager
-        tell(make, world, "ring", like=[1.0])
-        tell(make, world, "ring", like=np.zeros(4, int))
-        tell(make, world, "ring", like=torch.zeros(4, dtype=torch.bfloat16))
-        tell(make, world, "ring", like=x.astype(">f8"))
-        tell(make, world, "rong", like=x)
-        tell(make, world, graphs.graph("ring", world.size + 1), like=x)
-        tell(make, world, "ring", like=np.zeros(3 + world.rank))
-        tell(make, world, "ring", like=x.astype(("float32", "float64")[world.rank]))
-        tell(make, world, "random-matching", like=x, seed=world.rank)
-        averager = make(world, "ring", like=x)
-        tell(averager.start, np.zeros(5))
-        tell(averager.start, torch.zeros(4, dtype=torch.float64))
-        tell(averager.average, x.astype("float32"))
-        tell(averager.finish)
-        fixed, spread = np.broadcast_to(0.0, 4), torch.zeros(1, dtype=torch.float64).expand(4)
-        tell(averager.average, x, fixed)
-        averager.start(x)
-        tell(averager.start, x)
-        tell(averager.finish, np.zeros((2, 2)))
-        tell(averager.finish, fixed)
-        averager.finish(x)  # a mistake that was caught costs nothing
-        tell(make, world, "ring", like=torch.zeros(4, device="meta"))
-        tell(make, world, "ring", like=torch.zeros(4).to_sparse())
-        other = make(world, "ring", like=spread)
-        tell(other.start, torch.zeros(4, dtype=torch.float64).to_sparse())
-        tell(other.mean, torch.zeros(4, dtype=torch.float64), spread)
-        tell((averager, other)[world.rank].start, (x, spread)[world.rank])
-        assert [float(one.average(z)[0]) for one, z in ((averager, x), (other, spread))] == [0, 0]
-        averager.start(x)
-        averager.close()  # in the midst of a round
-        averager.close()
-        tell(averager.start, x)
-        return told
+    make = mpigossip.Averager
+    tell(make, world, "ring", like=[1.0])
+    tell(make, world, "ring", like=np.zeros(4, int))
+    tell(make, world, "ring", like=torch.zeros(4, dtype=torch.bfloat16))
+    tell(make, world, "ring", like=x.astype(">f8"))
+    tell(make, world, "rong", like=x)
+    tell(make, world, graphs.graph("ring", world.size + 1), like=x)
+    tell(make, world, "ring", like=np.zeros(3 + world.rank))
+    tell(make, world, "ring", like=x.astype(("float32", "float64")[world.rank]))
+    tell(make, world, "random-matching", like=x, seed=world.rank)
+    averager = make(world, "ring", like=x)
+    tell(averager.start, np.zeros(5))
+    tell(averager.start, torch.zeros(4, dtype=torch.float64))
+    tell(averager.average, x.astype("float32"))
+    tell(averager.finish)
+    fixed, spread = np.broadcast_to(0.0, 4), torch.zeros(1, dtype=torch.float64).expand(4)
+    tell(averager.average, x, fixed)
+    averager.start(x)
+    tell(averager.start, x)
+    tell(averager.finish, np.zeros((2, 2)))
+    tell(averager.finish, fixed)
+    averager.finish(x)  # a mistake that was caught costs nothing
+    tell(make, world, "ring", like=torch.zeros(4, device="meta"))
+    tell(make, world, "ring", like=torch.zeros(4).to_sparse())
+    other = make(world, "ring", like=spread)
+    tell(other.start, torch.zeros(4, dtype=torch.float64).to_sparse())
+    tell(other.mean, torch.zeros(4, dtype=torch.float64), spread)
+    tell((averager, other)[world.rank].start, (x, spread)[world.rank])
+    assert [float(one.average(z)[0]) for one, z in ((averager, x), (other, spread))] == [0, 0]
+    averager.start(x)
+    averager.close()  # in the midst of a round
+    averager.close()
+    tell(averager.start, x)
+    return told
 
 
 def test_mistakes_are_told_in_words_on_every_rank(ranks):

@@ -4,7 +4,6 @@ import gc
 
 import numpy as np
 import pytest
-import torch
 
 from mpigossip import mixing
 from mpigossip.cluster.ranks import Alone
@@ -60,7 +59,6 @@ def opened(comm, asked, survives, name, wire_name, averages, **options):
     """Bytes said by the opened mixer and by its class, and bytes allocated after two periods."""
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     made, layout = graph(name, comm.size), layout_of(wire_name)
     with World(comm) as world:
         world.survives = survives

@@ -68,7 +68,6 @@ def compare(
     from mpigossip.cluster.ranks import World
     from mpigossip.mixing.windows import Windows
 
-    torch.set_num_threads(1)
     world = World(comm)
     delays, found = random.Random(comm.rank), {}
     for name, made in graphs_for(comm.size, names):

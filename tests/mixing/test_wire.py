@@ -356,7 +356,6 @@ def differing(comm, ways, device="cpu"):
     """Wires, mixers and exchanges whose values aren't NumPy's."""
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     world, wrong = World(comm), set()
     for name in ("fp32", *ALL):
         layout = Layout((1024, 512), vectors=2, scalars=1, wire=made(name))

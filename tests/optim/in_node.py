@@ -140,7 +140,6 @@ def on_ranks(comm, cases: list[Case], per: int):
     """Of each case the node and its parameters; called on every rank."""
     from mpigossip.optim.world import World
 
-    torch.set_num_threads(1)
     world = World(comm, timeout_s=60)
     world.arrange(per)
     found = [trained(world, case, per).numpy() for case in cases]

@@ -10,6 +10,7 @@ import torch
 import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.training import assemble
+from tests.cases import with_world
 
 JOB = Path(__file__).parents[2] / "jobs/digits.toml"
 
@@ -26,26 +27,24 @@ def job(name, steps, late):
     return assemble.load(JOB, [*settings, "data.workers=0"])
 
 
-def own_loop(comm, name, steps, late):
+@with_world
+def own_loop(world, name, steps, late):
     """The same data, model and rates without any of the job's step."""
-    from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        made = assemble.assemble(job(name, steps, late), world, world.size)
-        loader, settings, data = made.loader, made.trainer.settings, made.source
-        model = assemble.make_model(made.job, data)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1e-4)
-        more = LATE if late else {}
-        optimizer = mpigossip.Gossip(world, model, optimizer, name, **more)
-        for step in range(steps):
-            optimizer.param_groups[0]["lr"] = settings.rate(step)
-            (batch,) = loader.step(step)
-            optimizer.zero_grad()
-            backward(model, *batch)
-            optimizer.step()
-        parameters = [p.detach().reshape(-1).numpy() for p in model.parameters()]
-        return np.concatenate(parameters), optimizer.record.bytes_sent
+    made = assemble.assemble(job(name, steps, late), world, world.size)
+    loader, settings, data = made.loader, made.trainer.settings, made.source
+    model = assemble.make_model(made.job, data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1e-4)
+    more = LATE if late else {}
+    optimizer = mpigossip.Gossip(world, model, optimizer, name, **more)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = settings.rate(step)
+        (batch,) = loader.step(step)
+        optimizer.zero_grad()
+        backward(model, *batch)
+        optimizer.step()
+    parameters = [p.detach().reshape(-1).numpy() for p in model.parameters()]
+    return np.concatenate(parameters), optimizer.record.bytes_sent
 
 
 def backward(model, inputs, targets):

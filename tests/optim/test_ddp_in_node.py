@@ -60,7 +60,6 @@ def stepped(world, settings, node, slots, wrap):
 def several(comm, settings):
     from mpigossip.optim.world import World
 
-    torch.set_num_threads(1)
     world = World(comm, timeout_s=30)
     world.arrange(PER)
     group, nodes = world.node_group(), world.nodes
@@ -79,7 +78,6 @@ def several(comm, settings):
 def one_rank(comm, settings):
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     world = World(comm, timeout_s=30)
     found = [stepped(world, one, world.rank, range(PER), lambda m: m) for one in settings]
     world.close()

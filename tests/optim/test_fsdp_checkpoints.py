@@ -17,7 +17,6 @@ def trained(comm, folder, per, steps, ddp=False, save=False):
     import mpigossip
     from mpigossip.optim.world import World
 
-    torch.set_num_threads(1)
     with World(comm, timeout_s=30) as world:
         world.arrange(per)
         model = GPT(world.nodes.column.rank)

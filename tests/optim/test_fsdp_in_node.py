@@ -75,7 +75,6 @@ def step(world, model, optimizer, index):
 def several(comm, function):
     from mpigossip.optim.world import World
 
-    torch.set_num_threads(1)
     world = World(comm, timeout_s=30)
     world.arrange(2)
     found = function(world)
@@ -290,7 +289,6 @@ def alone(comm):
     """A node of one rank: the same program."""
     from mpigossip.optim.world import World
 
-    torch.set_num_threads(1)
     world = World(comm, timeout_s=30)
     found = []
     for cut in (True, False):

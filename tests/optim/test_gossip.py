@@ -11,6 +11,7 @@ import torch
 import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.graphs import graph
+from tests.cases import with_world
 
 STEPS = 7
 
@@ -30,22 +31,20 @@ def vector(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def own_loop(comm, name):
-    from mpigossip.cluster.ranks import World
+@with_world
+def own_loop(world, name):
 
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        model, optimizer = make(world.rank)
-        gossip = mpigossip.Gossip(world, model, optimizer, graph=name)
-        for step in range(STEPS):
-            gossip.zero_grad()
-            model(batch(world.rank, step)).square().mean().backward()
-            gossip.step()
-        before = vector(model)
-        with gossip.averaged() as averaged:
-            mean = vector(averaged)
-        assert torch.equal(vector(model), before)
-        return before.numpy(), mean.numpy(), gossip.consensus_distance()
+    model, optimizer = make(world.rank)
+    gossip = mpigossip.Gossip(world, model, optimizer, graph=name)
+    for step in range(STEPS):
+        gossip.zero_grad()
+        model(batch(world.rank, step)).square().mean().backward()
+        gossip.step()
+    before = vector(model)
+    with gossip.averaged() as averaged:
+        mean = vector(averaged)
+    assert torch.equal(vector(model), before)
+    return before.numpy(), mean.numpy(), gossip.consensus_distance()
 
 
 @pytest.mark.both
@@ -75,23 +74,21 @@ def test_own_loop_is_the_optimizer_followed_by_the_mixing_matrix(ranks, n, name)
         assert apart == got[0][2] and abs(apart - expected) < 1e-6 + 1e-3 * expected
 
 
-def looked_at(comm, often):
+@with_world
+def looked_at(world, often):
     """An exchange is under way between steps; a look at all nodes takes it in first."""
-    from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        model, optimizer = make(world.rank)
-        gossip = mpigossip.Gossip(world, model, optimizer, style="awc", measure_every=2)
-        for step in range(STEPS):
-            gossip.zero_grad()
-            model(batch(world.rank, step)).square().mean().backward()
-            gossip.step()
-            if often:
-                with gossip.averaged() as averaged:
-                    mean = vector(averaged)
-                assert gossip.consensus_distance() >= 0 and not torch.equal(mean, vector(model))
-        return vector(model).numpy(), gossip.record.consensus_distance
+    model, optimizer = make(world.rank)
+    gossip = mpigossip.Gossip(world, model, optimizer, style="awc", measure_every=2)
+    for step in range(STEPS):
+        gossip.zero_grad()
+        model(batch(world.rank, step)).square().mean().backward()
+        gossip.step()
+        if often:
+            with gossip.averaged() as averaged:
+                mean = vector(averaged)
+            assert gossip.consensus_distance() >= 0 and not torch.equal(mean, vector(model))
+    return vector(model).numpy(), gossip.record.consensus_distance
 
 
 def test_looking_at_all_nodes_changes_nothing_of_an_exchange_under_way(ranks):

@@ -21,6 +21,7 @@ from mpigossip.optim import state as optimizer_state
 from mpigossip.runs.recorder import Recorder
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
+from tests.cases import with_world
 from tests.rankpool import RankError
 
 SCRIPT = Path(__file__).parents[2] / "jobs/loops/classify.py"
@@ -65,7 +66,6 @@ def train(model, gossip, draw, schedule, steps):
 
 def loop(comm, folder, steps, save_at=(), options=None):
     """The loop from where its folder stands; its digest, learning rates and what it resumed."""
-    torch.set_num_threads(1)
     with World(comm) as world:
         model, gossip, draw, schedule = begin(world, folder, **(options or {}))
         start = gossip.resume()
@@ -103,7 +103,6 @@ def test_a_loop_that_stopped_goes_on_to_the_bit(ranks, tmp_path, n, options):
 
 
 def figures(comm, folder):
-    torch.set_num_threads(1)
     with World(comm) as world:
         model, gossip, draw, schedule = begin(world, folder, flush_steps=2)
         for step in range(5):
@@ -164,7 +163,6 @@ def test_a_failed_last_checkpoint_is_not_in_the_summary(tmp_path, monkeypatch, c
 
 
 def other_nodes(comm, folder):
-    torch.set_num_threads(1)
     with World(comm) as world:
         model, gossip, *_ = begin(world, folder)
         start = gossip.resume()
@@ -302,17 +300,14 @@ def test_commands_read_a_loops_run(tmp_path, capsys):
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
 
 
-def uneven(comm, folder):
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        model, gossip, draw, schedule = begin(
-            world, folder, cadence="every", period=100, flush_steps=3
-        )
-        with pytest.raises(JobError) as found:
-            train(model, gossip, draw, schedule, range(2 + world.rank))
-            gossip.save()
-        gossip._run.closed = True
-        return str(found.value)
+@with_world
+def uneven(world, folder):
+    model, gossip, draw, schedule = begin(world, folder, cadence="every", period=100, flush_steps=3)
+    with pytest.raises(JobError) as found:
+        train(model, gossip, draw, schedule, range(2 + world.rank))
+        gossip.save()
+    gossip._run.closed = True
+    return str(found.value)
 
 
 def test_unequal_steps_are_named(ranks, tmp_path):
@@ -321,7 +316,6 @@ def test_unequal_steps_are_named(ranks, tmp_path):
 
 
 def unhurried(comm, folder):
-    torch.set_num_threads(1)
     with World(comm) as world:
         model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=3)
         for step in range(5 + 3 * world.rank):
@@ -343,15 +337,14 @@ def test_asynchronous_nodes_may_take_unequally_many_steps(ranks, tmp_path):
     assert (tmp_path / "checkpoints/step-00000003").is_dir()
 
 
-def elsewhere(comm, folder):
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=3)
-        with pytest.raises(JobError) as found:
-            train(model, gossip, draw, schedule, range(2 + world.rank))
-            gossip.save()
-        gossip._run.closed = True
-        return str(found.value)
+@with_world
+def elsewhere(world, folder):
+    model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=3)
+    with pytest.raises(JobError) as found:
+        train(model, gossip, draw, schedule, range(2 + world.rank))
+        gossip.save()
+    gossip._run.closed = True
+    return str(found.value)
 
 
 def test_asynchronous_nodes_that_meet_in_different_calls_are_named(ranks, tmp_path):
@@ -403,7 +396,6 @@ def killed_by(pid, number):
 @contextlib.contextmanager
 def two_and_two_steps(comm, folder, mixer):
     """A loop of a short limit that has made two steps; two more follow."""
-    torch.set_num_threads(1)
     with World(comm) as world:
         model, gossip, draw, schedule = begin(
             world, folder, mixer=mixer, timeout_s=1.0, flush_steps=1000
@@ -458,7 +450,6 @@ def test_a_pause_inside_a_pause_ends_with_the_outer_one(ranks, tmp_path, mixer):
 
 def ahead_of_a_save(comm, folder):
     """Rank 0 saves two steps before rank 1, and then makes them; parameters at the end."""
-    torch.set_num_threads(1)
     with World(comm) as world:
         model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=50)
         train(model, gossip, draw, schedule, range(2 + 2 * world.rank))
@@ -480,15 +471,14 @@ def test_without_a_pause_the_limit_holds(ranks, tmp_path):
         ranks(2)(at_work, tmp_path, "synchronous", False)
 
 
-def early(comm):
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        model, optimizer = make(world.rank)
-        gossip = mpigossip.Gossip(world, model, optimizer, timeout_s=2.0)
-        for _ in range(5 + world.rank):
-            gossip.zero_grad()
-            model(torch.randn(8, 6)).square().mean().backward()
-            gossip.step()
+@with_world
+def early(world):
+    model, optimizer = make(world.rank)
+    gossip = mpigossip.Gossip(world, model, optimizer, timeout_s=2.0)
+    for _ in range(5 + world.rank):
+        gossip.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        gossip.step()
 
 
 def test_a_rank_with_fewer_batches_is_named_with_its_steps(ranks):

@@ -35,7 +35,6 @@ def values(model):
 def looped(comm):
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     with World(comm) as world:
         model = GPT(0)
         optimizer = mpigossip.Gossip(world, model, both(model))
@@ -131,7 +130,6 @@ def cut(comm, ddp):
     """Nodes of two ranks: FSDP2 or DDP inside."""
     from mpigossip.optim.world import World
 
-    torch.set_num_threads(1)
     world = World(comm, timeout_s=60)
     world.arrange(2)
     node, place = world.nodes.column.rank, world.nodes.place

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import mpigossip
-from mpigossip.cluster.ranks import World
+from tests.cases import with_world
 
 SCRIPT = Path(__file__).parents[2] / "jobs/loops/resnet.py"
 N, STEPS = 4, 60
@@ -33,39 +33,36 @@ def test_the_script_prints_one_average_for_all_ranks(mpirun):
         assert len(found) == 3 and len(set(found)) == 1, done.stdout
 
 
-def trained(comm):
+@with_world
+def trained(world):
     """Accuracies: of averaged(), of floats averaged by hand, of parameters alone so averaged."""
-    torch.set_num_threads(1)
     resnet = script()
-    with World(comm) as world:
-        torch.manual_seed(0)
-        draw, mine = torch.Generator().manual_seed(world.rank), resnet.of_rank(world.rank)
-        test = resnet.pictures(
-            400, torch.Generator().manual_seed(1000), torch.arange(resnet.CLASSES)
-        )
-        model = resnet.resnet()
-        inner = torch.optim.SGD(model.parameters(), resnet.RATE, momentum=0.9)
-        optimizer = mpigossip.Gossip(world, model, inner)
-        rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        for _ in range(STEPS):
-            images, kinds = resnet.pictures(resnet.BATCH, draw, mine)
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), kinds).backward()
-            optimizer.step()
-            rates.step()
-        with optimizer.averaged() as averaged:
-            found = [resnet.accuracy(averaged, *test)]
-        states = world.comm.allgather(model.state_dict())
-        mean = {
-            name: torch.stack([state[name].double() for state in states]).mean(0)
-            for name, one in states[0].items()
-            if one.is_floating_point()
-        }
-        for names in (mean, dict(model.named_parameters())):
-            by_hand = copy.deepcopy(model)
-            by_hand.load_state_dict({name: mean[name].float() for name in names}, strict=False)
-            found.append(resnet.accuracy(by_hand, *test))
-        return found
+    torch.manual_seed(0)
+    draw, mine = torch.Generator().manual_seed(world.rank), resnet.of_rank(world.rank)
+    test = resnet.pictures(400, torch.Generator().manual_seed(1000), torch.arange(resnet.CLASSES))
+    model = resnet.resnet()
+    inner = torch.optim.SGD(model.parameters(), resnet.RATE, momentum=0.9)
+    optimizer = mpigossip.Gossip(world, model, inner)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for _ in range(STEPS):
+        images, kinds = resnet.pictures(resnet.BATCH, draw, mine)
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), kinds).backward()
+        optimizer.step()
+        rates.step()
+    with optimizer.averaged() as averaged:
+        found = [resnet.accuracy(averaged, *test)]
+    states = world.comm.allgather(model.state_dict())
+    mean = {
+        name: torch.stack([state[name].double() for state in states]).mean(0)
+        for name, one in states[0].items()
+        if one.is_floating_point()
+    }
+    for names in (mean, dict(model.named_parameters())):
+        by_hand = copy.deepcopy(model)
+        by_hand.load_state_dict({name: mean[name].float() for name in names}, strict=False)
+        found.append(resnet.accuracy(by_hand, *test))
+    return found
 
 
 def test_averaged_is_as_good_everywhere_and_as_by_hand(ranks):

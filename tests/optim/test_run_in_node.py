@@ -42,7 +42,6 @@ def several(comm, folder, steps, save_at=(), after=None, per=PER, norm=True):
     """On ranks of which PER are a node; what ``after`` finds, and the steps resumed from."""
     from mpigossip.optim.world import World
 
-    torch.set_num_threads(1)
     with World(comm, timeout_s=30) as world:
         world.arrange(per)
         node, slot = world.nodes.column.rank, world.nodes.place
@@ -74,7 +73,6 @@ def one_rank(comm, folder):
     """The same steps on one rank a node, which averages the gradients of two replicas by itself."""
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     with World(comm, timeout_s=30) as world:
         model = network(world.rank)
         gossip, schedule = begun(world, folder, world.rank, model, model)

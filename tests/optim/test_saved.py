@@ -10,7 +10,7 @@ import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.store import StoreError
-from tests.cases import on_each
+from tests.cases import on_each, with_world
 
 
 def made(world):
@@ -27,24 +27,23 @@ def train(model, optimizer, steps):
         optimizer.step()
 
 
-def mixed_up(comm, has):
+@with_world
+def mixed_up(world, has):
     """What each rank is told where it loads the state of step ``has[rank]``."""
-    from mpigossip.cluster.ranks import World
 
-    with World(comm) as world:
-        model, optimizer = made(world)
-        states = [optimizer.state_dict()]
-        for _ in range(2):
-            train(model, optimizer, 1)
-            states.append(copy.deepcopy(optimizer.state_dict()))
-        found = []
-        again = made(world)
-        for one, stepper in (again, (model, optimizer)):  # before the first step, and later
-            stepper.load_state_dict(states[has[world.rank]])
-            with pytest.raises(JobError) as said:
-                train(one, stepper, 1)
-            found.append(str(said.value))
-        return found
+    model, optimizer = made(world)
+    states = [optimizer.state_dict()]
+    for _ in range(2):
+        train(model, optimizer, 1)
+        states.append(copy.deepcopy(optimizer.state_dict()))
+    found = []
+    again = made(world)
+    for one, stepper in (again, (model, optimizer)):  # before the first step, and later
+        stepper.load_state_dict(states[has[world.rank]])
+        with pytest.raises(JobError) as said:
+            train(one, stepper, 1)
+        found.append(str(said.value))
+    return found
 
 
 def test_states_of_different_steps_are_refused_on_all_nodes(ranks):
@@ -59,19 +58,18 @@ def test_a_state_on_one_node_alone_is_refused_where_nodes_begin(ranks):
         assert "rank 0 goes on from step 1, rank 1 from the start" in early
 
 
-def alone(comm):
-    from mpigossip.cluster.ranks import World
+@with_world
+def alone(world):
 
-    with World(comm) as world:
-        model, optimizer = made(world)
+    model, optimizer = made(world)
+    train(model, optimizer, 1)
+    state = optimizer.state_dict()
+    model, optimizer = made(world)
+    if world.rank == 0:
+        optimizer.load_state_dict(state)
+    with pytest.raises(JobError) as said:
         train(model, optimizer, 1)
-        state = optimizer.state_dict()
-        model, optimizer = made(world)
-        if world.rank == 0:
-            optimizer.load_state_dict(state)
-        with pytest.raises(JobError) as said:
-            train(model, optimizer, 1)
-        return str(said.value)
+    return str(said.value)
 
 
 def stepped(world, algorithm="dmsgd", shape=(4, 3), steps=2):
@@ -227,23 +225,22 @@ def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def at_each_step_of_a_period(comm):
-    from mpigossip.cluster.ranks import World
+@with_world
+def at_each_step_of_a_period(world):
 
-    with World(comm) as world:
-        model, optimizer = streaming(world)
-        states = []
-        for step in range(11):
-            states.append(copy.deepcopy(optimizer.state_dict()))
-            learn(model, optimizer, world.rank, [step])
-        same = []
-        for step in range(4, 9):
-            again, stepper = streaming(world)
-            stepper.load_state_dict(states[step])
-            learn(again, stepper, world.rank, range(step, 11))
-            same.append(torch.equal(flat(model), flat(again)))
-            stepper.close()
-        return same, sorted(states[5]["gossip"]["arrays"])
+    model, optimizer = streaming(world)
+    states = []
+    for step in range(11):
+        states.append(copy.deepcopy(optimizer.state_dict()))
+        learn(model, optimizer, world.rank, [step])
+    same = []
+    for step in range(4, 9):
+        again, stepper = streaming(world)
+        stepper.load_state_dict(states[step])
+        learn(again, stepper, world.rank, range(step, 11))
+        same.append(torch.equal(flat(model), flat(again)))
+        stepper.close()
+    return same, sorted(states[5]["gossip"]["arrays"])
 
 
 def test_a_state_with_an_open_exchange_goes_on_to_the_bit(ranks):

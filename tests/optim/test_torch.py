@@ -11,6 +11,7 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.graphs import graph
 from mpigossip.mixing.combine import combine
+from tests.cases import with_world
 
 N, STEPS = 2, 5
 OPTIMIZERS = {
@@ -104,7 +105,6 @@ def same(got, models):
 def every_optimizer(comm):
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     found = {}
     with World(comm) as world:
         for name, options in OPTIMIZERS.items():
@@ -152,16 +152,14 @@ def scaler():
     return torch.amp.GradScaler("cpu", init_scale=2.0**8)
 
 
-def with_scaler(comm, clip):
-    from mpigossip.cluster.ranks import World
+@with_world
+def with_scaler(world, clip):
 
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        model, one, node = net(), scaler(), world.rank
-        gossip = mpigossip.Gossip(world, model, optimizer(model, "AdamW"))
-        for step in range(STEPS):
-            scaled({node: model}, {node: gossip}, {node: one}, clip, node, step)
-        return values(model), one.get_scale(), gossip.mixer.bytes_sent[0]
+    model, one, node = net(), scaler(), world.rank
+    gossip = mpigossip.Gossip(world, model, optimizer(model, "AdamW"))
+    for step in range(STEPS):
+        scaled({node: model}, {node: gossip}, {node: one}, clip, node, step)
+    return values(model), one.get_scale(), gossip.mixer.bytes_sent[0]
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -314,7 +312,6 @@ def gone_on(comm):
     """Six steps; three, and the rest in a new Gossip; and the rest again in the first one."""
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     found = {}
     with World(comm) as world:
         for name, options in METHODS.items():

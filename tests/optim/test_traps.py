@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import Alone, World
+from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.optim import arguments
 from mpigossip.store import checkpoint
-from tests.cases import on_each
+from tests.cases import on_each, with_world
 
 N = 3
 
@@ -80,21 +80,20 @@ def nothing(model):
     pass
 
 
-def after(comm, name, options):
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        model = make(world.rank)
-        optimizer = mpigossip.Gossip(world, model, sgd(model), **options)
-        globals()[name](model)
-        train(optimizer, model, world.rank, range(3))
-        globals()[name](model)
-        train(optimizer, model, world.rank, range(3, 6))
-        globals()[name](model)
-        rows = together(world, model).double()
-        apart = optimizer.consensus_distance()
-        with optimizer.averaged() as averaged:
-            mean = values(averaged)
-        return rows.numpy(), mean.numpy(), apart
+@with_world
+def after(world, name, options):
+    model = make(world.rank)
+    optimizer = mpigossip.Gossip(world, model, sgd(model), **options)
+    globals()[name](model)
+    train(optimizer, model, world.rank, range(3))
+    globals()[name](model)
+    train(optimizer, model, world.rank, range(3, 6))
+    globals()[name](model)
+    rows = together(world, model).double()
+    apart = optimizer.consensus_distance()
+    with optimizer.averaged() as averaged:
+        mean = values(averaged)
+    return rows.numpy(), mean.numpy(), apart
 
 
 @pytest.mark.parametrize("options", [{}, {"style": "awc"}], ids=["dsgd", "ahead"])
@@ -108,16 +107,16 @@ def test_parameters_that_were_given_other_memory_are_taken_back(ranks, name, opt
         assert apart == pytest.approx(((b - centre) ** 2).sum() / N / (centre**2).sum(), rel=1e-4)
 
 
-def moved_by_hand(comm):
-    with World(comm) as world:
-        model = make()
-        optimizer = mpigossip.Gossip(world, model, sgd(model))
-        train(optimizer, model, 0, range(1))
-        for p in model.parameters():
-            p.data = torch.full_like(p, float(world.rank))
-        apart = optimizer.consensus_distance()
-        with optimizer.averaged() as averaged:
-            return apart, values(averaged).numpy(), optimizer.state_dict()["gossip"]["model"]
+@with_world
+def moved_by_hand(world):
+    model = make()
+    optimizer = mpigossip.Gossip(world, model, sgd(model))
+    train(optimizer, model, 0, range(1))
+    for p in model.parameters():
+        p.data = torch.full_like(p, float(world.rank))
+    apart = optimizer.consensus_distance()
+    with optimizer.averaged() as averaged:
+        return apart, values(averaged).numpy(), optimizer.state_dict()["gossip"]["model"]
 
 
 def test_every_metric_reads_the_parameters(ranks):
@@ -175,21 +174,21 @@ def test_parameters_that_the_model_gets_after_gossip_was_made_are_refused():
 # -- what all nodes begin with ---------------------------------------------------------------------
 
 
-def from_seeds(comm, same):
+@with_world
+def from_seeds(world, same):
     arguments.said.clear()
-    with World(comm) as world:
-        model = make(0 if same else world.rank, nn.BatchNorm1d(2))
-        model[2].requires_grad_(False)
-        with torch.no_grad():
-            model[3].running_mean.fill_(0 if same else world.rank)
-            model[3].num_batches_tracked.fill_(0 if same else world.rank)
-        first = world.broadcast(model.state_dict())
-        begun, optimizer = io.StringIO(), torch.optim.SGD(model[0].parameters(), lr=0.1)
-        with contextlib.redirect_stderr(begun):
-            mpigossip.Gossip(world, model, optimizer)
-            mpigossip.Gossip(world, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-        equal = all(map(torch.equal, first.values(), model.state_dict().values()))
-        return equal, [line for line in begun.getvalue().splitlines() if "differed" in line]
+    model = make(0 if same else world.rank, nn.BatchNorm1d(2))
+    model[2].requires_grad_(False)
+    with torch.no_grad():
+        model[3].running_mean.fill_(0 if same else world.rank)
+        model[3].num_batches_tracked.fill_(0 if same else world.rank)
+    first = world.broadcast(model.state_dict())
+    begun, optimizer = io.StringIO(), torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with contextlib.redirect_stderr(begun):
+        mpigossip.Gossip(world, model, optimizer)
+        mpigossip.Gossip(world, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    equal = all(map(torch.equal, first.values(), model.state_dict().values()))
+    return equal, [line for line in begun.getvalue().splitlines() if "differed" in line]
 
 
 def test_all_begin_with_the_model_of_node_0_and_one_says_where_others_differed(ranks):
@@ -236,15 +235,15 @@ DIFFERENT = {
 }
 
 
-def started(comm, name):
-    with World(comm) as world:
-        model, options = globals()[name](world.rank)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        try:
-            mpigossip.Gossip(world, model, optimizer, **options, timeout_s=5)
-        except JobError as error:
-            return str(error)
-        return ""
+@with_world
+def started(world, name):
+    model, options = globals()[name](world.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        mpigossip.Gossip(world, model, optimizer, **options, timeout_s=5)
+    except JobError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -254,16 +253,16 @@ def test_what_differs_between_ranks_is_named_at_the_start(ranks, name):
         assert re.search(DIFFERENT[name], told), told
 
 
-def frozen_later(comm):
-    with World(comm) as world:
-        model = make()
-        optimizer = mpigossip.Gossip(world, model, sgd(model), timeout_s=5)
-        model[2].requires_grad_(world.rank != 1)
-        try:
-            train(optimizer, model, 0, range(1))
-        except JobError as error:
-            return str(error)
-        return ""
+@with_world
+def frozen_later(world):
+    model = make()
+    optimizer = mpigossip.Gossip(world, model, sgd(model), timeout_s=5)
+    model[2].requires_grad_(world.rank != 1)
+    try:
+        train(optimizer, model, 0, range(1))
+    except JobError as error:
+        return str(error)
+    return ""
 
 
 def test_what_differs_at_the_first_step_is_named_there(ranks):
@@ -274,35 +273,35 @@ def test_what_differs_at_the_first_step_is_named_there(ranks):
 # -- norms -----------------------------------------------------------------------------------------
 
 
-def skewed(comm, recalibrate):
+@with_world
+def skewed(world, recalibrate):
     """Norms see data of another mean and width on each rank."""
-    with World(comm) as world:
-        model = make(world.rank, nn.BatchNorm1d(2))
-        with torch.no_grad():
-            model[3].running_mean.fill_(world.rank)
-        optimizer = mpigossip.Gossip(world, model, sgd(model))
-        began = values(model)
-        batches = [
-            (world.rank + 1) * torch.randn(8, 6, generator=torch.Generator().manual_seed(k)) + k
-            for k in range(3)
-        ]
-        for x in batches:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        own, counted = values(model), model[3].num_batches_tracked.clone()
+    model = make(world.rank, nn.BatchNorm1d(2))
+    with torch.no_grad():
+        model[3].running_mean.fill_(world.rank)
+    optimizer = mpigossip.Gossip(world, model, sgd(model))
+    began = values(model)
+    batches = [
+        (world.rank + 1) * torch.randn(8, 6, generator=torch.Generator().manual_seed(k)) + k
+        for k in range(3)
+    ]
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    own, counted = values(model), model[3].num_batches_tracked.clone()
+    by_hand = together(world, model).double().mean(0)
+    draws = torch.get_rng_state()
+    with optimizer.averaged(recalibrate=batches if recalibrate else None) as averaged:
+        mean = values(averaged)
+        model(batches[0])  # in training mode: it moves what the norm has seen
+    assert torch.equal(own, values(model)) and counted == model[3].num_batches_tracked
+    assert torch.equal(draws, torch.get_rng_state())
+    if recalibrate:  # the same by torch's own means
+        nn.utils.vector_to_parameters(mean[: -2 * 2], model.parameters())
+        torch.optim.swa_utils.update_bn(batches, model)
         by_hand = together(world, model).double().mean(0)
-        draws = torch.get_rng_state()
-        with optimizer.averaged(recalibrate=batches if recalibrate else None) as averaged:
-            mean = values(averaged)
-            model(batches[0])  # in training mode: it moves what the norm has seen
-        assert torch.equal(own, values(model)) and counted == model[3].num_batches_tracked
-        assert torch.equal(draws, torch.get_rng_state())
-        if recalibrate:  # the same by torch's own means
-            nn.utils.vector_to_parameters(mean[: -2 * 2], model.parameters())
-            torch.optim.swa_utils.update_bn(batches, model)
-            by_hand = together(world, model).double().mean(0)
-        return began.numpy(), mean.numpy(), by_hand.numpy(), own.numpy()
+    return began.numpy(), mean.numpy(), by_hand.numpy(), own.numpy()
 
 
 @pytest.mark.parametrize("recalibrate", [False, True])
@@ -335,21 +334,21 @@ def test_recalibration_without_a_norm_is_refused():
         pass
 
 
-def with_twin(comm):
-    with World(comm) as world:
-        model = make(0, nn.BatchNorm1d(2))
-        optimizer = mpigossip.Gossip(world, model, sgd(model))
-        twin = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
-        for step in range(3):
-            train(optimizer, model, world.rank, [step])
-            twin.update_parameters(model)
-        before, own = values(twin), values(model)
-        expected = together(world, twin).double().mean(0)
-        with optimizer.averaged(twin) as averaged:
-            assert averaged is twin and torch.equal(values(model), own)
-            mean = values(twin)
-        assert torch.equal(values(twin), before) and not torch.equal(mean, before)
-        return mean.numpy(), expected.numpy()
+@with_world
+def with_twin(world):
+    model = make(0, nn.BatchNorm1d(2))
+    optimizer = mpigossip.Gossip(world, model, sgd(model))
+    twin = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    for step in range(3):
+        train(optimizer, model, world.rank, [step])
+        twin.update_parameters(model)
+    before, own = values(twin), values(model)
+    expected = together(world, twin).double().mean(0)
+    with optimizer.averaged(twin) as averaged:
+        assert averaged is twin and torch.equal(values(model), own)
+        mean = values(twin)
+    assert torch.equal(values(twin), before) and not torch.equal(mean, before)
+    return mean.numpy(), expected.numpy()
 
 
 def test_a_twin_is_averaged_as_it_is(ranks):
@@ -361,26 +360,26 @@ def test_a_twin_is_averaged_as_it_is(ranks):
 # -- frozen, unfrozen, in several modules ----------------------------------------------------------
 
 
-def unfrozen(comm, algorithm):
-    with World(comm) as world:
-        model = make(world.rank)
-        model[0].requires_grad_(False)
-        optimizer = mpigossip.Gossip(
-            world, model, torch.optim.SGD(model[2].parameters(), lr=0.1), algorithm
-        )
-        equal = together(world, model)
-        train(optimizer, model, world.rank, range(2))
-        still = torch.equal(values(model)[:30], equal[0][:30])
-        model[0].requires_grad_(True)
-        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.2})
-        train(optimizer, model, world.rank, range(2, 4))
-        model_apart = together(world, model)
-        optimizer._inner.param_groups[0]["lr"] = optimizer._inner.param_groups[1]["lr"] = 0.0
-        train(optimizer, model, world.rank, range(4, 40))
-        return (
-            bool((equal == equal[0]).all()), still, model_apart.numpy(),
-            together(world, model).numpy(), optimizer.engine.index,
-        )  # fmt: skip
+@with_world
+def unfrozen(world, algorithm):
+    model = make(world.rank)
+    model[0].requires_grad_(False)
+    optimizer = mpigossip.Gossip(
+        world, model, torch.optim.SGD(model[2].parameters(), lr=0.1), algorithm
+    )
+    equal = together(world, model)
+    train(optimizer, model, world.rank, range(2))
+    still = torch.equal(values(model)[:30], equal[0][:30])
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.2})
+    train(optimizer, model, world.rank, range(2, 4))
+    model_apart = together(world, model)
+    optimizer._inner.param_groups[0]["lr"] = optimizer._inner.param_groups[1]["lr"] = 0.0
+    train(optimizer, model, world.rank, range(4, 40))
+    return (
+        bool((equal == equal[0]).all()), still, model_apart.numpy(),
+        together(world, model).numpy(), optimizer.engine.index,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("algorithm", ["dsgd", "dsgt"])
@@ -409,19 +408,19 @@ def test_what_is_frozen_is_counted_and_said_once(capsys):
     few.close()
 
 
-def two_modules(comm):
-    with World(comm) as world:
-        body, head = make(world.rank), nn.Linear(2, 2)
-        parameters = [*body.parameters(), *head.parameters()]
-        optimizer = mpigossip.Gossip(
-            world, nn.ModuleList([body, head]), torch.optim.SGD(parameters, lr=0.1)
-        )
-        equal = torch.equal(*together(world, body)[:2]) and torch.equal(*together(world, head)[:2])
-        train(optimizer, nn.Sequential(body, head), world.rank, range(3))
-        expected = together(world, head).double().mean(0)
-        with optimizer.averaged() as averaged:
-            assert averaged[1] is head
-            return equal, values(head).numpy(), expected.numpy()
+@with_world
+def two_modules(world):
+    body, head = make(world.rank), nn.Linear(2, 2)
+    parameters = [*body.parameters(), *head.parameters()]
+    optimizer = mpigossip.Gossip(
+        world, nn.ModuleList([body, head]), torch.optim.SGD(parameters, lr=0.1)
+    )
+    equal = torch.equal(*together(world, body)[:2]) and torch.equal(*together(world, head)[:2])
+    train(optimizer, nn.Sequential(body, head), world.rank, range(3))
+    expected = together(world, head).double().mean(0)
+    with optimizer.averaged() as averaged:
+        assert averaged[1] is head
+        return equal, values(head).numpy(), expected.numpy()
 
 
 def test_several_modules_are_given_as_one(ranks):

@@ -87,7 +87,6 @@ def every_order(comm):
     """The model's values with each of AROUND before, after and without Gossip, by name."""
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     found = {}
     with World(comm) as world, joined(0, 1, distributed.HashStore()):
         for name, wrap in {"bare": lambda model: model, **AROUND}.items():

@@ -4,12 +4,12 @@ import re
 
 import h5py
 import pytest
-import torch
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.runs import launch
 from mpigossip.store import checkpoint
 from mpigossip.training import assemble
+from tests.cases import with_world
 from tests.optim.test_fsdp_checkpoints import trained as sharded
 from tests.optim.test_loop_run import loop
 from tests.optim.test_run_in_node import several
@@ -93,14 +93,12 @@ def test_of_a_job_with_buffers(tmp_path):
     assert {name.split("/")[1] for name in arrays if "/" in name} == {"state", "buffers"}
 
 
-def by_slot(comm, folder):
-    from mpigossip.cluster.ranks import World
+@with_world
+def by_slot(world, folder):
 
-    torch.set_num_threads(1)
-    with World(comm) as world:
-        shape = ["node.ranks_per_node=2", "node.devices=cpu:1", "checkpoint.one_file_gb=0"]
-        push = ["algorithm.name=sgp", "graph.name=exponential", "graph.weights=push"]
-        train(folder, *MLP, *push, *shape, world=world)
+    shape = ["node.ranks_per_node=2", "node.devices=cpu:1", "checkpoint.one_file_gb=0"]
+    push = ["algorithm.name=sgp", "graph.name=exponential", "graph.weights=push"]
+    train(folder, *MLP, *push, *shape, world=world)
 
 
 def test_of_a_job_by_slot(ranks, tmp_path):

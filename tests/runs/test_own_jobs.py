@@ -84,7 +84,6 @@ def test_a_stream_that_is_resumed_says_that_it_is_read_again(tmp_path, capsys):
 
 def on_ranks(comm, name, folder):
     sys.path.insert(0, str(OWN))
-    torch.set_num_threads(1)
     try:
         with World(comm) as world:
             return launch.train(job(name, folder), world, world.size).get("digest")

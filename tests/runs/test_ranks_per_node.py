@@ -42,7 +42,6 @@ def trained(world, n, settings, steps=5):
 def in_shape(comm, per, own, settings):
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     world = World(comm)
     world.arrange(per)
     shape = [f"node.ranks_per_node={per}", f"node.devices=cpu:{own}"]
@@ -97,7 +96,6 @@ def whole_runs(comm, folder, per, own, model, second, files):
     """A run of 12 steps, and one that goes on from where the other shape stopped at 6."""
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     world = World(comm)
     settings = ["run.steps=12", "checkpoint.every_steps=6", "log.flush_steps=3",
                 "run.evaluate_every=0", "checkpoint.keep=5",
@@ -168,7 +166,6 @@ def evaluated(comm):
     from mpigossip.data import loader
     from mpigossip.training.evaluate import evaluate
 
-    torch.set_num_threads(1)
     world = World(comm)
     world.arrange(2)
     shape = ["node.ranks_per_node=2", "node.devices=cpu:1", "data.batch=64"]

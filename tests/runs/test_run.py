@@ -78,7 +78,6 @@ def cases(n):
 def all_cases_on_ranks(comm, slots, same_host):
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     world = World(comm)
     node = f"node.devices=cpu:{slots}", f"node.same_host={same_host}", "node.timeout_s=30"
     found = [trained(world, comm.size, [*settings, *node], 5) for settings in cases(comm.size)]
@@ -277,7 +276,6 @@ def failing_digest(comm, folder):
     def unreadable(path):
         raise StoreError("node-0000.h5: stale file handle")
 
-    torch.set_num_threads(1)
     with World(comm) as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "digest", unreadable)
         with pytest.raises(ValueError) as raised:
@@ -444,7 +442,6 @@ def test_a_bad_gradient_names_its_node_and_leaves_the_last_good_checkpoint(tmp_p
 def bad_on_a_rank(comm, folder):
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     with World(comm) as world, pytest.MonkeyPatch.context() as patch:
         poisoned(patch)
         settings = ["algorithm.name=cpsgd", "model.name=mlp", "model.hidden=[4]"]
@@ -511,7 +508,6 @@ def memory_growth(comm, same_host, graph):
     from mpigossip.algorithms import build
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     world = World(comm)
     count = 25_000_000
     made = job(

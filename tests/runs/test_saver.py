@@ -6,7 +6,6 @@ import shutil
 import threading
 
 import pytest
-import torch
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.runs import launch
@@ -116,7 +115,6 @@ def test_checkpoints_that_are_deleted_while_one_is_written_end_no_run(
 def under_mpi(comm, folder):
     from mpigossip.cluster.ranks import World
 
-    torch.set_num_threads(1)
     with World(comm) as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_node", failing(12))
         with pytest.raises(ValueError) as raised:

@@ -25,6 +25,7 @@ from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from tests import launch
+from tests.cases import with_world
 from tests.mixing.test_windows import GRAPHS, LAYOUT, fill, graphs_for, kinds_of
 
 pytestmark = pytest.mark.both
@@ -39,7 +40,6 @@ def wrong_rounds(comm, staged, wire):
     from mpigossip.mixing.compressors import wire as made_wire
     from mpigossip.mixing.messages import Messages
 
-    torch.set_num_threads(1)
     layout = Layout(LAYOUT.widths, LAYOUT.vectors, LAYOUT.scalars, wire=made_wire(wire))
     found, delays = {}, random.Random(comm.rank)
     with World(comm) as world:
@@ -115,12 +115,11 @@ def test_what_counts_as_fault_tolerant():
     assert not ulfm.fault_tolerant("MPICH Version: 5.0.2", on)
 
 
-def asks_in_vain(comm):
-    from mpigossip.cluster.ranks import World
+@with_world
+def asks_in_vain(world):
 
-    with World(comm) as world:
-        survive.prepare(assemble.load({}, ["run.survive=true"]), world)
-        return world.survives
+    survive.prepare(assemble.load({}, ["run.survive=true"]), world)
+    return world.survives
 
 
 def test_a_job_that_can_not_survive_is_told_so(ranks):

@@ -83,7 +83,6 @@ def compared(
     from mpigossip.mixing.device import averages, nccl, routes, slots
     from mpigossip.mixing.windows import Windows
 
-    torch.set_num_threads(1)
     slots.PIECE, averages.SHARE = piece, 6000
     able = memory == "device"
     if device == "cpu":  # it stands in for a device: MPI reads and writes its memory
