@@ -173,7 +173,7 @@ MUTANTS = [
            "period -= (ratio < low * state.level) - (ratio > high * state.level)", "algorithms"),
     Mutant("a fragment's turn too early", "due",
            "place = index % self.period + 1", "place = (index + 1) % self.period + 1",
-           "algorithms"),
+           "engine"),
     Mutant("one peer from the other side", "from_behind",
            "tuple(n - d for d in distances)", "distances", "graphs"),
     Mutant("receivers are the senders", "receivers",
