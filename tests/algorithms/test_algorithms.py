@@ -296,27 +296,45 @@ def test_sparta_averages_the_same_few_values_on_all_nodes():
     assert (x[:, met] == x[0, met]).all() and (x[:, ~met] == before[:, ~met]).all()
 
 
+def moved(name, options, gradients, lr=0.1):
+    """x of nodes on a ring after each step, in float64, given these gradients whatever x is."""
+    n = gradients.shape[1]
+    made, x = graph("ring", n), torch.zeros_like(gradients[0])
+    method = algorithms.build(name, None, options, 0, made)
+    mixer, state, found = Simulated(made, Layout((3,), 2, dtype=torch.float64)), method.init(x), []
+    for k, g in enumerate(gradients.clone()):
+        now = algorithms.Step(k, k, Kind.GOSSIP, lr)
+        state = method.send(x, g, state, mixer.outbox(k)[0], now)
+        mixer.start(Kind.GOSSIP, k)
+        (sent,), (mixed,) = mixer.finish()
+        state = method.receive(x, g, state, sent, mixed, now)
+        found.append(x.clone())
+    return torch.stack(found)
+
+
 def test_detag_of_phase_one_is_dsgt_one_step_late():
-    """Given the same gradients, whatever x: g of step k is what dsgt gets at step k + 1."""
-    made, n, noise = graph("ring", 5), 5, np.random.default_rng(0)
-    gradients = torch.from_numpy(noise.standard_normal((12, n, 3)))
-    ends = []
-    for name, options, given in (
-        ("detag", {"phase": 1, "eta": 0.0}, gradients),
-        ("dsgt", {}, torch.cat([torch.zeros_like(gradients[:1]), gradients[:-1]])),
-    ):
-        method = algorithms.build(name, None, options, 0, made)
-        mixer, x = Simulated(made, Layout((3,), 2, dtype=torch.float64)), torch.zeros(n, 3).double()
-        state = method.init(x)
-        for k, g in enumerate(given.clone()):
-            now = algorithms.Step(k, k, Kind.GOSSIP, 0.1)
-            state = method.send(x, g, state, mixer.outbox(k)[0], now)
-            mixer.start(Kind.GOSSIP, k)
-            (sent,), (mixed,) = mixer.finish()
-            state = method.receive(x, g, state, sent, mixed, now)
-        ends.append(x)
-    assert ends[0].abs().max() > 0.1
-    assert torch.allclose(*ends, rtol=0, atol=1e-14)
+    """Given the same gradients: g of step k is what dsgt gets at step k + 1."""
+    gradients = torch.from_numpy(np.random.default_rng(0).standard_normal((12, 5, 3)))
+    late = torch.cat([torch.zeros_like(gradients[:1]), gradients[:-1]])
+    found = moved("detag", {"phase": 1, "eta": 0.0}, gradients)
+    assert found[-1].abs().max() > 0.1
+    assert torch.allclose(found, moved("dsgt", {}, late), rtol=0, atol=1e-14)
+
+
+def test_detag_is_the_listing_of_its_paper():
+    """Algorithm 4 without acceleration, phase by phase: x is frozen until a phase's end."""
+    gradients = torch.from_numpy(np.random.default_rng(1).standard_normal((12, 5, 3)))
+    found = moved("detag", {"phase": 3, "eta": 0.0, "beta": 0.8}, gradients)
+    weights, x = torch.from_numpy(graph("ring", 5).matrix()), torch.zeros_like(gradients[0])
+    y, v = x, x
+    for k, g in enumerate(gradients.view(4, 3, 5, 3).mean(1)):
+        assert (found[3 * k : 3 * k + 2] == (found[3 * k - 1] if k else 0)).all()
+        for _ in range(3):
+            x, y = weights @ x, weights @ y
+        x = x - 0.1 * y
+        y, v = y + 0.8 * v + g - v, 0.8 * v + g
+        assert torch.allclose(found[3 * k + 2], x, rtol=0, atol=1e-14)
+    assert x.abs().max() > 0.1
 
 
 # -- state, resume --------------------------------------------------------------------------------
