@@ -296,6 +296,21 @@ def test_sparta_averages_the_same_few_values_on_all_nodes():
     assert (x[:, met] == x[0, met]).all() and (x[:, ~met] == before[:, ~met]).all()
 
 
+@on_each("wire", ["top-k node.kept=0.2", "sign"])
+def test_what_a_biased_wire_leaves_out_is_sent_later(wire):
+    """Gradients that don't depend on x: all of them have arrived but for what is still held."""
+    settings = f"algorithm.name=parallel local.name=sgd node.wire={wire}"
+    driver = Driver(settings, 3, lr=0.1, scale=0.0, noise=1.0)
+    start = [x.clone() for x in driver.x]
+    driver.run(20)
+    for slot, x in enumerate(driver.x):
+        given = sum(driver._drawn([3, slot, k]) for k in range(20))
+        held = driver.states[slot].error
+        assert held.norm() > 0.1 * given.norm()
+        expected = start[slot] - 0.1 * (given - held).mean(0)
+        assert torch.allclose(x, expected, atol=1e-5)
+
+
 def moved(name, options, gradients, lr=0.1):
     """x of nodes on a ring after each step, in float64, given these gradients whatever x is."""
     n = gradients.shape[1]
