@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpigossip.runs.summary import SPLIT as PARTS
-from mpigossip.store.log import COLUMNS, VIRTUAL, Log, read
+from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS, VIRTUAL, Log, read
 from mpigossip.store.log_reading import metrics_in
 from mpigossip.studies.seeds import Bands, alike, differences, joined, settings
 from mpigossip.studies.styles import style
@@ -70,7 +70,9 @@ class LoggedRun:
     def metrics(self) -> list[str]:
         """Names of the task's metrics besides the loss; accuracy first, where it is one."""
         return metrics_in(self.log.evaluations) or [
-            name for name in self.log.steps if name not in ("step", VIRTUAL, *COLUMNS)
+            name
+            for name in self.log.steps
+            if name not in ("step", VIRTUAL, *COLUMNS, *MEMBER_COLUMNS)
         ]
 
     def unit(self, name: str) -> str:

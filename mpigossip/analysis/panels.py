@@ -236,6 +236,20 @@ def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     _key(axes, [_sample("mean", lw=1.8), _band("range of nodes")])
 
 
+def members(axes: Axes, run: LoggedRun) -> None:
+    """When each member of a training that they join and leave was there."""
+    _dress(axes, "Members", "member")
+    times = run.log.steps["time"]
+    first, last = np.nanmin(times, axis=0), np.nanmax(times, axis=0)
+    begin = first.min()
+    scale, word = (3600, "hours") if last.max() - begin > 7200 else (1, "seconds")
+    axes.barh(range(run.log.nodes), (last - first) / scale, left=(first - begin) / scale,
+              color=run.style["color"], height=0.7)  # fmt: skip
+    axes.set_xlabel(f"time since the first member's first step ({word})")
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.invert_yaxis()
+
+
 def traffic(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Bytes that a node has sent so far, mean over nodes."""
     shown = [run for run in runs if known(run, "bytes_sent")]

@@ -85,7 +85,12 @@ def _heights(runs: Sequence[LoggedRun]) -> list[float]:
     """Of the rows of panels: loss, metrics, distances, times, and staleness where there is some."""
     metrics = {name for run in runs for name in run.metrics}
     bars = max(HIGH, 1 + LINE * len(runs))  # a bar and its name for each run
-    return [HIGH] * (2 + len(metrics)) + [bars] + [HIGH] * any(panels.stale(run) for run in runs)
+    return [HIGH] * (2 + len(metrics)) + [bars] + [HIGH] * _further(runs)
+
+
+def _further(runs: Sequence[LoggedRun]) -> bool:
+    """Return whether there is a row for staleness and members."""
+    return any(map(panels.stale, runs)) or panels.known(runs[0], "time")
 
 
 def _names(runs: Sequence[LoggedRun]) -> float:
@@ -93,7 +98,7 @@ def _names(runs: Sequence[LoggedRun]) -> float:
 
 
 def _draw(made: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list[float]) -> None:
-    stale = any(panels.stale(run) for run in runs)
+    stale, joined = any(map(panels.stale, runs)), panels.known(runs[0], "time")
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     below, last = 1 + len(metrics), 2 + len(metrics)
     grid = made.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
@@ -113,8 +118,12 @@ def _draw(made: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list
     for draw, axes in others:
         draw(axes, runs, by_step)
         by_step.dress(axes, runs)
-    if stale:
+    if joined:
+        panels.members(grid[-1, 1], runs[0])
+    elif stale:
         grid[-1, 1].set_axis_off()
+    if joined and not stale:
+        grid[-1, 0].set_axis_off()
     _name_runs(made, runs, title)
 
 

@@ -22,6 +22,7 @@ from mpigossip.store import StoreError
 from mpigossip.store.log import (
     COLUMNS,
     EVALUATION_COLUMNS,
+    MEMBER_COLUMNS,
     VIRTUAL,
     VIRTUAL_COLUMN,
     Column,
@@ -83,7 +84,8 @@ class Recorder(Hook):
         """Open the log on rank 0, or continue it at this run's first step."""
         self._progress, self._rows = progress, len(assembly.engine.mixer.rows)
         self._columns = step_columns(progress.objective)
-        self._metrics = metric_columns(progress.objective) | {VIRTUAL: VIRTUAL_COLUMN}
+        self._metrics = metric_columns(progress.objective) | MEMBER_COLUMNS
+        self._metrics |= {VIRTUAL: VIRTUAL_COLUMN}
         self._goes_on = progress.job.log.on_error == "continue"
 
         def warning() -> str:

@@ -69,6 +69,13 @@ COLUMNS = {
 VIRTUAL = "virtual_s"
 VIRTUAL_COLUMN = Column("s", "since the start, on the machine that the job's [clock] names")
 """Of the steps of runs that carry a virtual clock."""
+MEMBER_COLUMNS = {
+    "chunk": Column("1", "chunk of the data that is trained"),
+    "round": Column("1", "round of the member"),
+    "peer": Column("1", "member averaged with before the round"),
+    "time": Column("s", "since 1970-01-01, by the member's clock"),
+}
+"""Of the steps of trainings that members join and leave (`mpigossip join`)."""
 EVALUATION_COLUMNS = {
     "at_step": Column("step", "steps done at the evaluation", "int64"),
     "epoch": Column("epoch", "passes over the training samples done"),

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
     steps are averaged (what isn't known left out) so that at most that many rows come back.
     """
     path = Path(path)
+    if not path.is_file() and (members := sorted(path.parent.glob("logs/*/log.h5"))):
+        return _beside_one_another([read(one, columns) for one in members])
     if not path.is_file():
         raise StoreError(f"{path} doesn't exist: a log is the file log.h5 in the folder of a run")
     for _ in range(TRIES):  # a run that writes meanwhile can spoil one reading, seldom two
@@ -66,6 +68,19 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
                 return log
         time.sleep(0.02)
     return _read(path, columns, points)
+
+
+def _beside_one_another(logs: list[Log]) -> Log:
+    """The logs of members that joined a training at different times: a column each, NaN behind."""
+    longest = max(logs, key=lambda log: len(log.steps["step"]))
+    rows = len(longest.steps["step"])
+    steps: dict[str, np.ndarray] = {"step": longest.steps["step"]}
+    for name in longest.steps.keys() - {"step"}:
+        steps[name] = np.full((rows, len(logs)), np.nan)
+        for member, log in enumerate(logs):
+            if name in log.steps:
+                steps[name][: len(log.steps[name]), member] = log.steps[name][:, 0]
+    return replace(longest, nodes=len(logs), steps=steps)
 
 
 def _read(path: Path, wanted: Collection[str] | None, points: int | None) -> Log:

@@ -144,6 +144,8 @@ class Live:
 
     def leave(self) -> None:
         """Publish what is being written, and close the place if others haven't."""
+        if self.place.number < 0:
+            return
         with contextlib.suppress(Fenced):
             self.written()
             self.place.leave()

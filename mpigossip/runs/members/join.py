@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -125,9 +126,10 @@ class _Watched:
         record.figures |= {
             "chunk": chunk,
             "round": place.round,
+            "time": time.time(),
             "peer": peer.place if peer else float("nan"),
-            "lag": place.age - peer.age if peer else float("nan"),
         }
+        record.staleness = [float(place.age - peer.age) if peer else float("nan")]
         for hook in self.hooks:
             hook.step(self.progress, record)
         if self.member.done % self.progress.job.log.flush_steps == 0:
