@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,9 @@ def run(options) -> None:
 
     site = batch.read_site(options.site)
     found = []
-    job = assemble.load(options.job, options.settings)
+    job = assemble.load(options.job, options.settings, resolve=False)
     ranks = _ranks(job, site, options.ranks)
+    job = replace(job, node=replace(job.node, ranks_per_node=ranks)) if _is_auto(job) else job
     asked = job.node.ranks_per_node
     nodes = options.nodes * ranks // (asked if isinstance(asked, int) else ranks)
     if options.nodes > 0:
@@ -93,6 +95,8 @@ def _ranks(job: Job, site: Site, given: int | None) -> int:
     asked = job.node.ranks_per_node
     if given is not None and given < 1:
         raise JobError([f"--ranks {given}: a node has at least one; give 1 or more"])
+    if _is_auto(job):  # a rank for each GPU
+        return given or (site.gpus if job.node.devices == "auto" else 1) or 1
     ranks = given or (asked if isinstance(asked, int) else site.gpus)
     if ranks < 1:
         raise JobError(
@@ -105,6 +109,11 @@ def _ranks(job: Job, site: Site, given: int | None) -> int:
              "multiple of it"]
         )  # fmt: skip
     return ranks
+
+
+def _is_auto(job: Job) -> bool:
+    """Return whether the compute nodes' launcher decides how many ranks a node has."""
+    return job.node.ranks_per_node == "auto"
 
 
 def _venv(given: Path | None) -> str | None:

@@ -26,9 +26,10 @@ Text = Annotated[str, Limit(lambda v: v.strip() != "", "must not be empty")]
 Name = Annotated[str, Limit(lambda v: re.fullmatch(r"(?!\.\.?$)[^/\0]+", v) is not None,
                             "must be usable as the name of a folder, without /")]  # fmt: skip
 Devices = Annotated[str, Limit(
-    lambda v: re.fullmatch(r"auto|cpu:[1-9]\d{0,3}|cuda:\d+(-\d+)?(,\d+(-\d+)?)*", v) is not None
+    lambda v: re.fullmatch(r"auto|[cg]pu:[1-9]\d{0,3}|cuda:\d+(-\d+)?(,\d+(-\d+)?)*", v) is not None
     and all(int(a) <= int(b) for a, b in re.findall(r"(\d+)-(\d+)", v)),
-    'must be "auto", "cpu:L" with L slots (L at least 1), or device numbers such as "cuda:0-7"',
+    'must be "auto", "cpu:L" with L slots (L at least 1), "gpu:K" with K GPUs a rank, or device '
+    'numbers such as "cuda:0-7"',
 )]  # fmt: skip
 Shape = Annotated[tuple[Positive, ...], Limit(bool, "must name at least one size")]
 Placement = Annotated[str, Limit(

@@ -214,11 +214,13 @@ class Schedule:
 class NodeSection:
     """Section `[node]`: devices of a node and the way to its neighbours."""
 
-    devices: Devices = "cpu:1"
-    """`"auto"`, `"cpu:L"` (L slots) or `"cuda:0-7"`."""
-    ranks_per_node: Literal["host"] | Positive = 1
+    devices: Devices = "auto"
+    """Slots of a rank: `"cpu:L"` (L of them), `"gpu:K"` (K GPUs) or `"cuda:0-7"`. auto: the GPUs
+    that torch sees, shared out among the ranks of a host; `"cpu:1"` where there is none."""
+    ranks_per_node: Literal["auto", "host"] | Positive = "auto"
     """1: each rank is a node, whose slots are its `devices`; K: every K ranks of a host are one;
-    "host": all of a host. A node has the slots of all its ranks."""
+    "host": all of a host; auto: all of a host that has a GPU for each, else 1. A node has the slots
+    of all its ranks."""
     threads: Threads = 1
     """Torch threads per slot; part of what makes runs equal to the last bit."""
     same_host: Literal["read", "put"] = "read"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -22,40 +23,84 @@ LOCAL = (
 """Where launchers say which of a host's ranks this is, and how many there are (inner first)."""
 
 
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""By which launchers give a rank some of its host's GPUs."""
+
+
 def local_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """This rank's place among those of its host, and their number; (0, 1) without a launcher."""
-    for place, count in LOCAL:
+    """This rank's number among those of its host, and their number; (0, 1) without a launcher."""
+    for number, count in LOCAL:
         # Slurm writes "8", or "8(x3),4" for several hosts: the first stands for all
         ranks = re.match(r"\d+", environ.get(count, ""))
-        if environ.get(place, "").isdigit() and ranks:
-            return int(environ[place]), int(ranks[0])
+        if environ.get(number, "").isdigit() and ranks:
+            return int(environ[number]), int(ranks[0])
+    flux = [environ.get(f"FLUX_{name}", "") for name in ("TASK_LOCAL_ID", "JOB_SIZE", "JOB_NNODES")]
+    if all(value.isdigit() for value in flux):
+        return int(flux[0]), -(-int(flux[1]) // int(flux[2]))
     return 0, 1
+
+
+def resolved(
+    devices: str,
+    ranks_per_node: int | str,
+    environ: Mapping[str, str] = os.environ,
+    visible: int | None = None,
+    on_host: int | None = None,
+) -> tuple[str, int | str]:
+    """`node.devices` and `node.ranks_per_node` without "auto", equal on hosts that are alike.
+
+    No GPU: "cpu:1", and each rank is a node. One rank: all GPUs that torch sees. Several ranks of a
+    host with a GPU for each: they share the GPUs out, unless the launcher has, and are one node.
+    More ranks than GPUs: they share these, and each is a node. ``visible``: GPUs that torch sees,
+    ``on_host``: that are there (None: ask).
+    """
+    count, ranks = _visible(visible), local_rank(environ)[1]
+    several = False
+    if devices == "auto" and not count:
+        devices = "cpu:1"
+    elif devices == "auto":
+        slurm = environ.get("SLURM_GPUS_ON_NODE", "")
+        dealt_out = slurm.isdigit() and int(slurm) > count
+        if any(name in environ for name in VISIBLE):
+            there = len([*Path("/dev").glob("nvidia[0-9]*")]) if on_host is None else on_host
+            dealt_out |= there >= ranks * count
+        several = ranks > 1 and (dealt_out or count >= ranks)
+        devices = f"gpu:{count if ranks == 1 or dealt_out else max(1, count // ranks)}"
+    if ranks_per_node == "auto":
+        ranks_per_node = ranks if several else 1
+    return devices, ranks_per_node
 
 
 def slots_of(
     devices: str, environ: Mapping[str, str] = os.environ, visible: int | None = None
 ) -> tuple[str, ...]:
-    """The torch devices of a node's slots, from `node.devices`.
+    """The torch devices of this rank's slots, from `node.devices`.
 
-    "auto": the GPUs that torch sees (CUDA_VISIBLE_DEVICES is respected), shared out equally among
-    the ranks of this host unless the launcher has done so; one each where there are more ranks
-    than GPUs; the CPU where there is none. Numbers are counted among the visible GPUs; one that
-    is named twice carries two slots. ``visible``: GPUs that are seen (None: ask torch).
+    "gpu:K": K of the GPUs that torch sees, by this rank's number on its host; the first where it
+    sees no more. Numbers of "cuda:…" are counted among the visible GPUs; one that is named twice
+    has two slots. ``visible``: GPUs that torch sees (None: ask).
     """
-    if devices != "auto":
+    if devices == "auto":
+        devices, _ = resolved(devices, 1, environ, visible)
+    kind, _, which = devices.partition(":")
+    if kind != "gpu":
         return _listed(devices)
-    count = torch.cuda.device_count() if visible is None else visible
-    if not count:
-        return ("cpu",)
-    place, ranks = local_rank(environ)
-    on_host = environ.get("SLURM_GPUS_ON_NODE", "")
-    dealt_out = on_host.isdigit() and int(on_host) > count
-    if ranks == 1 or dealt_out:
-        return tuple(f"cuda:{k}" for k in range(count))
-    if ranks > count:
-        return (f"cuda:{place % count}",)
-    each = count // ranks
-    return tuple(f"cuda:{k}" for k in range(place * each, (place + 1) * each))
+    each, count = int(which), _visible(visible)
+    first = local_rank(environ)[0] * each if count > each else 0
+    return tuple(f"cuda:{(first + k) % max(count, each)}" for k in range(each))
+
+
+def beside(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
+    """A note on GPUs that torch sees beside these, or that ranks of this host share; else ""."""
+    count, used = torch.cuda.device_count(), len(set(devices) - {"cpu"})
+    ranks = local_rank(environ)[1]
+    if used and ranks > count > 0 and not any(name in environ for name in VISIBLE):
+        return f"; {ranks} ranks share {count} GPU{'s' * (count > 1)}"
+    return f"; torch sees {count} GPU{'s' * (count > 1)}" if count > used else ""
+
+
+def _visible(visible: int | None) -> int:
+    return torch.cuda.device_count() if visible is None else visible
 
 
 def _listed(devices: str) -> tuple[str, ...]:
@@ -76,7 +121,7 @@ def mistakes(
     devices = slots_of(setting, environ, visible)
     if devices[0] == "cpu":
         return []
-    count = torch.cuda.device_count() if visible is None else visible
+    count = _visible(visible)
     says, numbers = f'node.devices = "{setting}"', [int(d.partition(":")[2]) for d in devices]
     if not count:
         return [
@@ -84,10 +129,11 @@ def mistakes(
             'use node.devices = "cpu:1", or a torch built for this GPU'
         ]
     if max(numbers) >= count:
-        shown = environ.get("CUDA_VISIBLE_DEVICES", "unset")
+        name = next((name for name in VISIBLE if name in environ), VISIBLE[0])
+        shown = environ.get(name, "unset")
         return [
             f"{says}: GPU {max(numbers)} is asked for, torch sees {count} (0 to {count - 1}; "
-            f'CUDA_VISIBLE_DEVICES is {shown}); ask the scheduler for more, or use "auto"'
+            f'{name} is {shown}); ask the scheduler for more, or use "auto"'
         ]
     different = len(set(numbers))
     if 1 < different < len(numbers):

@@ -17,6 +17,7 @@ from mpigossip.config.readable import counted, size
 from mpigossip.engine.state import leaves
 from mpigossip.engine.step import Engine
 from mpigossip.graphs import Graph, spectral
+from mpigossip.groups.devices import beside
 from mpigossip.mixing.base import Kind, traffic
 from mpigossip.training.costs import held
 from mpigossip.training.schedule import full_rate
@@ -68,7 +69,8 @@ def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> li
 def nodes(n: int, devices: Sequence[str], world: World) -> str:
     """Describe ranks, hosts and slots."""
     per = world.nodes.per_node
-    slots = f"{counted(per * len(devices), 'slot')} each ({', '.join(dict.fromkeys(devices))})"
+    names = ", ".join(dict.fromkeys(devices))
+    slots = f"{counted(per * len(devices), 'slot')} each ({names}{beside(devices)})"
     if world.comm is None:
         return f"{n} simulated in this process on {world.hosts[0]}, {slots}"
     hosts = Counter(world.hosts)

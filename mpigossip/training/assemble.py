@@ -78,10 +78,11 @@ class Assembly:
         self.source.close()
 
 
-def load(where: Path | str | dict, overrides: Sequence[str] = ()) -> Job:
+def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool = True) -> Job:
     """Read a job with the names and options of everything that the package has.
 
-    Raises JobError with all mistakes.
+    ``resolve``: "auto" of `node.devices` and `node.ranks_per_node` becomes what this host and its
+    launcher show. Raises JobError with all mistakes.
     """
     tables: Tables = {
         "task.name": task.TASKS,
@@ -94,7 +95,11 @@ def load(where: Path | str | dict, overrides: Sequence[str] = ()) -> Job:
         "node.wire": WIRES,
         "node.mixer": {asked: open_mixer for asked, _ in MIXERS},
     }
-    return config.load(where, overrides, tables)
+    job = config.load(where, overrides, tables)
+    if not resolve:
+        return job
+    own, ranks = devices.resolved(job.node.devices, job.node.ranks_per_node)
+    return replace(job, node=replace(job.node, devices=own, ranks_per_node=ranks))
 
 
 def make_graph(job: Job, n: int) -> Graph:

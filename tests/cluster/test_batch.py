@@ -409,8 +409,8 @@ def test_the_command_prints_a_script_and_checks_the_job_first(tmp_path):
 
 
 def test_the_command_warns_of_idle_gpus(tmp_path):
-    done = job_command("perlmutter", JOB, "--nodes", "2", "--time", "2h", "--account", "a", "--qos",
-                       "b", "--venv", str(tmp_path), cwd=tmp_path)  # fmt: skip
+    given = ["node.devices=cpu:1", "--nodes", "2", "--time", "2h", "--account", "a", "--qos", "b"]
+    done = job_command("perlmutter", JOB, *given, "--venv", str(tmp_path), cwd=tmp_path)
     assert done.returncode == 2 and "no virtual environment" in done.stderr
     assert "leaves the 4 GPUs" in done.stderr
 

@@ -212,6 +212,47 @@ def test_auto_shares_a_host_out_among_its_ranks(environ, visible, slots):
     assert devices.slots_of("auto", environ, visible) == expected
 
 
+CUDA = {"CUDA_VISIBLE_DEVICES": "2"}
+FLUX = {"FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "8", "FLUX_JOB_NNODES": "2"}
+
+
+@on_each(
+    "environ, visible, on_host, expected",
+    [
+        ({}, 0, 0, ("cpu:1", 1)),
+        (slurm(1, "4"), 0, 0, ("cpu:1", 1)),  # mpirun -n 4 on a laptop: four nodes
+        ({}, 4, 4, ("gpu:4", 1)),
+        (slurm(1, "4"), 4, 4, ("gpu:1", 4)),
+        (FLUX, 4, 4, ("gpu:1", 4)),
+        (slurm(1, "2"), 8, 8, ("gpu:4", 2)),
+        (slurm(1, "4"), 1, 1, ("gpu:1", 1)),  # fewer GPUs than ranks: each is a node
+        # dealt out by the launcher: not divided again
+        (slurm(1, "2", SLURM_GPUS_ON_NODE="8"), 4, 8, ("gpu:4", 2)),
+        (slurm(1, "4") | CUDA, 1, 4, ("gpu:1", 4)),
+        (FLUX | {"ROCR_VISIBLE_DEVICES": "1"}, 1, 8, ("gpu:1", 4)),
+        (slurm(1, "4") | CUDA, 1, 1, ("gpu:1", 1)),
+    ],
+)
+def test_auto_becomes_devices_and_ranks_a_node(environ, visible, on_host, expected):
+    assert devices.resolved("auto", "auto", environ, visible, on_host) == expected
+    assert devices.resolved("auto", 1, environ, visible, on_host) == (expected[0], 1)
+
+
+@on_each(
+    "environ, visible, slots",
+    [
+        (slurm(2, "4"), 4, "2"),
+        (slurm(1, "2"), 4, "1"),
+        (slurm(2, "4"), 1, "0"),
+        (slurm(3, "4"), 2, "1"),
+        ({}, 0, "0"),  # and a message that there is none
+    ],
+)
+def test_one_gpu_a_rank_is_that_of_its_number_on_the_host(environ, visible, slots):
+    assert devices.slots_of("gpu:1", environ, visible) == tuple(f"cuda:{k}" for k in slots)
+    assert devices.slots_of("gpu:2", {}, 2) == ("cuda:0", "cuda:1")
+
+
 @on_each(
     "setting, visible, said",
     [
