@@ -15,7 +15,7 @@ from mpigossip.engine.finite import check_message
 from mpigossip.engine.measurements import Record, measured, mixed_distance
 from mpigossip.engine.state import leaves, packed, split
 from mpigossip.engine.vector import Vector
-from mpigossip.groups.base import Group, held
+from mpigossip.groups.base import Group, held, phase
 from mpigossip.mixing.base import Kind, Mixer
 
 
@@ -113,6 +113,7 @@ class Engine:
         self.measure(sent, mixed, now.kind)
         return sent, mixed
 
+    @phase("send")
     def send(self, now: Step) -> None:
         """Let the algorithm fill the outbox, shard by shard, and begin the exchange."""
         out, x = self.mixer.outbox(now.round), self.vector.x  # waits for its last readers
@@ -127,6 +128,7 @@ class Engine:
         self.mixer.start(now.kind, now.round, self.index)
         self.under_way = True
 
+    @phase("wait for neighbours")
     def settle(self, into: torch.Tensor | None = None) -> None:
         """Wait for the neighbours of an exchange that has begun; ``into``: where to sum it."""
         if self.under_way and self._came is None:
@@ -139,6 +141,7 @@ class Engine:
         plain = one and layout.raw_bytes is None and kind is Kind.GOSSIP
         return self.vector.x[0] if plain and self.method.takes_mixed else None
 
+    @phase("receive")
     def receive(self, sent: Sequence, mixed: Sequence, now: Step) -> None:
         """Let the algorithm take in what came, shard by shard."""
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.cluster.world import World
 from mpigossip.groups.barrier import CAPACITY, Barrier, SharedMemory
-from mpigossip.groups.base import Group, GroupError, added
+from mpigossip.groups.base import Group, GroupError, added, phase
 from mpigossip.mixing.combine import combine
 
 T = TypeVar("T")
@@ -71,6 +71,7 @@ class Ranks:
 
     on_shards = run
 
+    @phase("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Slot l sums its columns over all slots, into those of its own array."""
         everyone = self._all(full)
@@ -89,6 +90,7 @@ class Ranks:
             out = scratch[:, : pieces[0].shape[1]]
             pieces[slot].copy_(combine(weights, pieces, out))
 
+    @phase("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
         """Each slot fetches the others' shards into its own array."""
         everyone = self._all(full)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from mpigossip.groups.base import added
+from mpigossip.groups.base import added, phase
 from mpigossip.mixing.combine import combine
 
 T = TypeVar("T")
@@ -96,6 +96,7 @@ class Threads:
 
     on_shards = run
 
+    @phase("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Slot l sums its columns over all slots, into those of slot 0's array."""
         self._sum_columns(full)
@@ -116,6 +117,7 @@ class Threads:
 
         self.run(sum_part)
 
+    @phase("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
         """Each slot fetches the others' shards into its own array."""
 

@@ -23,7 +23,7 @@ from mpigossip.cluster.process_groups import (
     open_groups,
 )
 from mpigossip.cluster.world import World
-from mpigossip.groups.base import Group, GroupError
+from mpigossip.groups.base import Group, GroupError, phase
 from mpigossip.groups.watchdog import Watchdog
 from mpigossip.mixing.combine import combine
 
@@ -76,6 +76,7 @@ class TorchGroup:
         """Return new arrays on the devices."""
         return [torch.zeros(rows, columns, device=device) for device in self.devices]
 
+    @phase("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Each slot's shard of the mean, in its own array; P must be a multiple of L."""
         width, rest = divmod(full[0].shape[1], self.slots)
@@ -98,6 +99,7 @@ class TorchGroup:
         self._together("reduce-scatter", reduce)
         return shards
 
+    @phase("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
         """Copy every slot's shard into all of ``full``; in place where a shard is a view of it."""
 

@@ -183,3 +183,21 @@ def test_accumulated_adam_counts_its_period_by_row():
             alone.vector.g[0][1] = g
             alone.step(0.1)
     assert torch.equal(rested.vector.x[0][1], alone.vector.x[0][1])
+
+
+def test_torchs_profiler_shows_the_phases_of_a_step():
+    from torch.profiler import ProfilerActivity, profile
+
+    from mpigossip.groups.threads import Threads
+
+    made, group = engine("algorithm.name=dsgd"), Threads(2)
+    full = [torch.ones(1, 8) for _ in range(2)]
+    [*steps(made, 0, 1)]
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        [*steps(made, 1, 2)]
+        group.all_gather(group.reduce_scatter_mean(full), full)
+    group.close()
+    names = {event.key for event in seen.key_averages()}
+    assert {f"mpigossip: {name}" for name in (
+        "send", "wait for neighbours", "receive", "sum inside the node", "gather inside the node"
+    )} <= names  # fmt: skip
