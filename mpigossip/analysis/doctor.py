@@ -1,7 +1,8 @@
-"""`mpigossip doctor`: what of a machine would keep a run from working or from being fast.
+"""`mpigossip doctor`: check a machine before the first training.
 
-Every rank looks at its own process and host, then all try the network together. Rank 0 says what
-was found, and ends with what is wrong and what to do. Tests of MPI: :mod:`.selftest`.
+Every rank checks its own process and host, then all test the network together. Rank 0 prints what
+was found, and ends with "ready" or with what is wrong and the remedy. Tests of MPI:
+:mod:`.selftest`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Machine:
 
 
 def examine(options) -> int:
-    """Look at everything; prints the report on rank 0. 0: nothing is wrong, 1: something is."""
+    """Check everything and print the report on rank 0; return 0 if the machine is ready, else 1."""
     first: list[Finding] = []
     ranks: Alone | World = Alone()
     try:
@@ -65,14 +66,21 @@ def examine(options) -> int:
         return ranks.agree(int(any(one.level == "wrong" for one in found)))
 
 
+def _setting(options) -> tuple[str, int | str]:
+    """`node.devices` and `node.ranks_per_node` without "auto"."""
+    from mpigossip.groups import devices
+
+    return devices.resolved(options.devices, options.ranks_per_node)
+
+
 def _local(options) -> list[Finding]:
     """What each rank finds by itself."""
     from mpigossip.groups import devices
 
-    slots = devices.slots_of(options.devices)
+    slots = devices.slots_of(_setting(options)[0])
     with ended_after(options.timeout, "the test of GPUs and NCCL"):
-        found = gpus(options.devices, slots, options.timeout / 2)
-    return [versions(), kernel(), found, cards(slots), disk(options)]
+        found = gpus(_setting(options)[0], slots)
+    return [versions(), kernel(), found, cards(slots), disk(options), hdf5(options.folder)]
 
 
 @contextlib.contextmanager
@@ -96,7 +104,8 @@ def _together(options, ranks) -> list[Finding]:
     """What takes all ranks; complete on rank 0."""
     from mpigossip.groups import devices
 
-    slots = devices.slots_of(options.devices)
+    setting, ranks_per_node = _setting(options)
+    slots = devices.slots_of(setting)
     machine = Machine(
         host=ranks.hosts[ranks.rank],
         devices=slots,
@@ -105,13 +114,14 @@ def _together(options, ranks) -> list[Finding]:
         need=len(slots) + options.workers + 1,
     )
     machines = ranks.gather(machine)
-    several = options.ranks_per_node != 1
+    several = ranks_per_node != 1
     found = [] if machines is None else [hosts(machines, several), cores(machines)]
+    found += alike(ranks.gather(versions().text))
     if ranks.comm is not None:
         from mpigossip.analysis import placement, selftest
 
-        found += placement.all_tests(ranks, slots, options.ranks_per_node)
-        found += selftest.all_tests(options, ranks, slots)
+        found += placement.all_tests(ranks, slots, ranks_per_node)
+        found += selftest.all_tests(options, ranks, slots, setting)
     return found
 
 
@@ -156,14 +166,11 @@ def versions() -> Finding:
     return Finding("versions", text, data=data)
 
 
-def gpus(setting: str, slots: Sequence[str], timeout_s: float = 60.0) -> Finding:
-    """The slots of this rank, whether torch sees the GPUs that are there, and the NCCL ring."""
+def gpus(setting: str, slots: Sequence[str]) -> Finding:
+    """The slots of this rank, whether torch can use the GPUs that are there, and its context."""
     import torch
 
-    from mpigossip.analysis import inside_node
-    from mpigossip.config.errors import Failure
     from mpigossip.groups import devices
-    from mpigossip.groups.base import GroupError
 
     there = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
     text = f"{counted(len(slots), 'slot')}: {', '.join(slots)}"
@@ -176,13 +183,13 @@ def gpus(setting: str, slots: Sequence[str], timeout_s: float = 60.0) -> Finding
         return Finding("slots", text, "wrong", remedy, data)
     if wrong := devices.mistakes(setting):
         return Finding("slots", text, "wrong", "; ".join(wrong), data)
-    if len({slot for slot in slots if slot.startswith("cuda")}) > 1:
+    for slot in dict.fromkeys(slots):
         try:
-            for order, seconds in inside_node.tested(slots, timeout_s).items():
-                speed = inside_node.rate(len(slots), 1 << 22, seconds)
-                text += f'; sums in order "{order}": {speed / 1e9:.0f} GB/s out of each'
-        except (GroupError, Failure) as error:
-            return Finding("slots", text, "wrong", str(error), data)
+            if slot.startswith("cuda"):
+                torch.ones(1, device=slot).sum().item()
+        except RuntimeError as error:
+            remedy = f"{slot} can't compute: {str(error).splitlines()[0]}; see nvidia-smi"
+            return Finding("slots", text, "wrong", remedy, data)
     return Finding("slots", text, data=data)
 
 
@@ -234,6 +241,28 @@ def disk(options) -> Finding:
     return Finding("disk", text + ", locks work", data=data)
 
 
+def hdf5(folder: Path) -> Finding:
+    """Write, fsync and read an HDF5 file where runs are to be written."""
+    import h5py
+    import numpy as np
+
+    values, name = np.arange(1000.0), f".mpigossip-doctor-{platform.node()}-{os.getpid()}.h5"
+    try:
+        with h5py.File(folder / name, "w") as file:
+            file.create_dataset("values", data=values)
+        with h5py.File(folder / name, "r", locking="best-effort") as file:
+            same = np.array_equal(file["values"][:], values)
+        (folder / name).unlink()
+    except (OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        remedy = f"{reason}; name another folder: --folder DIR, and run.output in the job"
+        return Finding("hdf5", f'can\'t write HDF5 in "{folder}"', "wrong", remedy)
+    text = f"h5py {h5py.__version__}, HDF5 {h5py.version.hdf5_version}"
+    if not same:
+        return Finding("hdf5", text, "wrong", f'"{folder}" gave back other values than written')
+    return Finding("hdf5", f"{text}: written and read")
+
+
 # -- what all ranks say together --------------------------------------------------------------
 
 
@@ -254,6 +283,21 @@ def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
         )
         return Finding("hosts", text, "note", remedy, data)
     return Finding("hosts", text, data=data)
+
+
+def alike(texts: Sequence[str] | None) -> list[Finding]:
+    """Whether all ranks have the same versions."""
+    different = list(dict.fromkeys(texts or ()))
+    if len(different) < 2:
+        return []
+    other = (texts or ()).index(different[1])
+    pairs = zip(different[0].split(", "), different[1].split(", "), strict=False)
+    differ = "; ".join(f"{one} and {two}" for one, two in pairs if one != two)
+    remedy = (
+        f"ranks 0 and {other} have different versions ({differ}): their results differ; use one "
+        "environment on all hosts"
+    )
+    return [Finding("alike", f"{len(different)} environments", "wrong", remedy)]
 
 
 def cores(machines: Sequence[Machine]) -> Finding:

@@ -56,14 +56,15 @@ def as_text(found: Sequence[Finding]) -> str:
     lines = [f"{SIGN[one.level]:5}  {one.name:9}  {one.text}" for one in found]
     notes = [f"note: {one.name}: {one.remedy}" for one in found if one.level == "note"]
     wrong = [f"wrong: {one.name}: {one.remedy}" for one in found if one.level == "wrong"]
-    return "\n".join([*lines, "", *notes, *(wrong or ["nothing is wrong"])])
+    end = [*wrong, "not ready"] if wrong else ["ready"]
+    return "\n".join([*lines, "", *notes, *end])
 
 
 def as_json(found: Sequence[Finding]) -> str:
     """The same for programs."""
     rows = [vars(one) for one in found]
     wrong = [one.name for one in found if one.level == "wrong"]
-    return json.dumps({"findings": rows, "wrong": wrong}, indent=1, default=str)
+    return json.dumps({"findings": rows, "wrong": wrong, "ready": not wrong}, indent=1, default=str)
 
 
 def complain(text: str) -> None:

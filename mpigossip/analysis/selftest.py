@@ -11,15 +11,17 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpigossip.analysis import inside_node, trial_run
 from mpigossip.analysis.findings import Finding, complain
 from mpigossip.cluster.ranks import World
+from mpigossip.config.errors import Failure
 from mpigossip.config.readable import counted
 from mpigossip.graphs import Graph, graph
 from mpigossip.mixing import open_mixer
@@ -41,20 +43,64 @@ LEVELS = {
 }
 
 
-def all_tests(options, world: World, slots: Sequence[str]) -> list[Finding]:
-    """Everything that needs MPI, the one that could end the process last."""
+def all_tests(options, world: World, slots: Sequence[str], devices: str) -> list[Finding]:
+    """Everything that needs MPI, the one that could end the process last.
+
+    ``slots``: of this rank; ``devices``: as `node.devices`.
+    """
     found = [library(world)]
     tried = graph(options.graph, world.size)
+    nodes = world.nodes.count
     size = max(options.megabytes << 20, 1 << 20)
-    with watched(world, options.timeout) as now:
-        found += [puts(world, tried, size, now)]
-        if world.size > 1:
-            found += [windows(world, tried, size, way, now) for way in ("read", "put")]
-    with watched(world, options.timeout) as now:
-        found += [gpu_awareness(world, slots, now)]
-        if world.size > 1:
-            found += [found_routes(world, tried, slots, size, now)]
+    several = world.size > 1
+
+    def test(name: str, work: Callable[[list[str]], Finding]) -> None:
+        with watched(world, options.timeout) as now:
+            now.append(f"the test of {name}")
+            found.append(attempted(world, name, lambda: work(now)))
+
+    test("put", lambda now: puts(world, tried, size, now))
+    for way in ("read", "put") if several else ():
+        test("windows", lambda now, way=way: windows(world, tried, size, way, now))
+    if len(slots) * world.nodes.per_node > 1:
+        test("node", lambda now: sums(world, slots, options.timeout))
+    if several and nodes > 1:
+        test("training", lambda now: trial_run.compared(
+            world, devices, options.graph, options.timeout
+        ))  # fmt: skip
+    test("gpu-aware", lambda now: gpu_awareness(world, slots, now))
+    if several:
+        test("routes", lambda now: found_routes(world, tried, slots, size, now))
     return found
+
+
+def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
+    """The finding, or a "wrong" one with the ranks where the test raised; collective.
+
+    A rank that raises where others wait is named when their wait ends.
+    """
+    found, failed = Finding(name, ""), ""
+    try:
+        found = work()
+    except (MPI.Exception, Failure, RuntimeError, OSError) as error:
+        failed = str(error).splitlines()[0] or type(error).__name__
+    every = world.gather(failed) or []
+    ranks = [rank for rank, text in enumerate(every) if text]
+    if not ranks:
+        return found
+    first, where = every[ranks[0]], f"rank {ranks[0]} on {world.hosts[ranks[0]]}"
+    more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+    return Finding(name, "failed", "wrong", f"{where}{more}: {first}")
+
+
+def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
+    """Sums between the slots of each node, by each order that they can have."""
+    count, elements = len(slots) * world.nodes.per_node, 1 << 20
+    seconds = inside_node.tested(slots, timeout_s, world, elements)
+    rates = {order: inside_node.rate(count, elements, s) for order, s in seconds.items()}
+    shown = ", ".join(f'{rate / 1e9:.1f} GB/s (node.sums = "{o}")' for o, rate in rates.items())
+    text = f"{count} slots a node, right sums, out of each slot {shown}"
+    return Finding("node", text, data={"slots": count, "bytes_per_second": rates})
 
 
 @contextlib.contextmanager

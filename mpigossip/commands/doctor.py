@@ -1,4 +1,4 @@
-"""`mpigossip doctor`: check a machine for what stops or slows a run."""
+"""`mpigossip doctor`: check a machine before the first training."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ srun --ntasks-per-node=8 mpigossip doctor --ranks-per-node host
 
 def add(commands) -> None:
     """Add it to the parser."""
-    summary = "look at MPI, GPUs, network and disk, alone or under the launcher"
+    summary = "check MPI, GPUs, network, disk and a short training; ready or not"
     doctor = command(commands, "doctor", run, summary, EXAMPLES)
     doctor.add_argument("--graph", default="one-peer-exponential", help="whose neighbours to try")
     doctor.add_argument(
         "--devices", default="auto", help="slots of a node, as node.devices; default: %(default)s"
     )
     doctor.add_argument(
-        "--ranks-per-node", type=_ranks, default=1, metavar="K",
-        help='as node.ranks_per_node, a number or "host"; default: %(default)s',
+        "--ranks-per-node", type=_ranks, default="auto", metavar="K",
+        help='as node.ranks_per_node: a number, "host" or "auto"; default: %(default)s',
     )  # fmt: skip
     doctor.add_argument("--workers", type=number(int, 0, 1024), default=2, help="as data.workers")
     doctor.add_argument(
@@ -38,7 +38,7 @@ def add(commands) -> None:
 
 def _ranks(text: str) -> int | str:
     """What node.ranks_per_node may be; argparse says which option a ValueError belongs to."""
-    if text == "host":
+    if text in ("host", "auto"):
         return text
     if int(text) < 1:
         raise ValueError(text)
@@ -46,7 +46,7 @@ def _ranks(text: str) -> int | str:
 
 
 def run(options) -> int:
-    """Print what was found; 1 where something is wrong."""
+    """Print what was found; exit code 1 if the machine isn't ready."""
     from mpigossip.analysis.doctor import examine
 
     return examine(options)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -39,6 +40,7 @@ def test_alone_it_looks_at_everything_and_ends_well(tmp_path):
         "slots",
         "network",
         "disk",
+        "hdf5",
         "hosts",
         "cores",
         "mpi",
@@ -46,7 +48,7 @@ def test_alone_it_looks_at_everything_and_ends_well(tmp_path):
         "gpu-aware",
     ):
         assert f" {name} " in done.stdout
-    assert done.stdout.rstrip().endswith("nothing is wrong")
+    assert done.stdout.rstrip().endswith("ready")
     assert str(tmp_path) in done.stdout and "1 link:" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -69,6 +71,8 @@ def test_on_ranks_every_neighbour_is_put_to(mpirun, tmp_path, n, graph):
     (way,) = named(found, "routes")
     assert {(link["from"], link["to"]) for link in way["data"]["links"]} == links
     assert all(link["way"].startswith("read (the same host") for link in way["data"]["links"])
+    (run,) = named(found, "training")
+    assert run["data"]["exact"] and found["ready"]
     (mpi,) = named(found, "mpi")
     assert mpi["data"]["size"] == n and mpi["data"]["thread_level"] == "MULTIPLE"
     assert set(named(found, "gpu-aware")[0]["data"]) >= {
@@ -211,7 +215,7 @@ def test_ranks_that_find_the_same_are_said_once():
     assert len(merged([[good]] * 3)) == 1
     found = merged([[good], [bad], [good], [bad]])
     assert [one.text for one in found] == ["2 ranks (0, 2): fast", "2 ranks (1, 3): gone"]
-    assert as_text(found).endswith("wrong: disk: mend it")
+    assert as_text(found).endswith("wrong: disk: mend it\nnot ready")
     assert json.loads(as_json(found))["wrong"] == ["disk"]
     assert merged(None) == []
 
@@ -264,6 +268,81 @@ def test_a_test_of_gpus_that_hangs_ends_the_process():
     code += "with ended_after(0.2, 'the test'): time.sleep(30)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "no end of the test within 0.2 s" in done.stderr
+
+
+def no_window(comm):
+    """A test that raises on one rank, and one that raises on none."""
+    from mpigossip.analysis import selftest
+    from mpigossip.cluster.ranks import world
+
+    def fail():
+        if comm.rank == 1:
+            raise RuntimeError("MPI_ERR_WIN: invalid window\nand a list of calls")
+        return Finding("put", "fast")
+
+    with world() as ranks:
+        found = [
+            selftest.attempted(ranks, "put", work) for work in (fail, lambda: Finding("a", "b"))
+        ]
+    return [(one.level, one.text, one.remedy) for one in found]
+
+
+def test_a_test_that_raises_on_one_rank_is_wrong_and_names_it(ranks):
+    (failed, good), *_ = ranks(2)(no_window)
+    assert failed[:2] == ("wrong", "failed")
+    assert failed[2].startswith("rank 1 on ") and failed[2].endswith("MPI_ERR_WIN: invalid window")
+    assert good == ("good", "b", "")
+
+
+def test_other_versions_on_a_rank_are_wrong():
+    assert doctor.alike(None) == [] and doctor.alike(["torch 2.13.0, numpy 2"] * 3) == []
+    (found,) = doctor.alike(
+        ["torch 2.13.0, numpy 2", "torch 2.13.0, numpy 2", "torch 2.9, numpy 2"]
+    )
+    assert found.level == "wrong"
+    assert "ranks 0 and 2 have different versions (torch 2.13.0 and torch 2.9)" in found.remedy
+
+
+def test_hdf5_that_cannot_be_written_is_wrong(tmp_path):
+    assert doctor.hdf5(tmp_path).level == "good" and not [*tmp_path.iterdir()]
+    assert doctor.hdf5(tmp_path / "none").level == "wrong"
+
+
+def test_one_core_for_eight_slots_is_wrong(tmp_path):
+    """A process pinned to a core, as some launchers do."""
+    pinned = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+    words = [*MAIN, *QUICK, "--devices", "cpu:8"]
+    if not shutil.which("taskset") or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs taskset and two cores")
+    done = subprocess.run(
+        [*pinned, *words], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stdout.rstrip().endswith("not ready")
+    assert "the launcher pins a rank to 1 cores" in done.stdout
+
+
+def test_training_on_ranks_is_compared_with_the_simulator(ranks, one_thread):
+    for level, exact in ranks(2)(trial, 1.0)[:1]:
+        assert level == "good" and exact
+    ((level, exact), _) = ranks(2)(trial, 1.001)
+    assert level == "wrong" and not exact
+
+
+def trial(comm, factor):
+    """The trial run, where rank 1's parameters are scaled."""
+    from mpigossip.analysis import trial_run
+    from mpigossip.cluster.ranks import world
+
+    torch.set_num_threads(1)
+    original = trial_run._trained
+    trial_run._trained = lambda job, w, n: original(job, w, n) * (factor if comm.rank else 1.0)
+    try:
+        with world() as ranks:
+            found = trial_run.compared(ranks, "cpu:1", "ring", 30.0)
+    finally:
+        trial_run._trained = original
+    return found.level, found.data.get("exact")
 
 
 def test_wrong_data_would_be_seen():
