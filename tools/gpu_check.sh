@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Tests and measurements on this machine's GPUs, within ten minutes for one; the table comes last.
-# Installs nothing: uses the python3 on PATH (or PYTHON=…), which needs torch with CUDA, mpi4py
-# with an mpiexec, CuPy for the kernel of the sum and for windows, and pytest for the tests.
-# --gpus N: of N GPUs (default: all).
+# Needs no network: uses the python3 on PATH (or PYTHON=…), which needs torch with CUDA; wheels of
+# what else it lacks lie in tools/gpu/wheels, and are unpacked into build/gpu-site:
+#   pip download --no-deps -d tools/gpu/wheels cattrs attrs mpi4py mpich pytest pluggy iniconfig
+# CuPy, for the kernel of the sum and for windows, where the machine has it.
+# --gpus N: of N GPUs (default: all); --out FOLDER; --from N: go on with row N.
 # Exit code: 0 all good, 1 a test failed or a figure missed its limit, 3 no GPU was found.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -10,4 +12,13 @@ exec </dev/null
 # Settings of an outer job would make mpiexec start ranks elsewhere.
 for name in $(compgen -v | grep -E '^(SLURM_|PMI_|PMIX_|OMPI_COMM_WORLD_)'); do unset "$name"; done
 export OMP_NUM_THREADS=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" tools/gpu/check.py "$@"
+python=${PYTHON:-python3} site="$PWD/build/gpu-site"
+if compgen -G "tools/gpu/wheels/*.whl" >/dev/null; then
+    # --prefix, so that mpich's programs and libraries come along
+    "$python" -m pip install -q --no-index --no-deps --no-warn-script-location --prefix "$site" \
+        tools/gpu/wheels/*.whl || exit 1
+    beside=$("$python" -c "import sys, sysconfig
+print(sysconfig.get_path('purelib', 'posix_prefix', {'base': sys.argv[1]}))" "$site")
+    export PATH="$site/bin:$PATH" PYTHONPATH="$PYTHONPATH:$beside"
+fi
+exec "$python" tools/gpu/check.py "$@"

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,18 +60,18 @@ def all_tests(options, world: World, slots: Sequence[str], devices: str) -> list
             now.append(f"the test of {name}")
             found.append(attempted(world, name, lambda: work(now)))
 
-    test("put", lambda now: puts(world, tried, size, now))
+    test("put", partial(puts, world, tried, size))
     for way in ("read", "put") if several else ():
-        test("windows", lambda now, way=way: windows(world, tried, size, way, now))
+        test("windows", partial(windows, world, tried, size, way))
     if len(slots) * world.nodes.per_node > 1:
         test("node", lambda now: sums(world, slots, options.timeout))
     if several and nodes > 1:
         test("training", lambda now: trial_run.compared(
             world, devices, options.graph, options.timeout
         ))  # fmt: skip
-    test("gpu-aware", lambda now: gpu_awareness(world, slots, now))
+    test("gpu-aware", partial(gpu_awareness, world, slots))
     if several:
-        test("routes", lambda now: found_routes(world, tried, slots, size, now))
+        test("routes", partial(found_routes, world, tried, slots, size))
     return found
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def resolved(
     environ: Mapping[str, str] = os.environ,
     visible: int | None = None,
     on_host: int | None = None,
-) -> tuple[str, int | str]:
+) -> tuple[str, Any]:
     """`node.devices` and `node.ranks_per_node` without "auto", equal on hosts that are alike.
 
     No GPU: "cpu:1", and each rank is a node. One rank: all GPUs that torch sees. Several ranks of a

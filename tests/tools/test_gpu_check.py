@@ -30,9 +30,9 @@ def test_without_a_gpu_it_says_so_and_ends_with_3():
 
 
 def test_a_row_is_rehearsed_on_the_double_and_stands_in_a_file(tmp_path):
-    done = check("--double", "--only", "denormals", "--out", str(tmp_path / "out.md"))
+    done = check("--double", "--only", "denormals", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = json.loads((tmp_path / "out/GPU_RESULTS.json").read_text())
     (row,) = found["rows"]
     assert "the double of a GPU" in found["device"]
     assert row["good"] and row["measured"].startswith("the same bits"), row
@@ -102,3 +102,16 @@ def _lives(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_from_goes_on_with_a_row_whose_number_the_table_has(tool, monkeypatch, tmp_path, capsys):
+    well = "93%", True
+    replaced(tool, monkeypatch, one=well, two=well, three=well)
+    monkeypatch.setattr(tool, "result_of", lambda *_: (1, "a device"))
+    monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(tool, "at_ease", dict)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--from", "2", "--out", str(tmp_path)])
+    assert tool.main() == 0
+    table = capsys.readouterr().out
+    assert "| 3 | three | 93% | a limit | yes |" in table and "| one |" not in table
+    assert "| 2 | two | 93% |" in (tmp_path / "GPU_RESULTS.md").read_text()

@@ -3,8 +3,8 @@
 Every check is a function of measures.py or several.py in processes of its own, under a time limit
 of its own, so that one that fails or hangs says so in its row and leaves the others alone.
 Correctness comes first; what takes several GPUs comes last, and is left out where there is one. The
-table is printed last, whatever happens, put on top of tools/gpu/GPU_RESULTS.md (`--out`) and beside
-it as JSON.
+table is printed last, whatever happens, put on top of GPU_RESULTS.md (in `--out FOLDER`) and beside
+it as JSON; `--from N` goes on with row N.
 `--rehearse` runs what it can on the CPU at small sizes, `--double` on the CPU emulation of CUDA
 that the tests have, to see that it runs; their figures say nothing about GPUs.
 """
@@ -107,7 +107,10 @@ def main() -> int:
     parser.add_argument("--double", action="store_true", help="on the tests' emulation of GPUs")
     parser.add_argument("--gpus", type=int, help="of so many GPUs, the first ones")
     parser.add_argument("--only", default="", help="rows whose text has this word")
-    parser.add_argument("--out", type=Path, help="file that the table is put on top of")
+    parser.add_argument("--from", type=int, default=1, metavar="N", dest="first",
+                        help="go on with the N-th row of the table")  # fmt: skip
+    where = "where GPU_RESULTS.md gets the table on top (default: tools/gpu)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.update(at_ease())
@@ -136,16 +139,18 @@ def run(place: Place, options: argparse.Namespace) -> int:
         device += f"; {sys.executable} lacks {', '.join(lacking)}"
         print(f"{sys.executable} lacks {', '.join(lacking)}: what needs them fails")
     ends = time.monotonic() + TOTAL_S + SEVERAL_S * (gpus > 1)
-    checks, rows = [check for check in CHECKS if options.only in check.title], list[Row]()
+    checks = [check for check in CHECKS[options.first - 1 :] if options.only in check.title]
+    rows: list[Row] = []
     try:
         all_rows(place, rows, ends, checks, gpus)
     except KeyboardInterrupt:
         print("ended from outside")
     rows += [Row(c.title, "not run: ended before", c.limit, None) for c in checks[len(rows) :]]
     text = table(rows, device)
-    out = options.out or (None if place.rehearsed else RESULTS)
-    if out is not None:
+    out = RESULTS if options.out is None else options.out / RESULTS.name
+    if options.out is not None or not place.rehearsed:
         with contextlib.suppress(OSError):
+            out.parent.mkdir(parents=True, exist_ok=True)
             put_on_top(text, out)
             found = {"device": device, "gpus": gpus, "rows": [row._asdict() for row in rows]}
             out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
@@ -231,8 +236,12 @@ def table(rows: list[Row], device: str) -> str:
     """Markdown, with date and device."""
     words = {True: "yes", False: "NO", None: "-"}
     lines = [f"## {datetime.date.today()}, {device}", ""]
-    lines += ["| check | measured | limit | good |", "|---|---|---|---|"]
-    lines += [f"| {r.check} | {r.measured} | {r.limit} | {words[r.good]} |" for r in rows]
+    lines += ["| # | check | measured | limit | good |", "|---|---|---|---|---|"]
+    number = {check.title: k for k, check in enumerate(CHECKS, 1)}
+    lines += [
+        f"| {number.get(r.check, '')} | {r.check} | {r.measured} | {r.limit} | {words[r.good]} |"
+        for r in rows
+    ]
     return "\n".join(lines)
 
 
