@@ -238,6 +238,8 @@ def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 def members(axes: Axes, run: LoggedRun) -> None:
     """When each member of a training that they join and leave was there."""
+    from matplotlib.ticker import MaxNLocator
+
     _dress(axes, "Members", "member")
     times = run.log.steps["time"]
     first, last = np.nanmin(times, axis=0), np.nanmax(times, axis=0)
@@ -246,7 +248,7 @@ def members(axes: Axes, run: LoggedRun) -> None:
     axes.barh(range(run.log.nodes), (last - first) / scale, left=(first - begin) / scale,
               color=run.style["color"], height=0.7)  # fmt: skip
     axes.set_xlabel(f"time since the first member's first step ({word})")
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.invert_yaxis()
 
 
