@@ -112,13 +112,17 @@ class Printer(Hook):
         losses = [loss for loss in self._losses[-WINDOW:] if loss == loss]
         words = [f"step {done}" + (f"/{progress.total_steps}" if progress.total_steps else "")]
         words += [f"loss {number(sum(losses) / len(losses))}"] if losses else []
-        words += [f"{name} {number(mean(value))}" for name, value in self._figures.items()]
+        optional = [f"{name} {number(mean(value))}" for name, value in self._figures.items()]
+        words += optional
         samples = progress.samples_per_step * self._engine.cadence.share
         words += [f"{speed * samples:,.0f} samples/s" if samples else f"{speed:,.1f} steps/s"]
         if progress.total_steps:
             rate = (done - progress.first_step) / max(time.perf_counter() - progress.began, 1e-9)
             words += [f"ETA {clock((progress.total_steps - done) / rate)}"]
-        words += [f"consensus {self._consensus:.1e}", f"exchange+idle {share:.0%}{self._hidden()}"]
+        optional += [f"consensus {self._consensus:.1e}"]
+        words += [optional[-1], f"exchange+idle {share:.0%}{self._hidden()}"]
+        while self._live and len("  ".join(words)) >= self._console.width and optional:
+            words.remove(optional.pop())
         return "  ".join(words)
 
     def _hidden(self) -> str:
