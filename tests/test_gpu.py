@@ -84,7 +84,7 @@ def worst(ranks, n, model, slots, names, *more):
 @pytest.mark.parametrize("memory", ["auto", "host"])
 def test_training_on_a_shared_gpu_is_the_cpus_within_rounding(ranks, slots, memory):
     names = ["dmsgd", "dsgt", "sgp", "parallel"]
-    value, name = worst(ranks, 2, "lenet", slots, names, f"node.gpu_window={memory}")
+    value, name = worst(ranks, 2, "lenet", slots, names, f"node.exchange={memory}")
     assert value <= BAR, name
 
 

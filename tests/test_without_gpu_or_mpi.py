@@ -23,7 +23,7 @@ assert memory.private(16, torch.device("cpu")).numel() == 16
 try:
     memory.private(16, torch.device("cuda", 0))
 except memory.MemoryRefused as error:
-    assert "node.gpu_window" in str(error), error
+    assert "node.exchange" in str(error), error
 from mpigossip.cli import main
 code = main({command!r})
 assert not {{"cupy", "mpi4py"}} & {{name for name, module in sys.modules.items() if module}}

@@ -322,12 +322,12 @@ def routes_of_devices(
     world: World, tried: Graph, slots: Sequence[str], size: int, now: list[str]
 ) -> Finding:
     """The mixer that training uses on these slots: its routes, its time, its results."""
-    from mpigossip.mixing.windows import Windows
+    from mpigossip.mixing.synchronous import Synchronous
 
     now.append("opening windows on GPU memory")
     width = max(size // 4 // len(slots), 1)
     layout = Layout((width,) * len(slots), devices=tuple(slots))
-    mixer = Windows(tried, layout, world, on_devices=True)
+    mixer = Synchronous(tried, layout, world, on_devices=True)
     routes = mixer.routes
     return _judge_routes(
         world, routes, tried, _try_out(world, tried, mixer, now, "GPU memory"), size
@@ -382,7 +382,7 @@ def gpu_awareness(world: World, slots: Sequence[str], now: list[str]) -> Finding
     if works:
         return Finding("gpu-aware", why, data=data)
     if any(said.values()):
-        remedy = f'{why}: set node.gpu_window = "host" in every job'
+        remedy = f'{why}: set node.exchange = "host" in every job'
         return Finding("gpu-aware", text, "wrong", remedy, data)
     remedy = "messages pass through host memory; a GPU-aware MPI of the site would be faster"
     return Finding("gpu-aware", text, "note", remedy, data)

@@ -12,13 +12,15 @@ SETTINGS = {
     "algorithm.form": "leave it out; NoLoCo sends one vector, of the same sum as the paper's two",
     "node.overlap": "layers are no longer sent during backward; leave it out (a method that is "
     'ahead, such as algorithm "dsgd" with style = "awc", hides the entire exchange)',
+    "node.gpu_window": 'write node.exchange; its "device" is "windows" there, and "auto", "nccl" '
+    'and "host" are what they were',
     'node.mixer = "product"': 'use "synchronous", which has the bits of ranks',
     "study.together": "leave it out; seeds run side by side, one process each",
 }
 """By `section.key`, or by `section.key = "value"` where one value was removed; `study` stands for
 the keys of a study's file."""
 DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
-    ("node", ""): {"overlap": True},
+    ("node", ""): {"overlap": True, "gpu_window": "auto"},
     ("algorithm", "noloco"): {"form": "one_vector"},
     ("algorithm", "detag"): {"tracker": "stale", "momentum": "new"},
 }

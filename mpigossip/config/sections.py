@@ -251,9 +251,9 @@ class NodeSection:
     channels_last: Literal["auto", "always", "never"] = "auto"
     """Weights of convolutions lie channels last, and cuDNN chooses algorithms by trying them, so
     that a run's last bits may differ from another's; auto: on NVIDIA's GPUs."""
-    gpu_window: Literal["auto", "device", "nccl", "host"] = "auto"
-    """How GPU memory gets to other nodes: by MPI from device to device, by NCCL, through host
-    memory; auto: the first of these that is proven to work."""
+    exchange: Literal["auto", "windows", "messages", "nccl", "host"] = "auto"
+    """Transport of GPU memory to other nodes: MPI_Put from device to device, MPI messages
+    likewise, NCCL, or windows in pinned host memory; auto: the fastest that is proven to work."""
     mixer: Text = "synchronous"
     """"synchronous": neighbours' models of the same round; "asynchronous": their newest whole
     copies, without waiting."""

@@ -28,7 +28,7 @@ class Clock:
 
     def lap(self, name: str) -> None:
         """Book the time since the last lap."""
-        at, waited = time.perf_counter(), self._mixer.waited
+        at, waited = time.perf_counter(), self._mixer.wait_seconds
         idle = min(waited - self._waited, at - self._at)
         self.seconds[name] += at - self._at - idle
         self.seconds["idle_s"] += idle
@@ -36,7 +36,7 @@ class Clock:
 
     def skip(self) -> None:
         """The time since the last lap is none of the step's."""
-        self._at, self._waited = time.perf_counter(), self._mixer.waited
+        self._at, self._waited = time.perf_counter(), self._mixer.wait_seconds
 
     def end(self) -> dict[str, float]:
         """The seconds of the step, which is over."""

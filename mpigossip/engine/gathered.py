@@ -52,14 +52,14 @@ class Gathered:
         self.bytes_sent, self.staleness = self._inner.bytes_sent, self._inner.staleness
 
     @property
-    def flown(self) -> float:
+    def exchange_seconds(self) -> float:
         """Seconds that the shard's exchanges took in a thread of their own."""
-        return self._inner.flown
+        return self._inner.exchange_seconds
 
     @property
-    def waited(self) -> float:
+    def wait_seconds(self) -> float:
         """Seconds spent waiting for other nodes."""
-        return self._inner.waited
+        return self._inner.wait_seconds
 
     def outbox(self, t: int) -> Segments:
         """Arrays (1, P) to fill whole."""

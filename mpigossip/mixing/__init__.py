@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 MIXERS = {
     ("synchronous", "process"): "simulated.Simulated",
     ("asynchronous", "process"): "delayed.Delayed",
-    ("synchronous", "ranks"): "windows.Windows",
+    ("synchronous", "ranks"): "synchronous.Synchronous",
     ("asynchronous", "ranks"): "asynchronous.Asynchronous",
-    ("synchronous", "survivors"): "messages.Messages",
-    ("synchronous", "devices"): "windows.Windows",
+    ("synchronous", "survivors"): "synchronous.Surviving",
+    ("synchronous", "devices"): "synchronous.Synchronous",
 }
 """Mixers by what is asked for (`node.mixer`) and by where the nodes are: all in this process, one
 a rank, ranks of which some may be lost, ranks whose slots are GPUs."""
@@ -40,7 +40,7 @@ def open_mixer(
     mixer: str = "synchronous",
     *,
     same_host: str = "read",
-    gpu_window: str = "auto",
+    exchange: str = "auto",
     timeout_s: float = 300.0,
     ages: Ages | None = None,
 ) -> Mixer:
@@ -50,7 +50,7 @@ def open_mixer(
     of the options that its constructor names.
     """
     given = {
-        "world": world, "same_host": same_host, "gpu_window": gpu_window, "timeout_s": timeout_s,
+        "world": world, "same_host": same_host, "exchange": exchange, "timeout_s": timeout_s,
         "ages": ages,
     }  # fmt: skip
     made = mixer_class(mixer, _where(layout, world))

@@ -25,11 +25,10 @@ from mpi4py import MPI
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.world import World
-from mpigossip.mixing.averages import OfRank
+from mpigossip.mixing.averages import CUT, OfRank, average_message
 from mpigossip.mixing.base import Kind, Layout, Segments, traffic
 from mpigossip.mixing.delayed import flow, readers
-from mpigossip.mixing.host.push import CUT
-from mpigossip.mixing.progress_thread import Courier
+from mpigossip.mixing.progress_thread import ProgressThread
 
 BEGUN, DONE, ROUND, INCLUDED = 0, 1, 2, 3
 """Words (int64) at the head of a rank's window: the counter that is raised before the model is
@@ -87,7 +86,7 @@ class Asynchronous(OfRank):
         super().__init__(graph, layout, world, timeout_s)
         self.torn, self.skipped = 0, 0
         self._open_window()
-        self._courier = Courier(
+        self._thread = ProgressThread(
             self._comm,
             threaded=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
             poll=len(set(world.hosts)) > 1,
@@ -104,10 +103,10 @@ class Asynchronous(OfRank):
     @property
     def threaded(self) -> bool:
         """Whether any thread may make its rounds, one at a time."""
-        return self._courier.threaded
+        return self._thread.threaded
 
     @staticmethod
-    def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
+    def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
         """Memory: the published model, a result (two for averages), copies, places of deposits.
 
         A copy for each source of a round, a place for each reader of any round.
@@ -161,14 +160,14 @@ class Asynchronous(OfRank):
         self._window.Sync()
         self._words[DONE] = self._words[BEGUN]
         self._window.Sync()
-        ticket = None
+        future = None
         if kind is Kind.GOSSIP:
             nodes = self.graph.neighbours(t, self.rank)[0]
-            ticket = self._courier.submit(lambda: self._read_all(nodes))
-        self._round = kind, t, ticket
+            future = self._thread.submit(lambda: self._read_all(nodes))
+        self._round = kind, t, future
 
     def _read_all(self, nodes) -> None:
-        """The newest copy of each node; runs in the courier."""
+        """The newest copy of each node; runs in the progress thread."""
         for copy, j in zip(self._copies, map(int, nodes), strict=False):
             for _ in range(TRIES):
                 self._read(copy, j)
@@ -197,7 +196,7 @@ class Asynchronous(OfRank):
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
         """``sent`` and ``mixed`` of the open round."""
-        kind, t, ticket = self._round
+        kind, t, future = self._round
         self._round = None
         if kind is Kind.LOCAL:
             return self._out, self._out
@@ -205,7 +204,7 @@ class Asynchronous(OfRank):
         if kind is Kind.GLOBAL:
             self._finish_global(t)
         else:
-            self._courier.wait(ticket, f"round {t}")
+            self._thread.wait(future, f"round {t}")
             self._finish_gossip(t)
         return self._out, self.layout.views(self._result)
 
@@ -228,7 +227,7 @@ class Asynchronous(OfRank):
         self._take_in()
         self.bytes_sent[0] += 2 * len(seen) * self.layout.nbytes
         if deposits:
-            self._pushed = self._courier.submit(lambda: self._deposit(deposits))
+            self._pushed = self._thread.submit(lambda: self._deposit(deposits))
 
     def _may_take(self, copy: Copy, j: int) -> bool:
         """Whether there is a whole copy that includes this rank's last deposit."""
@@ -236,7 +235,7 @@ class Asynchronous(OfRank):
         return published and copy.head[INCLUDED - ROUND + self.rank] == self._made[j]
 
     def _deposit(self, deposits: list[tuple[int, int, torch.Tensor]]) -> None:
-        """Put what was taken into the places for it, then ring; runs in the courier."""
+        """Put what was taken into the places for it, then ring; runs in the progress thread."""
         for j, number, message in deposits:
             base = self._places_at + self._readers[j].index(self.rank) * self._stride
             for at in range(0, message.numel(), CUT):
@@ -265,12 +264,13 @@ class Asynchronous(OfRank):
         self.bytes_sent[0] += traffic(self.graph, Kind.GLOBAL, t, self.rank, self.layout.nbytes)
         self._arrive()
         self._take_in()
-        self._waited += self._average_whole(self._comm, self._result.clone(), self._result)
+        own, out = (m.split(self.layout.slot_bytes) for m in (self._result.clone(), self._result))
+        self._waited += average_message(self.layout, self.rank, self.n, own, out, self._swap)
 
     def _arrive(self) -> None:
         """Wait until every rank's deposits lie in their places."""
         if self._pushed is not None:
-            self._courier.wait(self._pushed, "the last deposits")
+            self._thread.wait(self._pushed, "the last deposits")
         self._meet("a meeting of all ranks")
 
     def pending(self) -> Segments:
@@ -292,7 +292,7 @@ class Asynchronous(OfRank):
         if self._round is not None:
             self.finish()
         self._arrive()
-        self._courier.close()
+        self._thread.close()
         self._out, self._copies = None, []
         del self._memory, self._message, self._words, self._bells
         close_window(self._window, self._comm)

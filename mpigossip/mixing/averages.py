@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -14,72 +15,82 @@ from mpigossip.mixing.combine import combine
 from mpigossip.mixing.notifications import called, everybody, wait_all
 
 AVERAGE = 21
+CUT = 1 << 30
+"""Bytes of one MPI call: longer messages are cut, as many MPIs count elements in 32 bits."""
 SHARE = 1 << 18
 """Elements that a rank sums at once in an exact average: n times as many are in memory."""
 
 
-Swap = Callable[[dict[int, torch.Tensor], dict[int, torch.Tensor]], float]
-"""Brings arrays to other ranks, and theirs here; contiguous, by rank. Seconds waited."""
+Arrays = Sequence[torch.Tensor]
+ByRank = dict[tuple[int, int], torch.Tensor]
+"""Contiguous arrays by the other rank and the slot."""
+Swap = Callable[[ByRank, ByRank], float]
+"""Sends arrays to other ranks and receives theirs; seconds waited."""
 
 
 def average(
-    comm: MPI.Comm,
-    own: torch.Tensor,
-    out: torch.Tensor,
-    timeout_s: float,
+    rank: int,
+    n: int,
+    own: Arrays,
+    out: Arrays,
+    swap: Swap,
     *,
     share: int = SHARE,
-    room: Callable[[int], torch.Tensor] | None = None,
-    swap: Swap | None = None,
+    rooms: Arrays | None = None,
+    on: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> float:
-    """``out = (Σ_j own_j) / n`` over the ranks of ``comm``, in rank order; seconds waited.
+    """``out = (Σ_j own_j) / n`` over n ranks, in rank order; seconds waited.
 
-    ``own`` and ``out`` are contiguous arrays (p,) of equal dtype. Piece by piece a
+    ``own`` and ``out``: for each slot contiguous arrays (p,) of equal dtype. Piece by piece a
     reduce-scatter (rank r sums chunk r in rank order) and an all-gather: each rank sends
-    2(n−1)/n of the vector, and all ranks hold the same bits. Arrays on a GPU need ``room(count)``,
-    memory there that others may write, and ``swap``, which knows what still computes there.
+    2(n−1)/n of the vector, and all ranks hold the same bits. Arrays on GPUs need ``rooms``, n
+    shares there that others may write, and ``on``, the context of a slot's sums.
     """
-    rank, n = comm.rank, comm.size
-    swap = swap or partial(swapped, comm, timeout_s)
     waited, peers = 0.0, [j for j in range(n) if j != rank]
-    most = max(1, min(share, -(-own.numel() // n)))
-    scratch = (room(n * most) if room else torch.empty(n * most, dtype=own.dtype)).view(n, most)
-    for begin in range(0, own.numel(), n * most):
+    slots, count = range(len(own)), own[0].numel()
+    most = max(1, min(share, -(-count // n)))
+    rooms = rooms or [torch.empty(n * most, dtype=one.dtype) for one in own]
+    scratch = [room[: n * most].view(n, most) for room in rooms]
+    for begin in range(0, count, n * most):
         piece = slice(begin, begin + n * most)
         # chunk() may give fewer than n parts: the ranks behind them have nothing to sum
-        mine, whole = own[piece].chunk(n), out[piece].chunk(n)
-        width = mine[rank].numel() if rank < len(mine) else 0
+        mine, whole = ([one[piece].chunk(n) for one in arrays] for arrays in (own, out))
+        parts = len(mine[0])
+        width = mine[0][rank].numel() if rank < parts else 0
+        from_all = [(j, s) for s in slots for j in peers if width]
+        from_others = [(j, s) for s in slots for j in peers if j < parts]
         # everyone's chunk `rank` comes here, and this rank's other chunks go to those who sum them
-        sent = {j: mine[j] for j in peers if j < len(mine)}
-        waited += swap(sent, {j: scratch[j, :width] for j in peers if width})
-        if width:
-            terms = [mine[rank] if j == rank else scratch[j, :width] for j in range(n)]
-            rows = [term.unsqueeze(0) for term in terms]
-            combine([1 / n] * n, rows, whole[rank].unsqueeze(0))
+        sent = {(j, s): mine[s][j] for j, s in from_others}
+        waited += swap(sent, {(j, s): scratch[s][j, :width] for j, s in from_all})
+        for s in slots if width else ():
+            terms = [mine[s][rank] if j == rank else scratch[s][j, :width] for j in range(n)]
+            with on(s):
+                rows = [term.unsqueeze(0) for term in terms]
+                combine([1 / n] * n, rows, whole[s][rank].unsqueeze(0))
         # the sum goes to everyone, and theirs come straight into the result
-        sent = {j: whole[rank] for j in peers if width}
-        waited += swap(sent, {j: whole[j] for j in peers if j < len(whole)})
+        sent = {(j, s): whole[s][rank] for j, s in from_all}
+        waited += swap(sent, {(j, s): whole[s][j] for j, s in from_others})
     return waited
 
 
 def average_message(
-    comm: MPI.Comm, layout: Layout, message: torch.Tensor, result: torch.Tensor, timeout_s: float
+    layout: Layout, rank: int, n: int, message: Arrays, result: Arrays, swap: Swap
 ) -> float:
-    """The exact average of messages, uint8 as the layout says; seconds waited."""
+    """The exact average of messages in host memory, for each slot uint8; seconds waited."""
     waited = 0.0
-    for dtype, part in layout.parts:
-        own, out = message[part].view(dtype), result[part].view(dtype)
-        waited += average(comm, own, out, timeout_s)
+    for dtype, part in layout.slot_parts:
+        own, out = ([one[part].view(dtype) for one in each] for each in (message, result))
+        waited += average(rank, n, own, out, swap)
     return waited
 
 
-def gather(comm: MPI.Comm, own: torch.Tensor, everyone: torch.Tensor, swap: Swap) -> float:
-    """Fill ``everyone``, (n, bytes) by rank, with all ranks' ``own``, uint8; seconds waited.
+def gather(rank: int, own: Arrays, everyone: Arrays, swap: Swap) -> float:
+    """Fill ``everyone``, for each slot (n, bytes) by rank, with all ranks' ``own``, uint8.
 
-    The row of this rank is left as it is.
+    Seconds waited. The row of this rank is left as it is.
     """
-    peers = [j for j in range(comm.size) if j != comm.rank]
-    return swap({j: own for j in peers}, {j: everyone[j] for j in peers})
+    keys = [(j, s) for s in range(len(own)) for j in range(len(everyone[0])) if j != rank]
+    return swap({(j, s): own[s] for j, s in keys}, {(j, s): everyone[s][j] for j, s in keys})
 
 
 def raw(memory: torch.Tensor) -> MPI.buffer:
@@ -87,18 +98,16 @@ def raw(memory: torch.Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())
 
 
-def swapped(
-    comm: MPI.Comm, timeout_s: float, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor]
-) -> float:
-    """Bring arrays to other ranks and theirs here, by rank, by MPI's messages; seconds waited."""
+def swap_by_messages(comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank) -> float:
+    """Send arrays to other ranks and receive theirs by MPI's messages; seconds waited."""
 
-    def say(rank: int) -> str:
-        return f"global average: {called(comm, rank)} doesn't answer"
+    def late(key: tuple[int, int]) -> str:
+        return f"global average: {called(comm, key[0])} doesn't answer"
 
-    received = {j: comm.Irecv(raw(memory), j, AVERAGE) for j, memory in into.items()}
-    sent = {j: comm.Isend(raw(memory), j, AVERAGE) for j, memory in out.items()}
-    waited = wait_all(received, timeout_s, say, comm=comm)
-    return waited + wait_all(sent, timeout_s, say, comm=comm)
+    received = {key: comm.Irecv(raw(memory), key[0], AVERAGE) for key, memory in into.items()}
+    sent = {key: comm.Isend(raw(memory), key[0], AVERAGE) for key, memory in out.items()}
+    waited = wait_all(received, timeout_s, late, comm=comm)
+    return waited + wait_all(sent, timeout_s, late, comm=comm)
 
 
 class OfRank(Common):
@@ -117,13 +126,13 @@ class OfRank(Common):
         super().__init__(graph, layout, range(world.rank, world.rank + 1))
         self.rank, self._comm, self._timeout_s = world.rank, world.duplicate(), timeout_s
         self._comm.timeout_s = timeout_s
-        self._beside = world.beside
+        self._swap = partial(swap_by_messages, self._comm, timeout_s)
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits."""
         own = x[0].contiguous().cpu()
         out = torch.empty_like(own)
-        average(self._comm, own, out, self._timeout_s)
+        average(self.rank, self.n, [own], [out], self._swap)
         return out.to(x.device)
 
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
@@ -134,7 +143,3 @@ class OfRank(Common):
         say = "average of scalars: a rank is late"
         wait_all({0: request}, self._timeout_s, lambda _: say, everybody)
         return combine([1 / n] * n, list(rows.split(1)), torch.empty_like(own))[0]
-
-    def _average_whole(self, comm: MPI.Comm, message: torch.Tensor, result: torch.Tensor) -> float:
-        """The exact average of messages, uint8 as the layout says; seconds waited."""
-        return average_message(comm, self.layout, message, result, self._timeout_s)

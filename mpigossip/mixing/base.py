@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpigossip.mixing.wire import FP32, Stretch, Wire
+from mpigossip.mixing.wire import FP32, Wire
 
 Segments = list[tuple[torch.Tensor, ...]]
 """Per slot: the vectors, arrays (rows, p), then the scalars, float64 arrays (rows, 1)."""
@@ -25,10 +25,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Layout:
-    """The shape of what a node sends in a round: ``vectors`` arrays of every width, ``scalars``.
+    """The message of a node in a round: for each slot ``vectors`` arrays, then ``scalars``.
 
-    ``widths`` are the shard lengths in elements, one a slot; an L-slot node sends L segments.
-    ``wire`` encodes the vectors on their way (whole buckets of float32 only); the simulator takes
+    ``widths`` are the shard lengths in elements, one a slot, all equal; each slot's bytes are
+    contiguous. ``wire`` encodes the vectors (whole buckets of float32 only); the simulator takes
     any ``dtype``. ``first`` are the shards' first columns in the node's vector, by which a wire
     draws: unset, they are all of it.
     """
@@ -41,15 +41,37 @@ class Layout:
     dtype: torch.dtype = torch.float32
     first: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if len(set(self.widths)) != 1:
+            raise ValueError(f"shards of a node must have equal widths, got {self.widths}")
+
+    @property
+    def slots(self) -> int:
+        """Number of the node's slots that this process sends for."""
+        return len(self.widths)
+
     def begin(self, slot: int) -> int:
-        """The first column of a shard in the node's vector."""
+        """Return the first column of a shard in the node's vector."""
         return self.first[slot] if self.first else sum(self.widths[:slot])
+
+    def vector_bytes(self, columns: int) -> int:
+        """Return the bytes on the wire of so many columns of a vector."""
+        return self.dtype.itemsize * columns if self.wire.exact else self.wire.nbytes(columns)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot's message in memory: its vectors in full, scalars in float64."""
+        return self.dtype.itemsize * self.vectors * self.widths[0] + 8 * self.scalars
+
+    @property
+    def slot_sent_bytes(self) -> int:
+        """Bytes of one slot's message on the wire."""
+        return self.vectors * self.vector_bytes(self.widths[0]) + 8 * self.scalars
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one node's message in memory: its vectors in full, scalars in float64."""
-        vectors = self.dtype.itemsize * self.vectors * sum(self.widths)
-        return vectors + 8 * self.scalars * len(self.widths)
+        """Bytes of one node's message in memory."""
+        return self.slots * self.slot_bytes
 
     @property
     def raw_bytes(self) -> int | None:
@@ -59,53 +81,47 @@ class Layout:
     @property
     def sent_bytes(self) -> int:
         """Bytes of one node's message on the wire."""
-        if self.wire.exact:
-            return self.nbytes
-        vectors = self.vectors * sum(map(self.wire.nbytes, self.widths))
-        return vectors + 8 * self.scalars * len(self.widths)
+        return self.slots * self.slot_sent_bytes
 
     @property
-    def stretches(self) -> list[Stretch]:
-        """All of the message, in the order in which it is sent: vectors, then scalars."""
-        last, slots = self.vectors + self.scalars, range(len(self.widths))
-        vectors = [(s, v, slice(0, self.widths[s])) for s in slots for v in range(self.vectors)]
-        return vectors + [(s, k, slice(0, 1)) for s in slots for k in range(self.vectors, last)]
+    def fields(self) -> list[tuple[int, slice]]:
+        """A slot's vectors, then its scalars, in the order sent: (index, all of its columns)."""
+        vectors = [(k, slice(0, self.widths[0])) for k in range(self.vectors)]
+        return vectors + [(self.vectors + k, slice(0, 1)) for k in range(self.scalars)]
 
-    def vector_bytes(self, columns: int) -> int:
-        """Bytes on the wire of so many columns of a vector."""
-        return self.dtype.itemsize * columns if self.wire.exact else self.wire.nbytes(columns)
+    def offset(self, field: int) -> int:
+        """Return where in a slot's encoded message a vector or scalar begins."""
+        before = min(field, self.vectors)
+        return before * self.vector_bytes(self.widths[0]) + 8 * (field - before)
 
-    def place(self, slot: int, part: int) -> int:
-        """Where in the encoded message a slot's vector or (part ≥ vectors) scalar begins."""
-        encoded = list(map(self.wire.nbytes, self.widths))
-        if part < self.vectors:
-            return self.vectors * sum(encoded[:slot]) + part * encoded[slot]
-        index = slot * self.scalars + part - self.vectors
-        return self.vectors * sum(encoded) + 8 * index
+    @property
+    def slot_parts(self) -> list[tuple[torch.dtype, slice]]:
+        """The ranges of one type in a slot's message in memory, as (dtype, bytes from-to)."""
+        scalars_at = self.slot_bytes - 8 * self.scalars
+        parts = [(self.dtype, slice(0, scalars_at))]
+        if self.scalars:
+            parts.append((torch.float64, slice(scalars_at, self.slot_bytes)))
+        return parts
 
     @property
     def parts(self) -> list[tuple[torch.dtype, slice]]:
-        """The message's stretches of one type, as (dtype, bytes from-to)."""
-        scalars_at = self.dtype.itemsize * self.vectors * sum(self.widths)
-        parts = [(self.dtype, slice(0, scalars_at))]
-        if self.scalars:
-            parts.append((torch.float64, slice(scalars_at, self.nbytes)))
-        return parts
+        """The ranges of one type in the node's message in memory."""
+        begins = range(0, self.nbytes, self.slot_bytes) if self.nbytes else ()
+        return [
+            (dtype, slice(at + part.start, at + part.stop))
+            for at in begins
+            for dtype, part in self.slot_parts
+        ]
+
+    def slot_views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Cut one slot's message, uint8 of ``slot_bytes`` bytes, into arrays of one row."""
+        floats, *doubles = (memory[part].view(dtype) for dtype, part in self.slot_parts)
+        vectors = floats.view(self.vectors, 1, self.widths[0]).unbind()
+        return (*vectors, *(scalar.view(1, 1) for array in doubles for scalar in array))
 
     def views(self, memory: torch.Tensor) -> Segments:
         """Cut one node's message, uint8 of ``nbytes`` bytes, into segments of one row."""
-        floats, *doubles = (memory[part].view(dtype) for dtype, part in self.parts)
-        segments, at = [], 0
-        for slot, width in enumerate(self.widths):
-            parts = []
-            for _ in range(self.vectors):
-                parts.append(floats[at : at + width].view(1, width))
-                at += width
-            for k in range(self.scalars):
-                index = slot * self.scalars + k
-                parts.append(doubles[0][index : index + 1].view(1, 1))
-            segments.append(tuple(parts))
-        return segments
+        return [self.slot_views(one) for one in memory.split(self.slot_bytes)]
 
     def empty(self, rows: int) -> Segments:
         """New uninitialized segments for ``rows`` nodes, each on its slot's device."""
@@ -146,14 +162,14 @@ class Mixer(Protocol):
         """Which nodes live here."""
 
     @property
-    def flown(self) -> float:
+    def exchange_seconds(self) -> float:
         """Seconds that exchanges took so far in a thread of their own; 0 where there is none.
 
         What of them wasn't waited for was hidden behind computing.
         """
 
     @property
-    def waited(self) -> float:
+    def wait_seconds(self) -> float:
         """Seconds spent waiting for other nodes so far."""
 
     def outbox(self, t: int) -> Segments:
@@ -188,7 +204,7 @@ class Mixer(Protocol):
         """
 
     def close(self) -> None:
-        """Finish an open round, take in outstanding tokens, free the memory; collective."""
+        """Finish an open round, receive outstanding notifications, free the memory; collective."""
 
 
 class Common:
@@ -204,17 +220,17 @@ class Common:
         self._waited = 0.0
 
     @property
-    def flown(self) -> float:
-        """Seconds that the communication thread was busy so far; 0 where there is none."""
+    def exchange_seconds(self) -> float:
+        """Seconds that the progress thread was busy so far; 0 where there is none."""
         return 0.0
 
     @property
-    def waited(self) -> float:
+    def wait_seconds(self) -> float:
         """Seconds spent waiting for other nodes so far."""
         return self._waited
 
     @staticmethod
-    def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
+    def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
         """:meth:`memory` of a mixer that isn't opened: the one formula; unused purposes are 0.
 
         ``near``: for each node those whose memory it reads, itself too; unset: none at all.
@@ -223,7 +239,7 @@ class Common:
 
     def memory(self, averages: bool = True) -> dict[str, int]:
         """Bytes by purpose that the messages of one of the nodes here take, at most."""
-        return self.holds(self.graph, self.layout, self.rows[0], self._near, averages)
+        return self.estimate_memory(self.graph, self.layout, self.rows[0], self._near, averages)
 
 
 def is_average(graph, t: int) -> bool:

@@ -7,13 +7,16 @@ give the same bits as torch's operations below.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
-from mpigossip.mixing.base import Layout, Segments
+from mpigossip.mixing.base import Layout
 from mpigossip.mixing.kernels import gpu_sum, native
-from mpigossip.mixing.wire import Stretch, decode
+from mpigossip.mixing.wire import Field, decode
 
+Source: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+"""A slot's message: encoded, uint8, or its vectors and scalars."""
 BLOCK = 1 << 15
 """Elements that one pass of :func:`combine` touches: three such blocks stay in a core's cache."""
 
@@ -31,8 +34,10 @@ def combine(
     vector length and offset gives the same bits. ``out`` may be the memory of ``arrays[1]``.
     The result is written to ``copies`` too, while it is in the cache.
     """
-    if out.is_cuda and not copies and gpu_sum.combine(weights, arrays, out):
-        return out
+    if out.is_cuda:
+        if not copies and gpu_sum.combine(weights, arrays, out):
+            return out
+        arrays = [array.to(out.dtype) for array in arrays]
     if not out.is_cuda and native.combine(weights, arrays, (out, *copies)):
         return out
     uniform = all(weight == weights[0] for weight in weights)
@@ -84,23 +89,27 @@ def _sum_weighted(
 def add_up(
     layout: Layout,
     weights: Sequence[float],
-    sources: Sequence[Segments | torch.Tensor],
-    out: Segments,
-    stretches: Sequence[Stretch],
+    sources: Sequence[Source],
+    out: Sequence[torch.Tensor],
+    fields: Sequence[Field],
 ) -> None:
-    """The one sum over stretches of messages; a tensor among ``sources`` is an encoded one."""
+    """The one sum over fields of a slot's messages; a tensor among ``sources`` is an encoded one.
+
+    Blocks are small on the CPU, so that what is decoded stays in the cache.
+    """
     encoded = any(isinstance(source, torch.Tensor) for source in sources)
-    for slot, part, whole in stretches:
-        step = BLOCK if encoded else max(1, whole.stop - whole.start)
+    blocks = encoded and out[0].device.type == "cpu"
+    for field, whole in fields:
+        step = BLOCK if blocks else max(1, whole.stop - whole.start)
         for begin in range(whole.start, whole.stop, step):
             columns = slice(begin, min(begin + step, whole.stop))
             arrays = [
-                decode(layout, source, slot, part, columns)
+                decode(layout, source, field, columns)
                 if isinstance(source, torch.Tensor)
-                else _columns(source[slot][part], columns)
+                else _columns(source[field], columns)
                 for source in sources
             ]
-            combine(weights, arrays, _columns(out[slot][part], columns))
+            combine(weights, arrays, _columns(out[field], columns))
 
 
 def _columns(array: torch.Tensor, columns: slice) -> torch.Tensor:

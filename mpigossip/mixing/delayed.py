@@ -57,7 +57,7 @@ class Delayed(Simulated):
         self._absorbed: dict[tuple[int, int], int] = {}
 
     @staticmethod
-    def holds(graph, layout: Layout, node: int, near: Sequence = (), averages: bool = True):
+    def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
         """Memory: an outbox, a result, the past of its outbox, deposits of its readers."""
         return {
             "outbox": layout.nbytes,

@@ -1,4 +1,4 @@
-"""The communication thread: it can be given up at a deadline, as a call of MPI may never return."""
+"""The progress thread: it can be given up at a deadline, as a call of MPI may never return."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import LateError, excused
 from mpigossip.mixing.kernels.waiting import Bell, rest
 
 IDLE = 23
+"""Tag of a message from a rank to itself."""
 LEAVE_S = 1.0
-"""Seconds that the communication thread has at the end of a program that didn't close it."""
+"""Seconds that the progress thread has at the end of a program that didn't close it."""
 
 
-class Courier:
-    """The communication thread: runs jobs in order, keeps MPI moving, and can be given up.
+class ProgressThread:
+    """The progress thread: runs jobs in order, keeps MPI moving, and can be given up.
 
     Without ``threaded`` a job runs where it is submitted (an MPI below THREAD_MULTIPLE).
     With ``poll`` the idle thread enters MPI now and then, as one-sided messages over plain
@@ -41,12 +43,14 @@ class Courier:
         poll: bool,
         timeout_s: float,
         cores: frozenset[int] = frozenset(),
+        device: str = "cpu",
     ):
         """Start the thread, if any; it is a daemon, so a stuck MPI call can't hold the exit.
 
-        ``cores``: where it runs; none: where the scheduler likes.
+        ``cores``: where it runs; none: where the scheduler likes. ``device``: a GPU that is to be
+        current in it before anything else, as MPI libraries look for a context.
         """
-        self._cores = cores
+        self._cores, self._device = cores, device
         self.threaded, self._comm, self._timeout_s = threaded, comm, timeout_s
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -54,28 +58,28 @@ class Courier:
         """seconds that jobs took so far, their waiting for other nodes included"""
         self._bell = Bell()
         self._never = [self._to_come()] if threaded and poll else []
-        self._thread = threading.Thread(target=self._work, name="mpigossip-courier", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="mpigossip-progress", daemon=True)
         if threaded:
             self._thread.start()
             # before MPI is finalized, should nobody close it
             atexit.register(self._leave)
 
     def _to_come(self) -> MPI.Request:
-        """A message from itself, sent when the courier closes: looking for it keeps MPI moving."""
+        """A message from itself, sent when the thread closes: looking for it keeps MPI moving."""
         return self._comm.Irecv(np.empty(1, np.uint8), self._comm.rank, IDLE)
 
     def submit(self, work: Callable[[], object]) -> Future:
         """Queue a job; without a thread it is done when this returns, and its error raised."""
-        ticket: Future = Future()
+        future: Future = Future()
         if self.threaded:
-            self._jobs.put((work, ticket))
+            self._jobs.put((work, future))
             self.wake()
         else:
-            self._run(work, ticket)
-            ticket.result()
-        return ticket
+            self._run(work, future)
+            future.result()
+        return future
 
-    def _run(self, work: Callable[[], object], ticket: Future) -> None:
+    def _run(self, work: Callable[[], object], future: Future) -> None:
         """Do a job; after one that failed, none is done: whoever waits next learns why."""
         began = time.perf_counter()
         try:
@@ -85,11 +89,11 @@ class Courier:
             self._failure = error
         self.busy += time.perf_counter() - began
         if self._failure is None:
-            ticket.set_result(None)
+            future.set_result(None)
         else:
-            ticket.set_exception(self._failure)
+            future.set_exception(self._failure)
 
-    def wait(self, ticket: Future, what: str) -> float:
+    def wait(self, future: Future, what: str) -> float:
         """Wait until the job is done, seconds returned; raise what it raised.
 
         LateError where the thread itself doesn't come back from MPI.
@@ -99,7 +103,7 @@ class Courier:
         limit = self._timeout_s * 2.5 + 5
         while True:
             try:
-                error = ticket.exception(limit)
+                error = future.exception(limit)
                 break
             except TimeoutError:
                 if not excused():
@@ -110,6 +114,8 @@ class Courier:
         return time.perf_counter() - began
 
     def _work(self) -> None:
+        if self._device.startswith("cuda"):
+            torch.cuda.set_device(torch.device(self._device))
         if self._cores:
             with contextlib.suppress(OSError):  # a core was taken away meanwhile
                 os.sched_setaffinity(0, self._cores)

@@ -19,11 +19,11 @@ BUCKET = 512
 """Columns that are encoded together; shards are multiples of it."""
 CHUNK = 1 << 18
 """Columns that stand together in an encoded vector: chunk after chunk, so that it can be sent and
-decoded by pieces; a multiple of 4096, so that a chunk's bytes are a multiple of eight."""
+decoded by chunks; a multiple of 4096, so that a chunk's bytes are a multiple of eight."""
 
 
-Stretch = tuple[int, int, slice]
-"""Part of a message: slot, vector (or, from the number of vectors on, scalar), columns."""
+Field = tuple[int, slice]
+"""Part of a slot's message: vector (or, from the number of vectors on, scalar), columns."""
 
 
 class Wire(NamedTuple):
@@ -117,36 +117,46 @@ FP32 = Wire("fp32", (), lambda buckets, words: [], lambda codes, out: None)
 
 
 def encode(
-    layout,
-    segments,
-    nodes,
-    exchange: int,
-    codes: torch.Tensor | None,
-    stretches: Sequence[Stretch] | None = None,
+    layout, segments, nodes, exchange: int, codes=None, fields: Sequence[Field] | None = None
 ) -> None:
     """Quantize the messages of ``nodes``, one a row of ``segments``, in place.
 
-    ``codes``: where the encoded message of a single node goes, uint8 (layout.sent_bytes,); None
-    where only the values are wanted. Scalars travel as they are. ``stretches`` (of whole chunks)
-    limit it to a part of the message.
+    ``codes``: where the encoded message of a single node goes, for each slot uint8; None where
+    only the values are wanted. Scalars are sent as they are. ``fields`` (of whole chunks) limit
+    it to a part of the message.
     """
-    for slot, part, columns in layout.stretches if stretches is None else stretches:
-        at = 0 if codes is None else layout.place(slot, part)
-        if part < layout.vectors:
+    for slot, arrays in enumerate(segments):
+        message = None if codes is None else codes[slot]
+        encode_slot(layout, slot, arrays, nodes, exchange, message, fields)
+
+
+def encode_slot(
+    layout, slot: int, arrays, nodes, exchange: int, codes: torch.Tensor | None,
+    fields: Sequence[Field] | None = None,
+) -> None:  # fmt: skip
+    """:func:`encode` of one slot."""
+    for field, columns in layout.fields if fields is None else fields:
+        at = layout.offset(field)
+        if field < layout.vectors:
             room = None if codes is None else codes[at + layout.wire.nbytes(columns.start) :]
             first = layout.begin(slot) + columns.start
             for row, node in enumerate(nodes):
-                values = segments[slot][part][row, columns]
-                layout.wire.write(values, (exchange, node, part), first, room)
+                values = arrays[field][row, columns]
+                layout.wire.write(values, (exchange, node, field), first, room)
         elif codes is not None:
-            codes[at : at + 8].view(torch.float64).copy_(segments[slot][part][0])
+            codes[at : at + 8].view(torch.float64).copy_(arrays[field][0])
 
 
-def decode(layout, codes: torch.Tensor, slot: int, part: int, columns: slice) -> torch.Tensor:
-    """Columns of an encoded message's vector (``part`` < layout.vectors) or scalar: (1, p)."""
-    at = layout.place(slot, part)
-    if part >= layout.vectors:
+def decode(layout, codes: torch.Tensor, field: int, columns: slice) -> torch.Tensor:
+    """Columns of a vector (``field`` < layout.vectors) or scalar of a slot's codes: (1, p).
+
+    On GPUs bfloat16 stays what it is: the kernel of the sum converts it.
+    """
+    at = layout.offset(field)
+    if field >= layout.vectors:
         return codes[at : at + 8].view(torch.float64).view(1, 1)
-    out = torch.empty(1, columns.stop - columns.start)
-    layout.wire.unpack(codes[at:], layout.widths[slot], columns, out)
+    if codes.is_cuda and layout.wire.name == "bf16":
+        return codes[at + 2 * columns.start : at + 2 * columns.stop].view(torch.bfloat16)[None]
+    out = torch.empty(1, columns.stop - columns.start, device=codes.device)
+    layout.wire.unpack(codes[at:], layout.widths[0], columns, out)
     return out

@@ -102,7 +102,7 @@ class LoopNode:
         def of(layout: Layout) -> Mixer:
             return open_mixer(
                 graph, layout, nodes.column, "synchronous" if alone else node.mixer,
-                same_host=node.same_host, gpu_window=node.gpu_window, timeout_s=node.timeout_s,
+                same_host=node.same_host, exchange=node.exchange, timeout_s=node.timeout_s,
             )  # fmt: skip
 
         if isinstance(self.flat, Cut) and nodes.per_node > 1:

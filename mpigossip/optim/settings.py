@@ -23,7 +23,7 @@ KEYS = {
     "algorithm": ("blend",),
     "run": ("seed", "survive"),
     "graph": ("weights", "lazy", "slack", "degree"),
-    "node": ("levels", "kept", "same_host", "timeout_s", "gpu_window"),
+    "node": ("levels", "kept", "same_host", "timeout_s", "exchange"),
 }
 OF_RUN = {
     "run": ("steps",),

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 ROUNDS = 64
 """Rounds of a long or random graph that neighbours and bytes are taken from."""
-WAYS = {"device": "put from GPU to GPU", "nccl": "NCCL", "host": "host staging, because"}
+WAYS = {
+    "windows": "put from GPU to GPU", "messages": "messages from GPU to GPU", "nccl": "NCCL",
+    "host": "host staging",
+}  # fmt: skip
 """How vectors on GPUs are exchanged, by the first word of a mixer's routes."""
 
 
@@ -142,7 +145,7 @@ def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> 
 def _way(route: str) -> str:
     """Describe the route of GPUs' vectors, with its reason."""
     name, _, why = route.partition(" ")
-    return f"{WAYS[name]} {why[1:-1] if name == 'host' else why}".rstrip()
+    return f"{WAYS[name]} {why}".rstrip()
 
 
 def _listed(nodes: list[int]) -> str:

@@ -127,7 +127,8 @@ class Printer(Hook):
 
     def _hidden(self) -> str:
         """Return the hidden fraction of exchanges since the last line, where a thread does them."""
-        now = (self._engine.mixer.flown, self._engine.mixer.waited)
+        mixer = self._engine.mixer
+        now = (mixer.exchange_seconds, mixer.wait_seconds)
         flown, waited = (new - old for new, old in zip(now, self._before, strict=True))
         self._before = now
         return f"  hidden {max(0.0, 1 - waited / flown):.0%}" if flown > 0 else ""

@@ -285,7 +285,7 @@ def make_mixer(job: Job, graph: Graph, layout: Layout, world: World) -> Mixer:
     )  # fmt: skip
     return open_mixer(
         graph, layout, world.nodes.column, node.mixer, same_host=node.same_host,
-        gpu_window=node.gpu_window, timeout_s=node.timeout_s, ages=faults.ages,
+        exchange=node.exchange, timeout_s=node.timeout_s, ages=faults.ages,
     )  # fmt: skip
 
 

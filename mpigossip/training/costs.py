@@ -224,7 +224,8 @@ def memory(what: Subject, made: Exchanges) -> dict[str, int]:
     mixer = mixer_class(job.node.mixer, where)
     devices = () if on_cpu else ("cuda",) * len(flat.widths)
     layout = replace(made.layout, devices=devices)
-    messages = mixer.holds(made.graph, layout, 0, averages=Kind.GLOBAL in made.cadence.kinds)
+    averages = Kind.GLOBAL in made.cadence.kinds
+    messages = mixer.estimate_memory(made.graph, layout, 0, averages=averages)
     return held(job, flat, what.slots, arrays, messages)
 
 

@@ -300,14 +300,14 @@ def _unfit_faults(job: Job, method: Algorithm) -> list[str]:
 
 
 def _unfit_nccl(job: Job) -> list[str]:
-    if job.node.gpu_window != "nccl":
+    if job.node.exchange != "nccl":
         return []
     found = []
     if job.node.mixer == "asynchronous":
         found.append('node.mixer = "asynchronous": with NCCL the other end has to take part')
     if job.run.survive:
         found.append("run.survive = true: NCCL can't go on after one of its ranks is lost")
-    return [f'node.gpu_window = "nccl" and {text}; use "auto"' for text in found]
+    return [f'node.exchange = "nccl" and {text}; use "auto"' for text in found]
 
 
 def _unfit_asynchrony(job: Job, method: Algorithm) -> list[str]:

@@ -11,7 +11,7 @@ from mpigossip.cluster.ranks import world
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Layout
-from mpigossip.mixing.host.slots import HostSlots
+from mpigossip.mixing.synchronous import Synchronous
 
 pytestmark = pytest.mark.both
 
@@ -23,13 +23,13 @@ def opens_without_rank_1(comm, mixer):
 
     w = world()
     collectives.LEAST_S = 0.5
-    kind = HostSlots if mixer == "synchronous" else Asynchronous
-    name = "open_far" if mixer == "synchronous" else "_open_window"
+    kind = Synchronous if mixer == "synchronous" else Asynchronous
+    name = "_open_on_host" if mixer == "synchronous" else "_open_window"
     before, told = getattr(kind, name), None
 
     def late(*args):
         comm.recv(source=0)
-        (args[1].comm if mixer == "synchronous" else args[0]._comm).Ibarrier()
+        args[0]._comm.Ibarrier()
         raise InterruptedError
 
     if w.rank == 1:

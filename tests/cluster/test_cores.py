@@ -69,17 +69,17 @@ def test_processes_that_share_cores_are_known_by_machine_and_cores(tmp_path):
     assert allowed() == os.sched_getaffinity(0)
 
 
-def courier_on(comm, cores):
-    """The cores of the courier and of the thread that made it."""
+def thread_on(comm, cores):
+    """The cores of the progress thread and of the thread that made it."""
     import threading
 
-    from mpigossip.mixing.progress_thread import Courier
+    from mpigossip.mixing.progress_thread import ProgressThread
 
     found = []
-    courier = Courier(comm, threaded=True, poll=False, timeout_s=10, cores=cores)
-    ticket = courier.submit(lambda: found.append(os.sched_getaffinity(threading.get_native_id())))
-    courier.wait(ticket, "a look")
-    courier.close()
+    thread = ProgressThread(comm, threaded=True, poll=False, timeout_s=10, cores=cores)
+    future = thread.submit(lambda: found.append(os.sched_getaffinity(threading.get_native_id())))
+    thread.wait(future, "a look")
+    thread.close()
     return found[0], os.sched_getaffinity(0)
 
 
@@ -99,5 +99,5 @@ def test_ranks_on_the_same_cores_get_different_ones_or_none(ranks):
 def test_the_communication_thread_alone_is_bound(ranks):
     everywhere = os.sched_getaffinity(0)
     one = {max(everywhere)}
-    assert ranks(1)(courier_on, frozenset(one)) == [(one, everywhere)]
-    assert ranks(1)(courier_on, frozenset()) == [(everywhere, everywhere)]
+    assert ranks(1)(thread_on, frozenset(one)) == [(one, everywhere)]
+    assert ranks(1)(thread_on, frozenset()) == [(everywhere, everywhere)]

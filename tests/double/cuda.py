@@ -147,6 +147,9 @@ def install() -> None:
         current_stream=current_stream, set_stream=set_stream, current_device=current_device,
         default_stream=lambda device=None: Stream(device, number=0),
         default_generators=[generator] * COUNT,
+        get_device_properties=lambda device: SimpleNamespace(
+            uuid=f"GPU-{_get_device_index(device)}"
+        ),
         set_device=lambda device: exchange_device(_get_device_index(device)),
         _exchange_device=exchange_device, _maybe_exchange_device=exchange_device,
         get_rng_state=lambda device=None: torch.get_rng_state(),

@@ -52,35 +52,51 @@ def averages(module) -> None:
     before(module, "raw", taken)
 
 
-def push(module) -> None:
-    """A message in host memory is put: the copy out must be over."""
+def flushing(what, devices, work, *arguments):
+    """Do it; what came into these devices has to be flushed."""
+    flushed.clear()
+    done = work(*arguments)
+    if missing := {device.index for device in devices} - flushed:
+        raise Unordered(f"what came by {what} isn't flushed on {missing}")
+    return done
 
-    def put(self, areas, span, *_) -> None:
-        HOST.given("a put", [area[span] for area in areas], [])
 
-    before(module.PushWindow, "put", put)
+def of_transport(kind: str):
+    """Messages are sent: copies out must be over. What comes into GPU memory is flushed."""
+
+    def watch(module) -> None:
+        transport = getattr(module, kind)
+        received = transport.received
+
+        def sends(self, r, chunk, memory) -> None:
+            if self.on_device:
+                refused("exchange put")
+                in_context()
+            else:
+                HOST.given("a put", [message[chunk.span] for message in memory], [])
+
+        def receiving(self, *arguments):
+            devices = self._devices if self.on_device else []
+            return flushing("the network", devices, received, self, *arguments)
+
+        before(transport, "send", sends)
+        transport.received = receiving
+
+    return watch
 
 
-def device_push(module) -> None:
-    """Puts from GPU memory may fail; what comes into it has to be flushed."""
-    device = module.DevicePush
-    sync, swap = device.sync, device.swap
+def buffers(module) -> None:
+    """What comes by messages of an average is flushed."""
+    device = module.DeviceBuffers
+    make = device._swap
 
-    def flushing(what, devices, work, *arguments):
-        flushed.clear()
-        done = work(*arguments)
-        if missing := {device.index for device in devices} - flushed:
-            raise Unordered(f"what came by {what} isn't flushed on {missing}")
-        return done
-
-    def swapping(self, slot):
-        bring, devices = swap(self, slot), [self._devices[slot]]
+    def swapping(self, transport):
+        bring, devices = make(self, transport), [each.device for each in self._streams]
+        if transport.in_main:
+            return bring
         return lambda out, into: flushing("messages", devices if into else [], bring, out, into)
 
-    before(device, "put", lambda *_: refused("exchange put"))
-    before(device, "put", in_context)
-    device.sync = lambda self, *_: flushing("the network", self._devices, sync, self, *_)
-    device.swap = swapping
+    device._swap = swapping
 
 
 def memory(module) -> None:
@@ -119,7 +135,9 @@ def gpu_sum(module) -> None:
 def install() -> None:
     """Let these see their modules of `mpigossip` once they are loaded."""
     watched = {
-        "mixing.averages": averages, "mixing.host.push": push, "mixing.device.push": device_push,
+        "mixing.averages": averages, "mixing.device.buffers": buffers,
+        "mixing.transports.windows": of_transport("Windows"),
+        "mixing.transports.messages": of_transport("Messages"),
         "mixing.device.memory": memory, "mixing.device.proof": proof,
         "mixing.kernels.gpu_sum": gpu_sum, "cluster.process_groups": torch_nccl.install,
     }  # fmt: skip

@@ -16,38 +16,34 @@ from pathlib import Path
 
 from tests.double.__main__ import environment
 
-SLOTS, PUSH = "mpigossip.mixing.device.slots", "mpigossip.mixing.device.push"
-STREAM = "mpigossip.mixing.stream"
-AVERAGES, NCCL = "mpigossip.mixing.device.averages", "mpigossip.groups.torch_group"
-NCCL_NODES = "mpigossip.mixing.device.nccl"
+BUFFERS, STREAMS = "mpigossip.mixing.device.buffers", "mpigossip.mixing.device.streams"
+MIXER, WINDOWS = "mpigossip.mixing.synchronous", "mpigossip.mixing.transports.windows"
+NCCL, NCCL_NODES = "mpigossip.groups.torch_group", "mpigossip.mixing.transports.nccl"
+MESSAGES = "mpigossip.mixing.transports.messages"
 PROOF, KERNELS = "mpigossip.mixing.device.proof", "mpigossip.mixing.kernels.gpu_sum"
 LOADER, CAPTURE = "mpigossip.data.loader", "mpigossip.training.capture"
 TRAINING = "tests/double/test_training.py::test_two_ranks_of_two_devices_have_the_cpus_bits"
-HOST, DEVICE = f"{TRAINING}[host]", f"{TRAINING}[device]"
+HOST, DEVICE = f"{TRAINING}[host]", f"{TRAINING}[windows]"
 NODES = "tests/double/test_training.py::test_windows_by_nccl_equal_the_simulator[3-bf16]"
 NODES_FP32 = NODES.replace("3-bf16", "4-fp32")
 KERNEL = "tests/double/test_training.py::test_a_kernel_runs_where_its_arrays_are"
 REPLAYED = "tests/test_gpu.py::test_captured_replicas_train_as_eager_ones[fp32-lenet]"
 EAGER = "tests/test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
 MUTANTS = [
-    ("no wait for the outbox before others read it", SLOTS,
-     "for event in copied[piece.number] or ready:\n"
-     "                _ = event and event.synchronize()",
-     "pass", DEVICE),
-    ("no wait for a piece's copy to the host", SLOTS,
-     "for event in copied[piece.number] or ready:\n"
-     "                _ = event and event.synchronize()",
-     "for event in ready:\n                _ = event and event.synchronize()", HOST),
-    ("the copies of a staged average aren't awaited", SLOTS,
-     "for event in events:\n                _ = event and event.synchronize()", "pass", HOST),
-    ("copies out before the outbox is filled", PUSH,
+    ("no wait for the outbox before others read it", BUFFERS, "_wait(self._ready)", "pass",
+     DEVICE),
+    ("no wait for a chunk's copy to the host", BUFFERS, "_wait(self._copied[chunk.number])",
+     "_wait(self._ready)", HOST),
+    ("the copies of a staged average aren't awaited", BUFFERS,
+     "_wait(self._copy_out(self._own,", "_ = (self._copy_out(self._own,", HOST),
+    ("copies out before the outbox is filled", STREAMS,
      "for stream in (self.out, self.into) if event else ():",
      "for stream in (self.into,) if event else ():", HOST),
-    ("drain waits for nothing", PUSH,
+    ("drain waits for nothing", STREAMS,
      "if (event := self.summed()) is not None:\n            event.synchronize()", "pass", DEVICE),
-    ("the event behind a copy is on the wrong stream", PUSH, "_behind(self.out)",
+    ("the event behind a copy is on the wrong stream", STREAMS, "_behind(self.out)",
      "_behind(self.into)", HOST),
-    ("the event behind the step's work is never recorded", PUSH, "event.record(stream)", "pass",
+    ("the event behind the step's work is never recorded", STREAMS, "event.record(stream)", "pass",
      DEVICE),
     ("the step goes on before NCCL is done", NCCL,
      "            work.wait()\n            return", "            return", DEVICE),
@@ -55,29 +51,30 @@ MUTANTS = [
      "self.run(lambda k: work(k) if k else None)", DEVICE),
     ("NCCL calls of several slots without the lock", NCCL, "launching if self._on_gpus else ", "",
      DEVICE),
-    ("NCCL between nodes begins before the outbox is filled", SLOTS,
-     "        if self._nccl:\n            self._follow()\n", "        if self._nccl:\n", NODES),
-    ("an average by NCCL begins before the outbox is filled", SLOTS,
-     "        self._follow()\n        work([])", "        work([])", NODES),
-    ("the next round begins before NCCL's sums are over", SLOTS,
-     "                work(ready)\n                for lane in self.lanes:\n"
-     "                    lane.drain()", "                work(ready)", NODES),
-    ("two slots of a GPU share scratch of averages", AVERAGES,
-     'own.device, f"chunks {slot}"', 'own.device, "chunks 0"', NODES_FP32),
+    ("NCCL between nodes begins before the outbox is filled", BUFFERS,
+     "each.follow(event)", "pass", NODES),
+    ("the next round begins before NCCL's sums are over", MIXER,
+     "self._buffers.complete()\n\n    def _sum", "pass\n\n    def _sum", NODES_FP32),
     ("a node receives before the others send", NCCL_NODES,
-     '(("send", out), ("recv", into))', '(("recv", into),)', NODES),
+     "        group.send([memory], j, 0)\n    return [group",
+     "        pass\n    return [group", NODES),
+    ("sums don't wait for NCCL", NCCL_NODES, "work.wait()  # holds", "pass  # holds", NODES),
     ("a batch is used before its copy", LOADER, "compute.wait_event(there.copied)", "pass", DEVICE),
     ("a capture begins before the batches are there", CAPTURE, "side.wait_stream(current)", "pass",
      REPLAYED),
     ("a replay's first use before the capture's stream is done", CAPTURE,
      "current.wait_stream(side)", "pass", REPLAYED),
-    ("what came by the network isn't flushed", PUSH, "            arrived_whole(device)\n", "",
-     DEVICE),
-    ("what came by messages isn't flushed", PUSH,
-     "if into:\n                arrived_whole(self._devices[slot])\n", "pass\n", DEVICE),
-    ("a put while another device is current", PUSH,
-     "with current(device):\n                    for at in range(span", "if True:\n"
-     "                    for at in range(span", DEVICE),
+    ("what came by the network isn't flushed", WINDOWS,
+     "            if self.on_device:\n                arrived_whole(device)\n", "", DEVICE),
+    ("what came by messages isn't flushed", BUFFERS,
+     "            for each in self._streams if into else ():\n"
+     "                arrived_whole(each.device)\n", "", DEVICE),
+    ("a put while another device is current", WINDOWS,
+     "with current(self._devices[slot]):\n            for at in range(span",
+     "if True:\n            for at in range(span", DEVICE),
+    ("a message while another device is current", MESSAGES,
+     "with current(device):\n                for at in range(span",
+     "if True:\n                for at in range(span", DEVICE.replace("windows", "messages")),
     ("the proof while another device is current", PROOF,
      "with current(device):\n                    step(", "if True:\n                    step(",
      DEVICE),
@@ -85,14 +82,13 @@ MUTANTS = [
      "with torch.cuda.device(out.device), cupy", "with cupy", KERNEL),
     ("NCCL calls while another device is current", "mpigossip.groups.threads",
      "        self._make_current(slot)\n", "", DEVICE),
-    ("the token that a neighbour's message is there isn't waited for", STREAM,
-     "self._leg.route.signals.arrived(rank, self._number(there))", "True", DEVICE),
-    ("the token that an inbox is free isn't waited for", STREAM,
-     "if not leg.route.signals.room(rank, leg.count)", "if False", HOST),
-    ("a vector's average begins before it is in host memory", AVERAGES,
-     "_begun(own.device)\n            average(", "average(", HOST),
-    ("an average by messages begins before it is on the device", PUSH,
-     "self._lanes[slot].drain()  #", "pass  #", DEVICE),
+    ("the notification that a neighbour's message is there isn't waited for", WINDOWS,
+     "return self.notifications.arrived(source, ARRIVED, self.number(r, chunk))", "return True",
+     DEVICE),
+    ("the notification that a buffer is free isn't waited for", WINDOWS,
+     "return r.index < 2 or", "return True or", HOST),
+    ("an average by messages begins before it is on the device", BUFFERS,
+     "            self.complete()\n            waited", "            waited", DEVICE),
     ("a failed capture leaves its stream current", CAPTURE, "torch.cuda.set_stream(current)",
      "pass", EAGER),
 ]  # fmt: skip

@@ -36,7 +36,7 @@ def proven_on(comm, what, rank, devices):
 
     began = time.perf_counter()
     with failing(what if comm.rank == rank else "", aware=True):
-        found = aware.proven(comm, [torch.device(name) for name in devices], 20)
+        found = aware.proven(comm, [torch.device(name) for name in devices], "windows", 20)
     return *found, time.perf_counter() - began
 
 
@@ -76,7 +76,7 @@ def windows(comm, what, rank, way, aware):
     "what, way, aware, named",
     [
         ("put", "auto", True, "MPI_ERR_RMA_RANGE"),
-        ("allocation", "auto", False, "out of memory"),
+        ("allocation", "auto", True, "out of memory"),
         ("pin", "host", False, "cudaHostRegister"),
     ],
 )
@@ -84,7 +84,7 @@ def test_an_exchange_goes_another_way_with_the_same_bits(ranks, what, way, aware
     results = ranks(2)(windows, what, 0, way, aware, timeout=120)
     for found, routes in results:
         assert found and not any(found.values()), (found, routes)
-        assert all(route.startswith("host") for route in routes.values()), routes
+        assert not any(route.startswith("windows") for route in routes.values()), routes
     assert named in str(results[0][1]), results[0][1]
 
 
@@ -94,11 +94,12 @@ def unflushed(comm, kind):
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import Kind, Layout
     from mpigossip.mixing.device.memory import MemoryRefused
-    from mpigossip.mixing.windows import Windows
+    from mpigossip.mixing.synchronous import Synchronous
 
     world, layout = World(comm), Layout((512,), devices=("cuda:0",))
     with failing("", aware=True):
-        mixer = Windows(graph("ring", comm.size), layout, world, timeout_s=5)
+        ways = {"exchange": "windows", "timeout_s": 5}
+        mixer = Synchronous(graph("ring", comm.size), layout, world, **ways)
     with failing("flush:1"), pytest.raises(MemoryRefused) as refused:
         mixer.outbox(0)[0][0].fill_(1.0)
         mixer.start(Kind[kind], 0)
@@ -180,12 +181,12 @@ def test_a_failed_capture_is_said_and_trains_on_to_the_same_bits(ranks, what):
     assert any("can't be captured as a CUDA graph: CUDA error" in text for text in said)
 
 
-def train(mpirun, folder, fails, steps=6, **env):
+def train(mpirun, folder, fails, exchange="windows", steps=6, **env):
     import sys
     import time
 
     words = ["-m", "mpigossip", "train", "jobs/digits.toml", "model.name=mlp", "data.batch=4"]
-    words += ["node.devices=cuda:0,1", "node.timeout_s=20"]
+    words += ["node.devices=cuda:0,1", "node.timeout_s=20", f"node.exchange={exchange}"]
     words += [f"run.steps={steps}", f"run.output={folder}", "run.epochs=1"]
     began = time.perf_counter()
     env |= {"MPIGOSSIP_DOUBLE_FAILS": fails, AWARE: "1"}
@@ -197,9 +198,9 @@ def test_train_says_the_way_and_why_it_is_not_the_other(mpirun, tmp_path):
     good, _ = train(mpirun, tmp_path / "good", "")
     assert good.returncode == 0, good.stderr
     assert "node 0 takes from 1: put from GPU to GPU" in good.stdout
-    staged, _ = train(mpirun, tmp_path / "staged", "put:2@1")
+    staged, _ = train(mpirun, tmp_path / "staged", "put:2@1", "auto")
     assert staged.returncode == 0, staged.stderr
-    told = "host staging, because MPICH_GPU_SUPPORT_ENABLED says GPU-aware"
+    told = "no windows: MPICH_GPU_SUPPORT_ENABLED says GPU-aware"
     assert told in staged.stdout and "failed on cuda:1 (rank 1): MPI_ERR_RMA" in staged.stdout
     digests = [one.stdout.partition("digest")[2].split()[0] for one in (good, staged)]
     assert digests[0] == digests[1]

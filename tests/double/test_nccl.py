@@ -17,15 +17,15 @@ def by_nccl(comm, what, limit_s, device, window):
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import Kind, Layout
     from mpigossip.mixing.device.memory import MemoryRefused
-    from mpigossip.mixing.windows import Windows
+    from mpigossip.mixing.synchronous import Synchronous
 
     world, began = World(comm), time.perf_counter()
     layout = Layout((512,), devices=(device.format(rank=comm.rank),))
-    ways = {"same_host": "put", "gpu_window": window, "timeout_s": limit_s}
+    ways = {"same_host": "put", "exchange": window, "timeout_s": limit_s}
     opening, then = (what, "") if "initRank" in what else ("", what)
     try:
         with failing(opening):
-            mixer = Windows(graph("ring", comm.size), layout, world, **ways)
+            mixer = Synchronous(graph("ring", comm.size), layout, world, **ways)
     except MemoryRefused as error:
         world.close()
         return str(error), time.perf_counter() - began
@@ -35,7 +35,7 @@ def by_nccl(comm, what, limit_s, device, window):
             mixer.start(Kind.GOSSIP, 0)
             mixer.finish()
         except Failure as error:
-            mixer._reach.push.links.close()  # cut off, as a world that ends by this would
+            mixer._transport._broken = True
             return str(error), time.perf_counter() - began
     said = str(mixer.routes)
     mixer.close()
@@ -47,7 +47,7 @@ def by_nccl(comm, what, limit_s, device, window):
     "what, named",
     [
         ("hang", ["round 0", "NCCL isn't done with rank 1", "waited 3 s", "NCCL_DEBUG"]),
-        ("async", ["NCCL send and recv between nodes failed", "REMOTE_ERROR", "NCCL_DEBUG"]),
+        ("async", ["NCCL send and recv between nodes failed", "network error", "NCCL_DEBUG"]),
     ],
 )
 def test_nccl_that_goes_wrong_between_nodes_is_named_in_time(what, named):
@@ -66,7 +66,7 @@ def test_nccl_that_goes_wrong_between_nodes_is_named_in_time(what, named):
     "what, device, named",
     [
         ("initRank", "cuda:{rank}", "unhandled system error"),
-        ("", "cuda:0", "ranks 0 and 1 share GPU 0000:00:00.0"),
+        ("", "cuda:0", "ranks 0 and 1 share GPU GPU-0"),
     ],
 )
 def test_nccl_that_cannot_be_had_is_refused_or_left(ranks, what, device, named):
@@ -74,6 +74,6 @@ def test_nccl_that_cannot_be_had_is_refused_or_left(ranks, what, device, named):
         for said, _ in ranks(2)(by_nccl, what, 20, device, window, timeout=120):
             assert named in said, said
             if window == "auto":
-                assert "host (this MPI doesn't say" in said
+                assert "no windows, messages: this MPI doesn't say" in said
             else:
-                assert 'node.gpu_window = "nccl"' in said
+                assert 'node.exchange = "nccl"' in said

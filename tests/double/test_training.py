@@ -56,22 +56,23 @@ def on_own(comm, model, names, slots, more):
 
 def same(ranks, n, devices, slots, names, *more):
     """Whether the ranks' parameters have the bits of slots on the CPU."""
-    settings, window = list(more), more[0].removeprefix("node.gpu_window=") if more else ""
-    train = {"device": on_aware_ranks, "nccl": on_own}.get(window, on_ranks)
+    settings, window = list(more), more[0].removeprefix("node.exchange=") if more else ""
+    ways = {"windows": on_aware_ranks, "messages": on_aware_ranks, "nccl": on_own}
+    train = ways.get(window, on_ranks)
     got = ranks(n)(train, "mlp", names, devices, settings, timeout=240)
     for index, name in enumerate(names):
         full = torch.from_numpy(np.concatenate([rank[index] for rank in got]))
-        cpu = [s for s in settings if not s.startswith("node.gpu")]
+        cpu = [s for s in settings if not s.startswith("node.exchange")]
         reference = trained(Alone(), n, "mlp", f"cpu:{slots}", [*settings_of(name), *cpu], 20)
         assert torch.equal(full, reference), (name, settings)
 
 
-WAYS = ["host", "device"]
+WAYS = ["host", "windows", "messages"]
 
 
 @pytest.mark.parametrize("window", WAYS)
 def test_two_ranks_of_two_devices_have_the_cpus_bits(ranks, window):
-    more = [f"node.gpu_window={window}", "log.consensus_every=7"]
+    more = [f"node.exchange={window}", "log.consensus_every=7"]
     same(ranks, 2, "cuda:0,1", 2, METHODS, *more)
 
 
@@ -82,13 +83,13 @@ def test_a_rank_of_eight_devices_has_the_cpus_bits(ranks):
 @pytest.mark.parametrize("window", WAYS)
 @pytest.mark.parametrize("wire", ["bf16", "top-k", "sign", "random-k", "qsgd"])
 def test_every_wire_has_the_cpus_bits(ranks, wire, window):
-    more = [f"node.gpu_window={window}"]
+    more = [f"node.exchange={window}"]
     same(ranks, 2, "cuda:0,1", 2, ["choco"], *more, f"node.wire={wire}")
 
 
 def every_wire(comm):
     with aware():
-        return differing(comm, [("put", "device")], "cuda:0")
+        return differing(comm, [("put", "windows"), ("put", "messages")], "cuda:0")
 
 
 def test_every_wire_has_the_values_of_numpy(ranks):
@@ -97,11 +98,11 @@ def test_every_wire_has_the_values_of_numpy(ranks):
 
 @pytest.mark.parametrize("window", WAYS)
 def test_a_method_that_sums_into_its_vector_has_the_cpus_bits(ranks, window):
-    more = [f"node.gpu_window={window}", "algorithm.style=awc"]
+    more = [f"node.exchange={window}", "algorithm.style=awc"]
     same(ranks, 2, "cuda:0", 1, ["dsgd"], *more)
 
 
-NCCL = ["node.gpu_window=nccl", "log.consensus_every=7"]
+NCCL = ["node.exchange=nccl", "log.consensus_every=7"]
 
 
 @pytest.mark.parametrize("n", [2, 4])

@@ -333,8 +333,8 @@ def test_a_run_on_ranks_logs_staleness(mpirun, tmp_path):
         ("algorithm.name=parallel", "choose one of dsgd, dmsgd"),
         ("node.wire=bf16", 'reads models as they are; use "fp32"'),
         ("node.devices=cuda:0", "memory of the CPU"),
-        ("node.gpu_window=nccl", "with NCCL the other end has to take part"),
-        ("node.gpu_window=nccl run.survive=true", "after one of its ranks is lost"),
+        ("node.exchange=nccl", "with NCCL the other end has to take part"),
+        ("node.exchange=nccl run.survive=true", "after one of its ranks is lost"),
         ("node.mixer=synchronous faults.slow_times=3", "only an asynchronous run"),
     ],
 )

@@ -32,7 +32,7 @@ def opened(comm):
 
 
 def test_between_ranks(ranks):
-    assert ranks(2)(opened) == 2 * [["Windows", "Asynchronous", "Messages"]]
+    assert ranks(2)(opened) == 2 * [["Synchronous", "Asynchronous", "Surviving"]]
 
 
 def test_in_this_process():

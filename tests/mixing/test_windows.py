@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,16 +67,16 @@ def compare(
     ``into``: an array for the sums of most GOSSIP rounds.
     """
     from mpigossip.cluster.ranks import World
-    from mpigossip.mixing.windows import Windows
+    from mpigossip.mixing.synchronous import Synchronous
 
     world = World(comm)
     delays, found = random.Random(comm.rank), {}
     for name, made in graphs_for(comm.size, names):
-        mixer = Windows(
+        mixer = Synchronous(
             made, layout, world, same_host=same_host, timeout_s=30 if mutate is None else 3
         )
         if same_host == "put" and len(name) % 2:  # else the message is a single piece
-            mixer._slots.cut(4096)
+            mixer._transport.cut(2048)
         if mutate is not None:
             mutate(mixer)
         reference, t, wrong = Simulated(made, layout), first, 0
@@ -148,43 +149,41 @@ def test_encoded_messages_are_converted_sent_and_summed_by_pieces(ranks, name):
 
 
 @on_each("wire", ["fp32", "bf16", "sign"])
-@on_each("size", [1, 5000, 1 << 16, 1 << 30])
-def test_pieces_hold_every_column_once_and_every_byte_in_order(wire, size, monkeypatch):
+@on_each("size", [1, 5000, 1 << 16, float("inf")])
+def test_chunks_hold_every_column_once_and_every_byte_in_order(wire, size, monkeypatch):
     for module in (plan, wires):
         monkeypatch.setattr(module, "CHUNK", 4096)
-    layout = Layout((9216, 1024), vectors=2, scalars=1, wire=compressors.wire(wire))
-    pieces = plan.cut(layout, size)
-    ends = [piece.sent.stop for piece in pieces]
-    assert [piece.sent.start for piece in pieces] == [0, *ends[:-1]]
-    assert ends[-1] == layout.sent_bytes
-    found = [
-        (slot, part, column)
-        for piece in pieces
-        for slot, part, columns in piece.stretches
+    layout = Layout((9216,) * 2, vectors=2, scalars=1, wire=compressors.wire(wire))
+    found = plan.chunks(layout, size)
+    ends = [chunk.span.stop for chunk in found]
+    assert [chunk.span.start for chunk in found] == [0, *ends[:-1]]
+    assert ends[-1] == layout.slot_sent_bytes
+    columns = [
+        (field, column)
+        for chunk in found
+        for field, columns in chunk.fields
         for column in range(columns.start, columns.stop)
     ]
-    wanted = [(s, p, c) for s, p, columns in layout.stretches for c in range(columns.stop)]
-    assert found == wanted
-    for piece in pieces:
-        slot, part, columns = piece.stretches[0]
-        before = sum(layout.vectors * layout.vector_bytes(w) for w in layout.widths[:slot])
-        before += part * layout.vector_bytes(layout.widths[slot])
-        assert part >= 2 or piece.sent.start == before + layout.vector_bytes(columns.start)
-    assert len(pieces) == {1: 8, 1 << 30: 1}.get(size, len(pieces))
+    assert columns == [(f, c) for f, columns in layout.fields for c in range(columns.stop)]
+    for chunk in found:
+        field, columns = chunk.fields[0]
+        begin = layout.offset(field) + layout.vector_bytes(columns.start)
+        assert field >= 2 or chunk.span.start == begin
+    assert len(found) == {1: 6, float("inf"): 1}.get(size, len(found))
 
 
 # -- mutants: each breaks one rule of the protocol, and the battery must see it --------------------
 
 
 def without_waiting_for_free_places(mixer):
-    mixer._reach.push.signals.room = lambda rank, count: True
-    mixer._reach.push.signals.take_in_free = lambda targets, count: None
+    mixer._transport.is_free = lambda r, rank: True
+    mixer._coming = lambda: ()
 
 
 def free_for_the_next_round(mixer):
     """The places of round t are freed for t + 1 in place of t + 2."""
-    signals, free = mixer._reach.push.signals, mixer._reach.push.signals.free
-    signals.free = lambda writers, count: free(writers, count - 1)
+    free = mixer._transport.free
+    mixer._transport.free = lambda r, coming: free(replace(r, index=r.index - 1), coming)
 
 
 def counting_global_rounds(mixer):
@@ -199,19 +198,19 @@ def counting_global_rounds(mixer):
 
 
 def without_waiting_for_readers(mixer):
-    mixer._reach.host.await_done = lambda readers, t: None
+    mixer._shared.wait_read = lambda readers, t: None
 
 
 def without_waiting_for_models(mixer):
-    mixer._reach.host.await_ready = lambda sources, t: None
+    mixer._shared.wait_ready = lambda sources, t: None
 
 
-def without_waiting_for_pieces(mixer):
-    mixer._reach.push.signals.arrived = lambda rank, number: True
+def without_waiting_for_chunks(mixer):
+    mixer._transport.arrived = lambda r, source, chunk: True
 
 
 def without_waiting_for_the_other_half(mixer):
-    mixer._reach.host.await_half = lambda partner, t: None
+    mixer._shared.wait_half = lambda partner, t: None
 
 
 def caught(comm, mutate, same_host, graphs):
@@ -249,7 +248,7 @@ def test_a_mutant_of_the_protocol_is_seen(ranks, mutate, same_host):
     "mutate, same_host, name",
     [
         (without_waiting_for_the_other_half, "read", "one-peer-hypercube"),
-        (without_waiting_for_pieces, "put", "exponential"),
+        (without_waiting_for_chunks, "put", "exponential"),
     ],
 )
 def test_a_mutant_of_a_faster_way_is_seen(ranks, mutate, same_host, name):
@@ -260,12 +259,12 @@ def test_a_mutant_of_a_faster_way_is_seen(ranks, mutate, same_host, name):
 def slow_reader(comm, waits):
     """Whether the average of a pair stays what it was while one of the two reads it slowly."""
     from mpigossip.cluster.ranks import World
-    from mpigossip.mixing.windows import Windows
+    from mpigossip.mixing.synchronous import Synchronous
 
     world = World(comm)
-    mixer = Windows(graph("one-peer-hypercube", 4), LAYOUT, world, timeout_s=30)
+    mixer = Synchronous(graph("one-peer-hypercube", 4), LAYOUT, world, timeout_s=30)
     if not waits:
-        mixer._reach.host.leave_pair = lambda partner, t: None
+        mixer._shared.leave_pair = lambda partner, t: None
     same = []
     for t in range(4):
         fill(mixer.outbox(t), t, [comm.rank])
@@ -388,6 +387,7 @@ def test_the_simulator_multiplies_by_the_mixing_matrix(name, n):
 
 def test_a_message_has_the_stated_bytes():
     assert LAYOUT.nbytes == 4 * 2 * 2048 + 8 * 2
+    assert LAYOUT.nbytes == 2 * LAYOUT.slot_bytes
     views = LAYOUT.views(torch.zeros(LAYOUT.nbytes, dtype=torch.uint8))
     assert [[tuple(a.shape) for a in segment] for segment in views] == 2 * [
         [(1, 1024), (1, 1024), (1, 1)]

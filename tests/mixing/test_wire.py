@@ -240,17 +240,17 @@ def test_random_k_takes_every_value_equally_often():
 
 @on_each("name", ALL)
 def test_a_message_with_scalars_and_several_vectors(name):
-    layout = Layout((1024, 512), vectors=2, scalars=1, wire=made(name))
+    layout = Layout((1024, 1024), vectors=2, scalars=1, wire=made(name))
     segments = layout.empty(1)
     for slot, segment in enumerate(segments):
         for k, part in enumerate(segment):
             part.copy_(torch.randn(part.shape) if k < 2 else torch.full((1, 1), slot + 1 / 3))
-    codes = torch.zeros(layout.sent_bytes, dtype=torch.uint8)
+    codes = torch.zeros(2, layout.slot_sent_bytes, dtype=torch.uint8)
     encode(layout, segments, [7], 11, codes)
     for slot, segment in enumerate(segments):
         for part, array in enumerate(segment):
             whole = slice(0, array.shape[1])
-            assert torch.equal(decode(layout, codes, slot, part, whole), array)
+            assert torch.equal(decode(layout, codes[slot], part, whole), array)
 
 
 def test_bytes_are_counted_as_sent():
@@ -338,18 +338,20 @@ def by_numpy(layout, number, kind, t):
 
 
 def opened(comm, world, layout, ways, device):
-    """Mixers by name, one at a time; ``ways``: same_host and gpu_window, None on the CPU."""
-    from mpigossip.mixing.messages import Messages
-    from mpigossip.mixing.windows import Windows
+    """Mixers by name, one at a time; ``ways``: same_host and exchange, None on the CPU."""
+    from mpigossip.mixing.synchronous import Surviving, Synchronous
 
     along = from_matrices(MATRICES)
     yield "simulated", Simulated(along, layout)
-    yield "messages", Messages(along, layout, world, timeout_s=30)
+    yield "messages", Surviving(along, layout, world, timeout_s=30)
     there = replace(layout, devices=(device.format(rank=comm.rank),) * len(layout.widths))
     for same_host, window in ways:
         ways = {"same_host": same_host, "timeout_s": 30, "on_devices": window is not None}
-        ways |= {"gpu_window": window} if window else {}
-        yield f"{same_host} {window}", Windows(along, there if window else layout, world, **ways)
+        ways |= {"exchange": window} if window else {}
+        yield (
+            f"{same_host} {window}",
+            Synchronous(along, there if window else layout, world, **ways),
+        )
 
 
 def differing(comm, ways, device="cpu"):
@@ -358,7 +360,7 @@ def differing(comm, ways, device="cpu"):
 
     world, wrong = World(comm), set()
     for name in ("fp32", *ALL):
-        layout = Layout((1024, 512), vectors=2, scalars=1, wire=made(name))
+        layout = Layout((1024, 1024), vectors=2, scalars=1, wire=made(name))
         wanted = {number: by_numpy(layout, number, *now) for number, now in EXCHANGES.items()}
         for way, mixer in opened(comm, world, layout, ways, device):
             rows = list(mixer.rows)

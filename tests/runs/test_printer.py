@@ -31,9 +31,9 @@ class Terminal(io.StringIO):
 
 
 class Told(Simulated):
-    """A mixer that has flown and waited as long as it is told."""
+    """A mixer that has exchanged and waited as long as it is told."""
 
-    flown = waited = 0.0
+    exchange_seconds = wait_seconds = 0.0
 
 
 def progress_of(assembly, world):
@@ -59,7 +59,8 @@ def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False):
         for k in range(steps):
             loss = torch.full((4,), 2.0 - k, dtype=torch.float64)
             record = Record(k, Kind.GOSSIP, 0.1, loss, loss, loss, float("nan"), seconds)
-            mixer.flown, mixer.waited = mixer.flown + 0.04 * thread, mixer.waited + 0.01
+            mixer.exchange_seconds += 0.04 * thread
+            mixer.wait_seconds += 0.01
             printer._shown -= 1.0  # as if a second had gone by
             printer.step(progress, record)
         assembly.close()

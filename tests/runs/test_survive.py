@@ -38,13 +38,13 @@ def wrong_rounds(comm, staged, wire):
     """Rank-rounds in which plain messages differ from the simulator."""
     from mpigossip.cluster.ranks import World
     from mpigossip.mixing.compressors import wire as made_wire
-    from mpigossip.mixing.messages import Messages
+    from mpigossip.mixing.synchronous import Surviving
 
     layout = Layout(LAYOUT.widths, LAYOUT.vectors, LAYOUT.scalars, wire=made_wire(wire))
     found, delays = {}, random.Random(comm.rank)
     with World(comm) as world:
         for name, made in graphs_for(comm.size, GRAPHS):
-            mixer = Messages(made, layout, world, timeout_s=30, staged=staged)
+            mixer = Surviving(made, layout, world, timeout_s=30, on_devices=staged)
             reference, t, wrong = Simulated(made, layout), 0, 0
             for step, kind in enumerate(kinds_of(20, seed=1)):
                 mine, everyone = mixer.outbox(t), reference.outbox(t)
@@ -75,23 +75,23 @@ def test_plain_messages_equal_the_simulator(ranks, n, staged, wire):
 def late_neighbour(comm):
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
-    from mpigossip.mixing.messages import Messages
+    from mpigossip.mixing.synchronous import Surviving
 
     world = World(comm)
-    mixer = Messages(graph("ring", comm.size), Layout((512,)), world, timeout_s=0.3)
+    mixer = Surviving(graph("ring", comm.size), Layout((512,)), world, timeout_s=0.3)
     text = None
     for t in range(3):
         if (comm.rank, t) == (1, 2):
             comm.recv(source=0)
         mixer.outbox(t)
         mixer.start(Kind.GOSSIP, t)
-        mixer._timeout_s = 0.3 if comm.rank == 0 and t == 2 else 30
+        mixer._transport.timeout_s = 0.3 if comm.rank == 0 and t == 2 else 30
         try:
             mixer.finish()
         except LateError as late:
             text = str(late)
             comm.send(None, dest=1)
-            mixer._timeout_s = 30
+            mixer._transport.timeout_s = 30
             mixer.finish()
     mixer.close()
     world.close()

@@ -220,7 +220,7 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
 
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import Kind, Layout
-    from mpigossip.mixing.windows import Windows
+    from mpigossip.mixing.synchronous import Synchronous
 
     # two messages a rank lie in shared memory, which is small in some containers
     room = int(shutil.disk_usage("/dev/shm").free * 0.9) // (2 * 4 * w.size)
@@ -233,7 +233,7 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
     }
     layout = Layout((width,), devices=(place.device,))
     pair = graph("one-peer-exponential", w.size)
-    mixer = Windows(pair, layout, w, gpu_window=memory, on_devices=True)
+    mixer = Synchronous(pair, layout, w, exchange=memory, on_devices=True)
     clock = iter(range(1000))
 
     def round_of():
@@ -297,12 +297,12 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import Kind, Layout
     from mpigossip.mixing.simulated import Simulated
-    from mpigossip.mixing.windows import Windows
+    from mpigossip.mixing.synchronous import Synchronous
 
-    widths, options = (1 << 16, 3 << 14), {"vectors": 2, "scalars": 1}
+    widths, options = (3 << 14,) * 2, {"vectors": 2, "scalars": 1}
     made, devices = graph("exponential", w.size), (place.device,) * len(widths)
     layout = Layout(widths, devices=devices, **options)
-    mixer = Windows(made, layout, w, gpu_window=memory, timeout_s=40, on_devices=True)
+    mixer = Synchronous(made, layout, w, exchange=memory, timeout_s=40, on_devices=True)
     reference, nap = Simulated(made, Layout(widths, **options)), naps(place, w.rank)
     mutate(mixer)
     ends, wrong, ran, t = time.monotonic() + place.seconds / 3, 0, 0, 0
@@ -319,8 +319,8 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
         nap()  # what fills the outbox comes late, and the host doesn't wait for it
         for target, row in pairs:
             target.copy_(row)
-        for lane in mixer._slots.lanes:
-            for stream in (lane.out, lane.into):
+        for streams in mixer._buffers._streams:
+            for stream in (streams.out, streams.into):
                 with torch.cuda.stream(stream):
                     nap()
         for one in (mixer, reference):
@@ -342,8 +342,8 @@ def mutant(place: Place, w):
 
     def forget(mixer) -> None:
         """The event is recorded on a stream where nothing is under way."""
-        for lane in mixer._slots.lanes:
-            lane.ready = torch.cuda.Stream(lane.device).record_event
+        for streams in mixer._buffers._streams:
+            streams.ready = torch.cuda.Stream(streams.device).record_event
 
     try:
         said, good = stress(place, w, "auto", forget, 20)
@@ -363,7 +363,7 @@ def digests(place: Place, w):
     for name in ("dmsgd", "sgp"):
         found = []
         for way in ("auto", "host"):
-            settings = [*settings_of(name), f"node.gpu_window={way}"]
+            settings = [*settings_of(name), f"node.exchange={way}"]
             full = trained(w, w.size, "mlp", place.slots(1), settings, place.size(20, 4))
             found.append(w.gather(hashlib.sha256(full.numpy().tobytes()).hexdigest()[:8]))
         differ += [name] * (found[0] != found[1])

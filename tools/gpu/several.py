@@ -45,11 +45,11 @@ def _half(w, graph_name: str, width: int, **ways):
     """A mixer between two ranks that have half of the GPUs each."""
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import Layout
-    from mpigossip.mixing.windows import Windows
+    from mpigossip.mixing.synchronous import Synchronous
 
     mine = tuple(names()[w.rank :: w.size])
     layout = Layout((width,) * len(mine), devices=mine)
-    return Windows(graph(graph_name, w.size), layout, w, timeout_s=60, on_devices=True, **ways)
+    return Synchronous(graph(graph_name, w.size), layout, w, timeout_s=60, on_devices=True, **ways)
 
 
 def ways(place: Place, w):
@@ -57,7 +57,7 @@ def ways(place: Place, w):
     found = {}
     for window in ("auto", "nccl"):
         try:
-            mixer = _half(w, "complete", 4096, gpu_window=window)
+            mixer = _half(w, "complete", 4096, exchange=window)
             found[window] = mixer.routes[1 - w.rank]
             mixer.close()
         except RuntimeError as error:
@@ -81,7 +81,7 @@ def cold(place: Place, w, window: str):
     for again in range(place.size(200, 3)):
         if w.agree(int(time.monotonic() > ends)):
             break
-        mixer = _half(w, "ring", width, gpu_window=window)
+        mixer = _half(w, "ring", width, exchange=window)
         for slot, (array,) in enumerate(mixer.outbox(0)):
             array.fill_(w.rank + slot + again)
         group.reduce_scatter_mean(gradients)

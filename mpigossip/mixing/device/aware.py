@@ -63,13 +63,15 @@ def ucx_version() -> tuple[int, ...]:
 
 
 def proven(
-    comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float = PROOF_S
-) -> tuple[bool, str]:
-    """Whether MPI moves memory of all slots' devices on all ranks, and why (not); collective.
+    comm: MPI.Intracomm, devices: Sequence[torch.device], way: str = "windows",
+    timeout_s: float = PROOF_S,
+) -> tuple[bool, str]:  # fmt: skip
+    """Return whether MPI moves memory of all slots' devices on all ranks, and why (not).
 
-    A library that says no anywhere is believed: a put into a GPU's memory would kill the process.
-    One that says yes has to do it in a process of its own, and then to deliver a put and a message
-    from every slot to the same slot of a neighbour. Raises LateError where it doesn't come back.
+    Collective; the answer is that of all ranks. ``way``: puts ("windows") or "messages". A library
+    that says no anywhere is believed: a put into a GPU's memory would kill the process. One that
+    says yes has to do it in a process of its own, and then to deliver from every slot to the same
+    slot of a neighbour.
     """
     said = asked(comm)
     names = [name for name, yes in said.items() if yes]
@@ -83,13 +85,14 @@ def proven(
     refusal = f"that serves one GPU a process, here are {many}: 1.19 serves several" if old else ""
     note = ""
     if not (refused := _first(comm, refusal)):
-        able, note = trial.tried(devices, timeout_s)
+        able, note = trial.tried(devices, timeout_s, way)
         refused = _first(comm, "" if able else note)
-    refused = refused or arrives(comm, devices, timeout_s)
+    refused = refused or arrives(comm, devices, timeout_s, way)
     if refused:
         return False, f"{says}, but {refused}"
     note = note and f" ({note})"
-    return True, f"{says}, and puts into the memory of every slot arrived{note}"
+    what = "puts into" if way == "windows" else "messages to"
+    return True, f"{says}, and {what} the memory of every slot arrived{note}"
 
 
 def _first(comm: MPI.Intracomm, text: str) -> str:

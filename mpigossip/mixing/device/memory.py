@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpigossip.cluster.process import libraries
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 UNIT = 2 << 20
 """cudaMalloc cuts smaller sizes out of shared blocks."""
@@ -51,20 +54,16 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
         ) from error
 
 
-class Kept:
-    """Private memory on devices for passing use.
-
-    All of it is taken at once: an allocation later on would wait for devices on which another
-    thread may be in the middle of NCCL's calls.
-    """
-
-    def __init__(self, sizes: Mapping[tuple[torch.device, str], int]):
-        """Rooms of so many bytes, one a device and use."""
-        self._rooms = {key: private(nbytes, key[0]) for key, nbytes in sizes.items()}
-
-    def room(self, device: torch.device, use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """``count`` elements, as many as there is room for at most, their contents undefined."""
-        return self._rooms[device, use][: count * dtype.itemsize].view(dtype)
+def agreed(comm: MPI.Comm, make: Callable[[], Any]) -> Any:
+    """Return what is made, or raise MemoryRefused on all ranks where it is raised on one."""
+    made, refused = None, ""
+    try:
+        made = make()
+    except MemoryRefused as error:
+        refused = str(error)
+    if reasons := [text for text in comm.allgather(refused) if text]:
+        raise MemoryRefused(refused or reasons[0])
+    return made
 
 
 def pages(stretches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -128,7 +127,7 @@ def _cupy(device: torch.device) -> Any:
         raise MemoryRefused(
             f"memory of {device} for windows is CuPy's, which can't be imported ({error}); "
             "pip install 'mpigossip[gpu]' (on AMD a ROCm build of CuPy), or go through host "
-            'memory: node.gpu_window = "host"'
+            'memory: node.exchange = "host"'
         ) from error
     return cupy
 
@@ -163,11 +162,11 @@ def ordered(device: torch.device) -> bool:
 
 
 def arrived_whole(device: torch.device) -> None:
-    """After a token came: what it announced is seen by work that the device is given from now on.
+    """Let what a notification has announced be seen by work that the device is given from now on.
 
     A network card writes past the processor: on some platforms a kernel that is begun after the
-    token still finds old bytes, until the host has the writes flushed (CUDA 11.3 on; what AMD's
-    has is unknown). Raises MemoryRefused where a flush fails.
+    notification still finds old bytes, until the host has the writes flushed (CUDA 11.3 on; what
+    AMD's has is unknown). Raises MemoryRefused where a flush fails.
     """
     if ordered(device):
         return

@@ -1,4 +1,4 @@
-"""Proof that MPI moves GPU memory: a put and a message of every slot, in the communication thread.
+"""Proof that MPI moves GPU memory: a put or a message of every slot, in a thread of its own.
 
 Ranks agree after each call that may fail on one of them, before any waits for what another one
 was to send: a failure is told everywhere and at once, not by a deadline.
@@ -13,41 +13,54 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window
+from mpigossip.cluster.deadline import LateError
 from mpigossip.mixing.averages import raw
 from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, ordered, private
 from mpigossip.mixing.notifications import everybody, wait_all
-from mpigossip.mixing.progress_thread import Courier
+from mpigossip.mixing.progress_thread import ProgressThread
 
 PROBE = 1 << 16
 """Bytes of the proof's messages: above the size that libraries send along with the envelope."""
 PROOF_S = 60.0
 """Seconds that each wait of the proof may take."""
 _left: list = []
-"""Windows of a proof that failed, with their memory: freeing them may fail as well, or hang."""
+"""Windows and memory of proofs that failed: freeing them may fail as well, or hang."""
 
 
-def arrives(comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float) -> str:
-    """What is wrong with puts and messages from every slot to the right neighbour's; "": nothing.
+def arrives(
+    comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str = "windows"
+) -> str:
+    """Return what is wrong with puts or messages from every slot to the right neighbour's.
 
-    Collective, the same on all ranks. Runs in a thread of its own, given up after a while, as a
-    flush that hangs never returns.
+    "": nothing. Collective, the same on all ranks. Runs in a thread of its own, given up after a
+    while, as a flush that hangs never returns: that is an answer, too.
     """
-    proof = Proof(comm, devices, timeout_s)
+    proof = Proof(comm, devices, timeout_s, way)
     threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    courier = Courier(comm, threaded=threaded, poll=False, timeout_s=timeout_s)
+    thread = ProgressThread(
+        comm, threaded=threaded, poll=False, timeout_s=timeout_s, device=str(devices[0])
+    )
+    late = ""
     try:
-        courier.wait(courier.submit(proof.run), "the proof that this MPI moves GPU memory")
+        thread.wait(thread.submit(proof.run), "the proof that this MPI moves GPU memory")
+    except (LateError, MPI.Exception, RuntimeError) as error:
+        late = str(error)
+        _left.append(proof)
     finally:
-        courier.close()
-    return proof.wrong
+        thread.close()
+    found = comm.allgather(late or proof.wrong)
+    return next(filter(None, found), "")
 
 
 class Proof:
     """One window a slot, as the exchange has them; :attr:`wrong` says what didn't work."""
 
-    def __init__(self, comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float):
+    def __init__(
+        self, comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str
+    ):
         """``devices``: of the slots; on all ranks as many."""
         self._comm, self._devices, self._timeout_s = comm, devices, timeout_s
+        self._way = way
         self._left, self._right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         self._memory: list[torch.Tensor] = []
         self._windows: list[MPI.Win] = []
@@ -57,17 +70,18 @@ class Proof:
 
     def run(self) -> None:
         """All of it, as far as it goes."""
-        steps = [
-            ("an allocation", self._allocate), ("MPI_Win_create", self._open),
-            ("a put", self._put), ("a message", self._post),
-        ]  # fmt: skip
+        steps: list = [("an allocation", self._allocate)]
+        if self._way == "windows":
+            steps += [("MPI_Win_create", self._open), ("a put", self._put)]
+        else:
+            steps += [("a message", self._post)]
         for name, step in steps:
             if not self._agreed(name, step):
                 _left.append((self._windows, self._memory))
                 return
         self._wait([*self._received, *self._sent])
         self._wait([self._comm.Ibarrier()])
-        self._agreed("a put or a message", self._compare)
+        self._agreed(steps[-1][0], self._compare)
         for window in self._windows:
             close_window(window, self._comm)
 
@@ -115,13 +129,13 @@ class Proof:
         self._sent.append(self._comm.Isend([raw(source), MPI.BYTE], self._right, slot))
 
     def _compare(self, slot: int, device: torch.device) -> None:
-        self._windows[slot].Sync()
+        for window in self._windows[slot : slot + 1]:
+            window.Sync()
         arrived_whole(device)
         _, inbox, letter = (part.cpu() for part in self._parts(slot))
-        expected = _pattern(self._left, slot)
-        for part, what in ((inbox, "a put"), (letter, "a message")):
-            if not (part == expected).all():
-                raise MemoryRefused(f"{what} brought wrong data")
+        windows = self._way == "windows"
+        if not ((inbox if windows else letter) == _pattern(self._left, slot)).all():
+            raise MemoryRefused(f"{'a put' if windows else 'a message'} brought wrong data")
 
 
 def _pattern(rank: int, slot: int) -> int:

@@ -1,8 +1,8 @@
-"""A put into GPU memory, tried in a process of its own: where MPI can't, that may end the process.
+"""Test MPI_Put or messages of GPU memory in a subprocess, because they may crash.
 
-Started as `python -m mpigossip.mixing.device.trial DEVICE …`, without the launcher's variables: MPI
-finds a world of one, whose window over each device's memory it puts into. It shows what is broken
-in a library or in its build; what happens between processes and hosts comes after it.
+Started as `python -m mpigossip.mixing.device.trial WAY DEVICE …`, without the launcher's variables:
+MPI finds a world of one, which sends to itself. It shows what is broken in a library or in its
+build; what happens between processes and hosts comes after it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LAUNCHED = re.compile(
 """Beginnings of variables that make a program a rank of the job; what sets MPI up stays."""
 
 
-def tried(devices: Sequence, timeout_s: float) -> tuple[bool, str]:
+def tried(devices: Sequence, timeout_s: float, way: str = "windows") -> tuple[bool, str]:
     """Whether there is anything against trying it here, and what was found."""
     names = list(dict.fromkeys(map(str, devices)))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __spec__.name, *names], env=environment(os.environ),
+            [sys.executable, "-m", __spec__.name, way, *names], env=environment(os.environ),
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
             timeout=timeout_s, check=False,
         )  # fmt: skip
@@ -67,8 +67,8 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in given.items() if not LAUNCHED.match(name)}
 
 
-def main(names: Sequence[str]) -> None:
-    """Put on every device named; says how far it came."""
+def main(way: str, names: Sequence[str]) -> None:
+    """Send on every device named; says how far it came."""
     import torch
     from mpi4py import MPI
 
@@ -82,17 +82,23 @@ def main(names: Sequence[str]) -> None:
             memory = private(2 * PROBE, device)
             memory[:PROBE].fill_(37)
             synchronize(device)
-            window = MPI.Win.Create(raw(memory), 1, comm=MPI.COMM_SELF)
-            window.Lock_all()
-            put(window, raw(memory[:PROBE]), 0, PROBE)
-            window.Sync()
+            if way == "windows":
+                window = MPI.Win.Create(raw(memory), 1, comm=MPI.COMM_SELF)
+                window.Lock_all()
+                put(window, raw(memory[:PROBE]), 0, PROBE)
+                window.Sync()
+            else:
+                out, into = ([raw(part), MPI.BYTE] for part in memory.split(PROBE))
+                MPI.COMM_SELF.Sendrecv(out, 0, recvbuf=into, source=0)
             if not bool((memory[PROBE:].cpu() == 37).all()):
-                print(f"{WRONG}a put into memory of {device} brought wrong data")
+                what = "a put into" if way == "windows" else "a message to"
+                print(f"{WRONG}{what} memory of {device} brought wrong data")
                 return
-            window.Unlock_all()
-            window.Free()
+            if way == "windows":
+                window.Unlock_all()
+                window.Free()
     print(ARRIVED, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], sys.argv[2:])

@@ -1,8 +1,8 @@
-"""Neighbours on the same host: their outboxes are read in place through shared memory."""
+"""Shared memory of the ranks of one host: neighbours' outboxes are read in place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,8 @@ from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.notifications import ARRIVING, Tokens
+from mpigossip.mixing.notifications import DONE, HALF, READY, REDUCED, Notifications
 
-READY, DONE, REDUCED, HALF = 1, 2, 3, 4
 ALIGN = 4096
 """Bytes that each area begins at a multiple of: a page, so that whole cache lines are written."""
 
@@ -22,22 +21,27 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-class SharedHost:
+class SharedMemory:
     """The window memory of all ranks of one host: an outbox and a result area a rank.
 
-    A round: the owner fills its outbox and says READY to its readers; a reader sums and says
-    DONE; the owner waits for DONE before it writes again. ``Win.Sync`` stands between memory
-    and tokens. READY also says that the owner's result area is free: two ranks that average
-    with each other write one half each of one result, and both read it there.
+    A round: the owner fills its outbox and notifies its readers (READY); a reader sums and
+    notifies the owner (DONE), which waits for that before it writes again. ``Win.Sync`` stands
+    between memory and notifications. READY also says that the owner's result area is free: two
+    ranks that average with each other write one half each of one result, and both read it there.
+    Ranks are those of the mixer; what others do is none of this class's business.
     """
 
-    def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout_s: float):
-        """``comm``: the ranks of this host (collective); ``nbytes``: of one message."""
+    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int, timeout_s: float):
+        """``comm``: the ranks of this host (collective), which the mixer calls ``ranks``.
+
+        ``nbytes``: of one message.
+        """
         self.size, self.rank = comm.size, comm.rank
-        self.others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self.places = {rank: place for place, rank in enumerate(ranks)}
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         room = rounded(nbytes)
         self._window = open_window(MPI.Win.Allocate_shared, 2 * room, comm)
-        self._tokens = Tokens(comm, timeout_s)
+        self._notifications = Notifications(comm, timeout_s)
         areas = [self._area(rank) for rank in range(comm.size)]
         self.outboxes = [area[:nbytes] for area in areas]
         self._results = [area[room : room + nbytes] for area in areas]
@@ -50,32 +54,33 @@ class SharedHost:
 
     @property
     def waited(self) -> float:
-        """Seconds spent waiting for tokens."""
-        return self._tokens.waited
+        """Seconds spent waiting for other ranks."""
+        return self._notifications.waited
 
-    def publish(self, readers: Sequence[int], t: int) -> None:
-        """Say to the readers that the outbox of round t is whole."""
+    def _here(self, ranks: Iterable[int]) -> list[int]:
+        return [self.places[j] for j in ranks if j in self.places]
+
+    def outbox(self, rank: int) -> torch.Tensor:
+        """The outbox of a rank on this host."""
+        return self.outboxes[self.places[rank]]
+
+    def publish(self, readers: Iterable[int], t: int) -> None:
+        """Notify the readers on this host that the outbox of round t is complete."""
         self._window.Sync()
-        self._tell(readers, READY, t)
+        self._notifications.send(self._here(readers), READY, t)
 
-    def await_ready(self, sources: Sequence[int], t: int) -> None:
-        """Wait until the sources' outboxes of round t are whole."""
-        self._await(sources, READY, t, ARRIVING)
+    def wait_ready(self, sources: Iterable[int], t: int) -> None:
+        """Wait until the outboxes of round t of the sources on this host are complete."""
+        self._notifications.wait(self._here(sources), READY, t)
         self._window.Sync()
 
-    def release(self, sources: Sequence[int], t: int) -> None:
-        """Say to the sources that their outboxes were read."""
-        self._tell(sources, DONE, t)
+    def release(self, sources: Iterable[int], t: int) -> None:
+        """Notify the sources on this host that their outboxes were read."""
+        self._notifications.send(self._here(sources), DONE, t)
 
-    def await_done(self, readers: Sequence[int], t: int) -> None:
-        """Wait until the readers of round t are done with the outbox."""
-        self._await(readers, DONE, t, "waiting for a neighbour to have read the model")
-
-    def _tell(self, ranks: Sequence[int], tag: int, t: int) -> None:
-        self._tokens.send(ranks, tag, t)
-
-    def _await(self, ranks: Sequence[int], tag: int, t: int, what: str) -> None:
-        self._tokens.wait(ranks, tag, t, what)
+    def wait_read(self, readers: Iterable[int], t: int) -> None:
+        """Wait until the readers on this host have read the outbox of round t."""
+        self._notifications.wait(self._here(readers), DONE, t)
 
     def average_pair(
         self, parts: Sequence[tuple[torch.dtype, slice]], weight: float, partner: int, t: int
@@ -85,17 +90,18 @@ class SharedHost:
         The partner does the same at the same time: half of the arithmetic, and what is read and
         written is less than for an average in place. :meth:`leave_pair` when it was read.
         """
-        if partner not in self._halves:
-            self._halves[partner] = self._half(parts, partner)
-        # the partner's outbox is whole, and so it has left its old result: this half may be written
-        self.await_ready([partner], t)
-        for own, theirs, out in self._halves[partner]:
+        # the partner's outbox is complete, and so it has left its old result: this half is free
+        self.wait_ready([partner], t)
+        place = self.places[partner]
+        if place not in self._halves:
+            self._halves[place] = self._half(parts, place)
+        for own, theirs, out in self._halves[place]:
             combine([weight] * 2, [own, theirs], out)
-        # the partner's half of the same result comes last: what is returned is whole
+        # the partner's half of the same result comes last: what is returned is complete
         self._window.Sync()
-        self._tell([partner], HALF, t)
-        self.await_half(partner, t)
-        return self._results[min(self.rank, partner)]
+        self._notifications.send([place], HALF, t)
+        self.wait_half(place, t)
+        return self._results[min(self.rank, place)]
 
     def _half(
         self, parts: Sequence[tuple[torch.dtype, slice]], partner: int
@@ -114,14 +120,15 @@ class SharedHost:
 
     def leave_pair(self, partner: int, t: int) -> None:
         """The average was read here; its area's owner waits until it was by both."""
-        if self.rank > partner:
-            self._tell([partner], DONE, t)
+        place = self.places[partner]
+        if self.rank > place:
+            self._notifications.send([place], DONE, t)
         else:
-            self.await_done([partner], t)
+            self._notifications.wait([place], DONE, t)
 
-    def await_half(self, partner: int, t: int) -> None:
+    def wait_half(self, place: int, t: int) -> None:
         """Wait until the partner has written its half, and so is done with the outbox."""
-        self._await([partner], HALF, t, "waiting for a neighbour's half of the average")
+        self._notifications.wait([place], HALF, t)
         self._window.Sync()
 
     def average(self, parts: Sequence[tuple[torch.dtype, slice]], t: int) -> None:
@@ -129,8 +136,9 @@ class SharedHost:
 
         Rank r sums chunk r and writes it to all results: one pass over the memory.
         """
-        # all outboxes are whole, and nobody reads an old result any more: chunks may be written
-        self.await_ready(self.others, t)
+        # all outboxes are complete, and nobody reads an old result: chunks may be written
+        self._notifications.wait(self._others, READY, t)
+        self._window.Sync()
         for dtype, part in parts:
             sources = [area[part].view(dtype).chunk(self.size) for area in self.outboxes]
             targets = [area[part].view(dtype).chunk(self.size) for area in self._results]
@@ -138,31 +146,28 @@ class SharedHost:
                 continue
             mine = targets[self.rank][self.rank]
             rows = [chunks[self.rank].unsqueeze(0) for chunks in sources]
-            copies = [targets[rank][self.rank].unsqueeze(0) for rank in self.others]
+            copies = [targets[rank][self.rank].unsqueeze(0) for rank in self._others]
             combine([1 / self.size] * self.size, rows, mine.unsqueeze(0), *copies)
         # every rank has written its chunk into this rank's result, and left this rank's outbox
         self._window.Sync()
-        self._tell(self.others, REDUCED, t)
-        self._await(self.others, REDUCED, t, "global average")
+        self._notifications.send(self._others, REDUCED, t)
+        self._notifications.wait(self._others, REDUCED, t)
         self._window.Sync()
 
     def close(self) -> None:
         """Free window and communicator; collective. The memory must not be used any more."""
-        self.outboxes, self._results, self.own, self.result = [], [], None, None
-        self._halves = {}
-        close_window(self._window, self._tokens.comm)
-        self._tokens.close()
+        self.outboxes, self._results, self._halves = [], [], {}
+        del self.own, self.result
+        close_window(self._window, self._notifications.comm)
+        self._notifications.close()
 
 
-def open_host(
-    comm: MPI.Intracomm, nbytes: int, timeout_s: float
-) -> tuple[SharedHost | None, dict[int, int]]:
-    """Shared memory of this host's ranks, and their places in it by rank; none for one alone."""
+def share_memory(comm: MPI.Intracomm, nbytes: int, timeout_s: float) -> SharedMemory | None:
+    """Open the shared memory of this host's ranks; none for a rank that is alone on it."""
     on_host: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
         if on_host.size == 1 < comm.size:
-            return None, {}
-        places = {rank: place for place, rank in enumerate(on_host.allgather(comm.rank))}
-        return SharedHost(on_host, nbytes, timeout_s), places
+            return None
+        return SharedMemory(on_host, on_host.allgather(comm.rank), nbytes, timeout_s)
     finally:
         on_host.Free()

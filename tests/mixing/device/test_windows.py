@@ -14,7 +14,7 @@ import torch
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.device import memory
-from mpigossip.mixing.device.push import BySlot, Lane
+from mpigossip.mixing.device.streams import Streams
 from mpigossip.mixing.simulated import Simulated
 from tests.cases import on_each
 from tests.mixing.test_windows import GRAPHS, SIZES, fill, graphs_for, kinds_of
@@ -24,38 +24,16 @@ WIDTHS = (2048, 2048)
 
 def compare(*args, **kwargs):
     """`compared`, after which the kept pool's process has the package as it was."""
-    from mpigossip.mixing.device import averages, nccl, routes, slots
+    from mpigossip.mixing import synchronous
+    from mpigossip.mixing.device import buffers
+    from mpigossip.mixing.transports import probe
 
-    proven, links, sizes = routes.proven, nccl.Links, (slots.PIECE, averages.SHARE)
+    proven, sizes = probe.proven, (synchronous.STAGED, buffers.SHARE)
     try:
         return compared(*args, **kwargs)
     finally:
-        routes.proven, nccl.Links = proven, links
-        slots.PIECE, averages.SHARE = sizes
-
-
-class Messages:
-    """MPI's messages in the place of NCCL's sends and receives; they are over at once."""
-
-    def __init__(self, comm, lanes, timeout_s):
-        self.comm = comm
-
-    def swap(self, out, into):
-        from mpi4py import MPI
-
-        from mpigossip.mixing.averages import raw
-
-        pending = []
-        for call, moves in ((self.comm.Irecv, into), (self.comm.Isend, out)):
-            for (slot, rank), array in moves.items():
-                pending.append(call([raw(array), MPI.BYTE], rank, slot))
-        MPI.Request.Waitall(pending)
-
-    def settle(self, what, ranks):
-        pass
-
-    def close(self):
-        pass
+        probe.proven = proven
+        synchronous.STAGED, buffers.SHARE = sizes
 
 
 def same_means(mixer, reference, step, comm, device):
@@ -72,31 +50,30 @@ def compared(
     memory,
     steps,
     wire_name="fp32",
-    piece=4096,
+    chunk=4096,
     first=0,
     device="cpu",
     mutate=None,
-    widths=WIDTHS,
+    proofs=None,
 ):
     """Rank-rounds, by graph, that differ from the simulator; the ways to the neighbours."""
     from mpigossip.cluster.ranks import World
-    from mpigossip.mixing.device import averages, nccl, routes, slots
-    from mpigossip.mixing.windows import Windows
+    from mpigossip.mixing import synchronous
+    from mpigossip.mixing.device import buffers
+    from mpigossip.mixing.synchronous import Synchronous
+    from mpigossip.mixing.transports import probe
 
-    slots.PIECE, averages.SHARE = piece, 6000
-    able = memory == "device"
+    synchronous.STAGED, buffers.SHARE = chunk, 6000
+    able = {memory} & {"windows", "messages"} if proofs is None else proofs
     if device == "cpu":  # it stands in for a device: MPI reads and writes its memory
-        routes.proven = lambda comm, device: (able, "the CPU stands in")
-    if memory == "nccl" and device == "cpu":
-        nccl.Links = Messages
+        probe.proven = lambda comm, devices, way: (way in able, "the CPU stands in")
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
-    layout = Layout(widths, **options)
+    layout = Layout(WIDTHS, **options)
     device = device.format(rank=comm.rank)
-    there = replace(layout, devices=(device,) * len(widths))
+    there = replace(layout, devices=(device,) * len(WIDTHS))
     world, delays, found, routes = World(comm), random.Random(comm.rank), {}, {}
     for name, made in graphs_for(comm.size, names):
-        ways = {"timeout_s": 30, "gpu_window": memory}
-        mixer = Windows(made, there, world, on_devices=True, **ways)
+        mixer = Synchronous(made, there, world, exchange=memory, timeout_s=30, on_devices=True)
         if mutate is not None:
             mutate(mixer)
         routes |= mixer.routes
@@ -126,7 +103,7 @@ def compared(
     return found, routes
 
 
-@pytest.mark.parametrize("memory", ["host", "device", "nccl"])
+@pytest.mark.parametrize("memory", ["host", "windows", "messages", "nccl"])
 @pytest.mark.parametrize("n", SIZES)
 def test_device_windows_equal_the_simulator_under_random_delays(ranks, n, memory):
     for found, routes in ranks(n)(compare, GRAPHS, memory, 12, timeout=150):
@@ -135,14 +112,14 @@ def test_device_windows_equal_the_simulator_under_random_delays(ranks, n, memory
         assert all(route.startswith(way) for route in routes.values()) and len(routes) == n - 1
 
 
-@pytest.mark.parametrize("piece", [512, 1 << 24])
-def test_pieces_of_any_size_and_rounds_that_begin_anywhere(ranks, piece):
-    args = (["exponential", "base-3"], "auto", 8, "fp32", piece, 7)
+@pytest.mark.parametrize("chunk", [512, 1 << 24])
+def test_chunks_of_any_size_and_rounds_that_begin_anywhere(ranks, chunk):
+    args = (["exponential", "base-3"], "auto", 8, "fp32", chunk, 7)
     for found, _ in ranks(3)(compare, *args):
         assert found and not any(found.values()), found
 
 
-@pytest.mark.parametrize("memory", ["auto", "device", "nccl"])
+@pytest.mark.parametrize("memory", ["auto", "windows", "messages", "nccl"])
 @pytest.mark.parametrize("name", ["bf16", "qsgd", "top-k"])
 def test_lossy_wires_are_decoded_to_the_same_bits(ranks, name, memory):
     graphs = ["one-peer-exponential", "ring", "complete"]
@@ -151,32 +128,22 @@ def test_lossy_wires_are_decoded_to_the_same_bits(ranks, name, memory):
         assert all(route.startswith(memory.replace("auto", "host")) for route in routes.values())
 
 
-@pytest.mark.parametrize("memory", ["device", "nccl"])
+@pytest.mark.parametrize("memory", ["windows", "messages", "nccl"])
 def test_large_encoded_messages_are_averaged_decoded(ranks, memory):
     """With 4 nodes a sum of decoded bf16 values is less traffic than everyone's codes."""
     for found, _ in ranks(4)(compare, ["complete"], memory, 8, "bf16"):
         assert found and not any(found.values()), found
 
 
-@pytest.mark.parametrize("memory", ["host", "device", "nccl"])
-@pytest.mark.parametrize("wire_name", ["fp32", "bf16"])
-def test_slots_may_be_of_different_width(ranks, wire_name, memory):
-    """Pieces are counted by the widest slot, wherever it stands."""
-    for widths in ((512, 4608, 1536), (3072, 512)):
-        args = (["ring", "complete"], memory, 8, wire_name)
-        for found, _ in ranks(3)(compare, *args, widths=widths):
-            assert found and not any(found.values()), (widths, found)
-
-
 def refused(comm):
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
     from mpigossip.mixing.device.memory import MemoryRefused
-    from mpigossip.mixing.windows import Windows
+    from mpigossip.mixing.synchronous import Synchronous
 
-    world, ways = World(comm), {"gpu_window": "device", "on_devices": True}
+    world, ways = World(comm), {"exchange": "windows", "on_devices": True}
     try:
-        Windows(graph("ring", comm.size), Layout(WIDTHS), world, **ways)
+        Synchronous(graph("ring", comm.size), Layout(WIDTHS), world, **ways)
     except MemoryRefused as error:
         return str(error)
     finally:
@@ -185,31 +152,31 @@ def refused(comm):
 
 def test_device_windows_are_refused_where_mpi_is_not_proven(ranks):
     for message in ranks(2)(refused):
-        assert 'node.gpu_window = "device"' in message and "GPU-aware" in message
+        assert 'node.exchange = "windows"' in message and "GPU-aware" in message
 
 
 def put_into_neighbour(comm):
     from mpigossip.mixing.device import aware
 
     slots = [torch.device("cpu")] * 2
-    return aware.arrives(comm, slots, 30), aware.proven(comm, slots)
+    wrong = [aware.arrives(comm, slots, 30, way) for way in ("windows", "messages")]
+    return wrong, aware.proven(comm, slots)
 
 
-def test_the_proof_is_a_put_and_a_library_that_says_no_is_believed(ranks):
+def test_the_proof_is_a_message_and_a_library_that_says_no_is_believed(ranks):
     for wrong, (able, why) in ranks(3)(put_into_neighbour):
-        assert wrong == "" and not able
+        assert wrong == ["", ""] and not able
         assert "MPIX_Query_cuda_support" in why and "mpi_memory_alloc_kinds" in why
 
 
-def without_waiting_for_pieces(mixer):
-    """The first piece's token is taken for all of them."""
-    signals, many = mixer._reach.push.signals, len(mixer._slots.pieces)
-    arrived = signals.arrived
-    signals.arrived = lambda rank, number: number % many > 0 or arrived(rank, number)
+def without_waiting_for_chunks(mixer):
+    """The first chunk's notification is taken for all of them."""
+    transport, arrived = mixer._transport, mixer._transport.arrived
+    transport.arrived = lambda r, source, chunk: chunk.number > 0 or arrived(r, source, chunk)
 
 
 def without_waiting_for_readers(mixer):
-    mixer._reach.push.signals.room = lambda rank, count: True
+    mixer._transport.is_free = lambda r, rank: True
 
 
 def caught(comm, mutate):
@@ -224,8 +191,8 @@ def caught(comm, mutate):
     assert not any(found.values()), f"seen: {found}"
 
 
-@pytest.mark.parametrize("mutate", [without_waiting_for_pieces, without_waiting_for_readers])
-def test_a_mutant_of_the_piecewise_protocol_is_seen(ranks, mutate):
+@pytest.mark.parametrize("mutate", [without_waiting_for_chunks, without_waiting_for_readers])
+def test_a_mutant_of_the_chunked_protocol_is_seen(ranks, mutate):
     with pytest.raises(Exception, match="seen"):
         ranks(6)(caught, mutate, timeout=90)
 
@@ -241,10 +208,10 @@ def test_an_exchange_waits_for_the_callers_stream_and_the_slots(monkeypatch, own
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: SimpleNamespace(record=record))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
-    lane = Lane(torch.device("cpu"))
-    assert lane.ready() is None
-    lane.out = stream
-    lane.ready()
+    streams = Streams(torch.device("cpu"))
+    assert streams.ready() is None
+    streams.out = stream
+    streams.ready()
     assert log == (["wait for default", "event on own"] if own_stream else ["event on default"])
 
 
@@ -262,26 +229,54 @@ def test_what_touches_is_locked_as_one(monkeypatch, stretches, runs):
     assert memory.pages(stretches) == runs
 
 
-# -- layout and sum ----------------------------------------------------------------------------
+# -- layout ------------------------------------------------------------------------------------
 
 
 @on_each("name", ["fp32", "qsgd"])
-def test_a_slots_bytes_stand_together(name):
-    options = {"vectors": 2, "scalars": 2, "wire": wire(name)}
-    by_slot, plain = (
-        BySlot((512, 1024), **options, devices=("cpu",) * 2),
-        Layout((512, 1024), **options),
-    )
-    assert (by_slot.nbytes, by_slot.sent_bytes) == (plain.nbytes, plain.sent_bytes)
-    assert by_slot.span(0) == slice(0, 2 * 4 * 512 + 16)
-    assert by_slot.span(1) == slice(by_slot.span(0).stop, plain.nbytes)
-    memory = torch.zeros(by_slot.nbytes, dtype=torch.uint8)
-    for number, segment in enumerate(by_slot.views(memory), 1):
+def test_a_slots_bytes_are_contiguous(name):
+    layout = Layout((512, 512), vectors=2, scalars=2, wire=wire(name))
+    assert layout.slot_bytes == 2 * 4 * 512 + 16 and layout.nbytes == 2 * layout.slot_bytes
+    memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for number, segment in enumerate(layout.views(memory), 1):
         for array in segment:
             array.fill_(number)
-    seen = [memory[part].view(dtype) for dtype, part in by_slot.parts]
+    seen = [memory[part].view(dtype) for dtype, part in layout.parts]
     assert [array.unique().tolist() for array in seen] == [[1.0], [1.0], [2.0], [2.0]]
-    assert sum(part.stop - part.start for _, part in by_slot.parts) == by_slot.nbytes
-    places = [by_slot.place(slot, part) for slot in range(2) for part in range(4)]
-    if name != "fp32":
-        assert places == sorted(places) and places[4] == by_slot.span(1, sent=True).start
+    assert sum(part.stop - part.start for _, part in layout.parts) == layout.nbytes
+    assert layout.offset(4) == layout.slot_sent_bytes == layout.sent_bytes // 2
+
+
+def test_slots_of_unequal_widths_are_rejected():
+    with pytest.raises(ValueError, match="equal widths, got"):
+        Layout((512, 1024))
+
+
+# -- the choice --------------------------------------------------------------------------------
+
+
+@on_each(
+    ("times", "way"),
+    [
+        ({}, "host"),
+        ({"windows": 1.05, "messages": 1.0, "host": 3.0}, "windows"),
+        ({"windows": 1.2, "messages": 1.0, "host": 3.0}, "messages"),
+        ({"nccl": 2.0, "host": 1.0}, "host"),
+    ],
+)
+def test_the_fastest_way_is_taken_and_windows_where_nearly_as_fast(times, way):
+    from mpigossip.mixing.transports.probe import fastest
+
+    assert fastest(times) == way
+
+
+def timed(comm):
+    """The way that "auto" takes where MPI reads and writes the devices' memory."""
+    return compare(comm, ["ring", "complete"], "auto", 6, proofs={"windows", "messages"})
+
+
+def test_ways_that_work_are_timed_by_all_ranks(ranks):
+    (found, routes), *others = ranks(3)(timed)
+    assert found and not any(found.values())
+    (way,) = set(routes.values())
+    assert all(f"{name} " in way for name in ("windows", "messages", "host")) and " ms" in way
+    assert all(set(theirs.values()) == {way} for _, theirs in others)

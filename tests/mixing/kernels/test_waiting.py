@@ -89,7 +89,7 @@ def test_exchanges_without_the_native_library_are_equal(ranks, size):
 
 
 def short(comm):
-    from mpigossip.mixing.host.slots import INLINE
+    from mpigossip.mixing.synchronous import INLINE
 
     layout = Layout(widths=(64, 64), vectors=2, scalars=1)
     assert layout.nbytes <= INLINE < LAYOUT.nbytes  # those of test_mixing wake the thread

@@ -1,0 +1,209 @@
+"""Messages on the devices of a rank's slots, and their sums there; contract: `pipeline.Buffers`.
+
+MPI never touches memory that a stream still writes: an event is waited for first. Where the
+transport's inboxes are the host's, chunks are copied out and in, at the same time as others are on
+the wire. The CPU runs the same code in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mpigossip.mixing.averages import ByRank, average, gather
+from mpigossip.mixing.base import Layout, Segments
+from mpigossip.mixing.combine import Source, add_up
+from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, pin, private
+from mpigossip.mixing.device.streams import Streams
+from mpigossip.mixing.host.buffers import HostBuffers
+from mpigossip.mixing.plan import Chunk
+from mpigossip.mixing.transports import Transport
+from mpigossip.mixing.wire import encode_slot
+
+SHARE = 1 << 24
+"""Bytes of a slot that are averaged at once by messages; more than on the CPU, as a GPU takes long
+to be told to begin."""
+
+
+class DeviceBuffers:
+    """Outbox, codes and result of every slot on its device; messages on the host, if staged."""
+
+    def __init__(
+        self, layout: Layout, rank: int, n: int, transport: Transport, streams: Sequence[Streams]
+    ):
+        """Raises MemoryRefused where memory that MPI may reach can't be had."""
+        self._layout, self._rank, self._n, self._streams = layout, rank, n, streams
+        take = private if transport.on_device else _ordinary
+        lossy, devices = not layout.wire.exact, [each.device for each in streams]
+        own = [take(layout.slot_bytes, device) for device in devices]
+        self._mixed = [take(layout.slot_bytes, device) for device in devices]
+        size = layout.slot_sent_bytes
+        self.codes = [take(size, device) for device in devices] if lossy else None
+        self.sent, self._own = self.codes or own, own
+        self.out: Segments = [layout.slot_views(one) for one in own]
+        self.result: Segments = [layout.slot_views(one) for one in self._mixed]
+        self._ready: list[torch.cuda.Event | None] = []
+        self._copied: list[list[torch.cuda.Event | None]] = []
+        self.host: HostBuffers | None = None
+        self._rooms: list[torch.Tensor] = []
+        self._unpin: Callable[[], None] = lambda: None
+        if n > 1 and not transport.on_device:
+            self.host = HostBuffers(layout, rank, n, None, transport)
+            self._inbox = [
+                [torch.empty(size, dtype=torch.uint8, device=device) for device in devices]
+                for _ in range(transport.buffers)
+            ]
+        elif n > 1:
+            self._share = max(min(SHARE, layout.slot_bytes), 8 * n)
+            gathers = n * size if self._gathers else 0
+            self._rooms = [private(max(self._share, gathers), device) for device in devices]
+
+    def pin(self, memory: Sequence[torch.Tensor]) -> str:
+        """Lock the host memory that copies use; return why it can't be, and copies are slower."""
+        found = [*memory, *([self.host.own, *(self.host.codes or [])] if self.host else [])]
+        try:
+            self._unpin = pin(found, self._streams[0].device)
+        except MemoryRefused as error:
+            return str(error)
+        return ""
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether in a global average everyone's codes are less than a sum's parts."""
+        layout = self._layout
+        return not layout.wire.exact and self._n * layout.sent_bytes < 2 * layout.nbytes
+
+    def begin(self, number: int, average: bool = False) -> None:
+        """Encode on the slots' own streams; let those of copies and sums follow them."""
+        for slot, parts in enumerate(self.out if self.codes else ()):
+            with current(self._streams[slot].device):
+                codes = self.codes[slot] if self.codes else None
+                encode_slot(self._layout, slot, parts, [self._rank], number, codes)
+        self._ready, self._copied = [each.ready() for each in self._streams], []
+        for each, event in zip(self._streams, self._ready, strict=True):
+            each.follow(event)
+
+    def prepare(self, number: int, chunk: Chunk) -> list[torch.Tensor]:
+        """Wait until the devices have filled the chunk, and it is in host memory if staged."""
+        if self.host is None:
+            _wait(self._ready)
+            return self.sent
+        if chunk.number == len(self._copied):
+            self._copied.append(self._copy_out(self.sent, self.host.sent, chunk.span))
+        _wait(self._copied[chunk.number])
+        return self.host.sent
+
+    def _copy_out(
+        self, sources: Sequence[torch.Tensor], to: Sequence[torch.Tensor], span: slice
+    ) -> list[torch.cuda.Event | None]:
+        """Begin to copy from the devices to the host; events behind it."""
+        for source, there, each in zip(sources, to, self._streams, strict=True):
+            with each.outgoing():
+                there[span].copy_(source[span], non_blocking=True)
+        return [each.copied_out() for each in self._streams]
+
+    def add(
+        self, weights: Sequence[float], received: Sequence[Sequence[Source]], chunk: Chunk,
+        into: Segments | None = None,
+    ) -> None:  # fmt: skip
+        """Add up on each slot's stream of what comes in."""
+        for slot, each in enumerate(self._streams):
+            sources: list[Source] = [self.out[slot]]
+            with each.incoming():
+                for k, messages in enumerate(received):
+                    message = messages[slot]
+                    if self.host and isinstance(message, torch.Tensor):
+                        there = self._inbox[k][slot]
+                        there[chunk.span].copy_(message[chunk.span], non_blocking=True)
+                        message = there
+                    whole = self.codes or not isinstance(message, torch.Tensor)
+                    sources.append(message if whole else self._layout.slot_views(message))
+                add_up(self._layout, weights, sources, self.result[slot], chunk.fields)
+
+    def average(self, transport: Transport) -> float:
+        """On the devices where the transport reaches them, else in host memory."""
+        if self._n == 1:
+            return self._alone()
+        if self.host:
+            return self._on_host(self.host, transport)
+        layout, rank, n = self._layout, self._rank, self._n
+        swap, slots = self._swap(transport), range(layout.slots)
+        if self._gathers:
+            size = layout.slot_sent_bytes
+            rows = [room[: n * size].view(n, size) for room in self._rooms]
+            waited = gather(rank, self.sent, rows, swap)
+            for s in slots:
+                with self._streams[s].incoming():
+                    sources = [self.out[s] if j == rank else rows[s][j] for j in range(n)]
+                    add_up(layout, [1 / n] * n, sources, self.result[s], layout.fields)
+            return waited
+        waited = 0.0
+        for dtype, part in layout.slot_parts:
+            own, out = (
+                [one[part].view(dtype) for one in each] for each in (self._own, self._mixed)
+            )
+            rooms = [room[: self._share].view(dtype) for room in self._rooms]
+            share = len(rooms[0]) // n
+            waited += average(
+                rank, n, own, out, swap, share=share, rooms=rooms,
+                on=lambda s: self._streams[s].incoming(),
+            )  # fmt: skip
+        return waited
+
+    def _alone(self) -> float:
+        for own, mixed, each in zip(self._own, self._mixed, self._streams, strict=True):
+            with each.incoming():
+                mixed.copy_(own)
+        return 0.0
+
+    def _on_host(self, host: HostBuffers, transport: Transport) -> float:
+        layout = self._layout
+        whole = slice(0, layout.slot_bytes)
+        _wait(self._copy_out(self._own, host.own.split(layout.slot_bytes), whole))
+        if self.codes and host.codes:
+            _wait(self._copy_out(self.codes, host.codes, slice(0, layout.slot_sent_bytes)))
+        waited = host.average(transport)
+        results = host.memory.split(layout.slot_bytes)
+        for mixed, result, each in zip(self._mixed, results, self._streams, strict=True):
+            with each.incoming():
+                mixed.copy_(result, non_blocking=True)
+        return waited
+
+    def _swap(self, transport: Transport) -> Callable[[ByRank, ByRank], float]:
+        """The transport's swap of device memory; MPI waits for no stream, and no stream for it."""
+        if transport.in_main:
+            return transport.swap
+
+        def swap(out: ByRank, into: ByRank) -> float:
+            self.complete()
+            waited = transport.swap(out, into)
+            for each in self._streams if into else ():
+                arrived_whole(each.device)
+            return waited
+
+        return swap
+
+    def complete(self) -> None:
+        """Wait until what came in is summed."""
+        for each in self._streams:
+            each.drain()
+
+    def close(self) -> None:
+        """Unpin and let go."""
+        self._unpin()
+        self.out, self.result, self.sent, self._own, self._mixed = [], [], [], [], []
+        self._inbox, self._rooms, self.codes = [], [], None
+        if self.host:
+            self.host.close()
+            self.host = None
+
+
+def _ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+def _wait(events: Sequence[torch.cuda.Event | None]) -> None:
+    for event in events:
+        if event is not None:
+            event.synchronize()

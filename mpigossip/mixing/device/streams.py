@@ -1,0 +1,75 @@
+"""CUDA streams for copies out of a slot's device, and for copies in and sums."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from mpigossip.cluster.process_groups import launching
+from mpigossip.mixing.device.memory import current
+
+
+def _behind(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """An event behind what a stream was given so far; none where there are no streams."""
+    if stream is None:
+        return None
+    event = torch.cuda.Event(blocking=True)
+    stream.record_event(event)
+    return event
+
+
+class Streams:
+    """The streams of one slot; on the CPU all is done at once and there is no stream."""
+
+    def __init__(self, device: torch.device):
+        """Streams for copies out of the device and for copies in and the sum."""
+        self.device = device
+        gpu = device.type == "cuda"
+        self.out = torch.cuda.Stream(device) if gpu else None
+        self.into = torch.cuda.Stream(device) if gpu else None
+
+    def ready(self) -> torch.cuda.Event | None:
+        """An event behind all that the slot's own work has been given so far.
+
+        Slots work on the default stream; a user's own loop may fill the outbox on another one.
+        """
+        if self.out is None:
+            return None
+        stream = torch.cuda.current_stream(self.device)
+        if stream != torch.cuda.default_stream(self.device):
+            stream.wait_stream(torch.cuda.default_stream(self.device))
+        event = torch.cuda.Event(blocking=True)
+        event.record(stream)
+        return event
+
+    def follow(self, event: torch.cuda.Event | None) -> None:
+        """Let both streams begin after the event."""
+        for stream in (self.out, self.into) if event else ():
+            stream.wait_event(event)
+
+    def copied_out(self) -> torch.cuda.Event | None:
+        """An event behind the copies out."""
+        return _behind(self.out)
+
+    def summed(self) -> torch.cuda.Event | None:
+        """An event behind what has come in and its sums."""
+        return _behind(self.into)
+
+    def drain(self) -> None:
+        """Wait until what came in is summed."""
+        if (event := self.summed()) is not None:
+            event.synchronize()
+
+    @contextlib.contextmanager
+    def incoming(self) -> Iterator[None]:
+        """Launch on the slot's device, on the stream of copies in and sums; under NCCL's lock."""
+        with launching, current(self.device), torch.cuda.stream(self.into):
+            yield
+
+    @contextlib.contextmanager
+    def outgoing(self) -> Iterator[None]:
+        """Launch on the stream of copies out."""
+        with launching, current(self.device), torch.cuda.stream(self.out):
+            yield

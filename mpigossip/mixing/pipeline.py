@@ -1,0 +1,177 @@
+"""A round of exchanges chunk by chunk: encode, send, notify, receive, sum.
+
+Chunks are what the progress thread works on: while one is on the wire, those received are summed.
+So the wire is hardly ever idle, and little is left to do when the last chunk arrives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from mpi4py import MPI
+
+from mpigossip.cluster.deadline import Deadline, numbers
+from mpigossip.mixing.base import Segments
+from mpigossip.mixing.combine import Source
+from mpigossip.mixing.notifications import abandoned
+from mpigossip.mixing.plan import Chunk, Round
+from mpigossip.mixing.progress_thread import ProgressThread
+from mpigossip.mixing.transports import Transport
+
+
+class Buffers(Protocol):
+    """A rank's messages in the memory of its slots, and the sums of them: on the host or on GPUs.
+
+    What isn't said to wait is only begun, on GPUs, and :meth:`complete` waits for it.
+    """
+
+    out: Segments
+    """The outbox."""
+    sent: list[torch.Tensor]
+    """For each slot the message as sent, in the order of the slot's work."""
+
+    def begin(self, number: int, average: bool = False) -> None:
+        """Follow what fills the outbox; encode what isn't encoded chunk by chunk."""
+
+    def prepare(self, number: int, chunk: Chunk) -> list[torch.Tensor]:
+        """Return for each slot the message as sent, of which this chunk is ready; waits for it."""
+
+    def add(
+        self, weights: Sequence[float], received: Sequence[Sequence[Source]], chunk: Chunk,
+        into: Segments | None = None,
+    ) -> None:  # fmt: skip
+        """Add up a chunk of the own message and the sources', each given by slot."""
+
+    @property
+    def result(self) -> Segments:
+        """The sum that was formed last."""
+
+    def average(self, transport: Transport) -> float:
+        """Form the average over all nodes as the result; seconds waited for other ranks."""
+
+    def complete(self) -> None:
+        """Wait until all that was begun is done."""
+
+    def close(self) -> None:
+        """Let go of all memory; it must not be used any more."""
+
+
+class Pipeline:
+    """Runs rounds: in the progress thread, or small ones where they are waited for."""
+
+    def __init__(self, transport: Transport, buffers: Buffers, thread: ProgressThread):
+        """``thread``: whose waits are used."""
+        self._transport, self._buffers, self._thread = transport, buffers, thread
+        self.threaded = thread.threaded
+
+    def begin(self, r: Round) -> None:
+        """Begin to receive and to send; of a round done inline what needs no waiting."""
+        r.arrived = dict.fromkeys(r.plan.far, 0)
+        r.full = [rank for rank, _ in r.plan.targets]
+        self._transport.begin(r, self._buffers.sent)
+        if r.inline:
+            with self._kept():
+                self._advance(r)
+        else:
+            r.future = self._thread.submit(partial(self.run, r))
+
+    def run(self, r: Round) -> None:
+        """Send and receive all chunks; LateError names a rank where nothing moves until the limit.
+
+        Waits for free buffers at the readers, then for the sources' chunks.
+        """
+        advance, late = partial(self._advance, r), partial(self._late, r)
+        pause, whom = partial(self._pause, r), partial(self._whom, r)
+        with self._kept():
+            while not self._over(r):
+                Deadline(self._transport.timeout_s).wait(advance, late, pause, whom)
+            self._buffers.complete()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """After a failure inside, keep the memory that MPI may still write into."""
+        try:
+            yield
+        except BaseException:
+            abandoned.append(self._transport)
+            raise
+
+    def wait(self, r: Round) -> float:
+        """Wait until the round has been run; seconds waited."""
+        if r.future:
+            return self._thread.wait(r.future, f"round {r.t}")
+        began = time.perf_counter()
+        self.run(r)
+        return time.perf_counter() - began
+
+    def _over(self, r: Round) -> bool:
+        many = len(self._transport.chunks)
+        return r.sent == many and r.added == many
+
+    def _advance(self, r: Round) -> bool:
+        """Do what can be done now without waiting; return whether there was anything."""
+        sent, came = self._send(r), self._receive(r)
+        return self._add(r) or sent or came
+
+    def _pause(self, r: Round) -> bool:
+        """Wait until there may be something to do."""
+        return self._thread.rest([*filter(None, r.flying), *self._transport.pending(r)])
+
+    def _send(self, r: Round) -> bool:
+        # a reader frees the buffer of this round when it has summed round t - 2: without its
+        # notification the put would overwrite what it still reads
+        transport = self._transport
+        r.full = [rank for rank in r.full if not transport.is_free(r, rank)]
+        if r.full or r.sent == len(transport.chunks):
+            return False
+        chunk = transport.chunks[r.sent]
+        if r.prepared == r.sent:
+            # encoded here and not before: while it is, the chunk before is on the wire
+            memory = self._buffers.prepare(r.number, chunk)
+            r.prepared += 1
+            r.flying = transport.send(r, chunk, memory)
+        # a flush of what still flies would spin, on the core that others compute on
+        if r.flying and not MPI.Request.Testall(r.flying):
+            return False
+        # flushed, then notified: a notification may overtake what isn't at the reader yet
+        transport.notify(r, chunk)
+        r.sent += 1
+        return True
+
+    def _receive(self, r: Round) -> bool:
+        # from each source its next chunk; the sources needn't be equally far
+        moved, chunks = False, self._transport.chunks
+        for rank, count in r.arrived.items():
+            if count < len(chunks) and self._transport.arrived(r, rank, chunks[count]):
+                r.arrived[rank] += 1
+                moved = True
+        return moved
+
+    def _add(self, r: Round) -> bool:
+        # one at a time, so that between two the next chunk can be sent; the sum is written over an
+        # inbox buffer, and the own chunk must have been encoded, so all of them must be there
+        if r.added == min([r.prepared, *r.arrived.values()]):
+            return False
+        if not r.here:
+            received = [self._transport.received(r, k) for k in range(len(r.plan.far))]
+            self._buffers.add(r.plan.weights, received, self._transport.chunks[r.added])
+        r.added += 1
+        return True
+
+    def _awaited(self, r: Round) -> Sequence[int]:
+        """Return the ranks without a free buffer, else those whose chunks are missing."""
+        many = len(self._transport.chunks)
+        missing = [source for source, count in r.arrived.items() if count < many]
+        return r.full or missing or [rank for rank, _ in r.plan.targets]
+
+    def _whom(self, r: Round) -> list[int]:
+        return sorted(numbers(self._transport.comm, self._awaited(r)))
+
+    def _late(self, r: Round) -> str:
+        awaited: Any = self._awaited(r)
+        return self._transport.late(r, awaited)

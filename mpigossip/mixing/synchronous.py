@@ -1,0 +1,352 @@
+"""Mixer between MPI ranks that waits for its neighbours: rank i is node i.
+
+Neighbours on CPUs of the same host are read in place, all others are sent to by one transport.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpigossip.cluster.cores import own_core
+from mpigossip.cluster.world import World
+from mpigossip.mixing.averages import OfRank
+from mpigossip.mixing.base import Kind, Layout, Segments
+from mpigossip.mixing.host.buffers import HostBuffers
+from mpigossip.mixing.host.shared import SharedMemory, rounded, share_memory
+from mpigossip.mixing.notifications import wait_all
+from mpigossip.mixing.pipeline import Pipeline
+from mpigossip.mixing.plan import (
+    SMALLEST,
+    Near,
+    Plan,
+    Round,
+    chunk_size,
+    chunks,
+    inbox_buffers,
+    sums_in_inbox,
+)
+from mpigossip.mixing.progress_thread import ProgressThread
+from mpigossip.mixing.transports import Transport
+from mpigossip.mixing.transports.messages import Messages
+from mpigossip.mixing.transports.windows import Windows
+
+INLINE = 1 << 14
+"""Bytes of a message up to which no thread is woken for it: that would take longer than it."""
+PLANS = 128
+"""Plans that are kept: asking the graph takes longer than a small message."""
+SLOW = "measuring the wire: a neighbour doesn't answer"
+STAGED = 1 << 24
+"""Bytes of a slot's chunk that is copied between a device and host memory at once."""
+
+
+class Synchronous(OfRank):
+    """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`)."""
+
+    def __init__(
+        self, graph, layout: Layout, world: World, *, same_host="read", exchange="auto",
+        timeout_s=300.0, on_devices: bool | None = None,
+    ):  # fmt: skip
+        """Collective over ``world``; ``graph.n`` must be its size.
+
+        ``exchange``: "auto", "windows", "messages", "nccl" or "host"; MemoryRefused where one that
+        is asked for by name can't be had. ``on_devices`` unset: as the layout names them; the CPU
+        may stand in.
+        """
+        super().__init__(graph, layout, world, timeout_s)
+        if on_devices is None:
+            on_devices = bool(set(layout.devices) - {"cpu"})
+        self._shared: SharedMemory | None = None
+        if same_host == "read" and not on_devices:
+            self._shared = share_memory(self._comm, layout.nbytes, timeout_s)
+        here = frozenset(self._shared.places) if self._shared else frozenset[int]()
+        self._near: Near = self._comm.allgather(here)
+        self._plan = lru_cache(PLANS)(
+            partial(Plan.of, graph, layout, self.rank, near=self._near, halves=not on_devices)
+        )
+        self._transport: Transport | None = None
+        self._buffers: Any
+        self.routes: dict[int, str] = {}
+        """For GPUs, how each other rank is reached, and why."""
+        many = inbox_buffers(graph, self.rank, self._near)
+        if on_devices:
+            self._open_on_devices(exchange, many, world)
+        else:
+            if len(here) < self.n:
+                self._transport = self._open_on_host(many, world)
+            self._buffers = HostBuffers(layout, self.rank, self.n, self._shared, self._transport)
+        self._whole = chunks(layout, float("inf"))[0]
+        self._open_thread(world)
+        # the graph's clock: the first round of kind GOSSIP that this mixer ran
+        self._first: int | None = None
+        self._round: Round | None = None
+        self._last: Round | None = None
+
+    def _open_on_host(self, buffers: int, world: World) -> Transport:
+        """Open windows in host memory; chunks as the network is measured to be."""
+        layout = self.layout
+        outbox = not (self._shared and layout.wire.exact)
+        made = Windows(self._comm, layout, buffers, self._timeout_s, outbox=outbox)
+        rate = measured_rate(self._comm, layout.sent_bytes, self._timeout_s)
+        made.cut(chunk_size(layout.sent_bytes, rate) / layout.slots)
+        return made
+
+    def _open_on_devices(self, exchange: str, buffers: int, world: World) -> None:
+        """Open the way to GPUs of other nodes: the one asked for, or the fastest that works."""
+        from mpigossip.mixing.transports import probe
+
+        def on_host(buffers: int) -> Transport:
+            made = self._open_on_host(buffers, world)
+            made.cut(STAGED)
+            return made
+
+        way = probe.open_way(exchange, self._comm, self.layout, buffers, world, on_host)
+        self._transport, self._buffers = way.transport, way.buffers
+        self.routes = {j: way.text for j in range(self.n) if j != self.rank}
+
+    def _open_thread(self, world: World) -> None:
+        """Start the progress thread, if a transport has something to do for it."""
+        self._thread: ProgressThread | None = None
+        transport, layout = self._transport, self.layout
+        if transport is None:
+            return
+        poll = len(set(world.hosts)) > 1
+        computing = torch.get_num_threads() * layout.slots
+        cores = own_core(transport.comm, computing, world.beside) if poll else frozenset()
+        threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE and not world.survives
+        self._thread = ProgressThread(
+            transport.comm, threaded=threaded, poll=poll and threaded, timeout_s=self._timeout_s,
+            cores=cores, device=self.layout.devices[0] if self.layout.devices else "cpu",
+        )  # fmt: skip
+        on_host = isinstance(self._buffers, HostBuffers)
+        self._inline = not threaded or (on_host and layout.sent_bytes <= INLINE)
+        self._pipeline = Pipeline(transport, self._buffers, self._thread)
+
+    @staticmethod
+    def estimate_memory(
+        graph, layout: Layout, node: int, near: Near = (), averages: bool = True, halves: int = 2
+    ) -> dict[str, int]:
+        """Memory by purpose: an outbox, a result, and inbox buffers for those who send to it.
+
+        In full precision and without neighbours on the host the sum is formed in the inbox; a
+        result is for averages. Codes are sent in place of the outbox. On GPUs "host" is what
+        exchanges through host memory take besides.
+        """
+        lossy, gpu = not layout.wire.exact, bool(set(layout.devices) - {"cpu"})
+        shared, sends = bool(near and near[node]), not near or len(near[node]) < graph.n
+        area = rounded(layout.nbytes) if shared else layout.nbytes
+        averages = averages or not sums_in_inbox(graph, node)
+        separate = shared or averages or lossy
+        inbox = sends * layout.sent_bytes * inbox_buffers(graph, node, near)
+        found = {
+            "outbox": area,
+            "result": area * (separate or gpu),
+            "encoded": layout.sent_bytes * (sends and lossy),
+            "inbox": halves * inbox,
+        }
+        staged = (1 + averages) * layout.nbytes + found["encoded"] + inbox
+        return found | ({"host": staged} if gpu else {})
+
+    def memory(self, averages: bool = True) -> dict[str, int]:
+        """Bytes by purpose that the messages take, at most."""
+        halves = self._transport.halves if self._transport else 0
+        given = self.graph, self.layout, self.rank, self._near, averages
+        return self.estimate_memory(*given, halves=halves)
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Seconds that the progress thread was busy so far; 0 where there is none."""
+        return self._thread.busy if self._thread else 0.0
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds spent waiting for other nodes so far."""
+        others = [self._shared.waited] if self._shared else []
+        others += [self._transport.notifications.waited] if self._transport else []
+        return self._waited + sum(others)
+
+    # -- a round: outbox, start, finish ------------------------------------------------------
+
+    def outbox(self, t: int) -> Segments:
+        """Arrays (1, p) to fill whole; waits until the last round's readers are done."""
+        self._leave_round()
+        return self._buffers.out
+
+    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+        """Publish the outbox, encoded if the wire does so, and begin the exchange of round t."""
+        if kind is Kind.GOSSIP and self._first is None:
+            self._first = t
+        plan = self._plan_of(kind, t)
+        number = t if exchange is None else exchange
+        r = self._round = Round(plan, t, number, t - (self._first or 0))
+        self.bytes_sent[0] += plan.nbytes
+        if kind is Kind.LOCAL:
+            return
+        self._buffers.begin(number, plan.average)
+        if plan.average:
+            self._start_average(r)
+            return
+        if self._shared:  # readers on this host may begin to read: `outbox` waits for them
+            self._shared.publish(plan.readers, t)
+            r.here = not plan.far or len(plan.far) < len(plan.sources)
+        # what goes to others, and what they send here, goes on in the progress thread; of a small
+        # message the main thread sends now what it can, and does the rest in `finish`
+        if self._transport and (plan.targets or plan.far or not self._shared):
+            r.inline = self._inline
+            self._pipeline.begin(r)
+
+    def _plan_of(self, kind: Kind, t: int) -> Plan:
+        period = self.graph.period
+        return self._plan(kind, t % period if period else t)
+
+    def _start_average(self, r: Round) -> None:
+        transport, buffers, thread = self._transport, self._buffers, self._thread
+        if transport is None or thread is None:
+            assert self._shared
+            self._shared.publish(self._shared.places.keys() - {self.rank}, r.t)
+        elif transport.in_main:
+            buffers.average(transport)
+            r.future = thread.submit(partial(self._settle, r))
+        elif thread.threaded:
+            r.future = thread.submit(partial(buffers.average, transport))
+
+    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
+        """``sent`` and ``mixed``, which is ``into`` where neighbours' outboxes are summed now."""
+        r = self._round
+        assert r
+        r.finished = True
+        plan, buffers = r.plan, self._buffers
+        if plan.kind is Kind.LOCAL:
+            return buffers.out, buffers.out
+        if plan.average:
+            return buffers.out, self._finish_average(r)
+        if plan.partner is not None and into is None:
+            # waits for the partner's outbox, then for its half of the one result
+            parts, weight = self.layout.parts, plan.weights[0]
+            r.halved = True
+            shared: Any = self._shared
+            return buffers.out, buffers.segments(
+                shared.average_pair(parts, weight, plan.partner, r.t)
+            )
+        if self._shared:  # the sources on this host: their outboxes are complete
+            self._shared.wait_ready(plan.sources, r.t)
+        if r.future or r.inline:  # the others: their messages are here, the own ones sent
+            self._waited += self._pipeline.wait(r)
+        if self._shared and r.here:
+            self._sum(r, into)
+        if self._shared:
+            self._shared.release(plan.sources, r.t)
+        return buffers.out, buffers.result
+
+    def _finish_average(self, r: Round) -> Segments:
+        if self._transport is None:
+            shared: Any = self._shared
+            shared.average(self.layout.parts, r.t)
+            return self._buffers.segments(shared.result)
+        if r.future:
+            self._waited += self._pipeline.wait(r)
+        else:
+            self._waited += self._buffers.average(self._transport)
+            self._buffers.complete()
+        return self._buffers.result
+
+    def _settle(self, r: Round) -> None:
+        assert self._transport
+        self._transport.settle(f"round {r.t}")
+        self._buffers.complete()
+
+    def _sum(self, r: Round, into: torch.Tensor | None) -> None:
+        """Sum the outboxes on this host and what was sent, in the graph's order."""
+        shared: Any = self._shared
+        received, far = [], r.plan.far
+        for j in r.plan.sources:
+            if j in shared.places:
+                received.append(self._buffers.segments(shared.outbox(j)))
+            else:
+                assert self._transport
+                received.append(self._transport.received(r, far.index(j)))
+        target = None if into is None else [(into,)]
+        self._buffers.add(r.plan.weights, received, self._whole, target)
+
+    def _leave_round(self) -> None:
+        """Wait until the last round's readers are done; tell the writers what is free again.
+
+        Here, as the progress thread has nothing to do now: to wake it takes longer.
+        """
+        r, self._round = self._round, None
+        if r is None or r.plan.kind is not Kind.GOSSIP:
+            return
+        # readers of this outbox on this host; those that were sent to have their own copy
+        if self._shared and r.halved:
+            self._shared.leave_pair(r.plan.partner, r.t)
+        elif self._shared:
+            self._shared.wait_read(r.plan.readers, r.t)
+        if self._transport:
+            self._transport.free(r, self._plan_of(Kind.GOSSIP, r.t + 2))
+        self._last = r
+
+    def close(self) -> None:
+        """Finish an open round, receive outstanding notifications, free the memory; collective."""
+        if self._buffers is None:
+            return
+        if self._round and not self._round.finished:
+            self.finish()
+        self._leave_round()
+        self._buffers.close()
+        self._buffers = None
+        if self._thread:
+            self._pipeline = None
+            self._thread.close()
+        if self._transport:
+            self._transport.close(self._coming())
+        if self._shared:
+            self._shared.close()
+        self._comm.Free()
+
+    def _coming(self) -> list[tuple[int, Plan]]:
+        """The rounds that buffers were freed for, by index, and that will not be run."""
+        last = self._last
+        indexes = range(max(2, last.index + 1), last.index + 3) if last else ()
+        first = self._first or 0
+        return [(index, self._plan_of(Kind.GOSSIP, first + index)) for index in indexes]
+
+
+class Surviving(Synchronous):
+    """Synchronous exchange by messages alone, which can be abandoned after a rank failure."""
+
+    estimate_memory = staticmethod(partial(Synchronous.estimate_memory, halves=1))
+
+    def __init__(self, graph, layout: Layout, world: World, *, timeout_s=300.0, on_devices=None):
+        """Collective over ``world``; messages of GPUs go through host memory."""
+        super().__init__(
+            graph, layout, world, same_host="put", exchange="host", timeout_s=timeout_s,
+            on_devices=on_devices,
+        )  # fmt: skip
+
+    def _open_on_host(self, buffers: int, world: World) -> Transport:
+        return Messages(self._comm, self.layout, buffers, self._timeout_s, hosts=world.hosts)
+
+
+def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
+    """Bytes a second of the wire to the next rank: collective, equal on all ranks.
+
+    Infinite, and not measured, where a message of ``nbytes`` bytes is a single chunk anyway.
+    """
+    if comm.size == 1 or nbytes <= SMALLEST:
+        return float("inf")
+    out, into = np.zeros(SMALLEST, np.uint8), np.empty(SMALLEST, np.uint8)
+    for _ in range(2):  # the first opens connections
+        comm.Barrier()
+        began = time.perf_counter()
+        pending = {
+            0: comm.Irecv(into, (comm.rank - 1) % comm.size),
+            1: comm.Isend(out, (comm.rank + 1) % comm.size),
+        }
+        wait_all(pending, timeout_s, lambda _: SLOW, comm=comm)
+        slowest = comm.allreduce(time.perf_counter() - began, MPI.MAX)
+    return SMALLEST / slowest

@@ -1,0 +1,112 @@
+"""Neighbour exchange by MPI_Isend and MPI_Irecv, which can be abandoned after a rank failure.
+
+A `Flush` to a dead rank may never return, and a window with a dead member can't be freed. A
+request can be given up at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from mpi4py import MPI
+
+from mpigossip.mixing.averages import CUT, raw
+from mpigossip.mixing.base import Layout
+from mpigossip.mixing.device.memory import arrived_whole, current
+from mpigossip.mixing.notifications import called, wait_all
+from mpigossip.mixing.plan import Chunk, Plan, Round
+from mpigossip.mixing.transports import Transport, inboxes
+
+ROUNDS, FIRST_TAG = 1 << 14, 64
+"""Tags tell rounds apart, modulo this number (MPI promises 32,767 tags), so that they never mix."""
+
+
+class Messages(Transport):
+    """Messages into inbox buffers that are posted when a round begins, on the host or on GPUs."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, layout: Layout, buffers: int, timeout_s: float, *,
+        devices: Sequence[torch.device] = (), hosts: Sequence[str] = (),
+    ):  # fmt: skip
+        """Collective. ``devices``: of the slots' buffers; none: the host's.
+
+        ``hosts``: names of the ranks' hosts. Raises MemoryRefused, on all ranks.
+        """
+        self._devices = devices or [torch.device("cpu")] * layout.slots
+        self.on_device, self._hosts = bool(devices), hosts
+        areas = inboxes(comm, layout, buffers, self._devices)
+        self._inbox = [[area[k] for area in areas] for k in range(buffers)]
+        self.memory = () if devices else [area.view(-1) for area in areas]
+        self._receives: dict[tuple[int, int], list[MPI.Request]] = {}
+        self._sends: dict[tuple[int, int], MPI.Request] = {}
+        self._reached: dict[int, int] = {}
+        super().__init__(comm, layout, buffers, timeout_s)
+
+    def begin(self, r: Round, memory: Sequence[torch.Tensor]) -> None:
+        """Post the receives of all chunks."""
+        for rank, areas in zip(r.plan.far, self._inbox, strict=False):
+            for chunk in self.chunks:
+                found = self._each(self.comm.Irecv, r, chunk, areas, rank)
+                self._receives[rank, chunk.number] = found
+
+    def _each(
+        self, call: Callable, r: Round, chunk: Chunk, areas: Sequence[torch.Tensor], rank: int
+    ) -> list[MPI.Request]:
+        """Call for a chunk of every slot, in pieces that MPI can count; the device is current."""
+        tag, span, found = FIRST_TAG + r.t % ROUNDS, chunk.span, []
+        for area, device in zip(areas, self._devices, strict=True):
+            with current(device):
+                for at in range(span.start, span.stop, CUT):
+                    some = raw(area[at : min(at + CUT, span.stop)])
+                    found.append(call([some, MPI.BYTE], rank, tag))
+        return found
+
+    def send(self, r: Round, chunk: Chunk, memory: Sequence[torch.Tensor]) -> list[MPI.Request]:
+        """Send; :meth:`free` waits for it, as a slow reader must not delay this round."""
+        for rank, _ in r.plan.targets:
+            for request in self._each(self.comm.Isend, r, chunk, memory, rank):
+                self._sends[rank, len(self._sends)] = request
+        return []
+
+    def arrived(self, r: Round, source: int, chunk: Chunk) -> bool:
+        """Return whether the chunk's receives are complete."""
+        key = source, chunk.number
+        if not MPI.Request.Testall(self._receives[key]):
+            return False
+        del self._receives[key]
+        self._reached[source] = r.t
+        return True
+
+    def received(self, r: Round, buffer: int) -> Sequence[torch.Tensor]:
+        """Return for each slot an inbox buffer."""
+        for device in self._devices if self.on_device else ():
+            arrived_whole(device)
+        return self._inbox[buffer]
+
+    def free(self, r: Round, coming: Plan) -> None:
+        """Wait until the own messages are sent."""
+        if self._sends:
+            self.notifications.waited += wait_all(
+                self._sends, self.timeout_s, lambda key: self._named(key[0], "takes no message"),
+                comm=self.comm,
+            )  # fmt: skip
+
+    def pending(self, r: Round) -> list[MPI.Request]:
+        """Return the next receives of each source."""
+        return [request for requests in self._receives.values() for request in requests]
+
+    def late(self, r: Round, ranks: Sequence[int]) -> str:
+        """Name the first rank that has sent nothing, and the last round that it has sent."""
+        return self._named(min(ranks), f"sends no model of round {r.t}")
+
+    def _named(self, rank: int, fault: str) -> str:
+        reached = self._reached.get(rank)
+        last = "not heard of yet" if reached is None else f"last heard of in round {reached}"
+        where = f" on {self._hosts[rank]}" if self._hosts else ""
+        return f"{called(self.comm, rank)}{where} {fault} ({last})"
+
+    def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:
+        """Free the communicator; collective."""
+        self._inbox = []
+        super().close()

@@ -1,0 +1,171 @@
+"""Choice of a transport between GPUs: each is proven to work, timed, and the fastest is taken.
+
+A proof ends in an answer that all ranks agree on: it works, or it doesn't, and why. One that fails
+is never the end of the job; the next way is taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from mpigossip.cluster.world import World
+from mpigossip.config.errors import Failure
+from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.device.aware import proven
+from mpigossip.mixing.device.buffers import DeviceBuffers
+from mpigossip.mixing.device.memory import MemoryRefused, agreed
+from mpigossip.mixing.device.streams import Streams
+from mpigossip.mixing.notifications import abandoned
+from mpigossip.mixing.pipeline import Pipeline
+from mpigossip.mixing.plan import Plan, Round
+from mpigossip.mixing.progress_thread import ProgressThread
+from mpigossip.mixing.transports import Transport
+from mpigossip.mixing.transports.messages import Messages
+from mpigossip.mixing.transports.nccl import Nccl
+from mpigossip.mixing.transports.windows import Windows
+
+WAYS = "windows", "messages", "nccl", "host"
+"""Values of `node.exchange` besides "auto"; "host" is windows in pinned host memory."""
+AS_FAST = 1.1
+"""Times of the fastest way up to which windows are taken."""
+ROUNDS = 3
+"""Rounds that are timed, after one that opens connections."""
+
+
+@dataclass
+class Way:
+    """A transport between GPUs, the buffers of its messages, and its name with the reason."""
+
+    transport: Transport
+    buffers: DeviceBuffers
+    text: str
+    seconds: float = 0.0
+
+
+class Probe:
+    """Opens, proves and times the ways to other nodes; all methods are collective."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, layout: Layout, buffers: int, world: World,
+        on_host: Callable[[int], Transport],
+    ):  # fmt: skip
+        """``buffers``: sources of a round at most; ``on_host``: opens the way through the host."""
+        self._comm, self._layout, self._world, self._on_host = comm, layout, world, on_host
+        self._many = buffers
+        names = layout.devices or ("cpu",) * layout.slots
+        self._devices = [torch.device(name) for name in names]
+        self._streams = [Streams(device) for device in self._devices]
+        self.on_gpus = self._devices[0].type == "cuda"
+
+    def open(self, way: str, many: int) -> Way:
+        """Open a way for so many sources; MemoryRefused, on all ranks, where it can't be had."""
+        comm, layout, timeout_s = self._comm, self._layout, self._world.timeout_s
+        given: Any = comm, layout, many, getattr(comm, "timeout_s", timeout_s)
+        why = ""
+        if way in ("windows", "messages"):
+            able, why = proven(comm, self._devices, way)
+            if not able:
+                raise MemoryRefused(f"{why}; use a GPU-aware MPI")
+        if way == "windows":
+            transport: Transport = Windows(*given, devices=self._devices)
+        elif way == "messages":
+            transport = Messages(*given, devices=self._devices, hosts=self._world.hosts)
+        elif way == "nccl":
+            transport = Nccl(*given, world=self._world, streams=self._streams)
+            why = "NCCL has joined the nodes"
+        else:
+            transport = self._on_host(many)
+        rank, n = comm.rank, comm.size
+        try:
+            buffers = agreed(comm, lambda: DeviceBuffers(layout, rank, n, transport, self._streams))
+        except MemoryRefused:
+            transport.close()
+            raise
+        if way == "host" and n > 1:
+            why = buffers.pin(transport.memory)
+        return Way(transport, buffers, f"{way} ({why})" if why else way)
+
+    def seconds(self, way: str) -> float:
+        """Time rounds along a ring, at the message's size and of all slots at once."""
+        opened = self.open(way, max(1, self._many))
+        rank, n = self._comm.rank, self._comm.size
+        left, right = (rank - 1) % n, (rank + 1) % n
+        plan = Plan(Kind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),))
+        thread = ProgressThread(
+            opened.transport.comm, threaded=MPI.Query_thread() == MPI.THREAD_MULTIPLE, poll=False,
+            timeout_s=opened.transport.timeout_s, device=str(self._devices[0]),
+        )  # fmt: skip
+        pipeline, failed, least = Pipeline(opened.transport, opened.buffers, thread), "", 0.0
+        try:
+            least = min([self._round(pipeline, opened, plan, k) for k in range(1 + ROUNDS)][1:])
+        except (Failure, RuntimeError, MPI.Exception) as error:
+            failed = f"a round of {way} failed: {error}"
+        if reasons := [reason for reason in self._comm.allgather(failed) if reason]:
+            abandoned.append((opened, thread))  # its end would wait for what has failed
+            raise MemoryRefused(reasons[0])
+        opened.buffers.close()
+        thread.close()
+        opened.transport.close([(index, plan) for index in (1 + ROUNDS, 2 + ROUNDS)])
+        return self._comm.allreduce(least, MPI.MAX)
+
+    def _round(self, pipeline: Pipeline, opened: Way, plan: Plan, index: int) -> float:
+        """Return the seconds of one round."""
+        r = Round(plan, index, index, index, inline=not pipeline.threaded)
+        self._comm.Barrier()
+        began = time.perf_counter()
+        opened.buffers.begin(index)
+        pipeline.begin(r)
+        pipeline.wait(r)
+        spent = time.perf_counter() - began
+        opened.transport.free(r, plan)
+        return spent
+
+
+def open_way(
+    asked: str, comm: MPI.Intracomm, layout: Layout, buffers: int, world: World,
+    on_host: Callable[[int], Transport],
+) -> Way:  # fmt: skip
+    """Open the way that is asked for, or for "auto" the fastest that works; collective.
+
+    Raises MemoryRefused where a way that is asked for by name can't be had.
+    """
+    probe = Probe(comm, layout, buffers, world, on_host)
+    if asked == "host" or comm.size == 1:
+        return probe.open("host", buffers)
+    if asked != "auto":
+        try:
+            return probe.open(asked, buffers)
+        except MemoryRefused as error:
+            raise MemoryRefused(
+                f'node.exchange = "{asked}": {error}; "auto" takes the best way there is '
+                "(`mpigossip doctor` says what was asked)"
+            ) from error
+    times: dict[str, float] = {}
+    refused: dict[str, list[str]] = {}
+    for way in WAYS:
+        if (way == "nccl" and not probe.on_gpus) or (way == "host" and not times):
+            continue  # alone it needs no time
+        try:
+            times[way] = probe.seconds(way)
+        except MemoryRefused as error:
+            refused.setdefault(str(error), []).append(way)
+    found = probe.open(fastest(times), buffers)
+    measured = [f"{way} {seconds * 1e3:.3g} ms" for way, seconds in times.items()]
+    gone = [f"no {', '.join(ways)}: {reason}" for reason, ways in refused.items()]
+    why = "; ".join([*measured, *gone])
+    found.text = f"{found.text} ({why})" if why else found.text
+    return found
+
+
+def fastest(times: dict[str, float]) -> str:
+    """Return the way with the least time; windows, unless another is faster by a tenth."""
+    if not times:
+        return "host"
+    best = min(times, key=lambda way: times[way])
+    return "windows" if times.get("windows", float("inf")) <= AS_FAST * times[best] else best

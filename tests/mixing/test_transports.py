@@ -1,0 +1,141 @@
+"""What every transport keeps (`transports.Transport`), each alone between ranks.
+
+The CPU is in a GPU's place, gloo in NCCL's.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mpigossip import graphs
+from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.plan import Plan, chunks, inbox_buffers
+from tests.cases import on_each
+
+LAYOUT, ROUNDS = Layout((1024, 1024), vectors=2, scalars=1), 5
+
+
+def opened(comm, world, way):
+    from mpigossip.mixing.device.streams import Streams
+    from mpigossip.mixing.transports.messages import Messages
+    from mpigossip.mixing.transports.nccl import Nccl
+    from mpigossip.mixing.transports.windows import Windows
+
+    cpu = torch.device("cpu")
+    if way == "nccl":
+        streams = [Streams(cpu) for _ in LAYOUT.widths]
+        return Nccl(comm, LAYOUT, 1, 20, world=world, streams=streams)
+    kind = Windows if "windows" in way else Messages
+    devices = [cpu] * LAYOUT.slots if "device" in way else []
+    transport = kind(comm, LAYOUT, 1, 20, devices=devices)
+    transport.cut(4096)
+    return transport
+
+
+def filled(areas, rank, t):
+    for k, area in enumerate(areas):
+        area.fill_((31 * rank + 7 * t + k) % 251 + 1)
+
+
+def kept(comm, way):
+    """Rounds to the right and from the left; what went against the contract."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.mixing.plan import Round
+
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    plan = Plan(Kind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),))
+    with World(comm) as world:
+        transport = opened(comm, world, way)
+        size = LAYOUT.slot_sent_bytes
+        areas, wanted = (
+            [torch.zeros(size, dtype=torch.uint8) for _ in LAYOUT.widths] for _ in range(2)
+        )
+        wrong = []
+        for t in range(ROUNDS):
+            r = Round(plan, t, t, t)
+            filled(areas, comm.rank, t)
+            filled(wanted, left, t)
+            transport.begin(r, areas)
+            comm.Barrier()
+            if transport.arrived(r, left, transport.chunks[0]) and way != "nccl":
+                wrong.append(f"arrived before it was sent, round {t}")
+            comm.Barrier()
+            for chunk in transport.chunks:
+                flying = transport.send(r, chunk, areas)
+                while any(request for request in flying if not request.Test()):
+                    pass
+                transport.notify(r, chunk)
+                awaited(partial(transport.arrived, r, left, chunk))
+                for area, whole in zip(transport.received(r, 0), wanted, strict=True):
+                    if not torch.equal(area[chunk.span], whole[chunk.span]):
+                        wrong.append(f"bytes of round {t}, chunk {chunk.number}")
+            wrong += freed(comm, transport, plan, right, t)
+            transport.free(r, plan)
+        transport.close([(ROUNDS + 1, plan)])  # of round ROUNDS it has been heard
+    return wrong
+
+
+def awaited(there):
+    from mpigossip.cluster.deadline import Deadline
+
+    Deadline(20).wait(there, lambda: "nothing came")
+
+
+def freed(comm, transport, plan, reader, t):
+    """A buffer of a window may be written again once its reader says so, and not before."""
+    from mpigossip.mixing.plan import Round
+
+    awaited(partial(transport.is_free, Round(plan, t, t, t + 1), reader))
+    comm.Barrier()
+    late = transport.halves == 2 and transport.is_free(Round(plan, t, t, t + 2), reader)
+    comm.Barrier()
+    return [f"a free buffer for round {t + 2} that nobody has freed"] if late else []
+
+
+WAYS = ["windows", "windows device", "messages", "messages device", "nccl"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_transport_brings_chunks_in_order(ranks, way):
+    assert ranks(3)(kept, way) == [[], [], []]
+
+
+# -- plans, without MPI ------------------------------------------------------------------------
+
+LARGE = 4096
+NAMES = ["one-peer-exponential", "exponential", "ring", "one-peer-hypercube", "base-3", "star"]
+
+
+@on_each("name", NAMES)
+@on_each("hosts", [1, 8])
+def test_plans_of_many_ranks_fit_together(name, hosts):
+    """Who sends to a rank is who it receives from, each in an inbox buffer of its own."""
+    made, layout = graphs.graph(name, LARGE), SimpleNamespace(sent_bytes=4, raw_bytes=None)
+    near = [frozenset(range(i // hosts * hosts, (i // hosts + 1) * hosts)) for i in range(LARGE)]
+    near = near if hosts > 1 else []
+    for t in (0, 1, 5):
+        plans = {}
+        some = np.random.default_rng(t).integers(0, LARGE, 40).tolist()
+
+        def of(rank, t=t, plans=plans):
+            if rank not in plans:
+                plans[rank] = Plan.of(made, layout, rank, Kind.GOSSIP, t, near, halves=True)
+            return plans[rank]
+
+        for i in some:
+            mine = of(i)
+            for k, j in enumerate(mine.far[:8]):
+                assert (i, k) in of(j).targets and k < inbox_buffers(made, i, near)
+            for j, k in mine.targets[:8]:
+                assert of(j).far[k] == i
+            assert mine.partner is None or of(mine.partner).partner == i
+            assert set(mine.far) == set(mine.sources) - (near[i] if near else set())
+
+
+def test_chunks_of_a_small_message_are_one():
+    (chunk,) = chunks(LAYOUT, float("inf"))
+    assert chunk.span == slice(0, LAYOUT.slot_sent_bytes)
+    assert [field for field, _ in chunk.fields] == [0, 1, 2]
