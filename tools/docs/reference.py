@@ -42,7 +42,7 @@ EXAMPLES = {
     "data.shape": "[1,28,28]", "data.workers": "4", "algorithm.name": "dsgd",
     "local.name": "adamw", "graph.name": "base-2", "graph.weights": "laplacian",
     "graph.placement": "hostnames", "cadence.name": "cpsgd", "schedule.milestones": "[30,60,80]",
-    "node.devices": "auto", "node.ranks_per_node": "host", "node.wire": "bf16",
+    "node.devices": "cuda:0-3", "node.ranks_per_node": "host", "node.wire": "bf16",
     "node.mixer": "asynchronous", "clock.network": "10gbit", "clock.bandwidth": "1.25e9",
     "log.hooks": "['tensorboard']", "log.consensus_every": "100",
 }  # fmt: skip
