@@ -20,11 +20,13 @@ from mpigossip.config.readable import clock, note, shown, tell
 from mpigossip.engine.measurements import Record
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.summary import describe, mean, number
-from mpigossip.store.log import COLUMNS
+from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS
 from mpigossip.training.evaluate import Evaluation
 
 LIVE_S, PLAIN_S = 0.2, 30.0
 """Seconds between refreshes of the live line, and between the lines of a batch log."""
+KNOWN = COLUMNS | MEMBER_COLUMNS
+"""Figures that the live line has no room for."""
 WINDOW = 50
 """Steps over which speed and the share of the exchange are averaged."""
 HEADING_EVERY = 25
@@ -89,7 +91,7 @@ class Printer(Hook):
         self._lr = record.lr
         self._recent.append((now, record.seconds))
         if len(record.rested) < len(record.loss):  # idle nodes have none
-            self._figures = {n: v for n, v in record.figures.items() if n not in COLUMNS}
+            self._figures = {n: v for n, v in record.figures.items() if n not in KNOWN}
         if record.consensus_distance == record.consensus_distance:
             self._consensus = record.consensus_distance
         if now - self._shown < (LIVE_S if self._live else self._plain_s):

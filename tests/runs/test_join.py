@@ -103,6 +103,7 @@ def test_a_changed_record_is_found_by_replay(tmp_path):
         (["algorithm.name=dmsgd"], "dsgd.*noloco"),
         (["algorithm.name=diloco"], "those that go are dsgd, dmsgd-vanilla, noloco, gasloc"),
         (["cadence.name=gossip-pga"], 'cadence.name = "every"'),
+        (["algorithm.style=awc"], 'need algorithm.style = "atc"'),
         (["node.wire=bf16"], 'members need "fp32"'),
         (["graph.name=ring"], 'members need "one-peer-exponential"'),
         (["node.precision=fp16"], "bf16"),

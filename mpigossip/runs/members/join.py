@@ -54,9 +54,10 @@ def join(
     to leave. Raises JobError for user errors.
     """
     disk = Disk(folder, shared)
+    if job is not None:
+        _check_fit(job)  # before there is a folder
     job = _job_of(folder, job, disk)
-    if found := unfit(job):
-        raise JobError(found)
+    _check_fit(job)
     with Alone() as world:
         assembly = assemble(job, world, 1)
         end = end_of_allocation(job.checkpoint.wall_clock_s)
@@ -253,6 +254,11 @@ def job_there(disk: Disk, trusted: bool = False) -> Job:
     return load(text)
 
 
+def _check_fit(job: Job) -> None:
+    if found := unfit(job):
+        raise JobError(found)
+
+
 def unfit(job: Job) -> list[str]:
     """What keeps a job from being trained by members that come and go."""
     found, goes = [], [name for name in algorithms.BUILDERS if _goes(name)]
@@ -260,7 +266,11 @@ def unfit(job: Job) -> list[str]:
         found.append(f'algorithm.name = "{job.algorithm.name}" needs more than one model of one '
                      f"other member in a round; those that go are {', '.join(goes)}")  # fmt: skip
     else:
-        cadence = make_cadence(job, make_bare(job))
+        method = make_bare(job)
+        if method.ahead:
+            found.append('algorithm.style = "awc" sends the model before the last step; members '
+                         'need algorithm.style = "atc"')  # fmt: skip
+        cadence = make_cadence(job, method)
         if cadence.kinds - {Kind.LOCAL, Kind.GOSSIP} or not cadence.turns.plain or cadence.own:
             found.append(f'cadence.name = "{job.cadence.name}": members average with one other '
                          'every H steps: cadence.name = "every", cadence.period = H')  # fmt: skip
