@@ -9,5 +9,5 @@ begin=$SECONDS
 rm -rf build/docs-source
 "$python" tools/docs/gather.py build/docs-source
 "$python" tools/docs/reference.py build/docs-source/reference
-"$python" -m sphinx -W --keep-going -q -j auto -d build/docs-cache -c tools/docs build/docs-source build/docs
+"$python" -m sphinx -W --keep-going -q -d build/docs-cache -c tools/docs build/docs-source build/docs
 say "build/docs/index.html, built in $((SECONDS - begin)) s"

@@ -82,7 +82,9 @@ def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
     assert first.returncode == 0 and (tmp_path / "model.pt").exists(), first.stderr
     mine, study = blocks("tutorial-study", "python")
     (tmp_path / "mine.py").write_text(mine)
-    (tmp_path / "study.py").write_text(study.replace("run.epochs=4", "run.steps=4"))
+    (tmp_path / "study.py").write_text(
+        study.replace("run.epochs=4", "run.steps=4").replace("seeds=3", "seeds=1")
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     done = subprocess.run(
         [sys.executable, "study.py"], cwd=tmp_path, text=True, capture_output=True
