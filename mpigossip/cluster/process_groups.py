@@ -147,7 +147,8 @@ def _connected(store: dist.Store, place: Place, limit: timedelta) -> dist.Proces
     backend: Any
     if is_gpu(place.device):
         torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
+        # above computing: a slot that waits for a sum holds up the others
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout, options.group_name = limit, place.group
         options.global_ranks_in_group = list(range(place.size))
         backend = dist.ProcessGroupNCCL(prefixed, place.rank, place.size, options)

@@ -266,6 +266,21 @@ def test_devices_that_cannot_be_had(setting, visible, said):
     assert said in message and setting in message
 
 
+@on_each(
+    "slots, environ, count, note",
+    [
+        (("cpu",), {}, 0, ""),
+        (("cuda:0",), {}, 1, ""),
+        (("cuda:0",), {}, 4, "; torch sees 4 GPUs"),
+        (("cuda:1",), slurm(3, "4"), 2, "; 4 ranks share 2 GPUs"),
+        (("cuda:0",), slurm(3, "4") | CUDA, 1, ""),  # dealt out
+    ],
+)
+def test_gpus_beside_those_in_use_are_reported(monkeypatch, slots, environ, count, note):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert devices.beside(slots, environ) == note
+
+
 def test_devices_that_can_be_had():
     assert devices.mistakes("cpu:64", {}, 0) == []
     assert devices.mistakes("cuda:0,0", {}, 1) == []
