@@ -76,7 +76,7 @@ def test_own_loop_is_the_optimizer_followed_by_the_mixing_matrix(ranks, n, name)
 
 @with_world
 def looked_at(world, often):
-    """An exchange is under way between steps; a look at all nodes takes it in first."""
+    """An exchange is in flight between steps; a look at all nodes takes it in first."""
 
     model, optimizer = make(world.rank)
     gossip = mpigossip.Gossip(world, model, optimizer, style="awc", measure_every=2)
@@ -105,7 +105,7 @@ def test_an_exchange_without_a_step_is_refused_while_one_is_under_way():
         model(batch(0, 0)).square().mean().backward()
         gossip.step()
         if overlap == "auto":
-            with pytest.raises(ValueError, match=r'average\(\).*under way.*overlap="never"'):
+            with pytest.raises(ValueError, match=r'average\(\).*in flight.*overlap="never"'):
                 gossip.average()
         else:
             gossip.average()
