@@ -67,7 +67,8 @@ def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
     drawn += [partial(panels.metric, name=name) for name in runs[0].metrics]
     drawn += [panels.consensus, panels.time]
     drawn += [panels.staleness] * panels.stale(runs[0])
-    rows = -(-len(drawn) // 2)
+    joined = panels.known(runs[0], "time")  # by members that come and go
+    rows = -(-(len(drawn) + joined) // 2)
     made = Figure(figsize=(10, 3.6 * rows + 0.4), dpi=130, layout="constrained")
     axis = panels.steps(runs)
     grid = made.subplots(rows, 2, squeeze=False).ravel()
@@ -75,7 +76,9 @@ def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
         draw(axes, runs, axis)
         axis.dress(axes, runs)
         panels.key_below_title(axes)
-    for axes in grid[len(drawn) :]:
+    if joined:
+        panels.members(grid[len(drawn)], runs[0])
+    for axes in grid[len(drawn) + joined :]:
         axes.set_axis_off()
     _name_runs(made, runs, "")
     return made
@@ -85,12 +88,7 @@ def _heights(runs: Sequence[LoggedRun]) -> list[float]:
     """Of the rows of panels: loss, metrics, distances, times, and staleness where there is some."""
     metrics = {name for run in runs for name in run.metrics}
     bars = max(HIGH, 1 + LINE * len(runs))  # a bar and its name for each run
-    return [HIGH] * (2 + len(metrics)) + [bars] + [HIGH] * _further(runs)
-
-
-def _further(runs: Sequence[LoggedRun]) -> bool:
-    """Return whether there is a row for staleness and members."""
-    return any(map(panels.stale, runs)) or panels.known(runs[0], "time")
+    return [HIGH] * (2 + len(metrics)) + [bars] + [HIGH] * any(map(panels.stale, runs))
 
 
 def _names(runs: Sequence[LoggedRun]) -> float:
@@ -98,7 +96,7 @@ def _names(runs: Sequence[LoggedRun]) -> float:
 
 
 def _draw(made: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list[float]) -> None:
-    stale, joined = any(map(panels.stale, runs)), panels.known(runs[0], "time")
+    stale = any(map(panels.stale, runs))
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     below, last = 1 + len(metrics), 2 + len(metrics)
     grid = made.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
@@ -118,12 +116,8 @@ def _draw(made: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list
     for draw, axes in others:
         draw(axes, runs, by_step)
         by_step.dress(axes, runs)
-    if joined:
-        panels.members(grid[-1, 1], runs[0])
-    elif stale:
+    if stale:
         grid[-1, 1].set_axis_off()
-    if joined and not stale:
-        grid[-1, 0].set_axis_off()
     _name_runs(made, runs, title)
 
 

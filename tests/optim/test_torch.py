@@ -279,7 +279,7 @@ def test_what_is_done_to_parameters_after_the_first_step_is_said():
 def test_gradients_that_were_never_zeroed_are_said():
     model, gossip = ready()
     backward(model, 0, 1)
-    with pytest.raises(JobError, match=r"write optimizer\.zero_grad\(\) before backward"):
+    with pytest.raises(JobError, match=r"call optimizer\.zero_grad\(\) first"):
         gossip.step()
     for to_none in (True, False):
         gossip.zero_grad(to_none)

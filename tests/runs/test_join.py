@@ -31,9 +31,15 @@ def one_draws_at_a_time(monkeypatch):
 
     def locked(*given):
         with lock:
-            return assemble(*given)
+            made = assemble(*given)
+        if parties:
+            parties[0].wait(60)  # none trains while another draws its model
+        return made
 
     monkeypatch.setattr(joining, "assemble", locked)
+
+
+parties = []
 
 
 def members(folder, count, *settings, algorithm="dsgd"):
@@ -45,10 +51,12 @@ def members(folder, count, *settings, algorithm="dsgd"):
         found.append(join(folder, made, lease_s=30.0, poll_s=0.05))
 
     threads = [threading.Thread(target=work) for _ in range(count)]
+    parties[:] = [threading.Barrier(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
+    parties.clear()
     assert len(found) == count
     return found
 

@@ -9,7 +9,7 @@ from mpigossip.runs import overview
 
 
 def test_the_ways_of_gpus_are_said_with_their_reasons():
-    routes = {1: "device (proven)", 2: "host (no GPU-aware MPI)", 3: "host (no GPU-aware MPI)"}
+    routes = {1: "windows (proven)", 2: "host (no GPU-aware MPI)", 3: "host (no GPU-aware MPI)"}
     engine = SimpleNamespace(
         mixer=SimpleNamespace(rows=[0], synchronous=True, routes=routes),
         cadence=SimpleNamespace(kinds={Kind.GOSSIP}),
@@ -19,5 +19,5 @@ def test_the_ways_of_gpus_are_said_with_their_reasons():
     said = overview._exchange(engine, graph("complete", 4), NodeSection(), world)
     assert said == (
         "node 0 takes from 1: put from GPU to GPU (proven); "
-        "from 2, 3: host staging, because no GPU-aware MPI"
+        "from 2, 3: host staging (no GPU-aware MPI)"
     )

@@ -203,7 +203,7 @@ def test_damaged_files_are_refused_in_words():
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("12 x") == 3
+    assert done.stdout.count("12 x") == 2
 
 
 # -- names that would be commands -----------------------------------------------------------------

@@ -15,7 +15,7 @@ def proven(comm, version, devices):
     kept, aware.ucx_version = aware.ucx_version, lambda: version
     os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "1"
     try:
-        return aware.proven(comm, [torch.device("cpu", k) for k in range(devices)], 20)
+        return aware.proven(comm, [torch.device("cpu", k) for k in range(devices)], timeout_s=20)
     finally:
         aware.ucx_version = kept
         del os.environ["MPICH_GPU_SUPPORT_ENABLED"]
