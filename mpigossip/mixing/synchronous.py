@@ -252,7 +252,7 @@ class Synchronous(OfRank):
             self._waited += self._pipeline.wait(r)
         else:
             self._waited += self._buffers.average(self._transport)
-            self._buffers.complete()
+        self._buffers.complete()  # the thread has given the devices the last sum, not waited for it
         return self._buffers.result
 
     def _settle(self, r: Round) -> None:
