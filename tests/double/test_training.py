@@ -28,10 +28,10 @@ def aware():
     """MPI says that it takes GPU memory, as the CPU's does."""
     from mpigossip.mixing.device import trial
 
-    def tried(devices, timeout_s):
-        key = tuple(devices)
+    def tried(devices, timeout_s, way="windows"):
+        key = (way, *devices)
         if key not in proven:
-            proven[key] = original(devices, timeout_s)
+            proven[key] = original(devices, timeout_s, way)
         return proven[key]
 
     original, trial.tried = trial.tried, tried
