@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mpigossip.cluster.world import World
 from mpigossip.mixing.base import Common, Layout
 from mpigossip.mixing.combine import combine
+from mpigossip.mixing.device.memory import current
 from mpigossip.mixing.notifications import called, everybody, wait_all
 
 AVERAGE = 21
@@ -104,8 +105,12 @@ def swap_by_messages(comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank
     def late(key: tuple[int, int]) -> str:
         return f"global average: {called(comm, key[0])} doesn't answer"
 
-    received = {key: comm.Irecv(raw(memory), key[0], AVERAGE) for key, memory in into.items()}
-    sent = {key: comm.Isend(raw(memory), key[0], AVERAGE) for key, memory in out.items()}
+    def begin(call: Callable, memory: torch.Tensor, rank: int) -> MPI.Request:
+        with current(memory.device):
+            return call(raw(memory), rank, AVERAGE)
+
+    received = {key: begin(comm.Irecv, memory, key[0]) for key, memory in into.items()}
+    sent = {key: begin(comm.Isend, memory, key[0]) for key, memory in out.items()}
     waited = wait_all(received, timeout_s, late, comm=comm)
     return waited + wait_all(sent, timeout_s, late, comm=comm)
 
