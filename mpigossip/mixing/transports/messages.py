@@ -72,7 +72,8 @@ class Messages(Transport):
     def arrived(self, r: Round, source: int, chunk: Chunk) -> bool:
         """Return whether the chunk's receives are complete."""
         key = source, chunk.number
-        if not MPI.Request.Testall(self._receives[key]):
+        # one by one: Testall would hide a rank failure behind MPI_ERR_IN_STATUS
+        if not all([request.Test() for request in self._receives[key]]):
             return False
         del self._receives[key]
         self._reached[source] = r.t
