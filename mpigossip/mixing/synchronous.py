@@ -329,7 +329,10 @@ class Surviving(Synchronous):
         )  # fmt: skip
 
     def _open_on_host(self, buffers: int, world: World) -> Transport:
-        return Messages(self._comm, self.layout, buffers, self._timeout_s, hosts=world.hosts)
+        made = Messages(self._comm, self.layout, buffers, self._timeout_s, hosts=world.hosts)
+        # the world's duplicate is revoked after a rank failure, which ends waits for living ranks
+        made.comm = self._comm
+        return made
 
 
 def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
