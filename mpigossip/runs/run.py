@@ -307,6 +307,8 @@ class Run:
         progress.began, progress.first_step = time.perf_counter(), -world.agree(-node.engine.index)
         if world.agree(self.stopping):
             self._asked_at = progress.first_step
+            if world.rank == 0:  # which may not have read that all had agreed
+                self.stopper.take_away()
         if parted:  # of which some exchange with nobody any more
             progress.about = tuple
         self._open_saver()

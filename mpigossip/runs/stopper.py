@@ -136,7 +136,7 @@ class Stopper(Hook):
         if agreed is not None and agreed.read():
             deadline.terminated = math.inf  # what is left may take long, as to save does
             if self._world.rank == 0:
-                self._take_away()
+                self.take_away()
             return True
         now = time.monotonic()
         if self._world.rank == 0 and now - self._looked > 1.0:
@@ -144,7 +144,7 @@ class Stopper(Hook):
         self._pending = self._world.start_agree(int(self._asked))
         return False
 
-    def _take_away(self) -> None:
+    def take_away(self) -> None:
         """Remove the file STOP, so that the next run doesn't end at once."""
         try:
             self._file.unlink(missing_ok=True)
