@@ -39,7 +39,7 @@ Asked = Literal["account", "partition", "qos"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workaround:
-    """Something that a site needs for now: why, since when, where that is written."""
+    """Workaround that a site needs: reason, date and link."""
 
     what: Line
     since: Line
