@@ -1,8 +1,9 @@
 """Trains PyTorch models across supercomputer nodes by neighbour averaging.
 
 Three names are all that a user's own loop needs: `world()`, `Gossip` and `graph()`; `Averager` is
-the exchange alone, for arrays, and `study()` simulates grids of jobs. Importing the package imports
-nothing else: torch, MPI and numpy come with the first use of a name.
+the exchange alone, for arrays, `join()` trains as one of many programs that come and go, and
+`study()` simulates grids of jobs. Importing the package imports nothing else: torch, MPI and numpy
+come with the first use of a name.
 """
 
 from importlib import import_module
@@ -12,16 +13,18 @@ if TYPE_CHECKING:
     from mpigossip.graphs import graph
     from mpigossip.mixing.averager import Averager
     from mpigossip.optim.gossip import Gossip
+    from mpigossip.optim.join import join
     from mpigossip.optim.world import world
     from mpigossip.studies import study
 
 __version__ = "0.2.0"
-__all__ = ["Averager", "Gossip", "graph", "study", "world"]
+__all__ = ["Averager", "Gossip", "graph", "join", "study", "world"]
 
 _HOMES = {
     "Averager": "mpigossip.mixing.averager",
     "Gossip": "mpigossip.optim.gossip",
     "graph": "mpigossip.graphs",
+    "join": "mpigossip.optim.join",
     "study": "mpigossip.studies",
     "world": "mpigossip.optim.world",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -12,15 +13,13 @@ from importlib import import_module
 from typing import NoReturn
 
 import mpigossip
+from mpigossip.cluster.deadline import prctl
+from mpigossip.cluster.launcher import places
 from mpigossip.commands.arguments import every, told
-from mpigossip.commands.spared import reads, spared
 from mpigossip.config.errors import FAILED, OK, WRONG, Failure, Mistake, output_fails
 from mpigossip.config.readable import note, shown
 
-COMMANDS = (
-    "train", "members", "study", "data", "log", "checkpoint", "graph", "plan", "bench", "job",
-    "doctor", "examples",
-)  # fmt: skip
+COMMANDS = ("train", "files", "graph", "machine", "jobs")
 """The modules of `mpigossip.commands`, in the order of the help."""
 REMEDIES = {
     errno.EACCES: "ask its owner for the right to use it",
@@ -28,6 +27,11 @@ REMEDIES = {
     errno.ENAMETOOLONG: "name another place",
 }
 """Remedies for errors of the operating system, by errno."""
+READERS = ("resume", "simulate", "data", "log", "report", "checkpoint")
+"""Commands that read what others may have made."""
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL)
+HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+PR_SET_PDEATHSIG = 1
 HUSH_S = 2.0
 """Seconds that ranks with nothing to say stay: launchers end the others at the first bad exit code,
 and with them the rank that has the message."""
@@ -41,10 +45,10 @@ mpigossip log plot runs/digits
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Mistakes of the user become one paragraph and code 2.
 
-    As a program of its own (no ``arguments``) a command that reads files is `spared`.
+    As a program of its own (no ``arguments``) a command that reads files runs in a child process.
     """
-    if arguments is None and reads(sys.argv[1:]):
-        ended = spared(sys.argv[1:])
+    if arguments is None and _may_crash(sys.argv[1:]):
+        ended = _in_child(sys.argv[1:])
         if ended is not None:
             return ended
     try:
@@ -57,6 +61,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = code or FAILED
     if process := sys.modules.get("mpigossip.cluster.process"):
         process.leave(code)
+    return code
+
+
+def _may_crash(words: Sequence[str]) -> bool:
+    """Return whether the command reads files that others may have made; never a rank's."""
+    waits = hasattr(signal, "sigwaitinfo")  # not on macOS
+    return waits and any(word in READERS for word in words[:1]) and not places(os.environ)
+
+
+def _in_child(words: Sequence[str]) -> int | None:
+    """None in a new process that is to run the command; its exit code in the one that waits.
+
+    The HDF5 library believes what a file says of itself where its checksums agree: some damaged or
+    forged files crash it, whatever is looked at before. Then the user gets a line, not a signal.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGCHLD})
+    pid = os.fork()
+    if not pid:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return None
+    while (got := signal.sigwaitinfo({*HANDED_ON, signal.SIGCHLD})).si_signo in HANDED_ON or (
+        not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    ):
+        if got.si_signo in HANDED_ON and got.si_code <= 0:  # a terminal's reach both
+            os.kill(pid, got.si_signo)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if -code in CRASHES:
+        what = " ".join(words[:3])
+        note(
+            f"`{what}` crashed ({signal.Signals(-code).name}), as the HDF5 library does on some "
+            "damaged or forged files; use another copy of what it reads"
+        )
+        return FAILED
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        signal.raise_signal(-code)
     return code
 
 

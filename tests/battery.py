@@ -11,10 +11,9 @@ from mpigossip.engine.fragments import Fragmented
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Layout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.training import assemble
-from mpigossip.training.fragments import make_fragments, narrowed
+from mpigossip.training.parts import make_graph, make_parts
 
 WIDTHS = (512, 512)
 LAYERS = (96, 64, 160, 192, 320, 128, 64)
@@ -37,12 +36,13 @@ FRAGMENTS = (
     "algorithm.name=noloco cadence.period=3 cadence.fragments=3 "
     "cadence.delay=1 graph.name=one-peer-exponential node.wire=bf16",
     "algorithm.name=gasloc cadence.period=3 cadence.delay=3 algorithm.blend=0.7",
-    "algorithm.name=sparseloco cadence.period=4 cadence.fragments=2 cadence.delay=1 node.kept=0.5",
+    "algorithm.name=sparseloco cadence.period=4 cadence.fragments=2 cadence.delay=1 "
+    "node.density=0.5",
     "algorithm.name=diloco algorithm.eager=true cadence.period=3 cadence.delay=3",
     "algorithm.name=diloco algorithm.eager=true cadence.period=4 cadence.fragments=2 "
     "cadence.delay=2 node.wire=bf16",
-    *(f"algorithm.name={name} cadence.name=every cadence.period=2 cadence.fragments=2"
-      for name in ("choco graph.name=ring node.wire=top-k node.kept=0.5", "sparta node.kept=0.5")),
+    *(f"algorithm.name={name} cadence.name=every cadence.period=2 cadence.fragments=2 "
+      "node.density=0.5" for name in ("choco graph.name=ring node.wire=top-k", "sparta")),
     "algorithm.name=choco graph.name=ring cadence.name=every cadence.period=3 cadence.fragments=2 "
     "cadence.delay=1",
 )  # fmt: skip
@@ -53,12 +53,13 @@ def cases():
     """Settings of all that goes together: every algorithm, wires, cadences, graphs."""
     for name in algorithms.BUILDERS:
         graph = " graph.name=ring" if name in SYMMETRIC else ""
-        graph = " node.kept=0.5" if name in ("sparta", "sparseloco") else graph
+        graph = " node.density=0.5" if name in ("sparta", "sparseloco") else graph
         yield f"algorithm.name={name}{graph}"
         if name not in ("defacto", "ceca", "qsgd", "choco", "sparta"):
             yield from (f"algorithm.name={name}{graph} node.wire={wire}" for wire in WIRES[:2])
-    few = ("sign", "top-k node.kept=0.2", "top-k-int2 node.kept=0.2", "random-k node.kept=0.5")
-    for wire in (*WIRES, *few, "shared-k node.kept=0.5"):
+    few = (f"{wire} node.density=0.2" for wire in ("top-k", "top-k-int2"))
+    more = (f"{wire} node.density=0.5" for wire in ("random-k", "shared-k"))
+    for wire in (*WIRES, "sign", *few, *more):
         yield f"algorithm.name=choco graph.name=ring algorithm.consensus_step=0.3 node.wire={wire}"
         if wire not in WIRES[:2]:
             yield f"algorithm.name=parallel node.wire={wire}"
@@ -89,7 +90,7 @@ def cases():
     yield "algorithm.name=gasloc algorithm.outer_beta=0.5 cadence.name=gossip-pga"
     yield "algorithm.name=sparseloco cadence.period=3 node.wire=fp32"
     yield "algorithm.name=parallel node.wire=qsgd node.levels=1"
-    yield "algorithm.name=sparta cadence.name=always node.kept=0.4"
+    yield "algorithm.name=sparta cadence.name=always node.density=0.4"
     yield "algorithm.name=sparta cadence.name=gossip-pga cadence.period=3 node.wire=fp32"
     yield from FRAGMENTS
 
@@ -123,24 +124,18 @@ class Driver(Engine):
     def __init__(self, settings, n, mixer=None, *, lr=0.1, noise=0.0, scale=1.0, steps=40):
         made = job(settings) if isinstance(settings, str) else settings
         self.lr, self.noise, self.scale, self.job = lr, noise, scale, made
-        self.graph = assemble.make_graph(made, n)
-        methods = assemble.make_algorithms(made, FLAT, self.graph)
-        cadence = assemble.make_cadence(made, methods[0], self.graph, steps)
-        wire = assemble.make_wire(made)
-        whole = Layout(WIDTHS, methods[0].vectors, methods[0].scalars, (), wire)
-        self.layout = narrowed(whole, cadence.turns)
-        self.mixer = (mixer or Simulated)(self.graph.slowed(cadence.turns.fragments), self.layout)
-        parts = make_fragments(
-            made, cadence.turns, self.layout, FLAT, [slice(0, 512), slice(512, 1024)], methods,
-            lambda still: assemble.make_method(made, 0, self.graph, still),
-        )  # fmt: skip
-        equal = bool(methods[0].needs & {"always-global", "never-gossip"})
+        self.graph = make_graph(made, n)
+        parts = make_parts(made, self.graph, FLAT, total=steps)
+        self.layout, times = parts.layout, parts.cadence.fragment_schedule.fragments
+        self.mixer = (mixer or Simulated)(self.graph.slowed(times), self.layout)
+        fragments = parts.make_fragments(FLAT, range(2))
+        equal = bool(parts.method.needs & {"always-global", "never-gossip"})
         self.x = [self._drawn([0 if equal else 1, slot], equal) for slot in range(2)]
         self.b = [self._drawn([2, slot]) for slot in range(2)]
         vector = SimpleNamespace(x=self.x, g=[torch.empty_like(x) for x in self.x], full=self.x)
         vector.flat, vector.first = FLAT, (0, 512)
-        more = {} if parts is None else {"fragments": parts}
-        super().__init__(self.mixer, Two(), vector, methods, cadence, **more)
+        more = {} if fragments is None else {"fragments": fragments}
+        super().__init__(self.mixer, Two(), vector, parts.methods, parts.cadence, **more)
 
     def _drawn(self, key, equal=False):
         rows = [np.random.default_rng([*key, 0 if equal else i]) for i in self.mixer.rows]
@@ -153,7 +148,7 @@ class Driver(Engine):
             torch.sub(self.x[slot], self.b[slot], out=g).mul_(self.scale)
             if self.noise:
                 g.add_(self._drawn([3, slot, self.index]), alpha=self.noise)
-        resting = self.cadence.resting(self.index - self.born, self.mixer.rows)
+        resting = self.cadence.resting(self.index - self.state_start, self.mixer.rows)
         self.step(self.lr, resting, loss=torch.ones(len(self.mixer.rows), dtype=torch.float64))
 
     def run(self, steps):

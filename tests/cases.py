@@ -55,7 +55,7 @@ def every(*values):
 
 
 def some(values: Iterable, default: Collection) -> list:
-    """All of the values, of which those that are not in `default` run with `--all` only."""
+    """All of the values (of several parameters: tuples); `--all` alone runs the others."""
     values = list(values)
     assert all(value in values for value in default), "a default case that isn't there"
-    return [value if value in default else every(value) for value in values]
+    return [v if v in default else every(*v if isinstance(v, tuple) else [v]) for v in values]

@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -138,8 +139,26 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def alone(tmp_path, monkeypatch, capfd, one_thread) -> Callable:
+    """`alone(*words)`: `mpigossip …` in this process and `tmp_path`: exit code, stdout, stderr."""
+    from mpigossip import cli
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words) -> subprocess.CompletedProcess:
+        capfd.readouterr()
+        try:
+            code = cli.main([str(word) for word in words])
+        except SystemExit as ended:
+            code = ended.code
+        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
 def mpistart() -> Iterator[Callable[..., launch.Launch]]:
-    """`mpistart(n, args, cwd=None, env=None)`: a running `Launch`, for tests that signal or kill.
+    """`mpistart(n, args, cwd=None, env=None, warm=False)`: a running `Launch`, to signal or kill.
 
     It has `.ranks()` (process ids), `.process`, `.output()` and `.finish(timeout)`.
     """

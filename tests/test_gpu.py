@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mpigossip import algorithms
-from mpigossip.analysis import inside_node
+from mpigossip.analysis import trials
 from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.kernels import gpu_sum
@@ -90,8 +90,8 @@ def test_training_on_a_shared_gpu_is_the_cpus_within_rounding(ranks, slots, memo
 
 @on_each("name", sorted(algorithms.BUILDERS))
 def test_simulated_nodes_on_a_gpu_are_the_cpus_within_rounding(name):
-    found = trained(Alone(), 4, "mlp", "cuda:0", settings_of(name))
-    assert difference(found, trained(Alone(), 4, "mlp", "cpu:1", settings_of(name))) <= BAR
+    found = trained(Alone(), 4, "mlp", "cuda:0", settings_of(name), 8)
+    assert difference(found, trained(Alone(), 4, "mlp", "cpu:1", settings_of(name), 8)) <= BAR
 
 
 @pytest.mark.parametrize("memory", ["auto", "host"])
@@ -134,8 +134,7 @@ def test_bf16_of_the_wire_is_summed_with_the_cpus_bits(weights):
     assert torch.equal(out.cpu(), expected)
 
 
-@on_each("model", ["lenet", "resnet20"])
-@on_each("precision", ["fp32", "bf16", "fp16"])
+@on_each(("model", "precision"), [("lenet", "fp32"), ("resnet20", "bf16"), ("lenet", "fp16")])
 def test_captured_replicas_train_as_eager_ones(model, precision):
     def run(graphs):
         settings = [f"node.cuda_graphs={graphs}", f"node.precision={precision}"]
@@ -189,5 +188,5 @@ def test_gpus_average_by_nccl():
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip(f"NCCL joins two GPUs or more, torch sees {count}")
-    seconds = inside_node.tested([f"cuda:{k}" for k in range(count)], 60)
+    seconds = trials.averaged_in_node([f"cuda:{k}" for k in range(count)], 60)
     assert [*seconds] == ["slots", "nccl"]

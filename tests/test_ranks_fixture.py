@@ -1,6 +1,5 @@
 """The fixtures under failure: a rank that raises, hangs or dies, and what stays behind."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import launch, warmserver
-from tests.rankpool import KEPT, Pool, RankError, Ranks
+from tests.rankpool import RankError, Ranks
 
 WARM = str(launch.REPO / "tests" / "warmserver.py")
 
@@ -28,11 +27,6 @@ def raises_on_one(comm, which):
     comm.Barrier()
 
 
-def exits(comm):
-    if comm.rank == 0:
-        sys.exit(7)
-
-
 def hangs(comm):
     if comm.rank == 1:
         print("rank 1 is going to wait for ever", flush=True)
@@ -43,10 +37,6 @@ def dies(comm):
     if comm.rank == 1:
         os._exit(3)
     comm.Barrier()
-
-
-def cannot_be_sent(comm):
-    return lambda: comm.rank
 
 
 def leaves_a_message(comm):
@@ -63,17 +53,6 @@ def own():
     pools = Ranks()
     yield pools
     pools.close()
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_results_come_in_rank_order(ranks, n):
-    results = ranks(n)(sum_of_ranks, 10, scale=2)
-    assert [value for value, _ in results] == [2 * sum(10 + r for r in range(n))] * n
-
-
-def test_pool_is_kept(ranks):
-    pids = [pid for _, pid in ranks(2)(sum_of_ranks, 0)]
-    assert [pid for _, pid in ranks(2)(sum_of_ranks, 0)] == pids
 
 
 def test_messages_of_one_call_do_not_reach_the_next(ranks):
@@ -99,20 +78,6 @@ def test_hanging_rank_is_named_with_its_stack_and_output(own, mpirun):
     assert "going to wait for ever" in text
     assert "in hangs" in text  # its stack, from faulthandler
     assert len(own(2)(sum_of_ranks, 0)) == 2
-
-
-def test_dying_rank_fails_at_once(own, mpirun):
-    own(2)(sum_of_ranks, 0)
-    with pytest.raises(RankError, match=r"rank 1: died"):
-        own(2)(dies, timeout=600)  # the test's own limit is less
-    assert len(own(2)(sum_of_ranks, 0)) == 2
-
-
-def test_exit_and_unsendable_results_are_failures(own, mpirun):
-    with pytest.raises(RankError, match="SystemExit: 7"):
-        own(1)(exits)
-    with pytest.raises(RankError, match="lambda"):
-        own(1)(cannot_be_sent)
 
 
 @pytest.mark.parametrize("failure", [hangs, dies])
@@ -166,46 +131,6 @@ def test_the_server_that_forks_has_one_thread_and_its_forks_have_torch(mpirun):
     assert [warmserver.threads(pid) for pid in servers] == [1]
 
 
-def test_least_used_pool_makes_room(monkeypatch, mpirun):
-    monkeypatch.setattr("tests.rankpool.KEPT", 3)
-    pools = Ranks()
-    for n in (1, 2, 1, 2, 3):
-        pools(n)(sum_of_ranks, 0)
-    assert list(pools.pools) == [3]
-    pools.close()
-    assert KEPT >= 24
-
-
-def test_broken_launcher_is_an_error_with_its_output(monkeypatch, mpirun):
-    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", "false")
-    with pytest.raises(RankError, match="2 ranks did not start .exit code 1"):
-        Pool(2)
-
-
-def test_missing_launcher_skips(monkeypatch):
-    monkeypatch.delenv("MPIGOSSIP_MPIEXEC", raising=False)
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(pytest.skip.Exception, match="pip install mpich"):
-        launch.launcher()
-
-
-# One write, so that lines of several ranks don't mix.
-SAY = (
-    "from mpi4py import MPI; import os; c = MPI.COMM_WORLD; "
-    "os.write(1, f'rank {c.rank} of {c.size}\\n'.encode())"
-)
-
-
-@pytest.mark.parametrize("n", [0, 1, 3])
-def test_mpirun_returns_output_and_code(mpirun, n):
-    done = mpirun(n, [sys.executable, "-c", SAY + "; c.Barrier(); raise SystemExit(5)"])
-    assert done.returncode == 5
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
-        f"rank {r} of {max(n, 1)}" for r in range(max(n, 1))
-    ]
-
-
 def test_mpirun_kills_at_the_deadline(mpirun, mpistart):
     code = "import time; print('begun', flush=True); time.sleep(600)"
     running = mpistart(2, [sys.executable, "-c", code])
@@ -218,16 +143,3 @@ def test_mpirun_reports_what_outlives_it(mpirun):
     code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     with pytest.raises(pytest.fail.Exception, match="left running: .'sleep 600"):
         mpirun(0, [sys.executable, "-c", code])
-
-
-def test_mpistart_gives_the_ranks(mpistart):
-    running = mpistart(2, [sys.executable, "-c", SAY + "; import time; time.sleep(600)"])
-    deadline = time.monotonic() + 30
-    while len(running.ranks()) < 2 or len(running.output()[0].splitlines()) < 2:
-        assert time.monotonic() < deadline, running.output()
-        time.sleep(0.05)
-    for pid in running.ranks():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 9)
-    assert running.finish(30).returncode != 0
-    assert not Path(f"/proc/{running.process.pid}").exists()

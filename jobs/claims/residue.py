@@ -12,8 +12,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 import mpigossip
-from mpigossip.graphs.files import save
-from mpigossip.graphs.search import search
+from mpigossip.graphs.search import save, search
 from mpigossip.graphs.spectral import residue
 
 OUT = Path("runs/claims-figures/residue")

@@ -15,7 +15,7 @@ from pathlib import Path
 from mpigossip.analysis.plan import ALL_REDUCE, Choice, predict
 from mpigossip.training import assemble
 from mpigossip.training.costs import Subject, subject
-from mpigossip.training.timing.machines import Machine
+from mpigossip.training.machines import Machine
 
 JOB = Path(__file__).parents[1] / "imagenet-resnet50.toml"
 EPOCHS, NODES = 90, (4, 8, 16, 32)

@@ -10,7 +10,7 @@ jobs/claims/jobs/lenet.toml, settings=["data.source=cifar10.h5"].
 from matplotlib.figure import Figure
 
 import mpigossip
-from mpigossip.studies.styles import COLOURS
+from mpigossip.studies.drawing import COLOURS
 
 study = mpigossip.study(
     "jobs/digits.toml",

@@ -48,8 +48,10 @@ def main():
     with mpigossip.world() as world:  # <-
         draw = torch.Generator().manual_seed(10 + world.rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        # dsgd, ahead: one vector a round, sent while the model computes. The papers' own sends two
+        # after the gradient: algorithm="dmsgd", around plain SGD
         optimizer = mpigossip.Gossip(  # <-
-            world, model, optimizer, run=options.out, steps=options.steps
+            world, model, optimizer, style="awc", run=options.out, steps=options.steps
         )
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, options.steps)
         optimizer.keep(schedule=schedule, draw=draw)  # <-

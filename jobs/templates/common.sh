@@ -1,7 +1,7 @@
 # Training exits with @stopped@ when it stopped before its end with a checkpoint: on a signal, or short
-# of the time limit. A life that brought a new checkpoint is worth another, which goes on there, as
-# `train` does on an existing run directory; so is one that lost a node. A life without a new
-# checkpoint would be repeated for ever, and @wrong@ is a mistake in the job.
+# of the time limit. After an attempt that brought a new checkpoint the job is queued again and goes
+# on there, as `train` does on an existing run directory; also where a node was lost. An attempt
+# without a new checkpoint would be repeated for ever, and @wrong@ is an error in the job.
 run=@run@
 newest() {
     local all=("$run"/checkpoints/step-*)
@@ -16,7 +16,7 @@ elif [ "$code" -eq @wrong@ ] || [ "$(newest)" = "$before" ]; then
     echo "batch: ended with $code and without a new checkpoint; not tried again" >&2
     [ "$code" -ne @stopped@ ] || code=1
 else
-    echo "batch: ended with $code after $(newest); going on there in the next life"
+    echo "batch: ended with $code after $(newest); the next attempt goes on there"
     again && code=0
 fi
 exit "$code"

@@ -6,9 +6,10 @@
 #flux: --output=@name@-{{id}}.out
 @directives@
 # @title@: @tried@.
-# Made by `mpigossip job`. @shape@
+# Made by `mpigossip job`.
+# @shape@
 NODES=@nodes@
-# this script runs in an instance of its own: the next life goes to the one that started it
+# this script runs in an instance of its own: the next attempt goes to the one that started it
 again() { flux --parent batch "$0"; }
 # seconds since 1970 at which training must have ended
 export MPIGOSSIP_END_TIME="$(($(date +%s) + @seconds@))"

@@ -7,7 +7,8 @@
 #PBS -r y
 @directives@
 # @title@: @tried@.
-# Made by `mpigossip job`. @shape@
+# Made by `mpigossip job`.
+# @shape@
 cd "$PBS_O_WORKDIR" || exit 1
 NODES=@nodes@
 # a user may not requeue a running job here: the same script is submitted anew

@@ -8,7 +8,8 @@
 #SBATCH --output=@name@-%j.out
 @directives@
 # @title@: @tried@.
-# Made by `mpigossip job`. @shape@
+# Made by `mpigossip job`.
+# @shape@
 # --requeue also repeats the job when a node fails; it then goes on from the last checkpoint that
 # training wrote.
 again() { scontrol requeue "$SLURM_JOB_ID"; }

@@ -1,4 +1,4 @@
-"""The contract of an algorithm: plain functions over segments, written once for all transports."""
+"""Contract of an algorithm: plain functions on segments, the same for every transport."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ Decay = Annotated[float, Limit(lambda v: 0 <= v < 1, "must be at least 0 and bel
 """Type of options, checked when a job is read: momenta and running means."""
 
 
+NEEDS = (
+    "static", "symmetric", "row-stochastic", "column-stochastic", "doubly", "above -1/3",
+    "graph:ceca", "always-global", "unmixed", "never-global", "never-gossip", "phases",
+    "exact-wire", "own-wire", "shared-wire", "keeps-x",
+)  # fmt: skip
+"""The words of `Algorithm.needs`."""
+
+
 class Step(NamedTuple):
-    """All that an algorithm knows besides arrays: plain values, equal on all nodes."""
+    """All that an algorithm knows besides arrays: plain values, given to send and receive."""
 
     index: int  # type: ignore[assignment]
-    """steps since init; restarts where state was dropped"""
+    """steps since init, from 0; restarts where state was dropped"""
     round: int
     """the graph's clock: counts GOSSIP rounds only"""
     kind: Kind
+    """GOSSIP or GLOBAL; LOCAL where nothing is exchanged"""
     lr: float | None
     """learning rate, > 0; None in an ahead send"""
     skipped: tuple[int, ...] = ()
@@ -32,11 +41,13 @@ class Step(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """Functions over one segment: arrays (rows, p), rows = nodes that live here.
+    """Three functions on float32 tensors of shape (rows, p): nodes in this process, parameters.
 
-    x is the point where the gradient is taken; everything else is state, a NamedTuple
-    (nestable) of arrays shaped like x or (rows, 1). Functions work in place and return the
-    state. ``g`` holds the gradient with weight decay added; its memory may be used up.
+    ``x`` is the point where the gradient is taken, ``g`` the gradient with weight decay added,
+    whose memory may be used up. ``out``, ``sent`` and ``mixed`` are each ``vectors`` arrays like
+    ``x``, then ``scalars`` arrays (rows, 1) of float64: the message, what others decode of it, and
+    its weighted average. The state is a NamedTuple (nestable) of arrays shaped like ``x`` or
+    (rows, 1). Functions work in place and return the state.
     """
 
     init: Callable[..., Any]
@@ -45,31 +56,31 @@ class Algorithm(NamedTuple):
     """(x, g, state, out, step) -> state; fills out: vectors, then scalars"""
     receive: Callable[..., Any]
     """(x, g, state, sent, mixed, step) -> state; writes x in place"""
-    alone: Callable[..., Any] | None = None
-    """(x, g, state, step) -> state: a LOCAL step in place, to the bits of send and receive, where
-    it needs no outbox"""
+    local_update: Callable[..., Any] | None = None
+    """(x, g, state, step) -> state: a LOCAL step in place, bitwise that of send and receive, of a
+    method with a separate local step"""
     vectors: int = 1
-    """arrays of model size that travel in a round"""
+    """arrays of model size that are sent in a round"""
     scalars: int = 0
-    """float64 per row that travel too, never compressed"""
+    """float64 per row that are sent too, never compressed"""
     ahead: bool = False
-    """send gets g = None, lr = None and changes nothing: it travels during forward/backward"""
-    elementwise: bool = False
-    """send and receive treat every column by itself: fragments of a model may be exchanged at
+    """send gets g = None and lr = None and changes nothing: it is sent during forward, backward"""
+    elementwise: bool = True
+    """send and receive treat every element by itself: fragments of a model may be exchanged at
     steps of their own, each with scalars of its own"""
     takes_mixed: bool = False
     """receive makes mixed[0] x, first of all and without reading x: the two may be one array"""
     raw: bool = False
-    """the gradient goes to the local step alone, which takes the parameters' own: g is None"""
+    """only the local step uses the gradient, and takes the parameters' own: g is None"""
     needs: frozenset = frozenset()
-    """What the job must have; each is checked, and named in the refusal (training/fit.py).
+    """What the job must have; each is checked, and named where it is missing (training/fit.py).
 
-    Of the graph: its facts; "doubly" (rows and columns sum to one), "unsigned" (no weight below
-    zero), "exact" (one period is the exact average), "above -1/3" (eigenvalues), "graph:NAME". Of
-    the cadence: "always-global", "unmixed" (one kind only), "never-global", "never-gossip",
-    "cadence:NAME". Of the wire: "exact-wire" (fp32), "own-wire" (sends differences itself),
-    "shared-wire" (all nodes leave out the same), "sends-gradients" (a biased wire by error
-    feedback). Of a delay: "keeps-x" (x is done when a GLOBAL round is sent).
+    Of the graph: its facts; "doubly" (rows and columns sum to one), "above -1/3" (eigenvalues),
+    "graph:ceca". Of the cadence: "always-global" (gradients are averaged over all nodes at every
+    step; a biased wire by error feedback), "unmixed" (one kind only), "never-global",
+    "never-gossip". Of both: "phases" (cadence "halves" and a graph that is exact in one period). Of
+    the wire: "exact-wire" (fp32), "own-wire" (sends differences itself), "shared-wire" (all nodes
+    leave out the same). Of a delay: "keeps-x" (x is done when a GLOBAL round is sent).
     """
 
     @property
@@ -78,9 +89,18 @@ class Algorithm(NamedTuple):
         return "always-global" in self.needs
 
 
+def on_inner(update: Callable[..., Any]) -> Callable[..., Any]:
+    """A local update that steps along the part ``inner`` of a method's state."""
+
+    def local_update(x, g, state, step: Step):
+        return state._replace(inner=update(x, g, state.inner, step))
+
+    return local_update
+
+
 @contextmanager
-def held(step: Step, *arrays) -> Iterator[None]:
-    """Rows in ``step.skipped`` of these arrays are afterwards what they were before."""
+def preserved(step: Step, *arrays) -> Iterator[None]:
+    """Preserve the rows in ``step.skipped`` of these arrays."""
     rows = list(step.skipped)
     before = [array[rows] for array in arrays] if rows else []
     yield
@@ -89,9 +109,9 @@ def held(step: Step, *arrays) -> Iterator[None]:
 
 
 class Empty(NamedTuple):
-    """The state of a method that keeps none."""
+    """The state of a method or cadence without one."""
 
 
 def no_state(x) -> Empty:
-    """Init of a method that keeps no state."""
+    """Init of a method without state."""
     return Empty()

@@ -1,4 +1,4 @@
-"""From the name of an algorithm to its functions, with its local step inside."""
+"""Algorithms by name, made with their local step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpigossip.algorithms import compressed
-from mpigossip.algorithms.base import Algorithm
+from mpigossip.algorithms.base import NEEDS, Algorithm
 from mpigossip.algorithms.local import STILL, Local, by_row
 from mpigossip.algorithms.methods import BUILDERS, LOCALS, Known
 from mpigossip.config import JobError, NodeSection, Part
 from mpigossip.config.own_parts import imported, is_own, made
+from mpigossip.config.toml import near
 from mpigossip.graphs import Graph
 
 
@@ -32,7 +33,8 @@ def build(
     `STILL`). Without ``graph`` options that follow from it keep their cautious defaults.
     ``layout``: of the vector, where a local step takes whole parameters.
     """
-    part = BUILDERS[name] if not is_own(name) else Part(_own(name))
+    form = "(local, *, option=…) that returns an Algorithm"
+    part = Part(imported("algorithm.name", name, form)) if is_own(name) else BUILDERS[name]
     step, has = local or part.local, getattr(part.build, "__kwdefaults__", None) or {}
     mine = {key: value for key, value in options.items() if key in has}
     others = {key: value for key, value in options.items() if key not in has}
@@ -49,8 +51,10 @@ def build(
             ]
         )
     method = made("algorithm.name", name, Algorithm, part.build, step, **mine)
-    if getattr(step, "whole", False):
-        return method._replace(elementwise=False)
+    if unknown := sorted(method.needs - {*NEEDS}):
+        raise JobError(
+            [f'algorithm.name = "{name}": needs has "{one}"; {near(one, NEEDS)}' for one in unknown]
+        )
     return method
 
 
@@ -62,19 +66,14 @@ def _made(name: str, decayed: int, layout: Any, options: Mapping[str, Any]) -> L
     return by_row(step)
 
 
-def _own(name: str):
-    """What "package.module:factory" names: (local, *, option=…) -> Algorithm."""
-    return imported("algorithm.name", name, "(local, *, option=…) that returns an Algorithm")
-
-
 def over_wire(method: Algorithm, *, biased: bool, meets: bool = False) -> Algorithm:
-    """The method as it bears a lossy wire: by differences, or by error feedback.
+    """Return the method for a lossy wire: with differences, or with error feedback.
 
-    ``meets``: the cadence has GLOBAL rounds, which then travel as differences too.
+    ``meets``: the cadence has GLOBAL rounds, which are then sent as differences, too.
     """
     if "own-wire" in method.needs:
         return method
-    if "sends-gradients" in method.needs:
+    if method.always_global:
         return compressed.error_feedback(method) if biased else method
     if meets and method.vectors == 1:
         method = compressed.anchored(method)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
+from mpigossip.algorithms.base import Empty
 from mpigossip.config import Part
 from mpigossip.config.limits import Count, NotNegative, Period, Positive, Share
 from mpigossip.config.toml import Limit
@@ -15,11 +16,11 @@ from mpigossip.mixing.base import Kind
 ByNode = Annotated[tuple[Period, ...], Limit(bool, "must name a number for each node")]
 
 
-class Turns(NamedTuple):
-    """Which of P fragments is sent at a step, and when what comes is taken in.
+class FragmentSchedule(NamedTuple):
+    """Steps at which P fragments are sent, and at which what was received is applied.
 
     Of a period of H steps, counted from 1, fragment p = 0 … P − 1 is sent at step ⌊(p + 1) H/P⌋,
-    and what comes is taken in τ ≤ ⌊H/P⌋ steps later: no two exchanges are open at once.
+    and applied τ ≤ ⌊H/P⌋ steps later: no two exchanges are open at once.
     """
 
     period: int = 1
@@ -31,17 +32,17 @@ class Turns(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether the whole model travels at once, and is waited for."""
+        """Return whether the whole model is sent at once, and waited for."""
         return self.fragments == 1 and not self.delay
 
     def due(self, index: int) -> int | None:
-        """The fragment that is sent at step ``index``, counted from 0."""
+        """Return the fragment that is sent at step ``index``, counted from 0."""
         place = index % self.period + 1
         fragment = -(-place * self.fragments // self.period) - 1
         return fragment if (fragment + 1) * self.period // self.fragments == place else None
 
     def arriving(self, index: int) -> int | None:
-        """The fragment that was sent τ steps before step ``index``, where τ > 0."""
+        """Return the fragment that was sent τ steps before step ``index``, where τ > 0."""
         return self.due(index - self.delay) if 0 < self.delay <= index else None
 
 
@@ -58,23 +59,23 @@ class Cadence(NamedTuple):
     observe: Callable[..., Any]
     """(state, step, measured: dict) -> state; once a step, with the same numbers everywhere"""
     measures: frozenset = frozenset()
-    """what it wants measured at GLOBAL steps: "variance" (‖mixed − sent‖²), "loss" """
+    """measurements that it needs at GLOBAL steps: "variance" (‖mixed − sent‖²), "loss" """
     kinds: frozenset = frozenset({Kind.GOSSIP})
     """the kinds that it can give"""
     warning: Callable[[Any], str] = lambda state: ""
-    """(state) -> what the user should know of it, "" for nothing"""
-    turns: Turns = Turns()
-    """what of the model its exchanges are of, and when they are taken in"""
+    """(state) -> a warning for the user, or "" """
+    fragment_schedule: FragmentSchedule = FragmentSchedule()
+    """fragments of its exchanges, and the steps at which they are applied"""
     own: tuple[int, ...] = ()
     """local steps of each node in a period, where they differ"""
 
     @property
     def share(self) -> float:
-        """Of the local steps that nodes would make if all made the most, those that they make."""
+        """Mean number of local steps of a node, as a fraction of the largest."""
         return sum(self.own) / (max(self.own) * len(self.own)) if self.own else 1.0
 
     def resting(self, index: int, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Places among ``nodes`` of those that make no local step at a step since the start.
+        """Return the indexes in ``nodes`` of those that make no local step at a step since start.
 
         Of a period's H = max H_i steps node i makes H_i, evenly spread, and the last one always.
         """
@@ -87,14 +88,10 @@ class Cadence(NamedTuple):
         return tuple(place for place, does in enumerate(made) if not does)
 
 
-class Nothing(NamedTuple):
-    """The state of a cadence that remembers nothing."""
-
-
 def fixed(kind: Callable[[int], Kind], *kinds: Kind) -> Cadence:
     """A cadence that depends on the step's number alone and gives these kinds."""
     return Cadence(
-        Nothing,
+        Empty,
         lambda state, index: kind(index),
         lambda state, step, measured: state,
         kinds=frozenset(kinds),
@@ -127,11 +124,12 @@ def _in_turn(kind: Kind, period: int | ByNode, fragments: int, delay: int) -> Ca
     """Exchanges of a kind at every ``period``-th step of each fragment, local steps between."""
     own: tuple[int, ...] = () if isinstance(period, int) else period
     longest = period if isinstance(period, int) else max(period)
-    turns = Turns(longest, fragments, delay)
-    if turns.plain:
+    schedule = FragmentSchedule(longest, fragments, delay)
+    if schedule.plain:
         return _each(longest, kind, Kind.LOCAL)._replace(own=own)
-    made = fixed(lambda index: Kind.LOCAL if turns.due(index) is None else kind, kind, Kind.LOCAL)
-    return made._replace(turns=turns, own=own)
+    kinds = kind, Kind.LOCAL
+    made = fixed(lambda index: kinds[schedule.due(index) is None], *kinds)
+    return made._replace(fragment_schedule=schedule, own=own)
 
 
 def every(*, period: Period | ByNode = 4, fragments: Positive = 1, delay: Count = 0) -> Cadence:
@@ -143,7 +141,7 @@ def every(*, period: Period | ByNode = 4, fragments: Positive = 1, delay: Count 
 
     The model in P = ``fragments``: each is exchanged once in the period H, at an offset of its own
     (Streaming DiLoCo, arXiv 2501.18512), so that a step sends 1/P of it at most. The exchange of
-    a fragment stays open for τ = ``delay`` steps, at most ⌊H/P⌋, and is then taken in as
+    a fragment stays open for τ = ``delay`` steps, at most ⌊H/P⌋, and is then applied as
     x ← α · mixed + (1 − α) · x, α = ``algorithm.blend``, x with the local steps made meanwhile.
     """
     return _in_turn(Kind.GOSSIP, period, fragments, delay)
@@ -171,7 +169,7 @@ def halves(*, length: Positive | None = None) -> Cadence:
 
 
 class Varying(NamedTuple):
-    """The present period and where in it we are; what the period is judged by."""
+    """The present period, the steps of it so far, and the variance that it is adapted to."""
 
     period: int
     since: int
@@ -244,7 +242,7 @@ def adpsgd(
 
 
 class ByLoss(NamedTuple):
-    """The present period, where in it we are, and the loss of the start."""
+    """The present period, the steps of it so far, and the loss of the first averages."""
 
     period: int
     since: int
@@ -284,7 +282,7 @@ def gossip_aga(*, period: Period = 4, warmup: Positive = 4, longest: Positive = 
 
 
 class Known(NamedTuple):
-    """What options may follow from where a job leaves them unset (`Part.follows`)."""
+    """Known values that unset options follow from (`Part.follows`)."""
 
     graph: Graph | None
     total: int | None

@@ -1,4 +1,4 @@
-"""Methods and wrappers for wires that lose something: differences, error feedback, CHOCO."""
+"""Methods and wrappers for lossy wires: differences, error feedback, CHOCO."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Step, held
+from mpigossip.algorithms.base import Algorithm, Step, on_inner, preserved
 from mpigossip.algorithms.local import Local
 from mpigossip.config.limits import Share
 from mpigossip.mixing.base import Kind
@@ -57,7 +57,7 @@ class Anchored(NamedTuple):
 def anchored(base: Algorithm) -> Algorithm:
     """A method of one vector whose GLOBAL rounds cross a lossy wire as differences.
 
-    With a the last global average (0 before the first), q_j = C(x½_j − a) travels, the average is
+    With a the last global average (0 before the first), q_j = C(x½_j − a) is sent, the average is
     a + (1/n) Σ_j q_j and becomes a: what the wire rounds is how far nodes went since they met, as
     cpsgd and diloco do, and not the whole model.
     """
@@ -78,14 +78,12 @@ def anchored(base: Algorithm) -> Algorithm:
         inner = base.receive(x, g, state.inner, sent, mixed, step)
         return state._replace(inner=inner)
 
-    def alone(x, g, state: Anchored, step: Step):
-        return state._replace(inner=base.alone(x, g, state.inner, step))
-
-    return base._replace(init=init, send=send, receive=receive, alone=base.alone and alone)
+    update = base.local_update and on_inner(base.local_update)
+    return base._replace(init=init, send=send, receive=receive, local_update=update)
 
 
 class Feedback(NamedTuple):
-    """What the wire has left out so far, shaped like x, and the method's state."""
+    """The error of the wire so far, shaped like x, and the method's state."""
 
     error: torch.Tensor
     inner: Any
@@ -107,11 +105,11 @@ def error_feedback(base: Algorithm) -> Algorithm:
         return state._replace(inner=inner)
 
     def receive(x, g, state: Feedback, sent, mixed, step: Step):
-        with held(step, state.error):  # a step that nobody takes: the error is still to be sent
+        with preserved(step, state.error):  # a skipped step: the error is yet to be sent
             state.error.sub_(sent[0])
         return state._replace(inner=base.receive(x, g, state.inner, sent, mixed, step))
 
-    return base._replace(init=init, send=send, receive=receive, alone=None)
+    return base._replace(init=init, send=send, receive=receive, local_update=None)
 
 
 class Choco(NamedTuple):
@@ -127,7 +125,7 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
 
     x½ = x − lr · d;  q = C(x½ − x̂) is sent, C the wire;  x̂ ← x̂ + q;  s ← s + Σ_j W_ij q_j;
     x ← x½ + ζ (s − x̂). The memory holds for a static W only. x̂ and s start as 0. One vector
-    travels, as many bytes as the wire makes of it. LOCAL steps exchange nothing. ζ =
+    is sent, in the bytes of the wire. LOCAL steps exchange nothing. ζ =
     ``consensus_step``; unset: ½, and where the wire is "random-k" not above the share that it
     keeps. On a ring of 6 without gradients ½ held with "sign" and with "top-k" at a share of 0.25;
     "top-k" needed 0.3 at 0.1, 0.1 at 0.03, 0.03 at 0.01, and "shared-k" 0.1 at 0.1.
@@ -149,8 +147,5 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
             x.add_(state.memory, alpha=zeta).add_(state.public, alpha=-zeta)
         return state
 
-    def alone(x, g, state: Choco, step: Step):
-        return state._replace(inner=local.adapt(x, g, state.inner, step, x))
-
     needs = frozenset({"static", "doubly", "never-global", "own-wire"})
-    return Algorithm(init, send, receive, alone, elementwise=True, raw=local.raw, needs=needs)
+    return Algorithm(init, send, receive, on_inner(local.update), raw=local.raw, needs=needs)

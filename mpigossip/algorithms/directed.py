@@ -23,7 +23,7 @@ def sgp(local: Local) -> Algorithm:
 
     u½ = w x − lr · d;  u ← Σ_j P_ij u½_j;  w ← Σ_j P_ij w_j;  x = u/w is where the gradient is
     taken and what is evaluated. P needs columns that sum to one; w starts as 1 and stays it where
-    the rows do too. Σ u and Σ w are preserved. One vector and one scalar travel. u½ is formed as
+    the rows do too. Σ u and Σ w are preserved. One vector and one scalar are sent. u½ is formed as
     x½ + (w − 1) x, which is x½ to the bit where w = 1.
     """
 
@@ -42,8 +42,8 @@ def sgp(local: Local) -> Algorithm:
         torch.div(mixed[0], state.weight.to(x.dtype), out=x)
         return state
 
-    needs = frozenset({"column-stochastic", "unsigned"})
-    return Algorithm(init, send, receive, scalars=1, elementwise=True, raw=local.raw, needs=needs)
+    needs = frozenset({"column-stochastic"})
+    return Algorithm(init, send, receive, scalars=1, raw=local.raw, needs=needs)
 
 
 class Carriers(NamedTuple):
@@ -61,7 +61,7 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
     "ceca" (r is what is received):
     digit 1: x is sent,  x ← ½ x + ½ r,  x̂ ← c/(2c+1) x̂ + (c+1)/(2c+1) r,  c ← 2c + 1;
     digit 0: x̂ is sent, x ← (c+1)/(2c+1) x + c/(2c+1) r,  x̂ ← ½ x̂ + ½ r,  c ← 2c.
-    One vector travels. ``nodes``: n, taken from the graph.
+    One vector is sent. ``nodes``: n, taken from the graph.
     """
     digits = f"{max((nodes or 2) - 1, 1):b}"
 
@@ -93,4 +93,4 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
         return Carriers(x.clone(), local.init(x))
 
     needs = frozenset({"graph:ceca", "exact-wire"})
-    return Algorithm(init, send, receive, elementwise=True, raw=local.raw, needs=needs)
+    return Algorithm(init, send, receive, raw=local.raw, needs=needs)

@@ -7,12 +7,12 @@ from typing import Literal
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Step, held
-from mpigossip.algorithms.local import Local, Momentum
+from mpigossip.algorithms.base import Algorithm, Decay, Step, preserved
+from mpigossip.algorithms.local import Local, Momentum, zeros
 from mpigossip.config.limits import Share
 
 AVERAGING = frozenset({"row-stochastic"})
-"""What plain averaging needs; on a graph that isn't doubly stochastic the mean drifts."""
+"""Needs of plain averaging; on a graph that isn't doubly stochastic the mean drifts."""
 
 
 def parallel(local: Local) -> Algorithm:
@@ -29,16 +29,17 @@ def parallel(local: Local) -> Algorithm:
     def receive(x, g, state, sent, mixed, step: Step):
         return local.adapt(x, g.copy_(mixed[0]), state, step, x)
 
-    needs = frozenset({"always-global", "sends-gradients"})
-    return Algorithm(local.init, send, receive, needs=needs)
+    return Algorithm(local.init, send, receive, needs=frozenset({"always-global"}))
 
 
 def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
     """D-PSGD (Lian et al. 2017) with any local step d, its state kept local.
 
     ``style = "atc"``, adapt-then-combine: x ← Σ_j W_ij (x_j − lr · d_j).
-    ``style = "awc"``, adapt-while-combine: x ← Σ_j W_ij x_j − lr · d_i; the exchange travels
-    during forward and backward (``ahead``). Decoupled weight decay acts on what was mixed.
+    ``style = "awc"``, adapt-while-combine: x ← Σ_j W_ij x_j − lr · d_i; the exchange overlaps with
+    forward and backward (``ahead``). Decoupled weight decay acts on what was mixed.
+    "dmsgd-vanilla" is this with a momentum, m ← β m + g, d = m, that stays local: what the released
+    code of the exponential-graph paper runs.
     """
 
     def send_adapted(x, g, state, out, step: Step):
@@ -55,23 +56,11 @@ def dsgd(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
     def receive_then_adapt(x, g, state, sent, mixed, step: Step):
         return local.adapt(x.copy_(mixed[0]), g, state, step, x)
 
-    def alone(x, g, state, step: Step):
-        return local.adapt(x, g, state, step, x)
-
-    made = partial(Algorithm, local.init, elementwise=True, takes_mixed=True, raw=local.raw)
+    made = partial(Algorithm, local.init, takes_mixed=True, raw=local.raw)
     if style == "atc":
-        return made(send_adapted, receive_combined, alone, needs=AVERAGING)
+        return made(send_adapted, receive_combined, local.update, needs=AVERAGING)
     needs = AVERAGING | {"never-global"}
     return made(send_as_is, receive_then_adapt, ahead=True, needs=needs)
-
-
-def dmsgd_vanilla(local: Local) -> Algorithm:
-    """DmSGD with the momentum kept local: m ← β m + g, x ← Σ_j W_ij (x_j − lr · m_j).
-
-    :func:`dsgd`, adapt-then-combine, on a local step with momentum: what the released code of
-    the exponential-graph paper runs (one vector travels).
-    """
-    return dsgd(local, style="atc")
 
 
 def dmsgd(
@@ -81,7 +70,7 @@ def dmsgd(
 
     m½ = β m + g;  x ← Σ_j W_ij (x_j − lr · m½_j);  m ← Σ_j W_ij m½_j.
     ``momentum = "delayed"`` steps along the old m in place of m½, the other reading of the
-    paper. Two vectors travel. ``local`` is not used: the momentum is part of the method.
+    paper. Two vectors are sent. ``local`` is not used: the momentum is part of the method.
     """
 
     def send(x, g, state: Momentum, out, step: Step):
@@ -97,14 +86,14 @@ def dmsgd(
         state.momentum.copy_(mixed[1])
         return state
 
-    return Algorithm(_zero_momentum, send, receive, vectors=2, elementwise=True, needs=AVERAGING)
+    return Algorithm(zeros(Momentum), send, receive, vectors=2, needs=AVERAGING)
 
 
 def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = False) -> Algorithm:
     """Quasi-global momentum, QG-DmSGD (Lin et al., ICML 2021): momentum of what all nodes do.
 
     m = β m̂ + g;  d = m, or g + β m (``nesterov``);  x⁺ = Σ_j W_ij (x_j − lr · d_j);
-    m̂ ← (1 − μ) m̂ + μ (x − x⁺)/lr, the displacement by the mixing included. One vector travels.
+    m̂ ← (1 − μ) m̂ + μ (x − x⁺)/lr, the displacement by the mixing included. One vector is sent.
     ``local`` is not used.
     """
 
@@ -121,7 +110,7 @@ def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = Fals
         x.copy_(mixed[0])
         return state
 
-    return Algorithm(_zero_momentum, send, receive, elementwise=True, needs=AVERAGING)
+    return Algorithm(zeros(Momentum), send, receive, needs=AVERAGING)
 
 
 def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
@@ -129,7 +118,7 @@ def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
 
     g̃ = (x − Σ_j W_ij (x_j − lr · g_j))/lr;  m ← β m + g̃;  x ← x − lr · m. For static symmetric
     W: on a directed one-peer graph it diverged; and one kind of step only, as the momentum would
-    repeat an average. One vector travels. ``local`` is not used.
+    repeat an average. One vector is sent. ``local`` is not used.
     """
 
     def send(x, g, state: Momentum, out, step: Step):
@@ -138,7 +127,7 @@ def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
 
     def receive(x, g, state: Momentum, sent, mixed, step: Step):
         torch.sub(x, mixed[0], out=g)
-        with held(step, state.momentum):
+        with preserved(step, state.momentum):
             state.momentum.mul_(beta).add_(g, alpha=1 / step.lr)
             x.add_(state.momentum, alpha=-step.lr)
         for row in step.skipped:
@@ -146,8 +135,4 @@ def decentlam(local, *, beta: Decay = 0.9) -> Algorithm:
         return state
 
     needs = frozenset({"static", "symmetric", "doubly", "unmixed"})
-    return Algorithm(_zero_momentum, send, receive, elementwise=True, needs=needs)
-
-
-def _zero_momentum(x) -> Momentum:
-    return Momentum(torch.zeros_like(x))
+    return Algorithm(zeros(Momentum), send, receive, needs=needs)

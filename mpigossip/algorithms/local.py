@@ -30,6 +30,15 @@ class Local(NamedTuple):
     whole: bool = False
     """takes whole parameters: a segment is all of a vector, and no block of its columns"""
 
+    def update(self, x, g, state, step: Step):
+        """Step in place: the ``local_update`` of a method whose state is the local step's."""
+        return self.adapt(x, g, state, step, x)
+
+
+def zeros(kind: type) -> Callable[..., Any]:
+    """Init of a state of this kind: arrays of zeros, shaped like x."""
+    return lambda x: kind(*(torch.zeros_like(x) for _ in kind._fields))  # type: ignore[attr-defined]
+
 
 def by_row(local: Local) -> Local:
     """The local step with the index of each row's own local steps (``step.counts``).
@@ -96,7 +105,7 @@ def momentum(decayed: int, *, beta: Decay = 0.9) -> Local:
         torch.add(x, state.momentum, alpha=-step.lr, out=out)
         return state
 
-    return Local(lambda x: Momentum(torch.zeros_like(x)), adapt)
+    return Local(zeros(Momentum), adapt)
 
 
 def nesterov(decayed: int, *, beta: Decay = 0.9) -> Local:
@@ -107,7 +116,7 @@ def nesterov(decayed: int, *, beta: Decay = 0.9) -> Local:
         torch.add(x, g.add_(state.momentum, alpha=beta), alpha=-step.lr, out=out)
         return state
 
-    return Local(lambda x: Momentum(torch.zeros_like(x)), adapt)
+    return Local(zeros(Momentum), adapt)
 
 
 def adamw(
@@ -136,7 +145,7 @@ def adamw(
         torch.add(x, d, alpha=-step.lr, out=out)
         return state
 
-    return Local(lambda x: Moments(torch.zeros_like(x), torch.zeros_like(x)), adapt)
+    return Local(zeros(Moments), adapt)
 
 
 class Accumulated(NamedTuple):
@@ -183,4 +192,4 @@ def accumadam(
             s.zero_()
         return state
 
-    return Local(lambda x: Accumulated(*(torch.zeros_like(x) for _ in range(3))), adapt)
+    return Local(zeros(Accumulated), adapt)

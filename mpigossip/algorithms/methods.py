@@ -1,4 +1,4 @@
-"""Every algorithm and local step by name, with all that is to be known of it before it is made.
+"""Algorithms and local steps by name, with what a job must know before one is made.
 
 No torch here: a line names the module of the builder, which is imported at its first use. A new
 algorithm is a function `builder(local, *, option=…) -> Algorithm` and a line in `BUILDERS`.
@@ -7,7 +7,7 @@ algorithm is a function `builder(local, *, option=…) -> Algorithm` and a line 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf, sqrt
+from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,11 +19,11 @@ from mpigossip.graphs.spectral import eigenvalues
 if TYPE_CHECKING:
     from mpigossip.config import NodeSection
 
-ROOM = "mpigossip.algorithms."
+HERE = "mpigossip.algorithms."
 
 
 class Known(NamedTuple):
-    """What options may follow from where a job leaves them unset (`Part.follows`)."""
+    """Known values that unset options follow from (`Part.follows`)."""
 
     graph: Graph
     options: Mapping[str, Any]
@@ -34,76 +34,76 @@ class Known(NamedTuple):
 def _bearable(known: Known) -> float | None:
     """The step of CHOCO that a random-k wire bears."""
     node = known.node
-    return min(0.5, node.kept) if node and node.wire == "random-k" else None
+    return min(0.5, node.density) if node and node.wire == "random-k" else None
 
 
 BUILDERS: dict[str, Part] = {
-    "parallel": Part(ROOM + "gossip:parallel", "momentum", {"graph.name": "complete"}, only=True),
-    "dsgd": Part(ROOM + "gossip:dsgd", "sgd"),
-    "dmsgd": Part(ROOM + "gossip:dmsgd"),
-    "dmsgd-vanilla": Part(ROOM + "gossip:dmsgd_vanilla", "momentum"),
-    "qg-dmsgd": Part(ROOM + "gossip:qg_dmsgd"),
-    "decentlam": Part(ROOM + "gossip:decentlam"),
+    "parallel": Part(HERE + "gossip:parallel", "momentum", {"graph.name": "complete"}, only=True),
+    "dsgd": Part(HERE + "gossip:dsgd", "sgd"),
+    "dmsgd": Part(HERE + "gossip:dmsgd"),
+    "dmsgd-vanilla": Part(HERE + "gossip:dsgd", "momentum"),
+    "qg-dmsgd": Part(HERE + "gossip:qg_dmsgd"),
+    "decentlam": Part(HERE + "gossip:decentlam"),
     "d2": Part(
-        ROOM + "tracking:d2",
+        HERE + "tracking:d2",
         "sgd",
         follows={"lazy": lambda known: not above_minus_third(known.graph)},
     ),
-    "dsgt": Part(ROOM + "tracking:dsgt", "sgd"),
-    "momentum-tracking": Part(ROOM + "tracking:momentum_tracking", "sgd"),
+    "dsgt": Part(HERE + "tracking:dsgt", "sgd"),
+    "momentum-tracking": Part(HERE + "tracking:momentum_tracking", "sgd"),
     "detag": Part(
-        ROOM + "tracking:detag",
+        HERE + "tracking:detag",
         follows={
             "eta": lambda known: momentum_of_gossip(known.graph, known.options.get("phase") or 2),
         },
     ),
     "defacto": Part(
-        ROOM + "tracking:defacto",
+        HERE + "tracking:defacto",
         brings={"cadence.name": "halves", "graph.name": "spanning-tree"},
         follows={"length": lambda known: known.graph.period or 1},
     ),
-    "sgp": Part(ROOM + "directed:sgp", "momentum"),
+    "sgp": Part(HERE + "directed:sgp", "momentum"),
     "ceca": Part(
-        ROOM + "directed:ceca",
+        HERE + "directed:ceca",
         "sgd",
         {"graph.name": "ceca"},
         follows={"nodes": lambda known: known.graph.n},
     ),
-    "choco": Part(ROOM + "compressed:choco", "sgd", follows={"consensus_step": _bearable}),
-    "slowmo": Part(ROOM + "periodic:slowmo", "momentum", {"cadence.name": "gossip-pga"}),
+    "choco": Part(HERE + "compressed:choco", "sgd", follows={"consensus_step": _bearable}),
+    "slowmo": Part(HERE + "diloco:slowmo", "momentum", {"cadence.name": "gossip-pga"}),
     "diloco": Part(
-        ROOM + "periodic:diloco",
+        HERE + "diloco:diloco",
         "adamw",
         {"cadence.name": "cpsgd"},
         follows={"nodes": lambda known: known.graph.n},
     ),
     "noloco": Part(
-        ROOM + "periodic:noloco",
+        HERE + "diloco:noloco",
         "adamw",
         {"cadence.name": "every", "graph.name": "random-matching"},
     ),
     "gasloc": Part(
-        ROOM + "periodic:gasloc",
+        HERE + "diloco:gasloc",
         "adamw",
         {"cadence.name": "every", "graph.name": "one-peer-exponential"},
     ),
     "sparseloco": Part(
-        ROOM + "periodic:sparseloco",
+        HERE + "diloco:sparseloco",
         "adamw",
-        {"cadence.name": "cpsgd", "node.wire": "top-k-int2", "node.kept": 0.03},
+        {"cadence.name": "cpsgd", "node.wire": "top-k-int2", "node.density": 0.03},
     ),
     "sparta": Part(
-        ROOM + "periodic:sparta",
+        HERE + "diloco:sparta",
         "adamw",
-        {"cadence.name": "global", "node.wire": "shared-k", "node.kept": 0.005},
+        {"cadence.name": "global", "node.wire": "shared-k", "node.density": 0.005},
     ),
     # methods from above, with a cadence or a wire that makes them those of the papers
-    "cpsgd": Part(ROOM + "gossip:dsgd", "sgd", {"cadence.name": "cpsgd"}, only=True),
-    "adpsgd": Part(ROOM + "gossip:dsgd", "sgd", {"cadence.name": "adpsgd"}, only=True),
-    "gossip-pga": Part(ROOM + "gossip:dsgd", "sgd", {"cadence.name": "gossip-pga"}, only=True),
-    "gossip-aga": Part(ROOM + "gossip:dsgd", "sgd", {"cadence.name": "gossip-aga"}, only=True),
+    "cpsgd": Part(HERE + "gossip:dsgd", "sgd", {"cadence.name": "cpsgd"}, only=True),
+    "adpsgd": Part(HERE + "gossip:dsgd", "sgd", {"cadence.name": "adpsgd"}, only=True),
+    "gossip-pga": Part(HERE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-pga"}, only=True),
+    "gossip-aga": Part(HERE + "gossip:dsgd", "sgd", {"cadence.name": "gossip-aga"}, only=True),
     "qsgd": Part(
-        ROOM + "gossip:parallel",
+        HERE + "gossip:parallel",
         "momentum",
         {"graph.name": "complete", "node.wire": "qsgd"},
         only=True,
@@ -112,9 +112,9 @@ BUILDERS: dict[str, Part] = {
 """Every algorithm by name: what `algorithm.name` can be."""
 
 LOCALS: dict[str, Part] = {
-    name: Part(f"{ROOM}local:{name}") for name in ("sgd", "momentum", "nesterov")
+    name: Part(f"{HERE}local:{name}") for name in ("sgd", "momentum", "nesterov")
 } | {
-    name: Part(f"{ROOM}{module}:{name}", brings={"schedule.scale": "none"})
+    name: Part(f"{HERE}{module}:{name}", brings={"schedule.scale": "none"})
     for name, module in {"adamw": "local", "accumadam": "local", "muon": "muon"}.items()
 }
 """Every local step by name, builder(decayed, *, option=…) -> Local: what `local.name` can be.
@@ -124,7 +124,7 @@ steps does not follow that of the gradient: their rates are not scaled with the 
 
 
 def takes_local(name: str) -> bool:
-    """Whether a method of this name takes a local step; the others have their own."""
+    """Return whether a method of this name takes a local step; the others have their own."""
     part = part_of(BUILDERS, name)
     return part is not None and part.local is not None
 
@@ -141,14 +141,9 @@ def real_eigenvalues(graph: Graph) -> np.ndarray | None:
 
 
 def above_minus_third(graph: Graph) -> bool:
-    """Whether W is proven static and symmetric with all eigenvalues above −1/3, as D² needs."""
-    return least_eigenvalue(graph) > -1 / 3 + 1e-9
-
-
-def least_eigenvalue(graph: Graph) -> float:
-    """λ_n of a static symmetric graph, −inf where it isn't known."""
+    """Return whether W is static and symmetric with all eigenvalues above −1/3, as D² needs."""
     values = real_eigenvalues(graph)
-    return -inf if values is None else float(values.min())
+    return values is not None and float(values.min()) > -1 / 3 + 1e-9
 
 
 def momentum_of_gossip(graph: Graph, steps: int) -> float:
@@ -158,20 +153,13 @@ def momentum_of_gossip(graph: Graph, steps: int) -> float:
     then shrink disagreement more than plain gossip does; else, and for graphs that aren't static
     and symmetric, 0: z_0 = z_{−1} is a start from which a short phase may even grow.
     """
-    others = _others(graph)
-    if others is None:
+    values = real_eigenvalues(graph)
+    if values is None or graph.n == 1:
         return 0.0
+    others = np.delete(values, np.abs(values - 1).argmin())  # all but the 1 of the mean
     largest = min(float(np.abs(others).max()), 1.0)
     eta = (1 - sqrt(1 - largest**2)) / (1 + sqrt(1 - largest**2))
     z, before = np.ones_like(others), np.ones_like(others)
     for _ in range(steps):
         z, before = (1 + eta) * others * z - eta * before, z
     return eta if np.abs(z).max() < largest**steps else 0.0
-
-
-def _others(graph: Graph) -> np.ndarray | None:
-    """The eigenvalues without the 1 of the mean, (n − 1,); None where they aren't known."""
-    values = real_eigenvalues(graph)
-    if values is None or graph.n == 1:
-        return None
-    return np.delete(values, np.abs(values - 1).argmin())

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from mpigossip.algorithms.base import Decay, Step
-from mpigossip.algorithms.local import Local, Moments, adamw
+from mpigossip.algorithms.local import Local, Moments, adamw, zeros
 from mpigossip.config import JobError
 from mpigossip.config.limits import NotNegative, Positive
 
 
-class Layout(Protocol):
-    """What is to be known of the vector: where parameters lie, which are matrices (`Flat`)."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    embeddings: frozenset[str]
-    offsets: tuple[int, ...]
-    decayed: int
-    places: list[slice]
-
-    def views(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters as views of one row (P,)."""
-
-
 def muon(
     decayed: int,
-    layout: Layout | None = None,
+    layout: Any = None,
     *,
     beta: Decay = 0.95,
     newton_schulz: Positive = 5,
@@ -49,11 +35,11 @@ def muon(
     ``adamw_for``: names, with * and ?, of matrices that AdamW is to take too, such as those of an
     output layer. β1, β2, ε are AdamW's; λ is for the first ``decayed`` columns.
 
-    Takes whole matrices: a segment is all of the vector that ``layout`` describes. State: AdamW's
-    two arrays, of which Muon's columns use the first.
+    Takes whole matrices: a segment is all of the vector with this ``layout`` (a `Flat`). State:
+    AdamW's two arrays, of which Muon's columns use the first.
     """
     if layout is None:
-        return Local(_moments, _unknown, whole=True)
+        return Local(zeros(Moments), _unknown, whole=True)
     own = _hidden(layout, adamw_for)
     rest = _runs([place for k, place in enumerate(layout.places) if k not in own])
     others = [
@@ -76,10 +62,10 @@ def muon(
             _matrices(layout, own, *arrays, step.lr, decoupled_decay, settings)
         return state
 
-    return Local(_moments, adapt, whole=True)
+    return Local(zeros(Moments), adapt, whole=True)
 
 
-def _matrices(layout: Layout, own: Sequence[int], x, g, momenta, lr, decay, settings: Any) -> None:
+def _matrices(layout: Any, own: Sequence[int], x, g, momenta, lr, decay, settings: Any) -> None:
     """One row's step of torch's Muon, in place; arrays are (P,)."""
     x, g, momenta = (layout.views(part) for part in (x, g, momenta))
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": one} for one in (decay, 0.0)]
@@ -92,15 +78,11 @@ def _matrices(layout: Layout, own: Sequence[int], x, g, momenta, lr, decay, sett
     optimizer.step()
 
 
-def _moments(x) -> Moments:
-    return Moments(torch.zeros_like(x), torch.zeros_like(x))
-
-
 def _unknown(*_: Any) -> Any:
-    raise ValueError("muon takes matrices, and nobody has said where they lie")
+    raise ValueError("muon needs the layout of the vector, to find the matrices")
 
 
-def _hidden(layout: Layout, adamw_for: Sequence[str]) -> list[int]:
+def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
     """The places of the matrices that Muon takes. JobError where there is none, or no Muon."""
     if not hasattr(torch.optim, "Muon"):
         raise JobError(

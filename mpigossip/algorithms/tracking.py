@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Step, held
+from mpigossip.algorithms.base import Algorithm, Decay, Step, preserved
 from mpigossip.algorithms.local import Local
 from mpigossip.config.limits import Positive, Share
 from mpigossip.mixing.base import Kind
@@ -26,7 +26,7 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
     ψ⁺ = x − lr · d;  φ = ψ⁺ + x − ψ;  x ← W̄ φ;  ψ starts as x. d is the gradient or, with
     ``local`` a momentum, EDM. W̄ = (I + W)/2 (``lazy``), formed here as ½ (φ + Wφ); W itself
     needs a static symmetric W with eigenvalues above −1/3. Unset: W where that is so, else W̄.
-    One vector travels. The rule repeats a step's change of x, that of the mixing included, so
+    One vector is sent. The rule repeats a step's change of x, that of the mixing included, so
     that steps without mixing in between let it diverge: one kind of step only.
     """
     damped = lazy in (None, True)
@@ -49,7 +49,7 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
 
     proven = set() if damped else {"static", "symmetric", "above -1/3"}
     needs = frozenset({"doubly", "unmixed"} | proven)
-    return Algorithm(init, send, receive, elementwise=True, raw=local.raw, needs=needs)
+    return Algorithm(init, send, receive, raw=local.raw, needs=needs)
 
 
 class Tracking(NamedTuple):
@@ -70,9 +70,9 @@ def dsgt(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
     """Gradient tracking, DSGT (Pu & Nedić 2021): y follows the mean gradient of all nodes.
 
     ``"atc"``: y½ = y + g − g⁻;  x ← Σ_j W_ij (x_j − lr · y½_j);  y ← Σ_j W_ij y½_j.
-    ``"awc"``: y ← Σ_j W_ij y_j + g − g⁻;  x ← Σ_j W_ij x_j − lr · y; the exchange travels during
+    ``"awc"``: y ← Σ_j W_ij y_j + g − g⁻;  x ← Σ_j W_ij x_j − lr · y; the exchange overlaps with
     forward and backward. y and g⁻ start as 0. With ``local`` a momentum, it is applied to y at
-    each node. Two vectors travel. The textbook's adapt-then-combine, y ← W (y + g⁺ − g) with g⁺
+    each node. Two vectors are sent. The textbook's adapt-then-combine, y ← W (y + g⁺ − g) with g⁺
     at the mixed x, needs two exchanges a step; this one has the same limit and bears more: it
     converges on a ring with λ_n = −.8 where the textbook's diverges.
     """
@@ -83,7 +83,7 @@ def momentum_tracking(local: Local, *, beta: Decay = 0.9, style: Literal["atc", 
     """Momentum tracking (Takezawa et al., TMLR 2023): y follows the mean momentum.
 
     u⁺ = β u + g;  y ← Σ_j W_ij y_j + u⁺ − u;  x ← Σ_j W_ij x_j − lr · y (the paper's correction
-    is c = u − y); ``style`` as in :func:`dsgt`, which is this with β = 0. Two vectors travel.
+    is c = u − y); ``style`` as in :func:`dsgt`, which is this with β = 0. Two vectors are sent.
     """
     return _tracking(local, beta, style)
 
@@ -93,7 +93,7 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
         return Tracking(torch.zeros_like(x), torch.zeros_like(x), local.init(x))
 
     def send_adapted(x, g, state: Tracking, out, step: Step):
-        with held(step, state.tracker, state.tracked):
+        with preserved(step, state.tracker, state.tracked):
             _track(state.tracker, state.tracked, g, beta)
         out[1].copy_(state.tracker)
         inner = local.adapt(x, g.copy_(state.tracker), state.inner, step, out[0])
@@ -111,13 +111,13 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
 
     def receive_then_adapt(x, g, state: Tracking, sent, mixed, step: Step):
         state.tracker.copy_(mixed[1])
-        with held(step, state.tracker, state.tracked):
+        with preserved(step, state.tracker, state.tracked):
             _track(state.tracker, state.tracked, g, beta)
         x.copy_(mixed[0])
         inner = local.adapt(x, g.copy_(state.tracker), state.inner, step, x)
         return state._replace(inner=inner)
 
-    made = partial(Algorithm, init, vectors=2, elementwise=True, needs=frozenset({"doubly"}))
+    made = partial(Algorithm, init, vectors=2, needs=frozenset({"doubly"}))
     if style == "atc":
         return made(send_adapted, receive_combined)
     return made(send_as_is, receive_then_adapt, ahead=True)
@@ -148,19 +148,13 @@ def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
     return before.mul_(-eta).add_(mixed, alpha=1 + eta), z
 
 
-def detag(
-    local,
-    *,
-    phase: Positive = 2,
-    eta: Share | None = None,
-    beta: Decay = 0.0,
-) -> Algorithm:
+def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay = 0.0) -> Algorithm:
     """DeTAG (Lu & De Sa, JMLR 24, 2023, algorithm 2; with β > 0 algorithm 4, DeTAGM).
 
     A phase is R = ``phase`` steps with x frozen. In each step x̃ and y take a step of accelerated
     gossip, z_{r+1} = (1 + η) W z_r − η z_{r−1}, and the gradient at x adds to g^k / R. At the
     phase's end x̃ ← x̃ − lr · y;  y ← y + v^k − v^{k−1} with v^k = β v^{k−1} + g^k;  x ← x̃.
-    y and v start as 0. Two vectors travel, during forward and backward. ``local`` is not used.
+    y and v start as 0. Two vectors are sent, during forward and backward. ``local`` is not used.
 
     η unset: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|), where the phase is long enough
     for it to gain (computed from the graph), else 0. The paper's corollary has R =
@@ -194,11 +188,11 @@ def detag(
         return old._replace(model=model, model_before=before, tracker=y, tracker_before=y_before)
 
     needs = frozenset({"doubly", "static", "symmetric"} if eta else {"doubly"})
-    return Algorithm(init, send, receive, vectors=2, ahead=True, elementwise=True, needs=needs)
+    return Algorithm(init, send, receive, vectors=2, ahead=True, needs=needs)
 
 
 class Defacto(NamedTuple):
-    """The model on its way x̃, shaped like x."""
+    """The model x̃ of the present phase, shaped like x."""
 
     model: torch.Tensor
 
@@ -211,7 +205,7 @@ def defacto(local, *, length: Positive | None = None) -> Algorithm:
     x ← x̃: SGD on the joined batch of n · R gradients, exactly (the paper's listing subtracts g
     after the factors, which would leave each node with its own x). R = ``length``, unset: the
     graph's period. The gradients of the second half are not used: a bound rather than a method.
-    One vector travels. ``local`` is not used.
+    One vector is sent. ``local`` is not used.
     """
     rounds = length or 1
 
@@ -228,5 +222,5 @@ def defacto(local, *, length: Positive | None = None) -> Algorithm:
             x.copy_(state.model)
         return state
 
-    needs = frozenset({"exact", "cadence:halves", "exact-wire"})
+    needs = frozenset({"phases", "exact-wire"})
     return Algorithm(lambda x: Defacto(x.clone()), send, receive, ahead=True, needs=needs)

@@ -10,6 +10,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
+from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +96,19 @@ def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) ->
     }
 
 
-def sizes_that_fit(world: World, options) -> list[int]:
-    """The sizes of which all ranks of a host can hold eight messages in half of its memory.
+def room_for_messages(world: World) -> int:
+    """Return the bytes of a message of which all ranks of a host hold eight in half its memory.
 
-    That many it takes: windows, the limit's two arrays, and what the library copies.
+    That many it takes: windows, the limit's two arrays, and what the library copies. Collective.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ranks = max(map(world.hosts.count, world.hosts))
-    room = world.comm.allreduce(memory // 2 // 8 // ranks, MPI.MIN)
+    return world.comm.allreduce(memory // 2 // 8 // ranks, MPI.MIN)
+
+
+def sizes_that_fit(world: World, options) -> list[int]:
+    """The sizes of messages that memory has room for; a note names the others."""
+    room, ranks = room_for_messages(world), max(map(world.hosts.count, world.hosts))
     fits = [size for size in options.sizes if size <= room]
     if world.rank == 0 and len(fits) < len(options.sizes):
         left = ", ".join(f"{size:,}" for size in options.sizes if size > room)
@@ -117,6 +124,15 @@ def _opened(made: Graph, size: int, world: World, options) -> tuple[Mixer, int]:
     return mixer, count
 
 
+def one_round(mixer: Mixer, clock: Iterator[int], work: Callable[[], None] = lambda: None) -> None:
+    """The clock's next round, with work while it is in flight."""
+    t = next(clock)
+    mixer.outbox(t)
+    mixer.start(Kind.GOSSIP, t)
+    work()
+    mixer.finish()
+
+
 def exchange(world: World, options) -> Iterator[dict[str, Any]]:
     """Rounds of one vector along each graph, against the memory's or the wire's limit."""
     on_one_host = len(set(world.hosts)) == 1
@@ -129,21 +145,13 @@ def exchange(world: World, options) -> Iterator[dict[str, Any]]:
             continue
         for size in sizes_that_fit(world, options):
             mixer, count = _opened(made, size, world, options)
-            clock = iter(range(1 << 60))
-
-            def one_round(mixer=mixer, clock=clock) -> None:
-                t = next(clock)
-                mixer.outbox(t)
-                mixer.start(Kind.GOSSIP, t)
-                mixer.finish()
-
             if on_one_host:
                 bound = limit_memory(count)
             else:
-                step = 1 if world.size > 1 else 0
-                right, left = (world.rank + step) % world.size, (world.rank - step) % world.size
+                right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
                 bound = limit_network(world.comm, count, right, left)
-            times, limit = alternate(world.comm, [one_round, bound], options.seconds)
+            ours = partial(one_round, mixer, numbers())
+            times, limit = alternate(world.comm, [ours, bound], options.seconds)
             mixer.close()
             yield row(name, 4 * count, times, limit)
 
@@ -176,25 +184,11 @@ def overlap(world: World, options) -> Iterator[dict[str, Any]]:
     made = graph("one-peer-exponential", world.size)
     for size in sizes_that_fit(world, options):
         mixer, count = _opened(made, size, world, options)
-        clock = iter(range(1 << 60))
-
-        def both(work: Callable[[], None], mixer=mixer, clock=clock) -> None:
-            t = next(clock)
-            mixer.outbox(t)
-            mixer.start(Kind.GOSSIP, t)
-            work()
-            mixer.finish()
-
-        def exchange_alone(both=both) -> None:
-            both(lambda: None)
-
+        exchange_alone = partial(one_round, mixer, clock := numbers())
         (first,) = alternate(world.comm, [exchange_alone], options.seconds / 4)
         compute = _compute(world.comm, statistics.median(first))
-
-        def at_once(both=both, compute=compute) -> None:
-            both(compute)
-
-        works = [exchange_alone, compute, at_once]
+        works: list[Callable[[], None]] = [exchange_alone, compute]
+        works.append(partial(one_round, mixer, clock, compute))
         alone, pure, together = alternate(world.comm, works, options.seconds)
         line = row("one-peer-exponential", 4 * count, together, pure)
         apart = statistics.median(alone), statistics.median(pure)

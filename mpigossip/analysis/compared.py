@@ -15,7 +15,6 @@ from mpigossip.runs.summary import SPLIT as PARTS
 from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS, VIRTUAL, Log, read
 from mpigossip.store.log_reading import metrics_in
 from mpigossip.studies.seeds import Bands, alike, differences, joined, settings
-from mpigossip.studies.styles import style
 
 POINTS = 1000
 """Rows that are read for a picture; longer logs are averaged over blocks of steps."""
@@ -103,6 +102,8 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
 
     Those that differ by their seed only are one, named by what differs between them.
     """
+    from mpigossip.studies.drawing import style
+
     names = short_names([(path if path.is_dir() else path.parent).resolve() for path in paths])
     logs = [read(log_of(path), points=POINTS) for path in paths]
     groups = alike(logs)

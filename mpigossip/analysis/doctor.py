@@ -7,26 +7,33 @@ was found, and ends with "ready" or with what is wrong and the remedy. Tests of 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import platform
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 import mpigossip
-from mpigossip.analysis.findings import Finding, as_json, as_text, complain, merged
+from mpigossip.analysis.findings import Finding, merged, report
 from mpigossip.cluster.launcher import LaunchError
 from mpigossip.cluster.ranks import Alone, World, world
-from mpigossip.config.readable import counted, tell
+from mpigossip.config.errors import Failure
+from mpigossip.config.readable import counted
+from mpigossip.groups import devices
+from mpigossip.mixing.kernels import native
 
+GRACE_S = 5.0
+"""Seconds that rank 0 has to report before others end a job in which a rank doesn't answer."""
 LOW_DISK = 10**9
 """Free bytes below which the disk is worth a word."""
 PACKAGES = ("torch", "numpy", "mpi4py", "h5py", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12",
@@ -38,7 +45,6 @@ class Machine:
     """What one rank says of its process and host."""
 
     host: str
-    devices: tuple[str, ...]
     allowed: tuple[int, ...]
     """cores that this process may use"""
     cores: int
@@ -59,70 +65,49 @@ def examine(options) -> int:
         # alone from here on: the rest of the machine can still be looked at
         first = [Finding("mpi", "can't be used", "wrong", str(error))]
     with ranks:
-        found = first + merged(ranks.gather(_local(options)))
-        found += _together(options, ranks)
+        mine, found = _local(options), first
+        try:
+            found += merged(ranks.gather(mine))
+            _together(options, ranks, found)
+        except Failure as error:  # a rank doesn't answer: closing the world would wait for it
+            found.append(Finding("ranks", "not all answer", "wrong", str(error)))
+            if ranks.rank == 0:
+                report(found, options.json)
+            else:
+                time.sleep(GRACE_S)
+            ranks.abort()
         if ranks.rank == 0:
-            tell(as_json(found) if options.json else as_text(found), flush=True)
+            report(found, options.json)
         return ranks.agree(int(any(one.level == "wrong" for one in found)))
 
 
-def _setting(options) -> tuple[str, int | str]:
-    """`node.devices` and `node.ranks_per_node` without "auto"."""
-    from mpigossip.groups import devices
-
-    return devices.resolved(options.devices, options.ranks_per_node)
-
-
 def _local(options) -> list[Finding]:
-    """What each rank finds by itself."""
-    from mpigossip.groups import devices
-
-    slots = devices.slots_of(_setting(options)[0])
-    with ended_after(options.timeout, "the test of GPUs and NCCL"):
-        found = gpus(_setting(options)[0], slots)
+    """Return what each rank finds by itself."""
+    setting, _ = devices.resolved(options.devices, options.ranks_per_node)
+    slots = devices.slots_of(setting)
+    found = gpus(setting, slots, options.timeout)
     return [versions(), kernel(), found, cards(slots), disk(options), hdf5(options.folder)]
 
 
-@contextlib.contextmanager
-def ended_after(seconds: float, what: str) -> Iterator[None]:
-    """Ends the process when the block takes longer: a collective that hangs never returns."""
-
-    def end() -> None:
-        complain(f"no end of {what} within {seconds:g} s; NCCL_DEBUG=INFO shows where it stands")
-        os._exit(1)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _together(options, ranks) -> list[Finding]:
-    """What takes all ranks; complete on rank 0."""
-    from mpigossip.groups import devices
-
-    setting, ranks_per_node = _setting(options)
+def _together(options, ranks, found: list[Finding]) -> None:
+    """Add what takes all ranks; complete on rank 0."""
+    setting, ranks_per_node = devices.resolved(options.devices, options.ranks_per_node)
     slots = devices.slots_of(setting)
     machine = Machine(
         host=ranks.hosts[ranks.rank],
-        devices=slots,
         allowed=tuple(sorted(os.sched_getaffinity(0))),
         cores=os.cpu_count() or 1,
         need=len(slots) + options.workers + 1,
     )
     machines = ranks.gather(machine)
     several = ranks_per_node != 1
-    found = [] if machines is None else [hosts(machines, several), cores(machines)]
+    found += [] if machines is None else [hosts(machines, several), cores(machines)]
     found += alike(ranks.gather(versions().text))
     if ranks.comm is not None:
         from mpigossip.analysis import placement, selftest
 
         found += placement.all_tests(ranks, slots, ranks_per_node)
-        found += selftest.all_tests(options, ranks, slots, setting)
-    return found
+        selftest.all_tests(options, ranks, slots, setting, found)
 
 
 # -- what one rank sees -----------------------------------------------------------------------
@@ -130,16 +115,12 @@ def _together(options, ranks) -> list[Finding]:
 
 def kernel() -> Finding:
     """Return whether averages on the CPU go by the compiled sum."""
-    from mpigossip.mixing.kernels import native
-
     text, there = native.status(), native.library() is not None
     return Finding("compiled sum", text, "good" if there else "note")
 
 
 def versions() -> Finding:
     """Versions of what the package stands on, and pairs of them that don't go together."""
-    import torch
-
     have = {}
     for name in PACKAGES:
         try:
@@ -166,12 +147,11 @@ def versions() -> Finding:
     return Finding("versions", text, data=data)
 
 
-def gpus(setting: str, slots: Sequence[str]) -> Finding:
-    """The slots of this rank, whether torch can use the GPUs that are there, and its context."""
-    import torch
+COMPUTE = "import sys, torch; [torch.ones(1, device=d).sum().item() for d in sys.argv[1:]]"
 
-    from mpigossip.groups import devices
 
+def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
+    """The slots of this rank, and whether torch computes on them, in a process of its own."""
     there = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
     text = f"{counted(len(slots), 'slot')}: {', '.join(slots)}"
     data = {"devices": list(slots), "gpus": torch.cuda.device_count()}
@@ -183,13 +163,18 @@ def gpus(setting: str, slots: Sequence[str]) -> Finding:
         return Finding("slots", text, "wrong", remedy, data)
     if wrong := devices.mistakes(setting):
         return Finding("slots", text, "wrong", "; ".join(wrong), data)
-    for slot in dict.fromkeys(slots):
-        try:
-            if slot.startswith("cuda"):
-                torch.ones(1, device=slot).sum().item()
-        except RuntimeError as error:
-            remedy = f"{slot} can't compute: {str(error).splitlines()[0]}; see nvidia-smi"
-            return Finding("slots", text, "wrong", remedy, data)
+    named = [slot for slot in dict.fromkeys(slots) if slot.startswith("cuda")]
+    command, how = [sys.executable, "-c", COMPUTE, *named], ""
+    try:
+        if named:
+            subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
+    except subprocess.TimeoutExpired:
+        how = f"no answer within {limit_s:g} s"
+    except subprocess.CalledProcessError as error:
+        how = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+    if how:
+        remedy = f"{', '.join(named)} can't compute: {how}; see nvidia-smi"
+        return Finding("slots", text, "wrong", remedy, data)
     return Finding("slots", text, data=data)
 
 
@@ -267,7 +252,7 @@ def hdf5(folder: Path) -> Finding:
 
 
 def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
-    """How ranks lie on hosts: one rank is one node of the averaging, unless ``several`` are."""
+    """Report ranks by host: one rank is one node of the averaging, unless ``several`` are."""
     names = [machine.host for machine in machines]
     count = {name: names.count(name) for name in dict.fromkeys(names)}
     shown = ", ".join(f"{name} x {k}" if k > 1 else name for name, k in list(count.items())[:8])
@@ -286,7 +271,7 @@ def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
 
 
 def alike(texts: Sequence[str] | None) -> list[Finding]:
-    """Whether all ranks have the same versions."""
+    """Return whether all ranks have the same versions."""
     different = list(dict.fromkeys(texts or ()))
     if len(different) < 2:
         return []

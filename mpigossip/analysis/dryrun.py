@@ -30,7 +30,7 @@ def describe(job: Job, nodes: int | None) -> str:
         config.dump(job),
         f"# planned for {n} nodes x {what.slots} slots" + (f"; {note}" if note else ""),
         f"# model        {what.flat.count:,} parameters, {size(4 * what.flat.count)} in float32",
-        f"# graph        {made.graph}",
+        f"# graph        {made.parts.graph}",
         f"# step         {what.per_step} samples a node, {n * what.per_step} in all; "
         f"{steps} steps an epoch",
         *_rates(job, n, what.per_step, steps),
@@ -71,10 +71,10 @@ def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
 
 def _traffic(job: Job, made: costs.Exchanges, what: costs.Subject) -> list[str]:
     """Bytes of an average step, beside what all-reduce would send."""
-    ring = traffic(made.graph, Kind.GLOBAL, 0, 0, 4 * what.flat.size)
+    ring = traffic(made.parts.graph, Kind.GLOBAL, 0, 0, 4 * what.flat.size)
     average = made.bytes_per_step
     ratio = f"{average / ring:.2f} x" if ring else "against"
-    vectors = made.method.vectors
+    vectors = made.parts.method.vectors
     return [
         f"# traffic      {size(average)} a node and step between nodes ({vectors} "
         f"vector{'s' * (vectors > 1)}, {job.node.wire}); {ratio} the {size(ring)} of a "

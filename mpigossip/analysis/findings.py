@@ -1,4 +1,4 @@
-"""What the doctor finds: one finding, those of all ranks merged, as text and as JSON."""
+"""Findings of the doctor: merged over ranks, printed as text or JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from mpigossip.config.readable import tell
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ def as_text(found: Sequence[Finding]) -> str:
     wrong = [f"wrong: {one.name}: {one.remedy}" for one in found if one.level == "wrong"]
     end = [*wrong, "not ready"] if wrong else ["ready"]
     return "\n".join([*lines, "", *notes, *end])
+
+
+def report(found: Sequence[Finding], json_asked: bool) -> None:
+    """Print the findings."""
+    tell(as_json(found) if json_asked else as_text(found), flush=True)
 
 
 def as_json(found: Sequence[Finding]) -> str:

@@ -17,20 +17,24 @@ def picture(made: Graph, out: Path) -> None:
     from mpigossip.graphs.spectral import residues
 
     shown = min(made.period or 4, 4)
-    wide = 3.1 if made.n <= 16 or shown > 1 else 5.0
-    figure = Figure(figsize=(wide * shown + 4.6, 0.8 + wide), dpi=130, layout="constrained")
-    axes = figure.subplots(1, shown + 1, width_ratios=[1] * shown + [1.35])
+    columns = 2 if shown in (1, 3) else 3  # at most three beside each other: readable on a page
+    rows = -(-(shown + 1) // columns)
+    wide = 3.4 if made.n <= 16 or shown > 1 else 5.0
+    figure = Figure(figsize=(wide * columns, 0.8 + wide * rows), dpi=130, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for t in range(shown):
         _draw_round(axes[t], made, t)
+    for axis in axes[shown + 1 :]:
+        axis.set_axis_off()
     count = min(max(2 * (made.period or 1), 12), 60)
     left = residues(made, count)
-    axis = axes[-1]
+    axis = axes[shown]
     axis.semilogy(range(len(left)), [max(value, 1e-17) for value in left], marker="o", ms=4)
     axis.set(
         xlabel="rounds", ylabel=r"$\|W(t-1)\cdots W(0) - J\|_2$", title="Distance from the average"
     )
     axis.grid(alpha=0.4)
-    figure.suptitle(fill(str(made), 26 * (shown + 1)), fontsize=10)
+    figure.suptitle(fill(str(made), 32 * columns), fontsize=10)
     try:
         with replacing(Path(out)) as beside:
             figure.savefig(beside, dpi=130, format=beside.suffix[1:] or "png")

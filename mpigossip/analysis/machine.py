@@ -1,25 +1,25 @@
-"""What a step costs on this machine: compute, node-local time, network; measured or given."""
+"""Cost of a step on this machine: compute, node-local time, network; measured or given."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
 from mpigossip.cluster.world import World
-from mpigossip.config import Data, GraphSection, JobError
+from mpigossip.config import GraphSection, Job, JobError
 from mpigossip.config.readable import counted
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.wire import Wire
-from mpigossip.training.costs import Subject
-from mpigossip.training.timing.machines import CODING_RATE, SUM_RATE, Machine
-from mpigossip.training.timing.steps import hops
+from mpigossip.training.costs import Subject, data_or_stand_in
+from mpigossip.training.machines import CODING_RATE, SUM_RATE, Machine
+from mpigossip.training.timing import hops
 
 LATENCY_S, BANDWIDTH = 10e-6, 12.5e9
 """Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""
@@ -33,55 +33,46 @@ WARM_UP, LEAST, MOST = 3, 8, 60
 """Steps that are run before measuring, and at least and at most measured."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """What the user says of the machine; None: measured."""
-
-    compute_s: float | None = None
-    node_s: float | None = None
-    latency_s: float | None = None
-    bandwidth: float | None = None
-    combine_rate: float | None = None
-    coding_rate: float | None = None
-    jitter: float | None = None
-
-
 WORDS = {"compute_s": "compute", "node_s": "node-local", "latency_s": "latency",
          "bandwidth": "bandwidth", "combine_rate": "sum", "coding_rate": "coding",
          "jitter": "jitter"}  # fmt: skip
-"""Names of these figures in `Machine.sources`."""
+"""What a user may say of the machine, and the names of these figures in `Machine.sources`."""
 
 
-def examine(what: Subject, world: World, given: Given, budget_s: float) -> Machine:
+def examine(
+    what: Subject, world: World, given: Mapping[str, float | None], budget_s: float
+) -> Machine:
     """Measure what isn't given, on all ranks of the launcher at once; collective under MPI.
+
+    ``given``: by the names of `WORDS`; None as if it were left out.
 
     Compute is a real step of the job on one node. Latency and bandwidth are those of whole rounds
     with the job's message between the ranks at hand, so that they hold what MPI and Python add.
     Raises JobError where the job's devices are not here and compute_s isn't given.
     """
     on_cpu = slots_of(what.job.node.devices)[0] == "cpu"
-    if given.compute_s is None:
+    compute_s = given.get("compute_s")
+    if compute_s is None:
         compute_s, node_s, update_s, jitter = _steps(what, world, budget_s)
         sources = dict.fromkeys(("compute", "node-local", "jitter"), "measured")
     else:
-        compute_s, node_s, update_s, jitter = given.compute_s, 0.0, 0.0, 0.0
+        node_s, update_s, jitter = 0.0, 0.0, 0.0
         sources = {"node-local": "given", "jitter": "not given"}
     # this processor says nothing of a GPU's rates
     combine_rate = world.nodes.per_node * (_combine_rate(what) if on_cpu else SUM_RATE)
     coding_rate = 0.0 if on_cpu else world.nodes.per_node * CODING_RATE
     sources |= dict.fromkeys(("sum", "coding"), "measured" if on_cpu else "assumed")
-    summed, work_s = given.combine_rate or combine_rate, compute_s if on_cpu else 0.0
+    summed, work_s = given.get("combine_rate") or combine_rate, compute_s if on_cpu else 0.0
     wire, where = _network(what, world, summed, budget_s, work_s)
     latency_s, bandwidth, global_latency_s, global_bandwidth = wire
     network = "measured" if world.nodes.count > 1 else "assumed"
     sources |= dict.fromkeys(("latency", "bandwidth"), network)
-    said = vars(given)
-    sources |= {WORDS[name]: "given" for name, value in said.items() if value is not None}
+    sources |= {WORDS[name]: "given" for name, value in given.items() if value is not None}
     machine = Machine(
         compute_s, node_s, update_s, latency_s, bandwidth, global_latency_s, global_bandwidth,
         combine_rate, sources, where, jitter, coding_rate, coding_rate,
     )  # fmt: skip
-    return machine.given(said)
+    return machine.given(given)
 
 
 def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
@@ -103,7 +94,7 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     # no other node: the ranks of one step together
     alone = node_alone(world) if world.nodes.per_node > 1 else Alone()
     with world.together(JobError):
-        assembly = assemble.assemble(job if _here(job) else _synthetic(what), alone, 1)
+        assembly = assemble.assemble(_with_data(job, what), alone, 1)
     try:
         found: dict[str, list[float]] = {"compute_s": [], "node_s": [], "exchange_s": []}
         world.barrier()
@@ -128,20 +119,13 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     return tuple(means)
 
 
-def _here(job) -> bool:
-    from mpigossip.training.costs import data_or_stand_in
-
-    found, note = data_or_stand_in(job)
+def _with_data(job: Job, what: Subject) -> Job:
+    """The job; where its data aren't here, on such that are made up, as many as its steps need."""
+    found, missing = data_or_stand_in(job)
     found.close()
-    return not note
-
-
-def _synthetic(what: Subject):
-    """The job on data made up here, as many as its steps need."""
-    data: Data = what.job.data
-    count = max(data.samples, what.per_step * (WARM_UP + MOST))
-    return replace(what.job, data=replace(data, source="synthetic", samples=count),
-                   graph=GraphSection(name="identity"))  # fmt: skip
+    count = max(job.data.samples, what.per_step * (WARM_UP + MOST))
+    made_up = replace(job.data, source="synthetic", samples=count)
+    return replace(job, data=made_up) if missing else job
 
 
 def _best(work: Callable[[], object], repeats: int = 5) -> float:

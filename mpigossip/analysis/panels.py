@@ -98,7 +98,8 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
     """
     shown = [run for run in runs if name in run.log.evaluations]
     label = "share of test samples" if name == "accuracy" else f"{name}{runs[0].unit(name)}"
-    _dress(axes, f"Test {name}", label)
+    title = f"Test {name}" if shown else name  # custom loops log what they like
+    _dress(axes, title, label)
     drawn = [np.ones(0)]
     for run in shown:
         found = run.log.evaluations
@@ -115,8 +116,12 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
     trained = [run for run in runs if known(run, name)]
     for run in trained:
         at = axis.at(run, run.log.steps["step"])
-        seen = smooth(over_nodes(np.nanmean, run.log.steps[name]))
-        axes.plot(at, seen, lw=0.9, color=run.style["color"], alpha=0.55)
+        seen = over_nodes(np.nanmean, run.log.steps[name])
+        there = np.isfinite(seen)
+        if there.mean() < 0.5:  # logged at some steps only
+            axes.plot(at[there], seen[there], lw=1.5, ms=4, **run.style)
+        else:
+            axes.plot(at, smooth(seen), lw=0.9, color=run.style["color"], alpha=0.55)
         drawn.append(seen)
     if not shown and not trained:
         _nothing(axes, "no evaluation yet")
@@ -134,8 +139,10 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
     thin = [_sample("training", lw=0.9)] * bool(trained)
     long = len(name) > LONG and bool(trained)
     if long:  # the legend is as wide as the axes without its name: below the title
-        axes.set_title(f"Test {name}", loc="left", fontsize=11, fontweight="bold", pad=22)
-    _key(axes, [_sample("averaged model", lw=1.8, marker="o", ms=3.5), *bands, *thin], left=long)
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=22)
+    if shown:
+        tested = _sample("averaged model", lw=1.8, marker="o", ms=3.5)
+        _key(axes, [tested, *bands, *thin], left=long)
 
 
 def _wide(axes: Axes, values: np.ndarray) -> None:
@@ -188,23 +195,16 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """The nodes' own models against their average, by the first metric: range and mean.
 
-    Each node tests on its own part of the test set, and so does the average beside it. Logs of old
-    have the average's on the whole set only: equal models then differ by what their parts differ.
+    Each node tests on its own part of the test set, and so does the average beside it.
     """
     name = next((name for run in runs for name in run.metrics), "accuracy")
     of, scale = ("% points", 100) if name == "accuracy" else (f"{name}{runs[0].unit(name)}", 1)
     _dress(axes, "Spread over nodes", f"local − averaged model ({of})")
-    old = False
     for run in runs:
         found = run.log.evaluations
-        if run.log.nodes < 2 or f"local_{name}" not in found:
+        if run.log.nodes < 2 or f"share_{name}" not in found:
             continue
-        local = found[f"local_{name}"]
-        whole = np.broadcast_to(found[name][:, None], local.shape)
-        beside = found.get(f"share_{name}", whole)
-        beside = np.where(np.isfinite(beside), beside, whole)
-        old |= bool((beside == whole).all())
-        apart = scale * (local - beside)
+        apart = scale * (found[f"local_{name}"] - found[f"share_{name}"])
         low, mean, high = (over_nodes(f, apart) for f in (np.nanmin, np.nanmean, np.nanmax))
         at = axis.at(run, found["step"])
         if len(runs) <= BANDS:
@@ -219,7 +219,7 @@ def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     bottom, top = axes.get_ylim()
     if name == "accuracy":
         axes.set_ylim(min(bottom, -0.1), max(top, 0.1))
-    _note(axes, f"{OWN_PART}, which differ too" if old else OWN_PART)
+    _note(axes, OWN_PART)
 
 
 def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
@@ -237,7 +237,7 @@ def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def members(axes: Axes, run: LoggedRun) -> None:
-    """When each member of a training that they join and leave was there."""
+    """Draw when each member of a training was there."""
     from matplotlib.ticker import MaxNLocator
 
     _dress(axes, "Members", "member")

@@ -13,7 +13,6 @@ from mpigossip.analysis.compared import LoggedRun, description, load
 from mpigossip.runs.summary import number
 from mpigossip.store.hdf5 import replacing
 from mpigossip.studies.seeds import parted
-from mpigossip.studies.styles import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +38,8 @@ def figure(runs: Sequence[LoggedRun]) -> Figure:
     """The picture, not yet written: more than some ten runs in parts, one below the other."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    from mpigossip.studies.drawing import style
 
     if len(runs) == 1:
         return _training_curve(runs)

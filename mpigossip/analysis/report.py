@@ -26,7 +26,8 @@ from mpigossip.config.readable import aligned
 from mpigossip.config.toml import show
 from mpigossip.runs.summary import describe, number
 from mpigossip.store.hdf5 import reading, replacing
-from mpigossip.store.log import Log
+from mpigossip.store.log import COLUMNS as MEASURED
+from mpigossip.store.log import MEMBER_COLUMNS, VIRTUAL, Log
 from mpigossip.store.log_reading import metrics_in
 from mpigossip.studies.seeds import CURVES, settings
 
@@ -75,7 +76,9 @@ def table(log: Log) -> str:
     lines = [description(log), ""]
     columns = {name: cells for name, cells in columns.items() if cells}
     rows = [columns, *zip(*columns.values(), strict=True)]
-    lines += [aligned(rows, left=()) if columns else "no evaluation yet"]
+    if not columns:
+        lines += ["no evaluation; metrics of steps:", ""]
+    lines += [aligned(rows if columns else _logged(log), left=())]
     if log.nodes > 1 and np.isfinite(local).any():
         lines += [f"* of the nodes, each on its own 1/{log.nodes} of the test samples; beside the "
                   "averaged model's on the same samples"]  # fmt: skip
@@ -85,6 +88,20 @@ def table(log: Log) -> str:
     elif log.summary:
         lines += ["", aligned(log.summary.items(), left=(0, 1))]
     return "\n".join(lines)
+
+
+def _logged(log: Log) -> list[Sequence[str]]:
+    """Return rows of the steps' own metrics: at most 20 steps at which all of them are known."""
+    measured = MEASURED.keys() - {"loss"} | MEMBER_COLUMNS.keys() | {"step", VIRTUAL}
+    values = {n: over_nodes(np.nanmean, log.steps[n]) for n in log.steps.keys() - measured}
+    values = {n: of for n, of in sorted(values.items()) if np.isfinite(of).any()}
+    known = np.flatnonzero(np.all([np.isfinite(of) for of in values.values()], axis=0))
+    if not values or not len(known):
+        return []
+    some = known[np.unique(np.linspace(0, len(known) - 1, 20).astype(int))]
+    step = log.steps["step"]
+    rows = [[f"{int(step[k]) + 1}", *(number(of[k]) for of in values.values())] for k in some]
+    return [["step", *values], *rows]
 
 
 def _ranges(values: np.ndarray, form: Callable[[float], str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the ranks of a communicator do together: reports, agreement, mistakes; all by a deadline."""
+"""Collective operations with deadlines: gather, broadcast, barrier, agreement, user errors."""
 
 import contextlib
 import math
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpigossip.cluster.deadline import Deadline
-from mpigossip.cluster.process import TIMEOUT_S
+from mpigossip.cluster.world import Agreement, World
 from mpigossip.config import JobError
+from mpigossip.config.readable import few
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,34 +27,8 @@ class AgreedError(JobError):
     """A mistake that every rank has learnt of: all raise it, so that closing together is safe."""
 
 
-class Agreement:
-    """A maximum over ranks on its way: asked for at one step, read some steps later."""
-
-    def __init__(
-        self, value: np.ndarray, request: "MPI.Request | None", timeout_s: float = TIMEOUT_S
-    ):
-        self._value, self._request, self._timeout_s = value, request, timeout_s
-
-    def ready(self) -> bool:
-        """Whether `read` returns at once."""
-        return self._request is None or self._request.Test()
-
-    def read(self) -> int:
-        """The maximum, the same on every rank; waits for it, LateError at the time limit."""
-        Deadline(self._timeout_s).wait(
-            self.ready, lambda: "not all ranks came to an agreement", whom=tuple
-        )
-        return int(self._value[0])
-
-
-class Meetings:
-    """The ranks of one communicator: the collective part of `world.World`.
-
-    Attributes: `comm`, `rank`, `size`, `hosts` (host name of each rank), `timeout_s`.
-    """
-
-    survives = False
-    beside = (0, 1)
+class Communicator(World):
+    """The ranks of one communicator."""
 
     def __init__(self, comm: "MPI.Intracomm", hosts: tuple[str, ...], timeout_s: float):
         """`comm` belongs to this object from now on."""
@@ -65,15 +40,18 @@ class Meetings:
         self._begun = 0  # agreements so far
 
     def gather(self, value: Any) -> list | None:
-        """All ranks' values in rank order on rank 0, None elsewhere. Pickles: for small reports."""
+        """Return all ranks' values in rank order on rank 0, None elsewhere; collective.
+
+        :param value: a small value that can be pickled
+        """
         return limited(self.comm, self.timeout_s).gather(value)
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank. Pickles."""
+        """Return rank 0's ``value``, which is pickled, on every rank; collective."""
         return limited(self.comm, self.timeout_s).bcast(value)
 
     def start_agree(self, flag: int) -> Agreement:
-        """Begins the maximum of all ranks' flags without waiting; read it some steps later."""
+        """Begin a non-blocking reduction."""
         from mpi4py import MPI
 
         value = np.array([flag], np.int64)
@@ -99,10 +77,6 @@ class Meetings:
         for one in self._asked:
             one.read()
 
-    def agree(self, flag: int) -> int:
-        """The maximum of all ranks' flags; waits for all."""
-        return self.start_agree(flag).read()
-
     @contextlib.contextmanager
     def together(self, *mistakes: type[Exception]) -> Iterator[None]:
         """All ranks leave this block with the same mistake, or none.
@@ -126,18 +100,17 @@ class Meetings:
     def _located(self, message: str, ranks: list[int]) -> str:
         if len(ranks) == self.size:
             return message
-        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-        return f"rank {ranks[0]} on {self.hosts[ranks[0]]}{more}: {message}"
+        return f"{few([f'rank {rank} on {self.hosts[rank]}' for rank in ranks], 1)}: {message}"
 
     def barrier(self) -> None:
-        """Returns when every rank has come; LateError at the time limit."""
+        """Wait for every rank; LateError after ``timeout_s`` seconds."""
         request = self.comm.Ibarrier()
         Deadline(self.timeout_s).wait(
             request.Test, lambda: f"not all of {self.size} ranks came to a barrier", whom=tuple
         )
 
     def duplicate(self) -> "MPI.Intracomm":
-        """A communicator of the same ranks that is given up with this world's; collective."""
+        """Return a communicator that is given up with this world's."""
         self._family = [comm for comm in self._family if comm]
         self._family.append(limited(self.comm, self.timeout_s).Dup())
         return self._family[-1]

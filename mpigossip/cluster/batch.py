@@ -83,7 +83,7 @@ class Site:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class BatchRequest:
     """What a user wants of a job, besides the job file."""
 
     nodes: int
@@ -165,33 +165,30 @@ def seconds_of(text: str) -> int:
     return seconds
 
 
-def script(site: Site, job: str, settings: Sequence[str], run: Path, wish: Wish) -> str:
+def script(site: Site, job: str, settings: Sequence[str], run: Path, asked: BatchRequest) -> str:
     """The batch script that trains `job` with `settings` on a site; JobError with all mistakes.
 
-    `run` is the job's run directory, in which the script looks whether a life brought a checkpoint.
+    `run` is the job's run directory, in which the script looks for the checkpoint of an attempt.
     """
-    found = _mistakes(site, [job, *settings, str(run), wish.venv or "", wish.launcher or ""], wish)
-    if found:
+    texts = [job, *settings, str(run), asked.venv or "", asked.launcher or ""]
+    if found := _mistakes(site, texts, asked):
         raise JobError(found)
     job = f"./{job}" if job.startswith("-") else job
-    hours, rest = divmod(wish.seconds, 3600)
+    hours, rest = divmod(asked.seconds, 3600)
     values = {
         "title": site.title,
         "tried": f"tried on {site.tried}" if site.tried else "never tried on the machine itself",
-        "name": re.sub(r"[^A-Za-z0-9_.+-]", "_", wish.name)[:40].lstrip("-.") or "mpigossip",
-        "nodes": str(wish.nodes),
+        "name": re.sub(r"[^A-Za-z0-9_.+-]", "_", asked.name)[:40].lstrip("-.") or "mpigossip",
+        "nodes": str(asked.nodes),
         "clock": f"{hours:02d}:{rest // 60:02d}:{rest % 60:02d}",
-        "seconds": str(wish.seconds),
-        "chunk": "".join(
-            f":{what}={count}"
-            for what, count in (("ncpus", site.cores), ("ngpus", site.gpus))
-            if count
-        ),
-        "directives": "\n".join(_directives(site, wish)),
-        "environment": "\n".join(_environment(site, wish)),
-        "ranks": str(wish.ranks),
-        "shape": _shape(site, wish),
-        "launcher": _words(wish.launcher or (site.several if wish.ranks > 1 else site.launcher)),
+        "seconds": str(asked.seconds),
+        "chunk": f":ncpus={site.cores}" * (site.cores > 0)
+        + f":ngpus={site.gpus}" * (site.gpus > 0),
+        "directives": "\n".join(_directives(site, asked)),
+        "environment": "\n".join(_environment(site, asked)),
+        "ranks": str(asked.ranks),
+        "shape": _shape(site, asked),
+        "launcher": _words(asked.launcher or (site.several if asked.ranks > 1 else site.launcher)),
         "arguments": shlex.join([job, *settings]),
         "run": shlex.quote(str(run)),
         "wrong": str(WRONG),
@@ -205,30 +202,30 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, wish: Wish)
     return re.sub(r"\n{3,}", "\n\n", filled)
 
 
-def _shape(site: Site, wish: Wish) -> str:
-    """What is started on a node, and what the centre is used to."""
+def _shape(site: Site, asked: BatchRequest) -> str:
+    """Say what is started on a node, and what the centre's own examples start."""
     mine = "One rank a node, which sees all GPUs of it."
-    if wish.ranks > 1:
-        mine = f"{wish.ranks} ranks a node; each sees all GPUs of it and takes its own."
-    other = {"node": wish.ranks > 1, "gpu": wish.ranks == 1}[site.habit]
-    return f"{mine} The centre's own examples start one a {site.habit}." if other else mine
+    if asked.ranks > 1:
+        mine = f"{asked.ranks} ranks a node; each sees all GPUs of it and takes its own."
+    other = site.habit == "gpu" and asked.ranks == 1
+    return f"{mine} The centre's own examples start one a GPU." if other else mine
 
 
-def _mistakes(site: Site, texts: Iterable[str], wish: Wish) -> list[str]:
+def _mistakes(site: Site, texts: Iterable[str], asked: BatchRequest) -> list[str]:
     found = [
         f"{text!r}: control characters and line breaks have no place in a batch script"
         for text in texts
         if not text.isprintable()
     ]
-    if wish.ranks > 1 and not (site.several or wish.launcher):
+    if asked.ranks > 1 and not (site.several or asked.launcher):
         found.append(
             f"{site.title} doesn't say how several ranks a node are started: add a line `several` "
             "to its file, or give --launcher"
         )
-    if wish.nodes < 1:
-        found.append(f"--nodes {wish.nodes}: at least 1 node is needed")
+    if asked.nodes < 1:
+        found.append(f"--nodes {asked.nodes}: at least 1 node is needed")
     for what in ("account", "partition", "qos"):
-        value = getattr(wish, what)
+        value = getattr(asked, what)
         if value is None and what in site.needs:
             found.append(f"--{what}: {site.title} needs it")
         elif value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*", value):
@@ -236,29 +233,29 @@ def _mistakes(site: Site, texts: Iterable[str], wish: Wish) -> list[str]:
     return found
 
 
-def _directives(site: Site, wish: Wish) -> list[str]:
+def _directives(site: Site, asked: BatchRequest) -> list[str]:
     prefix = PREFIX[site.scheduler]
     lines = [f"{prefix} {text}" for text in site.directives]
     for what, form in OPTIONS[site.scheduler].items():
-        if (value := getattr(wish, what)) is not None:
+        if (value := getattr(asked, what)) is not None:
             lines.append(f"{prefix} {form.format(value)}")
-    if site.scheduler == "slurm" and wish.seconds >= EARLY_FROM_S:
+    if site.scheduler == "slurm" and asked.seconds >= EARLY_FROM_S:
         lines.append(f"{prefix} --signal=USR2@{EARLY_S}")
     return lines
 
 
-def _environment(site: Site, wish: Wish) -> list[str]:
+def _environment(site: Site, asked: BatchRequest) -> list[str]:
     lines = [f"# {note}" for note in site.notes]
     lines += [f"module load {shlex.join(site.modules)}"] if site.modules else []
-    lines += [f"source {shlex.quote(wish.venv + '/bin/activate')}"] if wish.venv else []
+    lines += [f"source {shlex.quote(asked.venv + '/bin/activate')}"] if asked.venv else []
     lines += [f"export {name}={_word(value)}" for name, value in site.environment.items()]
-    if wish.ranks > 1:
+    if asked.ranks > 1:
         # nproc says what OMP_NUM_THREADS does, which the script has set to 1
         here = "env -u OMP_NUM_THREADS nproc"
-        each = site.cores // wish.ranks or f'"$(($({here}) / {wish.ranks}))"'
-        lines += [f"RANKS={wish.ranks} TASKS={wish.nodes * wish.ranks} CORES={each}"]
+        each = site.cores // asked.ranks or f'"$(($({here}) / {asked.ranks}))"'
+        lines += [f"RANKS={asked.ranks} TASKS={asked.nodes * asked.ranks} CORES={each}"]
     for one in site.workarounds:
-        if wish.ranks > 1 and not one.several:
+        if asked.ranks > 1 and not one.several:
             continue
         lines += [f"# {one.what} (since {one.since}: {one.link})"]
         lines += [f"export {name}={_word(value)}" for name, value in one.environment.items()]

@@ -1,4 +1,4 @@
-"""On which core the communication thread runs: one left over, near the network card."""
+"""Core of the progress thread: one that is left over, near the network card."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def near_network(cores: Set[int], sysfs: Path = SYSFS) -> frozenset[int]:
 
     All of them where the system doesn't tell, or has none there.
     """
-    for cards in (_rdma(sysfs), _network(sysfs)):
+    for cards in (sorted((sysfs / "class/infiniband").glob("*")), _network(sysfs)):
         nodes = {_read(card / "device/numa_node") for card in cards} - {"", "-1"}
         near = {
             core
@@ -75,10 +75,6 @@ def own_core(comm: MPI.Comm, threads: int, beside: tuple[int, int] = (0, 1)) -> 
     place = int(same[: comm.rank].sum())
     mine_of, each = beside
     return for_messages(allowed(), threads, int(same.sum()) * each, place * each + mine_of)
-
-
-def _rdma(sysfs: Path) -> list[Path]:
-    return sorted((sysfs / "class/infiniband").glob("*"))
 
 
 def _network(sysfs: Path) -> list[Path]:

@@ -34,7 +34,7 @@ roll: Any = None
 
 
 def numbers(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
-    """What the world calls these ranks of one of its communicators; so are they told of.
+    """Return the world's numbers of these ranks of one of its communicators, for messages.
 
     Their own numbers where no world of several ranks is open.
     """
@@ -55,15 +55,20 @@ def tell(word: int) -> None:
         roll.tell_all(word)
 
 
-@contextlib.contextmanager
-def calling(name: str) -> Iterator[None]:
+class calling:
     """Inside, waits that end at their limit name the call, to this rank and to the others."""
-    global call
-    before, call = call, name
-    try:
-        yield
-    finally:
-        call = before
+
+    def __init__(self, name: str):
+        """``name``: with brackets, as "step()"."""
+        self._name, self._before = name, ""
+
+    def __enter__(self) -> None:
+        global call
+        self._before, call = call, self._name
+
+    def __exit__(self, *raised: object) -> None:
+        global call
+        call = self._before
 
 
 @contextlib.contextmanager
@@ -82,7 +87,7 @@ def paused() -> Iterator[None]:
 
 
 def excused() -> bool:
-    """Whether some rank is paused, as far as was heard."""
+    """Return whether some rank is paused, as far as was heard."""
     return roll is not None and roll.excused()
 
 

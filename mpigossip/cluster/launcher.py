@@ -35,7 +35,7 @@ class LaunchError(Mistake):
 
 
 def places(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
-    """What launchers say: the rank of this process, the number of ranks, the variable's name."""
+    """Return by launcher: the rank of this process, the number of ranks, the variable's name."""
     return [
         (int(env[rank]), int(env[count]), count)
         for rank, count in LAUNCHERS
@@ -123,7 +123,7 @@ def _name(library: str) -> str:
 
 
 def job_id(env: Mapping[str, str]) -> str:
-    """What tells this launch from others, the same on all its ranks; "" where nothing does."""
+    """Return an identifier of this launch, the same on all its ranks; "" where nothing does."""
     for names in (("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("FLUX_JOB_ID",)):
         if all(name in env for name in names):
             words = [*(env[name] for name in names), env.get("SLURM_RESTART_COUNT", "0")]

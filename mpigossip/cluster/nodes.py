@@ -1,4 +1,4 @@
-"""Which ranks are a node: each one, every k of a host, or all of a host; and their columns.
+"""Nodes made of ranks: each one, every k of a host, or all of a host; and the racks of hosts.
 
 With k ranks a node the slots of a node live in k processes. The ranks of equal place in all nodes
 are a column: they exchange their part of the model with each other, and rank i of it is node i.
@@ -6,21 +6,24 @@ are a column: they exchange their part of the model with each other, and rank i 
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
-from mpigossip.cluster.agreement import Meetings, limited
+from mpigossip.cluster.agreement import Communicator, limited
 from mpigossip.cluster.world import Nodes, World
 from mpigossip.config import JobError
 from mpigossip.config.readable import counted
 
 SETTING = "node.ranks_per_node"
+VARIABLE = "SLURM_TOPOLOGY_ADDR"
+"""Set by Slurm's topology plugin: switches from the root down and the node, joined by dots."""
 
 
-class Part(Meetings):
+class Part(Communicator):
     """Some of a world's ranks, numbered anew; it ends with its world."""
-
-    diminished = False
 
     def __init__(self, world: World, color: int, key: int):
         """The ranks of equal ``color``, in the order of ``key``; collective over ``world``."""
@@ -37,10 +40,6 @@ class Part(Meetings):
     def arrange(self, ranks_per_node: int | str) -> None:
         """Only a whole world is made into nodes."""
         raise RuntimeError(f"{SETTING} is of a whole world; these are {self.size} of its ranks")
-
-    def lost_by(self, error: BaseException) -> bool:
-        """A node can't go on without one of its ranks."""
-        return False
 
     def shrink(self) -> None:
         """Only a whole world can go on without a rank."""
@@ -122,3 +121,60 @@ def places(
         found.append((node, place))
         seen[number] += 1
     return found
+
+
+# -- racks ---------------------------------------------------------------------------------------
+
+
+def natural(host: str) -> tuple:
+    """A key that sorts n2 before n10."""
+    return tuple((0, int(p)) if p.isdigit() else (1, p) for p in re.findall(r"\d+|\D+", host))
+
+
+def addresses(world: World) -> list[str]:
+    """Return the scheduler's address of each rank, "" where it says nothing; collective."""
+    return world.broadcast(world.gather(os.environ.get(VARIABLE, "")))
+
+
+def racks(placement: str, hosts: Sequence[str], told: Sequence[str] = ()) -> list[str]:
+    """The rack of each rank: by "hostnames", "scheduler", or "file:PATH" with lines HOST RACK.
+
+    From a host name its last number is taken off: r12n03 stands in r12n. ``told``: what
+    :func:`addresses` gave, for "scheduler". Raises JobError naming what is missing.
+    """
+    short = [host.split(".")[0] for host in hosts]
+    if placement == "hostnames":
+        return [re.sub(r"\d+\D*$", "", host) or host for host in short]
+    if placement == "scheduler":
+        return _from_scheduler(told)
+    return _from_file(Path(placement.removeprefix("file:")), short)
+
+
+def _from_scheduler(told: Sequence[str]) -> list[str]:
+    missing = [rank for rank, address in enumerate(told) if not address]
+    if missing:
+        raise JobError(
+            [f'graph.placement = "scheduler": {VARIABLE} is not set on rank {missing[0]}; Slurm '
+             'sets it where its topology plugin is configured; use "hostnames" or "file:PATH"']
+        )  # fmt: skip
+    return [address.rpartition(".")[0] or address for address in told]
+
+
+def _from_file(path: Path, hosts: Sequence[str]) -> list[str]:
+    try:
+        lines = [line.split() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise JobError([f'graph.placement = "file:{path}": it can\'t be read: {error}']) from None
+    wrong = [" ".join(line) for line in lines if len(line) != 2]
+    if wrong:
+        raise JobError(
+            [f'graph.placement = "file:{path}": the line "{wrong[0]}" isn\'t a host and its rack']
+        )
+    found = dict(lines)
+    absent = sorted({host for host in hosts if host not in found}, key=natural)
+    if absent:
+        raise JobError(
+            [f'graph.placement = "file:{path}" names no rack of host {absent[0]} '
+             f"({len(absent)} missing); add a line: {absent[0]} RACK"]
+        )  # fmt: skip
+    return [found[host] for host in hosts]

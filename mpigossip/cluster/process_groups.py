@@ -96,13 +96,13 @@ def check_environment(world: World, places: Sequence[Place]) -> None:
             )
 
 
-def node_group(world: World, backend: str, timeout_s: float) -> dist.ProcessGroup:
+def node_group(world: World, backend: str | None, timeout_s: float) -> dist.ProcessGroup:
     """This rank's node as the world of torch.distributed, ranks in their order; collective over it.
 
     It is started if the program hasn't done so, and ended with ``world``. JobError where it runs
     with other ranks than the node's.
     """
-    node = world.nodes.inside
+    node, backend = world.nodes.inside, backend or ("nccl" if torch.cuda.is_available() else "gloo")
     rank, size = (0, 1) if node is None else (node.rank, node.size)
     limit = timedelta(seconds=timeout_s)
     if dist.is_initialized():

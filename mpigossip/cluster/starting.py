@@ -1,4 +1,4 @@
-"""While MPI starts: a thread beside it that says which ranks don't come, and ends this one then.
+"""Start of MPI, watched by a thread that names ranks which don't come, and ends this one then.
 
 MPI_Init waits for all ranks, without a limit. It is called through ctypes, which frees the
 interpreter's lock. Each rank lays a file, named by its number, into a folder that the ranks share,
@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from mpigossip.config.errors import FAILED
+from mpigossip.config.readable import few
 
 ENTERED = "+"
 """Behind the name of a rank's file: it waits for MPI to start."""
@@ -122,19 +123,13 @@ class Start:
         """A clause on the ranks that never laid their file; "" for none."""
         begun = self._begun()
         names = [str(rank) for rank in range(self._size) if rank not in begun]
-        which = f"{_few(names)} (in {self._folder})"
+        which = f"{few(names, 8)} (in {self._folder})"
         return f"nothing is seen of {len(names)} of {self._size} ranks: {which}" if names else ""
 
     def _late(self) -> str:
         """A clause on the ranks that have begun and not come to where MPI starts."""
         late = {r: rest for r, rest in sorted(self._begun().items()) if not rest.endswith(ENTERED)}
-        names = [f"{rank} on {rest.partition('.')[2]}" for rank, rest in late.items()]
-        if names:
-            return (
-                f"{len(names)} of {self._size} ranks have begun but not come so far: {_few(names)}"
-            )
+        if late:
+            names = few([f"{rank} on {rest.partition('.')[2]}" for rank, rest in late.items()], 8)
+            return f"{len(late)} of {self._size} ranks have begun but not come so far: {names}"
         return f"all {self._size} ranks wait for it, so the network between them may be at fault"
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

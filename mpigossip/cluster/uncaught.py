@@ -1,4 +1,4 @@
-"""What ranks say of an exception that nobody caught: once for all, mistakes as one paragraph."""
+"""Uncaught exceptions: one report per job, no traceback for user errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpigossip.config.errors import FAILED, WRONG, Failure, Mistake
+from mpigossip.config.own_parts import user_frame
 
 if TYPE_CHECKING:
     from mpigossip.cluster.launcher import LaunchError
@@ -30,7 +30,7 @@ END_S = 30
 
 
 def code(error: BaseException | None) -> int:
-    """What the process exits with, should nobody catch this."""
+    """Return the exit code of the process, should nobody catch this."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
@@ -47,22 +47,16 @@ def told(error: BaseException, rank: str = "", every: str = "", where: str = "")
     ``where``: behind the word exception.
     """
     if isinstance(error, KeyboardInterrupt | Mistake | Failure):
-        text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{error}{_place(error)}"
+        frame = None if isinstance(error, KeyboardInterrupt) else user_frame(error)
+        text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{error}"
+        text += f" ({Path(frame.filename).name}, line {frame.lineno})" if frame else ""
         return ": ".join(filter(None, ["mpigossip", rank, text]))
     trace = "".join(traceback.format_exception(error)).rstrip()
     return f"mpigossip: {rank or every} stopped the job by an exception{where}:\n{trace}"
 
 
-def _place(error: BaseException) -> str:
-    """The line of the user's that it came from, in brackets; "" where all are ours."""
-    others = (*sysconfig.get_paths().values(), str(Path(__file__).parents[1]), "<frozen")
-    frames = traceback.extract_tb(error.__traceback__)
-    mine = [frame for frame in frames if not frame.filename.startswith(others)]
-    return f" ({Path(mine[-1].filename).name}, line {mine[-1].lineno})" if mine else ""
-
-
 def kind(error: BaseException) -> bytes:
-    """What exceptions that are alike on all ranks have in common: type and line; no values."""
+    """Return what is equal in exceptions that are alike on all ranks: type and line, no values."""
     words = type(error).__name__
     if not isinstance(error, KeyboardInterrupt | Failure):  # those come wherever a rank is
         last = traceback.extract_tb(error.__traceback__)[-1:]

@@ -1,4 +1,4 @@
-"""Who waits in vain, so that a wait that ends at its limit names the ranks at fault.
+"""Names of the ranks at fault, for a wait that ends at its limit.
 
 Whoever has waited for half of its limit tells the others so in one small message, with the call
 that it waits in; whoever waits, too, answers. At the limit those are named that are awaited and of
@@ -19,6 +19,7 @@ import numpy as np
 
 from mpigossip.cluster import deadline
 from mpigossip.cluster.deadline import CLOSES, END, EXITS, PAUSED, SPEAKS, STEP, WAITS, WORKS
+from mpigossip.config.readable import few
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -107,7 +108,7 @@ class Roll:
         return True
 
     def excused(self) -> bool:
-        """Whether a rank is paused, as far as was heard."""
+        """Return whether a rank is paused, as far as was heard."""
         self.listen()
         return PAUSED in self._heard.values()
 
@@ -134,18 +135,17 @@ class Roll:
         return {*range(min(TOLD, self._comm.size)), *more} - {self._comm.rank}
 
     def fault(self, awaited: Iterable[int]) -> str:
-        """Who is at fault where these ranks don't come, as far as was heard; all, if empty."""
+        """Return the ranks at fault where these don't come, as far as was heard; all, if empty."""
         given = sorted({*awaited} or range(self._comm.size))
         ranks = [rank for rank in given if rank != self._comm.rank]
         silent = [rank for rank in ranks if self._heard.get(rank, WORKS) == WORKS]
         if len(silent) == self._comm.size - 1 > 1:
             return "nothing is heard of any other rank: is this host cut off?"
         names = [f"rank {rank} on {self._hosts[rank]}" for rank in silent or ranks]
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        found = [f"nothing is heard of {', '.join(names[:4])}{more}"] if silent else []
+        found = [f"nothing is heard of {few(names)}"] if silent else []
         elsewhere = self.elsewhere()
         if not silent and not elsewhere and ranks:
-            found = [f"waited for {', '.join(names[:4])}{more}, which wait themselves"]
+            found = [f"waited for {few(names)}, which wait themselves"]
         return "; ".join(found + elsewhere)
 
     def elsewhere(self) -> list[str]:
@@ -157,14 +157,12 @@ class Roll:
                 does += f" after {steps} steps" if steps else ""
                 calls.setdefault(does, []).append(rank)
         return [
-            f"rank {ranks[0]} on {self._hosts[ranks[0]]}"
-            + (f" and {len(ranks) - 1} more" if len(ranks) > 1 else "")
-            + f" {does}"
+            f"{few([f'rank {rank} on {self._hosts[rank]}' for rank in ranks], 1)} {does}"
             for does, ranks in calls.items()
         ]
 
     def last_words(self, mine: bytes, seconds: float) -> list[bytes] | None:
-        """What all ranks end by, as short words by rank; None where some don't come in time.
+        """Return what all ranks end by, as short words by rank; None where some don't come in time.
 
         The only collective call on this communicator, and the last of a rank.
         """
@@ -224,7 +222,7 @@ class Wait:
         return self._roll.left(self._whom)
 
     def over(self) -> None:
-        """What was awaited has come: who was told so is told."""
+        """End the wait, and tell those that were told of it."""
         if self._told:
             self._roll.tell(self._told, WORKS)
 

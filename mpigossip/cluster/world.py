@@ -1,91 +1,137 @@
-"""What a run knows of the ranks that it runs on: the contract of `ranks.World` and `ranks.Alone`.
+"""Contract of a world, the ranks that a run has; and the world of one process.
 
 Nothing here knows MPI.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mpigossip.cluster.deadline import Deadline
+from mpigossip.cluster.process import TIMEOUT_S
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
-class Agreement(Protocol):
+class Agreement:
     """A maximum over ranks on its way: asked for at one step, read some steps later."""
 
+    def __init__(
+        self, value: np.ndarray, request: MPI.Request | None, timeout_s: float = TIMEOUT_S
+    ):
+        """``request``: that of the reduction into ``value``; None: it is done."""
+        self._value, self._request, self._timeout_s = value, request, timeout_s
+
     def ready(self) -> bool:
-        """Whether `read` returns at once."""
+        """Return whether `read` returns at once."""
+        return self._request is None or self._request.Test()
 
     def read(self) -> int:
-        """The maximum, the same on every rank; waits for it, LateError at the time limit."""
+        """Return the maximum, the same on every rank; waits for it, LateError at the limit."""
+        Deadline(self._timeout_s).wait(
+            self.ready, lambda: "not all ranks came to an agreement", whom=tuple
+        )
+        return int(self._value[0])
 
 
-class World(Protocol):
-    """All ranks of a job, or this process alone. Methods are collective but where they say so."""
+class World:
+    """All ranks of a job; of this class itself: one process without MPI, as `simulate` uses it.
 
-    rank: int
-    size: int
-    comm: Any
+    Methods are collective but where they say so.
+    """
+
+    rank = 0
+    size = 1
+    comm: Any = None
     """a communicator of mpi4py; None without MPI"""
     hosts: tuple[str, ...]
     """host name of each rank"""
     nodes: Nodes
     """which ranks are which node"""
-    beside: tuple[int, int]
+    beside = (0, 1)
     """of a column: this rank's place in its node, and how many have one; else (0, 1)"""
-    names: tuple[int, ...]
+    names: tuple[int, ...] = (0,)
     """the numbers that the ranks began with: those that outlive a loss get new ones"""
-    timeout_s: float
+    timeout_s = TIMEOUT_S
     """seconds after which a rank that doesn't come is given up"""
-    launched: bool
+    launched = False
     """a launcher started this process, maybe alone"""
-    fault_tolerant: bool
+    fault_tolerant = False
     """MPI can go on after the loss of a rank"""
-    survives: bool
+    survives = False
     """and this run wants to"""
-    diminished: bool
+    diminished = False
     """and has had to"""
     resources: ExitStack
     """what is to be closed before the world"""
 
+    def __init__(self) -> None:
+        self.hosts = (socket.gethostname(),)
+        self.nodes = Nodes.of_ranks(self)
+        self.resources = ExitStack()
+
     def gather(self, value: Any) -> list | None:
-        """All ranks' values in rank order on rank 0, None elsewhere."""
+        """Return all ranks' values in rank order on rank 0, None elsewhere."""
+        return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
+        return value
 
     def start_agree(self, flag: int) -> Agreement:
-        """Begins the maximum of all ranks' flags without waiting."""
+        """Begin the maximum of all ranks' flags without waiting; read it some steps later."""
+        return Agreement(np.array([flag]), None)
 
     def agree(self, flag: int) -> int:
-        """The maximum of all ranks' flags; waits for all."""
+        """Return the maximum of all ranks' ``flag``, a whole number or bool; waits for all."""
+        return self.start_agree(flag).read()
 
-    def together(self, *mistakes: type[Exception]) -> AbstractContextManager[None]:
-        """A block that all ranks leave with the same mistake, or none.
-
-        No rank may meet another inside.
-        """
+    @contextmanager
+    def together(self, *mistakes: type[Exception]) -> Iterator[None]:
+        """Context manager that all ranks leave with the same mistake, or none."""
+        yield
 
     def barrier(self) -> None:
-        """Returns when every rank has come; LateError at the time limit."""
+        """Return when every rank has come; LateError at the time limit."""
 
     def duplicate(self) -> Any:
-        """A communicator of the same ranks that is given up with this world's; None without MPI."""
+        """Return a communicator of the same ranks, given up with this world; None without MPI."""
 
     def arrange(self, ranks_per_node: int | str) -> None:
-        """Makes every so many ranks of a host a node, or all of it ("host"); JobError on all."""
+        """Make every so many ranks of a host a node, or all of it ("host"); JobError on all."""
 
     def shrink(self) -> None:
-        """Goes on with those who are left."""
+        """Go on with those who are left."""
 
     def lost_by(self, error: BaseException) -> bool:
-        """Whether an exception says that a rank was lost and others can go on; not collective."""
+        """Return whether an exception says that a rank was lost and others can go on; local."""
+        return False
 
     def abort(self, code: int = 1) -> None:
-        """Ends all ranks at once; any rank may."""
+        """End all ranks at once; any rank may."""
+        os._exit(code)
 
     def close(self) -> None:
-        """Gives back what it holds; can be called again."""
+        """Give back what it holds; can be called again."""
+        self.resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+Alone = World
+"""What a world of one process without MPI is called where it is made."""
 
 
 @dataclass(frozen=True)
@@ -121,5 +167,5 @@ class Nodes:
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks for its node."""
+        """Return whether this rank speaks for its node."""
         return self.place == 0

@@ -186,9 +186,12 @@ def _compare(options) -> None:
     if options.json:
         tell(json.dumps(rows))
         return
-    keys, heads, _ = zip(*_figures(rows[0]), strict=True)
-    figures = [(row["name"], *(_number(row[key]) for key in keys)) for row in rows]
-    tell(aligned([("graph", *heads), *figures]))
+    figures = [(key, head) for key, head, _ in _figures(rows[0])]
+    tables = []
+    for part in (figures[:5], figures[5:]):  # as one, wider than a terminal
+        lines = [[row["name"], *(_number(row[key]) for key, _ in part)] for row in rows]
+        tables.append(aligned([["graph", *(head for _, head in part)], *lines]))
+    tell("\n\n".join(tables))
 
 
 def _draw(options) -> None:
@@ -200,8 +203,7 @@ def _draw(options) -> None:
 
 
 def _search(options) -> None:
-    from mpigossip.graphs.files import check_target, save
-    from mpigossip.graphs.search import search, search_circulants
+    from mpigossip.graphs.search import check_target, save, search, search_circulants
 
     check_target(options.out)
     # a scheduler's end of time keeps the best so far, as Ctrl-C does

@@ -1,12 +1,13 @@
-"""`mpigossip train`, `resume` and `simulate`: start or resume a job, with or without MPI."""
+"""Commands that train: `mpigossip train`, `resume`, `simulate`, `study`, `join` and `replay`."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from mpigossip.cluster.world import World
-from mpigossip.commands.arguments import command, dry_run, many, settings, tell
-from mpigossip.config.errors import OK, STOPPED, Mistake
+from mpigossip.commands.arguments import command, dry_run, many, settings, tell, whole
+from mpigossip.config.errors import FAILED, OK, STOPPED, Mistake
 
 TRAIN = """
 mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2
@@ -21,6 +22,12 @@ SIMULATE = "mpigossip simulate jobs/digits.toml --nodes 16 run.name=sixteen"
 
 def add(commands) -> None:
     """Add them to the parser."""
+    _add_train(commands)
+    _add_members(commands)
+    _add_study(commands)
+
+
+def _add_train(commands) -> None:
     train = command(commands, "train", _train, "train a job on all ranks of the launcher", TRAIN)
     train.add_argument("job", type=Path, metavar="JOB.toml")
     dry_run(train)
@@ -47,10 +54,10 @@ def _train(options) -> int:
 
     if options.nodes is not None and not options.dry_run:
         raise JobError(
-            [f"--nodes {options.nodes} goes with --dry-run: how many nodes train is said to the "
-             f"launcher (mpirun -n {options.nodes} mpigossip train …), or to "
-             f"`mpigossip simulate {options.job} --nodes {options.nodes}`"]
-        )  # fmt: skip
+            f"--nodes {options.nodes} goes with --dry-run: how many nodes train is said to the "
+            f"launcher (mpirun -n {options.nodes} mpigossip train …), or to "
+            f"`mpigossip simulate {options.job} --nodes {options.nodes}`"
+        )
     if options.dry_run:
         from mpigossip.analysis.dryrun import describe
         from mpigossip.training import assemble
@@ -73,9 +80,9 @@ def _resume(options) -> int:
 
     if options.nodes is not None and not options.simulate:
         raise JobError(
-            [f"--nodes {options.nodes}: resume takes the launcher's ranks as nodes, or with "
-             "--simulate a number from 1 on"]
-        )  # fmt: skip
+            f"--nodes {options.nodes}: resume takes the launcher's ranks as nodes, or with "
+            "--simulate a number from 1 on"
+        )
     if options.simulate:
         from mpigossip.cluster.ranks import Alone
         from mpigossip.runs import launch
@@ -137,3 +144,114 @@ def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) ->
 def _exit_code(summary: dict, world: World) -> int:
     """The exit code that a summary means, the same on every rank."""
     return STOPPED if world.agree(int(bool(summary) and not summary["finished"])) else OK
+
+
+JOIN = """
+mpigossip join runs/big jobs/text-gpt.toml algorithm.style=atc
+mpigossip join runs/big
+"""
+REPLAY = """
+mpigossip replay runs/big
+mpigossip replay runs/big --place 3 --rounds 10:20
+"""
+
+
+def _add_members(commands) -> None:
+    made = command(
+        commands, "join", _join, "train as one member, joining and leaving at will", JOIN
+    )
+    made.add_argument("folder", type=Path, metavar="RUN")
+    made.add_argument("job", type=Path, nargs="?", metavar="JOB.toml",
+                      help="needed to begin; later it has to be the same")  # fmt: skip
+    about = "take models of other users, in a folder that they may write"
+    made.add_argument("--shared", action="store_true", help=about)
+    settings(made)
+    made = command(commands, "replay", _replay, "repeat such a training, bit by bit", REPLAY)
+    made.add_argument("folder", type=Path, metavar="RUN")
+    made.add_argument("--place", type=int, metavar="P", help="of this member only")
+    made.add_argument("--rounds", type=_rounds, metavar="A:B", help="these rounds only")
+
+
+def _rounds(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    try:
+        found = whole(first), whole(last if colon else first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'"{text}": needs two numbers, such as 10:20') from None
+    return found
+
+
+def _join(options) -> int:
+    from mpigossip.runs.members.join import join
+    from mpigossip.training import assemble
+
+    given = list(options.settings)
+    if options.job is not None and "=" in str(options.job):  # a setting stands in its place
+        given, options.job = [str(options.job), *given], None
+    job = assemble.load(options.job, given) if options.job is not None else None
+    summary = join(options.folder, job, shared=options.shared)
+    if not summary["finished"]:
+        if (options.folder / "STOP").exists():
+            tell(f"{options.folder}: stopped, as the file STOP asks; remove it to go on")
+            return OK
+        return STOPPED
+    lines = [f"{name:<12}{value}" for name, value in summary.items() if name != "digest"]
+    tell("\n".join([*lines, f"{'digest':<12}{summary.get('digest', 'by another member')}"]))
+    return OK
+
+
+def _replay(options) -> int:
+    from mpigossip.runs.members.replay import Differs, replay
+
+    try:
+        tell(replay(options.folder, options.place, options.rounds))
+    except Differs as error:
+        tell(f"{options.folder}: {error}")
+        return FAILED
+    return OK
+
+
+STUDY = "mpigossip study jobs/study.toml --out runs/study"
+
+
+def _add_study(commands) -> None:
+    study = command(
+        commands, "study", _study,
+        "simulate a grid of settings, nodes and seeds; what is there isn't repeated", STUDY,
+    )  # fmt: skip
+    study.add_argument("file", type=Path, metavar="FILE.toml", help="its keys are those of study()")
+    study.add_argument(
+        "--out", type=Path, metavar="DIR", help="where logs, tables and curves go (default: output)"
+    )
+    study.add_argument("--dry-run", action="store_true", help="print the missing runs' commands")
+
+
+def _study(options) -> None:
+    """Do what is missing; write table.csv, table.tex and a picture of each figure."""
+    from mpigossip.store.hdf5 import replacing
+    from mpigossip.studies import study
+    from mpigossip.studies.grid import arguments
+    from mpigossip.studies.running import Missing
+
+    given = arguments(options.file, study)
+    if options.out is not None:
+        given["output"] = options.out
+    if options.dry_run:
+        try:
+            tell(study(**given | {"processes": 0}))
+        except Missing as missing:
+            tell(missing)
+        return
+    found = study(**given)
+    tell(found)
+    for name, text in (("table.csv", found.table("csv")), ("table.tex", found.table("latex"))):
+        with replacing(found.folder / name) as beside:
+            beside.write_text(text, encoding="utf-8")
+    for y in found.figures:
+        found.plot(y, out=found.folder / f"{y}.png")
+    for name, why in found.left_out.items():
+        tell(f"left out: {name}: {why}")
+    best, ties = found.best(), len(found.ties())
+    word = ", ".join(str(best[axis]) for axis in found.axes) or "the job"
+    tell(f"best by {found.judge}: {word}" + (f"; {ties} can't be told from it" if ties else ""))
+    tell(f"{found.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in found.figures)}")

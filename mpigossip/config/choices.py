@@ -1,4 +1,4 @@
-"""Names that a job chooses from: tables that the caller gives, and what a name says besides.
+"""Names that a job chooses from: tables of builders, and settings that a name brings along.
 
 A table is `{name: Part or builder}`; `load` is given one for each setting that holds a name, such
 as `{"graph.name": graphs.BUILDERS}`.
@@ -42,7 +42,7 @@ class Part:
     local: str | None = None
     """An algorithm's usual local step; None where it has its own."""
     brings: Mapping[str, Any] = field(default_factory=dict)
-    """What the name says of other settings: "section.key" -> value."""
+    """Defaults of other settings that the name brings: "section.key" -> value."""
     only: bool | Collection[str] = False
     """With anything else than `brings`, or these settings of it, it would be another method; the
     others are defaults, and a setting may name a user's own."""
@@ -70,7 +70,7 @@ class Part:
         return {key: value for key, value in values.items() if value is not None}
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """What the builder makes."""
+        """Call the builder."""
         return self.build(*arguments, **options)
 
 

@@ -1,4 +1,4 @@
-"""What ends a program of this package: mistakes of the user, failures of a run, and exit codes."""
+"""Exceptions and exit codes: user errors, and failures of a run."""
 
 import contextlib
 import errno
@@ -15,14 +15,14 @@ scripts under jobs/ queue a job again on the last."""
 
 
 class Mistake(ValueError):
-    """Something that the user has to mend: the message names value, limit and remedy."""
+    """A user error: the message names value, limit and remedy."""
 
     rank: int | None = None
-    """Where each process finds it by itself: the launcher's number of this one."""
+    """Rank of this process by the launcher, where each process finds the error by itself."""
 
 
 class Failure(Exception):
-    """A run that can't go on; the message says what happened, and where."""
+    """A run that can't continue; the message has what happened, and where."""
 
     code = FAILED  # what the process exits with
 
@@ -35,7 +35,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def output_fails(error: OSError | None = None) -> str:
-    """Why standard output takes no more (a full disk behind it); empty where it does.
+    """Return why standard output can't be written (a full disk behind it); "" where it can.
 
     ``error``: what a write has raised. From then on what is printed goes nowhere, so that nothing
     fails again, at exit neither.

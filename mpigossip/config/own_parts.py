@@ -1,9 +1,10 @@
-"""What a user brings along: models, algorithms, data and hooks named "package.module:factory"."""
+"""User code: models, algorithms, data and hooks named "package.module:factory"."""
 
 import importlib
 import inspect
 import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from mpigossip.config.errors import JobError, Mistake
 
 
 def is_own(name: str) -> bool:
-    """Whether a name in a job means something to import."""
+    """Return whether a name in a job is something to import."""
     return re.fullmatch(OWN, name) is not None
 
 
@@ -54,7 +55,7 @@ def parameters(make: Callable) -> tuple[set[str], set[str]]:
 def given(
     make: Callable, known: Mapping[str, Any], options: Mapping[str, Any], otherwise: tuple = ()
 ) -> Any:
-    """What somebody's factory makes: it gets its options, and of what is `known` what it names.
+    """Call a user's factory with its options, and of `known` what its parameters name.
 
     Where it can't be called so, `otherwise` goes before the options (by default all that is known);
     if that is wrong, too, Python says what is missing.
@@ -67,7 +68,7 @@ def given(
 
 
 def made(setting: str, name: str, kind: type, make: Callable, *given: Any, **options: Any) -> Any:
-    """The `kind` that somebody's factory makes; JobError for what it raises or returns instead."""
+    """Return the `kind` that a user's factory makes; JobError where it doesn't."""
     try:
         found = make(*given, **options)
     except Mistake:
@@ -82,12 +83,20 @@ def made(setting: str, name: str, kind: type, make: Callable, *given: Any, **opt
 
 
 def raised(error: BaseException) -> str:
-    """What somebody else's code raised, in a sentence, with the innermost line that is theirs."""
-    # this package, Python's own modules, and what is installed
-    others = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<frozen ")
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(others)]
-    theirs = [frame for frame in theirs if f"site-packages{os.sep}" not in frame.filename]
-    where = f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    """Describe an exception of user code in a sentence, with the innermost line of that code."""
+    frame = user_frame(error)
+    where = f" at {frame.filename}:{frame.lineno}" if frame else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}{where}: {text[:300] or 'without a word'}"
+
+
+def user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the innermost place in user code that an exception came through, if there is one."""
+    # this package, Python's own modules, and what is installed
+    places = sysconfig.get_path("stdlib"), sysconfig.get_path("scripts")
+    others = (*places, str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<frozen ")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        installed = f"site-packages{os.sep}" in frame.filename
+        if not installed and not frame.filename.startswith(others):
+            return frame
+    return None

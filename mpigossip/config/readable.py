@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 
@@ -28,6 +28,12 @@ def counted(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
+def few(names: Sequence[str], most: int = 4) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def shown(text: object) -> str:
     r"""A text as a terminal may have it: escapes, marks of direction and their like as \x1b."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(text))
@@ -41,6 +47,17 @@ def tell(*texts: object, **options: Any) -> None:
 def note(text: object) -> None:
     """Tell something on standard error."""
     tell(f"mpigossip: {text}", file=sys.stderr, flush=True)
+
+
+noted: set[str] = set()
+"""What `note_once` has told."""
+
+
+def note_once(text: str) -> None:
+    """Tell something on standard error, unless this process has."""
+    if text not in noted:
+        noted.add(text)
+        note(text)
 
 
 def cells(row: Iterable[Any]) -> list[Any]:

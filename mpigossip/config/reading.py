@@ -36,7 +36,7 @@ def load(
     tables = tables or {}
     raw = read(source)
     if isinstance(source, str) and "\n" in source:
-        removed.drop_defaults(raw)
+        removed.update(raw)
     messages = _override(raw, overrides, tables)
     sections = {name: value for name, value in raw.items() if name in SECTIONS}
     unknown = [name for name in raw if name not in SECTIONS]
@@ -113,7 +113,7 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> 
 
 
 def _names(raw: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
-    """What chooses the options of every section that has some, and the local step in effect."""
+    """Return the name in every section with options, and the local step in effect."""
     keys = {path.split(".")[0]: path.split(".")[1] for path in FILES}
     named = {
         section: table[key]

@@ -14,6 +14,7 @@ SETTINGS = {
     'ahead, such as algorithm "dsgd" with style = "awc", hides the entire exchange)',
     "node.gpu_window": 'write node.exchange; its "device" is "windows" there, and "auto", "nccl" '
     'and "host" are what they were',
+    "node.kept": "write node.density, the same fraction of values under its usual name",
     'node.mixer = "product"': 'use "synchronous", which has the bits of ranks',
     "study.together": "leave it out; seeds run side by side, one process each",
 }
@@ -26,6 +27,8 @@ DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
 }
 """By section and name, values that complete jobs of earlier checkpoints and logs have without
 anybody's wish."""
+RENAMED = {("node", "kept"): "density"}
+"""By section and key, the new name of a setting in complete jobs of an earlier version."""
 MATCHINGS = (
     'graph.name = "one-peer-exponential", "base-2" or "random-matching" goes through pairs, and '
     'graph.placement = "hostnames" gives ranks of one rack the places that exchange most'
@@ -34,6 +37,7 @@ GOSSIP = {
     "devices": "a rank has one device, where its model is; start a rank for each device and join "
     "those of a node by mpigossip.world(ranks_per_node=…), or train a job on several devices",
     "models": "a rank has one model, the one that was given",
+    "kept": "write density",
     "no_sync": "nothing is sent before step(), so backward may be called several times without it",
     "run": "a rank has one device; call forward and backward of the model as in any torch loop",
 }
@@ -49,8 +53,12 @@ OPTIONS = {
 """By command and option, as in `graph search --rounds`."""
 
 
-def drop_defaults(job: dict[str, Any]) -> None:
-    """Remove removed settings from a complete job that an earlier version has written."""
+def update(job: dict[str, Any]) -> None:
+    """Drop and rename removed settings in a complete job that an earlier version has written."""
+    for (section, key), new in RENAMED.items():
+        table = job.get(section)
+        if isinstance(table, dict) and key in table and new not in table:
+            table[new] = table.pop(key)
     for (section, name), values in DEFAULTS.items():
         table = job.get(section)
         if isinstance(table, dict) and table.get("name", "") == name:

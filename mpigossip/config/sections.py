@@ -53,7 +53,7 @@ class RunSection:
     """Training batches a node by which the batch norms of the averaged model get statistics of
     their own before it is tested; 0: it has the mean of the nodes'."""
     survive: bool = False
-    """Go on without ranks that are lost, where MPI is fault-tolerant (Open MPI, started with
+    """Continue after rank failures, where MPI is fault-tolerant (Open MPI, started with
     `mpirun --with-ft ulfm`). Costs a copy of the node's state at every step, in host memory."""
 
     @property
@@ -64,7 +64,7 @@ class RunSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSection:
-    """Section `[task]`: what the model is trained for; further keys are the task's options."""
+    """Section `[task]`: loss and metrics of the training; further keys are the task's options."""
 
     name: Text = "classification"
     """`"classification"`, `"language-model"`, or `"package.module:factory"`."""
@@ -81,9 +81,9 @@ class Data:
     batch: Batch = 32
     """Samples per slot per gradient."""
     partition: Literal["shuffled", "sorted", "mixed", "dirichlet"] = "shuffled"
-    """How samples go to nodes: at random, by label (the hardest case), or between the two."""
+    """Partition over nodes: at random, by label (the hardest case), or between the two."""
     shuffled_percent: Percent = 100.0
-    """Share of the samples that partition "mixed" shuffles; the rest is sorted by label."""
+    """Percentage of the samples that partition "mixed" shuffles; the rest is sorted by label."""
     dirichlet_alpha: AboveZero = 0.1
     """Partition "dirichlet": small gives a node few classes, large gives all alike."""
     augment: Literal["none", "crop-flip", "resized-crop"] = "none"
@@ -97,7 +97,7 @@ class Data:
     shape: Shape = (3, 32, 32)
     """Shape of one sample: channels, height, width (synthetic only)."""
     classes: Positive = 10
-    """Number of classes (synthetic), or what a model is told of them (one's own Datasets)."""
+    """Number of classes (synthetic samples, and Datasets of one's own)."""
     context: Positive = 128
     """Tokens of a sample (packed text only)."""
     windows: Literal["joined", "apart"] = "joined"
@@ -140,8 +140,8 @@ class AlgorithmSection:
     accumulate: Batch = 1
     """Batches whose gradients are averaged into one step."""
     blend: Share | None = None
-    """With `cadence.delay`: the share α of what was exchanged in x ← α · mixed + (1 − α) · x, as
-    what was learnt meanwhile would be lost by α = 1; unset: 0.5, without a delay 1."""
+    """With `cadence.delay`: the weight α of what was received in x ← α · mixed + (1 − α) · x, as
+    α = 1 would undo the steps since it was sent; unset: 0.5, without a delay 1."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword-only parameters of the algorithm's builder."""
 
@@ -216,17 +216,17 @@ class NodeSection:
 
     devices: Devices = "auto"
     """Slots of a rank: `"cpu:L"` (L of them), `"gpu:K"` (K GPUs) or `"cuda:0-7"`. auto: the GPUs
-    that torch sees, shared out among the ranks of a host; `"cpu:1"` where there is none."""
+    that torch sees, divided among the ranks of a host; `"cpu:1"` where there is none."""
     ranks_per_node: Literal["auto", "host"] | Positive = "auto"
     """1: each rank is a node, whose slots are its `devices`; K: every K ranks of a host are one;
     "host": all of a host; auto: all of a host that has a GPU for each, else 1. A node has the slots
     of all its ranks."""
     threads: Threads = 1
-    """Torch threads per slot; part of what makes runs equal to the last bit."""
+    """Torch threads per slot; runs are bitwise identical at equal numbers only."""
     same_host: Literal["read", "put"] = "read"
     """Neighbours on the same host: read in place, or put as between hosts; always put by GPUs."""
     shard: bool = True
-    """Each slot updates and exchanges its part of the model; false: slot 0 does it all."""
+    """Each slot updates and exchanges its shard of the model; false: slot 0 does it all."""
     sums: Literal["slots", "nccl"] = "slots"
     """Order of sums over a node's GPUs: that of slots, so that a node's GPUs give the same bits as
     threads or processes; or NCCL's, which takes less memory and may be faster."""
@@ -235,12 +235,12 @@ class NodeSection:
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of forward and backward; auto: bf16 where the device has it, else fp32."""
     wire: Text = "fp32"
-    """Encoding of what travels between nodes: "fp32"; "bf16", "qsgd", "fp4" lose something;
-    "sign", "top-k", "top-k-int2", "random-k", "shared-k" most of it."""
+    """Format of messages between nodes: "fp32"; "bf16", "qsgd", "fp4" are lossy; "sign", "top-k",
+    "top-k-int2", "random-k", "shared-k" leave out most of the values or bits."""
     levels: Annotated[int, Limit(lambda v: 1 <= v <= 127, "must be between 1 and 127")] = 127
-    """Levels of wire "qsgd": 1 travels in 2 bits a value, up to 7 in 4, up to 127 in 8."""
-    kept: Annotated[float, Limit(lambda v: 0 < v <= 1, "must be above 0 and at most 1")] = 0.01
-    """Share of the values that the wires "top-k…" and "…-k" send."""
+    """Levels of wire "qsgd": 1 takes 2 bits a value, up to 7 take 4, up to 127 take 8."""
+    density: Annotated[float, Limit(lambda v: 0 < v <= 1, "must be above 0 and at most 1")] = 0.01
+    """Fraction of the values that the wires "top-k…" and "…-k" send."""
     vmap: bool = False
     """Simulator: gradients of all nodes in one vectorized call. Faster for small models, without
     the bits of a run on ranks; for models without norm statistics."""
@@ -261,14 +261,14 @@ class NodeSection:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsSection:
-    """Section `[faults]`: what goes wrong in a simulated run, drawn from `run.seed`.
+    """Section `[faults]`: faults of a simulated run, drawn from `run.seed`.
 
     Slow nodes are for asynchronous runs; lost links and nodes that are away for others, too: there
-    weights are mended so that the mean stays.
+    graphs are reweighted so that the mean stays.
     """
 
     slow_times: OneOrMore = 1.0
-    """How many times longer a slow node computes; 1: none is slow."""
+    """Factor by which a slow node computes longer; 1: none is slow."""
     slow_nodes: Positive = 1
     """Nodes that are slow at a time, drawn anew every `slow_steps` steps."""
     slow_steps: Positive = 10
@@ -303,10 +303,10 @@ class ClockSection:
     bandwidth: AboveZero | None = None
     """Bytes a second that a node sends and receives at once; unset takes the network's."""
     jitter: NotNegative | None = None
-    """Standard deviation of computing from step to step, as a share of it; unset takes the
+    """Standard deviation of computing from step to step, as a fraction of it; unset takes the
     file's, else 0."""
     slow_times: OneOrMore = 1.0
-    """How many times longer a straggler computes; 1: there is none."""
+    """Factor by which a straggler computes longer; 1: there is none."""
     slow_nodes: Positive = 1
     """Stragglers at a time, drawn from `run.seed` anew every `slow_steps` steps."""
     slow_steps: Positive = 10
@@ -324,11 +324,11 @@ class CheckpointSection:
     keep_every: Count = 0
     """Checkpoints at multiples of so many steps are kept for good; 0 keeps none besides `keep`."""
     one_file_gb: NotNegative = 4.0
-    """GB of a node's model and state up to which its ranks bring their parts to the first, which
+    """GB of a node's model and state up to which its ranks send their shards to the first, which
     writes one file; above, each slot writes its own, as one process would be waited for (but where
     `node.channels_last` permutes parameters)."""
     on_error: Literal["stop", "continue"] = "stop"
-    """What a checkpoint that can't be written does to the run."""
+    """Effect of a checkpoint that can't be written on the run."""
     wall_clock_s: NotNegative = 0.0
     """Seconds after its start at which a run must have ended, with a checkpoint; 0: no limit but
     the allocation's end."""
@@ -341,21 +341,21 @@ class LogSection:
     flush_steps: Positive = 50
     """Steps between writes to the file; a crash loses at most so many."""
     on_error: Literal["stop", "continue"] = "stop"
-    """What a log that can't be written does to the run; "continue" keeps the steps and tries again
+    """Effect of a log that can't be written on the run; "continue" keeps the steps and tries again
     at the next write, and stops at the end if that fails, too."""
     consensus_every: Literal["auto"] | Count = "auto"
     """Steps between measurements of the consensus distance; 0 never measures; auto: 10, on GPUs
     100, where a step is short beside sending a whole model."""
     straggler_times: NotNegative = 2.0
-    """A node that computes so many times longer than the median is a straggler; 0 never looks."""
+    """A node that computes so many times longer than the median is a straggler; 0 never checks."""
     straggler_s: NotNegative = 60.0
     """Seconds that it must last until the straggler is named."""
     diverging_times: NotNegative = 10.0
-    """Growth of the consensus distance that is warned of; 0 never looks."""
+    """Growth of the consensus distance that is warned of; 0 never checks."""
     diverging_steps: Positive = 1000
     """Steps within which it has grown so."""
     hooks: tuple[Text, ...] = ()
-    """What else watches the run: `"tensorboard"`, or `"package.module:factory"`, called with the
+    """Hooks that watch the run: `"tensorboard"`, or `"package.module:factory"`, called with the
     world (its `rank` and `size`) and returning a mpigossip.runs.hooks.Hook."""
 
 

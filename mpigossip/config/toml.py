@@ -14,7 +14,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -165,12 +165,9 @@ def _choice(value: Any, kind: Any) -> Any:
             return choice
     close = difflib.get_close_matches(str(value), map(str, choices), 1)
     hint = f'; did you mean "{close[0]}"?' if close else ""
-    raise BadValue(value, f"must be {_or(choices)}{hint}")
-
-
-def _or(choices: Sequence) -> str:
     *others, last = map(show, choices)
-    return f"{', '.join(others)} or {last}" if others else last
+    named = f"{', '.join(others)} or {last}" if others else last
+    raise BadValue(value, f"must be {named}{hint}")
 
 
 def _tuple(value: Any, kind: Any) -> tuple:

@@ -1,1 +1,1 @@
-"""Where samples come from, which node has which, and how they reach the slots."""
+"""Sources of samples, their partition over nodes, and the loader of batches."""

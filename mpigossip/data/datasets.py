@@ -1,4 +1,4 @@
-"""Data sets of torch as a job's data: what one's own function in `data.source` returns."""
+"""Torch Datasets as a job's data, returned by a user's function in `data.source`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from mpigossip.data.philox import mixed
 from mpigossip.data.pytree import Nested, leaves
 
 SPLITS = ("train", "test")
+TRAIN, TEST = 0, 1
+"""Uses of random numbers: a batch of training, or of a test."""
 WANTED = (
     'it should return a mpigossip.data.sources.Source, or {"train": …, "test": …} of torch '
     "Datasets (and \"collate\", a function that makes a batch of samples where torch's own doesn't)"
@@ -105,7 +107,7 @@ NONE = object()
 
 
 def _length(one: Dataset) -> int | None:
-    """Samples of a data set; None for a stream that doesn't say."""
+    """Samples of a data set; None for a stream without a length."""
     try:
         return len(one)
     except (TypeError, NotImplementedError):
@@ -113,7 +115,7 @@ def _length(one: Dataset) -> int | None:
 
 
 def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> Any:
-    """What a user's function in `data.source` returns: Datasets, or anything else as it is.
+    """Call a user's function in `data.source`: Datasets, or anything else as it is.
 
     The function is given what it names: `seed`, `node` and `nodes`, settings of `[data]`, and the
     section's further keys; or (data, seed), where it has other parameters without a default.

@@ -1,4 +1,4 @@
-"""Packed images, decoded, cached and augmented. No torch here: decoding processes import it.
+"""Packed images: decoding, cache and augmentation. No torch here: loading processes import it.
 
 Random changes follow from (seed, epoch, sample) alone. Images in batches are (B, C, H, W) uint8.
 Boxes are (left, top, right, bottom) in pixels, as Pillow has them, and may lie between pixels.

@@ -1,19 +1,50 @@
-"""Batches for every slot of every step, of samples that this process makes when asked for them."""
+"""Batches for every slot at every step, on the slots' devices.
 
+What is loaded follows from the step's number alone. The samples are those of a node's order, random
+changes follow from (seed, epoch, sample), and random numbers that a Dataset draws from (seed, step,
+node, slot): exact after a resume. A stream is read again from its beginning to that step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from mpigossip.data.partition import Order, draw_together
+from mpigossip.config.errors import Failure
+from mpigossip.config.own_parts import raised
+from mpigossip.data.datasets import TEST, TRAIN, Draws, drawing
+from mpigossip.data.partition import Order, Share, draw_together
 from mpigossip.data.pytree import Nested, mapped
-from mpigossip.data.sources import ImageSource, Source, SyntheticSource, TextSource
+from mpigossip.data.sources import AnyData, ImageSource, Source, SyntheticSource, TextSource
+from mpigossip.data.workers import (
+    Raw,
+    Refused,
+    Request,
+    Samples,
+    Stream,
+    end,
+    same,
+    started,
+    unwatch,
+)
 
 TEST_BATCH = 256
 JOINED = (ImageSource, SyntheticSource, TextSource)
 """Sources whose samples don't depend on what else is in their batch."""
+WORKERS = 2
+"""Processes of a node, on GPUs of each slot, where `data.workers` is "auto"."""
+
+
+class DataError(Failure):
+    """A data set that fails in the middle of a run."""
 
 
 class Batch(NamedTuple):
@@ -23,30 +54,30 @@ class Batch(NamedTuple):
     targets: Tensor
 
 
-class _There(NamedTuple):
-    """A batch on its way to a slot's device, and the event behind its copy."""
+class _Copy(NamedTuple):
+    """A batch that is being copied to a slot's device, and the event behind its copy."""
 
     batch: Any
     copied: torch.cuda.Event | None
 
 
 class Carrier:
-    """The way of batches to one slot: on a GPU a stream of its own, beside what is computed."""
+    """Copies batches to one slot: on a GPU in a stream of its own, beside what is computed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def bring(self, batch: Nested, finish: Callable[[Nested], Any]) -> _There:
+    def bring(self, batch: Nested, finish: Callable[[Nested], Any]) -> _Copy:
         """Begin to copy a batch and to finish it there; returns at once on a GPU."""
         if self.stream is None:
-            return _There(finish(mapped(lambda one: one.to(self.device), batch)), None)
+            return _Copy(finish(mapped(lambda one: one.to(self.device), batch)), None)
         pinned = mapped(Tensor.pin_memory, batch)
         with torch.cuda.stream(self.stream):
             copied = mapped(lambda one: one.to(self.device, non_blocking=True), pinned)
-            return _There(finish(copied), self.stream.record_event())
+            return _Copy(finish(copied), self.stream.record_event())
 
-    def hand_over(self, there: _There) -> Any:
+    def hand_over(self, there: _Copy) -> Any:
         """The batch for the device's default stream, which waits for the copy."""
         if there.copied is not None:
             compute = torch.cuda.default_stream(self.device)
@@ -59,66 +90,86 @@ class Carrier:
 class Loader:
     """The batches of some nodes, each with L slots; a context manager.
 
-    source: where samples come from; orders: of the nodes that live here (one on a rank, n in the
-    simulator); seed: of the random changes; devices: one per slot that lives here; slots: of a
-    node, and mine, those of them that live here (unset: all); together: batches may be parts of
-    one array, where that is faster: sums over them may have other bits.
+    orders: of the nodes that live here (one on a rank, n in the simulator); seed: of the random
+    changes; devices: one per slot that lives here; slots: of a node, and mine, those of them that
+    live here (unset: all); together: batches may be parts of one array, where that is faster: sums
+    over them may have other bits.
+
+    Samples in memory are made by this process when they are asked for. All others are made by
+    torch's `DataLoader`, in ``workers`` processes with ``timeout_s`` for a batch, without MPI and
+    CUDA. One process reads a stream. The bits of a batch don't depend on the processes.
     """
 
     def __init__(
         self,
-        source: Source,
-        orders: Sequence[Order],
+        data: AnyData,
+        orders: Sequence[Order | Share],
         *,
         seed: int,
         devices: Sequence[torch.device | str] = ("cpu",),
+        workers: int = 0,
+        timeout_s: float = 300.0,
         slots: int | None = None,
         mine: range | None = None,
         together: bool = False,
     ) -> None:
-        self.source, self.orders, self.seed = source, list(orders), seed
+        self.data: Any = data
+        self.orders: Sequence[Any] = list(orders)  # Share for streams, else Order
+        self.seed, self.timeout_s = seed, timeout_s
         self.carriers = [Carrier(torch.device(device)) for device in devices]
-        self._slots = slots or len(self.carriers)
-        self._mine = mine or range(self._slots)
+        self.slots = slots or len(self.carriers)
+        self.mine = mine or range(self.slots)
+        self.workers = 0 if data.in_memory else min(workers, 1) if data.streams else workers
         self.early = any(carrier.stream for carrier in self.carriers)
-        """Whether the next step's batches are brought to the devices before they are asked for."""
-        self._joins = together and not self.early and type(source) in JOINED
-        self._there: dict[int, list[_There]] = {}
+        """Whether the next step's batches are copied to the devices before they are asked for."""
+        self._joins = together and not self.early and type(data) in JOINED
+        self._batches: Iterator[Nested] | None = None
+        self._next = 0
+        self._there: dict[int, list[_Copy]] = {}
+        self._test: DataLoader | None = None
+        self._wanted: list[Request] = []
 
-    def step(self, step: int) -> list[Batch]:
-        """Return the batches of a step: node after node, slot after slot, on the slots' devices.
+    def step(self, step: int) -> list[Any]:
+        """The batches of a step: node after node, slot after slot, on the slots' devices.
 
-        A node's samples of a step are cut over its slots in order. Steps may be asked for in any
+        A node's samples of a step are split over its slots in order. Steps may be asked for in any
         order. To a GPU the next step's are copied while this one is computed.
         """
-        draw_together(self.orders, step)
         if self._joins:
             return self._at_once(step)
         there = self._there.pop(step, None) or self._bring(step)
         pairs = zip(self.carriers * len(self.orders), there, strict=True)
         batches = [carrier.hand_over(one) for carrier, one in pairs]
-        self._there = {step + 1: self._bring(step + 1)} if self.early else {}
+        self._there.clear()
+        if self.early:
+            with contextlib.suppress(DataError):  # raised again when that step is asked for
+                self._there[step + 1] = self._bring(step + 1)
         return batches
 
-    def test(self, indices: np.ndarray, batch: int, slot: int = 0) -> Iterator[Batch]:
-        """Yield test samples in batches, the last one shorter, on the device of a slot."""
-        for begin in range(0, len(indices), batch):
-            there = self._one(self.carriers[slot], "test", indices[begin : begin + batch], ())
-            yield self.carriers[slot].hand_over(there)
-
-    def share(self, node: int, n: int) -> Iterator[Batch]:
+    def share(self, node: int, n: int) -> Iterator[Any]:
         """The test samples ``node``, ``node + n``, …, in batches, on the first device."""
-        return self.test(np.arange(node, self.source.test_size, n), TEST_BATCH)
+        if isinstance(getattr(self.data, "test", None), IterableDataset):
+            batches = self._test_stream(node, n)
+        else:
+            batches = self._tests(np.arange(node, self.data.test_size, n))
+        while (batch := self._received(batches, "the test")) is not Refused:
+            yield self.carriers[0].hand_over(self.carriers[0].bring(batch, self._finish))
 
     def note(self, step: int) -> list[str]:
-        """What to say of a run that goes on at a step: nothing, as any step can be asked for."""
-        return []
+        """Return messages on a run that continues at a step."""
+        if not self.data.streams or not step:
+            return []
+        count = step * self.orders[0].batch
+        return [f"the stream is read again from its beginning, {count:,} samples a node"]
 
     def close(self) -> None:
-        """Forget what was brought early. A second call does nothing."""
+        """End the processes. A second call does nothing."""
+        for one in (self._batches, self._test and self._test._iterator):
+            end(one)
+        self._batches = self._test = None
         self._there.clear()
 
-    def __enter__(self) -> "Loader":
+    def __enter__(self) -> Loader:
         """Return itself."""
         return self
 
@@ -126,31 +177,122 @@ class Loader:
         """Close."""
         self.close()
 
+    def _bring(self, step: int) -> list[_Copy]:
+        """Wait for the batches of a step and begin to copy them to the devices."""
+        if self._batches is None or step != self._next:
+            end(self._batches)
+            self._batches = self._begin(step)
+        self._next = -1  # unless all of them come
+        found = [
+            carrier.bring(self._received(self._batches, f"step {step}"), self._finish)
+            for _ in self.orders
+            for carrier in self.carriers
+        ]
+        self._next = step + 1
+        return found
+
+    def _finish(self, batch: Nested) -> Any:
+        """Return the model's batch, from one that was loaded and copied."""
+        return Batch(*self.data.finish(*batch)) if isinstance(self.data, Source) else batch
+
     def _at_once(self, step: int) -> list[Batch]:
         """The batches of all nodes made as one and cut: of many small ones, calls are the time."""
-        wanted = [cut for order in self.orders for cut in self._of_slots(order.batch_indices(step))]
+        wanted = [request.indices for request in self._of_step(step)]
         key = self.seed, self.orders[0].epoch(step)
         sizes = [len(one) for one in wanted]
-        whole = self.source.train_batch(np.concatenate(wanted), key)
+        whole = self.data.make_batch("train", np.concatenate(wanted), key)
         return [Batch(*pair) for pair in zip(*(part.split(sizes) for part in whole), strict=True)]
 
-    def _of_slots(self, indices: np.ndarray) -> list[np.ndarray]:
-        """A node's samples cut over its slots in order: those of the slots here."""
-        return np.split(indices, self._slots)[self._mine.start : self._mine.stop]
+    # -- requests, and who answers them -----------------------------------------------------------
 
-    def _bring(self, step: int) -> list[_There]:
-        return [
-            self._one(carrier, "train", indices, (self.seed, order.epoch(step)))
-            for order in self.orders
-            for carrier, indices in zip(
-                self.carriers, self._of_slots(order.batch_indices(step)), strict=True
-            )
-        ]
+    def _begin(self, step: int) -> Iterator[Nested]:
+        """The training batches from a step on."""
+        if self.data.streams:
+            stream: Any = Stream(self.data, self.orders, self.slots, self.mine, step)
+            return started(DataLoader(stream, batch_size=None, **self._how()), self.data.name)
+        requests = itertools.chain.from_iterable(map(self._of_step, itertools.count(step)))
+        if not self.workers:
+            return map(self._samples().__getitems__, requests)
+        return started(self._by_request(requests), self.data.name)
 
-    def _one(
-        self, carrier: Carrier, split: str, indices: np.ndarray, key: tuple[int, ...]
-    ) -> _There:
-        """Make a batch and begin to bring it to a device."""
-        raw, labels = self.source.raw(split, indices, key), self.source.labels(split, indices)
-        pair = torch.from_numpy(raw), torch.from_numpy(labels)
-        return carrier.bring(pair, lambda pair: Batch(*self.source.finish(*pair)))
+    def _of_step(self, step: int) -> Iterator[Request]:
+        """The requests of a step."""
+        draw_together(self.orders, step)
+        own, epoch = isinstance(self.data, Source), self.orders[0].epoch(step)
+        for order in self.orders:
+            cuts = np.split(order.batch_indices(step), self.slots)
+            for slot in self.mine:
+                key = (self.seed, epoch) if own else (TRAIN, step, order.node, slot)
+                yield Request("train", key, cuts[slot])
+
+    def _tests(self, indices: np.ndarray) -> Iterator[Nested]:
+        """The batches of these test samples."""
+        own = isinstance(self.data, Source)
+        size = TEST_BATCH if own else self.data.section.batch
+        cuts = [indices[at : at + size] for at in range(0, len(indices), size)]
+        requests = [Request("test", () if own else (TEST, int(cut[0])), cut) for cut in cuts]
+        if not self.workers:
+            return map(self._samples().__getitems__, requests)
+        if self._test is None:
+            self._test = self._by_request(self._wanted, persistent_workers=True)
+        self._wanted[:] = requests
+        return started(self._test, self.data.name)
+
+    def _test_stream(self, node: int, n: int) -> Iterator[Nested]:
+        """In this process: every n-th row of one stream for all, or all of a node's own."""
+        data, size = self.data, self.data.section.batch
+        at = [order.node for order in self.orders].index(node) if not data.dealt else 0
+        one = data.sets[at]["test"]
+        turn, of = (node, n) if data.dealt else (0, 1)
+        try:
+            with drawing(Draws(data.seed, (TEST, node))):
+                rows = itertools.islice(one, turn, data.section.test_samples, of)
+                found = list(rows)
+                batches = [data.collate(found[i : i + size]) for i in range(0, len(found), size)]
+        except Exception as error:
+            batches = [Refused(f'data.source = "{data.name}": the stream of "test": '
+                               f"{raised(error)}")]  # fmt: skip
+        return iter(batches)
+
+    def _samples(self) -> Any:
+        return (Raw if isinstance(self.data, Source) else Samples)(self.data)
+
+    def _by_request(self, requests: Any, **more: Any) -> DataLoader:
+        data: Dataset = self._samples()
+        return DataLoader(data, batch_sampler=requests, collate_fn=same, **self._how(), **more)
+
+    def _how(self) -> dict[str, Any]:
+        """Settings of all loaders; their own generator leaves the program's numbers alone."""
+        made: dict[str, Any] = {"num_workers": self.workers, "generator": torch.Generator()}
+        if self.workers:
+            made |= {"multiprocessing_context": "spawn", "timeout": self.timeout_s}
+        return made
+
+    def _received(self, batches: Iterator[Nested], what: str) -> Nested:
+        """The next batch; `Refused` at the end. DataError for what is none."""
+        try:
+            try:
+                batch = next(batches, Refused)
+            except (EOFError, OSError):  # it died; torch's handler of SIGCHLD may raise, too
+                unwatch(batches)
+                raise
+        except (RuntimeError, EOFError, OSError) as error:  # a process that died or hangs
+            raise DataError(
+                f'data.source = "{self.data.name}": a loading process ended or gives nothing '
+                f"for node.timeout_s = {self.timeout_s:g} s at {what} ({raised(error)}); with "
+                "data.workers = 0 the training process loads by itself"
+            ) from error
+        if isinstance(batch, Refused):
+            raise DataError(f"{batch.text} ({what})")
+        return batch
+
+
+def processes(setting: int | str, devices: Sequence[str], per_node: int) -> int:
+    """Loading processes of a rank with these slots, one of ``per_node`` of its node."""
+    if isinstance(setting, int):
+        return -(-setting // per_node)
+    if not devices[0].startswith("cuda"):
+        return -(-WORKERS // per_node)
+    # a core for each slot's launches and one for the exchange are left
+    cores = len(os.sched_getaffinity(0)) // per_node - len(devices) - 1
+    return max(WORKERS, min(WORKERS * len(devices), cores))

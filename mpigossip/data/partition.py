@@ -1,10 +1,11 @@
-"""Which samples a node has, and in which order it takes them."""
+"""Partition of samples over nodes, and the order in which each node takes its own."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpigossip.config import JobError
+from mpigossip.config import Data, JobError
 from mpigossip.data.philox import ORDER, SPLIT, permutation, permutations
 
 PARTITIONS = ("shuffled", "sorted", "mixed", "dirichlet")
@@ -114,11 +115,11 @@ class Order:
         return self._latest[1]
 
     def take(self, epoch: int, drawn: np.ndarray) -> None:
-        """Know the permutation of an epoch."""
+        """Store the permutation of an epoch."""
         self._latest = epoch, self.part[drawn]
 
     def knows(self, epoch: int) -> bool:
-        """Whether the permutation of an epoch needn't be drawn any more."""
+        """Return whether the permutation of an epoch is drawn already."""
         return self._latest[0] == epoch
 
 
@@ -131,6 +132,37 @@ def draw_together(orders: Sequence[Order], step: int) -> None:
     drawn = permutations(lengths, seed, ORDER, epoch, [order.node for order in orders])
     for order, one in zip(orders, drawn, strict=True):
         order.take(epoch, one)
+
+
+class Share(NamedTuple):
+    """The part of a stream that a node reads."""
+
+    node: int
+    n: int
+    steps_per_epoch: int
+    batch: int
+    """samples a step, over all slots"""
+
+
+def make_orders(
+    data: Any, section: Data, seed: int, n: int, per_step: int
+) -> Sequence[Order | Share]:
+    """Return the orders of n nodes, ``per_step`` samples a step each. Raises JobError for too few.
+
+    ``data``: a Source or Datasets.
+    """
+    if data.streams:
+        steps = data.train_size // n // per_step
+        if not steps:
+            raise JobError([
+                f"an epoch of {data.train_size} samples (data.samples, or the stream's own length) "
+                f"has no step of {n} nodes x {per_step}: make data.samples larger, or data.batch "
+                "smaller"
+            ])  # fmt: skip
+        return [Share(node, n, steps, per_step) for node in range(n)]
+    fraction, alpha = section.shuffled_percent, section.dirichlet_alpha
+    parts = partition(data.train_labels, n, section.partition, seed, fraction, alpha)
+    return orders(parts, seed, per_step)
 
 
 def orders(parts: Sequence[np.ndarray], seed: int, batch: int) -> list[Order]:

@@ -18,7 +18,7 @@ LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 
 ORDER, CROP, NOISE, SPLIT = range(4)
-"""What a draw is for, so that two uses of one seed have nothing in common."""
+"""Purposes of draws, so that two uses of one seed are independent."""
 
 
 def philox(counters: tuple, key: int) -> np.ndarray:

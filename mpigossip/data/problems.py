@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from mpigossip.config import JobError
 
 Arrangement = Literal["random", "smooth"]
-"""How what nodes differ by lies over them: drawn, or cos(2π i/n), which a ring averages worst."""
+"""Differences between nodes: drawn, or cos(2π i/n), which a ring averages worst."""
 NEWTON = 50
 """Steps at most to the optimum of a logistic regression; some ten are enough."""
 

@@ -1,4 +1,4 @@
-"""Batches of any form: tensors in tuples, lists and mappings, nested as the data have them."""
+"""Batches of any form: tensors in nested tuples, lists and mappings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where samples come from: the built-in digits, synthetic samples, packed images, packed text.
+"""Sources of samples: the built-in digits, synthetic samples, packed images, packed text.
 
 A source gives batches in two parts: `raw` makes compact arrays (bytes of pixels or of text) on
 the CPU, here or in other processes; `finish` turns them, on whatever device they were moved
@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from mpigossip.data.philox import NOISE, words
 from mpigossip.data.problems import Problem, factorization, logistic, quadratics
 from mpigossip.store.dataset import open_dataset
 
+if TYPE_CHECKING:
+    from mpigossip.cluster.world import World
+
 __all__ = ["Order", "Source", "orders", "partition", "source"]
 
 DIGITS = Path(__file__).with_name("digits.h5")
@@ -40,9 +43,6 @@ class Source(ABC):
     """Of one sample as a model takes it: (C, H, W), or (T,) tokens."""
     dtype: torch.dtype = torch.float32
     """Of the inputs: int64 for tokens."""
-    raw_shape: tuple[int, ...]
-    raw_dtype: np.dtype
-    """Of one sample in `raw`."""
     train_labels: np.ndarray
     """(N,) int64: the label of every training sample, for partitions and checks."""
     test_labels: np.ndarray
@@ -64,11 +64,14 @@ class Source(ABC):
 
     def sample(self, split: str) -> tuple[Tensor, Tensor]:
         """A batch of one sample: what a task and a model are tried on."""
-        return self._batch(split, np.arange(1), (0, 0))
+        return self.make_batch(split, np.arange(1), (0, 0))
 
     @abstractmethod
     def raw(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> np.ndarray:
-        """Return (B, *raw_shape) of raw_dtype for "train" or "test"; key is (seed, epoch)."""
+        """Return B samples of "train" or "test", compact; random changes follow from key and index.
+
+        key: (seed, epoch), or () of a test.
+        """
 
     @abstractmethod
     def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,22 +81,18 @@ class Source(ABC):
         """Return the labels of samples, int64."""
         return (self.train_labels if split == "train" else self.test_labels)[indices]
 
-    def train_batch(self, indices: np.ndarray, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets; random changes follow from key = (seed, epoch) and index."""
-        return self._batch("train", indices, key)
-
-    def test_batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of test samples."""
-        return self._batch("test", indices, ())
-
-    def _batch(
-        self, split: str, indices: np.ndarray, key: tuple[int, ...]
+    def make_batch(
+        self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, made here and now."""
         raw = torch.from_numpy(self.raw(split, indices, key))
         return self.finish(raw, torch.from_numpy(self.labels(split, indices)))
 
     def close(self) -> None:  # noqa: B027 (a source without files has nothing to close)
         """Close files. A second call does nothing."""
+
+
+AnyData = Source | Datasets
 
 
 class ImageSource(Source):
@@ -103,8 +102,7 @@ class ImageSource(Source):
         self.images, self.name = Images(recipe), recipe.path
         data = self.images.data
         self.classes, self.in_memory = len(data.classes), self.images.cached
-        self.shape = self.raw_shape = self.images.shape
-        self.raw_dtype = np.dtype(np.uint8)
+        self.shape = self.images.shape
         self.train_labels, self.test_labels = data.train.labels, data.test.labels
         pair = np.stack([1 / (data.scale * data.std), -data.mean / data.std])
         scaling = torch.tensor(pair, dtype=torch.float32)[:, :, None, None]
@@ -140,13 +138,13 @@ class SyntheticSource(Source):
     deviation 0.5, z with 1. Sample i has label i mod classes.
     """
 
+    name = "synthetic"
     OFFSETS = 1 << 16
 
     def __init__(
         self, shape: tuple[int, ...], classes: int, samples: int, test_samples: int, seed: int
     ) -> None:
-        self.classes, self.shape, self.raw_shape = classes, shape, shape
-        self.raw_dtype = np.dtype(np.float32)
+        self.classes, self.shape = classes, shape
         self.train_labels = np.arange(samples, dtype=np.int64) % classes
         self.test_labels = np.arange(test_samples, dtype=np.int64) % classes
         size = math.prod(shape)
@@ -188,8 +186,7 @@ class TextSource(Source):
 
     def __init__(self, path: str, context: int, windows: str = "joined", every: int = 1) -> None:
         """``every``: of the training windows only each so many-th is there."""
-        self.shape, self.raw_shape = (context,), (context + 1,)
-        self.raw_dtype = np.dtype(np.int32)
+        self.shape, self.name = (context,), path
         self._text, self._begins, labels = {}, {}, {}
         with open_dataset(path) as data:
             self.tokenizer = data.tokenizer
@@ -218,19 +215,19 @@ class TextSource(Source):
 
 
 def _joined(ends: np.ndarray, context: int) -> np.ndarray:
-    """Where windows begin in all documents as one; ``ends``: (documents + 1,), from 0."""
+    """Return begins of windows in all documents as one; ``ends``: (documents + 1,), from 0."""
     return np.arange(max(ends[-1] - 1, 0) // context) * context
 
 
 def _apart(ends: np.ndarray, context: int) -> np.ndarray:
-    """Where windows begin, each within a document."""
+    """Return begins of windows, each within a document."""
     counts = np.maximum(np.diff(ends) - 1, 0) // context
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(ends[:-1], counts) + within * context
 
 
 def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -> str:
-    """What is wrong with a text without a window."""
+    """Return the message on a text without a window."""
     has, more = f"has {ends[-1]} tokens", ""
     if windows == "apart":
         has, more = (
@@ -243,12 +240,13 @@ def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -
     )
 
 
-def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> Source | Datasets:
-    """What a user's function gives for the nodes `rows`; JobError where it is no data."""
+def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> AnyData:
+    """Call a user's function for the nodes `rows`; JobError where it returns no data."""
     form = "that returns torch Datasets or a Source"
     made = call(imported("data.source", data.source, form), data, seed, rows, n)
     if not isinstance(made, Source | Datasets):
         raise JobError([f'data.source = "{data.source}" returned {type(made).__name__}; {WANTED}'])
+    made.name = made.name or data.source
     return made
 
 
@@ -259,14 +257,14 @@ def _digits(data: config.Data, seed: int) -> Source:
 
 def _synthetic(data: config.Data, seed: int) -> Source:
     """Samples of `data.shape` that can be learned."""
-    if data.augment != "none":
-        raise JobError(
-            [
-                f'data.augment = "{data.augment}" is for images; synthetic samples '
-                'need data.augment = "none"'
-            ]
-        )
+    _check_no_images(data, "synthetic samples need")
     return SyntheticSource(tuple(data.shape), data.classes, data.samples, data.test_samples, seed)
+
+
+def _check_no_images(data: config.Data, need: str) -> None:
+    if data.augment != "none":
+        said = f'data.augment = "{data.augment}" is for images; {need} data.augment = "none"'
+        raise JobError([said])
 
 
 SOURCES: dict[str, Callable[..., Any]] = {
@@ -279,9 +277,7 @@ SOURCES: dict[str, Callable[..., Any]] = {
 """Sources that are no file, by name: called as a user's own are; they may give a Problem, too."""
 
 
-def source(
-    data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1
-) -> Source | Datasets:
+def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1) -> AnyData:
     """Return the source that section `[data]` names; seed makes the synthetic samples.
 
     rows: the nodes that live here, of n, for one's own streams. Raises JobError for settings that
@@ -307,19 +303,27 @@ def source(
     )
 
 
+def check_alike(name: str, data: AnyData, world: "World") -> None:
+    """JobError where ranks don't see the same data, by their numbers; collective."""
+    mine = data.train_size, data.test_size
+    told = world.gather(mine)
+    with world.together(JobError):
+        for rank, (train, test) in enumerate(told or ()):
+            if (train, test) != mine:
+                raise JobError([
+                    f'data.source = "{name}": rank 0 on {world.hosts[0]} has {mine[0]:,} training '
+                    f"and {mine[1]:,} test samples, rank {rank} on {world.hosts[rank]} has "
+                    f"{train:,} and {test:,}; all ranks need the same data"
+                ])  # fmt: skip
+
+
 def _packed(path: Path, data: config.Data) -> Source:
     """A packed file: images or text."""
     with open_dataset(path) as opened:
         kind = opened.kind
     if kind != "text":
         return ImageSource(Recipe(str(path), data.augment, data.image_size, data.cache))
-    if data.augment != "none":
-        raise JobError(
-            [
-                f'data.augment = "{data.augment}" is for images; {path} holds text and '
-                'needs data.augment = "none"'
-            ]
-        )
+    _check_no_images(data, f"{path} holds text and needs")
     made = TextSource(str(path), data.context, data.windows, data.every)
     if data.tokenizer not in (None, made.tokenizer.name):
         raise JobError(

@@ -1,37 +1,32 @@
-"""What a process that loads data holds: it answers requests with batches, or reads a stream."""
+"""Loading processes of torch's `DataLoader`: what they hold, and how they begin and end."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils import signal_handling
 
+from mpigossip.config import JobError
 from mpigossip.config.own_parts import raised
-from mpigossip.data.datasets import Datasets, Draws, drawing
+from mpigossip.data.datasets import TRAIN, Datasets, Draws, drawing
+from mpigossip.data.partition import Share
 from mpigossip.data.pytree import Nested
 from mpigossip.data.sources import Source
 
 LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_", "MPICH_")
 """Beginnings of variables by which a program would take itself for a rank of the job."""
-TRAIN, TEST = 0, 1
-"""What the random numbers of a batch are for."""
-
-
-class Share(NamedTuple):
-    """The part of a stream that a node reads."""
-
-    node: int
-    n: int
-    steps_per_epoch: int
-    batch: int
-    """samples a step, over all slots"""
 
 
 class Request(NamedTuple):
@@ -39,24 +34,24 @@ class Request(NamedTuple):
 
     split: str
     key: tuple[int, ...]
-    indices: Sequence[int]
+    indices: np.ndarray
 
 
 class Refused(NamedTuple):
-    """What comes in place of a batch: exceptions would lose their words between processes."""
+    """The error message in place of a batch: exceptions would lose theirs between processes."""
 
     text: str
 
 
 class Sent:
-    """Something of the user's that is taken to a process: what unpacks it there cleans up first."""
+    """Data that are sent to a loading process, which prepares itself before it unpacks them."""
 
     def __reduce__(self):
         return unpacked, (type(self), bytes(ForkingPickler.dumps(vars(self))))
 
 
 def unpacked(kind: type, state: bytes) -> Any:
-    """Make it anew in a process of its own, without the launcher's variables and without GPUs."""
+    """Unpack in a loading process, which then has no variables of the launcher and no GPU."""
     for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
         del os.environ[name]
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -77,19 +72,17 @@ class Samples(Sent, Dataset):
 
     def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
         """The batch of a request, or why there is none."""
-        one, at = self.sets[request.split], None
+        one, at, indices = self.sets[request.split], None, request.indices.tolist()
         try:
             with drawing(Draws(self.seed, request.key)):
                 if hasattr(one, "__getitems__"):
-                    found = one.__getitems__(list(request.indices))
+                    found = one.__getitems__(indices)
                 else:
-                    found = [one[at := int(index)] for index in request.indices]
+                    found = [one[at := index] for index in indices]
                 at = None
                 return self.collate(found)
         except Exception as error:
-            which = f"sample {at}" if at is not None else (
-                f"a batch of the samples {request.indices[0]}, …"
-            )  # fmt: skip
+            which = f"sample {at}" if at is not None else f"a batch of the samples {indices[0]}, …"
             return Refused(f'data.source = "{self.name}": {which} of "{request.split}": '
                            f"{raised(error)}")  # fmt: skip
 
@@ -102,14 +95,13 @@ class Raw(Sent, Dataset):
 
     def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
         """Arrays and labels of a request, or why there are none."""
-        indices = np.asarray(request.indices)
+        split, key, indices = request
         try:
-            raw = np.ascontiguousarray(self.source.raw(request.split, indices, request.key))
-            labels = self.source.labels(request.split, indices)
-            return torch.from_numpy(raw), torch.from_numpy(labels)
+            raw = torch.from_numpy(np.ascontiguousarray(self.source.raw(split, indices, key)))
+            return raw, torch.from_numpy(self.source.labels(split, indices))
         except Exception as error:
-            first = f"a batch of the samples {indices[0]}, …"
-            return Refused(f'data.source: {first} of "{request.split}": {raised(error)}')
+            return Refused(f'data.source = "{self.source.name}": a batch of the samples '
+                           f'{indices[0]}, … of "{split}": {raised(error)}')  # fmt: skip
 
 
 class Stream(Sent, IterableDataset):
@@ -167,3 +159,52 @@ def _endless(one: IterableDataset, turn: int, of: int) -> Iterator[Any]:
             yield sample
         if not seen:
             raise ValueError(f"it gave no sample for node {turn} of {of} in a whole pass")
+
+
+def started(loader: DataLoader, name: str) -> Iterator[Nested]:
+    """Its iterator; JobError where the data of this name can't be sent to its processes."""
+    try:
+        with _no_program(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error")  # said below
+            return iter(loader)
+    except Exception as error:
+        if not loader.num_workers:
+            raise
+        raise JobError([
+            f'data.source = "{name}": what it returned can\'t be sent to the '
+            f"{loader.num_workers} loading processes ({raised(error)}); define its classes and "
+            "functions at the top of a module, or load in the training process: data.workers = 0"
+        ]) from error  # fmt: skip
+
+
+@contextlib.contextmanager
+def _no_program() -> Iterator[None]:
+    """Hide the running program from processes that begin: they would import it, and MPI with it."""
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
+
+
+def end(batches: Any) -> None:
+    """End the processes behind an iterator; nothing where there are none.
+
+    That one aborts while it ends is no failure of the run, so torch stops watching them first.
+    """
+    unwatch(batches)
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()
+
+
+def unwatch(batches: Any) -> None:
+    """Let torch raise nothing more when a process behind an iterator ends."""
+    if getattr(batches, "_worker_pids_set", False):
+        signal_handling._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+
+
+def same(batch: Nested) -> Nested:
+    """A batch as it is: requests are answered with whole ones."""
+    return batch

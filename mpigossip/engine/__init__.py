@@ -1,1 +1,1 @@
-"""What makes a step from a gradient: clock, cadence, send, exchange, receive."""
+"""A step from a gradient: clock, cadence, send, exchange, receive."""

@@ -1,4 +1,4 @@
-"""Exchanges of a fragment of the model at a time, which may stay open while steps go on.
+"""Exchanges of one fragment of the model at a time, which may stay open during later steps.
 
 To the mixer a fragment is a whole message of a narrower layout: its columns are gathered before
 the exchange and scattered afterwards. So any mixer and wire serves, in 1/P of its memory.
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
-from mpigossip.algorithms.cadence import Turns
-from mpigossip.engine.finite import check_message
+from mpigossip.algorithms.cadence import FragmentSchedule
+from mpigossip.engine.measurements import check_message
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Kind, Mixer
 
@@ -23,7 +23,7 @@ Columns = Sequence[slice]
 class Fragments(NamedTuple):
     """The columns of each fragment, when it is exchanged, and how."""
 
-    turns: Turns
+    schedule: FragmentSchedule
     cuts: Sequence[Sequence[Columns]]
     """of each segment, of each fragment"""
     width: int
@@ -52,7 +52,7 @@ class Open(NamedTuple):
 class Fragmented(Engine):
     """Local steps of the whole vector, and exchanges of a fragment of what they have left.
 
-    For methods with a separate local step (``alone``). All state between steps is the method's
+    For methods with a ``local_update``. All state between steps is the method's
     and, where there is a delay, one array shaped like x: what was received and is still to be
     applied. A method's own arrays are touched by exchanges alone, so that receiving early, as a
     checkpoint does, changes no bit.
@@ -69,7 +69,7 @@ class Fragmented(Engine):
     def adapt(self, now: Step) -> None:
         """The local step; then apply the fragment that was sent τ steps ago."""
         super().adapt(now._replace(kind=Kind.LOCAL))
-        arriving = self.fragments.turns.arriving(now.index)
+        arriving = self.fragments.schedule.arriving(now.index)
         if arriving is not None:
             self.settle()
             self.group.on_shards(lambda k: self._blend(k, arriving))
@@ -77,7 +77,7 @@ class Fragmented(Engine):
     def exchange(self, now: Step) -> tuple[Sequence, Sequence]:
         """The local step, and the exchange of the due fragment; without a delay, all of it."""
         self.adapt(now)
-        fragment, count = self.fragments.turns.due(now.index), self.fragments.turns.fragments
+        fragment, count = self.fragments.schedule.due(now.index), self.fragments.schedule.fragments
         assert fragment is not None, "all other steps are LOCAL"
         # as if the fragment were alone: the graph's round is that of its own exchanges
         own = now._replace(round=now.round // count)
@@ -94,7 +94,7 @@ class Fragmented(Engine):
 
         self._open = Open(fragment, own, self.group.on_shards(send))
         self.mixer.start(now.kind, now.round, self.index)
-        if not self.fragments.turns.delay:
+        if not self.fragments.schedule.delay:
             self.settle()
         return (), ()
 
@@ -108,7 +108,7 @@ class Fragmented(Engine):
         (fragment, now, parts), self._open = self._open, None
         sent, mixed = self.mixer.finish()
         self.measure(sent, mixed, now.kind)
-        rooms = self._rooms() if self.fragments.turns.delay else self.vector.x
+        rooms = self._rooms() if self.fragments.schedule.delay else self.vector.x
 
         def receive(k: int) -> None:
             x, state = parts[k]
@@ -119,21 +119,21 @@ class Fragmented(Engine):
 
         self.group.on_shards(receive)
 
-    def adopt(self, mixer: Mixer) -> None:
+    def replace_mixer(self, mixer: Mixer) -> None:
         """Go on with another mixer; an exchange that is open is forgotten."""
-        super().adopt(mixer)
+        super().replace_mixer(mixer)
         self._open = None
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
         """The method's arrays, and what was received; waits for an open exchange's neighbours."""
         self.settle()
         found = super().parts()
-        if self.fragments.turns.delay:
+        if self.fragments.schedule.delay:
             found["state/fragments/received"] = self._rooms()
         return found
 
     def _rooms(self) -> list[torch.Tensor]:
-        """For what is still to be applied, shaped like x; other columns are of no meaning."""
+        """Return buffers shaped like x of what is still to be applied."""
         if not self._received:
             self._received = [torch.zeros_like(x) for x in self.vector.x]
         return self._received
@@ -151,14 +151,14 @@ class Fragmented(Engine):
         return found
 
     def _taken(self, needs: Any, state: Any, columns: Columns) -> Any:
-        """Of a nested state what the exchange needs of it, gathered."""
+        """Gather what the exchange needs of a nested state."""
         if isinstance(needs, torch.Tensor):
             return self._gather(state, columns)
         pairs = ((getattr(needs, f), getattr(state, f)) for f in needs._fields)
         return type(needs)(*(self._taken(*pair, columns) for pair in pairs))
 
     def _put(self, state: Any, part: Any, columns: Columns) -> None:
-        """What the exchange has of a nested state, back to its place."""
+        """Scatter the exchange's part of a nested state."""
         if isinstance(part, torch.Tensor):
             _scatter(part, state, columns)
             return
@@ -176,7 +176,7 @@ class Fragmented(Engine):
 
 
 def _places(columns: Columns) -> list[tuple[slice, slice]]:
-    """Where columns lie in a fragment, and in the vector."""
+    """Return the columns' slices in a fragment, and in the vector."""
     found, at = [], 0
     for c in columns:
         found.append((slice(at, at + c.stop - c.start), c))

@@ -1,4 +1,4 @@
-"""A mixer for ranks of a node that hold the whole vector each: each exchanges a shard of it.
+"""Mixer for the ranks of a node that each have the whole vector: each exchanges a shard of it.
 
 So a loop whose gradients are equal in all ranks of a node (DDP inside it) steps on whole tensors
 with any optimizer, and the model crosses the network once a node, by all of its network cards.
@@ -15,14 +15,12 @@ from mpigossip.mixing.base import Kind, Layout, Mixer, Segments
 from mpigossip.mixing.wire import BUCKET
 
 
-class Gathered:
-    """Contract: :class:`mpigossip.mixing.base.Mixer`, of a single segment.
+class Gathered(Mixer):
+    """Mixer of a single segment.
 
     What gathers, ``finish`` and ``close``, is collective over the node's ranks, too. Bits are
     those of the whole vector exchanged by one rank. What is sent is counted by rank.
     """
-
-    synchronous = True
 
     def __init__(self, layout: Layout, group: Group, make: Callable[[Layout], Mixer]):
         """``layout``: of the whole vector; ``group``: one slot a rank.

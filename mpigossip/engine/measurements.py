@@ -1,13 +1,20 @@
-"""Measurements of a step; norms have bits that don't depend on an array's shape."""
+"""Measurements of a step: its record, norms, seconds; and no message has NaN or infinity.
+
+Norms have bits that don't depend on an array's shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from mpigossip.config.errors import NotFinite
 from mpigossip.groups.base import Group
 from mpigossip.mixing.base import Kind, Mixer
 
@@ -18,23 +25,28 @@ EVERY, EVERY_ON_GPUS = 10, 100
 
 @dataclass
 class Record:
-    """What one step showed; arrays are (rows,) float64."""
+    """Metrics of one step; tensors are float64 of shape (rows,), the nodes in this process."""
 
     index: int
+    """the step, from 0"""
     kind: Kind
     lr: float
     loss: torch.Tensor
     gradient_norm: torch.Tensor
     mixed_distance: torch.Tensor
+    """‖mixed − sent‖: what the exchange changed"""
     consensus_distance: float
+    """NaN where it wasn't measured"""
     seconds: dict[str, float] = field(default_factory=dict)
+    """by purpose: compute_s, node_s, exchange_s, idle_s"""
     bytes_sent: list[int] = field(default_factory=list)
+    """of each row, between nodes"""
     staleness: list[float] = field(default_factory=list)
+    """age in rounds of the models that each row averaged with"""
     figures: dict[str, Any] = field(default_factory=dict)
-    """what else is known of the step, by name: a number of this process, or one a row. A job's
-    task counts its metrics, a user's own loop says what it likes"""
+    """further metrics by name: a number of this process, or one a row"""
     rested: tuple[int, ...] = ()
-    """rows that made no local step, as the cadence wants it"""
+    """rows that made no local step because of the cadence"""
 
 
 def measured_every(setting: int | str, device: str) -> int:
@@ -119,3 +131,81 @@ def measured(
     record.seconds = engine.clock.end()
     record.bytes_sent, record.staleness = list(mixer.bytes_sent), list(mixer.staleness)
     return record, averages
+
+
+class Clock:
+    """Seconds of a step by what they went to; waiting for other nodes is told apart as idle."""
+
+    def __init__(self, mixer: Mixer):
+        """``mixer``: knows how long it has waited."""
+        self._mixer, self.counting = mixer, False
+        self.seconds: dict[str, float] = {}
+        self._at = self._waited = 0.0
+
+    def begin(self) -> None:
+        """Time from now on is the next step's, unless that is counted already."""
+        if self.counting:
+            return
+        self.seconds = {"compute_s": 0.0, "node_s": 0.0, "exchange_s": 0.0, "idle_s": 0.0}
+        self.counting = True
+        self.skip()
+
+    def lap(self, name: str) -> None:
+        """Book the time since the last lap."""
+        at, waited = time.perf_counter(), self._mixer.wait_seconds
+        idle = min(waited - self._waited, at - self._at)
+        self.seconds[name] += at - self._at - idle
+        self.seconds["idle_s"] += idle
+        self._at, self._waited = at, waited
+
+    def skip(self) -> None:
+        """The time since the last lap is none of the step's."""
+        self._at, self._waited = time.perf_counter(), self._mixer.wait_seconds
+
+    def end(self) -> dict[str, float]:
+        """The seconds of the step, which is over."""
+        self.counting = False
+        return self.seconds
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Context manager whose time is none of a step's."""
+        if self.counting:
+            self.lap("compute_s")
+        yield
+        self.skip()
+
+
+def check_message(
+    engine: Any, segment: int, out: Sequence[torch.Tensor], columns: Sequence[slice]
+) -> None:
+    """Raise NotFinite where what a segment is about to send has NaN or infinite values.
+
+    ``out``: its part of the outbox; ``columns``: those of the segment that lie there side by side.
+    """
+    # one pass over each; large values may overflow: then look at each
+    for part, total in [(part, part.sum()) for part in out[: engine.method.vectors]]:
+        if math.isfinite(total):
+            continue
+        for node, row in zip(engine.mixer.rows, part, strict=True):
+            if len(wrong := row.isfinite().logical_not().nonzero()):
+                raise NotFinite(
+                    f"step {engine.index}: {len(wrong):,} values that node {node} was about to "
+                    "send are NaN or infinite, the first in "
+                    f"{_parameter(engine.vector, segment, columns, int(wrong[0]))}; the other "
+                    "nodes have got none of them. Its data or its gradients are at fault, or too "
+                    "high a learning rate: clip (algorithm.clip_norm = 1.0 in a job), lower it, "
+                    "or let torch.amp.GradScaler leave such steps out"
+                )
+
+
+def _parameter(vector: Any, segment: int, columns: Sequence[slice], at: int) -> str:
+    """Return the name of the parameter that has element ``at`` of a message."""
+    flat = vector.flat.own
+    for c in columns:
+        if at < c.stop - c.start:
+            # what FSDP2 has sharded lies at the same offsets in all slots
+            column = (vector.first[segment] + c.start + at) % flat.size
+            return next(n for n, p in zip(flat.names, flat.places, strict=True) if column < p.stop)
+        at -= c.stop - c.start
+    return "the padding"

@@ -158,7 +158,7 @@ class Parameters:
         return [name for name, p in self.frozen.items() if p.requires_grad]
 
     def versions(self) -> list[int]:
-        """How often each parameter was changed in place from outside."""
+        """Return the version counters of all parameters: in-place changes from outside."""
         return [p._version for parameters in self.rows for p in parameters]
 
 
@@ -178,12 +178,12 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _place(parameter: torch.Tensor) -> tuple:
-    """Where its values lie, and as what."""
+    """Return address, type and shape of its values."""
     return parameter.data_ptr(), parameter.dtype, parameter.shape
 
 
 def left(name: str) -> str:
-    """What to say of a parameter in whose place another one is."""
+    """Return the message on a parameter in whose place another one is."""
     return (
         f"parameter {name} has left the memory that nodes average: the module holds another "
         "Parameter now, which the optimizer doesn't know, as after load_state_dict(assign=True); "
@@ -192,7 +192,7 @@ def left(name: str) -> str:
 
 
 def unlike(name: str, own: torch.Tensor, now: torch.Tensor) -> str:
-    """What to say of a parameter that has become another type, shape or device's."""
+    """Return the message on a parameter whose type, shape or device has changed."""
     was, became = ((f"{tuple(t.shape)} {t.dtype} on {t.device}") for t in (own, now))
     return (
         f"parameter {name} has left the memory that nodes average: it was {was} at the first step "

@@ -1,4 +1,4 @@
-"""The trained parameters of a module that `fully_shard` has cut: this rank's shards, flat.
+"""The trained parameters of an FSDP2 module: this rank's shards in flat memory.
 
 What torch keeps to itself, a parameter's local tensor and the padded memory that it gathers from,
 lies in the vector where it is found to be what is known of it; else the vector is a copy.
@@ -21,25 +21,25 @@ from mpigossip.engine.vector import Flat, flatten
 from mpigossip.mixing.wire import ALIGN, BUCKET
 
 
-def is_cut(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor: known by name, as importing the class would load what few use."""
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether it is a DTensor, by its name: importing the class would load much."""
     return type(tensor).__name__ == "DTensor"
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """What this rank has of a DTensor; any other tensor as it is."""
+    """Return this rank's part of a DTensor; any other tensor as it is."""
     with torch.no_grad():  # else it is another tensor, made for autograd
-        return tensor.to_local() if is_cut(tensor) else tensor
+        return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def full(tensor: Any) -> Any:
     """A DTensor whole, in every rank that has a part of it (collective); all else as it is."""
-    return tensor.full_tensor() if is_cut(tensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def part_like(parameter: Any, whole: Any) -> Any:
     """Of a tensor shaped like a parameter that is cut, this rank's part; all else as it is."""
-    if not is_cut(parameter) or not torch.is_tensor(whole) or whole.shape != parameter.shape:
+    if not is_sharded(parameter) or not torch.is_tensor(whole) or whole.shape != parameter.shape:
         return whole
     mesh, (placement,) = parameter.device_mesh, parameter.placements
     at, rows = _rows(parameter.shape[placement.dim], mesh.size(), mesh.get_local_rank())
@@ -50,7 +50,7 @@ def part_like(parameter: Any, whole: Any) -> Any:
 
 
 def _rows(every: int, slots: int, slot: int) -> tuple[int, int]:
-    """Which of so many rows a slot begins with, and how many it has."""
+    """Return the first of a slot's rows, and their number."""
     each = -(-every // slots)
     begin = min(each * slot, every)
     return begin, min(each, every - begin)
@@ -71,8 +71,8 @@ def reshard(modules: Sequence[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Cut(Flat):
-    """Where the pieces of each parameter lie: equally far in each slot's shard.
+class ShardedLayout(Flat):
+    """Layout of the pieces of each parameter, at equal offsets in each slot's shard.
 
     A node's row (P,) is all shards, one after the other, P / slots long each. A parameter of d rows
     (along ``dims``) has ⌈d/L⌉ of them in every slot, the last ones fewer or none; places are kept
@@ -139,14 +139,14 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def planned(model: nn.Module) -> Flat:
-    """The layout that the model would have: a :class:`Cut` where it is sharded. JobError."""
+    """The layout of the model, a :class:`ShardedLayout` where it is sharded. JobError."""
     modules = fully_sharded(model)
     reshard(modules)
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if not any(is_cut(p) for _, p in trained):
+    if not any(is_sharded(p) for _, p in trained):
         return flatten(model, types=(torch.float32, *LOW))
     offsets, at, dims = [], 0, []
-    mesh: Any = next(p for _, p in trained if is_cut(p)).device_mesh
+    mesh: Any = next(p for _, p in trained if is_sharded(p)).device_mesh
     slots = mesh.size()
     for name, parameter in trained:
         if parameter.dtype != torch.float32:
@@ -162,7 +162,7 @@ def planned(model: nn.Module) -> Flat:
         piece = -(-rows // slots) * (parameter.numel() // max(1, rows))
         at += -(-piece // ALIGN) * ALIGN
     size = -(-at // BUCKET) * BUCKET * slots
-    return Cut(
+    return ShardedLayout(
         names=tuple(name for name, _ in trained),
         shapes=tuple(tuple(p.shape) for _, p in trained),
         strides=tuple(contiguous(tuple(p.shape)) for _, p in trained),
@@ -176,7 +176,7 @@ def planned(model: nn.Module) -> Flat:
 
 
 def insides(model: nn.Module) -> dict[int, Any]:
-    """What torch knows of each sharded parameter, by its id; empty where that isn't found."""
+    """Return FSDP2's own records of each sharded parameter, by its id; empty where not found."""
     found: dict[int, Any] = {}
     modules: list[Any] = fully_sharded(model)
     try:
@@ -207,7 +207,7 @@ class Shards(Parameters):
     every step (:meth:`publish`), and into it when somebody changed them.
     """
 
-    def __init__(self, model: nn.Module, flat: Cut):
+    def __init__(self, model: nn.Module, flat: ShardedLayout):
         """``flat``: :func:`planned` for the model; values stay."""
         self.flat, self._pieces = flat, flat.own
         self._first = (self._pieces.size * flat.place,)
@@ -244,7 +244,7 @@ class Shards(Parameters):
 
     @property
     def copies(self) -> bool:
-        """Whether some shards are copied, as torch's inside isn't as known."""
+        """Return whether some shards are copied, as FSDP2's internals aren't as expected."""
         return any(stretch is None for stretch in self._stretches)
 
     def _lay(self, k: int, stretch: torch.Tensor | None) -> None:
@@ -255,7 +255,7 @@ class Shards(Parameters):
             self.rows[0][k]._local_tensor = stretch[: prod(shape)].view(shape)
 
     def _mark(self, p: torch.Tensor) -> tuple[int, int]:
-        """Where a shard lies, and how often it was changed in place: by itself, or as a DTensor."""
+        """Return a shard's address, and its version counters: by itself, and as a DTensor."""
         shard = local(p)
         return shard.data_ptr(), shard._version + p._version
 
@@ -360,5 +360,5 @@ class Shards(Parameters):
         return changed
 
     def versions(self) -> list[int]:
-        """How often each shard was changed in place from outside."""
+        """Return the version counters of all shards: in-place changes from outside."""
         return [local(p)._version + p._version for p in self.rows[0]]

@@ -10,11 +10,8 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
-from mpigossip.engine.clock import Clock
-from mpigossip.engine.finite import check_message
-from mpigossip.engine.measurements import Record, measured, mixed_distance
-from mpigossip.engine.state import leaves, packed, split
-from mpigossip.engine.vector import Vector
+from mpigossip.engine.measurements import Clock, Record, check_message, measured, mixed_distance
+from mpigossip.engine.vector import Vector, leaves, packed, split
 from mpigossip.groups.base import Group, held, phase
 from mpigossip.mixing.base import Kind, Mixer
 
@@ -22,17 +19,17 @@ from mpigossip.mixing.base import Kind, Mixer
 class Engine:
     """The nodes that live in this process: a step from a gradient, wherever that comes from.
 
-    ``index`` counts steps, ``born`` is the step at which the algorithm's state began, ``counts``
-    each row's local steps since and ``round`` the graph's clock. A checkpoint needs these and the
-    state of method and cadence; an exchange that is ``under_way`` is repeated to the same bits.
+    ``index`` counts steps, ``round`` is the graph's clock; ``state_start`` the step at which the
+    method's state began, ``counts`` each row's local steps since. A checkpoint has these and the
+    states of method and cadence; an exchange that is ``under_way`` is repeated bitwise.
     """
 
     counts: list[int]
     states: list[Any]
-    rhythm: Any
-    mixed_distance: torch.Tensor | None
+    cadence_state: Any
+    mixed_distance: torch.Tensor | None  # ‖mixed − sent‖ of the present step
     _kind: Kind | None
-    _came: Any
+    _exchanged: Any
 
     def __init__(
         self,
@@ -47,8 +44,8 @@ class Engine:
         """``methods``: one a segment; ``measure_every``: steps between two consensus distances."""
         self.group, self.vector, self.cadence = group, vector, cadence
         self.methods, self.method, self.measure_every = methods, methods[0], measure_every
-        self.index, self.born, self.round = 0, 0, 0
-        self.adopt(mixer)
+        self.index, self.state_start, self.round = 0, 0, 0
+        self.replace_mixer(mixer)
         self.restart()
 
     def step(
@@ -74,7 +71,7 @@ class Engine:
     def ahead(self) -> None:
         """Begin the next step; send, where the method can before there is a gradient."""
         self.clock.begin()
-        self._kind = self.cadence.kind(self.rhythm, self.index - self.born)
+        self._kind = self.cadence.kind(self.cadence_state, self.index - self.state_start)
         if self.method.ahead:
             self.send(self._now(None))
         self.clock.lap("exchange_s")
@@ -89,27 +86,27 @@ class Engine:
     def _now(self, lr: float | None) -> Step:
         assert self._kind is not None, "a step begins with ahead()"
         counts = tuple(self.counts)
-        return Step(self.index - self.born, self.round, self._kind, lr, counts=counts)
+        return Step(self.index - self.state_start, self.round, self._kind, lr, counts=counts)
 
     def adapt(self, now: Step) -> None:
         """A LOCAL step."""
-        # a method without `alone` needs an outbox, and asynchronous nodes show theirs all the time
-        if self.method.alone is None or not self.mixer.synchronous:
+        # a method without a local update needs an outbox, and asynchronous nodes show theirs always
+        if self.method.local_update is None or not self.mixer.synchronous:
             self.receive(*self.exchange(now), now)
             return
 
         def adapt(slot: int):
-            alone: Any = self.methods[slot].alone
-            return alone(self.vector.x[slot], self._gradient(slot), self.states[slot], now)
+            update: Any = self.methods[slot].local_update
+            return update(self.vector.x[slot], self._gradient(slot), self.states[slot], now)
 
         self.states = self.group.on_shards(adapt)
 
     def exchange(self, now: Step) -> tuple[Sequence, Sequence]:
-        """What was sent and what was mixed; waits for in-neighbours."""
+        """Return what was sent and what was mixed; waits for in-neighbours."""
         if not self.under_way:
             self.send(now)
         self.settle(self._spent(now.kind))
-        sent, mixed = self._came
+        sent, mixed = self._exchanged
         self.measure(sent, mixed, now.kind)
         return sent, mixed
 
@@ -131,8 +128,8 @@ class Engine:
     @phase("wait for neighbours")
     def settle(self, into: torch.Tensor | None = None) -> None:
         """Wait for the neighbours of an exchange that has begun; ``into``: where to sum it."""
-        if self.under_way and self._came is None:
-            self._came = self.mixer.finish(into)
+        if self.under_way and self._exchanged is None:
+            self._exchanged = self.mixer.finish(into)
 
     def _spent(self, kind: Kind) -> torch.Tensor | None:
         """The array x, where the method makes it what is mixed and nobody needs it any more."""
@@ -143,7 +140,7 @@ class Engine:
 
     @phase("receive")
     def receive(self, sent: Sequence, mixed: Sequence, now: Step) -> None:
-        """Let the algorithm take in what came, shard by shard."""
+        """Let the algorithm apply what was received, shard by shard."""
 
         def receive(slot: int):
             x, g, state = self.vector.x[slot], self._gradient(slot), self.states[slot]
@@ -154,7 +151,7 @@ class Engine:
     def _gradient(self, slot: int) -> torch.Tensor | None:
         return None if self.method.raw else self.vector.g[slot]
 
-    def adopt(self, mixer: Mixer) -> None:
+    def replace_mixer(self, mixer: Mixer) -> None:
         """Go on with another mixer; a step that has begun begins again."""
         self.mixer, self.clock = mixer, Clock(mixer)
         self._end()
@@ -162,8 +159,7 @@ class Engine:
     def _end(self) -> None:
         self._kind = None  # of the step that has begun
         self.under_way = False  # whether its exchange has
-        self._came = None  # what it brought
-        self.mixed_distance = None  # ‖mixed − sent‖
+        self._exchanged = None  # what it brought
 
     def average(self, lr: float) -> None:
         """An exchange without a step: if nodes that wait were silent, others would drift away."""
@@ -179,7 +175,7 @@ class Engine:
 
     @property
     def measuring(self) -> bool:
-        """Whether the present step measures what every k-th one does."""
+        """Return whether the present step measures consensus distances, as every k-th one does."""
         return bool(self.measure_every) and self.index % self.measure_every == 0
 
     def measure(self, sent: Sequence, mixed: Sequence, kind: Kind) -> None:
@@ -190,7 +186,7 @@ class Engine:
     def record(self, now: Step, loss: Any, norm: Any) -> Record:
         """Count the step; what it showed. ``loss`` and gradient ``norm``: (rows,), if known."""
         found, averages = measured(self, now, loss, norm)
-        self.rhythm = self.cadence.observe(self.rhythm, now, averages)
+        self.cadence_state = self.cadence.observe(self.cadence_state, now, averages)
         self.counts = [count + (row not in now.skipped) for row, count in enumerate(self.counts)]
         self.round += now.kind is Kind.GOSSIP
         self.index += 1
@@ -201,9 +197,9 @@ class Engine:
 
     def restart(self) -> None:
         """Begin the method's and the cadence's state anew at the present step."""
-        pairs = zip(self.methods, self.vector.x, strict=True)
-        self.states, self.rhythm = [method.init(x) for method, x in pairs], self.cadence.init()
-        self.born, self.counts = self.index, [0] * len(self.mixer.rows)
+        self.states = [m.init(x) for m, x in zip(self.methods, self.vector.x, strict=True)]
+        self.cadence_state = self.cadence.init()
+        self.state_start, self.counts = self.index, [0] * len(self.mixer.rows)
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
         """The method's arrays as they are: by name, one a segment."""
@@ -216,8 +212,8 @@ class Engine:
 
     def numbers(self) -> dict[str, Any]:
         """The counters, and the cadence's state as ``cadence/…``; the same on all nodes."""
-        counters = {"index": self.index, "born": self.born, "round": self.round}
-        return counters | {f"cadence/{k}": v for k, v in self.rhythm._asdict().items()}
+        counters = {"index": self.index, "born": self.state_start, "round": self.round}
+        return counters | {f"cadence/{k}": v for k, v in self.cadence_state._asdict().items()}
 
     def restore(
         self, arrays: Mapping[str, np.ndarray], numbers: Mapping[str, Any], row: int = 0
@@ -226,15 +222,17 @@ class Engine:
         for name, parts in self.parts().items():
             split(arrays[name], parts, row, self.vector.flat, held(self.group))
         self.count_from(numbers, row)
-        self.restore_rhythm(numbers)
+        self.restore_cadence(numbers)
 
     def count_from(self, numbers: Mapping[str, Any], row: int | None = None) -> None:
         """Take the counters alone; "local_steps", if saved, of a row or all."""
-        self.index, self.born, self.round = (int(numbers[k]) for k in ("index", "born", "round"))
-        count = int(numbers.get("local_steps", self.index - self.born))
+        self.index, self.round = int(numbers["index"]), int(numbers["round"])
+        self.state_start = int(numbers["born"])
+        count = int(numbers.get("local_steps", self.index - self.state_start))
         for place in range(len(self.counts)) if row is None else [row]:
             self.counts[place] = count
 
-    def restore_rhythm(self, numbers: Mapping[str, Any]) -> None:
+    def restore_cadence(self, numbers: Mapping[str, Any]) -> None:
         """Take the cadence's state alone."""
-        self.rhythm = type(self.rhythm)(*(numbers[f"cadence/{k}"] for k in self.rhythm._fields))
+        kind = type(self.cadence_state)
+        self.cadence_state = kind(*(numbers[f"cadence/{k}"] for k in kind._fields))

@@ -1,17 +1,20 @@
-"""A model's trained parameters as named views of one flat vector."""
+"""A model's trained parameters as named views of one flat vector, and state shaped like it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 from mpigossip.config import JobError
+from mpigossip.groups.base import Group
 from mpigossip.mixing.wire import ALIGN, BUCKET
+from mpigossip.store import direct
 
 
 class Vector(Protocol):
@@ -38,13 +41,13 @@ class Vector(Protocol):
     def check(self) -> bool:
         """Make the parameters views of ``full`` again, with their values; whether those changed.
 
-        JobError, in words, where it isn't clear what is meant.
+        JobError where it isn't clear what is meant.
         """
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Where each trained parameter lies in the vector of ``size`` elements.
+    """Layout of the trained parameters in a vector of ``size`` elements.
 
     Parameters that take weight decay come first: they are the columns below ``decayed``.
     """
@@ -67,7 +70,7 @@ class Flat:
 
     @property
     def own(self) -> Flat:
-        """What this process has of it, as a vector of its own."""
+        """Return this process's part as a vector of its own."""
         return self
 
     @property
@@ -117,12 +120,12 @@ class Flat:
 
     @property
     def by_index(self) -> bool:
-        """Whether every parameter lies in the order of its indexes, as files have it."""
+        """Return whether every parameter lies in the order of its indexes, as files have it."""
         both = zip(self.shapes, self.strides, strict=True)
         return all(torch.empty_strided(*one, device="meta").is_contiguous() for one in both)
 
     def inside(self, shard: torch.Tensor, slot: int) -> list[torch.Tensor]:
-        """What a slot's columns (P / slots,) have of each parameter: views, some of them empty.
+        """Return a slot's part (P / slots,) of each parameter: views, some of them empty.
 
         Those of all slots, joined, are what `pack` makes of the whole, if it is `by_index`.
         """
@@ -208,3 +211,74 @@ def flatten(
         slots=slots,
         embeddings=frozenset(name for name, p in trained if id(p) in tables),
     )
+
+
+# -- state by name: an algorithm's nested arrays as packed rows of a node, and back ----------------
+
+
+def leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The arrays of a nested NamedTuple by name: ``("base/momentum", array)``."""
+    if isinstance(state, torch.Tensor):
+        yield prefix, state
+        return
+    for name in getattr(state, "_fields", ()):
+        yield from leaves(getattr(state, name), f"{prefix}/{name}" if prefix else name)
+
+
+def joined(
+    parts: Sequence[torch.Tensor], row: int, flat: Flat, place: np.ndarray | None = None
+) -> np.ndarray:
+    """One row over all slots: shaped like x, cut to the parameters; figures of a row as they are.
+
+    ``place``: an array of an earlier call that is overwritten; without one, whole pages are taken.
+    """
+    if of_rows(parts[0]):
+        return parts[0][row].cpu().numpy().copy()
+    # a single slot's shard is the whole: packing it is the only copy
+    whole = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
+    if place is None:
+        size = flat.count * whole.element_size()
+        place = torch.from_numpy(direct.pages(size)).view(whole.dtype).numpy()
+    flat.pack(whole, torch.from_numpy(place))
+    return place
+
+
+def packed(
+    parts: Mapping[str, Sequence[torch.Tensor]],
+    group: Group,
+    flat: Flat,
+    row: int,
+    places: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """A row of arrays by name, :func:`joined`; collective over the node, of its first process."""
+    found = {}
+    for name, shards in parts.items():
+        whole = group.to_first([shard[row : row + 1] for shard in shards])
+        if whole is not None:
+            found[name] = joined(whole, 0, flat, places.get(name))
+    return found
+
+
+def split(
+    packed: np.ndarray,
+    parts: Sequence[torch.Tensor],
+    row: int,
+    flat: Flat,
+    here: range | None = None,
+) -> None:
+    """Inverse of :func:`joined`; ``here``: the shards that ``parts`` are, None: all."""
+    values = torch.from_numpy(np.array(packed))
+    if of_rows(parts[0]):
+        for part in parts:
+            part[row].copy_(values)
+        return
+    whole = torch.empty(flat.size)
+    flat.unpack(values, whole)
+    pieces = whole.chunk(flat.slots)
+    for part, shard in zip(parts, range(flat.slots) if here is None else here, strict=True):
+        part[row].copy_(pieces[shard])
+
+
+def of_rows(part: torch.Tensor) -> bool:
+    """Whether an array has figures of a row, one or one a fragment, and isn't shaped like x."""
+    return part.shape[1] == 1 or part.dtype == torch.float64

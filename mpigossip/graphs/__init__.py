@@ -13,24 +13,15 @@ from mpigossip.config.limits import Positive
 from mpigossip.config.own_parts import is_own
 from mpigossip.config.toml import near
 from mpigossip.graphs import classic, equitopo, exponential, finite_time
-from mpigossip.graphs.base import Graph, GraphError, checked_seed, from_matrices
-from mpigossip.graphs.networks import from_function, from_networkx, from_sequence, from_value
-from mpigossip.graphs.rounds import Circulant, Sparse
-from mpigossip.graphs.weights import WEIGHTS, reweighted
-
-__all__ = [
-    "BUILDERS",
-    "WEIGHTS",
-    "Circulant",
-    "Graph",
-    "GraphError",
-    "Sparse",
-    "from_matrices",
-    "from_networkx",
-    "from_sequence",
-    "graph",
-    "reweighted",
-]
+from mpigossip.graphs.base import Graph, GraphError, checked_seed
+from mpigossip.graphs.base import from_matrices as from_matrices
+from mpigossip.graphs.given import from_file, from_function, from_value
+from mpigossip.graphs.given import from_networkx as from_networkx
+from mpigossip.graphs.given import from_sequence as from_sequence
+from mpigossip.graphs.rounds import Circulant as Circulant
+from mpigossip.graphs.rounds import Sparse as Sparse
+from mpigossip.graphs.weights import WEIGHTS as WEIGHTS
+from mpigossip.graphs.weights import reweighted
 
 
 def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
@@ -118,19 +109,21 @@ def graph(
     lazy: bool = False,
     **options: Any,
 ) -> Graph:
-    """The graph of this name over n nodes.
+    """Return the graph of this name over n nodes.
 
-    `name` is one of `BUILDERS`, or "file:PATH" (what a search saved, or a network in a format of
-    networkx), a function or "module:function" (see `from_function`), or a graph, a networkx graph,
-    a matrix, a list of either; but for names n may be left out, and has to match if given.
-    `weights` names a rule (`WEIGHTS`) that replaces the graph's own weights; the option `slack`
-    gives κW + (1−κ)I and `lazy` (I + W)/2; further options are the builder's keyword-only
-    parameters. Raises GraphError naming the value, the limit and the remedy.
+    :param name: a name that jobs use, such as "ring"; "file:PATH" (what `graph search` saved, or a
+        network in a format of networkx); a function ``(n, seed, t) -> W(t)``, or
+        "module:function"; a `Graph`, a networkx graph, a mixing matrix (n, n), or a list of
+        matrices or networks, one a round
+    :param n: nodes; may be left out where ``name`` isn't a name, else has to match
+    :param weights: a rule that replaces the graph's own weights, as `graph.weights` of a job
+    :param seed: of graphs that are drawn at random
+    :param lazy: take (I + W)/2
+    :param options: of the graph, as in a job; ``slack=κ`` gives κW + (1−κ)I
+    :raises GraphError: for a graph that can't be; it names the value, the limit and the remedy
     """
     if isinstance(name, str) and name.startswith("file:"):
-        from mpigossip.graphs.files import read
-
-        return _finished(read(name.removeprefix("file:")), n, weights, lazy, **options)
+        return _finished(from_file(name.removeprefix("file:")), n, weights, lazy, **options)
     slack = options.pop("slack", 1.0)
     if callable(name) or isinstance(name, str) and is_own(name):
         return _finished(from_function(name, n, seed, **options), n, weights, lazy, slack)

@@ -127,12 +127,10 @@ Schedule = Cycle | Shuffled | Drawn
 
 @dataclass(frozen=True, repr=False)
 class Graph:
-    """Who averages with whom: the mixing matrices W(t) of rounds t = 0, 1, 2 and on.
+    """The mixing matrices W(t) of rounds t = 0, 1, 2, …; made by :func:`mpigossip.graph`.
 
     Two graphs are equal if their schedules are: same rounds, same order of summation, same
-    weights; the name doesn't count. `degree` is the most in-neighbours in any round and `facts`
-    a subset of "static", "symmetric", "row-stochastic", "column-stochastic" (rows, columns sum
-    to one in every round), "signed" (some weight is negative).
+    weights; the name doesn't count. Rounds ``t`` and nodes ``i``, ``j`` are counted from 0.
     """
 
     schedule: Schedule
@@ -195,7 +193,11 @@ class Graph:
 
     @cached_property
     def facts(self) -> frozenset[str]:
-        """Facts that hold in every round, computed from the weights."""
+        """Facts that hold in every round, computed from the weights.
+
+        "static", "symmetric", "row-stochastic", "column-stochastic" (rows, columns sum to one),
+        "signed" (some weight is negative).
+        """
         rounds = self.schedule.rounds
         limit = TOLERANCE * max(self.n, 10)
         known = {
@@ -223,7 +225,7 @@ class Graph:
         )
 
     def round(self, t: int) -> Round:
-        """Round t ≥ 0 as a `Circulant` or `Sparse` value."""
+        """Round ``t`` as a `Circulant` or `Sparse` value."""
         t = operator.index(t)
         if t < 0:
             raise GraphError(f'graph "{self.name}": round {t} doesn\'t exist; rounds count from 0')
@@ -241,22 +243,22 @@ class Graph:
         return i
 
     def neighbours(self, t: int, i: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """In-neighbours of node i at round t in a fixed order, their weights, the own weight.
+        """Return the in-neighbours of node ``i`` in round ``t``, their weights, the own weight.
 
-        The order is the order of summation: by offset for circulant rounds, else ascending.
+        They stand in the order of summation: by offset for circulant rounds, else ascending.
         """
         return self.round(t).neighbours(self._node(i))
 
     def receivers(self, t: int, j: int) -> np.ndarray:
-        """Nodes that have j as an in-neighbour at round t: where j's message has to go."""
+        """Return the nodes that receive the message of node ``j`` in round ``t``."""
         return self.round(t).receivers(self._node(j))
 
     def matrix(self, t: int = 0) -> np.ndarray:
-        """W(t), (n, n) float64; W[i, j] is the weight that i gives to what j sent."""
+        """Return W(``t``), (n, n) float64; W[i, j] is the weight that i gives to what j sent."""
         return self.round(t).matrix()
 
     def slack(self, kappa: float) -> "Graph":
-        """The graph of κW + (1−κ)I, 1e-9 ≤ κ ≤ 1: slower mixing, larger own weights."""
+        """Return the graph of κW + (1−κ)I, κ = ``kappa`` in [1e-9, 1]: larger own weights."""
         if not 1e-9 <= kappa <= 1.0:
             raise GraphError(f"slack {kappa} is outside [1e-9, 1]; 1 leaves the weights as is")
         if kappa == 1.0:
@@ -271,19 +273,19 @@ class Graph:
         return replace(self, schedule=schedule, options=tuple(options.items()))
 
     def lazy(self) -> "Graph":
-        """The graph of (I + W)/2: for symmetric W with weights ≥ 0 its spectrum is ≥ 0."""
+        """Return the graph of (I + W)/2: symmetric W with weights ≥ 0 get a spectrum ≥ 0."""
         return self.slack(0.5)
 
     def slowed(self, times: int) -> "Graph":
-        """The graph of W(⌊t / times⌋)."""
+        """Return the graph that repeats each round ``times`` times, one after the other."""
         return self if times == 1 else replace(self, times=times * self.times)
 
     def renamed(self, name: str, **options: object) -> "Graph":
-        """The same graph under another name, with the options to be shown in its repr."""
+        """Return the same graph under another ``name``; its repr shows the ``options``."""
         return replace(self, name=name, options=tuple(options.items()))
 
     def summary(self) -> str:
-        """One sentence: size, degree, period and facts, negative weights said aloud."""
+        """Return size, degree, period and facts in one line; negative weights are pointed out."""
         words = [f"n = {self.n}", f"degree {self.degree}"]
         words.append("drawn each round" if self.period is None else f"period {self.period}")
         words += sorted(self.facts & {"static", "symmetric"})
@@ -308,10 +310,11 @@ def static(r: Round, name: str = "graph") -> Graph:
 
 
 def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matrices") -> Graph:
-    """The graph that goes through mixing matrices, each (n, n), in turn.
+    """Return the graph that goes through mixing matrices in turn.
 
-    Raises GraphError for anything not square, not finite, or without rows or columns that sum
-    to one.
+    :param matrices: of shape (n, n); W[i, j] is the weight that i gives to what j sent
+    :param name: shown in messages
+    :raises GraphError: for what isn't square or finite, or without rows or columns of sum one
     """
     rounds = []
     for t, matrix in enumerate(matrices):

@@ -6,10 +6,12 @@ graph whose Laplacian weights mix fastest, that is the largest r = λ_{n−1}/λ
 (1−r)/(1+r)). The way of searching is our own: see `annealing.py`.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import combinations, islice
+from pathlib import Path
 
 import numpy as np
 
@@ -275,3 +277,25 @@ def search_circulants(
             "connected; allow more, or leave circulant graphs"
         )
     return _result(task, best, 0, interrupted)
+
+
+def save(found: Found, path: str | Path) -> Path:
+    """Write a search's result as JSON; whole or not at all."""
+    from mpigossip.store import StoreError, hdf5
+
+    path = Path(path)
+    check_target(path)
+    try:
+        with hdf5.replacing(path) as beside:
+            beside.write_text(json.dumps(asdict(found)) + "\n")
+    except StoreError as error:
+        raise GraphError(str(error)) from error
+    return path
+
+
+def check_target(path: Path) -> None:
+    """GraphError where `save` can't write a result: before the search, not after it."""
+    if path.suffix != ".json":
+        raise GraphError(f'"{path}": a graph is saved as JSON; name it .json')
+    if not path.parent.is_dir():
+        raise GraphError(f'can\'t write "{path}": there is no folder "{path.parent}"; make it')

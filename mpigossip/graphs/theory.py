@@ -1,4 +1,4 @@
-"""Theory of a graph: transient iterations, rates, lower bounds, bytes per round.
+"""Theory of a graph: transient iterations, rates, lower bounds, messages per round.
 
 Orders of magnitude without constants: they compare graphs and methods, they predict no run.
 """
@@ -184,20 +184,17 @@ def diameter(graph: Graph) -> int | None:
     return int(hops) if np.isfinite(hops) else None
 
 
-def bytes_per_round(graph: Graph, parameters: int, vectors: int = 1, bytes_each: int = 4) -> float:
-    """Bytes that a node sends in a round, the mean over nodes and the rounds of a period.
+def vectors_per_round(graph: Graph) -> float:
+    """Vectors that a node sends in a round, the mean over nodes and the rounds of a period.
 
-    parameters x bytes_each x vectors for each receiver. The complete graph is counted as the
-    reduce-scatter and all-gather that carry it out, 2 (n−1)/n vectors.
+    The complete graph is counted as the reduce-scatter and all-gather that carry it out.
     """
-    one = float(parameters) * bytes_each * vectors
     if graph.complete:
-        return one * 2 * (graph.n - 1) / graph.n
-    rounds = graph.schedule.rounds
-    return one * float(np.mean([r.edge_count / graph.n for r in rounds]))
+        return 2 * (graph.n - 1) / graph.n
+    return float(np.mean([r.edge_count / graph.n for r in graph.schedule.rounds]))
 
 
-def describe(graph: Graph, gamma: float = 0.951) -> dict[str, object]:
+def describe(graph: Graph) -> dict[str, object]:
     """All that `mpigossip graph show` says of a graph, as plain numbers; None where undefined."""
     exact = spectral.rounds_to_exact(graph)
     rate = spectral.consensus_rate(graph)
@@ -211,12 +208,12 @@ def describe(graph: Graph, gamma: float = 0.951) -> dict[str, object]:
         "period": graph.period,
         "facts": sorted(graph.facts),
         "least_weight": min(r.smallest() for r in graph.schedule.rounds),
-        "vectors_per_round": bytes_per_round(graph, 1, bytes_each=1),
+        "vectors_per_round": vectors_per_round(graph),
         "spectral_gap": 1.0 - rate if graph.period == 1 else None,
         "consensus_rate": rate,
         "rounds_to_exact": exact,
         "residue_after_period": rate if normal else spectral.residue(graph),
-        "effective_neighbours": spectral.effective_neighbours(graph, gamma),
+        "effective_neighbours": spectral.effective_neighbours(graph),
         "transient_iid": iid,
         "transient_non_iid": non_iid,
     }

@@ -39,7 +39,8 @@ class Group(Protocol):
     All lists run over the slots that live in this process, ``mine``: all of them, or those of one
     of the node's ranks. Calls are collective over these. ``segments`` is the number of shards that
     are updated and exchanged: L, or 1 where slot 0 does it for all (:class:`Whole`). Work on a GPU
-    goes to the device's default stream.
+    goes to the device's default stream. What has a body here is right where all slots are in this
+    process.
     """
 
     slots: int
@@ -53,6 +54,7 @@ class Group(Protocol):
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
         """Per slot an array (rows, columns) on its device that the other slots can reach."""
+        return [torch.zeros(rows, columns, device=device) for device in self.devices]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """``[work(k) for every slot mine[k]]``, all at once."""
@@ -69,23 +71,22 @@ class Group(Protocol):
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
         """Copy every slot's shard into all of ``full``; the shards may be views of it."""
 
-    def reduce_mean(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean over slots, any P, into slot 0's array, returned."""
-
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
         """Copy slot 0's array into those of all slots."""
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum over slots, in slot order, of small float64 arrays (rows, k)."""
+        return added(per_slot)
 
     def works(self) -> None:
-        """Tell the node's other processes that this one is at work: who waits for it waits on."""
+        """Tell the node's other processes, if any, that this one is at work."""
 
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The arrays of all slots, in slot order, in the node's first process; None elsewhere.
 
         Equal shapes and types; those of other processes are copies on the CPU.
         """
+        return list(per_slot)
 
     def close(self) -> None:
         """Release threads and communicators."""
@@ -117,7 +118,7 @@ def added(per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-class Single:
+class Single(Group):
     """One slot: nothing to exchange, and the shard is the whole vector."""
 
     slots = segments = 1
@@ -125,13 +126,9 @@ class Single:
 
     def __init__(self, device: str = "cpu"):
         """``device``: where the slot computes; a GPU becomes the current one."""
-        self.devices: tuple[str, ...] = (device,)
+        self.devices = (device,)
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
-
-    def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """A new array."""
-        return [torch.zeros(rows, columns, device=self.devices[0])]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """Call ``work(0)`` here."""
@@ -148,23 +145,11 @@ class Single:
         if shards[0].data_ptr() != full[0].data_ptr():
             full[0].copy_(shards[0])
 
-    def reduce_mean(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The array itself."""
-        return full[0]
-
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
         """Nothing: there is no other slot."""
 
-    def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The only term."""
-        return per_slot[0]
-
     def works(self) -> None:
         """Nobody waits."""
-
-    def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The array itself."""
-        return list(per_slot)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -185,7 +170,7 @@ class Whole:
         self._inner = inner
         self.slots, self.mine, self.devices = inner.slots, inner.mine, inner.devices
         self.zeros, self.works, self.to_first = inner.zeros, inner.works, inner.to_first
-        self.run, self.reduce_mean, self.broadcast = inner.run, inner.reduce_mean, inner.broadcast
+        self.run, self.broadcast = inner.run, inner.broadcast
 
     def on_shards(self, work: Callable[[int], T]) -> list[T]:
         """Call ``work(0)`` here, where slot 0 runs."""
@@ -193,7 +178,8 @@ class Whole:
 
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The whole mean, in slot 0's array."""
-        return [self.reduce_mean(full)]
+        self._inner.all_gather(self._inner.reduce_scatter_mean(full), full)
+        return [full[0]]
 
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
         """Copy slot 0's vector, the only shard, to the other slots."""

@@ -118,7 +118,7 @@ def _listed(devices: str) -> tuple[str, ...]:
 def mistakes(
     setting: str, environ: Mapping[str, str] = os.environ, visible: int | None = None
 ) -> list[str]:
-    """Why the slots that `node.devices` asks for can't be had here, with the remedy."""
+    """Return why the slots that `node.devices` asks for can't be had here, with the remedy."""
     devices = slots_of(setting, environ, visible)
     if devices[0] == "cpu":
         return []

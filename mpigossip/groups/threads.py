@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from mpigossip.groups.base import added, phase
+from mpigossip.groups.base import Group, phase
 from mpigossip.mixing.combine import combine
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ GRACE_S = 10.0
 """Seconds in which the other slots may end their work once one has failed."""
 
 
-class Threads:
+class Threads(Group):
     """L slots on this machine's cores or on one GPU; slot 0 runs in the calling thread."""
 
     def __init__(
@@ -61,10 +61,6 @@ class Threads:
             except BaseException as error:  # noqa: BLE001 - raised again where run() was called
                 done.put((slot, None, error))
 
-    def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """New arrays."""
-        return [torch.zeros(rows, columns, device=device) for device in self.devices]
-
     def run(self, work: Callable[[int], T]) -> list[T]:
         """``work(slot)`` on all slots at once; the first failure by slot is raised here.
 
@@ -99,23 +95,14 @@ class Threads:
     @phase("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Slot l sums its columns over all slots, into those of slot 0's array."""
-        self._sum_columns(full)
-        return list(full[0].chunk(self.slots, dim=1))
-
-    def reduce_mean(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All of slot 0's array, summed by all slots."""
-        self._sum_columns(full)
-        return full[0]
-
-    def _sum_columns(self, full: Sequence[torch.Tensor]) -> None:
         columns = [array.chunk(self.slots, dim=1) for array in full]
         weights = [1 / self.slots] * self.slots
 
         def sum_part(slot: int) -> None:
-            if slot < len(columns[0]):  # chunk() of fewer columns than slots gives fewer parts
-                combine(weights, [parts[slot] for parts in columns], columns[0][slot])
+            combine(weights, [parts[slot] for parts in columns], columns[0][slot])
 
         self.run(sum_part)
+        return list(columns[0])
 
     @phase("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
@@ -132,16 +119,8 @@ class Threads:
         """Each slot fetches slot 0's array."""
         self.run(lambda slot: full[slot].copy_(full[0]) if slot else None)
 
-    def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum in slot order."""
-        return added(per_slot)
-
     def works(self) -> None:
         """All slots are here."""
-
-    def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The arrays themselves."""
-        return list(per_slot)
 
     def close(self) -> None:
         """End the slots' threads."""

@@ -5,7 +5,11 @@ On CPUs, over gloo, for tests only: threads and shared memory are faster there. 
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -24,10 +28,14 @@ from mpigossip.cluster.process_groups import (
 )
 from mpigossip.cluster.world import World
 from mpigossip.groups.base import Group, GroupError, phase
-from mpigossip.groups.watchdog import Watchdog
 from mpigossip.mixing.combine import combine
 
 T = TypeVar("T")
+
+EVERY_S = 0.5
+"""Seconds between two checks."""
+GRACE_S = 10.0
+"""Seconds in which the training thread may raise the failure itself, unless it hangs too."""
 
 
 class TorchGroup:
@@ -79,8 +87,7 @@ class TorchGroup:
     @phase("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Each slot's shard of the mean, in its own array; P must be a multiple of L."""
-        width, rest = divmod(full[0].shape[1], self.slots)
-        if rest:
+        if full[0].shape[1] % self.slots:
             raise GroupError(
                 f"{full[0].shape[1]} elements can't be split into {self.slots} equal shards; pad "
                 "the vector"
@@ -90,7 +97,7 @@ class TorchGroup:
 
         def reduce(k: int) -> None:
             if self._order == "slots":
-                self._sum(k, full[k], [width] * self.slots, shards[k])
+                self._sum(k, full[k], shards[k])
                 return
             for row, shard in zip(full[k], shards[k], strict=True):  # in place
                 self._wait(k, self._groups[k]._reduce_scatter_base(shard, row))
@@ -109,30 +116,6 @@ class TorchGroup:
 
         self._together("all-gather", gather)
 
-    def reduce_mean(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean over slots, any P, in the array of the first slot here; valid in slot 0's."""
-        widths = [part.shape[1] for part in full[0].chunk(self.slots, dim=1)]
-        widths += [0] * (self.slots - len(widths))
-        none = [0] * self.slots
-        self._reserve(len(full[0]) * self.slots * widths[0])
-
-        def reduce(k: int) -> None:
-            if self._order == "nccl":
-                self._wait(k, self._groups[k].reduce(full[k], 0))
-                full[k].mul_(1 / self.slots)
-                return
-            slot = self.mine[k]
-            mine = full[k].split(widths, dim=1)[slot]
-            self._sum(k, full[k], widths, mine)
-            for row, part in zip(full[k], mine, strict=True):  # to slot 0, which has its own
-                into, given = (row[widths[0] :], part[:0]) if slot == 0 else (part[:0], part)
-                received = [0, *widths[1:]] if slot == 0 else none
-                sent = [0 if slot == 0 else len(part), *none[1:]]
-                self._wait(k, self._groups[k].alltoall_base(into, given, received, sent))
-
-        self._together("reduce", reduce)
-        return full[0]
-
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
         """Copy slot 0's array into those of all slots."""
         self._together("broadcast", lambda k: self._wait(k, self._groups[k].broadcast(full[k], 0)))
@@ -146,15 +129,15 @@ class TorchGroup:
         self._groups, self._scratch = [], []
         self._host.close()
 
-    def _sum(self, k: int, array: torch.Tensor, widths: list[int], out: torch.Tensor) -> None:
+    def _sum(self, k: int, array: torch.Tensor, out: torch.Tensor) -> None:
         """The mean of all slots' elements of the k-th slot here, in slot order."""
         rows, width = out.shape
+        widths = [width] * self.slots
         received = self._scratch[k][: rows * self.slots * width].view(rows, self.slots * width)
         for row, into in zip(array, received, strict=True):
-            self._wait(k, self._groups[k].alltoall_base(into, row, [width] * self.slots, widths))
-        if width:
-            terms = received.view(rows, self.slots, width).unbind(1)
-            combine([1 / self.slots] * self.slots, terms, out)
+            self._wait(k, self._groups[k].alltoall_base(into, row, widths, widths))
+        terms = received.view(rows, self.slots, width).unbind(1)
+        combine([1 / self.slots] * self.slots, terms, out)
 
     def _reserve(self, elements: int) -> None:
         """Allocate memory for other slots' elements, before any launches: it may wait for all."""
@@ -212,3 +195,76 @@ class TorchGroup:
         """Wait for all devices."""
         for device in self.devices if self._on_gpus else ():
             torch.cuda.synchronize(device)
+
+
+class Watchdog:
+    """A thread that ends the job if a collective fails or isn't done in time."""
+
+    def __init__(self, timeout_s: float, remedy: str, end: Callable[[str], None] | None = None):
+        """``end``: called at last; None: :func:`end_job`."""
+        self.timeout_s, self._remedy, self._end = timeout_s, remedy, end or end_job
+        self._calls: deque[tuple[str, float, Sequence[tuple[str, Any]]]] = deque()
+        self._failure = ""
+        self._stop, self._noticed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="mpigossip-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start to check."""
+        self._thread.start()
+
+    def track(self, call: str, works: Sequence[tuple[str, Any]]) -> None:
+        """Watch a collective that was begun: device and torch's work of each slot."""
+        self._calls.append((call, time.monotonic(), works))
+
+    def check(self) -> None:
+        """Raise GroupError if a failure was found."""
+        if self._failure:
+            self._noticed.set()
+            raise GroupError(self._failure)
+
+    def look(self, now: float) -> str:
+        """Return the failure at this time (monotonic, seconds), or an empty string."""
+        while self._calls:
+            call, began, works = self._calls[0]
+            open_on = []
+            for device, work in works:
+                try:
+                    if not work.is_completed():
+                        open_on.append(device)
+                except RuntimeError as error:
+                    reason = str(error).splitlines()[0]
+                    return f"{device} was lost during {call}: {reason}; {self._remedy}"
+            if open_on:
+                if now - began <= self.timeout_s:
+                    return ""
+                where = ", ".join(sorted({*open_on}))
+                limit = f"{self.timeout_s:g} s (node.timeout_s)"
+                return f"{call} is not done on {where} after {limit}; {self._remedy}"
+            self._calls.popleft()
+        return ""
+
+    def _watch(self) -> None:
+        while not self._stop.wait(EVERY_S):
+            self._failure = self.look(time.monotonic())
+            if self._failure:
+                # the vector is invalid: nobody may go on and save it
+                if not self._noticed.wait(GRACE_S) and not self._stop.is_set():
+                    self._end(self._failure)
+                return
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(2 * EVERY_S)
+
+
+def end_job(text: str) -> None:
+    """End the job from a thread: the hook of an open world aborts all ranks, else this process."""
+    try:
+        raise GroupError(text)
+    except GroupError as error:
+        args = (type(error), error, error.__traceback__, threading.current_thread())
+        threading.excepthook(threading.ExceptHookArgs(args))
+    sys.stderr.flush()
+    os._exit(1)

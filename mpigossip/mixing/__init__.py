@@ -10,7 +10,7 @@ from mpigossip.cluster.world import World
 
 if TYPE_CHECKING:
     from mpigossip.mixing.base import Layout, Mixer
-    from mpigossip.mixing.faults import Ages
+    from mpigossip.mixing.delayed import Ages
 
 MIXERS = {
     ("synchronous", "process"): "simulated.Simulated",
@@ -53,14 +53,8 @@ def open_mixer(
         "world": world, "same_host": same_host, "exchange": exchange, "timeout_s": timeout_s,
         "ages": ages,
     }  # fmt: skip
-    made = mixer_class(mixer, _where(layout, world))
+    on_devices = set(layout.devices) - {"cpu"}
+    where = "survivors" if world.survives else "devices" if on_devices else "ranks"
+    made = mixer_class(mixer, "process" if world.comm is None else where)
     takes = inspect.signature(made).parameters
     return made(graph, layout, **{name: given[name] for name in takes if name in given})
-
-
-def _where(layout: Layout, world: World) -> str:
-    if world.comm is None:
-        return "process"
-    if world.survives:
-        return "survivors"
-    return "devices" if set(layout.devices) - {"cpu"} else "ranks"

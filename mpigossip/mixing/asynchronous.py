@@ -72,7 +72,7 @@ class Copy:
 
 
 class Asynchronous(OfRank):
-    """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`).
+    """The mixer of one rank.
 
     ``outbox`` and ``finish`` wait for no other rank; GLOBAL rounds and the averages off the hot
     path do. ``torn`` counts reads that were not whole, ``skipped`` exchanges that were left out
@@ -86,12 +86,8 @@ class Asynchronous(OfRank):
         super().__init__(graph, layout, world, timeout_s)
         self.torn, self.skipped = 0, 0
         self._open_window()
-        self._thread = ProgressThread(
-            self._comm,
-            threaded=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
-            poll=len(set(world.hosts)) > 1,
-            timeout_s=timeout_s,
-        )
+        poll = len(set(world.hosts)) > 1
+        self._thread = ProgressThread(self._comm, timeout_s=timeout_s, poll=poll)
         copy = self._map.copy
         self._copies = [Copy(torch.zeros(copy, dtype=torch.uint8)) for _ in range(graph.degree)]
         self._result = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -102,7 +98,7 @@ class Asynchronous(OfRank):
 
     @property
     def threaded(self) -> bool:
-        """Whether any thread may make its rounds, one at a time."""
+        """Return whether any thread may make its rounds, one at a time."""
         return self._thread.threaded
 
     @staticmethod
@@ -123,15 +119,13 @@ class Asynchronous(OfRank):
         """The window in MPI's memory, as mapped."""
         self._readers = [readers(self.graph, node) for node in range(self.n)]
         where = self._map = Map.of(self.graph, self.layout)
-        self._head, self._stride = where.head, where.stride
-        self._bells_at, self._places_at = where.bells, where.places
-        room = self._places_at + self._stride * len(self._readers[self.rank])
+        room = where.places + where.stride * len(self._readers[self.rank])
         self._window = open_window(MPI.Win.Allocate, room, self._comm)
         memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:room].zero_()
         self._memory = memory
-        self._words = memory[: self._head].numpy().view(np.int64)
-        self._bells = memory[self._bells_at : self._places_at].numpy().view(np.int64)
-        self._message = memory[self._head : self._head + self.layout.nbytes]
+        self._words = memory[: where.head].numpy().view(np.int64)
+        self._bells = memory[where.bells : where.places].numpy().view(np.int64)
+        self._message = memory[where.head : where.head + self.layout.nbytes]
         self._out: Segments | None = self.layout.views(self._message)
         self._words[ROUND] = -1
         self._window.Sync()
@@ -179,7 +173,7 @@ class Asynchronous(OfRank):
         """One read of rank j's header and model between its two counters."""
         counters = np.zeros(2, np.int64)
         self._get(counters[:1].view(np.uint8), j, 8 * DONE)
-        self._get(copy.memory.numpy()[: self._bells_at - 8 * ROUND], j, 8 * ROUND)
+        self._get(copy.memory.numpy()[: self._map.bells - 8 * ROUND], j, 8 * ROUND)
         self._get(counters[1:].view(np.uint8), j, 8 * BEGUN)
         copy.whole = self._is_whole(int(counters[0]), int(counters[1]))
 
@@ -216,7 +210,7 @@ class Asynchronous(OfRank):
                 self.skipped += 1
                 continue
             seen.append(t - int(copy.head[0]))
-            model = copy.memory[self._head - 8 * ROUND :]
+            model = copy.memory[self._map.head - 8 * ROUND :]
             for dtype, part in self.layout.parts:
                 own, other = self._message[part].view(dtype), model[part].view(dtype)
                 other.copy_(flow(float(weight) / 2, own, other))
@@ -230,20 +224,20 @@ class Asynchronous(OfRank):
             self._pushed = self._thread.submit(lambda: self._deposit(deposits))
 
     def _may_take(self, copy: Copy, j: int) -> bool:
-        """Whether there is a whole copy that includes this rank's last deposit."""
+        """Return whether there is a whole copy that includes this rank's last deposit."""
         published = copy.whole and copy.head[0] >= 0
         return published and copy.head[INCLUDED - ROUND + self.rank] == self._made[j]
 
     def _deposit(self, deposits: list[tuple[int, int, torch.Tensor]]) -> None:
         """Put what was taken into the places for it, then ring; runs in the progress thread."""
         for j, number, message in deposits:
-            base = self._places_at + self._readers[j].index(self.rank) * self._stride
+            base = self._map.places + self._readers[j].index(self.rank) * self._map.stride
             for at in range(0, message.numel(), CUT):
                 part = message[at : at + CUT].numpy()
                 self._window.Put([part, MPI.BYTE], j, [base + at, part.size, MPI.BYTE])
             self._window.Flush(j)
             bell = np.array([number], np.int64).view(np.uint8)
-            self._window.Put([bell, MPI.BYTE], j, [self._bells_at + 8 * self.rank, 8, MPI.BYTE])
+            self._window.Put([bell, MPI.BYTE], j, [self._map.bells + 8 * self.rank, 8, MPI.BYTE])
             self._window.Flush(j)
 
     def _take_in(self) -> None:
@@ -253,7 +247,7 @@ class Asynchronous(OfRank):
             number = int(self._bells[j])
             if number == self._included[j]:
                 continue
-            at = self._places_at + place * self._stride
+            at = self._map.places + place * self._map.stride
             deposit = self._memory[at : at + self.layout.nbytes]
             for dtype, part in self.layout.parts:
                 self._result[part].view(dtype).sub_(deposit[part].view(dtype))
@@ -274,7 +268,7 @@ class Asynchronous(OfRank):
         self._meet("a meeting of all ranks")
 
     def pending(self) -> Segments:
-        """What has arrived here and isn't taken in yet, (1, p) a vector; all ranks meet for it."""
+        """Return deposits received and not applied yet, (1, p) a vector; collective."""
         if self._round is not None:
             self.finish()
         self._arrive()

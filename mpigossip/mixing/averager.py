@@ -27,9 +27,9 @@ TYPES = {
 
 
 class Averager:
-    """``x_i <- Σ_j W(t)[i, j] x_j`` over the nodes of a graph, round after round; rank i is node i.
+    """Average arrays with neighbours: ``x_i <- Σ_j W(t)[i, j] x_j``; rank i is node i.
 
-    Arrays of numpy or torch, float32 or float64, of one shape, in any memory order::
+    Each call is the graph's next round::
 
         with mpigossip.world() as world:
             averager = mpigossip.Averager(world, "one-peer-exponential", like=x)
@@ -40,19 +40,23 @@ class Averager:
 
     Where the graph's rounds multiply to the exact average (one-peer-exponential with n = 2^τ after
     τ rounds, base-2 … base-5 with any n, complete after one), all nodes hold it then, but for
-    rounding. The values are those of the start: x may be written meanwhile. No gradient of autograd
-    passes. All nodes have to take part in every round, and call several Averagers in one order.
+    rounding. No gradient of autograd passes. All nodes have to take part in every round, and call
+    several Averagers in one order. `round` counts the rounds.
     """
 
     def __init__(
         self, world: World, graph: Any, like: Any, *, same_host: str = "read", **options: Any
     ):
-        """Collective. ``like``: an array of the type, dtype, shape and device of all that comes.
+        """Allocate the memory of the exchange; collective.
 
-        ``graph``: a name, with its ``options`` and ``weights``, ``seed``, ``lazy`` as in a job; or
-        a graph of mpigossip or networkx. ``same_host = "put"``: neighbours on one host exchange as
-        those on different hosts do. Who is late is named after ``world.timeout_s``. JobError, on
-        all ranks, for what can't be averaged or differs between ranks.
+        :param world: of :func:`mpigossip.world`; its ``timeout_s`` limits each wait
+        :param graph: over ``world.size`` nodes: what :func:`mpigossip.graph` takes
+        :param like: a numpy array or torch tensor, float32 or float64, of the shape and on the
+            device of all that will be averaged; its values don't matter
+        :param same_host: "read": neighbours on one host read each other's memory; "put": they
+            exchange as those on different hosts do
+        :param options: ``weights``, ``seed``, ``lazy`` and the graph's own, as in a job
+        :raises JobError: on all ranks, for what can't be averaged or differs between ranks
         """
         with world.together(Mistake):
             if (
@@ -87,11 +91,16 @@ class Averager:
         self._world, self._every = world, vars(world).setdefault("averagers", [])
         self._every.append(self)
         self._number, self._ordered = len(self._every), 1
+        self._finishing = deadline.calling(f"finish() of Averager {self._number}")
         atexit.unregister(report_unused)
         world.resources.callback(self.close)
 
     def start(self, x: Any) -> None:
-        """Begin the round's exchange with the values of ``x``; return at once."""
+        """Begin the round's exchange with the values of ``x``; return at once.
+
+        :param x: an array as ``like``; it may be written to before :meth:`finish`
+        :raises JobError: where the last exchange isn't finished, or ``x`` isn't as ``like``
+        """
         mixer = self._ready("start", x)
         if self._open:
             raise JobError(
@@ -111,24 +120,31 @@ class Averager:
         self._open = True
 
     def finish(self, out: Any = None) -> Any:
-        """Wait for neighbours; return the average with theirs, in ``out`` or a new array."""
+        """Wait for neighbours, and return the weighted average.
+
+        :param out: the array to write it into; None: a new one
+        :raises LateError: where a neighbour doesn't come within ``world.timeout_s`` seconds
+        """
         mixer = self._ready("finish", out=out)
         if not self._open:
             raise JobError(["finish: no exchange is under way; start(x) begins one"])
         deadline.steps = self.round
-        with deadline.calling(f"finish() of Averager {self._number}"):
+        with self._finishing:
             _, (mixed,) = mixer.finish()
         self._open, self.round = False, self.round + 1
         return self._given(self._shaped(mixed[0]), out)
 
     def average(self, x: Any, out: Any = None) -> Any:
-        """Call ``start(x)`` and ``finish(out)``; ``out`` may be ``x``."""
+        """Call :meth:`start` with ``x`` and :meth:`finish` with ``out``, which may be ``x``."""
         self._ready("average", x, out)
         self.start(x)
         return self.finish(out)
 
     def mean(self, x: Any, out: Any = None) -> Any:
-        """Return the mean over nodes, bitwise identical on each; does not advance the graph."""
+        """Return the mean of ``x`` over nodes, bitwise identical on each; collective.
+
+        It goes into ``out`` or a new array, and does not advance the graph.
+        """
         mixer = self._ready("mean", x, out)
         row = torch.zeros(1, *mixer.layout.widths, dtype=TYPES[self._dtype], device=self._device)
         self._copy(x, self._shaped(row))

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.world import World
-from mpigossip.mixing.base import Common, Layout
+from mpigossip.mixing.base import Layout, Mixer
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.device.memory import current
 from mpigossip.mixing.notifications import called, everybody, wait_all
@@ -115,7 +115,7 @@ def swap_by_messages(comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank
     return waited + wait_all(sent, timeout_s, late, comm=comm)
 
 
-class OfRank(Common):
+class OfRank(Mixer):
     """What the mixers between ranks have: rank i is node i; exact averages, off the hot path."""
 
     def __init__(self, graph, layout: Layout, world: World, timeout_s: float):

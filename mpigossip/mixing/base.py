@@ -1,11 +1,12 @@
-"""What happens between nodes: the contract of a mixer, and what all mixers have in common."""
+"""Contract of a mixer, the communication backend between nodes; layout of a message."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ class Layout:
         """Return the bytes on the wire of so many columns of a vector."""
         return self.dtype.itemsize * columns if self.wire.exact else self.wire.nbytes(columns)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one slot's message in memory: its vectors in full, scalars in float64."""
         return self.dtype.itemsize * self.vectors * self.widths[0] + 8 * self.scalars
@@ -78,12 +79,12 @@ class Layout:
         """``nbytes`` where messages are encoded, for :func:`traffic`; else None."""
         return None if self.wire.exact else self.nbytes
 
-    @property
+    @cached_property
     def sent_bytes(self) -> int:
         """Bytes of one node's message on the wire."""
         return self.slots * self.slot_sent_bytes
 
-    @property
+    @cached_property
     def fields(self) -> list[tuple[int, slice]]:
         """A slot's vectors, then its scalars, in the order sent: (index, all of its columns)."""
         vectors = [(k, slice(0, self.widths[0])) for k in range(self.vectors)]
@@ -103,7 +104,7 @@ class Layout:
             parts.append((torch.float64, slice(scalars_at, self.slot_bytes)))
         return parts
 
-    @property
+    @cached_property
     def parts(self) -> list[tuple[torch.dtype, slice]]:
         """The ranges of one type in the node's message in memory."""
         begins = range(0, self.nbytes, self.slot_bytes) if self.nbytes else ()
@@ -139,27 +140,29 @@ class Layout:
         ]
 
 
-class Mixer(Protocol):
+class Mixer:
     """Between nodes; built once from graph, layout and wire.
 
     Use: ``outbox(t)``, fill it whole, ``start(kind, t)``, compute, ``finish()``. Rounds of kind
     GOSSIP are consecutive; LOCAL and GLOBAL exchanges carry the clock's present value.
     """
 
-    n: int
     layout: Any
     """Of the messages: a `Layout`, or what has its widths, nbytes, sent_bytes and raw_bytes."""
     bytes_sent: list[int]
     """Bytes that each local node has put on the wire so far."""
-    synchronous: bool
+    synchronous = True
     """Whether a round waits for its neighbours."""
     staleness: list[float]
     """Rounds that what each local node saw of others in the last GOSSIP exchange was behind its
     own (mean over those seen): 0 where synchronous, NaN where it saw none, < 0 of nodes ahead."""
+    _near: Sequence[frozenset[int]] = ()
 
-    @property
-    def rows(self) -> Sequence[int]:
-        """Which nodes live here."""
+    def __init__(self, graph, layout: Any, rows: Sequence[int]):
+        """Nothing sent, nothing waited; ``rows``: the nodes that live here."""
+        self.graph, self.layout, self.n, self.rows = graph, layout, graph.n, rows
+        self.bytes_sent, self.staleness = [0] * len(rows), [0.0] * len(rows)
+        self._waited = 0.0
 
     @property
     def exchange_seconds(self) -> float:
@@ -167,13 +170,16 @@ class Mixer(Protocol):
 
         What of them wasn't waited for was hidden behind computing.
         """
+        return 0.0
 
     @property
     def wait_seconds(self) -> float:
         """Seconds spent waiting for other nodes so far."""
+        return self._waited
 
     def outbox(self, t: int) -> Segments:
         """Arrays to fill whole; old contents undefined. Waits until their readers are done."""
+        raise NotImplementedError
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
         """Publish the outbox and begin the exchange of round t; returns at once.
@@ -181,6 +187,7 @@ class Mixer(Protocol):
         A lossy wire quantizes the outbox in place, unless LOCAL. ``exchange`` numbers exchanges
         of all kinds since the run's beginning and keys the random rounding (unset: t).
         """
+        raise NotImplementedError
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
         """``sent``, ``mixed``: read-only, valid until the next :meth:`outbox`.
@@ -190,44 +197,15 @@ class Mixer(Protocol):
         message is one float32 vector, on all ranks alike: ``mixed`` may be it, where the sum is
         formed only now.
         """
+        raise NotImplementedError
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Exact average over nodes of x (rows, p), in node order: shape (p,), equal bits."""
+        raise NotImplementedError
 
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
         """The same for small float64 arrays (rows, k) -> (k,)."""
-
-    def memory(self, averages: bool = True) -> dict[str, int]:
-        """Bytes by purpose that the messages of one of the nodes here take, at most.
-
-        ``averages``: GLOBAL rounds are to come, too.
-        """
-
-    def close(self) -> None:
-        """Finish an open round, receive outstanding notifications, free the memory; collective."""
-
-
-class Common:
-    """What every mixer has: the nodes that live here, and what they have sent and waited."""
-
-    synchronous = True
-    _near: Sequence[frozenset[int]] = ()
-
-    def __init__(self, graph, layout: Layout, rows: Sequence[int]):
-        """Nothing sent, nothing waited; ``rows``: the nodes that live here."""
-        self.graph, self.layout, self.n, self.rows = graph, layout, graph.n, rows
-        self.bytes_sent, self.staleness = [0] * len(rows), [0.0] * len(rows)
-        self._waited = 0.0
-
-    @property
-    def exchange_seconds(self) -> float:
-        """Seconds that the progress thread was busy so far; 0 where there is none."""
-        return 0.0
-
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds spent waiting for other nodes so far."""
-        return self._waited
+        return self.mean(values)
 
     @staticmethod
     def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
@@ -238,12 +216,18 @@ class Common:
         return {"outbox": layout.nbytes, "result": layout.nbytes}
 
     def memory(self, averages: bool = True) -> dict[str, int]:
-        """Bytes by purpose that the messages of one of the nodes here take, at most."""
+        """Bytes by purpose that the messages of one of the nodes here take, at most.
+
+        ``averages``: GLOBAL rounds are to come, too.
+        """
         return self.estimate_memory(self.graph, self.layout, self.rows[0], self._near, averages)
+
+    def close(self) -> None:
+        """Finish an open round, receive outstanding notifications, free the memory; collective."""
 
 
 def is_average(graph, t: int) -> bool:
-    """Whether W(t) = 11ᵀ/n, so that round t is one global average (n > 2)."""
+    """Return whether W(t) = 11ᵀ/n, so that round t is one global average (n > 2)."""
     if graph.n <= 2 or graph.degree < graph.n - 1:
         return False
     if graph.complete:

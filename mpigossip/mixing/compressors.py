@@ -1,4 +1,4 @@
-"""Every wire by name: few bits a value, or few values, of buckets of 512 columns."""
+"""Compressors by name: quantization and sparsification in buckets of 512 elements."""
 
 from __future__ import annotations
 
@@ -181,9 +181,9 @@ def _chosen(buckets: torch.Tensor, k: int) -> torch.Tensor:
     return torch.where(size[:, :k] > 0, order[:, :k], order[:, :1]).sort(dim=1).values
 
 
-def top_k(kept: float) -> Wire:
-    """The k = ⌈512 · kept⌉ values of largest modulus of each bucket: 5 k + 2 bytes a bucket."""
-    k = math.ceil(BUCKET * kept)
+def top_k(density: float) -> Wire:
+    """The k = ⌈512 · density⌉ values of largest modulus of each bucket: 5 k + 2 bytes a bucket."""
+    k = math.ceil(BUCKET * density)
 
     def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
         order = _chosen(buckets, k)
@@ -197,13 +197,13 @@ def top_k(kept: float) -> Wire:
     return Wire("top-k", (4 * k, 2, k), encode, decode, biased=True)
 
 
-def top_k_int2(kept: float) -> Wire:
+def top_k_int2(density: float) -> Wire:
     """The values of :func:`top_k` in two bits: what SparseLoCo sends. 1¼ k + 6 bytes a bucket.
 
     The nearest of s · (−1, −⅓, ⅓, 1), s the bucket's largest |v|. A contraction only up to k = 9:
     small values become ⅓ s, so that ‖Q(v) − v‖² may come near to (k − 1)/9 ‖v‖².
     """
-    k = math.ceil(BUCKET * kept)
+    k = math.ceil(BUCKET * density)
 
     def spread(order: torch.Tensor, level: torch.Tensor, scale: torch.Tensor, out) -> None:
         values = level.to(torch.float32).mul_(2).sub_(3).mul_(scale / 3)
@@ -225,13 +225,13 @@ def top_k_int2(kept: float) -> Wire:
     return Wire("top-k-int2", (4, 2, -(-k // 4), k), encode, decode, biased=True)
 
 
-def random_k(kept: float, seed: int) -> Wire:
-    """⌈512 · kept⌉ neighbouring values of each bucket from a random place on: 4 bytes each.
+def random_k(density: float, seed: int) -> Wire:
+    """⌈512 · density⌉ neighbouring values of each bucket from a random place on: 4 bytes each.
 
     The places run around the bucket's end, so that each value is as likely as any other; a run
     needs one number where independent places would need one each.
     """
-    k = math.ceil(BUCKET * kept)
+    k = math.ceil(BUCKET * density)
 
     def places(start: torch.Tensor) -> torch.Tensor:
         return (start.view(torch.int32).long() + torch.arange(k, device=start.device)) % BUCKET
@@ -250,9 +250,9 @@ def random_k(kept: float, seed: int) -> Wire:
     return Wire("random-k", (4 * k, 4), encode, decode, seed, biased=True)
 
 
-def shared_k(kept: float, seed: int) -> Wire:
+def shared_k(density: float, seed: int) -> Wire:
     """The values of :func:`random_k` at places that are the same on all nodes (SPARTA)."""
-    return random_k(kept, seed)._replace(name="shared-k", shared=True)
+    return random_k(density, seed)._replace(name="shared-k", shared=True)
 
 
 WIRES: dict[str, Callable[..., Wire]] = {
@@ -269,8 +269,8 @@ WIRES: dict[str, Callable[..., Wire]] = {
 """Every wire by the name that `node.wire` has for it; parameters are those of :func:`wire`."""
 
 
-def wire(name: str = "fp32", levels: int = 127, kept: float = 0.01, seed: int = 0) -> Wire:
-    """The encoding that a job names by `node.wire`, `node.levels` and `node.kept`."""
-    given = {"levels": levels, "kept": kept, "seed": seed}
+def wire(name: str = "fp32", levels: int = 127, density: float = 0.01, seed: int = 0) -> Wire:
+    """The encoding that a job names by `node.wire`, `node.levels` and `node.density`."""
+    given = {"levels": levels, "density": density, "seed": seed}
     takes = inspect.signature(WIRES[name]).parameters
     return WIRES[name](**{key: given[key] for key in takes})

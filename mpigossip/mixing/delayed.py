@@ -1,20 +1,92 @@
 """Asynchronous gossip of n nodes in this process, deterministic: a delay table says who sees what.
 
-The rule of :mod:`mpigossip.mixing.asynchronous`, with the table in the place of chance.
+The rule of :mod:`mpigossip.mixing.asynchronous`, with the table in the place of chance. A *delay
+table* is a function t -> int array (n, n): entry [i, j] tells how many rounds old what node i sees
+of node j at its round t is (0: of the same round), or −1 where it sees nothing. Slow nodes and lost
+links are drawn from a seed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from mpigossip.mixing.base import Kind, Layout, Segments, traffic
-from mpigossip.mixing.faults import OLDEST, Ages
 from mpigossip.mixing.simulated import Simulated
+
+Ages = Callable[[int], np.ndarray]
+
+OLDEST = 16
+"""Rounds that a copy may be old: the simulator keeps so many, and shows the oldest beyond."""
+
+
+def table(ages: np.ndarray) -> Ages:
+    """The delay table that goes through an int array (rounds, n, n) again and again."""
+    return lambda t: ages[t % len(ages)]
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Which nodes are slow when, and which links fail; a function of (seed, round) alone.
+
+    In each stretch of ``steps`` rounds ``slow`` nodes, drawn anew, compute ``times`` longer. A
+    node sees nothing of another one in a round with probability ``lost``. All nodes meet every
+    ``meet`` rounds (where the log is gathered), so that none falls behind for ever.
+    """
+
+    n: int
+    seed: int = 0
+    times: float = 1.0
+    slow: int = 1
+    steps: int = 10
+    lost: float = 0.0
+    meet: int = 50
+
+    def costs(self, t: int) -> np.ndarray:
+        """Return how long each node computes in its round t, in units of the normal time: (n,)."""
+        cost = np.ones(self.n)
+        cost[_drawn((self.seed, 1, t // self.steps), self.n)[: self.slow]] = self.times
+        return cost
+
+    def ages(self, t: int) -> np.ndarray:
+        """The delay table at round t: what node i sees of j is its newest copy at that moment.
+
+        Node i ends its round t at T_i(t), the sum of its costs since all met last; it sees round
+        s of j, the last with T_j(s) ≤ T_i(t). A node that is ahead is shown as of round t.
+        """
+        ages = np.zeros((self.n, self.n), np.int64)
+        if self.times > 1:
+            block, k = divmod(t, self.meet)
+            ends = _ends(self, block)[: k + 1]
+            for i in range(self.n):
+                ages[i] = np.minimum(k + 1 - (ends <= ends[k, i]).sum(axis=0), OLDEST)
+        if self.lost:
+            words = _words((self.seed, 2, t), self.n * self.n).reshape(self.n, self.n)
+            ages[words < self.lost * 2.0**64] = -1
+        return ages
+
+
+def _words(key: tuple[int, ...], count: int) -> np.ndarray:
+    """``count`` uint64 from the key alone (Philox: numpy promises its stream for all versions)."""
+    return np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
+
+
+@lru_cache(maxsize=64)
+def _drawn(key: tuple[int, ...], n: int) -> np.ndarray:
+    return np.argsort(_words(key, n), kind="stable")
+
+
+@lru_cache(maxsize=4)
+def _ends(faults: Faults, block: int) -> np.ndarray:
+    """T_i(t) of the rounds between two meetings, (meet, n)."""
+    first = block * faults.meet
+    return np.cumsum([faults.costs(t) for t in range(first, first + faults.meet)], axis=0)
 
 
 def readers(graph, node: int) -> list[int]:
@@ -26,7 +98,7 @@ def readers(graph, node: int) -> list[int]:
 
 
 def flow(weight: float, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """What a node takes from another one: weight · (other − own), a new array."""
+    """Return what a node takes from another one: weight · (other − own), a new array."""
     return torch.sub(other, own).mul_(weight)
 
 
@@ -48,7 +120,7 @@ class Delayed(Simulated):
     synchronous = False
 
     def __init__(self, graph, layout: Layout, ages: Ages):
-        """``ages(t)``: int array (n, n), see :mod:`mpigossip.mixing.faults`."""
+        """``ages``: the delay table."""
         super().__init__(graph, layout)
         self._ages = ages
         self._past: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=OLDEST + 1)
@@ -126,7 +198,7 @@ class Delayed(Simulated):
         self._under_way = left
 
     def pending(self) -> Segments:
-        """What is under way: the sum of deposits that nobody has taken in yet, (1, p) a vector."""
+        """Return the sum of deposits in flight, applied by nobody yet, (1, p) a vector."""
         total = [torch.zeros_like(part[:1]) for part in _flat(self._out)]
         for one in self._under_way:
             for into, part in zip(total, one.parts, strict=True):

@@ -100,7 +100,7 @@ class Notifications:
 
 
 def called(comm: MPI.Comm, rank: int) -> str:
-    """What messages call a rank of a communicator: by its number in the world."""
+    """Return the name of a rank of a communicator in messages: by its number in the world."""
     return f"rank {next(iter(numbers(comm, [rank])), rank)}"
 
 

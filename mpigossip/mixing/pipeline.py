@@ -7,8 +7,7 @@ So the wire is hardly ever idle, and little is left to do when the last chunk ar
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -75,8 +74,7 @@ class Pipeline:
         r.full = [rank for rank, _ in r.plan.targets]
         self._transport.begin(r, self._buffers.sent)
         if r.inline:
-            with self._kept():
-                self._advance(r)
+            self._kept(self._advance, r)
         else:
             r.future = self._thread.submit(partial(self.run, r))
 
@@ -85,18 +83,19 @@ class Pipeline:
 
         Waits for free buffers at the readers, then for the sources' chunks.
         """
+        self._kept(self._run, r)
+
+    def _run(self, r: Round) -> None:
         advance, late = partial(self._advance, r), partial(self._late, r)
         pause, whom = partial(self._pause, r), partial(self._whom, r)
-        with self._kept():
-            while not self._over(r):
-                Deadline(self._transport.timeout_s).wait(advance, late, pause, whom)
-            self._buffers.complete()
+        while not self._over(r):
+            Deadline(self._transport.timeout_s).wait(advance, late, pause, whom)
+        self._buffers.complete()
 
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """After a failure inside, keep the memory that MPI may still write into."""
+    def _kept(self, work: Callable[[Round], Any], r: Round) -> None:
+        """Do the work; after a failure, keep the memory that MPI may still write into."""
         try:
-            yield
+            work(r)
         except BaseException:
             abandoned.append(self._transport)
             raise

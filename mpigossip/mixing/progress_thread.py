@@ -28,7 +28,7 @@ LEAVE_S = 1.0
 class ProgressThread:
     """The progress thread: runs jobs in order, keeps MPI moving, and can be given up.
 
-    Without ``threaded`` a job runs where it is submitted (an MPI below THREAD_MULTIPLE).
+    Under an MPI below THREAD_MULTIPLE, or without ``threaded``, a job runs where it is submitted.
     With ``poll`` the idle thread enters MPI now and then, as one-sided messages over plain
     networks move only while their target is inside MPI.
     """
@@ -39,9 +39,9 @@ class ProgressThread:
         self,
         comm: MPI.Comm,
         *,
-        threaded: bool,
-        poll: bool,
         timeout_s: float,
+        threaded: bool = True,
+        poll: bool = False,
         cores: frozenset[int] = frozenset(),
         device: str = "cpu",
     ):
@@ -51,7 +51,8 @@ class ProgressThread:
         current in it before anything else, as MPI libraries look for a context.
         """
         self._cores, self._device = cores, device
-        self.threaded, self._comm, self._timeout_s = threaded, comm, timeout_s
+        self.threaded = threaded = threaded and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._comm, self._timeout_s = comm, timeout_s
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.busy = 0.0
@@ -119,8 +120,8 @@ class ProgressThread:
         if self._cores:
             with contextlib.suppress(OSError):  # a core was taken away meanwhile
                 os.sched_setaffinity(0, self._cores)
-        while (job := self._next()) is not None:
-            self._run(*job)
+        while (job := self._next()) is not None:  # waits for the main thread to submit one
+            self._run(*job)  # waits for neighbours: their free buffers, then their chunks
 
     def _next(self) -> tuple[Callable[[], object], Future] | None:
         """The next job, None at the end; meanwhile MPI is entered every POLL_S, if it must be."""

@@ -1,20 +1,20 @@
-"""n nodes in this process: the reference that every transport must equal to the last bit."""
+"""Simulation of n nodes in this process: every transport equals it bitwise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from mpigossip.mixing.base import Common, Kind, Layout, Segments, is_average, traffic
+from mpigossip.mixing.base import Kind, Layout, Mixer, Segments, is_average, traffic
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.wire import encode
 
 KEPT = 64
-"""Rounds of a period up to which who sums what is kept: working it out takes n nodes' time."""
+"""Rounds of which it is kept who sums what: working it out takes n nodes' time."""
 
 
 class Rows(NamedTuple):
@@ -64,7 +64,7 @@ def _cuts(n: int, columns: np.ndarray) -> list[tuple[slice, list[slice]]]:
     ]
 
 
-class Simulated(Common):
+class Simulated(Mixer):
     """All n nodes as rows of the same arrays; a round is a few tensor operations over all rows.
 
     Rows whose neighbours carry the same weights are combined together, by the same
@@ -76,8 +76,8 @@ class Simulated(Common):
         super().__init__(graph, layout, range(graph.n))
         self._out, self._mixed = layout.empty(graph.n), layout.empty(graph.n)
         self._open: tuple[Kind, int] | None = None
-        self._kept: dict[int, list[Rows]] = {}
-        self._sends: dict[tuple, list[int]] = {}
+        self._groups = lru_cache(KEPT)(partial(_groups, graph))
+        self._sends = lru_cache(KEPT)(partial(_sends, graph, layout))
 
     def outbox(self, t: int) -> Segments:
         """Arrays (n, p) to fill whole."""
@@ -88,7 +88,7 @@ class Simulated(Common):
         self._open, layout = (kind, t), self.layout
         if not layout.wire.exact and kind is not Kind.LOCAL:
             encode(layout, self._out, self.rows, t if exchange is None else exchange, None)
-        for node, nbytes in zip(self.rows, self._traffic(kind, t), strict=True):
+        for node, nbytes in zip(self.rows, self._sends(kind, self._clock(t)), strict=True):
             self.bytes_sent[node] += nbytes
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
@@ -102,54 +102,40 @@ class Simulated(Common):
                 average = combine([1 / self.n] * self.n, list(sent.split(1)), mixed[:1])
                 mixed[1:] = average
             return self._out, self._mixed
-        for group in self._groups_of(t):
+        for group in self._groups(self._clock(t)):
             for sent, mixed in _pairs(self._out, self._mixed):
                 group.sum(sent, mixed)
         return self._out, self._mixed
 
-    def _groups_of(self, t: int) -> list[Rows]:
-        """The groups of round t, kept where a graph repeats itself soon."""
-        period = self.graph.period
-        if period is None or period > KEPT:
-            return list(self._groups(t))
-        if t % period not in self._kept:
-            self._kept[t % period] = list(self._groups(t))
-        return self._kept[t % period]
-
-    def _groups(self, t: int) -> Iterator[Rows]:
-        """The rows of round t by their weights."""
-        groups: dict[tuple[float, ...], list[tuple[int, np.ndarray]]] = {}
-        for i in self.rows:
-            sources, weights, own = self.graph.neighbours(t, i)
-            key = (float(own), *(float(w) for w in weights))
-            groups.setdefault(key, []).append((i, sources))
-        for weights, members in groups.items():
-            rows = np.array([i for i, _ in members])
-            columns = np.array([sources for _, sources in members], dtype=np.int64).T
-            yield Rows.of(self.n, weights, rows, columns)
-
-    def _traffic(self, kind: Kind, t: int) -> list[int]:
-        """Bytes that each node sends, kept likewise."""
-        layout, period = self.layout, self.graph.period
-        sizes = layout.sent_bytes, layout.raw_bytes
-        if kind is not Kind.GOSSIP or period is None or period > KEPT:
-            return [traffic(self.graph, kind, t, node, *sizes) for node in self.rows]
-        key = t % period, *sizes
-        if key not in self._sends:
-            self._sends[key] = [traffic(self.graph, kind, t, node, *sizes) for node in self.rows]
-        return self._sends[key]
+    def _clock(self, t: int) -> int:
+        """Return the round of the graph's period that round t is like."""
+        return t % self.graph.period if self.graph.period else t
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Average of the rows of x (n, p), summed in node order: shape (p,)."""
         out = torch.empty_like(x[:1])
         return combine([1 / self.n] * self.n, list(x.split(1)), out)[0]
 
-    def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
-        """Average of the rows of small float64 values (n, k), summed in node order: (k,)."""
-        return self.mean(values)
 
-    def close(self) -> None:
-        """Nothing to release: the arrays go with the object."""
+def _groups(graph, t: int) -> list[Rows]:
+    """Return the rows of round t by their weights."""
+    groups: dict[tuple[float, ...], list[tuple[int, np.ndarray]]] = {}
+    for i in range(graph.n):
+        sources, weights, own = graph.neighbours(t, i)
+        key = (float(own), *(float(w) for w in weights))
+        groups.setdefault(key, []).append((i, sources))
+    found = []
+    for weights, members in groups.items():
+        rows = np.array([i for i, _ in members])
+        columns = np.array([sources for _, sources in members], dtype=np.int64).T
+        found.append(Rows.of(graph.n, weights, rows, columns))
+    return found
+
+
+def _sends(graph, layout: Layout, kind: Kind, t: int) -> list[int]:
+    """Return the bytes that each node sends."""
+    sizes = layout.sent_bytes, layout.raw_bytes
+    return [traffic(graph, kind, t, node, *sizes) for node in range(graph.n)]
 
 
 def _pairs(left: Segments, right: Segments):

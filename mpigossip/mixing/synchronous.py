@@ -17,8 +17,7 @@ from mpigossip.cluster.cores import own_core
 from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import OfRank
 from mpigossip.mixing.base import Kind, Layout, Segments
-from mpigossip.mixing.host.buffers import HostBuffers
-from mpigossip.mixing.host.shared import SharedMemory, rounded, share_memory
+from mpigossip.mixing.host import HostBuffers, SharedMemory, rounded, share_memory
 from mpigossip.mixing.notifications import wait_all
 from mpigossip.mixing.pipeline import Pipeline
 from mpigossip.mixing.plan import (
@@ -46,7 +45,7 @@ STAGED = 1 << 24
 
 
 class Synchronous(OfRank):
-    """The mixer of one rank (contract: :class:`mpigossip.mixing.base.Mixer`)."""
+    """The mixer of one rank."""
 
     def __init__(
         self, graph, layout: Layout, world: World, *, same_host="read", exchange="auto",
@@ -69,6 +68,7 @@ class Synchronous(OfRank):
         self._plan = lru_cache(PLANS)(
             partial(Plan.of, graph, layout, self.rank, near=self._near, halves=not on_devices)
         )
+        self._period = graph.period
         self._transport: Transport | None = None
         self._buffers: Any
         self.routes: dict[int, str] = {}
@@ -118,13 +118,12 @@ class Synchronous(OfRank):
         poll = len(set(world.hosts)) > 1
         computing = torch.get_num_threads() * layout.slots
         cores = own_core(transport.comm, computing, world.beside) if poll else frozenset()
-        threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE and not world.survives
         self._thread = ProgressThread(
-            transport.comm, threaded=threaded, poll=poll and threaded, timeout_s=self._timeout_s,
-            cores=cores, device=self.layout.devices[0] if self.layout.devices else "cpu",
+            transport.comm, timeout_s=self._timeout_s, threaded=not world.survives, poll=poll,
+            cores=cores, device=layout.devices[0] if layout.devices else "cpu",
         )  # fmt: skip
         on_host = isinstance(self._buffers, HostBuffers)
-        self._inline = not threaded or (on_host and layout.sent_bytes <= INLINE)
+        self._inline = not self._thread.threaded or (on_host and layout.sent_bytes <= INLINE)
         self._pipeline = Pipeline(transport, self._buffers, self._thread)
 
     @staticmethod
@@ -201,8 +200,7 @@ class Synchronous(OfRank):
             self._pipeline.begin(r)
 
     def _plan_of(self, kind: Kind, t: int) -> Plan:
-        period = self.graph.period
-        return self._plan(kind, t % period if period else t)
+        return self._plan(kind, t % self._period if self._period else t)
 
     def _start_average(self, r: Round) -> None:
         transport, buffers, thread = self._transport, self._buffers, self._thread

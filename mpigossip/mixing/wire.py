@@ -1,4 +1,4 @@
-"""What goes on the wire: a vector in full, or encoded in fewer bits, bucket by bucket.
+"""Format of a message: vectors in full, or encoded in fewer bits, bucket by bucket.
 
 A code is a pure function of the values of a bucket (512 columns) and of a draw keyed by (seed,
 exchange, node, vector, column), so that simulated and real messages have the same bits however
@@ -47,7 +47,7 @@ class Wire(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether messages travel as they are."""
+        """Return whether messages travel as they are."""
         return not self.sizes
 
     def nbytes(self, width: int) -> int:

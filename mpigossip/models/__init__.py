@@ -1,6 +1,5 @@
 """Networks by name: mlp, lenet, resnet20, resnet56, resnet50, gpt, or "package.module:factory"."""
 
-import difflib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from mpigossip.config import JobError
 from mpigossip.config.errors import Mistake
 from mpigossip.config.limits import AboveZero, Positive
 from mpigossip.config.own_parts import given, imported, is_own, raised
+from mpigossip.config.toml import near
 from mpigossip.models.gpt import gpt
 from mpigossip.models.resnet import image_shape, resnet20, resnet50, resnet56
 
@@ -105,15 +105,13 @@ def model(
             raise
         except (Exception, SystemExit) as error:
             raise JobError(
-                [f'model "{name}" can\'t be built with the options {options} for samples of shape '
-                 f"{tuple(shape)} and {classes} classes: {raised(error)}"]
-            ) from error  # fmt: skip
+                f'model "{name}" can\'t be built with the options {options} for samples of shape '
+                f"{tuple(shape)} and {classes} classes: {raised(error)}"
+            ) from error
         if not isinstance(network, nn.Module):
             raise JobError(
-                [
-                    f'model "{name}" returned {type(network).__name__}; it should return '
-                    "a torch.nn.Module"
-                ]
+                f'model "{name}" returned {type(network).__name__}; it should return '
+                "a torch.nn.Module"
             )
         if dtype is not None:
             # tokens: the last one, which a model made for fewer hasn't
@@ -150,13 +148,9 @@ def _factory(name: str) -> Callable[..., nn.Module]:
         return BUILDERS[name]
     if is_own(name):
         return imported("model.name", name, "(shape, classes, **options) that returns a module")
-    near = difflib.get_close_matches(name, BUILDERS, 1)
-    hint = f'; did you mean "{near[0]}"?' if near else ""
     raise JobError(
-        [
-            f'model.name = "{name}" is none of {", ".join(BUILDERS)} and not of the '
-            f'form "package.module:factory"{hint}'
-        ]
+        f'model.name = "{name}" is unknown, and not of the form "package.module:factory"; '
+        f"{near(name, BUILDERS)}"
     )
 
 
@@ -176,15 +170,13 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
         network.train(training)
     if not isinstance(outputs, Tensor):
         raise JobError(
-            [f'model "{name}" gives a {type(outputs).__name__} for one of {what}, not a tensor of '
-             f"shape {expected} or something with such `.logits`; a task.name of your own takes "
-             "what it wants"]
-        )  # fmt: skip
+            f'model "{name}" gives a {type(outputs).__name__} for one of {what}, not a tensor of '
+            f"shape {expected} or something with such `.logits`; a task.name of your own takes "
+            "what it wants"
+        )
     found = tuple(outputs.shape)
     if found != expected:
         raise JobError(
-            [
-                f'model "{name}" gives outputs of shape {found} for one of {what}; '
-                f"{classes} classes need {expected}"
-            ]
+            f'model "{name}" gives outputs of shape {found} for one of {what}; '
+            f"{classes} classes need {expected}"
         )

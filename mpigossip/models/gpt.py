@@ -123,24 +123,18 @@ def gpt(
     rotary = positions == "rotary"
     if len(shape) != 1:
         raise JobError(
-            [
-                f'model "gpt" takes tokens, samples of shape (T,), got {shape}; pack text '
-                "with: mpigossip data pack FOLDER OUT.h5 --text"
-            ]
+            f'model "gpt" takes tokens, samples of shape (T,), got {shape}; pack text '
+            "with: mpigossip data pack FOLDER OUT.h5 --text"
         )
     if width % heads:
         raise JobError(
-            [
-                f"model.width = {width} is not a multiple of model.heads = {heads}; the "
-                f"next one is {width + heads - width % heads}"
-            ]
+            f"model.width = {width} is not a multiple of model.heads = {heads}; the "
+            f"next one is {width + heads - width % heads}"
         )
     if rotary and width // heads % 2:
         raise JobError(
-            [
-                f"model.width / model.heads = {width // heads}: rotary positions turn pairs, and "
-                f"need an even one; choose model.width = {width + heads}"
-            ]
+            f"model.width / model.heads = {width // heads}: rotary positions turn pairs, and "
+            f"need an even one; choose model.width = {width + heads}"
         )
     return GPT(
         shape[0], classes, layers, heads, width,

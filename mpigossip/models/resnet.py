@@ -13,11 +13,9 @@ def image_shape(shape: Shape, name: str, smallest: int) -> Shape:
     """Check that samples are (channels, height, width) of at least smallest x smallest pixels."""
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise JobError(
-            [
-                f'model "{name}" takes images of (channels, height, width) with at least '
-                f"{smallest}x{smallest} pixels, the samples are of shape {shape}; choose "
-                "another model or set data.image_size"
-            ]
+            f'model "{name}" takes images of (channels, height, width) with at least '
+            f"{smallest}x{smallest} pixels, the samples are of shape {shape}; choose "
+            "another model or set data.image_size"
         )
     return shape
 

@@ -10,15 +10,13 @@ import torch
 from torch import nn
 
 from mpigossip.cluster.world import World
-from mpigossip.config import JobError, removed
-from mpigossip.config.readable import note
+from mpigossip.config import Job, JobError, removed
+from mpigossip.config.readable import few, note_once
 from mpigossip.engine.module import LOW
 from mpigossip.engine.vector import check_type
 from mpigossip.optim.inner import Together, check_free
 
 OVERLAPS = ("auto", "never")
-said: set[str] = set()
-"""Reports that this process has made."""
 
 
 def told_to_all(world: Any) -> AbstractContextManager:
@@ -79,6 +77,18 @@ def check_overlap(overlap: Any) -> None:
         raise JobError([f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}{gone}'])
 
 
+def check_callback(job: Job, on_change: object) -> None:
+    """JobError where one of the two is missing that survival in a loop takes."""
+    if job.run.survive and not callable(on_change):
+        raise JobError(
+            [f"survive = True with on_change = {on_change!r}: after a loss the loader is to be "
+             "made anew for the nodes that are left, which only the program can; give on_change, "
+             "a function of the world that is called then"]
+        )  # fmt: skip
+    if on_change is not None and not job.run.survive:
+        raise JobError(["on_change is called after a loss, with survive = True only; give both"])
+
+
 def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Report on rank 0 parameters that aren't trained; and, once, a node without a launcher."""
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
@@ -86,14 +96,14 @@ def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if world.rank == 0 and frozen:
         count = sum(p.numel() for _, p in frozen)
-        report(
+        note_once(
             f"{named([n for n, _ in frozen])} ({count:,} values) don't require gradients: rank 0's "
             "on all nodes, and exchanged from the step on at which they do"
         )
     if world.rank == 0 and left:
-        report(f"{named(left)} are exchanged, but in no group of the optimizer: it leaves them")
+        note_once(f"{named(left)} are exchanged, but in no group of the optimizer: it leaves them")
     if world.comm is not None and world.size == 1 and not world.launched:
-        report(
+        note_once(
             "one node alone: no launcher of MPI started this process, so nothing is exchanged; "
             "`mpiexec -n 4 python PROGRAM` starts four nodes"
         )
@@ -101,12 +111,4 @@ def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 def named(names: list[str]) -> str:
     """Return the first names of parameters, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{'parameters' if len(names) > 1 else 'parameter'} {', '.join(names[:3])}{more}"
-
-
-def report(text: str) -> None:
-    """Print a line to stderr, once per process."""
-    if text not in said:
-        said.add(text)
-        note(text)
+    return f"parameter{'s' * (len(names) > 1)} {few(names, 3)}"

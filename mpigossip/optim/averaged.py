@@ -14,15 +14,11 @@ from mpigossip.cluster import deadline
 from mpigossip.config import JobError
 from mpigossip.engine.measurements import consensus_distance
 from mpigossip.engine.sharded import fully_sharded, local, reshard
-from mpigossip.mixing.base import Mixer
 from mpigossip.optim import equal_start
 from mpigossip.optim.inner import rate
 from mpigossip.optim.node import LoopNode
 from mpigossip.runs.node import IDLE_S, wait_for_nodes
-from mpigossip.training.evaluate import norms, recalibrating
-
-PIECE = 1 << 18
-"""Values averaged at a time, in float64."""
+from mpigossip.training.evaluate import average_buffers, average_into, norms, recalibrating
 
 
 @contextmanager
@@ -54,7 +50,10 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
     node.looking, whole = True, False
     try:
         with torch.no_grad(), deadline.calling("averaged()"), node.noticed():
-            _average(node.mixer, parts)
+            for part in parts:
+                flat = part.reshape(-1)  # a copy where strides don't allow a view
+                average_into(node.mixer, flat[None], flat)
+                part.copy_(flat.view(part.shape))
             done()
             if batches is not None:
                 device = next(module.parameters()).device
@@ -62,7 +61,7 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
                 with draws, recalibrating(module):
                     for batch in batches:
                         module((batch[0] if isinstance(batch, list | tuple) else batch).to(device))
-            _average_buffers(node, buffers)
+            average_buffers(node.mixer, node.group, [[buffers]], module)
             whole = True
         if not whole:  # a rank was lost: what there is without the others
             _put_back(kept, done)
@@ -98,33 +97,6 @@ def _wait_ready(node: LoopNode, call: str) -> None:
     wait_for_nodes(node, node.world)
     with node.noticed():
         node.engine.settle()
-
-
-def _average(mixer: Mixer, tensors: Sequence[torch.Tensor]) -> None:
-    """Average each tensor over nodes exactly, in float64 and in the order of nodes."""
-    for tensor in tensors:
-        flat = tensor.reshape(-1)  # a copy where strides don't allow a view
-        for at in range(0, flat.numel(), PIECE):
-            piece = flat[at : at + PIECE]
-            piece.copy_(mixer.mean(piece.double().unsqueeze(0)))
-        tensor.copy_(flat.view(tensor.shape))
-
-
-def _average_buffers(node: LoopNode, buffers: Sequence[torch.Tensor]) -> None:
-    """Average floating-point buffers over a node's ranks, then over nodes, exactly."""
-    floats = [b for b in buffers if b.is_floating_point()]
-    if not floats:
-        return
-    rows = [torch.cat([b.reshape(-1).double().cpu() for b in floats])]
-    inside = node.world.nodes.inside
-    if inside is not None:
-        rows = inside.broadcast(inside.gather(rows[0]))
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total += row / len(rows)
-    values = node.mixer.mean(total.unsqueeze(0)).split([b.numel() for b in floats])
-    for buffer, value in zip(floats, values, strict=True):
-        buffer.copy_(value.view(buffer.shape))
 
 
 @contextmanager

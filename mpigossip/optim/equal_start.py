@@ -12,18 +12,14 @@ import torch
 from torch import nn
 
 from mpigossip import config
-from mpigossip.algorithms.base import no_state
-from mpigossip.algorithms.local import Local
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.engine.sharded import is_cut, local, planned
+from mpigossip.config.readable import note_once
+from mpigossip.engine.sharded import is_sharded, local, planned
 from mpigossip.engine.vector import Flat
-from mpigossip.optim.arguments import report
 
 CHUNK = 1 << 27
 """Bytes of rank 0 that are pickled at once."""
-SIGNATURE = Local(no_state, no_state, raw=True)
-"""A local step whose signature alone is used."""
 ALIKE = ("algorithm", "graph", "cadence")
 """Sections of a job that all nodes need to have alike, with what follows."""
 
@@ -34,17 +30,15 @@ Facts = Sequence[tuple[str, str]]
 def layout(model: nn.Module) -> Facts:
     """Return parameters and buffers by name: shape, type, memory order, frozen or sharded."""
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
-    facts = [(f"parameter {n}", _told(p) + _frozen(p)) for n, p in parameters]
+    facts = [
+        (f"parameter {n}", _told(p) + ", frozen" * (not p.requires_grad)) for n, p in parameters
+    ]
     return facts + [(f"buffer {n}", _told(b)) for n, b in buffers]
-
-
-def _frozen(parameter: torch.Tensor) -> str:
-    return "" if parameter.requires_grad else ", frozen"
 
 
 def _told(tensor: torch.Tensor) -> str:
     told = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    if is_cut(tensor):
+    if is_sharded(tensor):
         mesh: Any = tensor.device_mesh
         return f"{told} in {mesh.size()} parts"
     dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
@@ -91,10 +85,10 @@ def begin(world: World, model: nn.Module) -> None:
     differ = False
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            ranks = world.nodes.column if is_cut(tensor) else world
+            ranks = world.nodes.column if is_sharded(tensor) else world
             differ |= _from_rank_0(ranks, local(tensor.detach()))
     if others := sum(world.gather(differ) or ()):
-        report(f"the initial models of {others} other ranks differed from rank 0's, with which "
+        note_once(f"the initial models of {others} other ranks differed from rank 0's, with which "
                "all nodes begin, as in DDP; seed models alike, and data by rank")  # fmt: skip
 
 

@@ -16,11 +16,11 @@ from mpigossip.config.errors import STOPPED, Mistake
 from mpigossip.config.readable import counted
 from mpigossip.engine.step import Engine
 from mpigossip.optim.node import LoopNode
-from mpigossip.optim.survive import LoopSurvival
 from mpigossip.optim.wrapper import LIGHTNING, Wrapper
 from mpigossip.runs.launch import newest
 from mpigossip.runs.lock import locked
 from mpigossip.runs.run import Run
+from mpigossip.runs.survive import Survival
 from mpigossip.store import checkpoint
 from mpigossip.store.log import COLUMNS
 
@@ -73,18 +73,20 @@ class WithFolder(Wrapper):
     _world: World
     _node: LoopNode
     _run: Run | None
-    _survival: LoopSurvival | None
+    _survival: Survival | None
 
     def _laid_out(self) -> Engine:
         """The engine, where it is to go on from."""
         raise NotImplementedError
 
     def log(self, *said: int | Mapping[str, Any], **figures: Any) -> None:
-        """Add figures of this node's step to the log, by name, beside the engine's own columns.
+        """Add metrics of this node's step to the log; a step is written when the next begins.
 
-        ``said``: the step's number, from 0, else it is the last one (before any, the first); and
-        tables of figures. "loss", "lr" and "gradient_norm" fill the columns of a job's; "samples",
-        those of the step, give the speed. A step is written when the next begins, and by save().
+        :param said: the step's number, from 0 (else it is the last one; before any, the first), and
+            dicts of metrics
+        :param figures: numbers or tensors of one number, by name, each a column; "loss", "lr" and
+            "gradient_norm" are those of a job; "samples" of the step give the speed
+        :raises JobError: for a step that is written already, or a name that the log measures itself
         """
         run = self._own_run("log")
         for one in said:
@@ -109,12 +111,16 @@ class WithFolder(Wrapper):
             of_step[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def keep(self, **things: Any) -> None:
-        """Add objects with `state_dict` or `get_state` to checkpoints; before :meth:`resume`."""
+        """Add objects to checkpoints; before :meth:`resume`.
+
+        :param things: by name: objects with ``state_dict`` and ``load_state_dict``, or generators
+            of torch (``get_state``)
+        """
         self._own_run("keep")
         self._node.keeps |= things
 
     def save(self) -> None:
-        """Write a checkpoint of the present step while the loop goes on. Collective."""
+        """Write a checkpoint of the present step while the loop goes on; collective."""
         run, _ = self._own_run("save"), self._laid_out()
         with self._node.engine.clock.uncounted(), torch.no_grad(), self._node.noticed():
             begin(run)
@@ -122,10 +128,11 @@ class WithFolder(Wrapper):
             run.save()
 
     def resume(self) -> int:
-        """Continue from the folder's newest checkpoint; return its step, 0 without. Collective.
+        """Continue from the newest checkpoint; return the steps done, 0 without one; collective.
 
-        Bitwise with as many nodes: model, optimizer, method, torch's random numbers, and what
-        :meth:`keep` was given. With another number from the exact average; reports what is dropped.
+        Bitwise with the same number of nodes: model, optimizer, method, torch's random numbers, and
+        what :meth:`keep` was given. With another one from the exact average; what is dropped is
+        reported.
         """
         run, _ = self._own_run("resume"), self._laid_out()
         if run.begun:
@@ -139,7 +146,7 @@ class WithFolder(Wrapper):
 
     @property
     def stopping(self) -> bool:
-        """Whether all ranks have agreed to stop, from the same step on: then call :meth:`exit`.
+        """True once all ranks have agreed to stop, at the same step: then call :meth:`exit`.
 
         After SIGTERM, SIGUSR1, SIGUSR2, ``touch RUN/STOP``, or before the allocation ends.
         """
@@ -150,13 +157,13 @@ class WithFolder(Wrapper):
         self._own_run("listen").stopper.listen()
 
     def exit(self) -> NoReturn:
-        """Save, and exit with the code on which batch scripts requeue a job."""
+        """Save, and exit with code 75, on which batch scripts requeue a job; on all ranks."""
         self._own_run("exit").stopped = True
         self._world.close()
         raise SystemExit(STOPPED)
 
     def exit_if_stopping(self, save: Callable[..., object] | None = None, *given: Any) -> None:
-        """Call ``save(*given)``, if given, and exit, if :attr:`stopping`; after a step."""
+        """Call ``save(*given)``, if there is one, and :meth:`exit`, if :attr:`stopping`."""
         if self.stopping:
             if save is not None:
                 save(*given)
@@ -164,30 +171,26 @@ class WithFolder(Wrapper):
 
     @staticmethod
     def callback(framework: ModuleType) -> Any:
-        """Return a callback that stops a ``transformers`` or ``lightning`` trainer, and exits.
+        """Return a callback for a trainer that saves, stops and exits where :attr:`stopping`.
 
-        Where :attr:`stopping`, the trainer saves as it does, transformers' after the step, and
-        Lightning's after the pass; then comes :meth:`exit`.
+        :param framework: the module ``transformers``, whose trainer stops after the step, or
+            ``lightning`` or ``pytorch_lightning``, after the pass
+        :raises JobError: for other frameworks
         """
-        return callback(framework)
+        name = getattr(framework, "__name__", str(framework)).partition(".")[0]
+        if name == "transformers":
+            return _of_transformers(framework)
+        if name in LIGHTNING:
+            return _of_lightning(framework)
+        raise JobError(
+            [f"callback({name}): give transformers, lightning or pytorch_lightning; in a custom "
+             "loop call optimizer.exit_if_stopping() after each step"]
+        )  # fmt: skip
 
     def _own_run(self, call: str) -> Run:
         if self._run is None:
             raise JobError([f'{call}: needs the folder of a run: give Gossip run="runs/mine"'])
         return self._run
-
-
-def callback(framework: ModuleType) -> Any:
-    """Return one for the framework's trainer, which has the optimizer; JobError for others."""
-    name = getattr(framework, "__name__", str(framework)).partition(".")[0]
-    if name == "transformers":
-        return _of_transformers(framework)
-    if name in LIGHTNING:
-        return _of_lightning(framework)
-    raise JobError(
-        [f"callback({name}): give transformers, lightning or pytorch_lightning; in a custom loop "
-         "call optimizer.exit_if_stopping() after each step"]
-    )  # fmt: skip
 
 
 def _ours(optimizer: Any) -> Any:

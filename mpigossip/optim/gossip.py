@@ -22,14 +22,21 @@ from mpigossip.optim import arguments, unwrapped
 from mpigossip.optim import state_dict as states
 from mpigossip.optim.averaged import averaged, distance, paused
 from mpigossip.optim.folder import WithFolder, begin, open_run
-from mpigossip.optim.inner import check, check_group, check_method, one_rate, title, unscaled
+from mpigossip.optim.inner import (
+    Stale,
+    check,
+    check_group,
+    check_method,
+    one_rate,
+    title,
+    unscaled,
+)
 from mpigossip.optim.node import LoopNode
 from mpigossip.optim.settings import settings
-from mpigossip.optim.survive import LoopSurvival, check_callback
-from mpigossip.optim.zero_grad import Stale
 from mpigossip.runs import printer
 from mpigossip.runs.node import closing
-from mpigossip.runs.survive import prepare
+from mpigossip.runs.survive import Survival, prepare
+from mpigossip.training.parts import Parts
 
 
 class Gossip(WithFolder):
@@ -46,37 +53,19 @@ class Gossip(WithFolder):
                 optimizer.step()
 
     Schedulers, `torch.amp.GradScaler`, clipping and frameworks see ``param_groups``, ``state`` and
-    ``defaults`` of the inner optimizer. A node whose gradients overflowed takes no step of its
-    own and joins the round. ``optimizer`` may be a list, whose parts step one after the other:
-    ``[torch.optim.Muon(matrices), torch.optim.AdamW(others)]``. Everything that a job rejects is
-    rejected here with the same message. Not supported beyond that:
+    ``defaults`` of the inner optimizer. A node whose gradients overflowed takes no local step and
+    joins the exchange. parallel, dsgt and momentum-tracking give every parameter a gradient, zero
+    where a node had none; others leave such parameters to the optimizer, which skips them. `record`
+    has the metrics of the last step. Rejected, beside what a job rejects:
 
     * LBFGS, whose curvature pairs averaging invalidates; parameters of float64;
     * methods with a momentum of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto) with
       anything but plain SGD, or with several learning rates: they take rate and coupled weight
       decay from it, and never its step;
-    * slowmo with several learning rates: it divides by the one; and a rate of 0 with slowmo,
-      qg-dmsgd and decentlam;
+    * slowmo with several learning rates; a rate of 0 with slowmo, qg-dmsgd and decentlam;
     * cadence "gossip-aga", which measures the loss; "adpsgd" without ``total``, the run's steps;
     * local steps by name (``local``, "accumadam"): the optimizer is the local step;
     * ``step()`` of the inner optimizer, which is part of this one's.
-
-    Names are those of a job, None its default; ``graph`` is anything that `mpigossip.graph` takes,
-    such as a list of matrices. ``options``: of the algorithm, graph and cadence, and ``blend``,
-    ``seed``, ``weights``, ``lazy``, ``levels``, ``kept``, ``same_host``, ``timeout_s``.
-    ``overlap = "auto"``: methods that are ahead exchange during forward and backward, others begin
-    with the step, as all do by "never". ``measure_every``: steps between two consensus
-    distances in :attr:`record`; None: 10 in a run, else never. ``model``: all that the optimizer
-    moves; several modules as a `torch.nn.ModuleList`. Frozen parameters are rank 0's, and join
-    the exchange at the step at which they require gradients. ``survive = True`` with
-    ``on_change``: see :class:`~mpigossip.runs.survive.Survival`.
-
-    ``run``: a folder for the log, checkpoints and what else a job's run has; then also
-    ``steps`` (the whole loop's, for the time left), ``flush_steps``, ``keep``, ``keep_every``,
-    ``wall_clock_s``, ``on_error``, ``hooks`` and others of [log] and [checkpoint].
-
-    parallel, dsgt and momentum-tracking give every parameter a gradient, zero where a node had
-    none; all others leave parameters without a gradient to the optimizer, which skips them.
     """
 
     def __init__(
@@ -96,7 +85,32 @@ class Gossip(WithFolder):
         on_change: Callable[[World], object] | None = None,
         **options: Any,
     ):
-        """Collective: all nodes begin with node 0's model."""
+        """Let all nodes begin with node 0's model; collective.
+
+        :param world: of :func:`mpigossip.world`
+        :param model: all that the optimizer moves, in float32, float16 or bfloat16; several modules
+            as a `torch.nn.ModuleList`. Frozen parameters are rank 0's, and join the exchange at the
+            step at which they require gradients
+        :param optimizer: any of torch.optim, or a list, whose parts step one after the other:
+            ``[torch.optim.Muon(matrices), torch.optim.AdamW(others)]``
+        :param algorithm: a name as in `algorithm.name` of a job
+        :param graph: what :func:`mpigossip.graph` takes, over the nodes; None: the algorithm's
+            own, else "one-peer-exponential"
+        :param cadence: which steps exchange, `cadence.name`; None: the algorithm's own, else
+            "always"
+        :param wire: format of a message, `node.wire`; None: "fp32"
+        :param overlap: "auto": methods that are ahead exchange during forward and backward, others
+            begin with the step; "never": all begin with the step
+        :param mixer: "synchronous", or "asynchronous": neighbours' newest models, without waiting
+        :param measure_every: steps between two consensus distances in `record`; None: 10 in a run,
+            100 there on a GPU, else never
+        :param run: the run directory of log, checkpoints and lock; None: nothing is written
+        :param on_change: with ``survive=True``, called as ``on_change(world)`` after a rank failure
+        :param options: of the algorithm, graph and cadence by their plain names, and the settings
+            of a job that the reference lists, such as ``seed``, ``timeout_s`` (seconds) and, with
+            ``run``, ``steps``, the whole loop's
+        :raises JobError: on all ranks, with all that doesn't fit, each as in a job
+        """
         with arguments.told_to_all(world):
             optimizer = arguments.one_optimizer(optimizer)
             arguments.check(world, model, optimizer)
@@ -108,31 +122,39 @@ class Gossip(WithFolder):
             unwrapped.check(model, optimizer, world)
             check(self._model, optimizer)
             folder = Path(run) if run else None
-            self._job, self._graph = settings(
-                world, where, algorithm, graph, cadence, wire, mixer, folder, options
-            )
-            check_method(self._job, optimizer)
-            check_callback(self._job, on_change)
+            parts = settings(world, where, algorithm, graph, cadence, wire, mixer, folder, options)
+            self._job = parts.job
+            check_method(parts, optimizer)
+            arguments.check_callback(self._job, on_change)
         self._run = open_run(world, self._job) if run else None
-        every = self._job.log.consensus_every if run else 0
+        self._begin(parts, overlap, measure_every, on_change)
+
+    def _begin(
+        self,
+        parts: Parts,
+        overlap: str,
+        measure_every: int | str | None,
+        on_change: Callable[[World], object] | None,
+    ) -> None:
+        """Make this rank's node, and prepare it for rank failures; collective."""
+        world, run = self._world, self._run
         self._loaded: dict | None = None
         self._stale = Stale()
         self.record: Record | None = None
         """metrics of the last step"""
         if self._job.run.survive:
             prepare(self._job, world)
-        self._node = LoopNode(
-            world, self._model, optimizer, self._job, self._graph, overlap,
-            measure_every=every if measure_every is None else measure_every,
-        )  # fmt: skip
-        if self._run is not None:
-            self._run.node = self._node
-        self._survival: LoopSurvival | None = None
+        if measure_every is None:
+            measure_every = self._job.log.consensus_every if run else 0
+        self._node = LoopNode(world, self._model, self._inner, parts, overlap, measure_every)
+        if run is not None:
+            run.node = self._node
+        self._survival: Survival | None = None
         if on_change is not None and world.survives:
-            self._survival = LoopSurvival(self._node, self._run, on_change)
+            self._survival = Survival(self._node, run, on_change)
             self._node.noticed = self._survival.noticed
         world.resources.callback(self.close)
-        arguments.say(world, self._model, optimizer)
+        arguments.say(world, self._model, self._inner)
 
     # -- a torch optimizer ----------------------------------------------------------------------
 
@@ -144,14 +166,16 @@ class Gossip(WithFolder):
         return f"Gossip[{self._job.algorithm.name}, {self._node.graph.name}] {self._inner!r}"
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add parameters of the model, such as thawed ones, to the inner optimizer."""
+        """Add a ``group`` of the model's parameters, such as thawed ones; as in torch."""
         check_group(self._node.known, group)
         self._inner.add_param_group(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a local step and run the scheduled exchange; synchronous mixers wait for neighbours.
 
-        ``closure`` is evaluated once; its value is returned.
+        :param closure: evaluated once, with gradients; its value is returned
+        :raises LateError: where a neighbour doesn't come within ``timeout_s`` seconds
+        :raises JobError: where ranks differ in layout or calls, or a message isn't finite
         """
         value = None
         if closure is not None:
@@ -256,7 +280,7 @@ class Gossip(WithFolder):
         return self._run_hooks("state_dict_post", state) or state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`, bitwise, with the next step; on all nodes."""
+        """Continue bitwise from ``state_dict``, this node's own, at the next step; on all nodes."""
         self._node.not_serving("load_state_dict()")
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
@@ -286,11 +310,12 @@ class Gossip(WithFolder):
     ) -> Iterator[Any]:
         """Context manager in which the model is the exact average over nodes, for evaluation.
 
-        Collective: on all ranks, also where one of them evaluates. Parameters and floating-point
-        buffers, so that norms are averaged, too. ``twin``: a module that is averaged and given
-        instead, such as an average over time (EMA). ``recalibrate``: batches of this node, from
-        which the averaged model finds BatchNorm's mean and variance anew before those are averaged.
-        Nothing is trained inside.
+        Collective: on all ranks, also where one of them evaluates. Nothing is trained inside.
+        Parameters and floating-point buffers are averaged, BatchNorm's statistics among them.
+
+        :param twin: a module that is averaged and returned instead, such as an EMA of the model
+        :param recalibrate: batches of this node, from which the averaged model finds BatchNorm's
+            mean and variance anew before those are averaged
         """
         self._laid_out()
         other = None if twin is None or twin is self._given else arguments.one_module(twin, "twin")

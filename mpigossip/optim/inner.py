@@ -1,9 +1,9 @@
-"""Torch optimizers as local steps: adapter, checks, learning rate and weight decay."""
+"""Torch optimizers as local steps: adapter, checks, rate, weight decay, stale gradients."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -12,14 +12,16 @@ from torch import nn
 
 from mpigossip.algorithms import takes_local
 from mpigossip.algorithms.base import Empty, Step, no_state
-from mpigossip.algorithms.local import STILL, Local
-from mpigossip.config import Job, JobError
+from mpigossip.algorithms.local import Local
+from mpigossip.config import JobError
+from mpigossip.config.readable import note_once
 from mpigossip.engine.module import Parameters
+from mpigossip.engine.sharded import is_sharded, local
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.combine import duplicate
 from mpigossip.optim.wrapper import Wrapper
 from mpigossip.store import StoreError
-from mpigossip.training.assemble import make_bare
+from mpigossip.training.parts import Parts
 
 DIVIDES = {"slowmo", "qg-dmsgd", "decentlam"}
 """Methods that divide by the learning rate."""
@@ -104,14 +106,14 @@ class Together(torch.optim.Optimizer):
         return value
 
 
-def parts(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
     """Return the optimizer's parts, or itself as the only one."""
     return optimizer._parts if isinstance(optimizer, Together) else (optimizer,)
 
 
 def title(optimizer: torch.optim.Optimizer) -> str:
     """Return its name for messages."""
-    return " + ".join(type(one).__name__ for one in parts(optimizer))
+    return " + ".join(type(one).__name__ for one in parts_of(optimizer))
 
 
 def complete(
@@ -152,7 +154,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             [f"the optimizer has {len(moved - own)} parameters that are not the model's: they "
              "would not be exchanged; give Gossip torch.nn.ModuleList([…]) of all that it trains"]
         )  # fmt: skip
-    if any(isinstance(one, torch.optim.LBFGS) for one in parts(optimizer)):
+    if any(isinstance(one, torch.optim.LBFGS) for one in parts_of(optimizer)):
         raise JobError(
             ["LBFGS evaluates its closure several times a step, and averaging invalidates its "
              "curvature pairs: train with torch.optim.Adam on all nodes, export the average "
@@ -161,7 +163,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise JobError(["differentiable = True: no gradient passes through an exchange, nor does "
                         "torch step leaf parameters so; make the optimizer without"])  # fmt: skip
-    if any(isinstance(one, Wrapper) for one in parts(optimizer)):
+    if any(isinstance(one, Wrapper) for one in parts_of(optimizer)):
         raise JobError(["the optimizer is a Gossip already: pass the torch optimizer, not Gossip"])
 
 
@@ -190,14 +192,15 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
         )  # fmt: skip
 
 
-def check_method(job: Job, optimizer: torch.optim.Optimizer) -> None:
+def check_method(parts: Parts, optimizer: torch.optim.Optimizer) -> None:
     """JobError for an optimizer that the method can't use; SparseAdam takes no dense gradients."""
-    if not takes_local(job.algorithm.name):
-        check_plain_sgd(job.algorithm.name, optimizer)
-    sparse = any(isinstance(one, torch.optim.SparseAdam) for one in parts(optimizer))
-    if sparse and not make_bare(job, local=STILL._replace(raw=True)).raw:
+    name = parts.job.algorithm.name
+    if not takes_local(name):
+        check_plain_sgd(name, optimizer)
+    sparse = any(isinstance(one, torch.optim.SparseAdam) for one in parts_of(optimizer))
+    if sparse and not parts.method.raw:
         raise JobError(
-            [f'algorithm.name = "{job.algorithm.name}" exchanges gradients as dense arrays, which '
+            [f'algorithm.name = "{name}" exchanges gradients as dense arrays, which '
              'SparseAdam does not take; use torch.optim.Adam, or algorithm="dsgd"']
         )  # fmt: skip
 
@@ -253,7 +256,7 @@ def unscaled(
 
 def check_free(optimizer: torch.optim.Optimizer) -> None:
     """JobError where it is inside another Gossip."""
-    for one in parts(optimizer):
+    for one in parts_of(optimizer):
         hooks = getattr(one, "_optimizer_step_pre_hooks", {}).values()  # not of a wrapper
         if any(isinstance(getattr(hook, "__self__", None), StepGuard) for hook in hooks):
             raise JobError([f"the {type(one).__name__} is inside another Gossip; make a torch "
@@ -269,7 +272,7 @@ class StepGuard:
     def __init__(self, optimizer: torch.optim.Optimizer):
         """Guard the optimizer, or each of its parts, from now on."""
         self._inside = False
-        self._hooks = [one.register_step_pre_hook(self._check) for one in parts(optimizer)]
+        self._hooks = [one.register_step_pre_hook(self._check) for one in parts_of(optimizer)]
 
     def __enter__(self) -> Self:
         self._inside = True
@@ -289,3 +292,51 @@ class StepGuard:
         """Give the optimizer back to the program."""
         for hook in self._hooks:
             hook.remove()
+
+
+class Stale:
+    """Detection of steps on gradients that `zero_grad` did not clear, and of steps without any.
+
+    One parameter's gradient is watched, by torch's count of in-place changes.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is watched yet."""
+        self._parameter: torch.Tensor | None = None
+        self._spent: tuple[torch.Tensor, int, int] | None = None
+        self._added = False
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Choose the smallest of the optimizer's parameters that has a gradient, if one has."""
+        having = [p for p in parameters if p.grad is not None and p.requires_grad]
+        self._parameter = min(having, key=torch.Tensor.numel, default=None)
+        if self._parameter is not None:
+            self._parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def spent(self) -> None:
+        """Note that a step has used the gradients."""
+        grad = None if self._parameter is None else self._parameter.grad
+        self._spent = None if grad is None else (grad, grad._version, local(grad)._version)
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """The first backward pass after a step: between the two, zeroing would have counted."""
+        if self._spent is not None:
+            grad, version, of_local = self._spent
+            self._added = parameter.grad is grad and grad._version == version + 1
+            if is_sharded(grad):  # torch adds to its local part, and counts zeroing apart
+                same = parameter.grad is grad and grad._version == version
+                self._added = same and local(grad)._version > of_local
+            self._spent = None
+
+    def check(self, parameters: Iterable[torch.Tensor], rank: int) -> None:
+        """JobError where backward added to gradients that were used; report if there are none."""
+        if all(p.grad is None for p in parameters):  # a rank without data may mean it
+            note_once(f"step() on rank {rank} without any gradient: only the exchange changes its "
+                   "model; call zero_grad() before backward(), and that on the model given to "
+                   "Gossip, not on a copy")  # fmt: skip
+        if self._added:
+            self._added = False
+            raise JobError(
+                ["backward() accumulated into the previous step's gradients; call "
+                 "optimizer.zero_grad() first"]
+            )  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,32 +13,33 @@ import numpy as np
 import torch
 from torch import nn
 
-from mpigossip.algorithms import Algorithm, takes_local
+from mpigossip import config
+from mpigossip.algorithms import takes_local
+from mpigossip.algorithms.base import no_state
 from mpigossip.algorithms.local import Local
 from mpigossip.cluster.process import report_unused
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import note
+from mpigossip.config.readable import note, size
 from mpigossip.engine.gathered import Gathered
-from mpigossip.engine.measurements import measured_every
 from mpigossip.engine.module import Parameters
-from mpigossip.engine.sharded import Cut, Shards, planned
+from mpigossip.engine.sharded import ShardedLayout, Shards, planned
 from mpigossip.engine.step import Engine
-from mpigossip.graphs import Graph
 from mpigossip.groups.base import Group, Single
 from mpigossip.groups.devices import make_group
-from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Layout, Mixer
-from mpigossip.optim import about, equal_start, state, state_dict, unwrapped
+from mpigossip.optim import equal_start, state, state_dict, unwrapped
 from mpigossip.optim.arguments import named
-from mpigossip.optim.inner import StepGuard, check, decay, local_step_from_optimizers, rate
-from mpigossip.optim.survive import average_state, copied, put_back
+from mpigossip.optim.inner import StepGuard, check, decay, local_step_from_optimizers, rate, title
 from mpigossip.runs.node import Arrays, Numbers
+from mpigossip.runs.overview import between, nodes
 from mpigossip.runs.progress import Progress
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
-from mpigossip.training import assemble
 from mpigossip.training.fit import check_rounds
-from mpigossip.training.fragments import engine_of, make_fragments, narrowed
+from mpigossip.training.parts import Parts, make_graph, make_parts
+
+SECTIONS = ("run", "algorithm", "graph", "cadence", "node", "checkpoint", "log")
+"""Sections of a job that a loop has, too."""
 
 
 class LoopNode:
@@ -48,6 +51,8 @@ class LoopNode:
     vector: Parameters
     engine: Engine
     mixer: Mixer
+    parts: Parts
+    local: Local
     shift = 0
     counts_all = False
     facts: dict[str, Any] = {"door": "loop"}
@@ -57,20 +62,19 @@ class LoopNode:
         world: World,
         model: nn.Module,
         inner: torch.optim.Optimizer,
-        job: Job,
-        graph: Graph,
+        parts: Parts,
         overlap: str,
         measure_every: int | str,
     ):
         """Copy node 0's model to all nodes; collective."""
         self.world, self.model, self.inner = world, model, inner
-        self.job, self.graph = job, graph
+        self.job, self.graph = parts.job, parts.graph
         self._overlap, self._every = overlap, measure_every
         self._sent: list[int] = []
         self.laid_out = self.looking = self.serving = False
         self._facts = equal_start.layout(model)
-        equal_start.agree(world, [*equal_start.settings_of(job), *self._facts])
-        check_rounds(job, graph, world)
+        equal_start.agree(world, [*equal_start.settings_of(self.job), *self._facts])
+        check_rounds(self.job, self.graph, world)
         self.noticed: Callable[[], AbstractContextManager[None]] = nullcontext
         """context manager that a rank failure ends without an error, if the node survives it"""
         self._open()
@@ -88,33 +92,30 @@ class LoopNode:
         self.flat = planned(self.model)
         own = Single(self._device)
         self.group: Group = own
-        method = assemble.make_method(self.job, 0, self.graph, equal_start.SIGNATURE)
-        node, nodes, width = self.job.node, self.world.nodes, self.flat.own.size
-        first = self.flat.place * width if isinstance(self.flat, Cut) else 0
-        layout = Layout(
-            (width,), method.vectors, method.scalars, (self._device,),
-            assemble.make_wire(self.job), first=(first,),
+        # the vector that the optimizers step on is laid out later
+        local = Local(no_state, lambda *given: self.local.adapt(*given), raw=True)
+        shard = self.flat.place if isinstance(self.flat, ShardedLayout) else 0
+        self.parts = make_parts(
+            self.job, self.graph, self.flat, shards=range(shard, shard + 1),
+            devices=(self._device,), local=local,
         )  # fmt: skip
-        self.turns = assemble.make_cadence(self.job, method).turns
-        layout, graph = narrowed(layout, self.turns), self.graph.slowed(self.turns.fragments)
-        alone = self.world.comm is None  # nobody whose pace could differ
+        node, nodes = self.job.node, self.world.nodes
+        # alone there is nobody whose pace could differ
+        mixer = "synchronous" if self.world.comm is None else node.mixer
 
         def of(layout: Layout) -> Mixer:
-            return open_mixer(
-                graph, layout, nodes.column, "synchronous" if alone else node.mixer,
-                same_host=node.same_host, exchange=node.exchange, timeout_s=node.timeout_s,
-            )  # fmt: skip
+            return self.parts.open_mixer(nodes.column, layout, mixer)
 
-        if isinstance(self.flat, Cut) and nodes.per_node > 1:
+        if isinstance(self.flat, ShardedLayout) and nodes.per_node > 1:
             from mpigossip.groups.ranks import Apart  # needs MPI
 
-            self.mixer, self.group = of(layout), Apart(own, nodes.inside)
+            self.mixer, self.group = of(self.parts.layout), Apart(own, nodes.inside)
         elif nodes.per_node == 1:
-            self.mixer = of(layout)
+            self.mixer = of(self.parts.layout)
         else:
             threads = torch.get_num_threads()
             self.group = make_group((self._device,), threads, True, node.timeout_s, self.world)
-            self.mixer = Gathered(layout, self.group, of)
+            self.mixer = Gathered(self.parts.layout, self.group, of)
         self._segments: Group = self.group if self.sharded else own
 
     def _shut(self) -> None:
@@ -124,8 +125,8 @@ class LoopNode:
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank of the node has a shard of the model."""
-        return isinstance(self.flat, Cut)
+        """Return whether each rank of the node has a shard of the model."""
+        return isinstance(self.flat, ShardedLayout)
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
         """Return the model's, of the only slot here."""
@@ -185,8 +186,8 @@ class LoopNode:
             self._shut()
             self._open()
         self.check_known()
-        f = self.flat
-        self.vector = Shards(self.model, f) if isinstance(f, Cut) else Parameters([self.model])
+        f, model = self.flat, self.model
+        self.vector = Shards(model, f) if isinstance(f, ShardedLayout) else Parameters([model])
         self._build()
         self.laid_out = True
 
@@ -199,22 +200,9 @@ class LoopNode:
                             "never be exchanged; add them before Gossip(…)"])  # fmt: skip
 
     def _build(self) -> None:
-        """Make the engine over the vector, with the job's method and cadence."""
-        local = local_step_from_optimizers(self.vector, [self.inner], self.guard)
-        method = self._method(local)
-        flat = self.flat.own
-        parts = make_fragments(
-            self.job, self.turns, self.mixer.layout, flat, [slice(0, flat.size)], [method],
-            self._method,
-        )  # fmt: skip
-        self.engine = engine_of(parts)(
-            self.mixer, self._segments, self.vector, [method],
-            assemble.make_cadence(self.job, method, self.graph),
-            measure_every=measured_every(self._every, self._device),
-        )  # fmt: skip
-
-    def _method(self, local: Local) -> Algorithm:
-        return assemble.make_method(self.job, 0, self.graph, local)
+        """Make the engine over the vector."""
+        self.local = local_step_from_optimizers(self.vector, [self.inner], self.guard)
+        self.engine = self.parts.make_engine(self.mixer, self._segments, self.vector, self._every)
 
     def begin_anew(self) -> None:
         """Let exchanges begin at round 0, with none in flight; on all nodes."""
@@ -222,7 +210,7 @@ class LoopNode:
             self._shut()
             self._open()
             self.engine.group = self._segments
-            self.engine.adopt(self.mixer)
+            self.engine.replace_mixer(self.mixer)
             self._sent = []
 
     def lay_out_again(self, names: list[str]) -> None:
@@ -242,18 +230,18 @@ class LoopNode:
 
     def among(self, world: World) -> None:
         """Go on between other nodes, the method's state begun anew; on all of them."""
-        self.world, self.graph, self._sent = world, assemble.make_graph(self.job, world.size), []
+        self.world, self.graph, self._sent = world, make_graph(self.job, world.size), []
         self._open()
         self._build()
 
     def aside(self, spare: Any) -> Any:
         """Copy the inner optimizer's state."""
-        return copied(self.inner, spare or [])
+        return state.copied(self.inner, spare or [])
 
     def put_aside(self, kept: Any, world: World) -> list[str]:
         """Restore the inner optimizer's state, then average it over nodes."""
-        put_back(self.inner, kept)
-        return average_state(world, self.mixer, self.inner)
+        state.put_back(self.inner, kept)
+        return state.average_state(world, self.mixer, self.inner)
 
     @property
     def assembly(self) -> LoopNode:
@@ -261,12 +249,25 @@ class LoopNode:
         return self
 
     def expected(self) -> dict[str, Any]:
-        """Return what the program has told of its loop."""
-        return {"total_steps": self.job.run.steps or 0, "text": about.settings(self.job, self)}
+        """Return the number of steps, if given, and the settings as TOML, with the program's."""
+        text = loop_text(self.job, self.model, self.inner, self.flat.names)
+        return {"total_steps": self.job.run.steps or 0, "text": text}
 
     def about(self, progress: Progress) -> list[tuple[str, str]]:
         """Return the first screen."""
-        return about.screen(self.job, self, self.world)
+        job, count = self.job, self.flat.count
+        cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
+        method = f"{job.algorithm.name} ({title(self.inner)}) on {job.graph.name}{cadence}"
+        model = f"{type(self.model).__name__}, {count:,} parameters, {size(4 * count)}"
+        device = str(next(self.model.parameters()).device)
+        return [
+            ("nodes", nodes(self.mixer.n, [device], self.world)),
+            ("model", model),
+            ("method", method),
+            *between(self.engine, self.graph, job.node, self.world),
+            ("files", f"{job.run.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ "
+                      "by save() and at the end"),
+        ]  # fmt: skip
 
     def summary(self, progress: Progress) -> dict[str, Any]:
         """Nothing: the program's figures are the run's."""
@@ -316,7 +317,7 @@ class LoopNode:
     def average(self) -> None:
         """Exchange without a step."""
         self.not_serving("average()")
-        if not self.turns.plain:
+        if not self.parts.cadence.fragment_schedule.plain:
             raise JobError(
                 ["average(): with fragments or a delay, the step decides what is sent; leave the "
                  "call out, or Gossip's fragments and delay"]
@@ -343,3 +344,18 @@ class LoopNode:
         self.guard.release()
         if together:
             self._shut()
+
+
+def loop_text(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, names: Collection[str]
+) -> str:
+    """Return a loop's settings as TOML, with its program's; ``names``: trained parameters."""
+    kept = {name for name, _ in model.named_buffers()} | set(names)
+    loop = {
+        "program": " ".join(sys.argv),
+        "model": type(model).__name__,
+        "optimizer": title(optimizer),
+        "left_out": len(model.state_dict().keys() - kept),
+    }
+    lines = [f"{key} = {json.dumps(value)}" for key, value in loop.items()]
+    return config.dump(job, SECTIONS) + "\n".join(["\n[loop]", *lines, ""])

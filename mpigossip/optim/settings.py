@@ -9,29 +9,32 @@ from typing import Any
 
 from mpigossip import algorithms, graphs
 from mpigossip.algorithms import cadence as cadences
+from mpigossip.algorithms.local import STILL
 from mpigossip.cluster.world import World
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError, removed
 from mpigossip.config.choices import options_of, part_of
 from mpigossip.config.toml import near
-from mpigossip.graphs import Graph, GraphError
-from mpigossip.graphs.networks import is_network
-from mpigossip.optim.equal_start import SIGNATURE
+from mpigossip.graphs import GraphError
+from mpigossip.graphs.given import is_network
 from mpigossip.training import assemble
 from mpigossip.training.fit import unfit
+from mpigossip.training.parts import Parts, make_graph, make_parts
 
 KEYS = {
     "algorithm": ("blend",),
     "run": ("seed", "survive"),
     "graph": ("weights", "lazy", "slack", "degree"),
-    "node": ("levels", "kept", "same_host", "timeout_s", "exchange"),
+    "node": ("levels", "density", "same_host", "timeout_s", "exchange"),
 }
+"""Settings of a job that may be given by their plain names, beside the options of its parts."""
 OF_RUN = {
     "run": ("steps",),
     "checkpoint": ("keep", "keep_every", "wall_clock_s", "on_error"),
     "log": ("flush_steps", "on_error", "hooks", "straggler_times", "straggler_s"),
 }
 """And those of a run with a folder."""
-"""Settings of a job that may be given by their plain names, beside the options of its parts."""
+STAND_IN = STILL._replace(raw=True)
+"""Stands for the optimizer's step in checks."""
 
 
 def settings(
@@ -44,8 +47,8 @@ def settings(
     mixer: str,
     folder: Path | None,
     options: Mapping[str, Any],
-) -> tuple[Job, Graph]:
-    """Return the job and the graph over nodes; JobError with all that doesn't fit."""
+) -> Parts:
+    """Return the parts of a job that means the same; JobError with all that doesn't fit."""
     drawn = graph is not None and not isinstance(graph, str)
     if is_network(algorithm) or algorithm in graphs.BUILDERS.keys() - algorithms.BUILDERS.keys():
         raise JobError([f"the fourth argument is the algorithm now: write graph={algorithm!r}"])
@@ -72,13 +75,11 @@ def settings(
             name = "networkx" if is_network(graph) else f"{made.name} (given)"
             job = replace(job, graph=replace(of, name=name, options=slack))
         else:
-            made = assemble.make_graph(job, world.nodes.count)
+            made = make_graph(job, world.nodes.count)
     except GraphError as error:
         raise JobError([f"graph.name: {error}"]) from error
-    method = assemble.make_method(job, 0, made, SIGNATURE)
-    found = unfit(job, made, method, assemble.make_cadence(job, method, made))
-    found += _unseen(job, method, made)
-    found += _of_several(job, world)
+    parts = make_parts(job, made, local=STAND_IN)
+    found = unfit(parts) + _unseen(parts) + _of_several(job, world)
     if drawn and job.run.survive:
         found.append(
             "survive = True: a graph that is given has its number of nodes, and those who outlive "
@@ -88,7 +89,7 @@ def settings(
         found += assemble.lasting(job, world.nodes.count)
     if found:
         raise JobError(found)
-    return job, made
+    return parts
 
 
 def _of_several(job: Job, world: World) -> list[str]:
@@ -141,9 +142,9 @@ def _sections(
     return sections
 
 
-def _unseen(job: Job, method: algorithms.Algorithm, graph: Graph) -> list[str]:
+def _unseen(parts: Parts) -> list[str]:
     """Return what needs facts that a job has and a custom loop doesn't."""
-    cadence = assemble.make_cadence(job, method, graph)
+    job, cadence = parts.job, parts.cadence
     if cadence.own:
         return [
             f"period = {list(cadence.own)}: a custom loop makes each step that is called; "

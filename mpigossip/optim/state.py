@@ -8,6 +8,7 @@ Nested state of numbers, texts, lists, tables and tensors becomes JSON and array
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.readable import counted
 from mpigossip.engine.sharded import full, part_like
+from mpigossip.mixing.base import Mixer
 from mpigossip.optim.inner import title
 from mpigossip.runs.state import plain
 from mpigossip.store import StoreError
@@ -91,6 +93,68 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]
 
 def _counts(names: list[list[str]]) -> str:
     return " + ".join(str(len(group)) for group in names)
+
+
+# -- its copy in memory, for rank failures ---------------------------------------------------------
+
+Inner = list[dict[str, Any]]
+"""A torch optimizer's state, parameter by parameter."""
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def copied(optimizer: torch.optim.Optimizer, spare: Inner) -> Inner:
+    """Copy the optimizer's state to host memory, to that of ``spare`` where it fits."""
+    found: Inner = []
+    for at, p in enumerate(_parameters(optimizer)):
+        before = spare[at] if at < len(spare) else {}
+        now = optimizer.state.get(p, {})
+        found.append({key: _copied(value, before.get(key)) for key, value in now.items()})
+    return found
+
+
+def _copied(value: Any, spare: Any) -> Any:
+    if not torch.is_tensor(value):
+        return copy.deepcopy(value)
+    if torch.is_tensor(spare) and spare.shape == value.shape and spare.dtype == value.dtype:
+        return spare.copy_(value)
+    return value.detach().to("cpu", copy=True)
+
+
+def put_back(optimizer: torch.optim.Optimizer, kept: Inner) -> None:
+    """Restore the optimizer's state from a copy; keys added since then go."""
+    for p, values in zip(_parameters(optimizer), kept, strict=True):
+        now = optimizer.state[p]
+        for key in now.keys() - values.keys():
+            del now[key]
+        for key, value in values.items():
+            if torch.is_tensor(value):
+                now[key].copy_(value)
+            else:
+                now[key] = copy.deepcopy(value)
+        if not now:
+            del optimizer.state[p]
+
+
+def average_state(world: World, mixer: Mixer, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Average state that is shaped like its parameter and that all nodes have; return its names.
+
+    As a job's momentum and moments are. Collective.
+    """
+    mine = {
+        (at, key): value
+        for at, p in enumerate(_parameters(optimizer))
+        for key, value in optimizer.state.get(p, {}).items()
+        if torch.is_tensor(value) and value.is_floating_point() and value.shape == p.shape
+    }
+    gathered = world.gather(set(mine))
+    names = world.broadcast(gathered and sorted(set.intersection(*gathered)))
+    for name in names:
+        value = mine[name]
+        value.copy_(mixer.mean(value.reshape(1, -1).double()).view(value.shape))
+    return sorted({key for _, key in names})
 
 
 # -- random numbers, and what the program keeps ---------------------------------------------------

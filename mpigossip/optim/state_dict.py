@@ -10,9 +10,8 @@ from torch import nn
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.engine.module import LOW, Parameters
-from mpigossip.engine.state import joined, split
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import Flat
+from mpigossip.engine.vector import Flat, joined, split
 from mpigossip.optim import equal_start
 from mpigossip.optim.inner import complete
 from mpigossip.store.manifest import MOST, counter
@@ -126,5 +125,5 @@ def restore(state: dict[str, Any], engine: Engine, vector: Parameters) -> None:
     for name, parts in engine.parts().items():
         split(state["arrays"][name].numpy(), parts, 0, flat)
     engine.count_from(numbers)
-    engine.restore_rhythm(numbers)
+    engine.restore_cadence(numbers)
     engine.mixer.bytes_sent[0] = int(numbers["bytes_sent"])

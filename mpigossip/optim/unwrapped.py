@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.engine.sharded import fully_sharded, is_cut, reshard
+from mpigossip.engine.sharded import fully_sharded, is_sharded, reshard
 from mpigossip.optim.arguments import named
 
 FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
@@ -25,17 +25,16 @@ def bare(model: nn.Module) -> nn.Module:
 
     So parameters have the same names with and without them, and so have checkpoints.
     """
-    while (inner := bare_once(model)) is not model:
-        model = inner
-    return model
+    return [*_layers(model)][-1]
 
 
-def bare_once(model: nn.Module) -> nn.Module:
-    """Return the module inside the outermost wrapper; itself where there is none."""
-    compiled = getattr(model, "_orig_mod", None)
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        return model.module
-    return compiled if isinstance(compiled, nn.Module) else model
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the wrappers from the outermost, then the module inside."""
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        yield inner
+        wrapped = isinstance(inner, DataParallel | DistributedDataParallel)
+        inner = inner.module if wrapped else getattr(inner, "_orig_mod", None)
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | None = None) -> None:
@@ -67,13 +66,6 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
              "cut it by fully_shard(model, mesh=world.node_mesh()), before it is given to Gossip"]
         )  # fmt: skip
     _check_groups(wrappers, world)
-
-
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the wrappers around the bare module, from the outermost."""
-    while (inner := bare_once(model)) is not model:
-        yield model
-        model = inner
 
 
 def _node(world: World | None) -> list[int]:
@@ -120,10 +112,10 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
         )  # fmt: skip
     modules = fully_sharded(model)
     reshard(modules)
-    cut = [(n, p) for n, p in model.named_parameters() if is_cut(p)]
+    cut = [(n, p) for n, p in model.named_parameters() if is_sharded(p)]
     for name, parameter in cut:
         _of_node(name, parameter, world)
-    whole = [n for n, p in model.named_parameters() if p.requires_grad and not is_cut(p)]
+    whole = [n for n, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
     if cut and whole:
         raise JobError(
             [f"{named(whole)} aren't sharded, where others are: nobody averages their gradients "

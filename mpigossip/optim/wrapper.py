@@ -57,11 +57,11 @@ class Wrapper(torch.optim.Optimizer):
         return self._inner.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The inner optimizer's."""
+        """Clear the gradients; ``set_to_none`` as in torch."""
         self._inner.zero_grad(set_to_none)
 
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide gradients by GradScaler's scale, unless the user did (``unscale_``)."""
+        """Divide gradients of ``parameters`` by GradScaler's scale, unless the user did that."""
         scale = getattr(self, "grad_scale", None)
         if scale is None:
             return

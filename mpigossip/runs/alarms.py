@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -109,16 +108,9 @@ class CadenceWarning:
         return [f"{said} (step {first + len(rows['loss'])})"] if said and not told else []
 
 
-class Watcher(Protocol):
-    """Source of warnings about the steps of a run, as they are logged."""
-
-    def see(self, first: int, rows: Rows) -> list[str]:
-        """Return warnings about the steps from ``first`` on."""
-
-
 def watchers(
     section: LogSection, hosts: Sequence[str] = (), cadence: Callable[[], str] = lambda: ""
-) -> list[Watcher]:
+) -> list[Straggler | Divergence | CadenceWarning]:
     """Return those that the job's `[log]` asks for, and the cadence's."""
     return [
         Straggler(section.straggler_times, section.straggler_s, hosts),

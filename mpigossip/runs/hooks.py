@@ -26,19 +26,22 @@ HOOKS = {"tensorboard": "mpigossip.runs.hooks:TensorBoard"}
 
 
 class Hook:
-    """Observer of a run; methods that a subclass doesn't override do nothing."""
+    """Observer of a run; methods that a subclass doesn't override do nothing.
+
+    Each is called on all ranks, with the run's `Progress`.
+    """
 
     def start(self, progress, assembly) -> None:
-        """Before the first step."""
+        """Before the first step; ``assembly``: the parts of the job (model, data, graph)."""
 
     def step(self, progress, record: Record) -> None:
-        """After each step."""
+        """After each step, with its metrics."""
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
-        """After each evaluation."""
+        """After each evaluation; ``step``: the steps done by then."""
 
     def wants_stop(self, done: int) -> bool:
-        """Return whether the run should end at this step boundary; equal on all ranks.
+        """Return whether the run should end after ``done`` steps; equal on all ranks.
 
         Asynchronous nodes ask where they write the log.
         """
@@ -48,7 +51,7 @@ class Hook:
         """Write to disk what must not be older than the checkpoint that follows."""
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """After the last step; the summary is complete on rank 0 only."""
+        """After the last step; ``summary`` is complete on rank 0 only."""
 
 
 class TensorBoard(Hook):

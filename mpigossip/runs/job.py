@@ -36,7 +36,7 @@ class JobNode:
 
     def __init__(self, assembly: Assembly, world: World):
         """``assembly``: closed with this."""
-        self.job, self.world = assembly.job, world
+        self.job, self.world = assembly.parts.job, world
         self._doubted: set[str] = set()
         """metrics that were reported as no numbers"""
         self._take(assembly)
@@ -59,7 +59,7 @@ class JobNode:
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left."""
+        """Return whether no step is left."""
         return self.engine.index >= self.total_steps
 
     def average(self) -> None:
@@ -72,12 +72,12 @@ class JobNode:
 
     def own(self, row: int, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
         """The loss scale of fp16."""
-        return {}, {**self.trainer.settings.precision.numbers(row)}
+        return {}, {**self.trainer.precision.numbers(row)}
 
     def put_own(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
         """Restore the loss scale, unless nodes begin at their average."""
         if mean is None:
-            self.trainer.settings.precision.restore(row, saved.numbers)
+            self.trainer.precision.restore(row, saved.numbers)
         if row:
             return []
         return self.assembly.loader.note(self.engine.index - self.shift)
@@ -138,7 +138,7 @@ class JobNode:
     def samples(self, record: Record) -> int:
         """Return the samples of a step, over all nodes that didn't rest."""
         nodes, engine = self.mixer.n, self.engine
-        rested = engine.cadence.resting(record.index - engine.born, range(nodes))
+        rested = engine.cadence.resting(record.index - engine.state_start, range(nodes))
         return self._samples(nodes - len(rested))
 
     def about(self, progress: Progress) -> Sequence[tuple[str, str]]:
@@ -172,7 +172,7 @@ class JobNode:
         trainer, modules = self.trainer, self.trainer.replicas.modules
         begin, count = self.engine.index - self.shift, self.job.run.recalibrate
         shown = range(begin, begin + count if norms(modules[0][0]) else begin)
-        batches = [trainer.settings.batches(step) for step in shown]
+        batches = [trainer.batches(step) for step in shown]
         found = evaluate(trainer.replicas, self.mixer, self.assembly.loader, batches)
         run.progress.evaluation = found
         self._doubt(found, run.progress)

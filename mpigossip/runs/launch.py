@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -129,19 +129,24 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
              f"{n}; name another folder with run.output=…, or change the number by `mpigossip "
              f"resume {job.run.folder}` on {n} ranks (simulated: with --simulate --nodes {n})"]
         )  # fmt: skip
-    before = config.as_dict(load(manifest.job))
-    now = config.as_dict(job)
-    differing = [
-        f"{section}.{key} = {now[section].get(key)!r}, there {before[section].get(key)!r}"
-        for section in now
-        for key in {**now[section], **before[section]}
-        if now[section].get(key) != before[section].get(key)
-        and (now[section].get(key), before[section].get(key)) != ("auto", WAS.get(key))
-    ]
-    if differing:
+    if found := differing(job, load(manifest.job)):
         folder = job.run.folder
         raise JobError(
-            [f'run.output: "{folder}" holds a run of another job ({"; ".join(differing[:4])}); '
+            [f'run.output: "{folder}" holds a run of another job ({"; ".join(found[:4])}); '
              f"name another folder with run.output=…, or go on with it by `mpigossip resume "
              f"{folder} section.key=value`"]
         )  # fmt: skip
+
+
+def differing(job: Job, there: Job, apart: Collection[str] = ()) -> list[str]:
+    """Return the settings in which jobs differ, but for some sections and settings, ``apart``."""
+    now, before = config.as_dict(job), config.as_dict(there)
+    return [
+        f"{section}.{key} = {now[section].get(key)!r}, there {before[section].get(key)!r}"
+        for section in now
+        if section not in apart
+        for key in {**now[section], **before[section]}
+        if f"{section}.{key}" not in apart
+        and now[section].get(key) != before[section].get(key)
+        and (now[section].get(key), before[section].get(key)) != ("auto", WAS.get(key))
+    ]

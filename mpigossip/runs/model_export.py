@@ -18,9 +18,9 @@ from mpigossip import models
 from mpigossip.config import JobError
 from mpigossip.data.sources import source
 from mpigossip.store import StoreError, checkpoint
-from mpigossip.store.average import over_nodes, over_slots
 from mpigossip.store.checkpoint import Manifest, NodeState
 from mpigossip.store.hdf5 import replacing
+from mpigossip.store.node_state import over_slots
 from mpigossip.training import assemble
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
@@ -50,12 +50,12 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
         _write(state, beside, manifest, "average" if node is None else str(node))
     count = sum(value.numel() for value in state.values())
     told = f"{out}: {who} at step {manifest.step}; {len(state)} arrays, {count:,} numbers"
-    return "\n".join([told, *([f"note: {note}"] if note else []), "", *_three_lines(out)])
+    return "\n".join([told, *([f"note: {note}"] if note else []), "", *_three_lines(out, not note)])
 
 
 def averaged(path: Path, n: int) -> dict[str, np.ndarray]:
     """Return parameters and buffers by name, floats averaged over the n nodes of a checkpoint."""
-    return _by_name(checkpoint.read_node(path, 0), over_nodes(path, n))
+    return _by_name(checkpoint.read_node(path, 0), checkpoint.average(path, n))
 
 
 def model_of(path: Path, node: int) -> dict[str, np.ndarray]:
@@ -142,9 +142,10 @@ def _write(state: dict[str, torch.Tensor], path: Path, manifest: Manifest, node:
         torch.save(state, path)
 
 
-def _three_lines(out: Path) -> list[str]:
+def _three_lines(out: Path, strict: bool) -> list[str]:
     if out.suffix == ".safetensors":
         first, call = "from safetensors.torch import load_file", f'load_file("{out}")'
     else:
         first, call = "import torch", f'torch.load("{out}", weights_only=True)'
+    call = call if strict else f"{call}, strict=False"
     return [first, "model = …  # made as for the training", f"model.load_state_dict({call})"]

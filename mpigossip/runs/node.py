@@ -24,22 +24,7 @@ Arrays = Mapping[str, np.ndarray]
 Numbers = Mapping[str, Number]
 
 
-class Averaging(Protocol):
-    """A node that can exchange without a step."""
-
-    @property
-    def mixer(self) -> Mixer:
-        """The communication backend between nodes."""
-
-    @property
-    def group(self) -> Group:
-        """The slots of the node, in all of its ranks."""
-
-    def average(self) -> None:
-        """Exchange without a gradient."""
-
-
-class Node(Averaging, Protocol):
+class Node(Protocol):
     """The nodes that live in this process: of a job, or of a custom training loop.
 
     A row is one of these nodes. ``engine.group`` is `Single` where each rank of a node has the
@@ -55,8 +40,19 @@ class Node(Averaging, Protocol):
     """samples are counted over all nodes, not by rank"""
 
     @property
+    def mixer(self) -> Mixer:
+        """The communication backend between nodes."""
+
+    @property
+    def group(self) -> Group:
+        """The slots of the node, in all of its ranks."""
+
+    def average(self) -> None:
+        """Exchange without a gradient."""
+
+    @property
     def assembly(self) -> Any:
-        """What hooks are shown at the start."""
+        """The parts that hooks are shown at the start."""
 
     @property
     def shift(self) -> int:
@@ -115,7 +111,7 @@ class Node(Averaging, Protocol):
         """Return figures for the summary; local."""
 
 
-def wait_for_nodes(node: Averaging, world: World) -> None:
+def wait_for_nodes(node: Node, world: World) -> None:
     """Wait for all nodes; asynchronous ones that are ahead go on exchanging meanwhile."""
     if node.mixer.synchronous:
         return  # they wait in what follows

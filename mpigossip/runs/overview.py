@@ -14,8 +14,8 @@ import numpy as np
 from mpigossip.cluster.world import World
 from mpigossip.config import NodeSection
 from mpigossip.config.readable import counted, size
-from mpigossip.engine.state import leaves
 from mpigossip.engine.step import Engine
+from mpigossip.engine.vector import leaves
 from mpigossip.graphs import Graph, spectral
 from mpigossip.groups.devices import beside
 from mpigossip.mixing.base import Kind, traffic
@@ -38,7 +38,7 @@ WAYS = {
 
 def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple[str, str]]:
     """Return the screen as (word, text); local."""
-    job, trainer, graph = progress.job, assembly.trainer, assembly.graph
+    job, trainer, graph = progress.job, assembly.trainer, assembly.parts.graph
     flat, section = trainer.replicas.flat, job.checkpoint
     local = f" ({job.local.name})" if job.local.name else ""
     cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
@@ -48,11 +48,10 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
         ("nodes", nodes(trainer.mixer.n, trainer.group.devices, world)),
         ("model", f"{job.model.name}, {flat.count:,} parameters, {size(4 * flat.count)}"),
         ("data", f"{job.data.source}: {data.train_size:,} training and {data.test_size:,} "
-                 f"test samples; {per_step // progress.nodes} a node and step, {per_step} in all"),
+                 f"test samples; {per_step} a step, {per_step // progress.nodes} a node"),
         ("method", f"{job.algorithm.name}{local} on {job.graph.name}{cadence}"),
         *between(trainer.engine, graph, job.node, world),
-        ("memory", f"{size(_memory(progress, trainer, world))} a node: replicas, gradients, state, "
-                   "messages, copies; activations come on top"),
+        ("memory", f"{size(_memory(progress, trainer, world))} a node, without activations"),
         ("rate", full_rate(job.schedule, per_step)[1]),
         ("steps", f"{progress.total_steps:,}, {progress.steps_per_epoch:,} an epoch"),
         ("files", f"{progress.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ "
@@ -113,7 +112,7 @@ def _graph(graph: Graph) -> str:
     if rate >= 1 - 1e-9:
         return f"{text}, not connected: nodes never agree"
     gap = "spectral gap" if graph.period == 1 else "gap"
-    return f"{text}, {gap} {1 - rate:.3g} (disagreement × {rate:.3g} a round)"
+    return f"{text}, {gap} {1 - rate:.3g}"
 
 
 def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> str:
@@ -170,7 +169,7 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
     always = len(engine.cadence.kinds) == 1
     when = "step" if always else "gossip step" if kind is Kind.GOSSIP else "averaging step"
     ratio = f"; all-reduce would send {size(ring)}" if ring and kind is Kind.GOSSIP else ""
-    vectors = counted(method.vectors, "model-sized vector")
+    vectors = counted(method.vectors, "vector")
     return f"{size(average)} a node and {when} ({vectors}){ratio}"
 
 

@@ -154,7 +154,7 @@ class Printer(Hook):
         first = metrics[0][0] if metrics else "loss"
         return [
             ("epoch", f"{progress.epoch(step):.2f}"), ("step", f"{step}"),
-            ("rate", f"{self._lr:.3g}".replace("e-0", "e-")),
+            ("rate", f"{self._lr:.{'3g' if self._lr >= 1e-3 else '1e'}}".replace("e-0", "e-")),
             ("train loss", number(sum(seen) / len(seen)) if seen else "–"),
             ("test loss", number(found.loss)),
             *metrics[:1], ("local", number(found.mean_local[first])), *metrics[1:],

@@ -24,6 +24,7 @@ class Progress:
     job: Job
     folder: Path
     nodes: int
+    """that are in the run now"""
     steps_per_epoch: int = 0
     """0: not known, as in custom loops; so with the next two"""
     total_steps: int = 0
@@ -49,17 +50,17 @@ class Progress:
     warnings: list[str] = field(default_factory=list)
     """warnings that the summary repeats"""
     checkpoint: Path | None = None
-    """the newest whole one, on rank 0"""
+    """the newest complete one, on rank 0"""
     lost_at: int = 0
     """steps done at the first rank failure since all nodes were there"""
 
     def warn(self, text: str) -> None:
-        """Print a warning at once, and again in the summary; called on rank 0."""
+        """Print the warning ``text`` at once, and again in the summary; called on rank 0."""
         note(text)
         self.warnings.append(text)
 
     def epoch(self, step: int) -> float:
-        """Return the epochs done at a step."""
+        """Return the epochs done at ``step``."""
         return (step - self.shift) / self.steps_per_epoch
 
     @property

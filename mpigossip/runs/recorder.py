@@ -31,23 +31,11 @@ from mpigossip.store.log import (
     read,
 )
 from mpigossip.training.evaluate import Evaluation
+from mpigossip.training.machines import OFF
 from mpigossip.training.task import Objective
-from mpigossip.training.timing.machines import OFF
-from mpigossip.training.timing.virtual import VirtualClock
+from mpigossip.training.timing import VirtualClock
 
 FIGURE = Column("", "logged by the program", "float64")
-
-
-def step_columns(objective: Objective) -> dict[str, Column]:
-    """Return the columns of steps for this task."""
-    loss = COLUMNS["loss"]._replace(unit=objective.unit("loss"))
-    return COLUMNS | {"loss": loss}
-
-
-def metric_columns(objective: Objective) -> dict[str, Column]:
-    """Return the task's own columns, beside those of every log."""
-    about = "{} of the node's training samples in the step"
-    return {name: Column(objective.unit(name), about.format(name)) for name in objective.metrics}
 
 
 def evaluation_columns(objective: Objective) -> dict[str, Column]:
@@ -83,13 +71,14 @@ class Recorder(Hook):
     def start(self, progress, assembly) -> None:
         """Open the log on rank 0, or continue it at this run's first step."""
         self._progress, self._rows = progress, len(assembly.engine.mixer.rows)
-        self._columns = step_columns(progress.objective)
-        self._metrics = metric_columns(progress.objective) | MEMBER_COLUMNS
-        self._metrics |= {VIRTUAL: VIRTUAL_COLUMN}
+        about, task = "{} of the node's training samples in the step", progress.objective
+        self._columns = COLUMNS | {"loss": COLUMNS["loss"]._replace(unit=task.unit("loss"))}
+        self._metrics = {name: Column(task.unit(name), about.format(name)) for name in task.metrics}
+        self._metrics |= MEMBER_COLUMNS | {VIRTUAL: VIRTUAL_COLUMN}
         self._goes_on = progress.job.log.on_error == "continue"
 
         def warning() -> str:
-            return assembly.engine.cadence.warning(assembly.engine.rhythm)
+            return assembly.engine.cadence.warning(assembly.engine.cadence_state)
 
         self._watchers = watchers(progress.job.log, self._world.nodes.column.hosts, warning)
         self._gathered = progress.first_step

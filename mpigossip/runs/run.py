@@ -100,8 +100,9 @@ class Run:
         if path is None:
             return 0
         with self.world.together(Mistake):
-            exact, told, numbers = restore(self.node, path)
-            told = self._remember(path) + told
+            manifest = checkpoint.read_manifest(path)
+            exact, told, numbers = restore(self.node, path, manifest)
+            told = self._remember(manifest) + told
         with torch.no_grad():
             self.node.publish()
         self.take_over(numbers)
@@ -116,9 +117,8 @@ class Run:
         self.tally.restore(numbers)
         self._before_s = float(numbers["seconds"])
 
-    def _remember(self, path: Path) -> list[str]:
+    def _remember(self, manifest: checkpoint.Manifest) -> list[str]:
         """Take lost ranks over from a checkpoint; what to report."""
-        manifest = checkpoint.read_manifest(path)
         asked, lost_at = asked_of(manifest), manifest.meta.get("lost_at", 0)
         lost = "".join(c for c in str(manifest.meta.get("lost", "")) if c.isprintable())
         self._lost = [lost] if lost else []
@@ -194,12 +194,12 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """Whether all ranks have agreed to stop."""
+        """Return whether all ranks have agreed to stop."""
         return self._asked_at is not None
 
     @property
     def _in_step(self) -> bool:
-        """Whether nodes are at equal steps, and all in their loops."""
+        """Return whether nodes are at equal steps, and all in their loops."""
         return self._together and not self._parted
 
     def _stops(self, done: int) -> bool:

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpigossip.engine.state import joined, of_rows, split
 from mpigossip.engine.step import Engine
-from mpigossip.engine.vector import Flat
+from mpigossip.engine.vector import Flat, joined, of_rows, split
 from mpigossip.groups.base import held
 from mpigossip.runs.node import Node
 from mpigossip.store import StoreError, checkpoint, direct
-from mpigossip.store.average import over_nodes
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 from mpigossip.store.hdf5 import reading
 from mpigossip.store.manifest import MOST
@@ -137,14 +135,15 @@ def plain(tensor: torch.Tensor) -> np.ndarray:
 # -- and back --------------------------------------------------------------------------------------
 
 
-def restore(node: Node, path: Path) -> tuple[bool, list[str], Mapping[str, Number]]:
+def restore(
+    node: Node, path: Path, manifest: Manifest
+) -> tuple[bool, list[str], Mapping[str, Number]]:
     """Continue from a checkpoint: whether exactly, what to report, and its numbers.
 
     No rank meets another here; :meth:`Node.publish` follows. Otherwise every node begins with the
     exact average of the models; state that is a mean of gradients is averaged likewise, other
     state begins anew. StoreError where the model is another one.
     """
-    manifest = checkpoint.read_manifest(path)
     _check_facts(manifest, node.facts, path)
     rows, fits = node.mixer.rows, manifest.n == node.mixer.n
     first = checkpoint.read_node(path, rows[0] if fits else 0)
@@ -162,7 +161,7 @@ def restore(node: Node, path: Path) -> tuple[bool, list[str], Mapping[str, Numbe
                 _check_counters(saved, path)
                 told += _exactly(node, row, saved)
         else:
-            slots, mean = manifest.meta["slots"], over_nodes(path, manifest.n)
+            slots, mean = manifest.meta["slots"], checkpoint.average(path, manifest.n)
             told = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
             told += from_mean(node, mean, first.numbers) + node.put_own(0, first, mean)
     return exact, told, first.numbers
@@ -213,8 +212,8 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
         dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/")]
         engine.restart()
         told.append(f"dropped: {', '.join(dropped) or 'nothing'}, begun anew: {', '.join(names)}")
-    elif engine.born < engine.index and _same_rhythm(numbers, engine):
-        engine.restore_rhythm(numbers)
+    elif engine.state_start < engine.index and _same_cadence(numbers, engine):
+        engine.restore_cadence(numbers)
     engine.round = 0
     engine.mixer.bytes_sent[:] = [_counted(node, mean["bytes_sent"])] * len(rows)
     return told
@@ -261,11 +260,11 @@ def _same_method(saved: NodeState, engine: Engine) -> bool:
     return (
         was == set(parts)
         and all(saved.arrays[name].size == size for name, size in figures.items())
-        and _same_rhythm(saved.numbers, engine)
+        and _same_cadence(saved.numbers, engine)
     )
 
 
-def _same_rhythm(numbers: Mapping[str, Number], engine: Engine) -> bool:
+def _same_cadence(numbers: Mapping[str, Number], engine: Engine) -> bool:
     """Return whether the cadence has the state that was saved."""
     was = {name for name in numbers if name.startswith("cadence/")}
-    return was == {f"cadence/{name}" for name in engine.rhythm._fields}
+    return was == {f"cadence/{name}" for name in engine.cadence_state._fields}

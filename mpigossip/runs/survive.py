@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpigossip.cluster import ulfm
-from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.deadline import Deadline
+from mpigossip.cluster.ranks import Alone, given_up
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import counted, note
@@ -21,8 +21,8 @@ from mpigossip.runs.lock import lock
 from mpigossip.runs.node import Node
 from mpigossip.runs.run import Run
 from mpigossip.runs.state import from_mean, snapshot
-from mpigossip.store.average import is_floating, over_slots
 from mpigossip.store.checkpoint import NodeState, Number
+from mpigossip.store.node_state import is_floating, over_slots
 
 COLLECTIVE = ("gather", "broadcast", "start_agree", "agree", "together", "barrier")
 """Methods of a world in which its ranks meet."""
@@ -115,6 +115,36 @@ class Survival:
                 raise
             self._lost = True
 
+    def leave(self) -> None:
+        """End the run, and wait until all nodes have left their loops.
+
+        Of a custom loop, whose nodes may leave it at different times. Where one is lost meanwhile,
+        those that are still in their loops finish them alone, and come here. A loop that is left by
+        `exit()` ends at the same step on all nodes.
+        """
+        waits = self._node.world is self._world
+        for name in () if waits else COLLECTIVE:
+            vars(self._world).pop(name, None)
+        while True:
+            lost = False
+            try:
+                if self._run is not None:
+                    self._leaving = not self._run.stopped
+                    self._run.finish()
+                self._leaving = True
+                if waits:
+                    everyone = self._world.start_agree(0)
+                    Deadline(float("inf")).wait(everyone.ready, lambda: "")
+            except Exception as error:
+                if not self._world.lost_by(error):
+                    raise
+                lost = True
+            if lost:
+                self._outlive()
+            if not lost or self._run is None or self._run.closed:
+                return
+            waits = False
+
     def _outlive(self) -> None:
         """Go on in the survivors' world; a further failure begins anew. Collective over them."""
         while True:
@@ -132,7 +162,7 @@ class Survival:
         node, run, here = self._node, self._run, self._world
         if run is not None:
             self._lock_anew(run)
-        ulfm.given_up.append(node.mixer)
+        given_up.append(node.mixer)
         parted = bool(here.agree(self._leaving))
         gone = [at for at, name in enumerate(self._names) if name not in here.names]
         lost = [f"rank {self._names[at]} on {self._hosts[at]}" for at in gone]

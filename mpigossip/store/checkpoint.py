@@ -222,6 +222,12 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
         return state
 
 
+def average(path: Path, n: int) -> dict[str, np.ndarray]:
+    """Return the mean over a checkpoint's n nodes, as `node_state.over_nodes` has it."""
+    with reading(path):
+        return node_state.over_nodes(read_node(path, node) for node in range(n))
+
+
 def _joined(parts: Sequence[NodeState]) -> NodeState:
     """A node from its slots; ValueError where they are of different ones."""
     first, arrays = parts[0], dict[str, np.ndarray]()
@@ -288,7 +294,7 @@ def _found(run: Path) -> list[tuple[int, Path]]:
 
 
 def _problem(path: Path) -> str:
-    """Why a checkpoint isn't whole, "" where it is; StoreError where that can't be read."""
+    """Return why a checkpoint isn't whole, "" where it is; StoreError where that can't be read."""
     try:
         for entry in read_manifest(path).entries:
             with reading(place := path / entry.file):

@@ -242,7 +242,7 @@ def _create(path: Path) -> None:
 
 
 def _refused(path: Path, first_step: int) -> str:
-    """Why `path` can't be continued at a step, empty if it can."""
+    """Return why `path` can't be continued at a step, empty if it can."""
     if path.is_symlink():
         return "is a symbolic link"
     if not path.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -173,9 +174,8 @@ def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
     for start in range(0, len(data), stride):
         piece = data[start : start + stride].astype(np.float64)
         short = -len(piece) % block
-        piece = np.concatenate([piece, np.full((short, piece.shape[1]), np.nan)])
-        folded = piece.reshape(-1, block, piece.shape[1])
-        known = ~np.isnan(folded)
-        with np.errstate(invalid="ignore"):
-            pieces.append(np.where(known, folded, 0).sum(1) / known.sum(1))
+        piece = np.pad(piece, ((0, short), (0, 0)), constant_values=np.nan)
+        with warnings.catch_warnings():  # of blocks without a value
+            warnings.simplefilter("ignore", RuntimeWarning)
+            pieces.append(np.nanmean(piece.reshape(-1, block, piece.shape[1]), axis=1))
     return np.concatenate(pieces)

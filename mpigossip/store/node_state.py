@@ -1,9 +1,9 @@
-"""State of a node in a checkpoint: its arrays, and the table of its parameters."""
+"""State of a node in a checkpoint: its arrays, the table of its parameters, averages in float64."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -18,6 +18,8 @@ FINITE = ("parameters", "arrays/state/", "arrays/torch/", "pieces/state/")
 """Prefixes of the datasets that have to be finite, beside the statistics of norms: other buffers
 may be masks with −∞, and a user's own state anything."""
 NORMS = ("running_mean", "running_var")
+LOOSE = ("torch/", "own/", "rng/")
+"""Of a user's own loop: a node's optimizer has no state of parameters that it never used."""
 
 
 @dataclass(frozen=True)
@@ -94,3 +96,65 @@ def read_table(
     if offset != length or len(set(names)) != len(names):
         raise ValueError(f"{len(set(names))} of {len(names)} parameters fill {offset} of {length}")
     return tuple(names), tuple(shapes)
+
+
+def average(
+    parts: Iterable[Mapping[str, np.ndarray]], loose: tuple[str, ...] = ()
+) -> dict[str, np.ndarray]:
+    """Σ_k parts[k] · 1/K of arrays of floats, in float64 and in the order given.
+
+    Other arrays are as in the first part. One part at a time is in memory besides the sum. Raises
+    ValueError where parts differ in names or shapes. Names that begin with one of ``loose`` are
+    left out where a part lacks them, or has them in another shape.
+    """
+    total: dict[str, np.ndarray] = {}
+    count = 0
+    for count, part in enumerate(parts, 1):
+        if loose and count > 1:
+            part = {k: a for k, a in part.items() if k in total or not k.startswith(loose)}
+            for name in [name for name in total if name.startswith(loose)]:
+                if name not in part or part[name].shape != total[name].shape:
+                    total.pop(name)
+                    part.pop(name, None)
+        if count > 1 and part.keys() != total.keys():
+            raise ValueError(f"they differ in {', '.join(sorted(part.keys() ^ total.keys()))}")
+        for name, array in part.items():
+            if count > 1 and array.shape != total[name].shape:
+                raise ValueError(f'"{name}" is {array.shape} and {total[name].shape}')
+            if count == 1:
+                total[name] = array.astype(np.float64) if is_floating(array) else array
+            elif is_floating(array):
+                total[name] += array
+    for array in total.values():
+        if is_floating(array):
+            array *= 1 / count
+    return total
+
+
+def over_slots(state: NodeState) -> dict[str, np.ndarray]:
+    """A node's "parameters" and arrays by name; "buffers/NAME" is the average of its slots'."""
+    found = {"parameters": state.parameters}
+    slots: dict[int, dict[str, np.ndarray]] = {}
+    for key, array in state.arrays.items():
+        kind, _, rest = key.partition("/")
+        if kind == "buffers":
+            slot, _, name = rest.partition("/")
+            slots.setdefault(int(slot), {})[f"buffers/{name}"] = array
+        else:
+            found[key] = array
+    return found | average(slots[slot] for slot in sorted(slots))
+
+
+def over_nodes(states: Iterable[NodeState]) -> dict[str, np.ndarray]:
+    """The same of nodes together, their mean "bytes_sent" and "local_steps"."""
+
+    def arrays(state: NodeState) -> dict[str, np.ndarray]:
+        counted = {"bytes_sent", "local_steps"} & state.numbers.keys()
+        return over_slots(state) | {k: np.array(float(state.numbers[k])) for k in counted}
+
+    return average(map(arrays, states), loose=LOOSE)
+
+
+def is_floating(array: np.ndarray) -> bool:
+    """Return whether an average of such arrays means something."""
+    return bool(np.issubdtype(array.dtype, np.floating))

@@ -4,8 +4,9 @@ import io
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -30,7 +31,6 @@ LARGE = 1 << 14
 """Mean bytes per file above which decoding takes long enough for threads to gain."""
 BUFFER = 1 << 24
 
-Progress = Callable[[int, int], None]
 Files = tuple[list[Path], list[int]]
 """Files and their labels."""
 
@@ -41,30 +41,37 @@ class _Payload(NamedTuple):
     data: bytes
     size: tuple[int, int]  # height, width
     gray: bool
-    moments: np.ndarray | None  # (3, 3): per channel the number, sum and sum of squares of pixels
-    problem: str | None
+    moments: np.ndarray | float  # (3, 3): per channel number, sum and sum of squares of pixels
+    problems: list[str]
 
 
-@dataclass
-class _Tally:
-    """Sums over all images."""
+@dataclass(frozen=True)
+class _Half:
+    """Samples of a half, encoded, and what is known of each."""
 
-    total: int
-    progress: Progress
-    done: int = 0
-    gray: bool = True
-    moments: np.ndarray = field(default_factory=lambda: np.zeros((3, 3)))
-    problems: list[str] = field(default_factory=list)
+    spool: IO[bytes]
+    """a nameless file beside the pack: HDF5 must know a contiguous array's size first"""
+    lengths: list[int] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)
 
-    def count(self, payload: _Payload) -> None:
-        self.done += 1
-        self.gray &= payload.gray
-        if payload.moments is not None:
-            self.moments += payload.moments
-        if payload.problem:
-            self.problems.append(payload.problem)
-        if self.done % BLOCK == 0 or self.done == self.total:
-            self.progress(self.done, self.total)
+    def add(self, data: bytes, size: tuple[int, int] = (0, 0)) -> None:
+        """Add a sample."""
+        self.spool.write(data)
+        self.lengths.append(len(data))
+        self.checksums.append(zlib.crc32(data))
+        self.sizes.append(size)
+
+
+@contextmanager
+def _halves(file: h5py.File) -> Iterator[dict[str, _Half]]:
+    """Both halves by name, empty at first."""
+    beside = Path(file.filename).parent
+    with (
+        tempfile.TemporaryFile(dir=beside, buffering=BUFFER) as train,
+        tempfile.TemporaryFile(dir=beside, buffering=BUFFER) as test,
+    ):
+        yield {"train": _Half(train), "test": _Half(test)}
 
 
 def pack(
@@ -76,7 +83,6 @@ def pack(
     text: bool = False,
     tokenizer: str = "byte",
     vocabulary: int = VOCABULARY,
-    progress: Progress | None = None,
 ) -> Path:
     """Pack a folder into the data set `out` and return its path.
 
@@ -92,9 +98,9 @@ def pack(
     are its bytes, or with `tokenizer = "bpe"` those of a byte-pair encoding with `vocabulary`
     entries, learned from the training text.
 
-    `progress(done, total)` is called now and then with numbers of files. While packing, the
-    encoded bytes lie twice on the disk of `out`, which appears under its name only when whole.
-    Raises StoreError naming missing folders and all files that can't be read (the first ten).
+    While packing, the encoded bytes lie twice on the disk of `out`, which appears under its name
+    only when whole. Raises StoreError naming missing folders and all files that can't be read (the
+    first ten).
     """
     folder, out = Path(folder), Path(out)
     if not folder.is_dir() and not (text and folder.is_file()):
@@ -117,51 +123,40 @@ def pack(
                 format=fixed(FORMAT), version=PLAIN, source=fixed(str(folder.resolve()))
             )
             if text:
-                _pack_text(folder, file, coder, progress or _quiet)
+                _pack_text(folder, file, coder)
             else:
-                _pack_images(folder, file, image_size, decoded, progress or _quiet)
+                _pack_images(folder, file, image_size, decoded)
     return out
 
 
-def _quiet(done: int, total: int) -> None:
-    """Tell nobody."""
-
-
-def _pack_images(
-    folder: Path, file: h5py.File, image_size: int | None, decoded: bool, progress: Progress
-) -> None:
+def _pack_images(folder: Path, file: h5py.File, image_size: int | None, decoded: bool) -> None:
     """Write the splits, classes and statistics of an image folder."""
     classes, lists = _find(folder)
-    tally = _Tally(sum(len(files) for files, _ in lists.values()), progress)
-    with _spool(file) as train, _spool(file) as test:
-        spools = dict(zip(SPLITS, (train, test), strict=True))
-        lengths: dict[str, list[int]] = {name: [] for name in SPLITS}
-        checksums: dict[str, list[int]] = {name: [] for name in SPLITS}
-        sizes: dict[str, list[tuple[int, int]]] = {name: [] for name in SPLITS}
+    gray, moments, problems = True, np.zeros((3, 3)), list[str]()
+    with _halves(file) as halves:
         for name, (files, _) in lists.items():
             every = max(1, len(files) // SAMPLE_FOR_MEAN) if name == "train" else 0
             for payload in _checked(files, image_size, every):
-                tally.count(payload)
-                spools[name].write(payload.data)
-                lengths[name].append(len(payload.data))
-                checksums[name].append(zlib.crc32(payload.data))
-                sizes[name].append(payload.size)
-        if tally.problems:
-            more = f" and {len(tally.problems) - 10} more" if len(tally.problems) > 10 else ""
+                halves[name].add(payload.data, payload.size)
+                gray &= payload.gray
+                moments += payload.moments
+                problems += payload.problems
+        if problems:
+            total = sum(len(files) for files, _ in lists.values())
+            more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
             raise StoreError(
-                f"{len(tally.problems)} of {tally.total} files can't be read as images: "
-                f"{'; '.join(tally.problems[:10])}{more}. Fix or remove them and pack again"
+                f"{len(problems)} of {total} files can't be read as images: "
+                f"{'; '.join(problems[:10])}{more}. Fix or remove them and pack again"
             )
-        side = _one_size([*sizes["train"], *sizes["test"]]) if decoded else None
+        side = _one_size([s for half in halves.values() for s in half.sizes]) if decoded else None
         for name, (_, labels) in lists.items():
             group = file.create_group(name)
             if side:
-                _write_decoded(group, labels, lengths[name], spools[name], tally.gray, side)
+                _write_decoded(group, labels, halves[name], gray, side)
             else:
-                group["sizes"] = np.array(sizes[name], np.int64)
-                _write_split(group, labels, lengths[name], checksums[name], spools[name])
-    kind = "arrays" if decoded else "images"
-    _write_facts(file, kind, classes, tally.moments[:1] if tally.gray else tally.moments)
+                group["sizes"] = np.array(halves[name].sizes, np.int64)
+                _write_split(group, labels, halves[name])
+    _write_facts(file, "arrays" if decoded else "images", classes, moments[:1] if gray else moments)
 
 
 def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
@@ -204,11 +199,6 @@ def _write_facts(file: h5py.File, kind: str, classes: Sequence[str], moments: np
     )  # fmt: skip
 
 
-def _spool(file: h5py.File) -> IO[bytes]:
-    """Return a nameless file beside the pack: HDF5 must know a contiguous array's size first."""
-    return tempfile.TemporaryFile(dir=Path(file.filename).parent, buffering=BUFFER)
-
-
 def checksum_of(group: Mapping[str, h5py.Dataset]) -> int:
     """CRC-32 over the small arrays of a split, those that HDF5 doesn't check itself."""
     value = 0
@@ -218,22 +208,16 @@ def checksum_of(group: Mapping[str, h5py.Dataset]) -> int:
     return value
 
 
-def _write_split(
-    group: h5py.Group,
-    labels: Sequence[int],
-    lengths: Sequence[int],
-    checksums: Sequence[int],
-    spool: IO[bytes],
-) -> None:
-    """Write labels, offsets, checksums and, contiguously, the bytes that lie in the spool."""
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+def _write_split(group: h5py.Group, labels: Sequence[int], half: _Half) -> None:
+    """Write labels, offsets, checksums and, contiguously, the samples."""
+    offsets = np.concatenate([[0], np.cumsum(half.lengths, dtype=np.int64)])
     group["labels"], group["offsets"] = np.array(labels, np.int64), offsets
-    group["checksums"] = np.array(checksums, np.uint32)
+    group["checksums"] = np.array(half.checksums, np.uint32)
     group.attrs["checksum"] = checksum_of(group)
     target = group.create_dataset("bytes", (int(offsets[-1]),), np.uint8)
-    spool.seek(0)
+    half.spool.seek(0)
     position = 0
-    while piece := spool.read(BUFFER):
+    while piece := half.spool.read(BUFFER):
         target[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
         position += len(piece)
 
@@ -250,22 +234,18 @@ def _one_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _write_decoded(
-    group: h5py.Group,
-    labels: Sequence[int],
-    lengths: Sequence[int],
-    spool: IO[bytes],
-    gray: bool,
-    side: tuple[int, int],
+    group: h5py.Group, labels: Sequence[int], half: _Half, gray: bool, side: tuple[int, int]
 ) -> None:
-    """Write labels, checksums and, contiguously, the pixels of the files that lie in the spool."""
+    """Write labels, checksums and, contiguously, the pixels of the samples."""
     shape = (len(labels), 1 if gray else 3, *side)
     target = group.create_dataset("images", shape, np.uint8)
     checksums = np.empty(len(labels), np.uint32)
-    spool.seek(0)
+    half.spool.seek(0)
     for begin in range(0, len(labels), BLOCK):
-        block = np.empty((len(lengths[begin : begin + BLOCK]), *shape[1:]), np.uint8)
-        for row, length in enumerate(lengths[begin : begin + BLOCK]):
-            with Image.open(io.BytesIO(spool.read(length))) as image:
+        lengths = half.lengths[begin : begin + BLOCK]
+        block = np.empty((len(lengths), *shape[1:]), np.uint8)
+        for row, length in enumerate(lengths):
+            with Image.open(io.BytesIO(half.spool.read(length))) as image:
                 pixels = np.asarray(image.convert("L" if gray else "RGB"))
             block[row] = pixels if gray else pixels.transpose(2, 0, 1)
             checksums[begin + row] = zlib.crc32(block[row])
@@ -317,10 +297,10 @@ def _check(path: Path, image_size: int | None, measured: bool) -> _Payload:
             if image_size is not None and min(image.size) > image_size:
                 image, data = _smaller(image, image_size)
             size = (image.height, image.width)
-            moments = _moments(image) if measured else None
+            moments = _moments(image) if measured else 0.0
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return _Payload(b"", (0, 0), True, None, f"{path} ({error})")
-    return _Payload(data, size, gray, moments, None)
+        return _Payload(b"", (0, 0), True, 0.0, [f"{path} ({error})"])
+    return _Payload(data, size, gray, moments, [])
 
 
 def _moments(image: Image.Image) -> np.ndarray:
@@ -341,21 +321,15 @@ def _smaller(image: Image.Image, shorter: int) -> tuple[Image.Image, bytes]:
     return small, buffer.getvalue()
 
 
-def _pack_text(where: Path, file: h5py.File, coder: texts.Coder, progress: Progress) -> None:
+def _pack_text(where: Path, file: h5py.File, coder: texts.Coder) -> None:
     """Write all files of a text: the first 90 % of each to train, the rest to test."""
     files, names = texts.files_of(where)
-    with _spool(file) as train, _spool(file) as test:
-        lengths: tuple[list[int], list[int]] = ([], [])
-        checksums: tuple[list[int], list[int]] = ([], [])
-        for number, path in enumerate(files):
-            for at, (spool, part) in enumerate(zip((train, test), coder.halves(path), strict=True)):
-                spool.write(part)
-                lengths[at].append(len(part))
-                checksums[at].append(zlib.crc32(part))
-            progress(number + 1, len(files))
-        labels = range(len(files))
-        for at, (name, spool) in enumerate([("train", train), ("test", test)]):
-            _write_split(file.create_group(name), labels, lengths[at], checksums[at], spool)
+    with _halves(file) as halves:
+        for path in files:
+            for half, part in zip(halves.values(), coder.halves(path), strict=True):
+                half.add(part)
+        for name, half in halves.items():
+            _write_split(file.create_group(name), range(len(files)), half)
     _write_facts(file, "text", names, np.array([[1.0, 0.0, 1.0]]))
     if coder.tokenizer.text:
         file["tokenizer"] = np.frombuffer(coder.tokenizer.text, np.uint8)

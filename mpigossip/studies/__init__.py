@@ -26,14 +26,17 @@ class Study(Results):
         out: str | Path | None = None,
         theory: bool = False,
     ) -> Figure:
-        """Mean over seeds of a figure at each evaluation, with the 95 % interval as a band.
+        """Draw a metric at each evaluation: mean over seeds, and 95 % interval as a band.
 
-        ``x = "time"``: virtual seconds, of jobs with a `[clock]`. ``y``: a metric (unset: what is
-        judged), "loss" or "consensus_distance"; a band that would include 0 of what is above 0
-        reaches as far below the mean, in ratio, as above. ``out``: a file to
-        write; the suffix chooses PNG, PDF, SVG or PGF. ``theory``: D-PSGD's rate on each point's
-        graph as dots, and the lower bounds in grey: of "gradient_square" against steps, for the
-        problems of theory, whose constants are known.
+        A band that would include 0 of what is above 0 reaches as far below the mean, in ratio, as
+        above.
+
+        :param y: a metric, "loss" or "consensus_distance"; None: ``judge`` of the study
+        :param x: steps, epochs, bytes sent by a node, or "time": virtual seconds, of jobs with a
+            `[clock]`
+        :param out: file to write; the suffix chooses PNG, PDF, SVG or PGF
+        :param theory: also draw D-PSGD's rate on each graph (dots) and the lower bounds (grey), of
+            "gradient_square" against steps, for the problems of theory
         """
         from mpigossip.store.hdf5 import replacing
         from mpigossip.studies.drawing import curves
@@ -49,13 +52,13 @@ class Study(Results):
     def transient(
         self, against: str = "parallel", y: str = "loss", within: float = 2.0
     ) -> list[dict[str, Any]]:
-        """Transient iterations: the step from which a point's curve stays near a reference's.
+        """Return for each point the step from which its curve stays near a reference's; inf: never.
 
-        ``against``: the label of the reference, of equal nodes and as many equal labels as there
-        are. ``y``: a figure at evaluations of which less is better; of each node's own model it is
-        "local_loss", … "Near" is at most ``within`` times as much in all that follows, of the means
-        over seeds; inf: not within the run. A row also has n³/(1−ρ)² and n³/(1−ρ)⁴ of its graph, as
-        "iid" and "non_iid".
+        A row also has n³/(1−ρ)² and n³/(1−ρ)⁴ of its graph, as "iid" and "non_iid".
+
+        :param against: label of the reference, of equal nodes and as many equal labels as there are
+        :param y: a metric of which less is better; of each node's own model "local_loss", …
+        :param within: near is at most so many times the reference's mean over seeds, to the end
         """
         from mpigossip.studies.theory import transients
 
@@ -77,28 +80,29 @@ def study(
 ) -> Study:
     """Simulate every point of a grid with every seed, but for what is there already.
 
-    ``grid``: an axis a name: values of a setting (``{"graph.name": ["ring", "exponential"]}``), or
-    under a name of your own the settings that each label stands for (``{"method": {"QG":
-    "algorithm.name=qg-dmsgd algorithm.beta=0.9"}}``). ``nodes``: one number or several. ``seeds``:
-    how many, from 0 on, or which; run.seed draws who has which samples (data.partition, all but
-    "sorted"), initial parameters, order of samples and random graphs. ``settings`` hold for all
-    (``["run.epochs=5"]``).
+    A study that was killed, or is asked again with more points or seeds, does only what is missing,
+    to the same bits. A loss that isn't a number is a result, "diverged".
 
-    ``rates``: unset, schedule.lr as the job has it. Several: each point takes the one that is best
-    by ``judge`` with a seed of its own (`search.SEED`), which is not reported; of rates that
-    diverged, if late, only where all did. "search": of ¼, ½, 1, 2, 4 times the job's, going on by
-    twos at most 3 times where the best is at an end; "fine": then the geometric means of the best
-    and those beside it too.
-
-    ``judge``: a metric of the task or "loss", at the end, of the averaged model, or "train_loss",
-    of the nodes' batches in the last twentieth of the steps; unset, the task's first. ``output``:
-    the folder of all logs, unset runs/study-JOB; a study that was killed, or asked again with more
-    points or seeds, does only what is missing, to the same bits. ``processes``: runs side by side,
-    unset one a core, 0 to run nothing. ``skip`` leaves out points whose parts don't go together,
-    which else are a mistake.
-
-    Raises JobError for a grid that can't be, Failure where a run ends with an error (with 0
-    ``processes``: is missing); a loss that isn't a number is a result, "diverged".
+    :param job: a job file, or the name of an example, such as "digits"
+    :param grid: an axis for each name: values of a setting
+        (``{"graph.name": ["ring", "base-2"]}``); or under a name of your own the settings that each
+        label stands for (``{"method": {"QG": "algorithm.name=qg-dmsgd algorithm.beta=0.9"}}``)
+    :param nodes: one number of nodes or several, which are one more axis
+    :param seeds: how many, from 0 on, or which; `run.seed` draws who has which samples (but for
+        `data.partition = "sorted"`), initial parameters, order of samples and random graphs
+    :param rates: None: `schedule.lr` of the job. Several: each point takes the best by ``judge``
+        with one further seed, which is not reported; rates that diverged only where all did.
+        "search": the best of ¼, ½, 1, 2, 4 times the job's, going on by twos at most 3 times
+        where the best is at an end; "fine": then also the geometric means beside the best
+    :param settings: of all runs: ``["run.epochs=5"]``
+    :param judge: a metric of the task or "loss", at the end, of the averaged model; or
+        "train_loss", of the nodes' batches in the last twentieth of the steps; None: the task's
+        first metric
+    :param output: folder of all logs; None: runs/study-JOB
+    :param processes: runs side by side; None: one for each core; 0: run nothing
+    :param skip: leave out points whose parts don't go together, which else are an error
+    :raises JobError: for a grid that can't be
+    :raises Failure: where a run ends with an error; with ``processes=0``, where one is missing
     """
     path = Path(job)
     cells, left_out = cells_of(path, grid or {}, _listed(nodes), settings, skip)

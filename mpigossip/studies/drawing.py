@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.collections import PolyCollection
@@ -12,14 +13,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from mpigossip.config import JobError
+from mpigossip.store.log import VIRTUAL
 from mpigossip.studies.grid import Cell
 from mpigossip.studies.results import Results
 from mpigossip.studies.running import Found
 from mpigossip.studies.seeds import LEVEL, interval
-from mpigossip.studies.styles import COLOURS, LINES, MARKERS
 from mpigossip.studies.tables import lost
 from mpigossip.studies.theory import draw_rates
 
+# Okabe and Ito's colours, which colour-blind people can tell apart, each with a line of its own for
+# grey print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
+MARKERS = "os^DvPX"
 MOST = 10
 """Curves in a panel."""
 AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent by a node", "time": "virtual seconds"}
@@ -42,6 +48,11 @@ INK = 0.6
 """Opacity of all bands of a panel together; of one at most a quarter of it."""
 
 
+def style(k: int) -> dict[str, Any]:
+    """Colour, line and marker of the k-th run of a picture."""
+    return {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
+
+
 class Picture(Figure):
     """A figure that a notebook shows by itself."""
 
@@ -57,9 +68,9 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
         raise JobError([f'x = "{x}": choose one of {", ".join(AXES)}'])
     if theory and (y, x) != ("gradient_square", "step"):
         raise JobError(
-            [f'theory = True: rates are of y = "gradient_square" against x = "step", not of "{y}" '
-             f'against "{x}"']
-        )  # fmt: skip
+            f'theory = True: rates are of y = "gradient_square" against x = "step", not of "{y}" '
+            f'against "{x}"'
+        )
     apart = _panel_axis(study)
     panels: dict[str, list[Cell]] = {}
     for cell in study.cells:
@@ -85,7 +96,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
             axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
         axes.grid(alpha=0.25)
         if named or theory:
-            axes.legend(frameon=False, fontsize=9)
+            axes.legend(framealpha=0.8, fontsize=9)  # where it covers a curve, that is seen
         _scale(axes, y)
     for row in grid:
         row[0].set_ylabel(LABELS.get(y, y.replace("_", " ")))
@@ -162,11 +173,11 @@ def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
 def _places(run: Found, x: str) -> np.ndarray:
     """Positions of a run's evaluations on an axis."""
     if x == "bytes":
-        return run.sent() / 1e6
+        return run.so_far("bytes_sent") / 1e6
     if x != "time":
         return run.curve(x)
     try:
-        return run.seconds()
+        return run.so_far(VIRTUAL)
     except KeyError:
         remedy = 'give clock.network and clock.compute_s, such as settings=["clock.network=10gbit"'
         raise JobError([f'x = "time": the logs have no virtual time; {remedy}, …]']) from None

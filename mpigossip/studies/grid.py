@@ -70,15 +70,15 @@ def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
     """Label and settings of each value."""
     if isinstance(values, str) or not len(values):
         raise JobError(
-            [f"grid: {axis} = {values!r}: an axis is a list of values, or labels with settings"]
+            f"grid: {axis} = {values!r}: an axis is a list of values, or labels with settings"
         )
     if isinstance(values, Mapping):
         return [((axis, str(label)), words.split()) for label, words in values.items()]
     if "." not in axis:
         raise JobError(
-            [f'grid: "{axis}" is no setting (section.key); under a name of your own each label '
-             f'needs what it stands for: {{"{axis}": {{"A": "algorithm.name=dsgd"}}}}']
-        )  # fmt: skip
+            f'grid: "{axis}" is no setting (section.key); under a name of your own each label '
+            f'needs what it stands for: {{"{axis}": {{"A": "algorithm.name=dsgd"}}}}'
+        )
     return [((axis, _plain(value)), [f"{axis}={_plain(value)}"]) for value in values]
 
 

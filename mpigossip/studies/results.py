@@ -19,18 +19,18 @@ from mpigossip.studies import tables
 from mpigossip.studies.grid import Cell
 from mpigossip.studies.running import Found, Key
 from mpigossip.studies.search import Tried, figure_of, larger_is_better
-from mpigossip.studies.seeds import LEVEL, interval, settings
+from mpigossip.studies.seeds import LEVEL, interval, many_to_one, settings
 
 
 class Results:
-    """The results of a grid: the tables.
+    """The tables of a grid's results.
 
     `rows`: a dict for each point with its labels, "nodes", "lr" where rates were chosen, "seeds",
     "diverged" (how many of them), "late" (how many ended, but lost again most of what they had
-    learnt: `Found.late`), and of each figure NAME (mean over the seeds that ended), NAME_std
-    (ddof 1), NAME_low and NAME_high (95 % interval of the mean, Student's t); figures are the
-    task's metrics, "loss", and "MB", sent by a node. `tried`: what a search of rates tried;
-    `left_out`: points whose parts don't go together, with the reason; `folder`: where the logs lie.
+    learnt), and of each metric NAME (mean over the seeds that ended), NAME_std (ddof 1), NAME_low
+    and NAME_high (95 % interval of the mean, Student's t); metrics are the task's, "loss", and
+    "MB", sent by a node. `tried`: what a search of rates tried; `left_out`: points whose parts
+    don't go together, with the reason; `folder`: of the logs.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Results:
         left_out: Mapping[str, str],
         folder: Path,
     ):
-        """Of runs that have ended."""
+        """``cells``: the points; ``rates``: which each took; ``found``: their runs."""
         self.cells, self.rates, self.seeds = list(cells), dict(rates), list(seeds)
         self.tried, self.left_out, self.folder = list(tried), dict(left_out), folder
         self._found = dict(found)
@@ -83,7 +83,7 @@ class Results:
     # -- what is best ----------------------------------------------------------------------------
 
     def best(self) -> dict[str, Any]:
-        """The row of the best mean of what is judged; those with runs that diverged come last."""
+        """Return the row of the best mean of ``judge``; those with runs that diverged come last."""
         return self.rows[self._order()[0]]
 
     def _order(self) -> list[int]:
@@ -96,18 +96,16 @@ class Results:
         return sorted(range(len(self.rows)), key=place)
 
     def ties(self) -> list[dict[str, Any]]:
-        """Rows that can't be told from the best: the interval of paired differences has 0 in it.
+        """Return the rows that can't be told from the best, with no more runs that diverged.
 
-        And no more of their runs diverged, at once or late.
+        Dunnett's test of all of them against the best, 5 %; of seeds with which none diverged.
         """
         best, *others = self._order()
-        found = []
-        for k in sorted(others):
-            apart = _spread("d", self.apart(self.cells[best], self.cells[k], self.judge))
-            as_safe = _lost(self.rows[k]) == _lost(self.rows[best])
-            if as_safe and apart["d_low"] <= 0 <= apart["d_high"]:
-                found.append(self.rows[k])
-        return found
+        near = [k for k in sorted(others) if _lost(self.rows[k]) == _lost(self.rows[best])]
+        values = [[run.last(self.judge) for run in self.runs(self.cells[k])] for k in (best, *near)]
+        ended = np.array(values)[:, np.isfinite(values).all(0)]
+        found = many_to_one(ended) if near else np.empty(0)
+        return [self.rows[k] for k, p in zip(near, found, strict=True) if p >= 1 - LEVEL]
 
     def apart(self, first: Cell, second: Cell, name: str, share: float = 1.0) -> list[float]:
         """By how much one point is ahead of ``share`` times another: a difference a seed.
@@ -126,7 +124,10 @@ class Results:
     # -- tables ----------------------------------------------------------------------------------
 
     def table(self, form: Literal["text", "csv", "latex"] = "text") -> str:
-        """A row a point. LaTeX needs booktabs; bold are the best and its ties, unless all rows."""
+        """Return a table with a row for each point; bold: the best and its ties, unless all are.
+
+        :param form: "text", "csv", or "latex", which needs booktabs
+        """
         if form == "csv":
             out = io.StringIO()
             writer = csv.writer(out, lineterminator="\n")
@@ -181,17 +182,17 @@ class Results:
             f"±: half the {100 * LEVEL:.0f} % interval of the mean of {len(self.seeds)} seeds "
             f"(Student's t); {made}",
             ("bold: can't" if strong else "no point can")
-            + f" be told from the best {self.judge} (differences paired by seed)",
+            + f" be told from the best {self.judge} (Dunnett's test, paired by seed)",
         ]
 
     def frame(self) -> Any:
-        """The rows as a DataFrame of pandas."""
+        """Return the rows as a DataFrame of pandas."""
         import pandas
 
         return pandas.DataFrame(self.rows)
 
     def dataset(self) -> Any:
-        """All seeds as an xarray.Dataset: figures over ("point", "seed"), labels as coordinates."""
+        """Return all seeds as an xarray.Dataset over ("point", "seed"), labels as coordinates."""
         import xarray
 
         points = ("point", "seed")

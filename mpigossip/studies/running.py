@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -16,16 +17,18 @@ from tempfile import TemporaryFile
 import numpy as np
 
 from mpigossip import config
-from mpigossip.config.errors import Failure
+from mpigossip.cluster.process import end_with
+from mpigossip.config.errors import Failure, NotFinite
 from mpigossip.config.readable import tell
 from mpigossip.runs.lock import lock
 from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import replacing, writing
 from mpigossip.store.log import VIRTUAL, Log, read
-from mpigossip.studies.child import LOST
 from mpigossip.studies.grid import Cell
 from mpigossip.training import assemble
 
+LOST = 3
+"""Exit code of a run whose loss became no number."""
 OUTPUT = "output.txt"
 """Beside the log: what a run printed."""
 DIVERGED = "diverged.txt"
@@ -101,16 +104,8 @@ class Found:
         parts = [loss[low:high] for low, high in pairwise([0, *ends])]
         return np.array([part.mean() if len(part) else np.nan for part in parts])
 
-    def sent(self) -> np.ndarray:
-        """Bytes that a node has sent before each evaluation, mean over nodes."""
-        return self._at_evaluations("bytes_sent")
-
-    def seconds(self) -> np.ndarray:
-        """Virtual seconds before each evaluation, mean over nodes; KeyError without a clock."""
-        return self._at_evaluations(VIRTUAL)
-
-    def _at_evaluations(self, name: str) -> np.ndarray:
-        """A column that counts from the beginning, mean over nodes."""
+    def so_far(self, name: str) -> np.ndarray:
+        """A column that counts from the beginning, before each evaluation, mean over nodes."""
         assert self.log is not None
         total = self.log.steps[name].mean(1)
         at = np.searchsorted(self.log.steps["step"], self.log.evaluations["step"]) - 1
@@ -209,7 +204,7 @@ class Runner:
         """A simulation of the job that ends where this process does; what it prints is kept."""
         place = self.place(key)
         place.mkdir(parents=True, exist_ok=True)
-        child = [sys.executable, "-m", "mpigossip.studies.child", str(os.getpid())]
+        child = [sys.executable, "-c", f"import {__name__} as r; r.child()", str(os.getpid())]
         environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         with (place / OUTPUT).open("a") as output:
             return subprocess.Popen(
@@ -243,3 +238,13 @@ class Runner:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def child() -> None:
+    """Run a command of `mpigossip` that ends when its study, of process id argv[1], is killed.
+
+    It would go on writing where the study's next call does. On Linux; elsewhere it ends by itself.
+    """
+    end_with(int(sys.argv.pop(1)))
+    NotFinite.code = LOST
+    runpy.run_module("mpigossip", run_name="__main__")

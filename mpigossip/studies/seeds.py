@@ -34,6 +34,30 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
     return values.mean(0), half
 
 
+def many_to_one(values: np.ndarray) -> np.ndarray:
+    """Return p of each further row's difference from the first, by Dunnett's test of all together.
+
+    ``values`` (points, seeds): two-sided, each seed a block, as seeds share initial parameters;
+    NaN below two seeds. Of two points it is the paired t-test.
+    """
+    from scipy import stats
+
+    others, seeds = len(values) - 1, values.shape[1]
+    if seeds < 2:
+        return np.full(others, np.nan)
+    rest = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
+    free = others * (seeds - 1)
+    apart = np.abs(values[1:].mean(1) - values[0].mean())
+    error = np.sqrt(2 * (rest**2).sum() / free / seeds)
+    t = np.divide(apart, error, out=np.where(apart > 0, np.inf, 0.0), where=error > 0)
+    # P(all |T| ≤ t), T = (Z_k − Z_0) / (√2 S): over Z_0 by Gauss and Hermite, over S by quantiles
+    z, weights = np.polynomial.hermite_e.hermegauss(64)
+    s = np.sqrt(stats.chi2.ppf((np.arange(200) + 0.5) / 200, free) / free)
+    reach = np.sqrt(2) * t[:, None, None] * s[:, None]
+    within = (stats.norm.cdf(z + reach) - stats.norm.cdf(z - reach)) ** others
+    return 1 - within.mean(1) @ weights / weights.sum()
+
+
 def settings(job: str) -> dict[str, Any]:
     """A job's settings by "section.key"; empty where the text is none."""
     try:

@@ -15,6 +15,7 @@ from mpigossip.store.log import Log
 from mpigossip.studies.grid import Cell
 from mpigossip.studies.results import Results
 from mpigossip.training import assemble
+from mpigossip.training.parts import make_graph
 
 Figures = Sequence[float] | np.ndarray
 
@@ -39,10 +40,10 @@ def transients(study: Results, against: str, y: str, within: float) -> list[dict
             continue
         own = [one for one in references if one.nodes == cell.nodes]
         if not own:
-            raise JobError([
+            raise JobError(
                 f'against = "{against}": no point of {cell.nodes} nodes is called so; give the '
                 f'grid one, such as {{"method": {{"{against}": "algorithm.name=parallel", …}}}}'
-            ])  # fmt: skip
+            )
         beside = max(own, key=lambda one: len(set(one.labels) & set(cell.labels)))
         row: dict[str, Any] = dict(cell.labels) | {"nodes": cell.nodes}
         rows.append(
@@ -84,7 +85,7 @@ class Known(NamedTuple):
 
 def _known(log: Log) -> Known:
     job = assemble.load(log.job)
-    graph = assemble.make_graph(job, log.nodes)
+    graph = make_graph(job, log.nodes)
     noise = job.task.options.get("noise", 0.0)
     made = SOURCES.get(job.data.source) if "noise" in job.task.options else None
     return Known(graph, made(log.nodes, **job.data.options) if made else None, noise)
@@ -100,10 +101,10 @@ def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
             known = _known(run.log)
             problem, n = known.problem, cell.nodes
             if problem is None or not np.isfinite(problem.gap):
-                raise JobError([
+                raise JobError(
                     f"theory = True: the constants of {cell.name} aren't known; use task.name = "
                     '"quadratics" or "logistic"'
-                ])  # fmt: skip
+                )
             steps = run.curve("step")
             constants = problem.gap, problem.smoothness, known.noise
             whole = known.graph.complete

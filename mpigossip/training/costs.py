@@ -1,4 +1,4 @@
-"""What a job moves and holds, counted without a machine: for the dry run and for the plan."""
+"""Traffic and memory estimates of a job, computed without running it."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ from pathlib import Path
 
 import torch
 
-from mpigossip import algorithms, models
 from mpigossip.algorithms.base import Step
 from mpigossip.algorithms.cadence import Cadence, fixed
 from mpigossip.config import Job, JobError
-from mpigossip.data.loading import AnyData
-from mpigossip.data.sources import SOURCES, SyntheticSource, source
-from mpigossip.engine.state import leaves
-from mpigossip.engine.vector import Flat, flatten
-from mpigossip.graphs import Graph
+from mpigossip.data.sources import SOURCES, AnyData, SyntheticSource, source
+from mpigossip.engine.vector import Flat, leaves
 from mpigossip.mixing import mixer_class
-from mpigossip.mixing.base import Kind, Layout, is_average, traffic
+from mpigossip.mixing.base import Kind, is_average, traffic
 from mpigossip.store import StoreError
 from mpigossip.training import assemble, shape
-from mpigossip.training.fragments import narrowed
+from mpigossip.training.parts import Parts, make_graph, make_parts
 from mpigossip.training.schedule import schedule
 
 STEPS = 240
 """Steps over which costs are averaged: whole periods of all usual graphs and cadences."""
 STEADY = {"variance": 1.0, "loss": 1.0}
-"""What an adaptive cadence is told to have measured, where no formula says it."""
+"""Measurements that an adaptive cadence is given, where no formula says them."""
 LONGEST = 200_000
-"""Steps of a run at most along which an adaptive cadence is followed."""
+"""Most steps of a run along which an adaptive cadence is followed."""
 PERIODS = 20
-"""Of an adaptive cadence over which costs are averaged, at least."""
+"""Fewest periods of an adaptive cadence over which costs are averaged."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +53,11 @@ class Subject:
 
 
 def subject(job: Job) -> tuple[Subject, str]:
-    """What is to be counted, and a note where a stand-in takes the place of missing data."""
+    """Return the subject, and a note if a stand-in takes the place of missing data."""
     data, note = data_or_stand_in(job)
     module = assemble.make_model(job, data)
-    slots = shape.planned(job)
-    undecayed = None if job.algorithm.decay_all else models.decayed(module)
-    flat = flatten(module, slots if job.node.shard else 1, undecayed)
+    slots = shape.slots(job)
+    flat = assemble.lay_out(job, module, slots)
     told = "; ".join(filter(None, (note, shape.assumed(job))))
     return Subject(job, flat, slots, data.train_size), told
 
@@ -91,11 +86,7 @@ def data_or_stand_in(job: Job) -> tuple[AnyData, str]:
 class Exchanges:
     """A job's exchanges between n nodes."""
 
-    graph: Graph
-    method: algorithms.Algorithm
-    cadence: Cadence
-    layout: Layout
-    asynchronous: bool = False
+    parts: Parts
     steps: int = STEPS
     """over which costs are averaged"""
 
@@ -104,47 +95,46 @@ class Exchanges:
 
         A round of gossip that is the exact average is carried out as a global one.
         """
+        graph = self.parts.graph
         if kind is Kind.GOSSIP and t is not None:
-            t = t % self.graph.period if self.graph.period else t
-            if not is_average(self.graph, t):
+            t = t % graph.period if graph.period else t
+            if not is_average(graph, t):
                 return kind, t
             kind = Kind.GLOBAL
         return kind, None
 
     def rounds(self) -> Iterator[tuple[Kind, int | None]]:
         """Each exchange of `steps` steps, as `carried_out`."""
-        state, clock = self.cadence.init(), 0
+        cadence, clock = self.parts.cadence, 0
+        state = cadence.init()
         for index in range(self.steps):
-            kind = self.cadence.kind(state, index)
-            yield self.carried_out(kind, clock // self.cadence.turns.fragments)
+            kind = cadence.kind(state, index)
+            yield self.carried_out(kind, clock // cadence.fragment_schedule.fragments)
             now = Step(index, clock, kind, 1.0)
             clock += kind is Kind.GOSSIP
-            state = self.cadence.observe(state, now, STEADY)
+            state = cadence.observe(state, now, STEADY)
 
     @cached_property
     def counted(self) -> Counter[tuple[Kind, int | None]]:
-        """How often each of them occurs."""
+        """Their number of occurrences."""
         return Counter(self.rounds())
 
     @property
+    def asynchronous(self) -> bool:
+        """Return whether nodes never wait for each other."""
+        return self.parts.job.node.mixer == "asynchronous"
+
+    @property
     def bytes_per_step(self) -> float:
-        """What node 0 sends in an average step."""
-        sent, raw = self.layout.sent_bytes, self.layout.raw_bytes
+        """Bytes that node 0 sends in an average step."""
+        layout = self.parts.layout
+        sent, raw = layout.sent_bytes, layout.raw_bytes
         total = 0
         for (kind, t), count in self.counted.items():
             # asynchronously a copy is fetched and a deposit put for each neighbour
             messages = 2 if self.asynchronous and kind is Kind.GOSSIP else 1
-            total += count * messages * traffic(self.graph, kind, t or 0, 0, sent, raw)
+            total += count * messages * traffic(self.parts.graph, kind, t or 0, 0, sent, raw)
         return total / self.steps
-
-
-def exchanges_of(
-    job: Job, flat: Flat, graph: Graph, method: algorithms.Algorithm, cadence: Cadence
-) -> Exchanges:
-    """The exchanges of a job whose parts are made."""
-    layout = Layout(flat.widths, method.vectors, method.scalars, wire=assemble.make_wire(job))
-    asynchronous = job.node.mixer == "asynchronous"
-    return Exchanges(graph, method, cadence, narrowed(layout, cadence.turns), asynchronous)
 
 
 def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
@@ -152,20 +142,17 @@ def exchanges(what: Subject, n: int, period: float | None = None) -> Exchanges:
 
     ``period``: average one of an adaptive cadence, in place of what its formula gives.
     """
-    job, flat = what.job, what.flat
-    graph = assemble.make_graph(job, n)
-    method = assemble.make_algorithms(job, flat, graph)[0]
-    cadence = assemble.make_cadence(job, method, graph, STEPS)
-    made = exchanges_of(job, flat, graph, method, cadence)
+    job = what.job
+    parts = make_parts(job, make_graph(job, n), what.flat, total=STEPS)
+    cadence = parts.cadence
     if cadence.measures:
         period = average_period(what, n) if period is None else period
-        steps = max(STEPS, round(PERIODS * period))
-        made = replace(made, cadence=steady(cadence, period), steps=steps)
-    elif cadence.kinds != {Kind.GOSSIP}:  # whole periods
-        own = job.cadence.options.get("period", 1)
-        own = max(cadence.own, default=own)
-        made = replace(made, steps=own * -(-STEPS // own))
-    return made
+        parts = replace(parts, cadence=steady(cadence, period))
+        return Exchanges(parts, max(STEPS, round(PERIODS * period)))
+    if cadence.kinds == {Kind.GOSSIP}:
+        return Exchanges(parts)
+    own = max(cadence.own, default=job.cadence.options.get("period", 1))
+    return Exchanges(parts, own * -(-STEPS // own))  # whole periods
 
 
 _PERIODS: dict[str, float] = {}
@@ -183,15 +170,13 @@ def average_period(what: Subject, n: int) -> float:
     key = repr((job.algorithm, job.cadence, job.schedule, an_epoch, total, n * what.per_step))
     if key not in _PERIODS:
         rate = schedule(job.schedule, an_epoch, total, n * what.per_step)
-        graph = assemble.make_graph(job, n)
-        method = assemble.make_algorithms(job, what.flat, graph)[0]
-        cadence = assemble.make_cadence(job, method, graph, total)
+        cadence = make_parts(job, make_graph(job, n), what.flat, total=total).cadence
         _PERIODS[key] = total / max(1, _averages(cadence, rate, total))
     return _PERIODS[key]
 
 
 def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int:
-    """How many of so many steps are global averages, at these learning rates."""
+    """Number of global averages in ``total`` steps, at these learning rates."""
     state, spread, found = cadence.init(), 0.0, 0
     for index in range(total):
         kind, lr = cadence.kind(state, index), rate(index)
@@ -214,18 +199,18 @@ def steady(cadence: Cadence, period: float) -> Cadence:
 
 def memory(what: Subject, made: Exchanges) -> dict[str, int]:
     """Bytes of a node by purpose, each node on a host of its own; see :func:`held`."""
-    job, flat = what.job, what.flat
-    state = made.method.init(torch.empty(1, flat.size, device="meta"))
+    job, flat, parts = what.job, what.flat, made.parts
+    state = parts.method.init(torch.empty(1, flat.size, device="meta"))
     arrays = sum(array.numel() * array.element_size() for _, array in leaves(state))
-    if made.cadence.turns.delay:
-        arrays += 4 * flat.size  # what was received and isn't taken in yet
+    if parts.cadence.fragment_schedule.delay:
+        arrays += 4 * flat.size  # received, not applied yet
     on_cpu = job.node.devices.startswith("cpu")
     where = "survivors" if job.run.survive else "ranks" if on_cpu else "devices"
     mixer = mixer_class(job.node.mixer, where)
     devices = () if on_cpu else ("cuda",) * len(flat.widths)
-    layout = replace(made.layout, devices=devices)
-    averages = Kind.GLOBAL in made.cadence.kinds
-    messages = mixer.estimate_memory(made.graph, layout, 0, averages=averages)
+    layout = replace(parts.layout, devices=devices)
+    averages = Kind.GLOBAL in parts.cadence.kinds
+    messages = mixer.estimate_memory(parts.graph, layout, 0, averages=averages)
     return held(job, flat, what.slots, arrays, messages)
 
 

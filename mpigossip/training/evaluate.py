@@ -1,9 +1,9 @@
-"""Loss and metrics: of the exactly averaged model, and of each node's own."""
+"""Exact averages over nodes, and evaluation: of the averaged model and of each node's own."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mpigossip.data.loading import AnyLoader
+from mpigossip.data.loader import Loader
 from mpigossip.data.pytree import Nested
 from mpigossip.engine.measurements import consensus_distance
-from mpigossip.groups.base import held, shards
+from mpigossip.groups.base import Group, held, shards
 from mpigossip.mixing.base import Mixer
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.task import Objective
@@ -24,7 +24,7 @@ PIECE = 1 << 18
 
 
 class Evaluation(NamedTuple):
-    """What one evaluation found: the loss and the task's metrics, by name.
+    """Result of an evaluation: the loss and the task's metrics, by name.
 
     NaN where nothing was counted.
     """
@@ -38,6 +38,7 @@ class Evaluation(NamedTuple):
     share: dict[str, torch.Tensor]
     """of the averaged model on the same samples: what its own compares with"""
     consensus_distance: float
+    """(1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²"""
 
     @property
     def loss(self) -> float:
@@ -53,7 +54,7 @@ class Evaluation(NamedTuple):
 def evaluate(
     replicas: Replicas,
     mixer: Mixer,
-    loader: AnyLoader,
+    loader: Loader,
     batches: Sequence[Sequence[Nested]] = (),
 ) -> Evaluation:
     """Average parameters and norm buffers exactly, and test on the shared test set.
@@ -90,27 +91,55 @@ def evaluate(
 def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
     """The exact average as a module whose parameters lie in the memory of a gradient.
 
-    In float64 and in the order of slots and nodes, as :mod:`mpigossip.store.average` has it: what
-    is tested here and what is exported or gone on from are the same bits. Every slot averages its
-    shard; collective over nodes and their slots.
+    In float64 and in the order of slots and nodes, as ``store.node_state`` has it: what is tested
+    here and what is exported or gone on from are the same bits. Every slot averages its shard;
+    collective over nodes and their slots.
     """
     module, group = copy.deepcopy(replicas.modules[0][0]), replicas.group
     rows = [grads[:1] for grads in replicas.grads]
     means = shards(rows, group.segments, held(group))
     for mean, x in zip(means, replicas.x, strict=True):
-        for at in range(0, x.shape[1], PIECE):
-            mean[0, at : at + PIECE].copy_(mixer.mean(x[:, at : at + PIECE].double()))
+        average_into(mixer, x, mean[0])
     group.all_gather(means, rows)
     replicas.flat.attach(module, rows[0][0], None)
-    buffers = _floats(dict(module.named_buffers()))
-    if buffers:
-        each = [_buffers_of(replicas, k) for k in range(len(group.mine))]
-        mine = group.sum_scalars(each) * (1 / group.slots)
-        values = mixer.mean(mine).split([one.numel() for one in buffers.values()])
-        with torch.no_grad():
-            for buffer, value in zip(buffers.values(), values, strict=True):
-                buffer.copy_(value.view(buffer.shape))
+    of_slots = zip(*(replicas.buffers(row) for row in range(replicas.rows)), strict=True)
+    average_buffers(mixer, group, [[each.values() for each in slot] for slot in of_slots], module)
     return module
+
+
+def average_into(mixer: Mixer, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the exact average over nodes of the rows (rows, p) into ``out`` (p,); collective."""
+    for at in range(0, x.shape[1], PIECE):
+        out[at : at + PIECE].copy_(mixer.mean(x[:, at : at + PIECE].double()))
+
+
+def average_buffers(
+    mixer: Mixer,
+    group: Group,
+    buffers: Sequence[Sequence[Iterable[torch.Tensor]]],
+    module: nn.Module,
+) -> None:
+    """Give a module the floating-point buffers averaged over slots, then over nodes, exactly.
+
+    ``buffers``: of the slots here, of each the rows. Collective over nodes and their slots.
+    """
+    into = [one for one in module.buffers() if one.is_floating_point()]
+    if into:
+        each = [torch.stack([_packed(row) for row in rows]) for rows in buffers]
+        _unpack(mixer.mean(group.sum_scalars(each) * (1 / group.slots)), into)
+
+
+def _packed(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The floating-point ones, one after the other: float64 on the CPU."""
+    floats = [one for one in buffers if one.is_floating_point()]
+    return torch.cat([one.double().cpu().reshape(-1) for one in floats])
+
+
+def _unpack(values: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        parts = values.split([one.numel() for one in into])
+        for one, part in zip(into, parts, strict=True):
+            one.copy_(part.view(one.shape))
 
 
 def norms(module: nn.Module) -> list[_BatchNorm]:
@@ -153,29 +182,14 @@ def recalibrate(
                 replicas.objective(module, step[row * slots])
         mine[row] = torch.cat(parts)
     mine = group.sum_scalars([torch.zeros_like(mine) if slot else mine for slot in group.mine])
-    values = mixer.mean(mine).split([p.numel() for p in parts])
-    for part, value in zip(parts, values, strict=True):
-        part.copy_(value)
+    _unpack(mixer.mean(mine), parts)
     module.eval()
-
-
-def _buffers_of(replicas: Replicas, place: int) -> torch.Tensor:
-    """The floating-point buffers of one slot of those here: float64 (rows, B) on the CPU."""
-    rows = [replicas.buffers(row)[place] for row in range(replicas.rows)]
-    return torch.stack([
-        torch.cat([one.double().cpu().reshape(-1) for one in _floats(buffers).values()])
-        for buffers in rows
-    ])  # fmt: skip
-
-
-def _floats(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: one for name, one in buffers.items() if one.is_floating_point()}
 
 
 def measure(
     objective: Objective,
     module: nn.Module,
-    loader: AnyLoader,
+    loader: Loader,
     node: int,
     n: int,
     works: Callable[[], None] = lambda: None,

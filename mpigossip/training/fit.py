@@ -1,4 +1,4 @@
-"""Whether algorithm, graph, cadence and wire of a job go together; each refusal names a remedy."""
+"""Compatibility checks between algorithm, graph, cadence and wire format."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact
 from mpigossip.groups.devices import slots_of
 from mpigossip.mixing.base import Kind
-from mpigossip.mixing.compressors import wire as wire_of
+from mpigossip.mixing.wire import Wire
 from mpigossip.training import shape
 from mpigossip.training.fragments import unfit_fragments
+from mpigossip.training.machines import OFF, named
+from mpigossip.training.parts import Parts
 from mpigossip.training.task import Objective
-from mpigossip.training.timing.machines import OFF, named
 
 FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
 
 
-def unfit(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
-    """What an algorithm needs and the job's graph, cadence or wire doesn't have."""
+def unfit(parts: Parts) -> list[str]:
+    """Return what doesn't go together, each with a remedy."""
+    job, graph, method, cadence = parts.job, parts.graph, parts.method, parts.cadence
     return [
         *_unfit_graph(job, graph, method.needs),
         *_unfit_cadence(job, method.needs, cadence),
         *_unfit_periods(job, graph, method, cadence),
         *_unfit_length(job, graph, method.needs),
-        *_unfit_wire(job, method.needs),
+        *_unfit_wire(job, parts.layout.wire, method.needs),
         *unfit_fragments(job, graph, method, cadence),
-        *_unfit_asynchrony(job, method),
+        *_unfit_asynchrony(job, parts.layout.wire, method),
         *_unfit_faults(job, method),
         *_unfit_nccl(job),
     ]
@@ -62,31 +64,34 @@ def check_rounds(job: Job, graph: Graph, world: World) -> None:
 
 
 def lacking(needs: frozenset, graph: Graph) -> list[str]:
-    """What an algorithm needs of a graph and this one doesn't have, in words."""
+    """Return the properties that an algorithm needs and the graph lacks, in words."""
     doubly = {"row-stochastic", "column-stochastic"} if "doubly" in needs else set()
     missing = sorted((doubly | needs & FACTS) - graph.facts)
     if {"row-stochastic", "column-stochastic"} & set(missing) and doubly:
         missing = ["doubly stochastic", *(m for m in missing if m not in doubly)]
     elif "column-stochastic" in missing:
         missing[missing.index("column-stochastic")] += ' (graph.weights = "push" makes it so)'
-    if "exact" in needs and not _exact(graph):
+    elif "column-stochastic" in needs and any(
+        r.row_sums().min() <= 0 for r in graph.schedule.rounds
+    ):
+        missing.append("of rows above 0 (push-sum divides by a weight that would become 0)")
+    if "phases" in needs and not _exact(graph):
         missing.append("exact in one period")
     if "above -1/3" in needs and not missing and not above_minus_third(graph):
         missing.append("of eigenvalues above -1/3 (graph.lazy = true makes them so)")
     if graph.name == "ceca" and graph.n > 1 and "graph:ceca" not in needs:
         missing.append('averaging (the rounds of "ceca" only permute)')
-    if "signed" in graph.facts and "unsigned" in needs:
+    if "signed" in graph.facts and "column-stochastic" in needs:
         missing.append("without negative weights")
     elif "signed" in graph.facts and "always-global" not in needs and _grows(graph):
         missing.append("averaging (its weights make nodes differ more in each round)")
-    named = [need.removeprefix("graph:") for need in needs if need.startswith("graph:")]
-    if named and graph.n > 1 and graph.name not in named:
-        missing.append(f'"{named[0]}"')
+    if "graph:ceca" in needs and graph.n > 1 and graph.name != "ceca":
+        missing.append('"ceca"')
     return missing
 
 
 def _exact(graph: Graph) -> bool:
-    """Whether one period from round 0 is the exact average."""
+    """Return whether one period from round 0 is the exact average."""
     if graph.period is None:
         return False
     found = rounds_to_exact(graph, limit=graph.period)
@@ -94,7 +99,7 @@ def _exact(graph: Graph) -> bool:
 
 
 def _grows(graph: Graph) -> bool:
-    """Whether what nodes differ by grows: of negative weights alone."""
+    """Return whether the consensus distance grows, as it can with negative weights."""
     return graph.n <= LARGE and consensus_rate(graph) > 1 + 1e-9
 
 
@@ -126,11 +131,10 @@ def _fits(name: str, n: int, needs: frozenset) -> bool:
 
 def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
     kinds, reason = cadence.kinds, None
-    named = [need.removeprefix("cadence:") for need in needs if need.startswith("cadence:")]
     if "always-global" in needs and job.cadence.name not in ("always", "global"):
         reason = "averages over all nodes at every step; leave the cadence out"
-    elif named and job.cadence.name not in named:
-        reason = f'goes with cadence "{named[0]}"; leave the cadence out'
+    elif "phases" in needs and job.cadence.name != "halves":
+        reason = 'goes with cadence "halves"; leave the cadence out'
     elif "unmixed" in needs and len(kinds) > 1:
         reason = f"bears one kind of step only; choose {_cadences(lambda c: len(c.kinds) == 1)}"
     elif "never-global" in needs and Kind.GLOBAL in kinds:
@@ -147,18 +151,18 @@ def _unfit_cadence(job: Job, needs: frozenset, cadence: Cadence) -> list[str]:
 
 
 def _unfit_periods(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
-    """Local steps by node, where a method needs a gradient of each node, or for other nodes."""
+    """Numbers of local steps by node: the method must allow idle nodes, and each has one."""
     own, name = cadence.own, job.algorithm.name
     if not own:
         return []
     said = f"cadence.period = {list(own)}"
-    if method.alone is None:
+    if method.local_update is None:
         named = job.cadence.name
         parts = {each: Part.of(BUILDERS, each) for each in BUILDERS}
         fitting = [
             each
             for each, part in parts.items()
-            if build(each, None, {}, 0).alone is not None
+            if build(each, None, {}, 0).local_update is not None
             and not (part.only and part.brings.get("cadence.name", named) != named)
         ]
         return [
@@ -174,8 +178,8 @@ def _unfit_periods(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) 
 
 
 def _unfit_length(job: Job, graph: Graph, needs: frozenset) -> list[str]:
-    """A method of phases adds gradients up for as many steps as the graph's factors take."""
-    if "cadence:halves" not in needs or job.cadence.name != "halves" or graph.period is None:
+    """Algorithm and cadence "halves" must have the same length, whole periods of the graph."""
+    if "phases" not in needs or job.cadence.name != "halves" or graph.period is None:
         return []
     gathers = job.algorithm.options.get("length") or graph.period
     mixes = job.cadence.options.get("length") or graph.period
@@ -192,9 +196,8 @@ def _cadences(bearable) -> str:
     return " or ".join(f'"{name}"' for name, build in CADENCES.items() if bearable(build()))
 
 
-def _unfit_wire(job: Job, needs: frozenset) -> list[str]:
+def _unfit_wire(job: Job, coding: Wire, needs: frozenset) -> list[str]:
     wire, name = job.node.wire, job.algorithm.name
-    coding = wire_of(wire)
     if coding.exact:
         return []
     if "shared-wire" in needs and not coding.shared:
@@ -204,7 +207,7 @@ def _unfit_wire(job: Job, needs: frozenset) -> list[str]:
         ]
     if "exact-wire" in needs:
         return [f'node.wire = "{wire}": algorithm "{name}" needs exact messages; use "fp32"']
-    if coding.biased and not needs & {"own-wire", "sends-gradients"}:
+    if coding.biased and not needs & {"own-wire", "always-global"}:
         return [
             f'node.wire = "{wire}": it leaves out most of a model, and algorithm "{name}" does not '
             'make up for it; use node.wire = "qsgd" or "bf16", or algorithm "choco" or "parallel"'
@@ -213,8 +216,8 @@ def _unfit_wire(job: Job, needs: frozenset) -> list[str]:
 
 
 def contradictions(job: Job) -> list[str]:
-    """Settings that have no meaning beside others."""
-    found = shape.cut(job, shape.planned(job))
+    """Return settings that have no effect, or contradict each other."""
+    found = shape.cut(job, shape.slots(job))
     data, plain = job.data, Data()
     for key, reader in (("shuffled_percent", "mixed"), ("dirichlet_alpha", "dirichlet")):
         if getattr(data, key) != getattr(plain, key) and data.partition != reader:
@@ -237,7 +240,7 @@ def contradictions(job: Job) -> list[str]:
 
 
 def _clockless(job: Job) -> list[str]:
-    """What keeps a virtual clock from knowing its machine."""
+    """Return why the virtual clock doesn't know its machine."""
     try:
         if job.clock.network != OFF:
             named(job.clock)
@@ -247,7 +250,7 @@ def _clockless(job: Job) -> list[str]:
 
 
 def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested) -> None:
-    """JobError where the gradients of a model's copies can't be one call."""
+    """JobError where `vmap` can't compute the gradients of all replicas in one call."""
     if not job.node.vmap:
         return
     if any(getattr(part, "recompute", False) for part in module.modules()):
@@ -266,22 +269,22 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
 
 
 def bears_delay(method: Algorithm) -> bool:
-    """Whether a method goes on well with copies that are some rounds old.
+    """Return whether a method tolerates models of earlier rounds.
 
-    Plain averaging does, and tracking, which rests on sums only; corrections and memories that
-    rest on the round's own W do not.
+    Plain averaging does, and tracking, which needs sums only; corrections and memories that depend
+    on the round's own W do not.
     """
     return method.needs <= {"row-stochastic", "doubly", "never-global"}
 
 
 def _links_fail(job: Job) -> bool:
-    """Whether rounds are mended for links that are lost."""
+    """Return whether rounds are reweighted because links fail."""
     ill = job.faults
     return job.node.mixer != "asynchronous" and bool(ill.lost or ill.away or ill.ticks)
 
 
 def _unfit_faults(job: Job, method: Algorithm) -> list[str]:
-    """Stays that are too short, and averages over all, which lost links don't keep from."""
+    """Too short failures of links, and global averages, which need every link."""
     ill, found = job.faults, []
     stays = {"lost": (ill.lost, ill.lost_rounds), "away": (ill.away, ill.away_rounds)}
     for key, (share, rounds) in stays.items():
@@ -310,7 +313,7 @@ def _unfit_nccl(job: Job) -> list[str]:
     return [f'node.exchange = "nccl" and {text}; use "auto"' for text in found]
 
 
-def _unfit_asynchrony(job: Job, method: Algorithm) -> list[str]:
+def _unfit_asynchrony(job: Job, coding: Wire, method: Algorithm) -> list[str]:
     node, faults, found = job.node, job.faults, []
     if node.mixer != "asynchronous":
         if faults.slow_times > 1:
@@ -330,7 +333,7 @@ def _unfit_asynchrony(job: Job, method: Algorithm) -> list[str]:
             f'node.mixer = "asynchronous": algorithm "{job.algorithm.name}" needs the models of '
             f"its own round; choose one of {', '.join(fitting)}"
         )
-    if not wire_of(node.wire).exact:
+    if not coding.exact:
         found.append(
             f'node.wire = "{node.wire}": an asynchronous run reads models as they are; use "fp32"'
         )

@@ -1,57 +1,49 @@
-"""A job's exchanges by fragments: which columns they have, the method on each, what can't be."""
+"""Fragments of a model: their elements, and compatibility with method, cadence and mixer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 
 from mpigossip.algorithms import BUILDERS, Algorithm, build
-from mpigossip.algorithms.cadence import Cadence, Turns
-from mpigossip.algorithms.local import STILL, Local
+from mpigossip.algorithms.cadence import Cadence, FragmentSchedule
+from mpigossip.algorithms.local import STILL
 from mpigossip.config import Job
-from mpigossip.engine.fragments import Fragmented, Fragments
-from mpigossip.engine.step import Engine
+from mpigossip.engine.fragments import Fragments
 from mpigossip.engine.vector import Flat
 from mpigossip.graphs import Graph
-from mpigossip.mixing.base import Layout
-from mpigossip.mixing.wire import ALIGN, BUCKET
+from mpigossip.mixing.wire import ALIGN, BUCKET, Wire
 
 
-def narrowed(layout: Layout, turns: Turns) -> Layout:
-    """The layout of a fragment's message, ``layout`` being that of the whole model's."""
-    if turns.fragments == 1:
-        return layout
-    unit = turns.fragments * (ALIGN if layout.wire.exact else BUCKET)
-    widths = tuple(-(-width // unit) * unit // turns.fragments for width in layout.widths)
-    first = (layout.begin(k) // layout.widths[k] * width for k, width in enumerate(widths))
-    return replace(layout, widths=widths, first=tuple(first))
+def fragment_width(width: int, schedule: FragmentSchedule, wire: Wire) -> int:
+    """Return the elements of a fragment's message, of a shard of ``width`` elements."""
+    if schedule.fragments == 1:
+        return width
+    unit = schedule.fragments * (ALIGN if wire.exact else BUCKET)
+    return -(-width // unit) * unit // schedule.fragments
 
 
 def make_fragments(
-    job: Job,
-    turns: Turns,
-    layout: Layout,
+    schedule: FragmentSchedule,
     flat: Flat,
-    segments: Sequence[slice],
-    methods: Sequence[Algorithm],
-    exchange: Callable[[Local], Algorithm],
-) -> Fragments | None:
-    """The fragments of segments that have these columns of ``flat``; None: all travels at once.
+    slots: Sequence[int],
+    width: int,
+    exchanges: Sequence[Algorithm],
+    blend: float | None,
+) -> Fragments:
+    """Return fragments of these slots' shards of ``flat``, in messages of ``width`` elements.
 
-    ``layout``: of a fragment; ``methods``: of the segments; ``exchange``: the method with a local
-    step in place of the job's.
+    ``exchanges``: of each shard the method without its local step; ``blend``: of the job.
     """
-    if turns.plain:
-        return None
-    (width,) = set(layout.widths)
-    blend = job.algorithm.blend
-    cuts = [cut(_layers(flat, columns), turns.fragments, width) for columns in segments]
-    if "keeps-x" in methods[0].needs:
+    shard = flat.size // flat.slots
+    cuts = [
+        cut(_layers(flat, slice(shard * slot, shard * (slot + 1))), schedule.fragments, width)
+        for slot in slots
+    ]
+    if "keeps-x" in exchanges[0].needs:
         blend = 0.0
     elif blend is None:
-        blend = 0.5 if turns.delay else 1.0
-    return Fragments(turns, cuts, width, [exchange(STILL) for _ in segments], blend)
+        blend = 0.5 if schedule.delay else 1.0
+    return Fragments(schedule, cuts, width, exchanges, blend)
 
 
 def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, ...], ...]:
@@ -79,16 +71,11 @@ def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, .
     return tuple(map(tuple, found))
 
 
-def engine_of(parts: Fragments | None) -> Callable[..., Engine]:
-    """The engine of these fragments, or of exchanges of all at once."""
-    return Engine if parts is None else partial(Fragmented, fragments=parts)
-
-
 def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence) -> list[str]:
     """Fragments, or a delay, that period, method or mixer don't bear."""
-    turns, blend = cadence.turns, job.algorithm.blend
-    found = _unfit_period(turns)
-    if blend is not None and not turns.delay:
+    schedule, blend = cadence.fragment_schedule, job.algorithm.blend
+    found = _unfit_period(schedule)
+    if blend is not None and not schedule.delay:
         found.append(
             f"algorithm.blend = {blend:g}: what is exchanged at once is taken as it is; add "
             'cadence.delay = 1 or more (cadence "every" or "cpsgd"), or leave it out'
@@ -98,12 +85,12 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
             f"algorithm.blend = {blend:g}: with algorithm.eager nothing that comes goes into x; "
             "leave it out"
         )
-    if turns.plain:
+    if schedule.plain:
         return found
-    count, delay, name = turns.fragments, turns.delay, job.algorithm.name
+    count, delay, name = schedule.fragments, schedule.delay, job.algorithm.name
     said = f"cadence.fragments = {count}" if count > 1 else f"cadence.delay = {delay}"
     exchange = method
-    if method.alone is not None:
+    if method.local_update is not None:
         exchange = build(name, STILL, job.algorithm.options, 0, graph)
     if reason := _whole(exchange):
         named = ((each, build(each, None, {}, 0)) for each in BUILDERS)
@@ -123,8 +110,8 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
     return found
 
 
-def _unfit_period(turns: Turns) -> list[str]:
-    period, count, delay = turns
+def _unfit_period(schedule: FragmentSchedule) -> list[str]:
+    period, count, delay = schedule
     if count > period:
         return [
             f"cadence.fragments = {count}: each is sent at a step of its own, and a period has "
@@ -132,7 +119,7 @@ def _unfit_period(turns: Turns) -> list[str]:
         ]
     if delay > period // count:
         return [
-            f"cadence.delay = {delay}: a fragment is taken in before the next one is sent, "
+            f"cadence.delay = {delay}: a fragment is applied before the next one is sent, "
             f"{period // count} steps later (cadence.period = {period}, cadence.fragments = "
             f"{count}); use at most {period // count}, or a longer period"
         ]
@@ -140,14 +127,14 @@ def _unfit_period(turns: Turns) -> list[str]:
 
 
 def _whole(method: Algorithm) -> str:
-    """Why fragments of a model can't be exchanged at different steps; "" where they can."""
-    if method.alone is None:
+    """Return why fragments of a model can't be exchanged at different steps; "" where they can."""
+    if method.local_update is None:
         return (
             "has no separate local step: it steps along what it receives, while fragments are "
             "exchanged between local steps of the whole model"
         )
     if not method.elementwise:
-        return "steps on a model as a whole: its Algorithm doesn't say that it is elementwise"
+        return "steps on a model as a whole: its Algorithm has elementwise=False"
     return ""
 
 

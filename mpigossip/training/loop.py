@@ -1,13 +1,13 @@
-"""The job's side of a step: gradients of replicas on batches, given to the engine."""
+"""A job's step: gradients of replicas on batches, passed to the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 import torch
 
+from mpigossip.config import Job
 from mpigossip.config.errors import NotFinite
 from mpigossip.data.philox import mixed
 from mpigossip.data.pytree import Nested
@@ -19,22 +19,6 @@ from mpigossip.training.precision import Precision
 from mpigossip.training.replicas import Replicas
 
 
-@dataclass
-class Settings:
-    """What the loop needs to know of the job."""
-
-    rate: Callable[[int], float]
-    """step -> learning rate"""
-    batches: Callable[[int], Sequence[Nested]]
-    """step -> batches, row after row, slot after slot of those here"""
-    precision: Precision
-    seed: int = 0
-    """of what models draw"""
-    accumulate: int = 1
-    weight_decay: float = 0.0
-    clip_norm: float | None = None
-
-
 class Trainer:
     """Gradients of the nodes that live in this process, and the engine that steps along them.
 
@@ -42,10 +26,22 @@ class Trainer:
     of steps in an epoch has changed).
     """
 
-    def __init__(self, engine: Engine, replicas: Replicas, settings: Settings):
-        """``replicas``: the engine's vector."""
-        self.engine, self.replicas, self.settings = engine, replicas, settings
-        self.shift = 0
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        replicas: Replicas,
+        precision: Precision,
+        rate: Callable[[int], float],
+        batches: Callable[[int], Sequence[Nested]],
+    ):
+        """``replicas``: the engine's vector; ``rate``: step -> learning rate.
+
+        ``batches``: step -> batches, row after row, slot after slot of those here.
+        """
+        self.section, self.seed = job.algorithm, job.run.seed
+        self.engine, self.replicas, self.precision = engine, replicas, precision
+        self.rate, self.batches, self.shift = rate, batches, 0
 
     @property
     def index(self) -> int:
@@ -54,7 +50,7 @@ class Trainer:
 
     @property
     def mixer(self) -> Mixer:
-        """What lies between the nodes."""
+        """The communication backend between nodes."""
         return self.engine.mixer
 
     @property
@@ -64,9 +60,9 @@ class Trainer:
 
     @property
     def resting(self) -> tuple[int, ...]:
-        """Rows that make no local step now, as their nodes make fewer than others."""
+        """Rows that skip the local step, as their nodes make fewer than others."""
         engine = self.engine
-        return engine.cadence.resting(engine.index - engine.born, self.mixer.rows)
+        return engine.cadence.resting(engine.index - engine.state_start, self.mixer.rows)
 
     def step(self) -> Record:
         """One gradient a node, one update, and the exchange that the cadence asks for."""
@@ -79,7 +75,7 @@ class Trainer:
         ``figures``: (rows, 1 + 2 metrics).
         """
         engine = self.engine
-        lr = self.settings.rate(engine.index - self.shift)
+        lr = self.rate(engine.index - self.shift)
         engine.clock.lap("compute_s")
         if rested := self.resting:
             figures[list(rested)] = float("nan")
@@ -98,15 +94,14 @@ class Trainer:
     def average(self) -> None:
         """An exchange without a gradient: what a node that waits for others does asynchronously."""
         self.replicas.gather()
-        self.engine.average(self.settings.rate(self.engine.index - self.shift))
+        self.engine.average(self.rate(self.engine.index - self.shift))
 
     def _gradients(self) -> torch.Tensor:
         """Forward and backward on all replicas: each node's figures, (rows, 1 + 2 metrics)."""
-        settings, index = self.settings, self.engine.index
-        batches = settings.batches(index - self.shift)
+        index = self.engine.index
         figures = self.replicas.gradients(
-            batches, settings.accumulate, settings.precision, self.seeds(index),
-            self.resting,
+            self.batches(index - self.shift), self.section.accumulate, self.precision,
+            self.seeds(index), self.resting,
         )  # fmt: skip
         self.check(figures)
         return figures
@@ -123,25 +118,25 @@ class Trainer:
                 )
 
     def seeds(self, step: int) -> list[int]:
-        """What each replica draws from in a step: the same after a resume, and on ranks."""
+        """Random seeds of the replicas in a step: the same after a resume, and on ranks."""
         places = product(self.mixer.rows, self.group.mine)
-        return [mixed(self.settings.seed, step, node, slot) for node, slot in places]
+        return [mixed(self.seed, step, node, slot) for node, slot in places]
 
     def _unscale(self) -> tuple[int, ...]:
         """Take the loss scale out of the gradients; the rows that skip their local step."""
         # gradients that all nodes average are used by all or by none
         method = self.engine.method
         together = self.mixer.mean_scalars if method.always_global else None
-        return self.settings.precision.unscale(self.replicas.g, self.group, together)
+        return self.precision.unscale(self.replicas.g, self.group, together)
 
     def _decay(self, x: torch.Tensor, g: torch.Tensor, decayed: int) -> None:
         """Add the weight decay of the first ``decayed`` columns to their gradient."""
-        if self.settings.weight_decay and decayed:
-            g[:, :decayed].add_(x[:, :decayed], alpha=self.settings.weight_decay)
+        if self.section.weight_decay and decayed:
+            g[:, :decayed].add_(x[:, :decayed], alpha=self.section.weight_decay)
 
     def _clip_and_decay(self) -> torch.Tensor | None:
         """Clip by the norm of the node's whole gradient, then add weight decay; norms (rows,)."""
-        clip, g, norms, factors = self.settings.clip_norm, self.replicas.g, None, None
+        clip, g, norms, factors = self.section.clip_norm, self.replicas.g, None, None
         if clip is not None or self.engine.measuring:
             squares = self.group.on_shards(lambda s: square_norms(g[s]))
             norms = self.group.sum_scalars(squares).sqrt()

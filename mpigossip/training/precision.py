@@ -40,7 +40,7 @@ def without_tf32() -> None:
 
 
 class Precision:
-    """How replicas compute; ``name`` is "fp32", "bf16" or "fp16"."""
+    """Arithmetic of replicas; ``name`` is "fp32", "bf16" or "fp16"."""
 
     def __init__(self, name: str, devices: Sequence[str], rows: int):
         """``devices``: one a slot; ``rows``: nodes that live here.
@@ -75,7 +75,7 @@ class Precision:
         return () if self.scaler is None else self.scaler.unscale(g, group, mean)
 
     def numbers(self, row: int) -> dict[str, float]:
-        """What a checkpoint keeps of a node."""
+        """A node's numbers for its checkpoint."""
         return {} if self.scaler is None else self.scaler.numbers(row)
 
     def restore(self, row: int, numbers: dict) -> None:

@@ -8,12 +8,12 @@ from mpigossip import config
 
 def full_rate(section: config.Schedule, samples_per_step: int) -> tuple[float, str]:
     """The learning rate behind the warm-up, and what a user is told of it."""
-    full, why = section.lr, f'schedule.scale = "{section.scale}"'
+    full, why = section.lr, "not scaled"
     if section.scale == "linear":
         full *= samples_per_step / section.reference_batch
-        scaled = f"{samples_per_step} samples a step / {section.reference_batch}"
-        why = f"schedule.lr = {section.lr:g} x {scaled}, {why}"
-    return full, f"{full:.4g} ({why}), {section.name}"
+        scaled = f"{samples_per_step} samples / {section.reference_batch}"
+        why = f"schedule.lr = {section.lr:g} x {scaled}"
+    return full, f"{full:.4g}, {section.name} ({why})"
 
 
 def schedule(

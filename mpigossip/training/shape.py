@@ -1,4 +1,4 @@
-"""The slots of a job's nodes: how many there are, and which of them this process has."""
+"""Slots of a job's nodes: their number, their devices, and those of this process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from mpigossip.algorithms import LOCALS
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.sections import FaultsSection
+from mpigossip.config.toml import show
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group
 from mpigossip.groups.devices import slots_of
 
 
-def ranks_of(job: Job, world: World) -> int:
-    """Ranks of a node: as the world was arranged, or as a simulated job says."""
-    if world.comm is not None:
+def ranks_of(job: Job, world: World | None = None) -> int:
+    """Ranks of a node: as the world was arranged, or as the job says; one if it says "host"."""
+    if world is not None and world.comm is not None:
         return world.nodes.per_node
     asked = job.node.ranks_per_node
     return asked if isinstance(asked, int) else 1
@@ -29,15 +30,9 @@ def here(job: Job, world: World) -> tuple[str, ...]:
     return own * ranks_of(job, world) if world.comm is None else own
 
 
-def slots(job: Job, world: World) -> int:
-    """Slots of a node: L."""
+def slots(job: Job, world: World | None = None) -> int:
+    """Slots of a node, L; without a world as :func:`ranks_of` says."""
     return len(slots_of(job.node.devices)) * ranks_of(job, world)
-
-
-def planned(job: Job) -> int:
-    """Slots of a node where no ranks are there yet; "host" stands for one rank a host."""
-    asked = job.node.ranks_per_node
-    return len(slots_of(job.node.devices)) * (asked if isinstance(asked, int) else 1)
 
 
 def with_ranks(job: Job, ranks: int) -> Job:
@@ -47,16 +42,16 @@ def with_ranks(job: Job, ranks: int) -> Job:
 
 
 def assumed(job: Job) -> str:
-    """What to say where nobody has told how many ranks a host has; "" where that is known."""
+    """Return a note if the number of ranks per host is assumed, else ""."""
     if job.node.ranks_per_node != "host":
         return ""
     return 'node.ranks_per_node = "host": one rank a host assumed; say how many, as in …=4'
 
 
 def mistakes(job: Job, world: World) -> list[str]:
-    """What can't be had here, on these ranks or simulated, with the remedy."""
+    """Return what this world, of ranks or simulated, doesn't support, with remedies."""
     node, found = job.node, []
-    if planned(job) == 1:  # else it has been said
+    if slots(job) == 1:  # else it has been said
         found += cut(job, slots(job, world))
     if node.ranks_per_node == "host" and world.comm is None:
         found.append(
@@ -67,7 +62,7 @@ def mistakes(job: Job, world: World) -> list[str]:
         found.append("faults: ranks have their own; only `mpigossip simulate` invents some")
     if node.ranks_per_node == 1 or world.comm is None:
         return found
-    says = f"node.ranks_per_node = {config_text(node.ranks_per_node)}"
+    says = f"node.ranks_per_node = {show(node.ranks_per_node)}"
     if job.run.survive:
         found.append(
             f"run.survive = true: with {says} a lost rank takes its part of its node with it; to "
@@ -83,7 +78,7 @@ def mistakes(job: Job, world: World) -> list[str]:
 
 
 def cut(job: Job, slots: int) -> list[str]:
-    """Why a local step that takes whole parameters can't be had with shards."""
+    """Return why a local step that needs whole parameters doesn't go with shards."""
     name = job.local.name
     if slots == 1 or not job.node.shard or name not in LOCALS or not LOCALS[name](0).whole:
         return []
@@ -95,15 +90,10 @@ def cut(job: Job, slots: int) -> list[str]:
 
 
 def explained(found: list[str], world: World) -> list[str]:
-    """Mistakes in a graph with how the number of nodes comes about."""
+    """Add to errors about the graph how the number of nodes comes about."""
     per = world.nodes.per_node
     how = f" ({world.size} ranks, {per} a node: node.ranks_per_node)"
     return [text + how if per > 1 and text.startswith("graph.name") else text for text in found]
-
-
-def config_text(value: int | str) -> str:
-    """A setting as a job file has it."""
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def check_alike(job: Job, world: World) -> None:
@@ -154,7 +144,7 @@ def _check_gpus(job: Job, world: World, mine: tuple[str, ...]) -> None:
 
 
 def gpu_of(device: str) -> str:
-    """What tells a GPU from all others of its host; "" where torch doesn't say."""
+    """Return a GPU's identifier, unique on its host; "" if torch gives none."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 

@@ -1,6 +1,6 @@
-"""What a model is trained for: its loss and its metrics, by name or "package.module:factory".
+"""Tasks: loss and metrics of a training, by name or "package.module:factory".
 
-A task more is a class with a `loss` and its line in `TASKS`; one that a user brings needs no line.
+A new task is a class with a `loss` and its line in `TASKS`; a user's own needs no line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAME = r"(?!local_|share_)[A-Za-z][A-Za-z0-9_.-]{0,31}"
 
 
 class Task(Protocol):
-    """What a job's `[task]` names: the factory's options are the further keys of that section.
+    """A job's task; the factory's options are the further keys of section `[task]`.
 
     It may have `units`, a mapping from "loss" and metrics' names; "1" where it is silent; and
     `told(data)`, which is called once with the data, before the first batch.
@@ -127,7 +127,7 @@ TASKS: dict[str, Part | Callable] = {
     "logistic": _problem("Logistic", "logistic", "point"),
     "factorization": _problem("Factorization", "factorization", "factors"),
 }
-"""What `task.name` can be; keyword-only parameters are the options of section `[task]`."""
+"""Values of `task.name`; keyword-only parameters are the options of section `[task]`."""
 
 
 class Objective:
@@ -227,7 +227,7 @@ def make(section: config.TaskSection) -> Objective:
 
 
 def _wrong(loss: Any, metrics: Any) -> str:
-    """What isn't right about a task's answer, in words; empty where all is."""
+    """Return the error in a task's result, or ""."""
     if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
         what = form(loss) if isinstance(loss, Tensor) else type(loss).__name__
         return f"its loss is {what}; it has to be one number, a float tensor of shape (): the mean"
@@ -256,4 +256,4 @@ def _double(value: Any, beside: Tensor) -> Tensor:
 
 
 CLASSIFICATION = Objective(Classification(), metrics=("accuracy",))
-"""What replicas are trained for where nobody says."""
+"""Default task of replicas."""

@@ -9,7 +9,7 @@ import torch
 from mpigossip import algorithms, graph
 from mpigossip.algorithms.methods import momentum_of_gossip
 from mpigossip.config import JobError
-from mpigossip.engine.state import joined, leaves, of_rows, split
+from mpigossip.engine.vector import joined, leaves, of_rows, split
 from mpigossip.graphs import from_matrices
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
@@ -17,6 +17,7 @@ from mpigossip.store import checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.training import assemble
 from mpigossip.training.fit import lacking
+from mpigossip.training.parts import make_graph
 from tests import battery
 from tests.battery import Driver, on_ranks
 from tests.cases import every, on_each
@@ -42,11 +43,16 @@ def never_apart(case):
 # -- simulated = ranks ----------------------------------------------------------------------------
 
 
+def some_of(n):
+    """Two ranks, a graph of one edge, run a third of what three do."""
+    return 3 if n == 2 else 1
+
+
 def all_cases(comm, same_host, steps):
     from mpigossip.cluster.ranks import World
 
     world = World(comm)
-    drivers = on_ranks(CASES, world, same_host, steps)
+    drivers = on_ranks(CASES[:: some_of(comm.size)], world, same_host, steps)
     found = [(driver.whole().numpy(), driver.mixer.bytes_sent[0]) for driver in drivers]
     world.close()
     return found
@@ -58,7 +64,7 @@ def all_cases(comm, same_host, steps):
 )
 def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
     got = ranks(n)(all_cases, same_host, 9, timeout=200)
-    for at, case in enumerate(CASES):
+    for at, case in enumerate(CASES[:: some_of(n)]):
         driver = Driver(case, n, noise=0.1).run(9)
         assert np.isfinite(got[0][at][0]).all(), case
         assert (np.concatenate([rank[at][0] for rank in got]) == driver.whole().numpy()).all(), case
@@ -250,7 +256,7 @@ def test_methods_diverge_where_they_are_known_to(name, toy, options):
 def test_options_are_computed_from_the_graph():
     third, w45 = TOYS["third"], TOYS["w45"]
     assert "symmetric" not in algorithms.build("d2", None, {}, 0, third).needs
-    lazy = assemble.make_graph(battery.job("graph.name=ring graph.lazy=true"), 16)
+    lazy = make_graph(battery.job("graph.name=ring graph.lazy=true"), 16)
     assert "above -1/3" in algorithms.build("d2", None, {}, 0, lazy).needs
     assert momentum_of_gossip(third, 2) == pytest.approx(0.5215, abs=1e-4)
     assert momentum_of_gossip(third, 1) == momentum_of_gossip(w45, 2) == 0.0
@@ -288,7 +294,7 @@ def test_sparseloco_in_full_is_the_averaged_pseudo_gradient():
 
 
 def test_sparta_averages_the_same_few_values_on_all_nodes():
-    driver = Driver("algorithm.name=sparta node.kept=0.01", 6, scale=0.0)
+    driver = Driver("algorithm.name=sparta node.density=0.01", 6, scale=0.0)
     before = driver.whole()
     (mean, x) = before.mean(0), driver.run(1).whole()
     met = (x != before).any(0)
@@ -296,7 +302,7 @@ def test_sparta_averages_the_same_few_values_on_all_nodes():
     assert (x[:, met] == x[0, met]).all() and (x[:, ~met] == before[:, ~met]).all()
 
 
-@on_each("wire", ["top-k node.kept=0.2", "sign"])
+@on_each("wire", ["top-k node.density=0.2", "sign"])
 def test_what_a_biased_wire_leaves_out_is_sent_later(wire):
     """Gradients that don't depend on x: all of them have arrived but for what is still held."""
     settings = f"algorithm.name=parallel local.name=sgd node.wire={wire}"
@@ -352,28 +358,45 @@ def test_detag_is_the_listing_of_its_paper():
     assert x.abs().max() > 0.1
 
 
+def test_quasi_global_momentum_is_that_of_its_paper():
+    """Lin et al., ICML 2021: of the displacement over the rate, that by the mixing included."""
+    gradients = torch.from_numpy(np.random.default_rng(2).standard_normal((8, 5, 3)))
+    weights = torch.from_numpy(graph("ring", 5).matrix())
+    for nesterov in (False, True):
+        options = {"beta": 0.8, "mu": 0.3, "nesterov": nesterov}
+        found = moved("qg-dmsgd", options, gradients)
+        x = momentum = torch.zeros_like(gradients[0])
+        for k, g in enumerate(gradients):
+            own = 0.8 * momentum + g
+            mixed = weights @ (x - 0.1 * (g + 0.8 * own if nesterov else own))
+            momentum = 0.7 * momentum + 0.3 * (x - mixed) / 0.1
+            x = mixed
+            assert torch.allclose(found[k], x, rtol=0, atol=1e-13), (nesterov, k)
+        assert x.abs().max() > 0.1
+
+
 # -- state, resume --------------------------------------------------------------------------------
 
 
 @on_each("case", CASES)
 def test_state_through_hdf5_resumes_to_the_bit(case, tmp_path):
-    whole = Driver(case, 3, noise=0.2).run(13)
-    first, second = Driver(case, 3, noise=0.2).run(6), Driver(case, 3, noise=0.2)
+    whole = Driver(case, 2, noise=0.2).run(13)
+    first, second = Driver(case, 2, noise=0.2).run(6), Driver(case, 2, noise=0.2)
     folder = tmp_path / str(CASES.index(case))
     entries, beside = [], checkpoint.begin(folder, 6)
-    for node in range(3):
+    for node in range(2):
         arrays = {
             f"{slot}/{name}": array[node].numpy()
             for name, parts in first.parts().items()
             for slot, array in enumerate(parts)
         }
         numbers = {"round": first.round, "local_steps": first.counts[node]}
-        numbers |= first.rhythm._asdict()
+        numbers |= first.cadence_state._asdict()
         flat = first.whole()[node].numpy()
         state = NodeState(flat, ("x",), ((flat.size,),), arrays, numbers)
         entries.append(checkpoint.write_node(beside, node, state))
     path = checkpoint.commit(beside, folder, 6, entries, "", {})
-    for node in range(3):
+    for node in range(2):
         saved = checkpoint.read_node(path, node)
         second.counts[node] = saved.numbers["local_steps"]
         for slot in range(2):
@@ -381,8 +404,8 @@ def test_state_through_hdf5_resumes_to_the_bit(case, tmp_path):
             for name, parts in second.parts().items():
                 parts[slot][node] = torch.from_numpy(saved.arrays[f"{slot}/{name}"])
     second.index, second.round = 6, saved.numbers["round"]
-    rhythm = type(second.rhythm)
-    second.rhythm = rhythm(*(saved.numbers[field] for field in rhythm._fields))
+    rhythm = type(second.cadence_state)
+    second.cadence_state = rhythm(*(saved.numbers[field] for field in rhythm._fields))
     assert (second.run(7).whole() == whole.whole()).all()
 
 
@@ -406,7 +429,7 @@ def test_padding_stays_zero_so_that_files_may_leave_it_out(monkeypatch):
                 into = {"x": resumed.x} | resumed.parts()
                 split(joined(arrays, row, flat), into[name], row, flat)
         resumed.index, resumed.counts = driver.index, list(driver.counts)
-        resumed.round, resumed.rhythm = driver.round, driver.rhythm
+        resumed.round, resumed.cadence_state = driver.round, driver.cadence_state
         assert (resumed.run(3).whole() == driver.run(3).whole()).all(), case
 
 
@@ -436,6 +459,7 @@ def test_an_ahead_send_changes_nothing(case):
         ("algorithm.name=choco", 6, ["static", "exponential"]),
         ("algorithm.name=dsgt graph.name=spanning-tree", 6, ["doubly stochastic", "ring"]),
         ("algorithm.name=dsgd graph.name=spanning-tree", 6, ["row-stochastic", "ring"]),
+        ("algorithm.name=sgp graph.name=spanning-tree", 6, ["rows above 0", "exponential"]),
         ("algorithm.name=dsgd graph.name=ceca", 6, ["only permute"]),
         ("algorithm.name=ceca graph.name=ring", 6, ['"ceca"']),
         ("algorithm.name=defacto graph.name=ring", 6, ["exact in one period", "base-2"]),
@@ -483,7 +507,7 @@ def test_negative_weights_are_borne_as_long_as_nodes_agree():
         ("algorithm.name=detag algorithm.phase=0", "algorithm.phase"),
         ("cadence.name=every cadence.period=0", "cadence.period"),
         ("node.levels=128", "node.levels"),
-        ("node.kept=0", "node.kept"),
+        ("node.density=0", "node.density"),
         ("algorithm.name=dmsgd algorithm.style=awc", "algorithm.style"),
     ],
 )
@@ -493,7 +517,7 @@ def test_mistakes_in_one_section_are_found_when_the_job_is_read(settings, words)
 
 
 def test_choco_takes_a_step_that_its_wire_bears():
-    settings = "algorithm.name=choco graph.name=ring node.wire=random-k node.kept=0.1"
+    settings = "algorithm.name=choco graph.name=ring node.wire=random-k node.density=0.1"
     driver = Driver(settings, 6, lr=0.05).run(200)
     assert (driver.whole().mean(0) - driver.optimum()).norm() < 1e-2 * driver.optimum().norm()
     too_long = Driver(f"{settings} algorithm.consensus_step=0.5", 6, lr=0.05).run(200)

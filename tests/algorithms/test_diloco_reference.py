@@ -74,11 +74,11 @@ class Reference:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("period, lr, beta", [(8, 0.7, 0.9), (5, 0.5, 0.6), (4, 1.0, 0.0)])
+@pytest.mark.parametrize("period, lr, beta", [(8, 0.7, 0.9), (4, 1.0, 0.0)])
 def test_the_loss_curve_is_the_known_methods(text, period, lr, beta):
     with Alone() as world:
         made = assemble.assemble(job(text, period, lr, beta), world, N)
-        model = assemble.make_model(made.job, made.source)
+        model = assemble.make_model(made.parts.job, made.source)
         reference = Reference(model, N, period, lr, beta)
         batches = [[tuple(map(torch.clone, each)) for each in made.loader.step(step)]
                    for step in range(STEPS)]  # fmt: skip
@@ -88,17 +88,3 @@ def test_the_loss_curve_is_the_known_methods(text, period, lr, beta):
     assert ours.shape == theirs.shape == (STEPS, N)
     assert np.abs(ours - theirs).max() < 1e-4
     assert theirs[-8:].mean() < theirs[:4].mean() - 1, "it learns"
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_another_outer_step_is_told_apart(text):
-    """What the bar of 1e-4 is worth: one coefficient a tenth off, and the curves differ."""
-    with Alone() as world:
-        made = assemble.assemble(job(text, 8, 0.7, 0.9), world, N)
-        model = assemble.make_model(made.job, made.source)
-        batches = [[tuple(map(torch.clone, each)) for each in made.loader.step(step)]
-                   for step in range(24)]  # fmt: skip
-        made.close()
-    right, wrong = Reference(model, N, 8, 0.7, 0.9), Reference(model, N, 8, 0.7, 0.8)
-    curves = [np.array([one.step(each) for each in batches]) for one in (right, wrong)]
-    assert np.abs(curves[0] - curves[1]).max() > 1e-2

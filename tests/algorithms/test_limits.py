@@ -50,25 +50,6 @@ def test_dsgd_is_off_by_what_the_formula_says(graph, style):
     assert np.abs(limit - PROBLEM.test[0]).max() > 1e-2
 
 
-@on_each(("name", "options"), [("d2", {"lazy": True}), ("dsgt", {"style": "awc"}), ("dsgt", {})])
-def test_corrected_methods_have_no_bias(name, options):
-    found = after(2500, graphs.graph("ring", N), name, options)
-    assert (found - torch.from_numpy(PROBLEM.test[0])).abs().max() < 1e-10
-
-
-@on_each("n", [2, 8, 32])
-def test_a_period_of_one_peer_is_the_exact_average(n):
-    x = torch.randn(n, 3, dtype=torch.float64)
-    mixer = Simulated(graphs.graph("one-peer-exponential", n), Layout((3,), dtype=torch.float64))
-    mean = x.mean(0)
-    for t in range(n.bit_length() - 1):
-        assert (x - mean).abs().max() > 1e-3
-        mixer.outbox(t)[0][0].copy_(x)
-        mixer.start(Kind.GOSSIP, t)
-        x = mixer.finish()[1][0][0].clone()
-    assert (x - mean).abs().max() < 1e-15 * n
-
-
 def test_choco_agrees_at_a_linear_rate_at_least_as_fast_as_its_theorem():
     made, kept, width = graphs.graph("ring", 8), 0.25, 512
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from mpigossip.mixing.base import Kind
 from mpigossip.models import decayed, model
 from mpigossip.runs import launch
 from mpigossip.training import assemble
-from tests.cases import with_world
+from tests.cases import some, with_world
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"),
@@ -133,7 +133,7 @@ def on_ranks(world):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("n", some([2, 3, 5], [3]))
 def test_ranks_have_the_simulators_bits(ranks, n):
     found = ranks(n)(on_ranks)
     for k, method in enumerate(METHODS):
@@ -142,8 +142,7 @@ def test_ranks_have_the_simulators_bits(ranks, n):
         assert np.array_equal(np.concatenate([each[k] for each in found]), wanted), method
 
 
-@pytest.mark.parametrize("stop", [4, 5, 6])
-def test_a_run_goes_on_to_the_bit(tmp_path, stop):
+def test_a_run_goes_on_to_the_bit(tmp_path):
     def run(function, *arguments):
         with contextlib.redirect_stdout(io.StringIO()):
             return function(*arguments)
@@ -152,9 +151,11 @@ def test_a_run_goes_on_to_the_bit(tmp_path, stop):
         return method_job("diloco cadence.period=3", f"run.output={folder}", f"run.steps={steps}")
 
     whole = run(launch.train, made(tmp_path / "whole", 9), Alone(), 3)
-    run(launch.train, made(tmp_path / "cut", stop), Alone(), 3)
-    again = run(launch.resume, tmp_path / "cut", ["run.steps=9"], Alone(), None)
-    assert again["digest"] == whole["digest"] and again["loss"] == whole["loss"]
+    for stop in (4, 5, 6):
+        folder = tmp_path / f"{stop}"
+        run(launch.train, made(folder, stop), Alone(), 3)
+        again = run(launch.resume, folder, ["run.steps=9"], Alone(), None)
+        assert again["digest"] == whole["digest"] and again["loss"] == whole["loss"], stop
 
 
 def test_shards_are_refused_and_one_slot_steps_for_all():
@@ -182,8 +183,3 @@ def test_an_older_torch_is_named(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(JobError, match=r"has no torch.optim.Muon, which came with 2.9"):
         local(flatten(gpt()))
-
-
-def test_columns_are_never_cut_out():
-    method = algorithms.build("dsgd", "muon", {}, 0, layout=flatten(gpt()))
-    assert not method.elementwise and algorithms.build("dsgd", "adamw", {}, 0).elementwise

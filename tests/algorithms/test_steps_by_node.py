@@ -9,7 +9,6 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.runs import launch
 from mpigossip.store import checkpoint
-from mpigossip.store.average import over_nodes
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
@@ -82,7 +81,7 @@ def test_a_run_says_who_rested_and_goes_on_where_it_was(tmp_path):
     whole, _ = train(tmp_path / "whole"), train(tmp_path / "cut", "run.steps=6")
     saved = checkpoint.latest(tmp_path / "cut")
     steps = [checkpoint.read_node(saved, node).numbers["local_steps"] for node in range(3)]
-    assert steps == [6, 1, 4] and over_nodes(saved, 3)["local_steps"] == 11 / 3
+    assert steps == [6, 1, 4] and checkpoint.average(saved, 3)["local_steps"] == 11 / 3
     with Alone() as world:
         again = launch.resume(tmp_path / "cut", ["run.steps=12"], world, None)
     assert again["digest"] == whole["digest"]

@@ -5,10 +5,8 @@ import pytest
 import torch
 
 from mpigossip.mixing.base import Kind
-from mpigossip.mixing.delayed import Delayed
-from mpigossip.mixing.faults import Faults, table
+from mpigossip.mixing.delayed import Delayed, Faults, table
 from mpigossip.mixing.simulated import Simulated
-from mpigossip.training import assemble
 from tests.battery import Driver
 from tests.cases import on_each
 
@@ -103,9 +101,3 @@ def test_a_straggler_leaves_nodes_near_the_optimum(settings, n):
     after = driver.run(600).whole()
     assert (after.mean(0) - best).norm() < 0.25 * (begin.mean(0) - best).norm()
     assert (after - best).norm() < 0.5 * (begin - best).norm()
-
-
-@on_each("name", ["gasloc", "noloco"])
-def test_jobs_may_ask_for_it(name):
-    settings = [f"algorithm.name={name}", "node.mixer=asynchronous"]
-    assert not assemble.mistakes(assemble.load({}, settings), 8)

@@ -8,8 +8,8 @@ import pytest
 
 from mpigossip.analysis import placement
 from mpigossip.analysis.placement import Place, judged
-from mpigossip.commands import doctor as command
-from tests.cases import on_each
+from mpigossip.commands import machine as command
+from tests.cases import every, on_each
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -18,7 +18,7 @@ DOCTOR = [sys.executable, "-m", "mpigossip", "doctor", "--devices", "cpu:1", "--
 
 
 @pytest.mark.parametrize(
-    ("per", "says"), [("2", "2 nodes: 2 ranks each"), ("host", "1 node: 4 ranks each")]
+    ("per", "says"), [("2", "2 nodes: 2 ranks each"), every("host", "1 node: 4 ranks each")]
 )
 def test_the_doctor_makes_the_nodes_that_a_job_would(mpirun, tmp_path, per, says):
     done = mpirun(4, [*DOCTOR, "--ranks-per-node", per], timeout=120, cwd=tmp_path)

@@ -1,7 +1,6 @@
 """`mpigossip plan`: its formulas, its command line."""
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from mpigossip.analysis.plan import ALL_REDUCE, Choice, choices, predict, table
-from mpigossip.analysis.plan.report import text
+from mpigossip.analysis.plan import ALL_REDUCE, Choice, predict, table
 from mpigossip.commands.arguments import BYTES_A_SECOND, SECONDS, numbers_of_nodes, quantity
 from mpigossip.graphs import graph
 from mpigossip.graphs.theory import averaging_gap, transient_iterations, transient_of
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
-from mpigossip.training.timing.machines import Machine
-from mpigossip.training.timing.steps import Timing
-from tests.cases import on_each
+from mpigossip.training.machines import Machine
+from mpigossip.training.timing import Timing
+from tests.cases import every, on_each
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -57,9 +55,9 @@ def test_a_directed_round_is_as_long_as_its_busiest_node():
     for name, n, messages in (("star", 6, 5), ("one-peer-hypercube", 8, 1), ("exponential", 8, 3)):
         job = assemble.load({"algorithm": {"name": "dsgd"}, "graph": {"name": name}})
         found = exchanges(subject(job)[0], n)
-        vector = messages * found.layout.nbytes
+        vector = messages * found.parts.layout.nbytes
         expected = 50e-6 + vector / 2.5e6 + vector / 1e9
-        assert Timing(job, found, SLOW).mean_s() == (pytest.approx(expected), 0.0)
+        assert Timing(found, SLOW).mean_s() == (pytest.approx(expected), 0.0)
 
 
 def test_what_is_ahead_hides_behind_compute():
@@ -103,25 +101,6 @@ def test_an_adaptive_cadence_keeps_its_period_when_counted():
     what = subject(assemble.load({"algorithm": {"name": "adpsgd"}, "cadence": {"period": 5}}))[0]
     found = exchanges(what, 8)
     assert found.bytes_per_step == pytest.approx(2 * 7 / 8 * 4 * what.flat.size / 5, rel=1e-6)
-
-
-@pytest.mark.parametrize("columns", ["80", "120"])
-def test_columns_never_run_together(columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", columns)
-    what, nodes = made(), [4, 64, 1024]
-    slow = replace(
-        SLOW, compute_s=1.87, bandwidth=1e3,
-        sources=dict.fromkeys(("compute", "node-local", "latency", "bandwidth"), "given"),
-    )  # fmt: skip
-    found = [predict(what, slow, choice, n, 9) for n in nodes for choice in choices(what.job)]
-    shown = text(what, slow, [row for row in found if row], nodes, 9).splitlines()
-    assert max(map(len, shown)) <= int(columns)
-    steps, details = shown.index(""), shown.index("", shown.index("") + 1)
-    end = next(k for k, line in enumerate(shown) if line.startswith("(transient"))
-    for first, last, cells in ((steps, details, len(nodes)), (details, end, 6)):
-        for line in shown[first + 1 : last]:
-            assert len(re.split(r"  +", line.strip())) == 1 + cells, line
-    assert "compute 1,870 ms" in shown[1] and "e+" not in " ".join(shown[:details])
 
 
 def test_units_and_ellipses_are_read():
@@ -175,7 +154,10 @@ def test_under_a_launcher_the_network_is_measured(mpirun):
 
 @pytest.mark.parametrize(
     ("per", "where", "network"),
-    [("2", "2 nodes of 2 ranks on 1 host", "measured"), ("host", "one node of 4 ranks", "assumed")],
+    [
+        ("2", "2 nodes of 2 ranks on 1 host", "measured"),
+        every("host", "one node of 4 ranks", "assumed"),
+    ],
 )
 def test_ranks_of_a_node_are_planned_together(mpirun, per, where, network):
     words = ["plan", str(JOB), "--nodes", "4", "--json", f"node.ranks_per_node={per}",
@@ -190,7 +172,7 @@ def test_ranks_of_a_node_are_planned_together(mpirun, per, where, network):
 
 
 @pytest.mark.parametrize(
-    ("per", "says"), [("2", "2 nodes x 2 slots"), ("host", "1 nodes x 4 slots")]
+    ("per", "says"), [every("2", "2 nodes x 2 slots"), ("host", "1 nodes x 4 slots")]
 )
 def test_a_dry_run_counts_the_nodes_that_a_launcher_s_ranks_make(mpirun, per, says):
     words = ["train", str(JOB), "--dry-run", f"node.ranks_per_node={per}"]

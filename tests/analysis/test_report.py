@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from mpigossip import config
 from mpigossip.analysis.compared import load, short_names
+from mpigossip.analysis.panels import Axis, metric
 from mpigossip.analysis.plot import figure, plot
 from mpigossip.analysis.report import table, write
 from mpigossip.store import StoreError
@@ -80,14 +82,6 @@ def test_one_run_from_folder_or_log(tmp_path):
             assert (quarter < 200).mean() > 0.01
 
 
-def test_several_runs(tmp_path):
-    folders = [run(tmp_path / f"r{k}", epoch=e, nodes=k + 1) for k, e in enumerate((50, 25))]
-    deep = tmp_path / "a-folder-with-a-long-name" / "and-another-below-it-that-is-longer-still"
-    folders += [run(deep / "same/a"), run(deep / "other/a", consensus=0.0)]
-    plot(folders, tmp_path / "all.png")
-    drawn(tmp_path / "all.png")
-
-
 def test_runs_of_several_seeds_are_one_curve_with_a_band(tmp_path):
     folders = [
         run(tmp_path / graph / f"seed-{seed}", seed=seed, graph=graph)
@@ -137,8 +131,21 @@ def test_short_long_and_empty_runs(tmp_path, options):
     plot([folder], tmp_path / "one.png")
     assert drawn(tmp_path / "one.png").std() > 5
     text = table(read(folder / "log.h5"))
-    assert ("no evaluation yet" in text) == (options.get("evaluations") == ())
+    assert ("no evaluation; metrics of steps" in text) == (options.get("evaluations") == ())
     assert ("no steps yet" in text) == (options.get("steps") == 0)
+
+
+def test_metrics_that_a_loop_logs_at_some_steps_are_shown(tmp_path):
+    """A custom loop has no evaluations: its own metrics are a table, and points of a panel."""
+    (one,) = load([run(tmp_path / "a", steps=60, evaluations=())])
+    values = np.full((60, one.log.nodes), np.nan)
+    values[19::20] = 0.5
+    one.log.steps["val_loss"] = values
+    text = table(one.log)
+    assert text.count("0.5000") == 3 and re.search(r"^ *20 .*0\.5000", text, re.MULTILINE)
+    axes = Figure().subplots()
+    metric(axes, [one], Axis("step", lambda run, at: at), "val_loss")
+    assert axes.get_title(loc="left") == "val_loss" and len(axes.lines[0].get_xdata()) == 3
 
 
 def test_nothing_to_draw_or_nowhere_to_draw_it(tmp_path):

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from mpigossip.cluster import batch
-from mpigossip.cluster.batch import Wish, read_site, script, seconds_of, sites
+from mpigossip.cluster.batch import BatchRequest, read_site, script, seconds_of, sites
 from mpigossip.config import JobError
 from mpigossip.config.errors import OK, STOPPED, WRONG
 from tests.cases import on_each
-
-pytestmark = pytest.mark.usefixtures("warm")
 
 REPO = Path(__file__).parents[2]
 JOB = str(REPO / "jobs" / "digits.toml")
@@ -26,7 +24,7 @@ SITES = ["frontier", "generic-flux", "generic-pbs", "generic-slurm", "juwels-boo
 
 def made(site="generic-slurm", job="jobs/digits.toml", settings=(), run="runs/digits", **wish):
     wish = {"nodes": 4, "seconds": 3600, **NAMED} | wish
-    return script(read_site(site), job, settings, Path(run), Wish(**wish))
+    return script(read_site(site), job, settings, Path(run), BatchRequest(**wish))
 
 
 def test_all_sites_are_there_say_that_they_are_untried_and_name_their_source():
@@ -53,7 +51,7 @@ def test_the_centres_own_cache_monitor_stays(name):
     assert "export FI_MR_CACHE_MONITOR" not in made(name)
 
 
-@pytest.mark.parametrize("name", SITES)
+@on_each("name", SITES)
 def test_every_site_gives_a_script_that_bash_can_read(name):
     text = made(name)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
@@ -108,7 +106,7 @@ def test_pbs_and_flux_ask_for_the_same():
         assert text in flux
 
 
-@pytest.mark.parametrize("name", batch.sites())
+@on_each("name", SITES)
 def test_every_site_starts_several_ranks_a_node_too(name):
     one, several = made(name), made(name, ranks=4)
     assert "One rank a node" in one and "RANKS=" not in one
@@ -116,7 +114,8 @@ def test_every_site_starts_several_ranks_a_node_too(name):
     assert "RANKS=4 TASKS=16 CORES=" in several
     habit = batch.read_site(name).habit
     for text, own in ((one, "node"), (several, "gpu")):
-        assert ("The centre's own examples start one a " in text) == (habit != own)
+        other = own == "node" and habit == "gpu"
+        assert ("The centre's own examples start one a GPU" in text) == other
     launch = next(line for line in several.splitlines() if " mpigossip train " in line)
     if batch.read_site(name).scheduler == "slurm":
         assert "#SBATCH --ntasks-per-node=4" in several
@@ -140,7 +139,8 @@ def test_ranks_share_the_cores_that_there_are():
 def test_a_site_without_a_way_to_several_ranks_says_so():
     site = replace(batch.read_site("generic-slurm"), several="")
     with pytest.raises(JobError, match="add a line `several`"):
-        batch.script(site, "a.toml", [], Path("run"), batch.Wish(nodes=2, seconds=600, ranks=2))
+        made_of = BatchRequest(nodes=2, seconds=600, ranks=2)
+        script(site, "a.toml", [], Path("run"), made_of)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_a_site_without_a_way_to_several_ranks_says_so():
          "power of two nodes, got 6"),
     ],
 )  # fmt: skip
-def test_the_command_counts_ranks_and_nodes(tmp_path, settings, more, says):
-    done = job_command("perlmutter", JOB, "--nodes", "3", "--time", "2h", "--account", "a", "--qos",
-                       "b", *more, *settings, cwd=tmp_path)  # fmt: skip
+def test_the_command_counts_ranks_and_nodes(alone, settings, more, says):
+    given = ["--nodes", "3", "--time", "2h", "--account", "a", "--qos", "b"]
+    done = alone("job", "perlmutter", JOB, *given, *more, *settings)
     assert says in done.stdout + done.stderr
 
 
@@ -234,7 +234,7 @@ def execute(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("evil", EVIL)
+@on_each("evil", EVIL)
 @pytest.mark.parametrize("site", ["generic-slurm", "generic-pbs", "generic-flux"])
 def test_names_and_paths_stay_what_they_are(execute, site, evil):
     job, settings = f"{evil}.toml", [f"run.name={evil}", f"data.source={evil}"]
@@ -335,7 +335,7 @@ def test_unknown_sites_and_missing_wishes_are_explained(tmp_path):
     with pytest.raises(JobError, match="No such file"):
         read_site(str(tmp_path / "none.toml"))
     with pytest.raises(JobError) as error:
-        script(read_site("lumi"), "j.toml", [], Path("runs/j"), Wish(nodes=0, seconds=600))
+        script(read_site("lumi"), "j.toml", [], Path("runs/j"), BatchRequest(nodes=0, seconds=600))
     assert [m.split(":")[0] for m in error.value.messages] == [
         "--nodes 0",
         "--account",
@@ -387,30 +387,23 @@ def test_a_queue_that_refuses_is_not_hidden(execute):
 # -- the command ------------------------------------------------------------------------------
 
 
-def job_command(*words, cwd):
-    command = [sys.executable, "-m", "mpigossip", "job", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
-
-
-def test_the_command_prints_a_script_and_checks_the_job_first(tmp_path):
-    done = job_command(
-        "generic-slurm", JOB, "--nodes", "4", "--time", "1m", "run.name=$(id)", cwd=tmp_path
-    )
+def test_the_command_prints_a_script_and_checks_the_job_first(alone):
+    done = alone("job", "generic-slurm", JOB, "--nodes", "4", "--time", "1m", "run.name=$(id)")
     assert done.returncode == 0, done.stderr
     assert "'run.name=$(id)'" in done.stdout and "run='runs/$(id)'" in done.stdout
     if sys.prefix != sys.base_prefix:
         assert f"source {sys.prefix}/bin/activate" in done.stdout
-    wrong = job_command("perlmutter", JOB, "--nodes", "6", "--time", "2h", "node.devices=cuda:0-7",
-                        "graph.name=one-peer-hypercube", "--account", "a", "--qos", "b",
-                        cwd=tmp_path)  # fmt: skip
+    given = ["--nodes", "6", "--time", "2h", "--account", "a", "--qos", "b"]
+    settings = ["node.devices=cuda:0-7", "graph.name=one-peer-hypercube"]
+    wrong = alone("job", "perlmutter", JOB, *given, *settings)
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
     for text in ("power of two", "4 GPUs a node", "node.devices=cuda:0-3"):
         assert text in wrong.stderr
 
 
-def test_the_command_warns_of_idle_gpus(tmp_path):
+def test_the_command_warns_of_idle_gpus(alone, tmp_path):
     given = ["node.devices=cpu:1", "--nodes", "2", "--time", "2h", "--account", "a", "--qos", "b"]
-    done = job_command("perlmutter", JOB, *given, "--venv", str(tmp_path), cwd=tmp_path)
+    done = alone("job", "perlmutter", JOB, *given, "--venv", str(tmp_path))
     assert done.returncode == 2 and "no virtual environment" in done.stderr
     assert "leaves the 4 GPUs" in done.stderr
 

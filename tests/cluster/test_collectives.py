@@ -1,5 +1,6 @@
 """Blocking MPI calls: a rank that doesn't come is named, and a call that doesn't return."""
 
+import contextlib
 import re
 import threading
 import time
@@ -75,3 +76,47 @@ def does_not_return(comm):
 def test_a_call_that_does_not_return_is_named(ranks):
     expected = "MPI's Win.Allocate doesn't return (waited 0.1 s)", True, 30.0
     assert ranks(2)(does_not_return) == [expected] * 2
+
+
+def calls_while_mixers_open(comm):
+    """Names of the blocking calls without a limit, and of those with one, as mixers open."""
+    from mpi4py import MPI
+
+    from mpigossip.cluster import collectives
+    from mpigossip.cluster.ranks import World
+
+    inside, plain, limited, joined = [], [], [], collectives.joined
+
+    @contextlib.contextmanager
+    def entered(*args):
+        with joined(*args):
+            inside.append(args)
+            yield
+            inside.pop()
+
+    def seen(name):
+        def call(self, *args, **options):
+            (limited if inside else plain).append(name)
+            made = getattr(MPI.Intracomm, name)(self, *args, **options)
+            return Seen(made) if isinstance(made, MPI.Intracomm) else made
+
+        return call
+
+    names = (*collectives.BLOCKING, "Split_type")
+    Seen = type("Seen", (MPI.Intracomm,), {name: seen(name) for name in names})
+    with World(Seen(comm)) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "joined", entered)
+        plain.clear()
+        for mixer, options in (
+            ("synchronous", {"same_host": "read"}),
+            ("synchronous", {"same_host": "put"}),
+            ("synchronous", {"exchange": "messages"}),
+            ("asynchronous", {}),
+        ):
+            open_mixer(graph("ring", 2), Layout((8,)), world, mixer, **options).close()
+    return plain, sorted(set(limited))
+
+
+def test_no_call_blocks_without_a_limit_as_mixers_open(ranks):
+    for plain, limited in ranks(2)(calls_while_mixers_open):
+        assert not plain and {"Dup", "Split_type", "allgather"} <= set(limited), (plain, limited)

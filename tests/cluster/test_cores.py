@@ -76,7 +76,7 @@ def thread_on(comm, cores):
     from mpigossip.mixing.progress_thread import ProgressThread
 
     found = []
-    thread = ProgressThread(comm, threaded=True, poll=False, timeout_s=10, cores=cores)
+    thread = ProgressThread(comm, timeout_s=10, cores=cores)
     future = thread.submit(lambda: found.append(os.sched_getaffinity(threading.get_native_id())))
     thread.wait(future, "a look")
     thread.close()

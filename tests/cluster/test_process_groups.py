@@ -47,25 +47,6 @@ def test_threads_are_ranks_of_a_group(slots, listed, monkeypatch):
     assert summed(groups, places) == [2.0**slots - 1] * slots
 
 
-def across(comm, slots):
-    """One group a slot between processes, and one of all slots of all processes."""
-    from mpigossip.cluster.ranks import World
-
-    with World(comm, timeout_s=20) as world:
-        inside = [
-            Place("all", comm.rank * slots + k, comm.size * slots, "cpu") for k in range(slots)
-        ]
-        between = [Place(f"slot {k}", comm.rank, comm.size, "cpu") for k in range(slots)]
-        groups = open_groups(world, [*inside, *between], 20)
-        return summed(groups, [*inside, *between])
-
-
-@pytest.mark.parametrize("n, slots", [(2, 1), (2, 2), (3, 1), (4, 2)])
-def test_processes_and_their_threads_are_ranks_of_groups(ranks, n, slots):
-    expected = [2.0 ** (n * slots) - 1] * slots + [2.0**n - 1] * slots
-    assert ranks(n)(across, slots) == [expected] * n
-
-
 def one_fails(comm, late):
     from mpigossip.cluster.ranks import World
 

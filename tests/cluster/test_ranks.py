@@ -196,31 +196,6 @@ def test_a_wait_that_ends_names_whom_it_waited_for(ranks, meeting):
         assert "waited for rank 1 on " in first and "which wait themselves (waited 1 s)" in first
 
 
-def waits_that_end_well(comm):
-    """Rank 1 has waited long and told so, but not in vain; then rank 0 waits for it in vain."""
-    w = world(timeout_s=30)
-    if w.rank == 0:
-        time.sleep(1.5)
-        comm.send(None, dest=1)
-        try:
-            Deadline(1).wait(lambda: False, lambda: "no 1", whom=lambda: [1])
-        except LateError as error:
-            return str(error)
-        finally:
-            comm.send(None, dest=1)
-    else:
-        Deadline(2).wait(lambda: comm.iprobe(source=0), lambda: "no 0", whom=lambda: [0])
-        comm.recv(source=0)
-        comm.recv(source=0)
-    return None
-
-
-def test_a_wait_that_is_over_is_no_excuse(ranks):
-    told = ranks(2)(waits_that_end_well)[0]
-    assert told.startswith("no 1; nothing is heard of rank 1 on ")
-    assert "waits (" not in told
-
-
 def test_a_mistake_of_one_rank_is_told_to_all(ranks):
     for messages in ranks(3)(mistakes, {1}, ["no file a", "no file b"]):
         assert len(messages) == 2
@@ -278,27 +253,12 @@ def test_exception_in_a_thread_ends_the_job(mpirun):
             "    time.sleep(600)",
         ),
         timeout=30,
+        warm=False,  # a fork that sleeps hears nothing of its launcher's end
     )
     assert done.returncode != 0
     assert "rank 0 of 2" in done.stderr
     assert "by an exception in worker-7" in done.stderr
     assert "ZeroDivisionError" in done.stderr
-
-
-def test_one_rank_that_exits_does_not_leave_the_others_hanging(mpirun):
-    done = mpirun(
-        2,
-        script(
-            "process.LEAVE_S = 1",
-            "with mpigossip.world() as world:",
-            "    if world.rank == 1: sys.exit(3)",
-            "    world.barrier()",
-        ),
-        timeout=30,
-    )
-    assert done.returncode != 0
-    assert "rank 1 on " in done.stderr
-    assert "ended by SystemExit: 3; other ranks still run" in done.stderr
 
 
 def test_ranks_that_all_exit_with_a_code_pass_it_on(mpirun):
@@ -341,21 +301,6 @@ def test_world_without_a_launcher_is_one_rank(mpirun):
     assert done.stdout == "1 4\n"
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")
-
-
-def test_world_of_one_under_a_launcher_that_meant_more(mpirun):
-    done = mpirun(
-        0,
-        script(
-            "try: mpigossip.world()",
-            "except ranks.LaunchError as error: print(error.rank, error)",
-        ),
-        env={"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"},
-        timeout=30,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("3 4 ranks were started (SLURM_STEP_NUM_TASKS=4), but MPI (")
-    assert "srun --mpi=pmi2" in done.stdout
 
 
 @pytest.mark.parametrize("number", ["1", "2"])

@@ -83,7 +83,7 @@ def test_ctrl_c_is_said_once(mpistart, tmp_path, inside):
     waits = "while True: time.sleep(0.05)"
     other = waits if inside else "world.comm.barrier() if world.rank == 1 else time.sleep(60)"
     body = f"with mpigossip.world() as world:\n    print('ready', flush=True)\n    {other}\n"
-    job = mpistart(2, program(tmp_path, body))
+    job = mpistart(2, program(tmp_path, body), warm=True)
     until = time.monotonic() + 30
     while job.output()[0].count("ready") < 2 and time.monotonic() < until:
         time.sleep(0.05)

@@ -44,6 +44,13 @@ def test_a_complete_job_of_an_earlier_version_may_have_a_removed_default():
     assert message.startswith("node.overlap: removed;")
 
 
+def test_a_complete_job_of_an_earlier_version_may_have_an_old_name():
+    assert load("[node]\nkept = 0.25\n").node.density == 0.25
+    for source, overrides in (({"node": {"kept": 0.25}}, ()), ({}, ["node.kept=0.25"])):
+        (message,) = mistakes(source, overrides)
+        assert message.startswith("node.kept: removed; write node.density")
+
+
 def test_an_option_of_the_local_step_among_those_of_the_algorithm_is_a_mistake():
     (message,) = mistakes(NEW, ["algorithm.damping=0.2"], TABLES)
     assert message == 'algorithm.damping: unknown key; did you mean "local.damping"?'

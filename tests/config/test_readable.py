@@ -28,7 +28,7 @@ def test_everything_is_printed_by_one_function():
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     }
     # the second is a child process whose words its parent reads
-    assert prints == {"config/readable.py", "mixing/device/trial.py"}
+    assert prints == {"config/readable.py", "mixing/device/proof.py"}
 
 
 def test_names_in_files_reach_no_terminal_as_they_are(tmp_path, monkeypatch, capsys):

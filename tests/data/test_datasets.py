@@ -15,10 +15,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from mpigossip.config import Data, JobError
 from mpigossip.data import pytree
-from mpigossip.data.feeding import DataError
-from mpigossip.data.loading import make_orders, open_loader
+from mpigossip.data.loader import DataError, Loader
+from mpigossip.data.partition import Share, make_orders
 from mpigossip.data.sources import source
-from mpigossip.data.workers import Share
 
 
 class Squares(Dataset):
@@ -110,7 +109,7 @@ def opened(name, n=2, rows=None, workers=0, slots=1, **settings):
     data = source(section, 3, rows, n)
     each = make_orders(data, section, 3, n, slots * section.batch)
     devices = ("cpu",) * slots
-    return open_loader(
+    return Loader(
         data, [each[row] for row in rows], seed=3, devices=devices, workers=workers, timeout_s=60
     )
 
@@ -325,7 +324,7 @@ def sizes(comm):
     from types import SimpleNamespace
 
     from mpigossip.cluster.ranks import World
-    from mpigossip.data.loading import check_alike
+    from mpigossip.data.sources import check_alike
 
     with World(comm) as world:
         check_alike("mine:same", SimpleNamespace(train_size=8, test_size=2), world)

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from mpigossip.config import Data, JobError
-from mpigossip.data.feeding import DataError, SourceLoader
 from mpigossip.data.images import (
     CACHE_LIMIT,
     PAD,
@@ -22,8 +21,7 @@ from mpigossip.data.images import (
     random_box,
     resample,
 )
-from mpigossip.data.loader import Batch, Carrier, Loader
-from mpigossip.data.loading import open_loader
+from mpigossip.data.loader import Batch, Carrier, DataError, Loader
 from mpigossip.data.philox import CROP, ORDER, permutation, philox, words
 from mpigossip.data.sources import Source, SyntheticSource, orders, partition, source
 from mpigossip.store import StoreError
@@ -161,23 +159,23 @@ def test_resample_keeps_whole_images_and_mirrors():
 def test_digits(opened):
     digits = opened()
     assert (digits.classes, digits.shape, digits.test_size) == (10, (1, 8, 8), 360)
-    inputs, targets = digits.train_batch(np.arange(1437), (0, 0))
+    inputs, targets = digits.make_batch("train", np.arange(1437), (0, 0))
     assert inputs.dtype == torch.float32 and targets.dtype == torch.int64
     assert abs(inputs.mean()) < 1e-5 and abs(inputs.std() - 1) < 1e-3
     assert (targets.numpy() == digits.train_labels).all()
     bigger = opened(image_size=16)
-    assert bigger.test_batch(np.arange(3))[0].shape == (3, 1, 16, 16)
+    assert bigger.make_batch("test", np.arange(3))[0].shape == (3, 1, 16, 16)
 
 
 def test_synthetic_is_learnable_and_reproducible(opened):
     fields = {"source": "synthetic", "shape": (3, 8, 8), "classes": 4, "samples": 400}
     data, again, other = opened(**fields), opened(**fields), opened(1, **fields)
-    x, y = data.train_batch(np.arange(400), (0, 0))
-    assert torch.equal(x, again.train_batch(np.arange(400), (5, 9))[0])
-    assert not torch.equal(x, other.train_batch(np.arange(400), (0, 0))[0])
+    x, y = data.make_batch("train", np.arange(400), (0, 0))
+    assert torch.equal(x, again.make_batch("train", np.arange(400), (5, 9))[0])
+    assert not torch.equal(x, other.make_batch("train", np.arange(400), (0, 0))[0])
     assert len({row.numpy().tobytes() for row in x}) == 400
     means = torch.stack([x[y == label].mean(0) for label in range(4)]).flatten(1)
-    test, labels = data.test_batch(np.arange(data.test_size))
+    test, labels = data.make_batch("test", np.arange(data.test_size))
     near = torch.cdist(test.flatten(1), means).argmin(1)
     assert (near == labels).float().mean() > 0.95
     assert not torch.equal(test[:4], x[:4])
@@ -191,7 +189,7 @@ def test_packed_images_are_what_was_stored(square, opened):
     stored = sorted((square.parent / "train").glob("*/*"))
     pixels = np.stack([np.asarray(Image.open(path)).transpose(2, 0, 1) for path in stored])
     indices = np.array([29, 3, 3, 12])
-    inputs, targets = data.train_batch(indices, (0, 0))
+    inputs, targets = data.make_batch("train", indices, (0, 0))
     assert targets.tolist() == [2, 0, 0, 1]
     with np.errstate(all="raise"):
         facts = data.images.data
@@ -207,11 +205,10 @@ def test_images_packed_as_pixels_give_the_same_bytes(square, opened, tmp_path, a
         opened(source=str(path), augment=augment, image_size=16) for path in (square, pixels)
     )
     indices = np.array([29, 3, 3, 12])
-    for image, pixel in zip(
-        one.train_batch(indices, (3, 1)), other.train_batch(indices, (3, 1)), strict=True
-    ):
-        assert torch.equal(image, pixel)
-    assert torch.equal(one.test_batch(np.arange(9))[0], other.test_batch(np.arange(9))[0])
+    images, pixels = (each.make_batch("train", indices, (3, 1)) for each in (one, other))
+    assert all(map(torch.equal, images, pixels))
+    images, pixels = (each.make_batch("test", np.arange(9)) for each in (one, other))
+    assert torch.equal(images[0], pixels[0])
 
 
 @on_each("augment", ["none", "crop-flip", "resized-crop"])
@@ -222,14 +219,14 @@ def test_cache_and_order_of_calls_change_no_bit(varied, opened, augment):
     ]
     assert [one.in_memory for one in sources] == [True, False, True]
     indices = np.array([5, 1, 20, 1])
-    first = [one.train_batch(indices, (3, 1))[0] for one in sources]
+    first = [one.make_batch("train", indices, (3, 1))[0] for one in sources]
     assert torch.equal(first[0], first[1]) and torch.equal(first[0], first[2])
-    alone = sources[0].train_batch(indices[2:3], (3, 1))[0]
+    alone = sources[0].make_batch("train", indices[2:3], (3, 1))[0]
     assert torch.equal(alone, first[0][2:3])  # not what else is in the batch
-    assert torch.equal(sources[0].train_batch(indices, (3, 1))[0], first[0])
-    changed = sources[0].train_batch(indices, (3, 2))[0]
+    assert torch.equal(sources[0].make_batch("train", indices, (3, 1))[0], first[0])
+    changed = sources[0].make_batch("train", indices, (3, 2))[0]
     assert torch.equal(changed, first[0]) == (augment == "none")
-    tests = [one.test_batch(np.arange(10))[0] for one in sources]
+    tests = [one.make_batch("test", np.arange(10))[0] for one in sources]
     assert torch.equal(tests[0], tests[1]) and tests[0].shape == (10, 3, 32, 32)
 
 
@@ -255,7 +252,7 @@ def test_text(tmp_path, opened):
     data = opened(source=str(pack(folder, tmp_path / "out.h5", text=True)))
     assert (data.classes, data.shape, data.dtype) == (256, (128,), torch.int64)
     assert len(data.train_labels) == (1800 + 900 - 1) // 128 and data.test_size == 2
-    inputs, targets = data.train_batch(np.array([1, 20]), (0, 0))
+    inputs, targets = data.make_batch("train", np.array([1, 20]), (0, 0))
     assert inputs.shape == targets.shape == (2, 128)
     assert inputs[0].tolist() == [(128 + k) % 200 for k in range(128)]
     assert (inputs[:, 1:] == targets[:, :-1]).all()
@@ -370,7 +367,7 @@ def fetched(loader, steps) -> list[torch.Tensor]:
 
 def loader_of(data: Source, workers: int, devices=("cpu", "cpu")):
     nodes = orders(partition(data.train_labels, 2, "shuffled"), 1, batch=8)
-    return open_loader(data, nodes, seed=4, devices=devices, workers=workers, timeout_s=60)
+    return Loader(data, nodes, seed=4, devices=devices, workers=workers, timeout_s=60)
 
 
 def test_workers_change_no_bit(varied, opened):
@@ -380,7 +377,7 @@ def test_workers_change_no_bit(varied, opened):
         tests = [batch.inputs for batch in loader.share(1, 3)]
     assert [len(batch) for batch in tests] == [3]
     with loader_of(opened(**fields, cache="never"), 2) as loader:
-        assert isinstance(loader, SourceLoader)
+        assert loader.workers == 2
         got = fetched(loader, range(4))
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
         again = [batch.inputs for batch in loader.share(1, 3)]
@@ -388,7 +385,7 @@ def test_workers_change_no_bit(varied, opened):
         assert torch.equal(fetched(loader, [0])[0], wanted[0])  # an earlier step again
     loader.close()
     with loader_of(opened(**fields), 2) as loader:
-        assert isinstance(loader, Loader)
+        assert loader.workers == 0
         assert [len(batch) for batch in fetched(loader, [0])] == [4] * 4
 
 
@@ -428,7 +425,7 @@ def test_damage_is_reported_by_whoever_decodes(varied, tmp_path, opened):
         file.seek(data.images.data.train.start)
         file.write(b"\0" * 200)
     with pytest.raises(StoreError, match="sample 0 is damaged"):
-        data.train_batch(np.array([0]), (0, 0))
+        data.make_batch("train", np.array([0]), (0, 0))
     with loader_of(data, 1) as loader, pytest.raises(DataError, match="sample 0 is damaged"):
         fetched(loader, range(3))
 

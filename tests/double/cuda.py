@@ -20,7 +20,6 @@ COUNT = int(os.environ["MPIGOSSIP_DOUBLE"])
 POOL = 32
 """Streams that torch has of a device, handed out in turns; number 0 is the default one."""
 guard = ctypes.CDLL(str(Path(os.environ["MPIGOSSIP_DOUBLE_FOLDER"], "guard.so")))
-current_device = guard.current_device
 _numbers: dict[int, itertools.count] = defaultdict(itertools.count)
 _current = threading.local()
 context = threading.local()
@@ -96,6 +95,10 @@ class CUDAGraph:
     def replay(self) -> None:
         for again in self.recorded:
             again()
+
+
+def current_device() -> int:  # a function of ctypes has no hash, which torch._dynamo wants
+    return guard.current_device()
 
 
 def exchange_device(index: int) -> int:

@@ -1,4 +1,4 @@
-"""What the package uses of CuPy: private memory, raw kernels, NCCL."""
+"""What the package uses of CuPy: private memory and raw kernels."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from tests.double import cuda, fails, nccl, tensors
+from tests.double import cuda, fails, tensors
 from tests.double.cuda import current_device
 from tests.mixing.kernels import on_cpu
 
@@ -51,18 +51,27 @@ class RawKernel:
 
 
 def install() -> None:
-    """Let `import cupy` find this."""
+    """Let `import cupy` find this, unless the environment says that it isn't installed."""
+    original = torch.from_dlpack
+
+    def from_dlpack(given):
+        if isinstance(given, Array):
+            return tensors.OnDevice(given.tensor, current_device())
+        if isinstance(given, tensors.OnDevice):
+            return tensors.OnDevice(tensors.plain(given), tensors.index_of(given))
+        return original(given)
+
+    torch.from_dlpack = from_dlpack
     runtime = SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError, deviceSynchronize=cuda.synchronize,
         runtimeGetVersion=lambda: 13000,
-        deviceGetAttribute=lambda which, index: int(which == 117),  # writes aren't ordered
         deviceGetPCIBusId=lambda index: f"0000:{index:02x}:00.0",
     )  # fmt: skip
     driver = SimpleNamespace(
-        runtime=runtime, nccl=nccl, Memory=Memory, Device=lambda index: nullcontext(),
+        runtime=runtime, Memory=Memory, Device=lambda index: nullcontext(),
         MemoryPointer=lambda memory, offset: memory,
         Stream=SimpleNamespace(from_external=lambda pointer: nullcontext()),
     )  # fmt: skip
     cupy = SimpleNamespace(cuda=driver, ndarray=Array, uint8=np.uint8, RawKernel=RawKernel)
-    sys.modules |= {"cupy": cupy, "cupy.cuda": driver, "cupy.cuda.nccl": nccl}
-    torch.from_dlpack = lambda array: tensors.OnDevice(array.tensor, current_device())
+    there = "MPIGOSSIP_DOUBLE_NO_CUPY" not in os.environ
+    sys.modules |= {"cupy": cupy, "cupy.cuda": driver} if there else {"cupy": None}

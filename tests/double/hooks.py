@@ -4,6 +4,7 @@ And the memory's device must be the current one, as MPI libraries want it; and w
 wrote into it is flushed before it is read.
 """
 
+import contextlib
 import os
 import signal
 from importlib.machinery import SourceFileLoader
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.double import fails, torch_nccl
+from tests.double import fails, tensors, torch_nccl
 from tests.double.checker import HOST, Unordered
 from tests.double.cuda import context, current_device
 
@@ -106,7 +107,13 @@ def memory(module) -> None:
         flushed.add(current_device())
         return 999 if fails("flush") else 0
 
-    module.driver = lambda: SimpleNamespace(cuFlushGPUDirectRDMAWrites=flush)
+    def attribute(answer, which, index) -> int:
+        answer._obj.value = int(which == module.OPTIONS)  # writes aren't ordered
+        return 0
+
+    module.driver = lambda: SimpleNamespace(
+        cuFlushGPUDirectRDMAWrites=flush, cuDeviceGetAttribute=attribute
+    )
 
 
 def proof(module) -> None:
@@ -121,6 +128,27 @@ def proof(module) -> None:
         _ = None if fails("lost put" + where) else original(*arguments)
 
     module.put = put
+
+
+def streams(module) -> None:
+    """Calls on copies' and sums' streams: under NCCL's lock, and without waiting for a copy."""
+
+    def guarded(original):
+        @contextlib.contextmanager
+        def entered(self):
+            with original(self):
+                if torch_nccl.several() and not torch_nccl.launching.locked():
+                    raise RuntimeError("a CUDA call may fall into another thread's NCCL group")
+                tensors.copies.at_once = True
+                try:
+                    yield
+                finally:
+                    tensors.copies.at_once = False
+
+        return entered
+
+    for name in ("incoming", "outgoing"):
+        setattr(module.Streams, name, guarded(getattr(module.Streams, name)))
 
 
 def gpu_sum(module) -> None:
@@ -138,8 +166,9 @@ def install() -> None:
         "mixing.averages": averages, "mixing.device.buffers": buffers,
         "mixing.transports.windows": of_transport("Windows"),
         "mixing.transports.messages": of_transport("Messages"),
-        "mixing.device.memory": memory, "mixing.device.proof": proof,
-        "mixing.kernels.gpu_sum": gpu_sum, "cluster.process_groups": torch_nccl.install,
+        "mixing.device.memory": memory, "mixing.device.streams": streams,
+        "mixing.device.proof": proof, "mixing.kernels.gpu_sum": gpu_sum,
+        "cluster.process_groups": torch_nccl.install,
     }  # fmt: skip
     load = SourceFileLoader.exec_module
 

@@ -27,6 +27,12 @@ class _Recording(threading.local):
     broken = False
 
 
+class _Copies(threading.local):
+    at_once = False
+
+
+copies = _Copies()
+"""Whether this thread may not wait for a copy between host and device."""
 recording = _Recording()
 """Where a capture of this thread's operations goes, and whether it has failed."""
 
@@ -113,6 +119,8 @@ def perform(func, args, kwargs):
         return torch.device("cuda", index_of(args[0]))
     names, writes, same, touches = schema(func)
     named = dict(zip(names, args, strict=False)) | kwargs
+    if named.get("device") is not None and torch.device(named["device"]).type == "meta":
+        return func(**{name: mapped(plain, value) for name, value in named.items()})
     operands = tensors([*named.values()])
     there = sorted({index_of(t) for t in operands if isinstance(t, OnDevice)})
     on_host = [t for t in operands if not isinstance(t, OnDevice)]
@@ -153,6 +161,9 @@ def perform(func, args, kwargs):
             recording.into.append(again)
         # what the host gets, or gives from memory that it may change at once, is waited for
         if not named.get("non_blocking") and (target is None or (func in COPIES and on_host)):
+            message = any(one.dtype == torch.uint8 for one in written)
+            if copies.at_once and message and func is aten.copy_.default:
+                raise RuntimeError("a copy on a stream of its own keeps the host waiting")
             torch.cuda.current_stream(at).synchronize()
     changed = [named[name] for name in writes if name in named]
     for tensor, memory in zip(tensors(changed), written, strict=False):

@@ -32,11 +32,11 @@ def proven_on(comm, what, rank, devices):
     """The proof, where these calls fail on one rank; verdict, reason and seconds."""
     import time
 
-    from mpigossip.mixing.device import aware
+    from mpigossip.mixing.device import proof
 
     began = time.perf_counter()
     with failing(what if comm.rank == rank else "", aware=True):
-        found = aware.proven(comm, [torch.device(name) for name in devices], "windows", 20)
+        found = proof.proven(comm, [torch.device(name) for name in devices], "windows", 20)
     return *found, time.perf_counter() - began
 
 
@@ -50,16 +50,16 @@ def test_every_slots_device_is_proven(ranks):
     [
         ("put:2", ["a put of GPU memory failed on cuda:1 (rank 1)", "MPI_ERR_RMA_RANGE"]),
         ("lost put:2", ["cuda:1 (rank 1)"]),
-        ("put alone", ["in a process of its own it ended with code 1", "MPI_ERR_RMA_RANGE"]),
+        ("put alone", ["in a process of its own a put of GPU memory failed", "MPI_ERR_RMA_RANGE"]),
         ("crash alone:2", ["in a process of its own it ended with SIGSEGV"]),
-        ("lost put alone", ["in a process of its own a put into memory of cuda:0", "wrong data"]),
+        ("lost put alone", ["in a process of its own a put of GPU memory", "cuda:0: wrong data"]),
         ("flush", ["cuFlushGPUDirectRDMAWrites on cuda:0 failed with code 999"]),
         ("allocation:2", ["cudaMalloc of 2 MiB for windows on cuda:1", "out of memory"]),
     ],
 )
 def test_what_fails_on_one_rank_is_refused_on_all_at_once(ranks, what, named):
     if what.startswith("lost put:"):  # it is the left neighbour's inbox that stays empty
-        named = ["cuda:1 (rank 0)", "a put brought wrong data"]
+        named = ["cuda:1 (rank 0)", "a put of GPU memory", "wrong data"]
     found = ranks(2)(proven_on, what, 1, ["cuda:0", "cuda:1"])
     for able, why, seconds in found:
         assert not able and all(text in why for text in named), why
@@ -69,7 +69,7 @@ def test_what_fails_on_one_rank_is_refused_on_all_at_once(ranks, what, named):
 
 def windows(comm, what, rank, way, aware):
     with failing(what if comm.rank == rank else "", aware):
-        return compare(comm, ["exponential", "complete"], way, 8, "fp32", 4096, 0, "cuda:0")
+        return compare(comm, ["exponential"], way, 8, "fp32", 4096, 0, "cuda:0")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,25 @@ def test_nccl_that_fails_or_hangs_is_named_within_the_deadline(ranks, what, name
     ((said, seconds),) = ranks(1)(ended, what, 2, timeout=60)
     assert named in said and "NCCL_DEBUG" in said, said
     assert seconds < 2 + 10
+
+
+def blocking(comm):
+    """What a job of two GPUs is told where every launch waits for its end."""
+    from mpigossip.cluster.ranks import Alone
+    from mpigossip.config import JobError
+    from tests.test_gpu import trained
+
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    try:
+        with pytest.raises(JobError) as said:
+            trained(Alone(), 1, "mlp", "cuda:0,1", [], 1)
+    finally:
+        del os.environ["CUDA_LAUNCH_BLOCKING"]
+    return str(said.value)
+
+
+def test_launch_blocking_is_refused_with_its_remedy(ranks):
+    assert "unset CUDA_LAUNCH_BLOCKING" in ranks(1)(blocking)[0]
 
 
 def graphs(comm, what):

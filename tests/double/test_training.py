@@ -1,6 +1,7 @@
 """Training on the double: several devices a rank joined by NCCL, between ranks every route."""
 
 import contextlib
+import itertools
 import os
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.kernels import gpu_sum
+from tests.cases import some
 from tests.double import active
 from tests.mixing.device.test_windows import compare
 from tests.mixing.test_windows import GRAPHS
@@ -26,7 +28,7 @@ proven: dict[tuple, tuple[bool, str]] = {}
 @contextlib.contextmanager
 def aware():
     """MPI says that it takes GPU memory, as the CPU's does."""
-    from mpigossip.mixing.device import trial
+    from mpigossip.mixing.device import proof
 
     def tried(devices, timeout_s, way="windows"):
         key = (way, *devices)
@@ -34,12 +36,12 @@ def aware():
             proven[key] = original(devices, timeout_s, way)
         return proven[key]
 
-    original, trial.tried = trial.tried, tried
+    original, proof.tried = proof.tried, tried
     os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "1"
     try:
         yield
     finally:
-        trial.tried = original
+        proof.tried = original
         del os.environ["MPICH_GPU_SUPPORT_ENABLED"]
 
 
@@ -54,11 +56,11 @@ def on_own(comm, model, names, slots, more):
     return on_ranks(comm, model, names, f"cuda:{first}-{first + slots - 1}", more)
 
 
-def same(ranks, n, devices, slots, names, *more):
+def same(ranks, n, devices, slots, names, *more, train=None):
     """Whether the ranks' parameters have the bits of slots on the CPU."""
     settings, window = list(more), more[0].removeprefix("node.exchange=") if more else ""
     ways = {"windows": on_aware_ranks, "messages": on_aware_ranks, "nccl": on_own}
-    train = ways.get(window, on_ranks)
+    train = train or ways.get(window, on_ranks)
     got = ranks(n)(train, "mlp", names, devices, settings, timeout=240)
     for index, name in enumerate(names):
         full = torch.from_numpy(np.concatenate([rank[index] for rank in got]))
@@ -80,8 +82,11 @@ def test_a_rank_of_eight_devices_has_the_cpus_bits(ranks):
     same(ranks, 1, "cuda:0-7", 8, METHODS)
 
 
-@pytest.mark.parametrize("window", WAYS)
-@pytest.mark.parametrize("wire", ["bf16", "top-k", "sign", "random-k", "qsgd"])
+WIRES = ["bf16", "top-k", "sign", "random-k", "qsgd"]
+SHOWN = [*zip(WIRES, ["host", "windows", "messages", "host", "windows"], strict=True)]
+
+
+@pytest.mark.parametrize(("wire", "window"), some(itertools.product(WIRES, WAYS), SHOWN))
 def test_every_wire_has_the_cpus_bits(ranks, wire, window):
     more = [f"node.exchange={window}"]
     same(ranks, 2, "cuda:0,1", 2, ["choco"], *more, f"node.wire={wire}")
@@ -110,7 +115,7 @@ def test_nccl_between_nodes_has_the_cpus_bits(ranks, n):
     same(ranks, n, 2, 2, METHODS, *NCCL)
 
 
-@pytest.mark.parametrize("wire", ["bf16", "top-k", "sign", "random-k", "qsgd"])
+@pytest.mark.parametrize("wire", some(WIRES, ["bf16", "random-k"]))
 def test_every_wire_by_nccl_has_the_cpus_bits(ranks, wire):
     same(ranks, 2, 2, 2, ["choco"], *NCCL, f"node.wire={wire}")
 

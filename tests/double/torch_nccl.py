@@ -6,6 +6,7 @@ reads and writes is known to the device's NCCL stream, which follows the current
 followed by it in `wait`.
 """
 
+import os
 import threading
 from collections import defaultdict
 from datetime import timedelta
@@ -18,10 +19,15 @@ from tests.double.cuda import Stream, current_device, current_stream
 from tests.double.tensors import plain
 
 SYSTEM = "NCCL error: unhandled system error"
-torch_connected = launching = None
-"""The package's own constructor, which makes gloo's groups here, and its lock."""
+torch_connected = launching = torch_world = None
+"""The package's own constructor, which makes gloo's groups here, its lock, torch's own."""
 devices: dict[int, set] = defaultdict(set)
 """Those of groups that were opened together, by their store."""
+
+
+def several() -> bool:
+    """Whether groups of several devices were opened together in this process."""
+    return any(len(each) > 1 for each in devices.values())
 
 
 class Work:
@@ -81,6 +87,8 @@ class Group:
             raise RuntimeError("NCCL error: remote process exited or there was a network error")
         if current_device() != self.device.index:
             raise RuntimeError(f"NCCL {name}: cuda:{self.device.index} isn't current")
+        if len(self._together) > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            raise RuntimeError(f"NCCL {name}: every launch waits for that of another slot")
         if len(self._together) > 1 and not launching.locked():
             raise RuntimeError(f"NCCL {name}: several devices, launched without the lock")
         for tensor in [*read, *written]:
@@ -162,8 +170,67 @@ def connected(store, place, limit: timedelta):
     return Group(inner, device, devices[id(store)])
 
 
+class Node(dist.ProcessGroup):
+    """NCCL as the world of torch.distributed: what FSDP2 and DTensor call, on one device."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.inner = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.group = None
+        kind = dist.ProcessGroup.BackendType.GLOO  # it has the group's name, too
+        self._register_backend(torch.device("cpu"), kind, self.inner)
+        self._set_default_backend(kind)
+
+    def getBackendName(self) -> str:
+        return "nccl"
+
+    def _on(self, tensor):
+        """The device's group; the inner one where the operation has come down to the CPU's."""
+        if tensor.device.type == "cpu":
+            return self.inner
+        self.group = self.group or Group(self.inner, tensor.device, {tensor.device})
+        return self.group
+
+    def _allgather_base(self, out, given, opts=None):
+        return self._on(out)._allgather_base(out, given)
+
+    def allgather(self, out, given, opts=None):
+        return self.inner.allgather([[*map(plain, out[0])]], [*map(plain, given)])
+
+    def _reduce_scatter_base(self, out, given, opts=None):
+        if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
+            return self._on(out)._reduce_scatter_base(out, given)
+        assert opts.reduceOp == dist.ReduceOp.AVG
+        work = self._on(out)._reduce_scatter_base(out, given)
+        work.wait()
+        out.div_(self.size())
+        return work
+
+    def allreduce(self, tensors, opts=None):
+        return self._on(tensors[0]).allreduce(tensors)
+
+    def broadcast(self, tensors, opts=None):
+        root = opts.rootRank if opts else 0
+        return self._on(tensors[0]).broadcast(tensors[0], root)
+
+    def barrier(self, opts=None):
+        return self.inner.barrier()
+
+
+def as_world(backend, **settings):
+    """torch's init_process_group, with the double where NCCL is asked for."""
+    torch_world(DOUBLE if backend == "nccl" else backend, **settings)
+
+
+DOUBLE = "doubled_nccl"
+
+
 def install(module) -> None:
     """Let the package make these."""
-    global torch_connected, launching
+    global torch_connected, launching, torch_world
     launching = module.launching
     torch_connected, module._connected = module._connected, connected
+    torch_world, dist.init_process_group = dist.init_process_group, as_world
+    get_backend = dist.get_backend
+    dist.get_backend = lambda *group: get_backend(*group).replace(DOUBLE, "nccl")
+    dist.Backend.register_backend(DOUBLE, Node, devices=["cuda"])

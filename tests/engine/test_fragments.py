@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.algorithms.cadence import Turns
+from mpigossip.algorithms.cadence import FragmentSchedule
 from mpigossip.training import assemble
 from mpigossip.training.fragments import cut
 from tests import battery
@@ -15,9 +15,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_each_fragment_has_a_step_of_its_own_in_the_period():
-    assert [Turns(8, 4).due(k) for k in range(9)] == [None, 0, None, 1, None, 2, None, 3, None]
-    assert [Turns(7, 3, 2).due(k) for k in range(7)] == [None, 0, None, 1, None, None, 2]
-    assert [Turns(7, 3, 2).arriving(k) for k in range(9)] == [None] * 3 + [
+    due = [FragmentSchedule(8, 4).due(k) for k in range(9)]
+    assert due == [None, 0, None, 1, None, 2, None, 3, None]
+    assert [FragmentSchedule(7, 3, 2).due(k) for k in range(7)] == [None, 0, None, 1, None, None, 2]
+    assert [FragmentSchedule(7, 3, 2).arriving(k) for k in range(9)] == [None] * 3 + [
         0,
         None,
         1,
@@ -27,7 +28,7 @@ def test_each_fragment_has_a_step_of_its_own_in_the_period():
     ]
     for period in range(1, 14):
         for count in range(1, period + 1):
-            sent = [Turns(period, count).due(k) for k in range(2 * period)]
+            sent = [FragmentSchedule(period, count).due(k) for k in range(2 * period)]
             assert [p for p in sent if p is not None] == [*range(count)] * 2
             assert sent[period - 1] == count - 1  # of one fragment: the last step of the period
 
@@ -46,12 +47,12 @@ class Forced(DriverOfParts):
     """Sends all at once and waits for it, and yet by the way that fragments go."""
 
     def __init__(self, settings, n, **options):
-        plain = Turns.plain
-        Turns.plain = False
+        plain = FragmentSchedule.plain
+        FragmentSchedule.plain = False
         try:
             super().__init__(settings, n, **options)
         finally:
-            Turns.plain = plain
+            FragmentSchedule.plain = plain
 
 
 WHOLE = [
@@ -61,9 +62,9 @@ WHOLE = [
     "algorithm.name=slowmo cadence.name=cpsgd cadence.period=3",
     "algorithm.name=noloco cadence.period=2",
     "algorithm.name=gasloc cadence.period=3 algorithm.outer_beta=0.3",
-    "algorithm.name=sparseloco cadence.period=2 node.kept=0.5",
+    "algorithm.name=sparseloco cadence.period=2 node.density=0.5",
     "algorithm.name=choco graph.name=ring cadence.name=every cadence.period=2 node.wire=sign",
-    "algorithm.name=sparta cadence.name=every cadence.period=2 node.kept=0.5",
+    "algorithm.name=sparta cadence.name=every cadence.period=2 node.density=0.5",
 ]
 
 
@@ -71,7 +72,7 @@ WHOLE = [
 @on_each("settings", WHOLE)
 def test_one_fragment_without_a_delay_is_the_method(settings, n):
     plain, forced = Driver(settings, n, noise=0.1), Forced(settings, n, noise=0.1)
-    assert type(plain) is Driver and forced.fragments.turns.fragments == 1
+    assert type(plain) is Driver and forced.fragments.schedule.fragments == 1
     assert torch.equal(plain.run(9).whole(), forced.run(9).whole())
     assert plain.mixer.bytes_sent == forced.mixer.bytes_sent
 
@@ -211,7 +212,7 @@ def test_resume_at_every_step_of_a_period(case, n):
                 mine.copy_(theirs)
         assert not saved
         second.count_from(numbers)
-        second.restore_rhythm(numbers)
+        second.restore_cadence(numbers)
         assert torch.equal(second.run(steps + 2 - at).whole(), whole), at
 
 

@@ -1,6 +1,7 @@
 """The engine by itself: no model, no data, a vector of numbers and the simulator."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,12 +9,11 @@ import torch
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config.errors import NotFinite
-from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat
 from mpigossip.groups.base import Single
-from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import Kind
 from mpigossip.training import assemble
+from mpigossip.training.parts import make_graph, make_parts
 from tests.battery import Driver
 from tests.cases import on_each
 
@@ -37,12 +37,10 @@ class Numbers:
 
 def engine(settings, change=lambda method: method):
     job = assemble.load({}, settings.split())
-    graph, vector = assemble.make_graph(job, N), Numbers()
-    method = change(assemble.make_method(job, P, graph))
-    wire = assemble.make_wire(job)
-    mixer = open_mixer(graph, Layout((P,), method.vectors, method.scalars, (), wire), Alone())
-    cadence = assemble.make_cadence(job, method, graph)
-    return Engine(mixer, Single(), vector, [method], cadence, measure_every=2)
+    vector = Numbers()
+    parts = make_parts(job, make_graph(job, N), vector.flat)
+    parts = replace(parts, methods=[change(parts.method)])
+    return parts.make_engine(parts.open_mixer(Alone()), Single(), vector, 2)
 
 
 def steps(made, first, last, skipped=()):
@@ -61,7 +59,7 @@ LOCAL = [
 
 @on_each("settings", LOCAL)
 def test_a_local_step_without_an_outbox_has_the_same_bits(settings):
-    with_it, without = engine(settings), engine(settings, lambda m: m._replace(alone=None))
+    with_it, without = engine(settings), engine(settings, lambda m: m._replace(local_update=None))
     for one, other in zip(steps(with_it, 0, 7, (1,)), steps(without, 0, 7, (1,)), strict=True):
         same = torch.allclose(one.mixed_distance, other.mixed_distance, rtol=0, equal_nan=True)
         assert one.kind is other.kind and one.bytes_sent == other.bytes_sent and same
@@ -102,6 +100,14 @@ def test_an_average_without_a_gradient_leaves_the_mean_and_draws_nodes_together(
         made.average(0.1)
     assert torch.allclose(x.mean(0), mean, atol=1e-5) and (x - mean).norm() < 0.2 * apart
     assert made.index == 0 and made.round == 3
+
+
+def test_the_graphs_clock_counts_gossip_rounds_alone():
+    """A global average uses no round of the graph, and a local step doesn't."""
+    for cadence in ("gossip-pga", "every"):
+        made = engine(f"algorithm.name=dsgd cadence.name={cadence} cadence.period=3")
+        kinds = [one.kind for one in steps(made, 0, 7)]
+        assert made.round == kinds.count(Kind.GOSSIP) == {"gossip-pga": 5, "every": 2}[cadence]
 
 
 BAD = {

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpigossip.cluster import topology
+from mpigossip.cluster import nodes
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs.placement import between, place, renumbered, usage
@@ -46,13 +46,13 @@ def test_what_has_no_better_place_stays_as_it_is():
 
 def test_racks_from_host_names_scheduler_and_file(tmp_path):
     hosts = ["r12n03.site.org", "r2n1", "login"]
-    assert topology.racks("hostnames", hosts) == ["r12n", "r2n", "login"]
-    assert sorted(["n10", "n2", "n1"], key=topology.natural) == ["n1", "n2", "n10"]
+    assert nodes.racks("hostnames", hosts) == ["r12n", "r2n", "login"]
+    assert sorted(["n10", "n2", "n1"], key=nodes.natural) == ["n1", "n2", "n10"]
     told = ["s0.s1.n1", "s0.s2.n7", "n9"]
-    assert topology.racks("scheduler", hosts, told) == ["s0.s1", "s0.s2", "n9"]
+    assert nodes.racks("scheduler", hosts, told) == ["s0.s1", "s0.s2", "n9"]
     path = tmp_path / "racks"
     path.write_text("r12n03 a\nr2n1 b\n\nlogin a\n")
-    assert topology.racks(f"file:{path}", hosts) == ["a", "b", "a"]
+    assert nodes.racks(f"file:{path}", hosts) == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_bad_rack_files_are_named(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises(JobError, match=message):
-        topology.racks(f"file:{path}", ["n1", "n2"])
+        nodes.racks(f"file:{path}", ["n1", "n2"])
 
 
 def test_a_scheduler_without_a_topology_is_named():
     with pytest.raises(JobError, match="SLURM_TOPOLOGY_ADDR is not set on rank 1"):
-        topology.racks("scheduler", ["n1", "n2"], ["s0.n1", ""])
+        nodes.racks("scheduler", ["n1", "n2"], ["s0.n1", ""])
 
 
 def test_a_job_places_its_ranks(tmp_path):

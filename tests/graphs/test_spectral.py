@@ -209,13 +209,10 @@ def test_diameter():
     assert th.diameter(graph("identity", 1)) == 0
 
 
-def test_bytes_per_round():
-    assert th.bytes_per_round(graph("one-peer-exponential", 8), 1000) == 4000
-    assert th.bytes_per_round(graph("one-peer-exponential", 8), 1000, vectors=2) == 8000
-    assert th.bytes_per_round(graph("exponential", 8), 1000, bytes_each=2) == 6000
-    assert th.bytes_per_round(graph("complete", 8), 1000) == pytest.approx(4000 * 2 * 7 / 8)
-    assert th.bytes_per_round(graph("identity", 8), 1000) == 0
-    assert th.bytes_per_round(graph("star", 5), 1000) == pytest.approx(4000 * 8 / 5)
+def test_vectors_per_round():
+    sent = {"one-peer-exponential": 1, "exponential": 3, "complete": 2 * 7 / 8, "identity": 0}
+    assert {name: th.vectors_per_round(graph(name, 8)) for name in sent} == sent
+    assert th.vectors_per_round(graph("star", 5)) == pytest.approx(8 / 5)
 
 
 @on_each("name", BUILDERS)

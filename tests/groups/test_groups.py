@@ -95,13 +95,11 @@ def test_gathering_gives_every_slot_all_shards(make, slots, shard):
 
 
 @SLOTS
-@on_each("size", [1, 2, 5, 1000, 70_001])
-def test_the_whole_mean_and_its_broadcast_take_any_size(make, slots, size):
+@on_each("size", [1, 5, 70_001])
+def test_a_broadcast_takes_any_size(make, slots, size):
     """Sizes that L doesn't divide, and fewer columns than slots."""
     group = make(slots)
-    full, given = arrays(group, 2, size)
-    mean = combine([1 / slots] * slots, given, torch.empty_like(given[0]))
-    assert same(group.reduce_mean(full), mean)
+    full, _ = arrays(group, 2, size)
     first = full[0].cpu()
     group.broadcast(full)
     for array in full:

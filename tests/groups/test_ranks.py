@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from mpigossip.groups.base import GroupError, Single, held, shards
+from mpigossip.groups.base import GroupError, Single, Whole, held, shards
 from mpigossip.groups.threads import Threads
 
 pytestmark = pytest.mark.both
@@ -21,61 +21,72 @@ def numbers(slots, rows, size, step):
     return [torch.randn(rows, size, generator=draw) for _ in range(slots)]
 
 
-def beside_threads(comm, own, rows, size, steps, delay):
-    """A few steps of a group of ranks beside one of threads; how many results differ."""
-    from mpigossip.cluster.ranks import World
-    from mpigossip.groups.ranks import Ranks
+def host_of(slots):
+    return Single() if slots == 1 else Threads(slots)
 
-    world = World(comm, timeout_s=30)
-    world.arrange(comm.size)
-    delays = random.Random(comm.rank)
-    group = Ranks(Single() if own == 1 else Threads(own), world.nodes.inside)
-    slots, mine = group.slots, group.mine
-    reference = Threads(slots)
+
+RIGHT = {"scatter": 0, "gather": 0, "sum": 0, "first": 0, "mean": 0}
+
+
+def beside(group, size, rows, steps=3, rest=lambda: None):
+    """How many results of some steps differ from those of threads, by call."""
+    slots, mine, wrong = group.slots, group.mine, dict(RIGHT)
+    reference = host_of(slots)
     grads, full = group.zeros(rows, size), group.zeros(rows, size)
-    x = shards(full, group.segments, held(group))
-    whole = [torch.zeros(rows, size) for _ in range(slots)]
-    wrong = [0] * 5
+    x, whole = shards(full, slots, held(group)), [torch.zeros(rows, size) for _ in range(slots)]
     for step in range(steps):
         given = numbers(slots, rows, size, step)
         for k, slot in enumerate(mine):
             grads[k].copy_(given[slot])
-            time.sleep(delays.random() * delay)
-        g, expected = group.reduce_scatter_mean(grads), reference.reduce_scatter_mean(given)
+            rest()
+        found, expected = group.reduce_scatter_mean(grads), reference.reduce_scatter_mean(given)
         for k, slot in enumerate(mine):
-            wrong[0] += not torch.equal(g[k], expected[slot])
-            x[k].add_(g[k])
+            wrong["scatter"] += not torch.equal(found[k], expected[slot])
+            x[k].add_(found[k])
         for slot in range(slots):
             shards(whole)[slot].add_(expected[slot])
-        time.sleep(delays.random() * delay)
+        rest()
         group.all_gather(x, full)
         reference.all_gather(shards(whole), whole)
-        wrong[1] += not all(torch.equal(one, whole[0]) for one in full)
+        wrong["gather"] += not all(torch.equal(one, whole[0]) for one in full)
         scalars = [t[:, :300].double() for t in numbers(slots, rows, 512, 100 + step)]
-        found = group.sum_scalars([scalars[slot] for slot in mine])
-        wrong[2] += not torch.equal(found, reference.sum_scalars(scalars))
+        total = group.sum_scalars([scalars[slot] for slot in mine])
+        wrong["sum"] += not torch.equal(total, reference.sum_scalars(scalars))
         parts = group.to_first([x[k] for k in range(len(mine))])
-        wrong[3] += (parts is None) != (comm.rank > 0)
-        wrong[3] += parts is not None and not torch.equal(torch.cat(parts, dim=1), whole[0])
-        # whole means, of any number of columns, and back to all
+        wrong["first"] += (parts is None) != (mine.start > 0)
+        wrong["first"] += parts is not None and not torch.equal(torch.cat(parts, dim=1), whole[0])
+        given = numbers(slots, rows, size, 200 + step)
         for k, slot in enumerate(mine):
-            grads[k].copy_(numbers(slots, rows, size, 200 + step)[slot])
-        mean = reference.reduce_mean(numbers(slots, rows, size, 200 + step))
-        wrong[4] += not torch.equal(group.reduce_mean(grads), mean)
+            grads[k].copy_(given[slot])
+        (mean,) = Whole(reference).reduce_scatter_mean(given)
+        (found,) = Whole(group).reduce_scatter_mean(grads)
+        wrong["mean"] += not torch.equal(found, mean)
         group.broadcast(grads)
-        wrong[4] += not all(torch.equal(one, mean) for one in grads)
+        wrong["mean"] += not all(torch.equal(one, mean) for one in grads)
     reference.close()
-    group.close()
-    world.close()
     return wrong
+
+
+def on_ranks(comm, own, rows, size, delay):
+    """`beside` of a group of ranks, which come late at times."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.groups.ranks import Ranks
+
+    with World(comm, timeout_s=30) as world:
+        world.arrange(comm.size)
+        delays = random.Random(comm.rank)
+        group = Ranks(host_of(own), world.nodes.inside)
+        found = beside(group, size, rows, 3, lambda: time.sleep(delays.random() * delay))
+        group.close()
+    return found
 
 
 @pytest.mark.parametrize(("ranks_here", "own"), SHAPES)
 def test_ranks_have_the_bits_of_threads(ranks, ranks_here, own):
     slots = ranks_here * own
     for rows, width, delay in ((1, 512, 0.0), (1, 70_001, 0.002), (2, 7, 0.002)):
-        found = ranks(ranks_here)(beside_threads, own, rows, slots * width, 6, delay)
-        assert found == [[0] * 5] * ranks_here, (rows, width)
+        found = ranks(ranks_here)(on_ranks, own, rows, slots * width, delay)
+        assert found == [RIGHT] * ranks_here, (rows, width)
 
 
 def mistakes(comm):

@@ -10,53 +10,12 @@ import torch
 from mpigossip.cluster.deadline import LateError
 from mpigossip.cluster.ranks import Alone
 from mpigossip.groups import threads
-from mpigossip.groups.base import GroupError, Single, held, shards
+from mpigossip.groups.base import GroupError, Single
 from mpigossip.groups.threads import Threads
 from mpigossip.groups.torch_group import TorchGroup
-from tests.groups.test_ranks import numbers
+from tests.groups.test_ranks import RIGHT, beside, host_of, numbers
 
 pytestmark = pytest.mark.both
-
-
-def host_of(slots):
-    return Single() if slots == 1 else Threads(slots)
-
-
-def beside(group, size, rows, steps=3):
-    """How many results of some steps differ from those of threads, by call."""
-    slots, mine = group.slots, group.mine
-    reference, wrong = host_of(slots), dict.fromkeys(["scatter", "gather", "sum", "mean"], 0)
-    grads, full = group.zeros(rows, size), group.zeros(rows, size)
-    x, whole = shards(full, slots, held(group)), [torch.zeros(rows, size) for _ in range(slots)]
-    for step in range(steps):
-        given = numbers(slots, rows, size, step)
-        for k, slot in enumerate(mine):
-            grads[k].copy_(given[slot])
-        found, expected = group.reduce_scatter_mean(grads), reference.reduce_scatter_mean(given)
-        for k, slot in enumerate(mine):
-            wrong["scatter"] += not torch.equal(found[k], expected[slot])
-            x[k].add_(found[k])
-        for slot in range(slots):
-            shards(whole)[slot].add_(expected[slot])
-        group.all_gather(x, full)
-        reference.all_gather(shards(whole), whole)
-        wrong["gather"] += not all(torch.equal(one, whole[0]) for one in full)
-        scalars = [t[:, :3].double() for t in numbers(slots, rows, 8, 100 + step)]
-        total = group.sum_scalars([scalars[slot] for slot in mine])
-        wrong["sum"] += not torch.equal(total, reference.sum_scalars(scalars))
-        for columns in (1, size, size - 1):  # whole means, of any number of elements
-            given = numbers(slots, rows, columns, 200 + step)
-            array = [given[slot].clone() for slot in mine]
-            mean = reference.reduce_mean(given)
-            found = group.reduce_mean(array)
-            wrong["mean"] += mine.start == 0 and not torch.equal(found, mean)
-            group.broadcast(array)
-            wrong["mean"] += not all(torch.equal(one, mean) for one in array)
-    reference.close()
-    return wrong
-
-
-RIGHT = {"scatter": 0, "gather": 0, "sum": 0, "mean": 0}
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 8])
@@ -76,16 +35,13 @@ def across(comm, own):
         node = world.nodes.inside
         group = TorchGroup(Ranks(host_of(own), node), node, timeout_s=20)
         found = beside(group, group.slots * 513, 1)
-        parts = group.to_first([torch.full((1, 2), float(slot)) for slot in group.mine])
         group.close()
-    return found, parts is None or [float(one[0, 0]) for one in parts]
+    return found
 
 
 @pytest.mark.parametrize("n, own", [(2, 1), (2, 2), (4, 1)])
 def test_processes_have_the_bits_of_threads(ranks, n, own):
-    (first, parts), *others = ranks(n)(across, own)
-    assert first == RIGHT and parts == list(range(n * own))
-    assert others == [(RIGHT, True)] * (n - 1)
+    assert ranks(n)(across, own) == [RIGHT] * n
 
 
 def test_sums_in_the_librarys_order_are_close_to_those_of_slots(one_thread):
@@ -96,8 +52,6 @@ def test_sums_in_the_librarys_order_are_close_to_those_of_slots(one_thread):
     assert torch.allclose(torch.cat(parts, dim=1), mean, rtol=1e-6, atol=1e-6)
     group.all_gather(parts, array)
     assert all(torch.equal(one, array[0]) for one in array)
-    array = [one.clone() for one in given]
-    assert torch.allclose(group.reduce_mean(array), mean, rtol=1e-6, atol=1e-6)
     group.close()
 
 
@@ -110,8 +64,9 @@ def test_equal_shards_are_needed():
 
 def test_a_slot_that_stays_away_is_named_in_time(monkeypatch):
     monkeypatch.setattr(threads, "GRACE_S", 0.2)
-    group, stop = TorchGroup(Threads(3), Alone(), timeout_s=20), threading.Event()
-    groups, group._timeout_s = group._groups, 1.0
+    # so long torch waits when it forgets the call that the other two have begun
+    group, stop = TorchGroup(Threads(3), Alone(), timeout_s=2), threading.Event()
+    groups, group._timeout_s = group._groups, 0.5
     late = SimpleNamespace(alltoall_base=lambda *_: stop.wait())
     group._groups = [groups[0], late, groups[2]]
     began = time.monotonic()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpigossip.groups import watchdog
+from mpigossip.groups import torch_group as watchdog
 from mpigossip.groups.base import GroupError
 
 DEVICES = ("cuda:0", "cuda:1")
@@ -85,7 +85,7 @@ def test_closing_ends_the_thread_and_nobody_is_ended():
 
 ENDS = """
 import threading, time
-from mpigossip.groups.watchdog import end_job
+from mpigossip.groups.torch_group import end_job
 threading.Thread(target=end_job, args=("cuda:3 was lost",), name="mpigossip-watchdog").start()
 time.sleep(60)
 """

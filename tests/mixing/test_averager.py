@@ -15,7 +15,7 @@ from mpigossip.config import JobError
 from mpigossip.graphs import GraphError
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
-from tests.cases import with_world
+from tests.cases import some, with_world
 from tests.launch import REPO
 
 SHAPE, ROUNDS = (3, 5, 2), 6
@@ -53,7 +53,7 @@ def averages(world, name, dtype, kind, same_host, rounds=None):
 
 
 @pytest.mark.both
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("n", some([1, 2, 3, 4, 6], [1, 3, 4]))
 @pytest.mark.parametrize("same_host", ["read", "put"])
 def test_every_graph_has_its_closed_form(ranks, n, same_host):
     """W(t)…W(0) x by a plain matrix product; the exact mean where that is 11ᵀ/n."""
@@ -246,11 +246,9 @@ def test_the_page_s_average_runs_as_pasted(mpirun, tmp_path):
         r"```python\n(.*?)```", (REPO / "mpigossip/optim/README.md").read_text(), re.S
     )
     (tmp_path / "average.py").write_text(next(one for one in blocks if "Averager(" in one))
-    for n in (0, 4):
-        done = mpirun(n, [sys.executable, "average.py"], cwd=tmp_path)
-        mean = (max(n, 1) - 1) / 2
-        said = re.findall(r"node \d: [\d.]+", done.stdout)  # ranks may share a line
-        assert sorted(said) == [f"node {i}: {mean}" for i in range(n or 1)], done
+    done = mpirun(4, [sys.executable, "average.py"], cwd=tmp_path)
+    said = re.findall(r"node \d: [\d.]+", done.stdout)  # ranks may share a line
+    assert sorted(said) == [f"node {i}: 1.5" for i in range(4)], done
 
 
 def test_a_mask_is_not_lost_in_silence():

@@ -103,6 +103,27 @@ def test_a_transport_brings_chunks_in_order(ranks, way):
     assert ranks(3)(kept, way) == [[], [], []]
 
 
+def notified(comm):
+    """What `Windows.notify` asks of two windows, and says to two readers, in order."""
+    from mpigossip.mixing.transports.windows import Windows
+
+    said, transport = [], Windows.__new__(Windows)
+    transport._devices = [torch.device("cpu")] * 2
+    transport._opened = [
+        SimpleNamespace(Flush=lambda rank, k=k: said.append((rank, k))) for k in range(2)
+    ]
+    transport.notifications = SimpleNamespace(send=lambda ranks, *_: said.append((*ranks, "told")))
+    transport.number = lambda r, chunk: 0
+    transport.notify(SimpleNamespace(plan=SimpleNamespace(targets=[(3, 0), (5, 1)])), None)
+    return said
+
+
+def test_readers_are_notified_once_every_window_is_flushed(ranks):
+    """On one host a put is there at once, flushed or not: it would not be missed."""
+    (said,) = ranks(1)(notified)
+    assert said == [(3, 0), (3, 1), (3, "told"), (5, 0), (5, 1), (5, "told")]
+
+
 # -- plans, without MPI ------------------------------------------------------------------------
 
 LARGE = 4096

@@ -17,7 +17,7 @@ from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.kernels import native
 from mpigossip.mixing.simulated import Simulated
-from tests.cases import on_each, some
+from tests.cases import every, on_each, some
 
 pytestmark = pytest.mark.both
 
@@ -118,7 +118,7 @@ def summed_in_place(comm, same_host):
 
 
 @pytest.mark.parametrize("same_host", ["read", "put"])
-@pytest.mark.parametrize("n", some((1, 2, 3, 4), [3, 4]))
+@pytest.mark.parametrize("n", some((1, 2, 3, 4), [3]))
 def test_sums_may_be_formed_where_they_are_wanted(ranks, n, same_host):
     for found in ranks(n)(summed_in_place, same_host):
         assert found and not any(found.values()), found
@@ -136,7 +136,8 @@ def lossy_by_pieces(comm, name):
     kept = plan.CHUNK
     plan.CHUNK = wires.CHUNK = 4096
     try:
-        layout = Layout((9216, 9216), vectors=2, scalars=1, wire=compressors.wire(name, kept=0.1))
+        wire = compressors.wire(name, density=0.1)
+        layout = Layout((9216, 9216), vectors=2, scalars=1, wire=wire)
         return compare(comm, ["exponential", "random-matching"], "put", 12, layout=layout)
     finally:
         plan.CHUNK = wires.CHUNK = kept
@@ -230,11 +231,11 @@ def caught(comm, mutate, same_host, graphs):
 @pytest.mark.parametrize(
     "mutate, same_host",
     [
-        (without_waiting_for_free_places, "put"),
+        every(without_waiting_for_free_places, "put"),
         (free_for_the_next_round, "put"),
-        (counting_global_rounds, "put"),
-        (counting_global_rounds, "read"),
-        (without_waiting_for_readers, "read"),
+        every(counting_global_rounds, "put"),
+        every(counting_global_rounds, "read"),
+        every(without_waiting_for_readers, "read"),
         (without_waiting_for_models, "read"),
     ],
 )

@@ -25,7 +25,7 @@ def made(name, seed=3):
     kind, _, levels = name.partition("-")
     if kind == "qsgd" and levels:
         return wire("qsgd", levels=int(levels), seed=seed)
-    return wire(name, kept=0.1, seed=seed)
+    return wire(name, density=0.1, seed=seed)
 
 
 def values(width=4 * BUCKET, seed=0):
@@ -181,7 +181,7 @@ def test_int2_is_a_contraction_for_nine_values_a_bucket_and_no_more():
     for k, contracts in ((9, True), (11, False)):
         x = torch.zeros(draws.numel(), BUCKET)
         x[:, 0], x[:, 1:k] = 1.0, draws.reshape(-1, 1)
-        wire("top-k-int2", kept=k / BUCKET).pack((q := x.clone()).view(-1), (0, 0, 0), 0)
+        wire("top-k-int2", density=k / BUCKET).pack((q := x.clone()).view(-1), (0, 0, 0), 0)
         share = (q - x).double().square().sum(1) / x.double().square().sum(1)
         assert (share.max() < 1) == contracts, (k, share.max())
 

@@ -134,7 +134,7 @@ def test_own_models():
 @on_each(
     ("name", "shape", "options", "message"),
     [
-        ("lenett", (1, 8, 8), {}, 'is none of mlp, lenet, .* did you mean "lenet"?'),
+        ("lenett", (1, 8, 8), {}, 'is unknown, .* did you mean "lenet"?'),
         ("something", (1, 8, 8), {}, "package.module:factory"),
         ("nowhere.at.all:net", (1, 8, 8), {}, "nowhere.at.all can't be imported"),
         (f"{HERE}:missing", (1, 8, 8), {}, "has no missing"),

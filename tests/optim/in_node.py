@@ -29,6 +29,7 @@ class Case(NamedTuple):
     copies: bool = False
     """as if torch's inside weren't known"""
     ddp: bool = False
+    device: str = "cpu"
 
 
 class Block(nn.Module):
@@ -64,7 +65,7 @@ class GPT(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, inputs, targets):
-        x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1]))
+        x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1], device=inputs.device))
         for block in self.blocks:
             x = block(x)
         scores = self.head(self.norm(x)) * self.scale
@@ -117,14 +118,18 @@ def trained(world, case: Case, per: int) -> torch.Tensor:
     known = sharded.insides
     if case.copies:
         sharded.insides = lambda model: {}
-    model = GPT(node)
+    device = torch.device(case.device, world.rank if case.device == "cuda" else None)
+    if case.device == "cuda":
+        torch.cuda.set_device(device)
+    model = GPT(node).to(device)
+    model.head.weight = model.tokens.weight  # on the double .to() makes new parameters
     made = wrapped(world, model, case)
     optimizer = Gossip(
         world, made, optimizer_of(model, case.algorithm), case.algorithm, **dict(case.options)
     )
     for step in range(case.steps):
         optimizer.zero_grad()
-        made(*batch(node, place, step)).backward()
+        made(*(one.to(device) for one in batch(node, place, step))).backward()
         if case.clip:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
@@ -142,7 +147,7 @@ def on_ranks(comm, cases: list[Case], per: int):
 
     world = World(comm, timeout_s=60)
     world.arrange(per)
-    found = [trained(world, case, per).numpy() for case in cases]
+    found = [trained(world, case, per).cpu().numpy() for case in cases]
     node = world.nodes.column.rank
     world.close()
     return node, found
@@ -152,31 +157,27 @@ def mixed(n: int, per: int, case: Case) -> torch.Tensor:
     """The reference: (n, parameters)."""
     from mpigossip.cluster.ranks import Alone
     from mpigossip.engine.module import Parameters
-    from mpigossip.engine.step import Engine
     from mpigossip.groups.base import Single
-    from mpigossip.mixing import open_mixer
-    from mpigossip.mixing.base import Layout
     from mpigossip.optim.inner import decay, local_step_from_optimizers
     from mpigossip.training import assemble
+    from mpigossip.training.parts import make_graph, make_parts
 
     homes = {"graph": ("graph", "name"), "cadence": ("cadence", "name"),
-             "period": ("cadence", "period"), "total": ("cadence", "total")}  # fmt: skip
+             "exchange": ("node", "exchange"), "period": ("cadence", "period"),
+             "total": ("cadence", "total")}  # fmt: skip
     sections = {"algorithm": {"name": case.algorithm}}
     for key, value in case.options:
         section, name = homes.get(key, ("algorithm", key))
         sections.setdefault(section, {})[name] = value
     job = assemble.load(sections)
-    graph = assemble.make_graph(job, n)
     models = [GPT(node) for node in range(n)]
     vector = Parameters(models)
     optimizers = [optimizer_of(model, case.algorithm) for model in models]
-    method = assemble.make_method(job, 0, graph, local_step_from_optimizers(vector, optimizers))
-    layout = Layout((vector.flat.size,), method.vectors, method.scalars, ("cpu",))
-    mixer = open_mixer(graph, layout, Alone())
+    local = local_step_from_optimizers(vector, optimizers)
+    parts = make_parts(job, make_graph(job, n), vector.flat, devices=("cpu",), local=local)
     with torch.no_grad():
         vector.x[0].copy_(vector.x[0][:1].clone().expand_as(vector.x[0]))  # node 0's
-    cadence = assemble.make_cadence(job, method, graph)
-    engine = Engine(mixer, Single(), vector, [method], cadence)
+    engine = parts.make_engine(parts.open_mixer(Alone()), Single(), vector, 0)
     for step in range(case.steps):
         for node, model in enumerate(models):
             model.zero_grad()

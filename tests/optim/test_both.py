@@ -32,13 +32,13 @@ def own_loop(world, name, steps, late):
     """The same data, model and rates without any of the job's step."""
 
     made = assemble.assemble(job(name, steps, late), world, world.size)
-    loader, settings, data = made.loader, made.trainer.settings, made.source
-    model = assemble.make_model(made.job, data)
+    loader, trainer, data = made.loader, made.trainer, made.source
+    model = assemble.make_model(made.parts.job, data)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1e-4)
     more = LATE if late else {}
     optimizer = mpigossip.Gossip(world, model, optimizer, name, **more)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = settings.rate(step)
+        optimizer.param_groups[0]["lr"] = trainer.rate(step)
         (batch,) = loader.step(step)
         optimizer.zero_grad()
         backward(model, *batch)

@@ -77,7 +77,7 @@ def test_other_numbers_of_ranks_per_node_go_on_from_it(ranks, tmp_path):
     """Every node with its own model and optimizer; what is saved again at once is the same."""
     ranks(4)(trained, tmp_path, 2, HALF)
     wanted = states(tmp_path)
-    for per, ddp in ((3, False), (1, False), (1, True), (2, True), (2, False)):
+    for per, ddp in ((3, False), (1, True), (2, False)):
         for start, *_ in ranks(NODES * per)(trained, tmp_path, per, HALF, ddp, True):
             assert start == HALF
         assert all(map(same, wanted, states(tmp_path))), (per, ddp)

@@ -1,6 +1,5 @@
 """FSDP2 inside nodes of several ranks, Gossip between them: full models mixed by W(t)."""
 
-import copy
 import io
 
 import pytest
@@ -8,25 +7,26 @@ import torch
 from torch import nn
 
 from mpigossip.config import JobError
+from tests.cases import every
 from tests.optim.in_node import GPT, Case, batch, mixed, on_ranks, optimizer_of, whole, wrapped
 
 RING = (("graph", "ring"),)
 EQUAL = [
-    Case(steps=8),
-    Case(steps=8, copies=True),
+    Case(steps=4),
+    Case(steps=4, copies=True),
     Case("gossip-pga", (("period", 3),), steps=8),
     Case("diloco", steps=8),
     Case("dsgd", (("cadence", "adpsgd"), ("total", 8)), steps=8),
-    Case("d2", RING, steps=8),
-    Case("d2", RING, steps=8, copies=True),
-    Case("qg-dmsgd", steps=8),
-    Case("qg-dmsgd", steps=8, copies=True),
+    Case("d2", RING, steps=4),
+    Case("d2", RING, steps=4, copies=True),
+    Case("qg-dmsgd", steps=4),
+    Case("qg-dmsgd", steps=4, copies=True),
     Case("dsgt", RING, steps=4),
     Case("dsgd", (("style", "awc"),), steps=4),
     Case(steps=4, bf16=True),
-    Case(steps=4, compiled=True),
     Case(steps=4, ddp=True),
 ]
+COMPILED = [Case(steps=4, compiled=True)]
 NEAR = [Case(steps=8, clip=None), Case("d2", RING, steps=8), Case("qg-dmsgd", steps=8)]
 
 
@@ -38,9 +38,10 @@ def apart(found, wanted):
     return float((torch.from_numpy(found) - wanted).norm() / wanted.norm())
 
 
-def test_nodes_of_two_ranks_have_the_bits_of_full_models(ranks):
-    of_ranks = ranks(4)(on_ranks, EQUAL, 2, timeout=240)
-    for k, case in enumerate(EQUAL):
+@pytest.mark.parametrize("cases", [EQUAL, every(COMPILED)])
+def test_nodes_of_two_ranks_have_the_bits_of_full_models(ranks, cases):
+    of_ranks = ranks(4)(on_ranks, cases, 2, timeout=240)
+    for k, case in enumerate(cases):
         wanted = mixed(2, 2, case)
         for node, found in of_ranks:
             assert torch.equal(torch.from_numpy(found[k]), wanted[node]), case
@@ -202,24 +203,6 @@ def test_parameters_that_were_given_other_memory_are_taken_back(ranks):
         assert all((a == b).all() for (a, _), (b, _) in zip(known, copied, strict=True))
 
 
-def forgot(world):
-    model, optimizer = made(world)
-    for index in range(2):
-        optimizer.zero_grad(set_to_none=False)
-        model(*batch(0, 0, index)).backward()
-        optimizer.step()
-    model(*batch(0, 0, 2)).backward()
-    try:
-        optimizer.step()
-    except JobError as error:
-        return str(error)
-    return ""
-
-
-def test_gradients_of_the_last_step_are_noticed(ranks):
-    assert all("zero_grad()" in said for said in ranks(4)(several, forgot))
-
-
 def scaled(world):
     """With a GradScaler, and an overflow on one node at one step; the steps that were taken."""
     model, optimizer = made(world)
@@ -283,27 +266,3 @@ def test_what_is_cut_otherwise_is_refused_in_words(ranks):
         assert "aren't sharded, where others are" in partly
         assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in low
         assert 'mixer = "asynchronous": the ranks of a node step together' in mixer
-
-
-def alone(comm):
-    """A node of one rank: the same program."""
-    from mpigossip.optim.world import World
-
-    world = World(comm, timeout_s=30)
-    found = []
-    for cut in (True, False):
-        from mpigossip.optim.gossip import Gossip
-
-        model = GPT(world.rank)
-        model = wrapped(world, model, Case()) if cut else copy.deepcopy(model)
-        optimizer = Gossip(world, model, optimizer_of(model, "dsgd"))
-        for index in range(3):
-            step(world, model, optimizer, index)
-        found.append(whole(model))
-        optimizer.close()
-    world.close()
-    return torch.equal(*found)
-
-
-def test_a_node_of_one_rank_runs_the_same_program(ranks):
-    assert ranks(2)(alone) == [True, True]

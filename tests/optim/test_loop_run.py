@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-import json
+import os
 import re
 import signal
 import sys
@@ -17,8 +17,6 @@ import mpigossip
 from mpigossip.cli import main
 from mpigossip.cluster.ranks import Alone, World
 from mpigossip.config import JobError
-from mpigossip.optim import state as optimizer_state
-from mpigossip.runs.recorder import Recorder
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from tests.cases import with_world
@@ -133,15 +131,6 @@ def test_figures_of_the_program_are_columns_beside_the_engines(ranks, tmp_path):
     assert log.summary["digest"] == checkpoint.digest(checkpoint.latest(tmp_path / "run"))
 
 
-def test_writing_the_log_is_none_of_a_steps_time(tmp_path, monkeypatch):
-    flush = Recorder.flush
-    monkeypatch.setattr(Recorder, "flush", lambda log: time.sleep(0.2) or flush(log))
-    with Alone() as world:
-        model, gossip, draw, schedule = begin(world, tmp_path, flush_steps=1)
-        train(model, gossip, draw, schedule, range(3))
-        assert sum(gossip.record.seconds.values()) < 0.2
-
-
 def test_a_failed_last_checkpoint_is_not_in_the_summary(tmp_path, monkeypatch, capsys):
     write = checkpoint.write_node
 
@@ -226,29 +215,6 @@ def test_what_does_not_fit_a_folder_is_refused(tmp_path, wrong, said):
         wrong(tmp_path / "run")
 
 
-def test_a_run_with_another_optimizer_is_refused(tmp_path, monkeypatch, capsys):
-    folder, words = tmp_path / "run", r"that of AdamW, and Gossip has SGD: give"
-    make_run(folder)
-    model, adamw = make(0)
-    sgd = torch.optim.SGD([{"params": group["params"]} for group in adamw.param_groups], 0.1)
-    with pytest.raises(StoreError, match=words), Alone() as world:
-        mpigossip.Gossip(world, model, sgd, run=folder).resume()
-    written = optimizer_state.write_optimizer
-
-    def earlier(*given):
-        found = json.loads(written(*given))
-        del found["optimizer"], found["groups"][1]["amsgrad"]
-        return json.dumps(found)
-
-    monkeypatch.setattr(optimizer_state, "write_optimizer", earlier)
-    make_run(tmp_path / "earlier")
-    with Alone() as world:
-        assert begin(world, tmp_path / "earlier")[1].resume() == 2
-    assert "settings of AdamW that were not saved are as given now: amsgrad = False" in (
-        capsys.readouterr().out
-    )
-
-
 def test_a_step_that_is_written_takes_no_more_figures(tmp_path):
     with Alone() as world:
         model, gossip, draw, schedule = begin(world, tmp_path)
@@ -301,8 +267,8 @@ def test_commands_read_a_loops_run(tmp_path, capsys):
 
 
 @with_world
-def uneven(world, folder):
-    model, gossip, draw, schedule = begin(world, folder, cadence="every", period=100, flush_steps=3)
+def uneven(world, folder, options):
+    model, gossip, draw, schedule = begin(world, folder, flush_steps=3, **options)
     with pytest.raises(JobError) as found:
         train(model, gossip, draw, schedule, range(2 + world.rank))
         gossip.save()
@@ -310,9 +276,11 @@ def uneven(world, folder):
     return str(found.value)
 
 
-def test_unequal_steps_are_named(ranks, tmp_path):
-    for said in ranks(3)(uneven, tmp_path):
+def test_unequal_steps_and_calls_are_named(ranks, tmp_path):
+    for said in ranks(3)(uneven, tmp_path / "waits", {"cadence": "every", "period": 100}):
         assert "steps: rank 0 2 (save()), rank 1 3 (save()), rank 2 3 (step()); " in said
+    for said in ranks(2)(uneven, tmp_path / "runs", {"mixer": "asynchronous"}):
+        assert "different calls: rank 0 in save(), rank 1 in the log's writing; " in said
 
 
 def unhurried(comm, folder):
@@ -337,23 +305,8 @@ def test_asynchronous_nodes_may_take_unequally_many_steps(ranks, tmp_path):
     assert (tmp_path / "checkpoints/step-00000003").is_dir()
 
 
-@with_world
-def elsewhere(world, folder):
-    model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=3)
-    with pytest.raises(JobError) as found:
-        train(model, gossip, draw, schedule, range(2 + world.rank))
-        gossip.save()
-    gossip._run.closed = True
-    return str(found.value)
-
-
-def test_asynchronous_nodes_that_meet_in_different_calls_are_named(ranks, tmp_path):
-    for said in ranks(2)(elsewhere, tmp_path):
-        assert "different calls: rank 0 in save(), rank 1 in the log's writing; " in said
-
-
 def start(mpistart, out, *more):
-    return mpistart(2, [sys.executable, str(SCRIPT), "--out", str(out), *more])
+    return mpistart(2, [sys.executable, str(SCRIPT), "--out", str(out), *more], warm=True)
 
 
 def last_line(result):
@@ -375,7 +328,8 @@ def test_a_loop_is_killed_stopped_and_goes_on_to_the_same_digest(mpistart, tmp_p
     killed = start(mpistart, tmp_path / "part", *few)
     wait_for(tmp_path / "part/checkpoints/step-00000020", killed)
     for pid in killed.ranks():
-        killed_by(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     killed.finish()
     (tmp_path / "part/STOP").touch()
     stopped = start(mpistart, tmp_path / "part", *few).finish()
@@ -383,14 +337,6 @@ def test_a_loop_is_killed_stopped_and_goes_on_to_the_same_digest(mpistart, tmp_p
     at = re.search(r"stopped, to be resumed at step (\d+)", stopped.stdout)
     assert at and 20 <= int(at[1]) < 60, stopped.stdout
     assert last_line(start(mpistart, tmp_path / "part", *few).finish()) == whole
-
-
-def killed_by(pid, number):
-
-    import os
-
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 @contextlib.contextmanager
@@ -409,7 +355,10 @@ def at_work(comm, folder, mixer, inside):
     with two_and_two_steps(comm, folder, mixer) as (world, model, gossip, go_on):
         if world.rank == 0:
             before = digest(model)
-            with gossip.paused() if inside else contextlib.nullcontext():
+            pause = gossip.paused if inside else contextlib.nullcontext
+            with pause():
+                with pause():  # ends with the outer one
+                    pass
                 rounds = gossip.engine.round
                 time.sleep(3.0)
                 if mixer == "asynchronous":  # the model is on its way to others in a thread
@@ -419,33 +368,18 @@ def at_work(comm, folder, mixer, inside):
                 assert digest(model) == before
             assert (gossip.engine.round > rounds + 10) == (mixer == "asynchronous")
         go_on()
-        return gossip.steps, gossip.record.seconds
+        found = gossip.steps, gossip.record.seconds
+        if mixer == "asynchronous":
+            refused = pytest.raises(JobError, match="evaluate a copy of it")
+            with gossip.averaged(), refused, gossip.paused():
+                pass
+        return found
 
 
 @pytest.mark.parametrize("mixer", ["synchronous", "asynchronous"])
 def test_a_rank_may_work_beyond_the_limit(ranks, tmp_path, mixer):
     for steps, seconds in ranks(2)(at_work, tmp_path, mixer, True):
         assert steps == 4 and seconds["compute_s"] < 1.0
-
-
-def paused_in_another(comm, folder, mixer):
-    with two_and_two_steps(comm, folder, mixer) as (world, _, gossip, go_on):
-        if world.rank == 0:
-            with gossip.paused():
-                with gossip.paused():
-                    pass
-                time.sleep(3.0)
-        go_on()
-        if mixer == "asynchronous":
-            refused = pytest.raises(JobError, match="evaluate a copy of it")
-            with gossip.averaged(), refused, gossip.paused():
-                pass
-        return gossip.steps
-
-
-@pytest.mark.parametrize("mixer", ["synchronous", "asynchronous"])
-def test_a_pause_inside_a_pause_ends_with_the_outer_one(ranks, tmp_path, mixer):
-    assert ranks(2)(paused_in_another, tmp_path, mixer) == [4, 4]
 
 
 def ahead_of_a_save(comm, folder):

@@ -158,22 +158,3 @@ def test_averages_pauses_and_stopping_are_of_all_ranks(ranks, tmp_path):
     assert stopping == (True,) * 4 and not (tmp_path / "STOP").exists()
     assert codes == (75,) * 4 and not read(tmp_path / "log.h5").summary["finished"]
     assert checkpoint.latest(tmp_path).name == "step-00000013"
-
-
-def sent_so_far(world, gossip, whole):
-    return gossip.mixer.bytes_sent[0]
-
-
-def test_another_number_of_nodes_goes_on_from_the_average(ranks, tmp_path):
-    ranks(NODES * PER)(several, tmp_path, HALF)
-    states = [checkpoint.read_node(checkpoint.latest(tmp_path), k).parameters for k in range(NODES)]
-    mean = np.mean(np.stack(states).astype(np.float64), 0).astype(np.float32)
-    sent = [
-        checkpoint.read_node(checkpoint.latest(tmp_path), k).numbers["bytes_sent"]
-        for k in range(NODES)
-    ]
-    found = ranks(PER)(several, tmp_path, HALF, (), sent_so_far)
-    assert [count for *_, count in found] == [int(np.mean(sent)), 0], "counted once a node"
-    for start, values, _ in found:
-        assert start == HALF
-        assert np.array_equal(np.concatenate([v.ravel() for v in values[: len(values) - 3]]), mean)

@@ -53,25 +53,6 @@ def test_states_of_different_steps_are_refused_on_all_nodes(ranks):
         assert "load the states of one step" in early
 
 
-def test_a_state_on_one_node_alone_is_refused_where_nodes_begin(ranks):
-    for early in ranks(2)(alone):
-        assert "rank 0 goes on from step 1, rank 1 from the start" in early
-
-
-@with_world
-def alone(world):
-
-    model, optimizer = made(world)
-    train(model, optimizer, 1)
-    state = optimizer.state_dict()
-    model, optimizer = made(world)
-    if world.rank == 0:
-        optimizer.load_state_dict(state)
-    with pytest.raises(JobError) as said:
-        train(model, optimizer, 1)
-    return str(said.value)
-
-
 def stepped(world, algorithm="dmsgd", shape=(4, 3), steps=2):
     model = nn.Linear(*shape)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -247,13 +228,6 @@ def test_a_state_with_an_open_exchange_goes_on_to_the_bit(ranks):
     for same, arrays in ranks(2)(at_each_step_of_a_period):
         assert same == [True] * 5
         assert arrays == ["state/anchor", "state/fragments/received", "state/slow"]
-
-
-def test_fragments_of_a_method_whose_step_is_not_apart_are_refused():
-    model = nn.Linear(4, 2)
-    inner = torch.optim.SGD(model.parameters(), 0.1)
-    with Alone() as world, pytest.raises(JobError, match=r'"dsgt" has no separate local step'):
-        mpigossip.Gossip(world, model, inner, "dsgt", cadence="every", fragments=2)
 
 
 def test_an_exchange_without_a_step_is_refused_with_fragments():

@@ -11,7 +11,7 @@ import torch
 import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
-from mpigossip.optim.survive import copied, put_back
+from mpigossip.optim.state import copied, put_back
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from tests import launch, survivors

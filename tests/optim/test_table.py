@@ -11,13 +11,10 @@ from mpigossip import algorithms
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.engine.module import Parameters
-from mpigossip.engine.step import Engine
 from mpigossip.groups.base import Single
-from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import Layout
 from mpigossip.optim.inner import check_plain_sgd, decay, local_step_from_optimizers
 from mpigossip.optim.settings import settings
-from mpigossip.training import assemble
+from mpigossip.training.parts import make_parts
 from tests.cases import every
 
 STEPS = 6
@@ -75,7 +72,7 @@ def trained(comm, cases):
 
 
 def read(n, name, mixer, wire):
-    """The job and the graph of Gossip's arguments on n nodes."""
+    """The parts that Gossip's arguments mean on n nodes."""
     alone, options = Alone(), dict(OPTIONS.get(name, {})) | {"seed": 3}
     alone.size = n
     graph = options.pop("graph", None)
@@ -84,21 +81,19 @@ def read(n, name, mixer, wire):
 
 def simulated(n, name, inner, wire):
     """All nodes' parameters by the same engine, over rows and the simulator's mixer."""
-    job, graph = read(n, name, "synchronous", wire)
+    parts = read(n, name, "synchronous", wire)
     models = [model(node) for node in range(n)]
     inners = [optimizer(inner, made) for made in models]
     vector = Parameters(models)
-    method = assemble.make_method(job, 0, graph, local_step_from_optimizers(vector, inners))
-    made_wire, widths = assemble.make_wire(job), vector.flat.widths
-    layout = Layout(widths, method.vectors, method.scalars, ("cpu",), made_wire)
-    mixer, cadence = open_mixer(graph, layout, Alone()), assemble.make_cadence(job, method, graph)
+    local = local_step_from_optimizers(vector, inners)
+    parts = make_parts(parts.job, parts.graph, vector.flat, devices=("cpu",), local=local)
     vector.x[0][1:] = vector.x[0][:1]  # all begin with node 0's model
-    engine = Engine(mixer, Single(), vector, [method], cadence)
+    engine = parts.make_engine(parts.open_mixer(Alone()), Single(), vector, 0)
     for step in range(STEPS):
         for node, made in enumerate(models):
             backward(made, node, step)
         with torch.no_grad():
-            if not method.raw:
+            if not parts.method.raw:
                 vector.gather()
                 for node in range(n) if not algorithms.takes_local(name) else ():
                     decay(vector, inners[node], node)

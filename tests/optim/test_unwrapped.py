@@ -1,6 +1,5 @@
 """Models that other parts of torch stand around, or look into: checkpoints, compile, DDP, EMA."""
 
-import copy
 from contextlib import contextmanager
 
 import pytest
@@ -127,18 +126,6 @@ def test_ddp_over_several_nodes_is_refused(ranks, tmp_path, before):
         assert "DistributedDataParallel around the model sums the gradients of 2 processes" in said
 
 
-def test_a_model_that_is_sharded_after_its_optimizer_is_refused():
-    fully_shard = getattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard", None)
-    if fully_shard is None:
-        pytest.skip(f"torch {torch.__version__} has no FSDP2: it came with 2.6")
-    with joined(0, 1, distributed.HashStore()):
-        model = net()
-        optimizer = mpigossip.Gossip(Alone(), model, adamw(model))
-        fully_shard(model, mesh=distributed.init_device_mesh("cpu", (1,)))
-        with pytest.raises(JobError, match="the optimizer has none of the model's parameters"):
-            train(model, optimizer, steps=1)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_an_optimizer_that_joins_ranks_is_refused():
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -194,14 +181,3 @@ def test_a_models_average_over_steps_is_that_of_the_plain_optimizer(ema):
         assert not torch.equal(values(late), values(model))
     for plain, ours in zip(*kept, strict=True):
         assert all(torch.equal(ours[name], value) for name, value in plain.items())
-
-
-def test_a_copy_of_the_model_is_a_model_of_its_own(tmp_path):
-    model = net()
-    optimizer = mpigossip.Gossip(Alone(), model, adamw(model))
-    train(model, optimizer)
-    copied = copy.deepcopy(model)
-    torch.save(model, tmp_path / "model")
-    train(model, optimizer)
-    assert not torch.equal(values(copied), values(model))
-    assert torch.equal(values(copied), values(torch.load(tmp_path / "model", weights_only=False)))

@@ -7,10 +7,9 @@ import pytest
 
 from mpigossip import cli
 from mpigossip.config import JobError
-from mpigossip.mixing.members.scripted import Differs
 from mpigossip.runs.members import join as joining
 from mpigossip.runs.members.join import join
-from mpigossip.runs.members.replay import replay
+from mpigossip.runs.members.replay import Differs, replay
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.training.assemble import load
@@ -115,6 +114,7 @@ def test_a_changed_record_is_found_by_replay(tmp_path):
         (["node.wire=bf16"], 'members need "fp32"'),
         (["graph.name=ring"], 'members need "one-peer-exponential"'),
         (["node.precision=fp16"], "bf16"),
+        (["node.ranks_per_node=2"], "a member is one rank"),
     ],
 )
 def test_jobs_that_members_cannot_train(tmp_path, settings, said):
@@ -140,7 +140,7 @@ def test_folders_that_are_refused(tmp_path):
     (other / "thesis.tex").touch()
     with pytest.raises(JobError, match="something else"):
         join(other, job())
-    with pytest.raises(JobError, match="has no job.toml"):
+    with pytest.raises(JobError, match="holds no training yet"):
         replay(other)
     text = (folder / "job.toml").read_text()
     (folder / "job.toml").unlink()

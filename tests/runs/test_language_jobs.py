@@ -1,4 +1,4 @@
-"""jobs/gpt-10m.toml and gpt-124m.toml: they parse, are planned, have the parameters said."""
+"""Jobs of language models: they parse, are planned, have the parameters said, and learn."""
 
 from pathlib import Path
 
@@ -32,20 +32,36 @@ def test_the_jobs_have_the_parameters_that_they_are_named_for(name):
         assert assemble.mistakes(job, n) == []
 
 
-def test_a_job_of_ten_million_is_planned_without_its_text():
-    planned = dryrun.describe(assemble.load(JOBS / "gpt-10m.toml"), 8)
-    assert "9,966,848 parameters" in planned and '"corpus-8k.h5" is not here' in planned
+@on_each(
+    ("name", "n", "parameters", "text"),
+    [("gpt-10m", 8, "9,966,848", "corpus-8k.h5"), ("text-gpt", 4, "174,656", "text.h5")],
+)
+def test_a_job_is_planned_without_its_text(name, n, parameters, text):
+    planned = dryrun.describe(assemble.load(JOBS / f"{name}.toml"), n)
+    assert f"{parameters} parameters" in planned and f'"{text}" is not here' in planned
 
 
-@pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize("local", ["adamw", "muon"])
-def test_small_models_of_the_jobs_learn(name, local, tmp_path):
+SMALL = ["data.context=32", "model.layers=1", "model.width=32", "schedule.lr=0.01"]
+LATER = "model.heads=2 algorithm.accumulate=1 node.compile=false cadence.period=8 data.batch=8 "
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "most"),
+    [
+        ("gpt-10m", f"{LATER} local.name=adamw run.steps=40", 2.4),
+        ("gpt-124m", f"{LATER} local.name=muon run.steps=40", 2.4),
+        ("text-gpt", "run.steps=60", 2.2),
+        (
+            "text-gpt",
+            "algorithm.name=diloco cadence.name=cpsgd cadence.period=20 run.steps=60",
+            2.2,
+        ),
+    ],
+)
+def test_small_models_of_the_jobs_learn(name, settings, most, tmp_path):
     (tmp_path / "text").write_text("one peer a round, and all have the mean; " * 1500)
     text = pack(tmp_path / "text", tmp_path / "text.h5", text=True)
-    small = [f"data.source={text}", "data.context=32", "model.layers=1", "model.width=32",
-             "model.heads=2", "algorithm.accumulate=1", "node.compile=false", "cadence.period=8",
-             "data.batch=8", "schedule.lr=0.01", f"local.name={local}", "run.steps=40",
-             f"run.output={tmp_path / 'run'}"]  # fmt: skip
+    small = [f"data.source={text}", f"run.output={tmp_path / 'run'}", *SMALL, *settings.split()]
     with Alone() as world:
         summary = launch.train(assemble.load(JOBS / f"{name}.toml", small), world, 2)
-    assert summary["nats_per_byte"] == summary["loss"] < 2.4  # a letter at a time: 2.6
+    assert summary["nats_per_byte"] == summary["loss"] < most  # a letter at a time: 2.6

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpigossip.config import JobError
-from mpigossip.data.loading import processes
+from mpigossip.data.loader import processes
 from mpigossip.engine.measurements import measured_every
 from mpigossip.runs import launch
 from mpigossip.training.assemble import load

@@ -25,6 +25,7 @@ from mpigossip.store.log import read
 from mpigossip.store.log_export import to_tensorboard
 from mpigossip.training import assemble
 from mpigossip.training.evaluate import averaged_model
+from tests.cases import some
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -90,7 +91,7 @@ assert not any(name.startswith("mpigossip") for name in sys.modules)
 from mpigossip.data.sources import source
 from mpigossip.config import Data
 data = source(Data(), 0)
-inputs, labels = data.test_batch(__import__("numpy").arange(data.test_size))
+inputs, labels = data.make_batch("test", __import__("numpy").arange(data.test_size))
 print(float((model.eval()(inputs).argmax(1) == labels).double().mean()))
 """
 
@@ -122,7 +123,7 @@ def test_what_is_evaluated_exported_and_gone_on_from_are_the_same_bits(trained, 
     job = assemble.load(checkpoint.read_manifest(path).job)
     for n in (3, 1):  # exactly, then elastically
         assembly = assemble.assemble(job, Alone(), n)
-        restore(JobNode(assembly, Alone()), path)
+        restore(JobNode(assembly, Alone()), path, checkpoint.read_manifest(path))
         module = averaged_model(assembly.trainer.replicas, assembly.trainer.mixer)
         found = dict(module.named_parameters()) | dict(module.named_buffers())
         for name, value in exported.items():
@@ -157,7 +158,7 @@ def test_a_model_that_is_not_here_is_exported_by_the_names_of_the_checkpoint(tra
     assert "second.weight" in state and "scale" not in state
 
 
-@pytest.mark.parametrize("suffix", LOAD)
+@pytest.mark.parametrize("suffix", some(LOAD, [".safetensors"]))
 def test_a_model_that_the_checkpoint_names_is_not_imported_by_itself(trained, suffix, tmp_path):
     """The command, beside a module of that name which would tell that it was imported."""
     folder, summary = trained

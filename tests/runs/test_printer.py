@@ -114,7 +114,7 @@ def test_rank_0_alone_speaks():
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ([], ["4 simulated", "exact average in 2 rounds", "86 kB a node and step (1 model"]),
+        ([], ["4 simulated", "exact average in 2 rounds", "86 kB a node and step (1 vector)"]),
         (["graph.name=ring"], ["2 neighbours a round, period 1, spectral gap 0.667"]),
         (["algorithm.name=parallel", "graph.name=complete"], ["reduce-scatter and all-gather"]),
         (["node.wire=bf16"], ["bf16 on the wire", "43 kB a node"]),
@@ -138,8 +138,8 @@ def test_the_first_screen_says_what_was_built(settings, says, tmp_path):
     says = [*says, "(schedule.lr = 0.15 x"]
     for part in [*says, "21,386 parameters", "1,437 training and 360 test", str(tmp_path)]:
         assert part in text
-    lines = text.replace(str(tmp_path), "").splitlines()
-    assert len(screen) <= 12 and max(map(len, lines)) < 100
+    lines = [f"  {word:<9}{said}".replace(str(tmp_path), "") for word, said in screen.items()]
+    assert len(screen) <= 12 and max(map(len, lines)) <= 80
 
 
 def test_the_memory_said_is_the_memory_held(tmp_path):
@@ -153,19 +153,6 @@ def test_the_memory_said_is_the_memory_held(tmp_path):
     # a replica whose memory is x itself, a gradient, an outbox, a result, a checkpoint's snapshot
     said = float(re.match(r"([\d.]+) kB", screen["memory"])[1])
     np.testing.assert_allclose(said, 5 * size / 1000, rtol=0.01)
-
-
-TALK = """
-import sys
-from mpi4py import MPI
-from mpigossip.cluster.launcher import terminal_of_launcher
-if MPI.COMM_WORLD.rank == 0:
-    print("terminal", terminal_of_launcher())
-"""
-
-
-def test_a_launchers_terminal_is_found_through_its_pipe(mpirun, tmp_path):
-    assert mpirun(1, [sys.executable, "-c", TALK]).stdout.strip() == "terminal None"
 
 
 def test_ranks_say_who_they_are_and_one_speaks(mpirun, tmp_path):

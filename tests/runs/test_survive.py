@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster import ulfm
+from mpigossip.cluster import ranks as world_ranks
 from mpigossip.cluster.deadline import LateError
 from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.base import Kind, Layout
@@ -106,13 +106,13 @@ def test_a_late_neighbour_is_named_with_its_last_round(ranks):
 
 def test_what_counts_as_fault_tolerant():
     on = {"OMPI_MCA_mpi_ft_enable": "1"}
-    assert ulfm.fault_tolerant("Open MPI v5.0.11", on)
-    assert not ulfm.fault_tolerant("Open MPI v5.0.11", {})
-    assert not ulfm.fault_tolerant("Open MPI v5.0.11", on | {"SLURM_STEP_ID": "0"})
-    assert ulfm.fault_tolerant(
+    assert world_ranks.fault_tolerant("Open MPI v5.0.11", on)
+    assert not world_ranks.fault_tolerant("Open MPI v5.0.11", {})
+    assert not world_ranks.fault_tolerant("Open MPI v5.0.11", on | {"SLURM_STEP_ID": "0"})
+    assert world_ranks.fault_tolerant(
         "Open MPI v5.0.11", on | {"SLURM_STEP_ID": "0", "PRTE_LAUNCHED": "1"}
     )
-    assert not ulfm.fault_tolerant("MPICH Version: 5.0.2", on)
+    assert not world_ranks.fault_tolerant("MPICH Version: 5.0.2", on)
 
 
 @with_world
@@ -171,29 +171,26 @@ def test_the_log_is_completed_with_what_survivors_still_have(tmp_path):
     assert found["bytes_sent"][4].tolist() == [1, -1, 2]
 
 
-def lab(*words, timeout, **env):
-    done = subprocess.run(
-        [sys.executable, TOOLS / "labs" / "kill.py", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=os.environ | env,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
-def test_the_log_is_whole_after_losses(mpirun, tmp_path, monkeypatch):
-    """Rank 0 dies before the log's first flush, another one too, then the writer in a flush."""
+@pytest.fixture
+def tolerant(mpirun, tmp_path, monkeypatch):
+    """`mpigossip train` on n ranks that outlive others, of which `victims` die: finished."""
     if not launch.is_open_mpi():
         pytest.skip("only Open MPI's launcher has --with-ft ulfm")
     monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
-    settings = ["model.name=mlp", "data.batch=8", "data.workers=0", "run.evaluate_every=0"]
-    settings += ["run.survive=true", "log.flush_steps=10", 'log.hooks=["victim:Victim"]']
-    job = ["jobs/digits.toml", *settings, "run.steps=20", f"run.output={tmp_path}"]
+    words = ["model.name=mlp", "data.batch=8", "data.workers=0", "run.evaluate_every=0"]
+    words += ["run.survive=true", 'log.hooks=["victim:Victim"]', f"run.output={tmp_path}"]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    env = {"VICTIMS": "0@2 2@4 1@13!", "PYTHONPATH": path}
-    done = mpirun(4, ["mpigossip", "train", *job], 60, launch.REPO, env)
+
+    def train(n, victims, *more):
+        command = ["mpigossip", "train", "jobs/digits.toml", *words, *more]
+        return mpirun(n, command, 60, launch.REPO, {"VICTIMS": victims, "PYTHONPATH": path})
+
+    return train
+
+
+def test_the_log_is_whole_after_losses(tolerant, tmp_path):
+    """Rank 0 dies before the log's first flush, another one too, then the writer in a flush."""
+    done = tolerant(4, "0@2 2@4 1@13!", "log.flush_steps=10", "run.steps=20")
     assert done.returncode == 0, done.stderr[-3000:]
     log = read(tmp_path / "log.h5")
     assert log.summary["nodes"] == 1
@@ -203,19 +200,12 @@ def test_the_log_is_whole_after_losses(mpirun, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("log.h5.*"))
 
 
-def test_the_life_after_a_loss_has_all_ranks_again(mpirun, tmp_path, monkeypatch):
+def test_the_life_after_a_loss_has_all_ranks_again(tolerant, tmp_path):
     """As a batch script starts it: `train` on as many ranks as at first."""
-    if not launch.is_open_mpi():
-        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
-    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
-    settings = ["model.name=mlp", "data.batch=8", "data.workers=0", "run.evaluate_every=0"]
-    settings += ["run.survive=true", 'log.hooks=["victim:Victim"]', "run.steps=20"]
-    command = ["mpigossip", "train", "jobs/digits.toml", *settings, f"run.output={tmp_path}"]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     (tmp_path / "STOP").touch()
-    first = mpirun(3, command, 60, launch.REPO, {"VICTIMS": "1@2", "PYTHONPATH": path})
+    first = tolerant(3, "1@2", "run.steps=20")
     assert "rank 1 on" in first.stderr and "stopped, to be resumed at step 8" in first.stdout
-    again = mpirun(3, command, 60, launch.REPO, {"VICTIMS": "", "PYTHONPATH": path})
+    again = tolerant(3, "", "run.steps=20")
     assert again.returncode == 0, again.stderr[-3000:]
     said = (
         r"rank 1 on \S+ was lost after step \d .* since then on 2 of 3 nodes, now 3; from the exact"
@@ -224,38 +214,21 @@ def test_the_life_after_a_loss_has_all_ranks_again(mpirun, tmp_path, monkeypatch
     assert read(tmp_path / "log.h5").summary["nodes"] == 3
 
 
-def test_survivors_remember_an_agreed_stop(mpirun, tmp_path, monkeypatch):
+def test_survivors_remember_an_agreed_stop(tolerant, tmp_path):
     """Rank 1 dies in the step after which all have agreed, when the file STOP is gone."""
-    if not launch.is_open_mpi():
-        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
-    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
-    settings = ["model.name=mlp", "data.batch=8", "data.workers=0", "run.evaluate_every=0"]
-    settings += ["run.survive=true", 'log.hooks=["victim:Victim"]', "run.steps=20"]
-    command = ["mpigossip", "train", "jobs/digits.toml", *settings, f"run.output={tmp_path}"]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     (tmp_path / "STOP").touch()
-    done = mpirun(3, command, 60, launch.REPO, {"VICTIMS": "1@7", "PYTHONPATH": path})
+    done = tolerant(3, "1@7", "run.steps=20")
     assert re.search(r"stopped, to be resumed at step [78] ", done.stdout), done.stdout
     assert not (tmp_path / "STOP").exists() and "rank 1 on" in done.stderr
 
 
 # neighbours may be a fragment's turn, 3 steps, behind who is lost behind its seventh
 @pytest.mark.parametrize(("name", "least"), [("diloco", 6), ("gasloc", 4)])
-def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(
-    mpirun, tmp_path, monkeypatch, name, least
-):
-    if not launch.is_open_mpi():
-        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
-    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
-    settings = ["model.name=mlp", "data.batch=8", "data.workers=0", "run.evaluate_every=0"]
-    settings += ["run.survive=true", 'log.hooks=["victim:Victim"]', "run.steps=14"]
-    settings += [f"algorithm.name={name}", "cadence.period=6", "cadence.fragments=2"]
+def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(tolerant, tmp_path, name, least):
+    settings = [f"algorithm.name={name}", "cadence.period=6", "cadence.fragments=2"]
     settings += ["graph.name=complete"]  # a neighbour's neighbour may be two turns behind
-    job = ["jobs/digits.toml", *settings, "cadence.delay=3", f"run.output={tmp_path}"]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     # sent in step 5, taken in in step 8: rank 1 dies between
-    env = {"VICTIMS": "1@6", "PYTHONPATH": path}
-    done = mpirun(3, ["mpigossip", "train", *job], 60, launch.REPO, env)
+    done = tolerant(3, "1@6", *settings, "cadence.delay=3", "run.steps=14")
     assert done.returncode == 0, done.stderr[-3000:]
     (step,) = re.findall(r"rank 1 on \S+ was lost after step (\d+)", done.stderr)
     assert int(step) >= least, "more than the open exchange was lost"
@@ -263,18 +236,10 @@ def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(
     assert log.summary["nodes"] == 2 and log.steps["step"].tolist() == list(range(14))
 
 
-def test_survivors_go_on_without_rank_0_and_another(mpirun):
-    if not launch.is_open_mpi():
-        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
-    if os.environ.get("MPIGOSSIP_KILL_LAB") != "1":
-        pytest.skip("kills at random moments, for a minute: MPIGOSSIP_KILL_LAB=1 runs it")
-    told = lab("ranks", "--count", 1, "--nodes", 4, "--losses", 2, "--victim", 0,
-               "--epochs", 4, "--points", 100, timeout=240)  # fmt: skip
-    assert "2 kills, 0 wrong" in told
-
-
+@pytest.mark.every  # by default a run and a loop are killed anywhere
 def test_a_kill_while_a_checkpoint_is_written_costs_nothing(mpirun):
     if launch.is_open_mpi():
         pytest.skip("the same with either MPI, and MPICH's lane has run it")
-    told = lab("checkpoints", "--count", 2, timeout=240)
-    assert "2 kills, 0 wrong" in told
+    command = [sys.executable, TOOLS / "labs" / "kill.py", "checkpoints", "--count", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "1 kills, 0 wrong" in done.stdout, done.stdout + done.stderr

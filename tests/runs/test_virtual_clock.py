@@ -1,6 +1,7 @@
 """The virtual clock: a column of simulated runs, which changes nothing else."""
 
 import io
+import itertools
 import json
 from pathlib import Path
 
@@ -11,16 +12,16 @@ from mpigossip.analysis import panels, plot
 from mpigossip.analysis.compared import load
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
-from mpigossip.mixing.faults import Faults
+from mpigossip.mixing.delayed import Faults
 from mpigossip.runs import launch
 from mpigossip.store.log import COLUMNS, VIRTUAL, read
 from mpigossip.studies.drawing import _places
 from mpigossip.studies.running import Found
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
-from mpigossip.training.timing.machines import named
-from mpigossip.training.timing.steps import Timing
-from mpigossip.training.timing.virtual import normal
+from mpigossip.training.machines import named
+from mpigossip.training.timing import Timing, normal
+from tests.cases import some
 
 NODES = 4
 SMALL = [
@@ -53,15 +54,19 @@ def test_digests_and_columns_are_those_of_a_run_without(tmp_path):
     assert log.units[VIRTUAL] == "s" and (np.diff(log.steps[VIRTUAL], axis=0) > 0).all()
 
 
-@pytest.mark.parametrize("graph", ["one-peer-exponential", "ring", "complete"])
+CADENCES = ["always", "every", "every cadence.fragments=2", "cpsgd cadence.period=6"]
+SHOWN = [("complete", CADENCES[0]), ("ring", CADENCES[1]), ("one-peer-exponential", CADENCES[2])]
+
+
 @pytest.mark.parametrize(
-    "cadence", ["always", "every", "every cadence.fragments=2", "cpsgd cadence.period=6"]
+    ("graph", "cadence"),
+    some(itertools.product(["one-peer-exponential", "ring", "complete"], CADENCES), SHOWN),
 )
 def test_without_jitter_it_is_what_plan_says(tmp_path, graph, cadence):
     settings = [*CLOCK, f"graph.name={graph}", *f"cadence.name={cadence}".split()]
     _, log = trained(tmp_path, *settings)
     made = exchanges(subject(job(tmp_path, *settings))[0], NODES)
-    step = Timing(job(tmp_path), made, named(job(tmp_path, *CLOCK).clock)).step_s()
+    step = Timing(made, named(job(tmp_path, *CLOCK).clock)).step_s()
     assert len(log.steps["step"]) == 24  # whole periods
     np.testing.assert_allclose(log.steps[VIRTUAL][-1], 24 * step, rtol=1e-9, err_msg=cadence)
 
@@ -121,8 +126,8 @@ def test_pictures_have_virtual_time_as_an_axis(tmp_path):
     plot.figure(timed).savefig(picture)
     assert picture.tell() > 20_000
     run = Found(read(tmp_path / "a/log.h5"))
-    assert run.seconds()[-1] == pytest.approx(end)
-    assert _places(run, "time") == pytest.approx(run.seconds())
+    assert run.so_far("virtual_s")[-1] == pytest.approx(end)
+    assert _places(run, "time") == pytest.approx(run.so_far("virtual_s"))
     with pytest.raises(JobError, match="clock.network=10gbit"):
         _places(Found(read(tmp_path / "c/log.h5")), "time")
 

@@ -76,6 +76,11 @@ def endless(file):
     file.create_dataset("parameters", (1 << 40,), "<f4")
 
 
+def wide(file):
+    del file["parameters"]
+    file["parameters"] = np.zeros(1006)
+
+
 def long_text(file):
     del file["numbers"]
     file.create_dataset("numbers", (), h5py.string_dtype("utf-8", (1 << 31) - 1))
@@ -139,6 +144,9 @@ FORGED = {
     "names": (layout(name=(1, b"conv.weight")), "2 of 3 parameters"),
     "negative shape": (layout(shape=(1, (-5, 0))), "doesn't follow"),
     "negative offset": (layout(offset=(1, -1)), "doesn't follow"),
+    "no parameters": (lambda file: file.__delitem__("parameters"), "parameters"),
+    "no group": (lambda file: file.__delitem__("arrays"), "arrays"),
+    "float64": (wide, "parameters"),
     "dimensions": (layout(ndim=(1, 1 << 40)), "doesn't follow"),
 }
 

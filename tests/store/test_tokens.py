@@ -90,7 +90,7 @@ def test_windows_run_over_documents_or_stay_within(bpe, plain):
         assert np.array_equal(
             tenth.raw("train", np.array([2])), joined.raw("train", np.array([20]))
         )
-        x, y = joined.train_batch(np.array([0, 3]), (0, 0))
+        x, y = joined.make_batch("train", np.array([0, 3]), (0, 0))
         assert np.array_equal(x[1], text[48:64].astype(int)) and torch.equal(x[:, 1:], y[:, :-1])
         every = apart.raw("train", np.arange(apart.train_size))
         at = 0
@@ -118,7 +118,7 @@ def test_losses_are_logged_per_byte(bpe, plain, tmp_path):
             found[path] = launch.train(job(path, tmp_path / path.stem), world, 2)
     assert found[plain]["nats_per_byte"] == found[plain]["loss"]
     data = source(Data(source=str(bpe), context=16), 0)
-    _, targets = data.test_batch(np.arange(data.test_size))
+    _, targets = data.make_batch("test", np.arange(data.test_size))
     per_token = data.tokenizer.lengths[targets].mean()
     assert found[bpe]["nats_per_byte"] == pytest.approx(found[bpe]["loss"] / per_token, rel=1e-9)
     log = read(tmp_path / bpe.stem / "log.h5")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpigossip.training.timing.machines import Machine
+from mpigossip.training.machines import Machine
 
 REPO = Path(__file__).parents[2]
 MACHINE = Machine(0.2, 0.0, 0.0, 1e-4, 1.2e8, 1e-4, 1.2e8, 1e10)

@@ -1,22 +1,37 @@
 """tools/claims/measure.py: the quick table, the protocols of training claims, and node.vmap."""
 
+import dataclasses
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from mpigossip import algorithms
+from mpigossip.algorithms import Step
 from mpigossip.cluster.ranks import Alone
-from mpigossip.config import JobError
+from mpigossip.graphs import graph
+from mpigossip.mixing.base import Kind
 from mpigossip.training import assemble
 from tests.cases import on_each
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS / "claims"))
 
+CLAIMS = TOOLS.parent / "jobs" / "claims"
+sys.path.insert(0, str(CLAIMS))
+
 import learning  # noqa: E402
 import measure  # noqa: E402
+import optimal  # noqa: E402
+import parts  # noqa: E402
+import seconds  # noqa: E402
+import toy  # noqa: E402
+import verdicts  # noqa: E402
+import work  # noqa: E402
 from table import Row, markdown  # noqa: E402
 
 MAY_FAIL = ("`graph show`", "64 LeNet nodes")
@@ -79,6 +94,135 @@ def test_a_verdict_needs_an_interval_on_one_side(apart, how, verdict):
     assert learning.judged(apart, **how) is verdict
 
 
+def test_the_page_says_what_follows_from_the_stored_runs(capsys):
+    assert verdicts.main([]) == 0, capsys.readouterr().out
+
+
+def test_verdicts_are_those_of_the_intervals_before_holm():
+    """The p of one difference is ≤ 5 % exactly where its 95 % interval lies on one side."""
+    for line in verdicts.read(verdicts.INTERVALS):
+        low, high, by, alike = (line.get(k) for k in ("low", "high", "by", "alike"))
+        if alike is None:
+            wanted = True if low >= (by or 0) else False if high < (by or 0) else None
+        else:
+            beyond = low > alike or high < -alike
+            wanted = True if -alike <= low and high <= alike else False if beyond else None
+        found = verdicts.judged("", [verdicts.of_interval(line)], by or 0.0, alike)
+        assert found.alone is wanted, line
+
+
+def test_holm_keeps_the_smallest_and_loses_what_is_not_far_below():
+    rows = [verdicts.Verdict("", True, p) for p in (0.04, 0.001, 0.03)]
+    assert [one.adjusted for one in verdicts.holm(rows)] == pytest.approx([0.06, 0.003, 0.06])
+
+
+@on_each("plant", ["another method's run", "a seed twice", "a search reported", "figures"])
+def test_a_planted_falsehood_is_found(plant):
+    runs = verdicts.read(verdicts.RUNS)
+    assert verdicts.faults(runs) == []
+    mine = [run for run in runs if run["study"] == "gap" and run["level"] == "best"]
+    first = mine[0]
+    other = next(run for run in mine if run["method"] != first["method"])
+    same = next(run for run in mine[1:] if run["method"] == first["method"])
+    wrong = {
+        "another method's run": first | {k: other[k] for k in ("settings", "digest", "figures")},
+        "a seed twice": same | {k: first[k] for k in ("seed", "settings", "digest", "figures")},
+        "a search reported": first | {"seed": work.SEARCH},
+        "figures": first | {"figures": other["figures"]},
+    }[plant]
+    planted = [
+        wrong if run is (same if plant == "a seed twice" else first) else run for run in runs
+    ]
+    assert verdicts.faults(planted)
+
+
+@on_each("name", ["detag", "dsgt", "dsgd"])
+def test_modes_of_the_ring_move_as_the_packages_nodes_do(name):
+    """`optimal.py` iterates two modes in place of n nodes."""
+    n, rate, b = 8, 0.05, optimal.minima(0.3, 0)
+    wave = np.cos(2 * np.pi * np.arange(n) / n)
+    each = torch.from_numpy(b[0] + np.multiply.outer(wave, b[1]))
+    options = {
+        "detag": {"phase": 3, "eta": 0.4},
+        "dsgt": {"style": "atc"},
+        "dsgd": {"style": "atc"},
+    }
+    method = algorithms.build(name, "sgd", options[name], 0, graph("ring", n))
+    curvature = torch.from_numpy(optimal.CURVATURE)
+    x = torch.zeros(n, 5, dtype=torch.float64)
+    there = toy.steps(method, graph("ring", n), x, lambda x: curvature * (x - each), rate)
+    start, w = np.zeros((1, 2, 5)), optimal.weights(n)
+    here = {
+        "detag": lambda: optimal.detag(b, np.array(rate), start, w, 3, 0.4),
+        "dsgt": lambda: optimal.tracking(b, np.array(rate), start, w),
+        "dsgd": lambda: optimal.gossip(b, np.array(rate), start, w),
+    }[name]()
+    for _ in range(13):
+        (modes,), nodes = next(here), next(there).numpy()
+        np.testing.assert_allclose(nodes, modes[0] + np.multiply.outer(wave, modes[1]), atol=1e-12)
+
+
+def test_the_formula_of_dpsgd_is_its_iteration():
+    b, n = optimal.minima(3.0, 1), 8
+    count, rate = optimal.dpsgd(b, n, 1e-1)
+    start, w = np.zeros((2, 5)), optimal.weights(n)
+    models = list(itertools.islice(optimal.gossip(b, np.array(rate), start, w), count))
+    sizes = [float(optimal.squares(x, b[0])) for x in models]
+    assert sizes[-1] <= 1e-2 < min(sizes[:-1])
+
+
+def test_diloco_begins_where_the_warm_start_ends():
+    """Until then nodes take their average; its outer step then starts there, without momentum."""
+    made, diloco = (
+        algorithms.build(name, "sgd", more, 0, graph("complete", 2))
+        for name, more in (("parts:warm_diloco", {"warm": 1}), ("diloco", {}))
+    )
+    ends = []
+    for method, first in ((made, 0), (diloco, 1)):
+        x = torch.zeros(2, 3) if method is made else torch.full((2, 3), 7.0)
+        state = method.init(x)
+        for t in range(first, 3):
+            now = Step(t, t, Kind.GLOBAL, 0.1)
+            mixed = torch.full((2, 3), float((7, 5, 4)[t]))
+            state = method.receive(x, x, state, (mixed,), (mixed,), now)
+        ends.append(x)
+    assert torch.equal(*ends) and ends[0][0, 0] < 4
+    kinds = [parts.warm_periodic(warm=2, period=3).kind(None, t) for t in range(6)]
+    assert [kind is Kind.GLOBAL for kind in kinds] == [True, True, True, False, False, True]
+    kinds = [parts.exact_parts(first=0.2, last=0.1, total=10).kind(None, t) for t in range(10)]
+    assert [kind is Kind.GOSSIP for kind in kinds] == [False] * 2 + [True] * 7 + [False]
+
+
+def test_on_a_link_that_costs_nothing_nobody_is_faster(monkeypatch):
+    monkeypatch.setattr(seconds, "SLOW", 0.0)
+    on = dataclasses.replace(seconds.machine(1e9, 0.0), combine_rate=1e30)
+    took = {
+        method: seconds.ends(method, range(20), 20, 4, on, 1)[-1] for method in seconds.CELL.methods
+    }
+    assert took == pytest.approx(dict.fromkeys(took, 20 * on.compute_s), rel=1e-6)
+    slow = seconds.ends("parallel", range(20), 20, 4, seconds.machine(1, 0.0), 1)
+    assert slow[-1] > 1.05 * took["parallel"]
+
+
+def test_a_queue_goes_on_where_it_was(tmp_path):
+    """Rates first, further ones where the best lies at an end, then each method at its own."""
+    cell = work.Cell("gap", 4, {}, {"a": "", "b": ""}, (), (1.0, 2.0), {"best": 1.0, "/2": 0.5})
+    done: list[dict] = []
+    while missing := [
+        line for line in work.wanted(cell, done)
+        if work.identity(line) not in {*map(work.identity, done)}
+    ]:  # fmt: skip
+        target = {"a": 2.1, "b": 8.0}[missing[0]["method"]]
+        accuracy = 1 / (1 + abs(missing[0]["lr"] - target))
+        done.append(missing[0] | {"figures": {"accuracy": accuracy}})
+    tried = {m: [x["lr"] for x in done if x["method"] == m and x["seed"] == 1000] for m in "ab"}
+    assert tried == {"a": [1, 2, 4], "b": [1, 2, 4, 8, 16]}
+    reported = [(x["method"], x["lr"]) for x in done if x["seed"] == 1]
+    assert reported == [("a", 2), ("b", 8), ("a", 1), ("b", 4)]
+    (tmp_path / "runs.jsonl").write_text('{"seed": 1}\n{"seed": ')  # killed while it wrote
+    assert work.lines(tmp_path / "runs.jsonl") == [{"seed": 1}]
+
+
 @on_each("model", ["mlp", "lenet"])
 @on_each("accumulate", [1, 2])
 def test_vmap_takes_the_steps_of_the_loop(model, accumulate):
@@ -99,9 +243,3 @@ def test_vmap_takes_the_steps_of_the_loop(model, accumulate):
     # float32 in another order; a unit whose input is within rounding of 0 may be on in one alone,
     # which moves a gradient by a sample's share: lr / batch / accumulate a step
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=4 * 0.1 / 16 / 2 * 0.1)
-
-
-def test_vmap_refuses_norm_statistics():
-    table = {"data": {"source": "synthetic"}, "model": {"name": "resnet20"}, "node": {"vmap": True}}
-    with pytest.raises(JobError, match="changes its buffers in training"):
-        assemble.assemble(assemble.load(table), Alone(), 2)

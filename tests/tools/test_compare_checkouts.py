@@ -30,6 +30,7 @@ def compare(*words):
     )
 
 
+@pytest.mark.every
 def test_a_changed_constant_of_one_algorithm_is_found(tmp_path):
     for folder in ("mpigossip", "jobs"):
         ignored = shutil.ignore_patterns("__pycache__")

@@ -1,5 +1,9 @@
 """The site: its reference has all of the code, and code blocks of its pages run or resolve."""
 
+import inspect
+import json
+import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -15,6 +19,7 @@ from mpigossip import cli, config
 from mpigossip.commands.arguments import every
 from mpigossip.config.sections import SECTIONS
 from mpigossip.store import log
+from tests.cases import on_each
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "tools/docs"
@@ -57,6 +62,46 @@ def test_the_reference_has_every_command_option_name_column_code_and_variable():
     assert own <= REFERENCE["VARIABLES"].keys()
 
 
+def callables():
+    """What the page Python shows: each function, constructor and method, by its name."""
+    for path, some in REFERENCE["PUBLIC"].items():
+        made = pkgutil.resolve_name(f"mpigossip:{path}")
+        if not inspect.isclass(made):
+            yield path, made
+            continue
+        if path in mpigossip.__all__:
+            yield f"{path}.__init__", made.__init__
+        own = [name for name in dir(made) if not name.startswith("_")]
+        for name in some.split(", ") if some else own:
+            member = getattr(made, name, None)
+            where = getattr(member, "__module__", None) or ""
+            if inspect.isroutine(member) and where.startswith("mpigossip"):
+                yield f"{path}.{name}", member
+
+
+def test_the_page_python_names_every_argument_and_no_other():
+    """In a field ``:param``, where there are several, or in the text, where it is the only one."""
+    wrong, seen = [], set()
+    for name, made in callables():
+        text = inspect.getdoc(made)
+        there = inspect.signature(made).parameters.keys() - {"self", "progress", "record", "found"}
+        fields = set(re.findall(r"^:param (\w+):", text, re.MULTILINE))
+        told = fields | {word for word in there if re.search(rf"``{word}\b|\*{word}\b", text)}
+        if there - told or fields - there or len(there) > 2 and not fields:
+            wrong.append(f"{name}: {sorted(there ^ told)}")
+        seen.add(name)
+    assert wrong == []
+    assert {"graph", "study", "world", "Gossip.__init__", "Averager.__init__"} <= seen
+    assert {"Gossip.log", "optim.world.World.agree", "studies.Study.plot"} <= seen
+
+
+def test_gossip_takes_the_options_that_the_page_python_lists():
+    known = REFERENCE["settings"]()
+    parts = {f"{row[0]}.{row[2]}" for row in REFERENCE["options"]()}
+    listed = {f"{name}.{key}" for name, key in REFERENCE["loop_options"]()}
+    assert {"run.steps", "node.timeout_s", "graph.weights"} <= listed <= known.keys() | parts
+
+
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_the_commands_of_a_page_are_commands(page, monkeypatch, capsys):
     """Parsed, not run; extras and copied examples exist."""
@@ -75,11 +120,13 @@ def test_the_commands_of_a_page_are_commands(page, monkeypatch, capsys):
 
 @pytest.mark.every
 def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
-    """The loop on four ranks, stopped and resumed; the algorithm and graph in a study."""
+    """The loop on four ranks, and resumed; the algorithm and graph in a study."""
     (program,) = blocks("tutorial-loop", "python")
-    (tmp_path / "train.py").write_text(program.replace("BATCH = 600", "BATCH = 30"))
-    first = mpirun(4, [sys.executable, "train.py"], timeout=120, cwd=tmp_path)
-    assert first.returncode == 0 and (tmp_path / "model.pt").exists(), first.stderr
+    for steps in (30, 40):  # the second goes on where the first ended
+        (tmp_path / "train.py").write_text(program.replace("BATCH = 600", f"BATCH = {steps}"))
+        ran = mpirun(4, [sys.executable, "train.py"], timeout=120, cwd=tmp_path)
+        assert ran.returncode == 0 and (tmp_path / "model.pt").exists(), ran.stderr
+    assert "going on at step 30" in ran.stdout and "finished at step 40" in ran.stdout
     mine, study = blocks("tutorial-study", "python")
     (tmp_path / "mine.py").write_text(mine)
     (tmp_path / "study.py").write_text(
@@ -102,12 +149,31 @@ def test_the_loop_that_came_from_ddp_runs(monkeypatch, mpirun, tmp_path):
 
 def test_the_script_of_a_rank_for_each_gpu_is_as_the_page_says(capsys, monkeypatch, tmp_path):
     (line,) = [each for each in lines("supercomputer", ["bash"]) if " job " in each]
+    (site,) = blocks("supercomputer", "toml")
+    (tmp_path / "ours.toml").write_text(site)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/activate").write_text("")
     assert cli.main([*shlex.split(line)[1:], "--venv", str(tmp_path)]) == 0
     script = capsys.readouterr().out
-    for part in ("--nodes=8", "--ntasks-per-node=4", "node.ranks_per_node=host"):
+    for part in ("--nodes=8", "--ntasks-per-node=4", "--gpus-per-node=4", "module load openmpi",
+                 "node.ranks_per_node=host", "RANKS=4 TASKS=32"):  # fmt: skip
         assert part in script
+
+
+def test_the_table_of_choose_is_what_plan_predicts(capsys):
+    """Its column of 1 Gbit/s: the command of the page, at all that it is given."""
+    (line,) = [each for each in lines("choose") if " plan " in each]
+    assert cli.main([*shlex.split(line)[1:], "--json"]) == 0
+    found = {row["label"]: row for row in json.loads(capsys.readouterr().out)["16"]["proposals"]}
+    labels = ["all-reduce (DDP)", "dsgd, one-peer-exponential", "dsgd, one-peer-exponential, bf16",
+              "diloco, H = 32, 4 fragments", "gasloc, one-peer-exponential, H = 32"]  # fmt: skip
+    table = [row.strip("| ").split(" | ") for row in PAGES["choose"].splitlines()
+             if re.search(r"\| [\d,]+ \| \d+ \|$", row)]  # fmt: skip
+    for label, (_, _, gigabit, _, megabytes) in zip(labels, table, strict=True):
+        milliseconds = 1e3 * found[label]["step_s"]
+        assert float(gigabit.replace(",", "")) == pytest.approx(milliseconds, rel=0.02), label
+        assert float(megabytes) == pytest.approx(found[label]["bytes_per_step"] / 1e6, abs=0.6)
 
 
 @pytest.mark.every
@@ -117,12 +183,53 @@ def test_the_site_is_built_without_a_warning():
     assert done.returncode == 0 and (ROOT / "build/docs/index.html").exists(), done.stderr
 
 
+EVIDENCE = json.loads((HERE / "evidence.json").read_text())
+
+
+@on_each("row", EVIDENCE)
+def test_numbers_on_several_pages_are_those_of_the_evidence(row):
+    """Its JSON is the one place: the source has them, and each page that repeats them."""
+    source = (ROOT / row["source"]).read_text()
+    assert all(re.search(rf"(?<![\d.]){re.escape(n)}", source) for n in row["numbers"])
+    shown = row.get("shown", row["numbers"])
+    for page in row["also"]:
+        text = " ".join((ROOT / page).read_text().split())
+        assert [n for n in shown if not re.search(rf"(?<![\d.]){re.escape(n)}", text)] == [], page
+    if "part" in row:
+        heads = re.findall(r"^#+ (.*)$", source, re.MULTILINE)
+        assert row["part"] in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads}
+
+
+def test_the_table_of_evidence_is_that_of_its_json():
+    for row in EVIDENCE:
+        target = os.path.relpath(ROOT / row["source"], HERE) + f"#{row.get('part', '')}".rstrip("#")
+        (line,) = [
+            at for at in PAGES["evidence"].splitlines() if at.startswith(f"| {row['claim']} ")
+        ]
+        assert line.startswith(f"| {row['claim']} | {row['measured']} | {row['verdict']} | [")
+        assert line.endswith(f"]({target}) |")
+
+
 @pytest.mark.parametrize(
-    "number", ["0.6252", "0.6309", "326 ms", "540 ms", "84 cells", "267 kills"]
-)
-def test_numbers_on_several_pages_are_those_of_their_source(number):
-    sources = ["jobs/README.md", "jobs/claims/RESULTS.md", "tools/bench/BENCHMARKS.md",
-               "tools/labs/RELIABILITY.md"]  # fmt: skip
-    figure = number.split()[0]
-    assert number in (ROOT / "README.md").read_text() and number in PAGES["evidence"]
-    assert any(re.search(rf"\b{re.escape(figure)}\b", (ROOT / s).read_text()) for s in sources)
+    "page",
+    ["jobs/claims/RESULTS.md", "tools/labs/RELIABILITY.md", "tools/bench/BENCHMARKS.md",
+     "tools/docs/evidence.md"],
+)  # fmt: skip
+def test_a_page_of_evidence_begins_with_a_table_of_ten_rows(page):
+    text = (ROOT / page).read_text()
+    first = re.search(r"^\|.*?\n\n", text, re.DOTALL | re.MULTILINE)
+    assert first.start() < 600 and len(first[0].strip().splitlines()) == 12
+    cells = [c.strip() for line in text.splitlines() if line[:2] == "| " for c in line.split("|")]
+    if page.endswith("RESULTS.md"):
+        assert max(map(len, cells)) <= 120
+    assert not re.search(r"\b[0-9a-f]{7,64}\b", text[: first.end()])
+
+
+def test_the_version_is_that_of_the_package():
+    said = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {mpigossip.__version__}\n" in said
+    wheels = re.findall(
+        r"mpigossip-([\d.]+)-py3", (ROOT / "README.md").read_text() + PAGES["install"]
+    )
+    assert set(wheels) == {mpigossip.__version__}
+    assert f"## {mpigossip.__version__}" in PAGES["CHANGES"]

@@ -29,6 +29,7 @@ def test_without_a_gpu_it_says_so_and_ends_with_3():
     assert "|" not in done.stdout, "no table without figures"
 
 
+@pytest.mark.every
 def test_a_row_is_rehearsed_on_the_double_and_stands_in_a_file(tmp_path):
     done = check("--double", "--only", "denormals", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -109,7 +110,6 @@ def test_from_goes_on_with_a_row_whose_number_the_table_has(tool, monkeypatch, t
     replaced(tool, monkeypatch, one=well, two=well, three=well)
     monkeypatch.setattr(tool, "result_of", lambda *_: (1, "a device"))
     monkeypatch.setattr(tool.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(tool, "at_ease", dict)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--from", "2", "--out", str(tmp_path)])
     assert tool.main() == 0
     table = capsys.readouterr().out

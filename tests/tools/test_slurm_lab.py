@@ -90,7 +90,7 @@ def test_a_job_that_is_signalled_queues_itself_and_ends_with_the_same_bits(lab, 
 
     wait_for(lambda: "lenet, " in said(), 90, lambda: f"start of training: {said()}")
     lab("scancel", "--signal=USR2", job)
-    wait_for(lambda: "going on there in the next life" in said(), 60, said)
+    wait_for(lambda: "the next attempt goes on there" in said(), 60, said)
     wait_for(lambda: state(lab, job) == ("PENDING", 1), 60, lambda: f"requeue: {state(lab, job)}")
     assert state(lab, report)[0] == "PENDING"  # a requeue isn't an end
     # Slurm lets a requeued job wait for two minutes; at once it would find its credential revoked
@@ -123,7 +123,7 @@ def test_two_ranks_a_node_queue_themselves_and_one_a_node_goes_on(lab, tmp_path)
         lab("scontrol", "update", f"JobId={job}", "StartTime=now+5")
         if life == 2:
             lab("scancel", job)
-    assert said().count("going on there in the next life") == 2
+    assert said().count("the next attempt goes on there") == 2
     at = int(re.findall(r"resumed at step (\d+)", said())[-1])
     assert 0 < at < 600
     shape = ["node.ranks_per_node=1", "node.devices=cpu:2"]

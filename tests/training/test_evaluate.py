@@ -46,7 +46,7 @@ def test_statistics_are_those_of_the_averaged_model_on_all_nodes_batches(devices
         ).trainer
     for _ in range(4):
         trainer.step()
-    batches = [trainer.settings.batches(step) for step in (4, 5)]
+    batches = [trainer.batches(step) for step in (4, 5)]
     module = averaged_model(trainer.replicas, trainer.mixer)
     before = module[0].running_mean.clone()
     recalibrate(module, trainer.replicas, trainer.mixer, batches)

@@ -99,7 +99,7 @@ def leaves(state):
     return [state] if isinstance(state, torch.Tensor) else sum(map(leaves, state), [])
 
 
-@pytest.mark.parametrize("words", METHODS)
+@on_each("words", METHODS)
 def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
     """Both rows exchange nothing: what moves is the local step."""
     name, style, local = words.split()
@@ -149,7 +149,7 @@ def test_the_scale_grows_after_clean_steps_and_has_ends(monkeypatch):
 def test_a_node_that_overflows_still_joins_the_round():
     assembly = assemble.assemble(job("node.precision=fp16", "algorithm.name=dsgd"), Alone(), 2)
     trainer = assembly.trainer
-    scaler = trainer.settings.precision.scaler
+    scaler = trainer.precision.scaler
     scaler.set(1, 2.0**24, 0)
     trainer.replicas.full[0][1] += 1e-3
     before = trainer.replicas.full[0].clone()

@@ -74,8 +74,7 @@ def test_milestones_between_epochs():
 
 def test_the_rate_in_use_is_explained():
     assert full_rate(Schedule(lr=0.01), 32)[1] == (
-        '0.00125 (schedule.lr = 0.01 x 32 samples a step / 256, schedule.scale = "linear"), '
-        "milestones"
+        "0.00125, milestones (schedule.lr = 0.01 x 32 samples / 256)"
     )
     given = Schedule(lr=0.01, scale="none", name="cosine")
-    assert full_rate(given, 32)[1] == '0.01 (schedule.scale = "none"), cosine'
+    assert full_rate(given, 32)[1] == "0.01, cosine (not scaled)"

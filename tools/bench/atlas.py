@@ -119,7 +119,7 @@ def linked(machine, gbit: float):
 def predicted(words: str, slow: str, machine, gbit: float | None) -> float:
     """Seconds of a step by the clock of events; None: on the links that were calibrated."""
     from mpigossip.training.costs import exchanges, subject
-    from mpigossip.training.timing.steps import Clock, Timing
+    from mpigossip.training.timing import Clock, Timing
 
     job = job_of(words, slow)
     made = exchanges(subject(job)[0], HOSTS)
@@ -128,7 +128,7 @@ def predicted(words: str, slow: str, machine, gbit: float | None) -> float:
     if slow == "link":
         links[-1] = at_rate(machine.bandwidth, SLOW_GBIT)
     pace[0, -1] = SLOW_TIMES if slow == "node" else 1
-    clock = Clock(Timing(job, made, here, links, ddp=not words))
+    clock = Clock(Timing(made, here, links, ddp=not words))
     for kind, t in made.rounds():
         clock.step(kind, t, here.compute_s * pace)
     return float(clock.now.max()) / made.steps
@@ -204,11 +204,11 @@ def ranks(cells: list[str], slow: str, calibrate: bool) -> None:
 
 def calibrated(world) -> dict:
     """The machine as `plan` measures it: a step alone, and rounds of the model's size."""
-    from mpigossip.analysis.machine import Given, examine
+    from mpigossip.analysis.machine import examine
     from mpigossip.training.costs import subject
 
     what = subject(job_of(f"{EVERY} {PEER}", ""))[0]
-    machine = examine(what, world, Given(jitter=0.0), 3.0)
+    machine = examine(what, world, {"jitter": 0.0}, 3.0)
     return asdict(machine)
 
 
@@ -306,7 +306,7 @@ def on_hosts(links: Network, words: list[str]) -> Iterator[dict]:
 
 def rows_of(out: Path) -> list[dict]:
     """All cells with what is predicted of them."""
-    from mpigossip.training.timing.machines import Machine
+    from mpigossip.training.machines import Machine
 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     machines = {line["network"]: Machine(**line["machine"]) for line in lines if "machine" in line}

@@ -169,13 +169,12 @@ class Gossip:
         self.ranks, self.name = ranks, name
         self.job = assemble.load(job)
         self.assembly = assemble.assemble(self.job, ranks, ranks.size)
-        self._layout = self.assembly.trainer.mixer.layout
         self.close()
 
     def open(self) -> None:
         """A mixer."""
-        made = assemble.make_mixer(self.job, self.assembly.graph, self._layout, self.ranks)
-        self.assembly.trainer.engine.adopt(made)
+        made = self.assembly.parts.open_mixer(self.ranks)
+        self.assembly.trainer.engine.replace_mixer(made)
 
     def close(self) -> None:
         """No mixer, no thread."""

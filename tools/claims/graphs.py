@@ -166,7 +166,7 @@ def speed(options) -> Iterator[Row]:
     )  # fmt: skip
     data = {"source": "synthetic", "samples": 32 * 64, "workers": 0}
     assembly = _nodes(64, data=data, model={"name": "lenet"})
-    module = assemble.make_model(assembly.job, assembly.source)
+    module = assemble.make_model(assembly.parts.job, assembly.source)
     batches = list(assembly.loader.step(0))
 
     def gradients() -> None:

@@ -22,8 +22,7 @@ from table import Row
 
 import mpigossip
 from mpigossip.config.errors import Failure
-from mpigossip.graphs.files import save
-from mpigossip.graphs.search import search
+from mpigossip.graphs.search import save, search
 from mpigossip.runs.summary import number
 from mpigossip.studies import Study
 from mpigossip.studies.grid import Cell, arguments, cells_of
@@ -32,6 +31,7 @@ from mpigossip.studies.seeds import interval
 from mpigossip.studies.tables import lost
 from mpigossip.training import assemble
 from mpigossip.training.costs import subject
+from mpigossip.training.parts import make_parts
 
 SEEDS = 5
 """Pairs of seeds that a verdict needs."""
@@ -205,5 +205,5 @@ def _codes(cell: Cell, runs: Sequence[Found]) -> str:
         return ""
     width = subject(job)[0].flat.size
     rounds = np.mean([run.last("exchanges") for run in runs]) * 2 * (cell.nodes - 1) / cell.nodes
-    codes = rounds * assemble.make_wire(job).nbytes(width)
+    codes = rounds * make_parts(job).layout.wire.nbytes(width)
     return f" as sent, {codes / 1e6:.1f} MB of codes, {rounds * 4 * width / 1e6:.1f} MB decoded"

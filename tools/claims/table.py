@@ -35,6 +35,8 @@ class Row(NamedTuple):
         return {None: "cannot tell", True: "holds", False: "**does not hold**"}[self.holds]
 
 
+WIDE = 120
+"""Characters in a cell, at most."""
 HEAD = "| claim | source | expected | measured | verdict |\n|---|---|---|---|---|"
 
 
@@ -50,13 +52,29 @@ def markdown(rows: Sequence[Row], before: Mapping[str, str]) -> str:
     lines: list[str] = []
     for table in dict.fromkeys(row.table for row in rows):
         lines += ["", f"## {table}", ""] if table else []
-        lines.append(HEAD)
+        cells = []
         for row in (row for row in rows if row.table == table):
-            cells = [cell.replace("|", "¦") for cell in row[:4]]
-            was = row.verdict if table else before.get(cells[0], row.verdict)
-            word = row.verdict + f" (before: {was})" * (was != row.verdict)
-            lines.append(f"| {' | '.join(cells)} | {word} |")
+            given = [cell.replace("|", "¦") for cell in row[:4]]
+            was = row.verdict if table else before.get(given[0], row.verdict)
+            cells.append([*given, row.verdict + f" (before: {was})" * (was != row.verdict)])
+        lines += laid_out(cells)
     return "\n".join(lines) + "\n"
+
+
+def laid_out(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table without long cells, and below it in full the rows that were shortened."""
+    lines, below = [HEAD], []
+    for claim, source, expected, measured, verdict in rows:
+        if max(len(expected), len(measured)) > WIDE:
+            below += ["", f"**{claim}** ({source}). Expected: {expected}. Measured:", ""]
+            below += [f"* {part}" for part in measured.split("; ")]
+            intervals = "; ".join(part for part in measured.split("; ") if part.endswith("]"))
+            if len(expected) > WIDE:
+                expected = "see below"
+            if len(measured) > WIDE:
+                measured = intervals if 0 < len(intervals) <= WIDE else "see below"
+        lines.append(f"| {claim} | {source} | {expected} | {measured} | {verdict} |")
+    return lines + below
 
 
 def origin() -> str:

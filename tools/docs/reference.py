@@ -7,6 +7,7 @@ import argparse
 import ast
 import inspect
 import os
+import pkgutil
 import sys
 import textwrap
 import types
@@ -26,6 +27,7 @@ from mpigossip.commands.arguments import every
 from mpigossip.config import errors, sections
 from mpigossip.config.choices import Part
 from mpigossip.config.toml import Limit, keyword_only, show
+from mpigossip.optim import settings as optim_settings
 from mpigossip.store import checkpoint, log
 from mpigossip.training import assemble, task
 
@@ -59,6 +61,20 @@ VARIABLES = {
     "HDF5_USE_FILE_LOCKING": "`FALSE` where a file system has no locks (read by HDF5)",
 }
 """Environment variables that the package or its libraries read."""
+
+
+PUBLIC = dict.fromkeys(mpigossip.__all__, "") | {
+    "optim.world.World": "node_group, node_mesh, agree, barrier, broadcast, gather, abort, close",
+    "studies.Study": "best, ties, table, frame, dataset, plot, transient",
+    "graphs.base.Graph": "", "graphs.base.from_matrices": "",
+    "algorithms.base.Algorithm": "", "algorithms.base.Step": "",
+    "runs.hooks.Hook": "", "engine.measurements.Record": "", "training.evaluate.Evaluation": "",
+    "runs.progress.Progress": "job, folder, nodes, steps_per_epoch, total_steps, samples_per_step, "
+    "evaluation, checkpoint, epoch, warn",
+}  # fmt: skip
+"""Names of the page Python, and which members of each are shown (empty: all public ones)."""
+MADE = ("optim.world", "studies.", "graphs.base.G", "engine.", "training.", "runs.progress")
+"""Those that a program is given, and doesn't make."""
 
 
 def docstrings(cls: type) -> dict[str, str]:
@@ -140,6 +156,12 @@ def options() -> Iterator[tuple[str, str, str, str, str]]:
                 yield section, name, option, words, "unset" if default is None else shown
 
 
+def loop_options() -> list[tuple[str, str]]:
+    """Return the settings that `Gossip` takes as options, as section and name."""
+    groups = (optim_settings.KEYS, optim_settings.OF_RUN)
+    return [(name, key) for keys in groups for name, some in keys.items() for key in some]
+
+
 def cells(*row: str) -> str:
     """Return a row of a table."""
     return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in row) + " |"
@@ -167,6 +189,12 @@ def settings_page() -> str:
             for path, (words, default, meaning, text) in known.items()
             if path.startswith(f"{name}.")
         ]
+        if name in TABLES:
+            names = ", ".join(f"`{each}`" for each in TABLES[name])
+            lines += ["", f"Names for `{name}.{'source' if name == 'data' else 'name'}`: {names}."]
+        if name == "graph":
+            rules = ", ".join(f"`{each}`" for each in graphs.WEIGHTS)
+            lines += ["", f"Rules for `graph.weights`: {rules}."]
         rows = [row for row in own if row[0] == name]
         if rows:
             lines += ["", "Options by name:", ""]
@@ -193,14 +221,22 @@ def commands_page() -> str:
 def python_page() -> str:
     """Return the page of the Python API, which autodoc fills."""
     lines = ["# Python", "", "```{eval-rst}"]
-    for name in mpigossip.__all__:
-        kind = "autoclass" if inspect.isclass(getattr(mpigossip, name)) else "autofunction"
-        lines += [f".. {kind}:: mpigossip.{name}"]
-        lines += ["   :members:", "   :inherited-members: Optimizer", ""] * (kind == "autoclass")
-    for path in ("optim.world.World", "studies.Study",
-                 "graphs.base.Graph", "algorithms.base.Algorithm", "runs.hooks.Hook"):  # fmt: skip
-        lines += ["", f".. autoclass:: mpigossip.{path}", "   :members:", ""]
-    return "\n".join([*lines, "```", ""])
+    for path, members in PUBLIC.items():
+        made = pkgutil.resolve_name(f"mpigossip:{path}")
+        if not inspect.isclass(made):
+            lines += [f".. autofunction:: mpigossip.{path}", ""]
+            continue
+        given = "()" * path.startswith(MADE)
+        lines += [f".. autoclass:: mpigossip.{path}{given}", f"   :members: {members}"]
+        lines += ["   :inherited-members: Optimizer, tuple"] * (not members)
+        lines += ["   :class-doc-from: both"] * (path in mpigossip.__all__) + [""]
+    lines += ["```", "", "## Options of Gossip", ""]
+    lines += ["Options of the algorithm, the graph and the cadence have the names that are on the"]
+    lines += ["page [Settings](settings.md). These settings of a job go by their plain names, too;"]
+    lines += ["those of the run only where `run=` is given:", ""]
+    lines += head("option", "setting of a job")
+    lines += [cells(f"`{key}`", f"`{name}.{key}`") for name, key in loop_options()]
+    return "\n".join([*lines, ""])
 
 
 def files_page() -> str:

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 from measures import Place
 
-from tools.launching import Late, at_ease, ended, launcher
+from tests.launch import Launch, found_launcher
 
 TOTAL_S, SEVERAL_S = 570, 900
 """Seconds after which nothing new is begun and what runs is ended: of one GPU, more of several."""
@@ -113,7 +114,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    os.environ.update(at_ease())
     if options.gpus and not options.double:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(options.gpus)))
     with tempfile.TemporaryDirectory() as folder:
@@ -186,9 +186,9 @@ def measured(check: Check, place: Place, seconds: float) -> tuple[str, bool | No
         return tests(place, seconds)
     head = []
     if check.ranks:
-        if not launcher() or importlib.util.find_spec("mpi4py") is None:
+        if not found_launcher() or importlib.util.find_spec("mpi4py") is None:
             raise NotRun("needs mpi4py and an mpiexec (MPIGOSSIP_MPIEXEC names one)")
-        head = [*launcher(), "-n", str(check.ranks)]
+        head = [*found_launcher(), "-n", str(check.ranks)]
     name, *words = check.measure.split()
     script = SEVERAL if check.gpus > 1 else MEASURES
     command = [*head, sys.executable, str(script), name, str(seconds), *words]
@@ -209,11 +209,15 @@ def result_of(command: list[str], place: Place, seconds: float):
 
 def finished(command: list[str], seconds: float):
     """A finished command; NotRun where the time wasn't enough, with what it said until then."""
+    run = Launch(0, command)
     try:
-        return ended(command, seconds)
-    except Late as late:
-        print(*(text[-3000:] for text in late.args))
+        code = run.process.wait(seconds)
+        return subprocess.CompletedProcess(command, code, *run.output())
+    except subprocess.TimeoutExpired:
+        print(*(text[-3000:] for text in run.output()))
         raise NotRun(f"{seconds:.0f} s were not enough") from None
+    finally:
+        run.close()
 
 
 def tests(place: Place, seconds: float) -> tuple[str, bool]:

@@ -36,7 +36,7 @@ from checkouts import REFUSED, Checkout, Job, Result, Store, Wrong, measured, su
 
 COMMON = """
 model.name=mlp schedule.warmup_epochs=0 run.steps=24 checkpoint.every_steps=12 run.epochs=30
-algorithm.name=dmsgd local.name=none schedule.name=milestones schedule.lr=0.2
+algorithm.name=dmsgd local.name=none schedule.name=milestones schedule.lr=0.2 schedule.scale=linear
 schedule.milestones=[20,26]
 log.flush_steps=6 log.consensus_every=2
 """

@@ -13,11 +13,11 @@ from mpigossip.config import CadenceSection, GraphSection, Job, JobError, LocalS
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
 from mpigossip.mixing.base import Kind
-from mpigossip.training.assemble import make_bare
 from mpigossip.training.costs import Exchanges, Subject, exchanges
 from mpigossip.training.fit import lacking, unfit
-from mpigossip.training.timing.machines import Machine
-from mpigossip.training.timing.steps import Timing
+from mpigossip.training.machines import Machine
+from mpigossip.training.parts import make_parts
+from mpigossip.training.timing import Timing
 
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
 CADENCES = ("always", "every", "gossip-pga", "cpsgd")
@@ -55,7 +55,7 @@ class Choice:
 
 def always_global(job: Job) -> bool:
     """Return whether the job is a method of global averages at every step."""
-    return make_bare(job).always_global
+    return make_parts(job).method.always_global
 
 
 def parallel(job: Job) -> Job:
@@ -133,9 +133,10 @@ def predict(
         made = exchanges(replace(what, job=job), n, period)
     except GraphError:
         return None
-    if lacking(made.method.needs, made.graph) or unfit(job, made.graph, made.method, made.cadence):
+    parts = made.parts
+    if lacking(parts.method.needs, parts.graph) or unfit(parts):
         return None
-    timing = Timing(job, made, _coding(machine, made))
+    timing = Timing(made, _coding(machine, made))
     (exchange, hidden), waiting = timing.mean_s(), timing.waiting_s()
     step = timing.steady_s + exchange - hidden + waiting
     per_epoch = what.steps_per_epoch(n)
@@ -151,7 +152,7 @@ _CODED: dict[tuple[str, int], tuple[float, float]] = {}
 
 def _coding(machine: Machine, made: Exchanges) -> Machine:
     """With rates of coding measured here, once for each wire and width, where none are given."""
-    layout = made.layout
+    layout = made.parts.layout
     if layout.wire.exact or machine.encode_rate:
         return machine
     key = layout.wire.name, layout.vectors * sum(layout.widths)
@@ -167,8 +168,8 @@ def _transient(made: Exchanges, alike: bool) -> float:
     gossip = sum(count for (kind, _), count in counted.items() if kind is Kind.GOSSIP)
     everywhere = sum(count for (kind, _), count in counted.items() if kind is Kind.GLOBAL)
     every = made.steps / everywhere if everywhere else float("inf")
-    gap = _gap(made.graph) if gossip else 0.0
-    found = transient_of(made.graph.n, gap, gossip / made.steps, every)
+    gap = _gap(made.parts.graph) if gossip else 0.0
+    found = transient_of(made.parts.graph.n, gap, gossip / made.steps, every)
     return found[0] if alike else found[1]
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from mpigossip.analysis.plan import ALL_REDUCE, GOSSIP, NEAR, Choice, Row, predict
+from mpigossip.analysis.plan import ALL_REDUCE, GOSSIP, NEAR, Choice, Row, always_global, predict
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned
 from mpigossip.training import assemble
 from mpigossip.training.costs import Subject, subject
-from mpigossip.training.timing.machines import Machine
+from mpigossip.training.machines import Machine
 
 PERIODS = (8, 32, 128)
 """Steps between two exchanges that are tried."""
@@ -52,26 +53,17 @@ class Proposal:
     label: str
     level: int
     known: str
-    settings: tuple[str, ...]
-    row: Row
-
-
-@dataclass(frozen=True)
-class _Way:
-    label: str
-    level: int
-    known: str
     graph: str
     settings: tuple[str, ...]
-    """besides the graph's"""
+    row: Row | None = None
 
 
-def _ways(job: Job, n: int) -> Iterator[_Way]:
-    """All proposals, by rising risk."""
+def _ways(job: Job, n: int) -> Iterator[Proposal]:
+    """All ways, by rising risk; ``settings`` without the graph's."""
     always = ("cadence.name=always", "node.wire=fp32")
-    yield _Way("all-reduce (DDP)", 0, "none", ALL_REDUCE, ("algorithm.name=parallel", *always))
+    yield Proposal("all-reduce (DDP)", 0, "none", ALL_REDUCE, ("algorithm.name=parallel", *always))
     method = job.algorithm.name
-    if assemble.make_bare(job).always_global:
+    if always_global(job):
         method = GOSSIP
     own = (f"algorithm.name={method}",)
     graphs = {"one-peer-exponential": "one-peer", "one-peer-hypercube": "one-peer",
@@ -80,19 +72,19 @@ def _ways(job: Job, n: int) -> Iterator[_Way]:
         if n & (n - 1) and graph == "one-peer-exponential":
             continue  # not exact for this n, as base-2 is
         level = 3 if graph == "ring" else 1
-        yield _Way(f"{method}, {graph}", level, known, graph, (*own, *always))
+        yield Proposal(f"{method}, {graph}", level, known, graph, (*own, *always))
     peer = "base-2" if n & (n - 1) else "one-peer-exponential"
     wire = ("cadence.name=always", "node.wire=bf16")
-    yield _Way(f"{method}, {peer}, bf16", 2, "bf16", peer, (*own, *wire))
+    yield Proposal(f"{method}, {peer}, bf16", 2, "bf16", peer, (*own, *wire))
     for step, period in enumerate(PERIODS):
         level, seldom = 4 + step, f"cadence.period={period}"
         outer = ("algorithm.name=diloco", "cadence.name=cpsgd", seldom, "node.wire=fp32")
         parts = (f"cadence.fragments={FRAGMENTS}", "cadence.delay=1")
         gasloc = ("algorithm.name=gasloc", "cadence.name=every", seldom, "node.wire=fp32")
-        yield _Way(f"diloco, H = {period}", level, "diloco", "complete", outer)
+        yield Proposal(f"diloco, H = {period}", level, "diloco", "complete", outer)
         label = f"diloco, H = {period}, {FRAGMENTS} fragments"
-        yield _Way(label, level, "diloco", "complete", (*outer, *parts))
-        yield _Way(f"gasloc, {peer}, H = {period}", level, "gasloc", peer, gasloc)
+        yield Proposal(label, level, "diloco", "complete", (*outer, *parts))
+        yield Proposal(f"gasloc, {peer}, H = {period}", level, "gasloc", peer, gasloc)
 
 
 def proposals(
@@ -116,7 +108,7 @@ def proposals(
         if row is None:
             left_out[way.label] = f"the graph doesn't exist for {n} nodes, or the parts don't fit"
         else:
-            found.append(Proposal(way.label, way.level, known(way.known, job), pasted, row))
+            found.append(replace(way, known=known(way.known, job), settings=pasted, row=row))
     if not found:
         raise JobError([f"{label}: {why}" for label, why in left_out.items()])
     return found, left_out
@@ -143,14 +135,16 @@ def text(
     """A table, fastest first, and the line to paste."""
     chosen = best(found)
     reduce = next((one.row.step_s for one in found if one.level == 0), None)
-    lines = [f"{n} nodes: predicted, fastest first; * proposed: of those within "
-             f"{WITHIN - 1:.0%} of the fastest what risks least"]  # fmt: skip
-    rows = [("", "ms/step", "MB/step", "known of its accuracy")]
+    near = f"(* proposed: of those within {WITHIN - 1:.0%} of the fastest what risks least)"
+    lines = [f"{n} nodes, predicted, fastest first", near]
+    notes = list(dict.fromkeys(one.known for one in found))
+    rows = [("", "ms/step", "MB/step", "accuracy")]
     for one in sorted(found, key=lambda one: one.row.step_s):
         label = f"{'*' if one is chosen else ' '} {one.label}"
         cost = f"{1e3 * one.row.step_s:.4g}", f"{one.row.bytes_per_step / 1e6:.3g}"
-        rows.append((label, *cost, one.known))
-    lines.append(aligned(rows, left=(0, 3)))
+        rows.append((label, *cost, f"({1 + notes.index(one.known)})"))
+    lines += [aligned(rows), "", "known of the accuracy:"]
+    lines += [f"({number}) {note}" for number, note in enumerate(notes, 1)]
     if reduce is not None and chosen.level:
         gain = f"{reduce / chosen.row.step_s:.2f} x as fast as all-reduce; "
     else:
@@ -158,7 +152,7 @@ def text(
     command = shlex.join(["mpigossip", "train", str(job), *settings, *chosen.settings])
     lines += ["", f"{gain}to paste:", f"  {command}"]
     for label, why in left_out.items():
-        lines.append(f"left out: {label}: {why.splitlines()[0]}")
+        lines += wrap(f"left out: {label}: {why.splitlines()[0]}", 80, subsequent_indent="  ")
     return "\n".join(lines)
 
 

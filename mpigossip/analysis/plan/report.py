@@ -19,9 +19,9 @@ from mpigossip.analysis.plan import (
 from mpigossip.analysis.plan import name as named
 from mpigossip.config.readable import aligned
 from mpigossip.training.costs import Subject
-from mpigossip.training.timing.machines import Machine
+from mpigossip.training.machines import Machine
 
-WIDTH = 96
+WIDTH = 80
 """Columns of the longest lines of text, where the terminal has as many."""
 
 
@@ -49,9 +49,9 @@ def text(
     labels = {choice: _label(choice, own) for choice in shown}
     last = nodes[-1]
     times = {key: _short(1e3 * row.step_s) for key, row in by.items()}
-    steps = [["ms a step, nodes:", *(f"{n:,}" for n in nodes)]]
+    steps = [["ms/step, nodes:", *(f"{n:,}" for n in nodes)]]
     steps += [[labels[c], *(times.get((c, n), "-") for n in nodes)] for c in shown]
-    head = ["ms a step", "hidden", "MB a step", "epoch", f"{epochs:g} epochs", "transient"]
+    head = ["ms/step", "hidden", "MB/step", "epoch", f"{epochs:g} epochs", "transient"]
     details = [[f"at {last:,} nodes", *head]]
     details += [[labels[c], *_details(by[c, last])] for c in shown if (c, last) in by]
     lines = [*_head(what, machine, note), aligned(steps), "", aligned(details)]
@@ -116,8 +116,8 @@ def picture(
     from matplotlib.figure import Figure
 
     from mpigossip.store.hdf5 import replacing
-    from mpigossip.studies.styles import COLOURS
-    from mpigossip.studies.styles import style as style_of
+    from mpigossip.studies.drawing import COLOURS
+    from mpigossip.studies.drawing import style as style_of
 
     figure = Figure(figsize=(12.4, 5.6), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -1,1 +1,1 @@
-"""Mixing of vectors on GPUs: file names as on the CPU's side where the part is the same."""
+"""Exchange on GPUs: messages, their memory and streams, and the proof that MPI moves it."""

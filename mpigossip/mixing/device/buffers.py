@@ -14,9 +14,9 @@ import torch
 from mpigossip.mixing.averages import ByRank, average, gather
 from mpigossip.mixing.base import Layout, Segments
 from mpigossip.mixing.combine import Source, add_up
-from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, pin, private
+from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, pin
 from mpigossip.mixing.device.streams import Streams
-from mpigossip.mixing.host.buffers import HostBuffers
+from mpigossip.mixing.host import HostBuffers
 from mpigossip.mixing.plan import Chunk
 from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.wire import encode_slot
@@ -34,7 +34,7 @@ class DeviceBuffers:
     ):
         """Raises MemoryRefused where memory that MPI may reach can't be had."""
         self._layout, self._rank, self._n, self._streams = layout, rank, n, streams
-        take = private if transport.on_device else _ordinary
+        take = transport.allocate
         lossy, devices = not layout.wire.exact, [each.device for each in streams]
         own = [take(layout.slot_bytes, device) for device in devices]
         self._mixed = [take(layout.slot_bytes, device) for device in devices]
@@ -57,7 +57,7 @@ class DeviceBuffers:
         elif n > 1:
             self._share = max(min(SHARE, layout.slot_bytes), 8 * n)
             gathers = n * size if self._gathers else 0
-            self._rooms = [private(max(self._share, gathers), device) for device in devices]
+            self._rooms = [take(max(self._share, gathers), device) for device in devices]
 
     def pin(self, memory: Sequence[torch.Tensor]) -> str:
         """Lock the host memory that copies use; return why it can't be, and copies are slower."""
@@ -70,7 +70,7 @@ class DeviceBuffers:
 
     @property
     def _gathers(self) -> bool:
-        """Whether in a global average everyone's codes are less than a sum's parts."""
+        """Return whether in a global average everyone's codes are less than a sum's parts."""
         layout = self._layout
         return not layout.wire.exact and self._n * layout.sent_bytes < 2 * layout.nbytes
 
@@ -87,11 +87,11 @@ class DeviceBuffers:
     def prepare(self, number: int, chunk: Chunk) -> list[torch.Tensor]:
         """Wait until the devices have filled the chunk, and it is in host memory if staged."""
         if self.host is None:
-            _wait(self._ready)
+            _wait(self._ready)  # for the slots' streams, which fill the outbox
             return self.sent
         if chunk.number == len(self._copied):
             self._copied.append(self._copy_out(self.sent, self.host.sent, chunk.span))
-        _wait(self._copied[chunk.number])
+        _wait(self._copied[chunk.number])  # for the streams of copies out
         return self.host.sent
 
     def _copy_out(
@@ -163,7 +163,7 @@ class DeviceBuffers:
         _wait(self._copy_out(self._own, host.own.split(layout.slot_bytes), whole))
         if self.codes and host.codes:
             _wait(self._copy_out(self.codes, host.codes, slice(0, layout.slot_sent_bytes)))
-        waited = host.average(transport)
+        waited = host.average(transport)  # waits for all ranks
         results = host.memory.split(layout.slot_bytes)
         for mixed, result, each in zip(self._mixed, results, self._streams, strict=True):
             with each.incoming():
@@ -177,7 +177,7 @@ class DeviceBuffers:
 
         def swap(out: ByRank, into: ByRank) -> float:
             self.complete()
-            waited = transport.swap(out, into)
+            waited = transport.swap(out, into)  # waits for all ranks
             for each in self._streams if into else ():
                 arrived_whole(each.device)
             return waited
@@ -197,10 +197,6 @@ class DeviceBuffers:
         if self.host:
             self.host.close()
             self.host = None
-
-
-def _ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 def _wait(events: Sequence[torch.cuda.Event | None]) -> None:

@@ -1,7 +1,7 @@
-"""Memory that MPI may reach: private on a GPU, or of the host and pinned.
+"""Memory that MPI may reach: private or torch's on a GPU, or of the host and pinned.
 
-Torch's caching allocator hands out pieces of larger blocks, which can't be given to MPI
-safely; these are allocations of their own. Untested where there is no GPU.
+Torch's caching allocator hands out pieces of larger blocks, over which no window can be opened
+safely: windows take private allocations, CuPy's. Messages and NCCL take torch's. Untested on GPUs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,21 @@ def current(device: torch.device) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
+def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Torch's memory as uint8 (nbytes,), zeros when this returns."""
+    try:
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise MemoryRefused(f"{nbytes >> 20} MiB for messages on {device}: {error}") from error
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return memory
+
+
 def private(nbytes: int, device: torch.device) -> torch.Tensor:
     """An allocation of its own (cudaMalloc) as uint8 (nbytes,); zeros on the CPU."""
     if device.type == "cpu":
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return ordinary(nbytes, device)
     cupy, taken = _cupy(device), -(-max(nbytes, 1) // UNIT) * UNIT
     try:
         with current(device), cupy.cuda.Device(device.index):
@@ -125,15 +136,14 @@ def _cupy(device: torch.device) -> Any:
         import cupy
     except ImportError as error:
         raise MemoryRefused(
-            f"memory of {device} for windows is CuPy's, which can't be imported ({error}); "
-            "pip install 'mpigossip[gpu]' (on AMD a ROCm build of CuPy), or go through host "
-            'memory: node.exchange = "host"'
+            f"memory of {device} for windows is CuPy's, which can't be imported ({error}): "
+            "pip install 'mpigossip[gpu]' (on AMD a ROCm build of CuPy); other ways need none"
         ) from error
     return cupy
 
 
 OPTIONS, ORDERING = 117, 118
-"""cudaDevAttrGPUDirectRDMAFlushWritesOptions and cudaDevAttrGPUDirectRDMAWritesOrdering."""
+"""CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS and …_WRITES_ORDERING."""
 BY_HOST = 1
 """The option of a flush that the host asks for."""
 CURRENT, TO_OWNER = 0, 100
@@ -145,15 +155,12 @@ def ordered(device: torch.device) -> bool:
     """Whether writes are seen by the device's later work as they are; MemoryRefused: never."""
     if device.type == "cpu" or torch.version.hip:
         return True
-    import cupy
-
-    runtime = cupy.cuda.runtime
-    try:
-        ordering, options = (
-            runtime.deviceGetAttribute(which, device.index) for which in (ORDERING, OPTIONS)
-        )
-    except runtime.CUDARuntimeError:  # a driver that doesn't know the question
-        return True
+    answer, found = ctypes.c_int(), []
+    for which in (ORDERING, OPTIONS):
+        if driver().cuDeviceGetAttribute(ctypes.byref(answer), which, device.index):
+            return True  # a driver that doesn't know the question
+        found.append(answer.value)
+    ordering, options = found
     if ordering or options & BY_HOST:
         return ordering > 0
     raise MemoryRefused(

@@ -1,12 +1,21 @@
-"""Proof that MPI moves GPU memory: a put or a message of every slot, in a thread of its own.
+"""Proof that this MPI reads and writes GPU memory: what it says, then puts or messages.
 
-Ranks agree after each call that may fail on one of them, before any waits for what another one
-was to send: a failure is told everywhere and at once, not by a deadline.
+First in a process of its own, as such calls may crash: without the launcher's variables MPI finds a
+world of one, which sends to itself. That shows what is broken in a library or in its build. Then
+between the ranks, in a thread that can be given up. Ranks agree after each call that may fail on
+one of them, before any waits for what another one was to send: a failure is told everywhere and at
+once, not by a deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,17 +23,165 @@ from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.cluster.deadline import LateError
+from mpigossip.cluster.process import libraries
 from mpigossip.mixing.averages import raw
-from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, ordered, private
-from mpigossip.mixing.notifications import everybody, wait_all
+from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, ordinary, private
+from mpigossip.mixing.notifications import abandoned, everybody, wait_all
 from mpigossip.mixing.progress_thread import ProgressThread
 
+SEVERAL_GPUS = (1, 19)
+"""UCX's first version that serves several GPUs in one process."""
 PROBE = 1 << 16
 """Bytes of the proof's messages: above the size that libraries send along with the envelope."""
 PROOF_S = 60.0
 """Seconds that each wait of the proof may take."""
-_left: list = []
-"""Windows and memory of proofs that failed: freeing them may fail as well, or hang."""
+BEGUN, ARRIVED, WRONG = "begun", "arrived", "wrong: "
+LAUNCHED = re.compile(
+    "PMI|PRTE|SLURM|PALS|HYDRA|HYDI|FLUX|JSM|MPI_LOCAL|MV2_COMM|OMPI_(?!MCA_)"
+    "|OMPI_MCA_(orte|prte|ess|pmix|plm|ras|rmaps|initial)"
+)
+"""Beginnings of variables that make a program a rank of the job; what sets MPI up stays."""
+
+
+def proven(
+    comm: MPI.Intracomm, devices: Sequence[torch.device], way: str = "windows",
+    timeout_s: float = PROOF_S,
+) -> tuple[bool, str]:  # fmt: skip
+    """Return whether MPI moves memory of all slots' devices on all ranks, and why (not).
+
+    Collective; the answer is that of all ranks. ``way``: puts ("windows") or "messages". A library
+    that says no anywhere is believed: a put into a GPU's memory would kill the process.
+    """
+    said = asked(comm)
+    names = [name for name, yes in said.items() if yes]
+    if not all(comm.allgather(bool(names))):
+        return False, f"this MPI doesn't say that it is GPU-aware ({', '.join(said)})"
+    ucx = ucx_version()
+    over = f" over UCX {'.'.join(map(str, ucx))}" if ucx else ""
+    says = f"{' and '.join(names)} says GPU-aware{over}"
+    many = len(set(devices))
+    old = many > 1 and ucx and ucx[:2] < SEVERAL_GPUS
+    refusal = f"that serves one GPU a process, here are {many}: 1.19 serves several" if old else ""
+    note = ""
+    if not (refused := _first(comm, refusal)):
+        able, note = tried(devices, timeout_s, way)
+        refused = _first(comm, "" if able else note)
+    refused = refused or arrives(comm, devices, timeout_s, way)
+    if refused:
+        return False, f"{says}, but {refused}"
+    note = note and f" ({note})"
+    what = "puts into" if way == "windows" else "messages to"
+    return True, f"{says}, and {what} the memory of every slot arrived{note}"
+
+
+def _first(comm: MPI.Intracomm, text: str) -> str:
+    """Return the first rank's text that isn't empty; collective."""
+    return next(filter(None, comm.allgather(text)), "")
+
+
+# -- what the library says -----------------------------------------------------------------------
+
+
+def asked(comm: MPI.Intracomm, environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
+    """Return what the library says of itself, by the way of asking; nothing here touches a GPU."""
+    return {
+        "mpi_memory_alloc_kinds": _info_says(comm),
+        "MPIX_Query_cuda_support": _library_says(),
+        "MPICH_GPU_SUPPORT_ENABLED": environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1",
+    }
+
+
+def _info_says(comm: MPI.Intracomm) -> bool:
+    info = comm.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    return any(kind.split(":")[0] in ("cuda", "rocm") for kind in kinds.split(","))
+
+
+def _library_says() -> bool:
+    for path in libraries():
+        if "/libmpi" not in path:
+            continue
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:
+            continue
+        for name in ("MPIX_Query_cuda_support", "MPIX_Query_rocm_support"):
+            if hasattr(library, name) and getattr(library, name)() == 1:
+                return True
+        answer = ctypes.c_int(0)
+        if hasattr(library, "MPIX_GPU_query_support"):
+            for kind in (0, 2):  # MPIX_GPU_SUPPORT_CUDA, MPIX_GPU_SUPPORT_HIP
+                if library.MPIX_GPU_query_support(kind, ctypes.byref(answer)) == 0 and answer:
+                    return True
+    return False
+
+
+def ucx_version() -> tuple[int, ...]:
+    """Return that of the UCX in this process, such as (1, 19, 0); empty where there is none."""
+    for path in libraries():
+        if path.rpartition("/")[2].startswith("libucp"):
+            numbers = [ctypes.c_uint() for _ in range(3)]
+            ctypes.CDLL(path).ucp_get_version(*map(ctypes.byref, numbers))
+            return tuple(number.value for number in numbers)
+    return ()
+
+
+# -- in a process of its own ---------------------------------------------------------------------
+
+
+def tried(devices: Sequence, timeout_s: float, way: str = "windows") -> tuple[bool, str]:
+    """Return whether there is anything against trying it here, and what was found."""
+    program = f"from {__name__} import main; main()"
+    names = list(dict.fromkeys(map(str, devices)))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, way, *names], env=environment(os.environ),
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=timeout_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        said = (late.stdout or b"").decode(errors="replace")
+        return _judged(said, f"didn't end within {timeout_s:g} s")
+    except OSError as error:
+        return True, f"not tried in a process of its own: {error}"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    last = f" ({lines[-1][:200]})" if lines else ""
+    return _judged(done.stdout, f"ended with {_ending(done.returncode)}{last}")
+
+
+def _judged(said: str, how: str) -> tuple[bool, str]:
+    lines = said.splitlines()
+    wrong = [line.removeprefix(WRONG) for line in lines if line.startswith(WRONG)]
+    if ARRIVED in lines:
+        return True, ""
+    if BEGUN not in lines:  # no world of one here: what it would show stays open
+        return True, f"not tried in a process of its own: MPI in it {how}"
+    return False, f"in a process of its own {wrong[0] if wrong else f'it {how}'}"
+
+
+def _ending(code: int) -> str:
+    try:
+        return f"code {code}" if code >= 0 else signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a program that is no rank of the job."""
+    return {name: value for name, value in given.items() if not LAUNCHED.match(name)}
+
+
+def main() -> None:
+    """Prove it in a world of one, and print how far that came; ``sys.argv``: way, devices."""
+    print(BEGUN, flush=True)
+    way, *names = sys.argv[1:]
+    proof = Proof(MPI.COMM_SELF, [torch.device(name) for name in names], PROOF_S, way)
+    proof.run()
+    print(f"{WRONG}{proof.wrong}" if proof.wrong else ARRIVED)
+
+
+# -- between ranks -------------------------------------------------------------------------------
 
 
 def arrives(
@@ -36,20 +193,16 @@ def arrives(
     while, as a flush that hangs never returns: that is an answer, too.
     """
     proof = Proof(comm, devices, timeout_s, way)
-    threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    thread = ProgressThread(
-        comm, threaded=threaded, poll=False, timeout_s=timeout_s, device=str(devices[0])
-    )
+    thread = ProgressThread(comm, timeout_s=timeout_s, device=str(devices[0]))
     late = ""
     try:
         thread.wait(thread.submit(proof.run), "the proof that this MPI moves GPU memory")
     except (LateError, MPI.Exception, RuntimeError) as error:
         late = str(error)
-        _left.append(proof)
+        abandoned.append(proof)
     finally:
         thread.close()
-    found = comm.allgather(late or proof.wrong)
-    return next(filter(None, found), "")
+    return _first(comm, late or proof.wrong)
 
 
 class Proof:
@@ -60,45 +213,46 @@ class Proof:
     ):
         """``devices``: of the slots; on all ranks as many."""
         self._comm, self._devices, self._timeout_s = comm, devices, timeout_s
-        self._way = way
         self._left, self._right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         self._memory: list[torch.Tensor] = []
         self._windows: list[MPI.Win] = []
-        self._received: list[MPI.Request] = []
-        self._sent: list[MPI.Request] = []
+        self._pending: list[MPI.Request] = []
+        self._take = private if way == "windows" else ordinary
+        self._steps: list[tuple[str, Callable[[int, torch.device], None]]]
+        self._steps = [("an allocation", self._allocate)]
+        if way == "windows":
+            self._steps += [("MPI_Win_create", self._open), ("a put", self._put)]
+        else:
+            self._steps += [("a message", self._post)]
         self.wrong = ""
 
     def run(self) -> None:
-        """All of it, as far as it goes."""
-        steps: list = [("an allocation", self._allocate)]
-        if self._way == "windows":
-            steps += [("MPI_Win_create", self._open), ("a put", self._put)]
-        else:
-            steps += [("a message", self._post)]
-        for name, step in steps:
+        """Do all of it, as far as it goes."""
+        for name, step in self._steps:
             if not self._agreed(name, step):
-                _left.append((self._windows, self._memory))
+                # freeing windows and memory may fail as well, or hang
+                abandoned.append((self._windows, self._memory))
                 return
-        self._wait([*self._received, *self._sent])
+        self._wait(self._pending)
         self._wait([self._comm.Ibarrier()])
-        self._agreed(steps[-1][0], self._compare)
+        self._agreed(self._steps[-1][0], self._compare)
         for window in self._windows:
             close_window(window, self._comm)
 
     def _agreed(self, name: str, step: Callable[[int, torch.device], None]) -> bool:
-        """Do a step for every slot; whether it went well on all ranks."""
-        slot = 0
+        """Do a step for every slot; return whether it went well on all ranks."""
+        slot, comm = 0, self._comm
         try:
             for slot, device in enumerate(self._devices):
                 with current(device):
                     step(slot, device)
         except (MPI.Exception, RuntimeError) as error:
-            where = f"{self._devices[slot]} (rank {self._comm.rank})"
+            where = f"{self._devices[slot]}" + (f" (rank {comm.rank})" if comm.size > 1 else "")
             self.wrong = f"{name} of GPU memory failed on {where}: {error}"
         mine, all_of = np.array([bool(self.wrong)], np.int32), np.zeros(1, np.int32)
-        self._wait([self._comm.Iallreduce(mine, all_of, MPI.MAX)])
+        self._wait([comm.Iallreduce(mine, all_of, MPI.MAX)])
         if all_of[0]:  # so all ranks come here
-            self.wrong = next(filter(None, self._comm.allgather(self.wrong)))
+            self.wrong = _first(comm, self.wrong)
         return not all_of[0]
 
     def _wait(self, requests: Sequence[MPI.Request]) -> None:
@@ -107,48 +261,36 @@ class Proof:
 
         wait_all(dict(enumerate(requests)), self._timeout_s, late, everybody)
 
-    def _parts(self, slot: int) -> tuple[torch.Tensor, ...]:
-        """Source, inbox and letter box."""
-        return self._memory[slot].split(PROBE)
-
     def _allocate(self, slot: int, device: torch.device) -> None:
-        ordered(device)
-        self._memory.append(private(3 * PROBE, device))
-        self._parts(slot)[0].fill_(_pattern(self._comm.rank, slot))
-        synchronize(device)
+        self._memory.append(self._take(2 * PROBE, device))
+        self._memory[slot][:PROBE].fill_(_pattern(self._comm.rank, slot))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def _open(self, slot: int, device: torch.device) -> None:
         self._windows.append(open_window(MPI.Win.Create, raw(self._memory[slot]), self._comm))
 
     def _put(self, slot: int, device: torch.device) -> None:
-        put(self._windows[slot], raw(self._parts(slot)[0]), self._right, PROBE)
+        put(self._windows[slot], raw(self._memory[slot][:PROBE]), self._right)
 
     def _post(self, slot: int, device: torch.device) -> None:
-        source, _, letter = self._parts(slot)
-        self._received.append(self._comm.Irecv([raw(letter), MPI.BYTE], self._left, slot))
-        self._sent.append(self._comm.Isend([raw(source), MPI.BYTE], self._right, slot))
+        source, inbox = ([raw(part), MPI.BYTE] for part in self._memory[slot].split(PROBE))
+        self._pending.append(self._comm.Irecv(inbox, self._left, slot))
+        self._pending.append(self._comm.Isend(source, self._right, slot))
 
     def _compare(self, slot: int, device: torch.device) -> None:
         for window in self._windows[slot : slot + 1]:
             window.Sync()
         arrived_whole(device)
-        _, inbox, letter = (part.cpu() for part in self._parts(slot))
-        windows = self._way == "windows"
-        if not ((inbox if windows else letter) == _pattern(self._left, slot)).all():
-            raise MemoryRefused(f"{'a put' if windows else 'a message'} brought wrong data")
+        if not (self._memory[slot][PROBE:].cpu() == _pattern(self._left, slot)).all():
+            raise MemoryRefused("wrong data arrived")
 
 
 def _pattern(rank: int, slot: int) -> int:
     return (rank + 7 * slot) % 251 + 1
 
 
-def put(window: MPI.Win, source, rank: int, at: int) -> None:
-    """A put that is complete at its target when this returns."""
-    window.Put([source, MPI.BYTE], rank, [at, PROBE, MPI.BYTE])
+def put(window: MPI.Win, source, rank: int) -> None:
+    """Put into the second half of a window; complete at its target when this returns."""
+    window.Put([source, MPI.BYTE], rank, [PROBE, PROBE, MPI.BYTE])
     window.Flush(rank)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Two C functions, compiled once where a compiler is: the weighted sum as one pass, and waiting.
+"""The weighted sum as one pass, and waiting, in C; compiled once if there is a compiler.
 
 Accelerators only: without them (no compiler, no cache folder, ``MPIGOSSIP_NATIVE=0``) torch's
 operations give the same bits in several passes, and Python waits. The library lies in the user's
@@ -90,7 +90,7 @@ def library() -> Any:
 
 
 def status() -> str:
-    """Where the library is, or why there is none; for `mpigossip doctor`."""
+    """Return where the library is, or why there is none; for `mpigossip doctor`."""
     try:
         _load()
     except NoKernel as error:
@@ -125,7 +125,7 @@ def _load() -> Any:
 
 
 def _place() -> Path:
-    """Where the library of this source, compiler and processor family belongs."""
+    """Return where the library of this source, compiler and processor family belongs."""
     text = b"".join(source.read_bytes() for source in SOURCES)
     text += repr((FLAGS, _compiler(), platform.machine())).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mpigossip"

@@ -25,7 +25,7 @@ SLICE_S = 0.05
 
 @cache
 def available() -> bool:
-    """Whether waiting in C is to be had here."""
+    """Return whether waiting in C is to be had here."""
     return hasattr(native.library(), "mpigossip_wait") and _test() is not None
 
 

@@ -1,4 +1,4 @@
-"""Training in a folder that members join and leave: files, records, protocol, replay, mixer.
+"""Training in a folder that members join and leave: files and records, claims, protocol, models.
 
     job.toml                  the job and the versions that all members share
     places/000007             a member; numbers are never used again

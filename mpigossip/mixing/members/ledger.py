@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mpigossip.mixing.members.records import Claim
 
@@ -30,19 +30,6 @@ class Rest(NamedTuple):
     chunk: int
 
 
-class Claimant(Protocol):
-    """The member that asks."""
-
-    number: int
-    round: int
-
-    def read_claim(self, name: str) -> Claim | None:
-        """A claim; None where it isn't seen. A claim of chunk −1 where it can't be used."""
-
-    def trained(self, name: str, claim: Claim, count: int) -> tuple[int, bool]:
-        """Published rounds of a claim of ``count`` chunks, and whether no more will come."""
-
-
 class Ledger:
     """The blocks of a training; ``done`` names are hints that save reading claims."""
 
@@ -52,8 +39,8 @@ class Ledger:
         self._first = 0
         """the oldest block that isn't known as done"""
 
-    def claim(self, member: Claimant) -> tuple[str, Claim, int] | None:
-        """Claim chunks for the member's next rounds: name, claim, number; None where none can be.
+    def claim(self, member: Any) -> tuple[str, Claim, int] | None:
+        """Claim chunks for a `Place`'s next rounds: name, claim, number; None where none can be.
 
         What became void comes first, then one of the first unclaimed blocks at random.
         """
@@ -75,10 +62,10 @@ class Ledger:
 
     @property
     def finished(self) -> bool:
-        """Whether every block is done."""
+        """Return whether every block is done."""
         return all(done for _, _, done in self._blocks())
 
-    def _unclaimed(self, member: Claimant) -> tuple[list[Rest], Rest | None]:
+    def _unclaimed(self, member: Any) -> tuple[list[Rest], Rest | None]:
         free: list[Rest] = []
         claimed = []
         for block, attempts, done in self._blocks():
@@ -91,8 +78,8 @@ class Ledger:
         rests = (self._rest(member, *one) for one in claimed[: LOOKS if free else None])
         return free, next((rest for rest in rests if rest), None)
 
-    def _rest(self, member: Claimant, block: int, attempts: int) -> Rest | None:
-        """What the claims of a block have left void."""
+    def _rest(self, member: Any, block: int, attempts: int) -> Rest | None:
+        """Return what the claims of a block have left void."""
         chunk, end = block * self.block, self._end(block)
         for attempt in range(attempts):
             claim = member.read_claim(name := self._name(block, attempt))

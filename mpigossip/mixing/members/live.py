@@ -1,4 +1,4 @@
-"""What a member exchanges through the folder: models in the background, one peer a round."""
+"""Exchange of a member through the folder: models in the background, one peer a round."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from mpigossip.mixing.members.place import NEWEST, Fenced, Place
+from mpigossip.mixing.members.place import KEEP, LEASES, NEWEST, Behind, Fenced, Place
 from mpigossip.mixing.members.records import Round
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
@@ -40,17 +40,41 @@ class Live:
 
     def __init__(self, place: Place, stopping: Callable[[], bool], poll_s: float = POLL_S):
         """``stopping``: whether to leave, asked while there is nothing to train."""
-        self.place, self.stopping, self.poll_s = place, stopping, poll_s
+        self.place, self.stopping, self.poll_s, self.promises = place, stopping, poll_s, 1
         self._writer = ThreadPoolExecutor(1, "models")
         self._written: Future | None = None
 
-    def begin(self, promises: int, about: dict[str, str]) -> list[NodeState]:
+    @contextlib.contextmanager
+    def stay(self) -> Iterator[None]:
+        """Context manager of one stay; it ends without error if others close or pass the place."""
+        place = self.place
+        try:
+            yield
+        except Fenced:
+            self.promises = min(2 * self.promises, LEASES)
+            place.tell(f"place {place.number} was silent for too long and was closed; joining anew")
+        except Behind:
+            place.tell(f"place {place.number} fell behind the others; joining anew")
+            self.leave()
+        except BaseException:
+            self.leave()
+            raise
+
+    def begin(self, about: dict[str, str]) -> list[NodeState]:
         """Take a place; the models whose average the member begins with, none: the seed's."""
-        self.place.join(promises)
+        self.place.join(self.promises)
         wanted = self.place.beginnings()
-        inputs, states = self.readable(wanted, NEWEST)
+        inputs, states = self.newest(wanted, NEWEST)
         self.place.start(inputs, about)
         return states
+
+    def newest(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
+        """As `readable`; where none of them can be read, earlier rounds of the same places."""
+        for _ in range(KEEP - 1):
+            with contextlib.suppress(StoreError):
+                return self.readable(versions, most)
+            versions = self.place.before(versions) or versions
+        return self.readable(versions, most)
 
     def readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
         """The first versions that can be read, and their models; StoreError where none can."""
@@ -100,7 +124,7 @@ class Live:
             if self.place.ended():
                 return None
             if self.place.ledger.finished:
-                versions, _ = self.readable(self.place.endings(), 64)
+                versions, _ = self.newest(self.place.endings(), 64)
                 self.place.end(versions)
                 continue
             if self.stopping():

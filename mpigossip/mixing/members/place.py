@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from mpigossip.mixing.members.disk import Disk, Unusable
 from mpigossip.mixing.members.ledger import Ledger
 from mpigossip.mixing.members.records import (
     Claim,
     Closed,
+    Disk,
     End,
     Record,
     Round,
     Start,
+    Unusable,
     parse,
 )
 
@@ -28,6 +29,8 @@ NEWEST = 8
 """Models that a newcomer averages."""
 KEEP = 3
 """Models that a place keeps."""
+OLD = 4 * BEHIND
+"""Ages that a closed place lies behind when its models are removed: nobody begins with them."""
 LEASES = 16
 """The longest promise of silence, in leases."""
 
@@ -103,9 +106,9 @@ class Place:
         while not self.disk.publish(f"places/{number:06d}", Record(place=number).encode()):
             number += self.chance.randint(1, stride)
             stride *= 2
-        self.number, self.promise = number, min(promises, LEASES) * self.plan.lease_s
         self.disk.make(f"chain/{number:06d}")
-        self.round, self.age, self.progress = 1, 0, 0
+        self.number, self.promise = number, min(promises, LEASES) * self.plan.lease_s
+        self.round, self.age, self.progress = 0, 0, 0
         self.claim, self.claim_name, self.left = None, "", 0
         self._own: set[str] = set()
         self.peer: Round | None = None
@@ -123,6 +126,11 @@ class Place:
         there = sorted((one for one in found if one), key=lambda one: (-one.age, one.place))
         return [one for one in there if one.age + BEHIND >= there[0].age]
 
+    def before(self, versions: Sequence[Round]) -> list[Round]:
+        """The same places' versions of one round earlier."""
+        found = [self.record(one.place, one.round - 1) for one in versions if one.round > 1]
+        return [one for one in found if isinstance(one, Round)]
+
     def start(self, inputs: Sequence[Round], about: dict[str, str]) -> None:
         """Say which models this member has begun with; raises Fenced."""
         versions = tuple(one.version for one in inputs)
@@ -131,6 +139,7 @@ class Place:
         self.progress = max((one.progress for one in inputs), default=0)
         if not self.disk.publish(self._name(self.number, 0), record.encode()):
             raise Fenced
+        self.round = 1
 
     # -- what others do ---------------------------------------------------------------------------
 
@@ -217,6 +226,7 @@ class Place:
                 return None
             self.claim_name, self.claim, self.left = claimed
             self._own.add(self.claim_name)
+            self._remove_old()
         assert self.claim is not None
         return self.claim.chunk + self.round - self.claim.first
 
@@ -273,6 +283,14 @@ class Place:
             self.disk.remove(f"models/{self.files.pop(0)}")
         if done:
             self.ledger.finish(record.claim)
+
+    def _remove_old(self) -> None:
+        """Remove models of places that were closed long ago."""
+        ages = (hint.split(".") for hint in self._hints())
+        old = {place for place, age in ages if int(age) + OLD < self.age}
+        for name in self.disk.names("models") if old else ():
+            if name.partition("-")[0] in old:
+                self.disk.remove(f"models/{name}")
 
     def leave(self) -> None:
         """Close the own chain: what is claimed and not trained is others'."""

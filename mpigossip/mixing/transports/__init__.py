@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from mpi4py import MPI
 
 from mpigossip.mixing.averages import ByRank, swap_by_messages
 from mpigossip.mixing.base import Layout
-from mpigossip.mixing.device.memory import agreed, private
+from mpigossip.mixing.device.memory import agreed, ordinary
 from mpigossip.mixing.notifications import Notifications
 from mpigossip.mixing.plan import Chunk, Plan, Round, chunks
 
@@ -24,6 +24,8 @@ class Transport:
     """Inbox buffers for each source."""
     on_device = False
     """Whether inbox buffers lie on the slots' devices."""
+    allocate = staticmethod(ordinary)
+    """Makes memory on a slot's device for what is sent."""
     in_main = False
     """Whether averages are begun by the main thread."""
     memory: Sequence[torch.Tensor] = ()
@@ -99,13 +101,14 @@ class Transport:
 
 
 def inboxes(
-    comm: MPI.Intracomm, layout: Layout, buffers: int, devices: Sequence[torch.device]
-) -> list[torch.Tensor]:
+    comm: MPI.Intracomm, layout: Layout, buffers: int, devices: Sequence[torch.device],
+    allocate: Callable[[int, torch.device], torch.Tensor] = ordinary,
+) -> list[torch.Tensor]:  # fmt: skip
     """Allocate room for so many messages on each slot's device, uint8 (buffers, bytes).
 
     Collective. Raises MemoryRefused, on all ranks, where one has no room.
     """
     size = layout.slot_sent_bytes
     return agreed(
-        comm, lambda: [private(size * buffers, device).view(buffers, size) for device in devices]
+        comm, lambda: [allocate(size * buffers, device).view(buffers, size) for device in devices]
     )

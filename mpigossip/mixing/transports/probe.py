@@ -17,9 +17,9 @@ from mpi4py import MPI
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure
 from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.device.aware import proven
 from mpigossip.mixing.device.buffers import DeviceBuffers
 from mpigossip.mixing.device.memory import MemoryRefused, agreed
+from mpigossip.mixing.device.proof import proven
 from mpigossip.mixing.device.streams import Streams
 from mpigossip.mixing.notifications import abandoned
 from mpigossip.mixing.pipeline import Pipeline
@@ -45,7 +45,6 @@ class Way:
     transport: Transport
     buffers: DeviceBuffers
     text: str
-    seconds: float = 0.0
 
 
 class Probe:
@@ -97,10 +96,8 @@ class Probe:
         rank, n = self._comm.rank, self._comm.size
         left, right = (rank - 1) % n, (rank + 1) % n
         plan = Plan(Kind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),))
-        thread = ProgressThread(
-            opened.transport.comm, threaded=MPI.Query_thread() == MPI.THREAD_MULTIPLE, poll=False,
-            timeout_s=opened.transport.timeout_s, device=str(self._devices[0]),
-        )  # fmt: skip
+        comm, timeout_s = opened.transport.comm, opened.transport.timeout_s
+        thread = ProgressThread(comm, timeout_s=timeout_s, device=str(self._devices[0]))
         pipeline, failed, least = Pipeline(opened.transport, opened.buffers, thread), "", 0.0
         try:
             least = min([self._round(pipeline, opened, plan, k) for k in range(1 + ROUNDS)][1:])

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.averages import CUT, raw
 from mpigossip.mixing.base import Layout
-from mpigossip.mixing.device.memory import arrived_whole, current
+from mpigossip.mixing.device.memory import arrived_whole, current, private
 from mpigossip.mixing.notifications import ARRIVED, FREE
 from mpigossip.mixing.plan import Chunk, Plan, Round
 from mpigossip.mixing.transports import Transport, inboxes
@@ -43,7 +43,8 @@ class Windows(Transport):
         self._windows: list[MPI.Win] = []
         self._others = comm.allgather(buffers)
         if devices:
-            areas = inboxes(comm, layout, count, devices)
+            self.allocate = private
+            areas = inboxes(comm, layout, count, devices, private)
             for area, device in zip(areas, devices, strict=True):
                 with current(device):
                     self._windows.append(open_window(MPI.Win.Create, raw(area), comm))
@@ -102,7 +103,7 @@ class Windows(Transport):
         for rank, _ in r.plan.targets:
             for device, window in zip(self._devices, self._opened, strict=False):
                 with current(device):
-                    window.Flush(rank)
+                    window.Flush(rank)  # waits for the network: the reader's memory has it
             self.notifications.send([rank], ARRIVED, self.number(r, chunk))
 
     def arrived(self, r: Round, source: int, chunk: Chunk) -> bool:

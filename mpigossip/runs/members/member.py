@@ -4,33 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from mpigossip.engine.measurements import Record
-from mpigossip.engine.state import joined, split
+from mpigossip.engine.vector import joined, split
 from mpigossip.groups.base import held
-from mpigossip.mixing.base import Kind, Segments
+from mpigossip.mixing.base import Kind, Layout, Segments
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.members.mixer import Members
+from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs.state import AVERAGED, plain, put_buffers
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.training.assemble import Assembly
 
 
-class Exchange(Protocol):
-    """Where a member's chunks and peers come from: the folder, or a script in a replay."""
+class Members(Simulated):
+    """x ← ½ (x + x_j), j the member that ``receive`` finds; x where it finds none."""
 
-    def chunk(self) -> tuple[int, int] | None:
-        """The next chunk, and the chunks that the rate counts; None: no more."""
+    def __init__(
+        self,
+        graph,
+        layout: Layout,
+        send: Callable[[Segments], int],
+        receive: Callable[[Segments], bool],
+    ):
+        """``send(message)`` publishes it and returns its bytes, ``receive(into)`` reads one."""
+        super().__init__(graph, layout)
+        self._send, self._receive = send, receive
 
-    def send(self, state: NodeState) -> int:
-        """Publish a model; its bytes."""
+    def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
+        """Publish the model in a gossip step; writing goes on in the background."""
+        super().start(Kind.LOCAL, t, exchange)
+        self._open = kind, t
+        if kind is Kind.GOSSIP:
+            self.bytes_sent[0] += self._send(self._out)
 
-    def receive(self) -> NodeState | None:
-        """The model to average with."""
+    def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
+        """``sent`` and ``mixed``; reads the model of one other member in a gossip step."""
+        kind, _ = self._open
+        if kind is not Kind.GOSSIP or not self._receive(self._mixed):
+            return self._out, self._out
+        for sent, mixed in zip(self._out, self._mixed, strict=True):
+            combine((0.5, 0.5), [sent[0], mixed[0]], mixed[0])
+        return self._out, self._mixed
 
 
 class Member:
@@ -40,24 +58,26 @@ class Member:
         """``assembly``: of the job on one node."""
         self.trainer, self.assembly = assembly.trainer, assembly
         self.engine = engine = assembly.engine
-        rate, self.ahead = self.trainer.settings.rate, 0
-        self.trainer.settings.rate = lambda step: rate(step + self.ahead)
+        rate, self.ahead = self.trainer.rate, 0
+        self.trainer.rate = lambda step: rate(step + self.ahead)
         self.steps = steps_of_round(assembly)
         self.done = 0
         """steps since the member began"""
-        self.exchange: Exchange | None = None
+        self.exchange: Any = None
         self.seed = self.capture([(x,) for x in engine.vector.x])
-        engine.adopt(Members(assembly.graph, engine.mixer.layout, self._send, self._receive))
+        engine.replace_mixer(
+            Members(assembly.parts.graph, engine.mixer.layout, self._send, self._receive)
+        )
 
     def begin(self, states: Sequence[NodeState]) -> None:
         """Stand at the average of these models (none: the seed's), with averaged moments."""
         engine, replicas = self.engine, self.trainer.replicas
         states = states or [self.seed]
-        mean = _average(states)
+        mean = average(states)
         split(mean.parameters, engine.vector.x, 0, engine.vector.flat, held(engine.group))
         engine.group.all_gather(engine.vector.x, engine.vector.full)
         self.done = engine.index = engine.round = 0
-        engine.adopt(engine.mixer)
+        engine.replace_mixer(engine.mixer)
         engine.restart()
         for name, parts in engine.parts().items():
             if name.split("/")[-1] in AVERAGED:
@@ -67,16 +87,19 @@ class Member:
 
     def train(
         self,
-        exchange: Exchange,
+        exchange: Any,
         after: Callable[[Record, int], None] = lambda record, chunk: None,
     ) -> None:
-        """Train chunks until there are no more; ``after`` each step, with its chunk."""
+        """Train chunks until there are no more; ``after`` each step, with its chunk.
+
+        ``exchange``: where chunks and peers come from, a `Live`, or a `Scripted` in a replay.
+        """
         self.exchange = exchange
         while (found := exchange.chunk()) is not None:
             chunk, progress = found
             engine, trainer = self.engine, self.trainer
             engine.index = chunk * self.steps
-            engine.born = engine.index - self.done
+            engine.state_start = engine.index - self.done
             self.ahead = max(progress - chunk, 0) * self.steps
             for _ in range(self.steps):
                 record = trainer.step()
@@ -118,9 +141,10 @@ def steps_of_round(assembly: Assembly) -> int:
     return index + 1
 
 
-def _average(states: Sequence[NodeState]) -> NodeState:
+def average(states: Sequence[NodeState]) -> NodeState:
     """The mean of models, in their order; what has no mean is the first one's."""
     first = states[0]
+    names = [n for n in first.arrays if all(n in one.arrays for one in states)]
 
     def mean(arrays: Sequence[np.ndarray]) -> np.ndarray:
         if not np.issubdtype(arrays[0].dtype, np.floating) or len(arrays) == 1:
@@ -132,5 +156,5 @@ def _average(states: Sequence[NodeState]) -> NodeState:
     return replace(
         first,
         parameters=mean([one.parameters for one in states]),
-        arrays={name: mean([one.arrays[name] for one in states]) for name in first.arrays},
+        arrays={name: mean([one.arrays[name] for one in states]) for name in names},
     )

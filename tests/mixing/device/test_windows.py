@@ -3,6 +3,7 @@
 What needs a GPU is in tests/test_gpu.py, the kernels' arithmetic in tests/mixing/kernels.
 """
 
+import itertools
 import random
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.device import memory
 from mpigossip.mixing.device.streams import Streams
 from mpigossip.mixing.simulated import Simulated
-from tests.cases import on_each
+from tests.cases import on_each, some
 from tests.mixing.test_windows import GRAPHS, SIZES, fill, graphs_for, kinds_of
 
 WIDTHS = (2048, 2048)
@@ -103,8 +104,13 @@ def compared(
     return found, routes
 
 
-@pytest.mark.parametrize("memory", ["host", "windows", "messages", "nccl"])
-@pytest.mark.parametrize("n", SIZES)
+SHOWN = [(2, "host"), (3, "windows"), (4, "messages"), (6, "nccl")]
+
+
+@pytest.mark.parametrize(
+    ("n", "memory"),
+    some(itertools.product(SIZES, ["host", "windows", "messages", "nccl"]), SHOWN),
+)
 def test_device_windows_equal_the_simulator_under_random_delays(ranks, n, memory):
     for found, routes in ranks(n)(compare, GRAPHS, memory, 12, timeout=150):
         assert found and not any(found.values()), found
@@ -119,8 +125,15 @@ def test_chunks_of_any_size_and_rounds_that_begin_anywhere(ranks, chunk):
         assert found and not any(found.values()), found
 
 
-@pytest.mark.parametrize("memory", ["auto", "windows", "messages", "nccl"])
-@pytest.mark.parametrize("name", ["bf16", "qsgd", "top-k"])
+WIRES = [("bf16", "windows"), ("qsgd", "messages"), ("top-k", "nccl"), ("qsgd", "auto")]
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    some(
+        itertools.product(["bf16", "qsgd", "top-k"], ["auto", "windows", "messages", "nccl"]), WIRES
+    ),
+)
 def test_lossy_wires_are_decoded_to_the_same_bits(ranks, name, memory):
     graphs = ["one-peer-exponential", "ring", "complete"]
     for found, routes in ranks(3)(compare, graphs, memory, 10, name):
@@ -156,11 +169,11 @@ def test_device_windows_are_refused_where_mpi_is_not_proven(ranks):
 
 
 def put_into_neighbour(comm):
-    from mpigossip.mixing.device import aware
+    from mpigossip.mixing.device import proof
 
     slots = [torch.device("cpu")] * 2
-    wrong = [aware.arrives(comm, slots, 30, way) for way in ("windows", "messages")]
-    return wrong, aware.proven(comm, slots)
+    wrong = [proof.arrives(comm, slots, 30, way) for way in ("windows", "messages")]
+    return wrong, proof.proven(comm, slots)
 
 
 def test_the_proof_is_a_message_and_a_library_that_says_no_is_believed(ranks):
@@ -189,12 +202,6 @@ def caught(comm, mutate):
     except (LateError, ProtocolError) as error:
         raise AssertionError(f"seen: {error}") from None
     assert not any(found.values()), f"seen: {found}"
-
-
-@pytest.mark.parametrize("mutate", [without_waiting_for_chunks, without_waiting_for_readers])
-def test_a_mutant_of_the_chunked_protocol_is_seen(ranks, mutate):
-    with pytest.raises(Exception, match="seen"):
-        ranks(6)(caught, mutate, timeout=90)
 
 
 @pytest.mark.parametrize("own_stream", [False, True])

@@ -1,0 +1,47 @@
+"""Cadences and a warm start that only these rows need; importing this gives jobs their names."""
+
+from __future__ import annotations
+
+from mpigossip.algorithms import cadence, diloco
+from mpigossip.algorithms.base import Algorithm, Decay, Step
+from mpigossip.algorithms.cadence import Cadence, fixed
+from mpigossip.config import Part
+from mpigossip.config.limits import AboveZero, Count, Positive, Share
+from mpigossip.mixing.base import Kind
+
+
+def exact_parts(*, first: Share = 0.0, last: Share = 0.0, total: Positive | None = None) -> Cadence:
+    """Exact averages in the ``first`` and ``last`` share of the steps, gossip between."""
+    begin, end = first * (total or 0), (1 - last) * (total or 0)
+    return fixed(
+        lambda index: Kind.GOSSIP if begin <= index < end else Kind.GLOBAL,
+        Kind.GOSSIP, Kind.GLOBAL,
+    )  # fmt: skip
+
+
+def warm_periodic(*, warm: Count = 0, period: Positive = 16) -> Cadence:
+    """Parallel SGD for ``warm`` steps, then an exact average at every ``period``-th."""
+    return fixed(
+        lambda index: Kind.GLOBAL if index < warm or not (index + 1) % period else Kind.LOCAL,
+        Kind.GLOBAL, Kind.LOCAL,
+    )  # fmt: skip
+
+
+def warm_diloco(
+    local, *, warm: Count = 0, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.9
+) -> Algorithm:
+    """DiLoCo after ``warm`` steps of plain averages of the nodes' models; inner state is kept."""
+    cold = diloco.diloco(local, outer_lr=outer_lr, outer_beta=outer_beta)
+
+    def receive(x, g, state, sent, mixed, step: Step):
+        if step.index >= warm:
+            return cold.receive(x, g, state, sent, mixed, step)
+        x.copy_(mixed[0])
+        state.anchor.copy_(x)
+        return state
+
+    return cold._replace(receive=receive)
+
+
+cadence.BUILDERS["warm-periodic"] = warm_periodic
+cadence.BUILDERS["exact-parts"] = Part(exact_parts, follows={"total": lambda known: known.total})

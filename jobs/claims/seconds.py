@@ -1,0 +1,197 @@
+"""Seconds until parallel's accuracy, on the virtual clock: steps from runs, times from a machine.
+
+    python jobs/claims/seconds.py            # seconds; verdicts.py makes the table
+    python jobs/claims/seconds.py --figure jobs/claims/figures/seconds.png
+
+Steps: the study "time" of `designs.py`, an MLP on digits, 16 nodes, each method at its own rate;
+the first evaluation at which the averaged model has parallel's final accuracy (mean of its seeds)
+less half a point. Seconds of a step: ResNet-50 in float32 (102 MB), computing .335 s, as published
+of a node of 8 V100 (Ying et al. 2021; `speed.py` says how); 5 % of all steps of a node, drawn from
+the seed, compute 5 times longer. Parallel, and DiLoCo's warm start, hide an all-reduce behind all
+of computing, which is the best that can be; "dsgd ahead" hides its message, the others nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import parts  # noqa: E402, F401
+from designs import JOB, SEEDS, until  # noqa: E402
+from speed import EXPONENTIAL  # noqa: E402
+from speed import JOB as RESNET  # noqa: E402
+
+from mpigossip.engine.vector import Flat  # noqa: E402
+from mpigossip.mixing.base import Kind  # noqa: E402
+from mpigossip.training import assemble  # noqa: E402
+from mpigossip.training.costs import Exchanges, subject  # noqa: E402
+from mpigossip.training.machines import Machine  # noqa: E402
+from mpigossip.training.parts import make_graph, make_parts  # noqa: E402
+from mpigossip.training.timing import Clock, Timing  # noqa: E402
+
+LINKS = [(gbit, latency) for latency in (50e-6, 5e-3) for gbit in (1, 10, 25, 100)]
+SLOW, TIMES, BELOW = 0.05, 5.0, 0.005
+"""Fraction of slow steps, by how much, and how far below parallel's accuracy the goal lies."""
+(CELL,) = until()
+WARM = 44
+Line = dict[str, Any]
+
+
+class Hidden(Timing):
+    """Exchanges behind computing, as far as that lasts."""
+
+    def hidden(self, wire, sums):
+        """Return all of it, at most a step's computing."""
+        return np.minimum(wire + sums, self.machine.compute_s)
+
+
+def machine(gbit: float, latency: float) -> Machine:
+    """The paper's nodes on another link, without jitter."""
+    rate = gbit * 1e9 / 8
+    return replace(
+        EXPONENTIAL, latency_s=latency, global_latency_s=latency, bandwidth=rate,
+        global_bandwidth=rate, jitter=0.0,
+    )  # fmt: skip
+
+
+@functools.cache
+def resnet() -> Flat:
+    """The layout of ResNet-50."""
+    return subject(assemble.load(RESNET, ["node.devices=cpu:1"]))[0].flat
+
+
+@functools.cache
+def exchanges(method: str, n: int, total: int) -> Exchanges:
+    """A method's exchanges with ResNet-50."""
+    job = assemble.load(Path(JOB), CELL.methods[method].split())
+    return Exchanges(make_parts(job, make_graph(job, n), resnet(), total=total))
+
+
+def ends(
+    method: str, met: Sequence[int], steps: int, n: int, on: Machine, seed: int
+) -> list[float]:
+    """Seconds at the end of each step, of the node that is last; ``met``: steps with exchanges."""
+    made = exchanges(method, n, steps)
+    plain, hidden = Clock(Timing(made, on)), Clock(Hidden(made, on))
+    overlapped = steps if method == "parallel" else WARM if method == "DiLoCo warm" else 0
+    random, times, there, t = np.random.default_rng(seed), [], {*met}, 0
+    gossip = Kind.GOSSIP in made.parts.cadence.kinds
+    for step in range(steps):
+        pace = np.where(random.random((1, n)) < SLOW, TIMES, 1.0)
+        kind = Kind.LOCAL if step not in there else Kind.GOSSIP if gossip else Kind.GLOBAL
+        clock, other = (hidden, plain) if step < overlapped else (plain, hidden)
+        now = clock.step(kind, t, on.compute_s * pace)
+        other.now = now
+        t += kind is Kind.GOSSIP
+        times.append(float(now.max()))
+    return times
+
+
+def reached(line: Line, goal: float) -> float:
+    """Steps until a run's curve is there; infinity if it never is."""
+    return next((t for t, accuracy in line["curve"] if accuracy >= goal), math.inf)
+
+
+def finals(lines: Sequence[Line]) -> dict[str, dict[int, Line]]:
+    """The reported runs by method and seed."""
+    mine = [x for x in lines if x["study"] == "time" and x["level"] == "best"]
+    return {m: {x["seed"]: x for x in mine if x["method"] == m} for m in CELL.methods}
+
+
+def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
+    """Of each link and method: steps, seconds a seed, and parallel's seconds over them."""
+    runs = finals(lines)
+    goal = float(np.mean([x["figures"]["accuracy"] for x in runs["parallel"].values()])) - BELOW
+    found = []
+    for gbit, latency in links:
+        on, base = machine(gbit, latency), {}
+        for method, own in runs.items():
+            seconds, steps = {}, {}
+            for seed in SEEDS:
+                line = own[seed]
+                steps[seed] = reached(line, goal)
+                last = line["curve"][-1][0]
+                times = ends(method, line["exchanges"], last, CELL.nodes, on, seed)
+                seconds[seed] = times[int(steps[seed]) - 1] if steps[seed] <= last else math.inf
+            if method == "parallel":
+                base = seconds
+            gains = [base[s] / seconds[s] for s in SEEDS if math.isfinite(seconds[s] + base[s])]
+            found.append({
+                "gbit": gbit, "latency": latency, "method": method, "goal": goal, "gains": gains,
+                "steps": [steps[s] for s in SEEDS], "seconds": [seconds[s] for s in SEEDS],
+            })  # fmt: skip
+    return found
+
+
+def paper(n: int = 32, steps: int = 300) -> str:
+    """Speed-up of a step of D-PSGD with local momentum at 32 nodes, 25 Gbit/s, 50 µs."""
+    on, every = machine(25, 50e-6), range(steps)
+    last = {m: np.mean([ends(m, every, steps, n, on, s)[-1] for s in SEEDS])
+            for m in ("parallel", "dsgd ahead", "dmsgd")}  # fmt: skip
+    return ", ".join(f"{m} {last['parallel'] / t:.2f} x" for m, t in last.items())
+
+
+def draw(found: Sequence[dict[str, Any]], out: Path) -> None:
+    """Speed-up against bandwidth, a panel for each latency."""
+    from matplotlib.figure import Figure
+
+    from mpigossip.studies.drawing import COLOURS
+
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, latency in zip(panels, dict.fromkeys(x["latency"] for x in found), strict=True):
+        for k, method in enumerate(CELL.methods):
+            rows = [x for x in found if (x["method"], x["latency"]) == (method, latency)]
+            whole = [x for x in rows if len(x["gains"]) == len(SEEDS)]
+            mean = [np.mean(x["gains"]) for x in whole]
+            half = [stats.t.ppf(0.975, len(SEEDS) - 1) * stats.sem(x["gains"]) for x in whole]
+            there = min(len(x["gains"]) for x in rows)
+            label = method + f" ({there} of {len(SEEDS)} get there)" * (there < len(SEEDS))
+            axes.errorbar([x["gbit"] for x in whole], mean, half, fmt="o-", capsize=3,
+                          color=COLOURS[k], label=label)  # fmt: skip
+        axes.set(xscale="log", yscale="log", xlabel="Gbit/s",
+                 title=f"{1e3 * latency:g} ms")  # fmt: skip
+        axes.set_xticks(ticks := sorted({x["gbit"] for x in found}), map(str, ticks))
+        axes.minorticks_off()
+        axes.set_yticks(ys := [0.5, 1, 2, 4], map(str, ys))
+        axes.grid(alpha=0.25)
+    panels[0].set_ylabel("times as fast as parallel, 95 %")
+    panels[0].set_ylim(0.5, 5)
+    panels[1].legend(frameon=False, fontsize=9)
+    figure.savefig(out, dpi=100)
+
+
+def main(given: list[str] | None = None) -> int:
+    """Print the table; draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, default=HERE / "runs.jsonl")
+    parser.add_argument("--figure", type=Path, help="file of the figure")
+    options = parser.parse_args(given)
+    lines = list(map(json.loads, options.runs.read_text("utf-8").splitlines()))
+    found = measured(lines)
+    for one in found:
+        print(f"{one['gbit']:4} Gbit/s {1e3 * one['latency']:g} ms {one['method']:12} "
+              f"{np.mean(one['seconds']):8.0f} s {np.median(one['steps']):5g} steps")  # fmt: skip
+    print(f"A step at 32 nodes, 25 Gbit/s, 50 µs, equal steps: {paper()}. Published: 1.47 x.")
+    if options.figure:
+        draw(found, options.figure)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Read stored runs, and find what can't be true of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from designs import SEARCH, STUDIES
+
+Line = dict[str, Any]
+"""A run, as `work.py` writes it."""
+
+
+def read(path: Path) -> list[Line]:
+    """The lines of a file of JSON."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def faults(runs: Sequence[Line]) -> list[str]:
+    """What can't be true of honest runs: one run under two names, a seed used twice."""
+    designs = {(c.study, c.nodes, key(c.labels)): c for make in STUDIES.values() for c in make()}
+    wrong, seen = list[str](), dict[str, Line]()
+    for line in runs:
+        name = called(line)
+        cell = designs.get((line["study"], line["nodes"], key(line["cell"])))
+        if (line["seed"] == SEARCH) != (line["level"] == "search"):
+            wrong.append(f"{name}: the search's seed is reported, or a reported one searched with")
+        if cell is not None:
+            own = cell.methods.get(line["method"], "?").split()
+            if not {*own, f"run.seed={line['seed']}", f"schedule.lr={line['lr']!r}"} <= {
+                *line["settings"]
+            }:
+                wrong.append(f"{name}: its settings are of another run")
+        marks = [name, *([line["digest"]] if line.get("digest") else [])]
+        for mark in marks:
+            other = seen.setdefault(mark, line)
+            if other is not line:
+                wrong.append(f"{name}: the same run stands there as {called(other)}")
+    figures: dict[str, Line] = {}
+    for line in runs:
+        if line["figures"] and line["figures"].get("loss") is not None:
+            other = figures.setdefault(str(line["figures"]["loss"]) + str(line["nodes"]), line)
+            if other is not line and other["figures"]["accuracy"] == line["figures"]["accuracy"]:
+                wrong.append(f"{called(line)}: the figures of {called(other)}")
+    return wrong
+
+
+def key(labels: dict[str, str]) -> str:
+    """Labels in one order."""
+    return json.dumps(labels, sort_keys=True)
+
+
+def called(line: Line) -> str:
+    """A run in words."""
+    cell = ", ".join(f"{k} {v}" for k, v in line["cell"].items())
+    return (
+        f"{line['study']}, n = {line['nodes']}, {cell}, {line['method']}, {line['level']}, "
+        f"lr {line['lr']:g}, seed {line['seed']}"
+    )

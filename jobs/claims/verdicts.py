@@ -1,0 +1,395 @@
+"""Recompute every verdict on training of RESULTS.md from the stored runs and intervals.
+
+    python jobs/claims/verdicts.py            # print them, and compare with the page
+    python jobs/claims/verdicts.py --write    # put them into the page
+
+`runs.jsonl` has a line a run. Of the nine studies before it only the intervals of their paired
+differences were kept: `intervals.jsonl`. A difference is judged by Student's t over paired seeds;
+within a table Holm's procedure keeps the probability of any wrong verdict at most 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import optimal  # noqa: E402
+import seconds  # noqa: E402
+from designs import SEEDS, STUDIES, Cell  # noqa: E402
+from stored import Line, faults, key, read  # noqa: E402
+
+LEVEL = 0.05
+PAGE, RUNS, INTERVALS = HERE / "RESULTS.md", HERE / "runs.jsonl", HERE / "intervals.jsonl"
+HEADINGS = {
+    "own rates": "## Training, each method at its own rate",
+    "common rate": "## The same at one common rate",
+}
+"""Tables of the page by the name in intervals.jsonl."""
+MARKS = "<!-- {}: by verdicts.py -->\n", "<!-- {}: end -->\n"
+"""Around what is written anew, by the study's name."""
+
+
+class Difference(NamedTuple):
+    """Mean of paired differences, its standard error, and the number of pairs."""
+
+    mean: float
+    error: float
+    pairs: int
+
+    @property
+    def half(self) -> float:
+        """Half the 95 % interval."""
+        return float(stats.t.ppf(1 - LEVEL / 2, self.pairs - 1) * self.error)
+
+    def beyond(self, bar: float) -> float:
+        """Return p of a mean at most ``bar``, doubled: ≤ 5 % where the 95 % interval lies above."""
+        if not self.error:
+            return 0.0 if self.mean > bar else 1.0
+        p = 2 * stats.t.sf((self.mean - bar) / self.error, self.pairs - 1)
+        return float(min(1.0, p))
+
+    def below(self, bar: float) -> float:
+        """The same of a mean at least ``bar``."""
+        return Difference(-self.mean, self.error, self.pairs).beyond(-bar)
+
+
+class Verdict(NamedTuple):
+    """A row's: whether it holds by itself, None if it can't be told, and the p of that."""
+
+    claim: str
+    alone: bool | None
+    p: float
+    adjusted: float = 1.0
+
+    @property
+    def words(self) -> str:
+        """The verdict as the page has it, after Holm."""
+        name = {None: "cannot tell", True: "holds", False: "**does not hold**"}[self.alone]
+        if self.alone is None or self.adjusted <= LEVEL:
+            return name
+        return f"cannot tell (alone: {name.strip('*')})"
+
+
+def of_values(values: Sequence[float]) -> Difference:
+    """A difference from those of each seed."""
+    spread = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Difference(float(np.mean(values)), spread, len(values))
+
+
+def of_interval(line: Line) -> Difference:
+    """A difference from its published interval."""
+    half = (line["high"] - line["low"]) / 2
+    quantile = float(stats.t.ppf(1 - LEVEL / 2, line["pairs"] - 1))
+    return Difference(line["mean"], half / quantile, line["pairs"])
+
+
+def judged(
+    claim: str,
+    found: Sequence[Difference],
+    by: float | Sequence[float] = 0.0,
+    alike: float | None = None,
+) -> Verdict:
+    """Judge a row: all of its differences have to show it, one is enough against it.
+
+    For it: the largest p; against it: the smallest, times their number.
+    """
+    if alike is None:
+        shown = [one.beyond(by) for one in found]
+        against = [one.below(by) for one in found]
+    else:
+        shown = [max(one.beyond(-alike), one.below(alike)) for one in found]
+        against = [min(one.beyond(alike), one.below(-alike)) for one in found]
+    yes, no = max(shown), min(against)
+    if no <= LEVEL:
+        return Verdict(claim, False, min(1.0, len(found) * no))
+    return Verdict(claim, True if yes <= LEVEL else None, min(1.0, yes))
+
+
+def holm(rows: Sequence[Verdict]) -> list[Verdict]:
+    """The rows with p adjusted for all that the table judges."""
+    order, least, found = sorted(range(len(rows)), key=lambda k: rows[k].p), 0.0, list(rows)
+    for place, k in enumerate(order):
+        least = max(least, min(1.0, (len(rows) - place) * rows[k].p))
+        found[k] = rows[k]._replace(adjusted=least)
+    return found
+
+
+def published(table: str, lines: Iterable[Line]) -> list[Verdict]:
+    """The verdicts of a table of which intervals are stored."""
+    claims: dict[str, list[Line]] = {}
+    for line in lines:
+        if line["table"] == table:
+            claims.setdefault(line["claim"], []).append(line)
+    return holm([
+        judged(claim, list(map(of_interval, rows)), rows[0].get("by", 0.0), rows[0].get("alike"))
+        for claim, rows in claims.items()
+    ])  # fmt: skip
+
+
+# -- the gap ---------------------------------------------------------------------------------
+
+
+def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[int, Line]:
+    """The reported runs of a method by their seed; of another rate than the search's, none."""
+    mine = [
+        r for r in runs
+        if (r["study"], r["nodes"], key(r["cell"])) == (cell.study, cell.nodes, key(cell.labels))
+        and r["method"] == method
+    ]  # fmt: skip
+    tried = [r for r in mine if r["level"] == "search" and r["figures"]]
+    if not tried:
+        return {}
+    best = max(
+        tried, key=lambda r: ("late" not in r, r["figures"]["accuracy"], -r["lr"])
+    )["lr"]  # fmt: skip
+    rate = float(f"{best * cell.levels[level]:.3g}")
+    return {r["seed"]: r for r in mine if r["level"] == level and r["lr"] == rate}
+
+
+class Gap(NamedTuple):
+    """By how much the one-peer graph is behind parallel in a cell, in points."""
+
+    cell: Cell
+    level: str
+    lr: tuple[float, float]
+    accuracy: tuple[float, float]
+    values: list[float]
+    """of each seed"""
+    distance: list[float]
+    """root mean square of ‖x_i − x̄‖ / ‖x̄‖ over nodes and steps, a seed"""
+
+
+def gaps(runs: Sequence[Line]) -> list[Gap]:
+    """Those of all cells whose seeds are all there and of which none diverged."""
+    found = []
+    for cell in STUDIES["gap"]():
+        if "of" in cell.labels:
+            continue
+        for level in cell.levels:
+            first, second = (finals(runs, cell, m, level) for m in ("parallel", "one-peer"))
+            both = [(first[s], second[s]) for s in SEEDS if s in first and s in second]
+            if len(both) < len(SEEDS) or not all(a["figures"] and b["figures"] for a, b in both):
+                continue
+            ends = [[r["figures"]["accuracy"] for r in side] for side in zip(*both, strict=True)]
+            found.append(Gap(
+                cell, level, (both[0][0]["lr"], both[0][1]["lr"]),
+                (100 * float(np.mean(ends[0])), 100 * float(np.mean(ends[1]))),
+                [100 * (a - b) for a, b in zip(*ends, strict=True)],
+                [b["figures"]["distance"] for _, b in both],
+            ))  # fmt: skip
+    return found
+
+
+def gap_verdicts(found: Sequence[Gap]) -> list[Verdict]:
+    """Whether the one-peer graph is within a point of parallel, in each cell."""
+    return holm([judged(title(one), [of_values(one.values)], alike=1.0) for one in found])
+
+
+def title(one: Gap) -> str:
+    """A cell in words."""
+    labels = one.cell.labels
+    return f"{labels['model']}, n = {one.cell.nodes}, {labels['batch']} a node, {one.level} rate"
+
+
+def regression(found: Sequence[Gap], draws: int = 2000) -> tuple[float, float, float] | None:
+    """Points of gap for 1 % of relative consensus distance, and its 95 % interval.
+
+    Least squares through 0 over at least six cells; the interval by resampling whole cells.
+    """
+    if len(found) < 6:
+        return None
+    x = [100 * np.mean(one.distance) for one in found]
+    y = [np.mean(one.values) for one in found]
+    random = np.random.default_rng(0)
+    drawn = random.integers(0, len(x), (draws, len(x)))
+    a, b = np.asarray(x), np.asarray(y)
+    slopes = (a * b)[drawn].sum(1) / (a * a)[drawn].sum(1)
+    low, high = np.quantile(slopes, [LEVEL / 2, 1 - LEVEL / 2])
+    return float((a * b).sum() / (a * a).sum()), float(low), float(high)
+
+
+def gap_page(runs: Sequence[Line]) -> str:
+    """The section's tables."""
+    found = gaps(runs)
+    lines = [
+        "| cell | rates | parallel, one-peer | gap, points | distance | within 1 point |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one, verdict in zip(found, gap_verdicts(found), strict=True):
+        lines.append(
+            f"| {title(one)} | {one.lr[0]:g}, {one.lr[1]:g} | {one.accuracy[0]:.1f}, "
+            f"{one.accuracy[1]:.1f} % | {said(of_values(one.values))} | "
+            f"{100 * np.mean(one.distance):.2f} % | {verdict.words} |"
+        )
+    mine = sum(run["study"] == "gap" for run in runs)
+    lines += ["", f"{len(found)} of {_all_cells()} cells are finished, {mine} runs stored."]
+    if slope := regression(found):
+        lines[-1] += (
+            f" Over these cells the gap is {slope[0]:.2f} points [{slope[1]:.2f}, {slope[2]:.2f}] "
+            "for each 1 % of distance."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _all_cells() -> int:
+    return sum(len(cell.levels) for cell in STUDIES["gap"]() if "of" not in cell.labels)
+
+
+# -- the other studies -----------------------------------------------------------------------------
+
+
+def slope_verdicts(found: Sequence[optimal.Slope]) -> list[Verdict]:
+    """Whether a method's iterations grow as the power of 1/(1 − λ) that it is held to."""
+    return holm([
+        judged(f"{one.method}, ζ = {one.zeta}: {one.against}",
+               [of_values([v - 1 for v in one.values])], alike=optimal.BAR)
+        for one in found
+    ])  # fmt: skip
+
+
+def slope_page(found: Sequence[optimal.Slope]) -> str:
+    """The table of iterations."""
+    head = " | ".join(f"n = {n}" for n in optimal.SIZES)
+    lines = [f"| method | ζ | {head} | against | slope | 1 ± {optimal.BAR:g} |"]
+    lines.append("|" + "---|" * (len(optimal.SIZES) + 5))
+    for one, verdict in zip(found, slope_verdicts(found), strict=True):
+        counts = " | ".join(f"{t:,}" for t in one.counts)
+        slope = said(of_values(one.values))
+        lines.append(f"| {one.method} | {one.zeta} | {counts} | {one.against} | {slope} "
+                     f"| {verdict.words} |")  # fmt: skip
+    bound = " | ".join(f"x {growth:.2f}" for growth in optimal.bound())
+    lines.append(f"| lower bound, from n = {optimal.SIZES[0]} on |  | {bound} | 1/√(1−λ) | 1 |  |")
+    return "\n".join(lines) + "\n"
+
+
+def gain_verdicts(found: Sequence[Line]) -> list[Verdict]:
+    """Whether a method is there before parallel, by logarithms of the seeds' ratios of seconds."""
+    return holm([
+        judged(f"{x['gbit']} Gbit/s, {1e3 * x['latency']:g} ms: {x['method']} before parallel",
+               [of_values(np.log(x["gains"]))])
+        for x in found if x["method"] != "parallel" and len(x["gains"]) == len(SEEDS)
+    ])  # fmt: skip
+
+
+def gain_page(found: Sequence[Line]) -> str:
+    """The table of seconds."""
+    if not found:
+        return "Not run yet.\n"
+    told = {one.claim: one for one in gain_verdicts(found)}
+    methods = [m for m in seconds.CELL.methods if m != "parallel"]
+    lines = [
+        "| link | parallel, s | " + " | ".join(methods) + " |",
+        "|---|---" + "|---" * len(methods) + "|",
+    ]
+    for gbit, latency in seconds.LINKS:
+        row = {x["method"]: x for x in found if (x["gbit"], x["latency"]) == (gbit, latency)}
+        link = f"{gbit} Gbit/s, {1e3 * latency:g} ms"
+        cells = [link, f"{np.mean(row['parallel']['seconds']):.0f}"]
+        for m in methods:
+            verdict = told.get(f"{link}: {m} before parallel")
+            if verdict is None:
+                cells.append(f"{len(row[m]['gains'])} of {len(SEEDS)} are there")
+                continue
+            open_ = verdict.alone is None or verdict.adjusted > LEVEL
+            word = "?" if open_ else "faster" if verdict.alone else "slower"
+            cells.append(f"{said(of_values(row[m]['gains']))} {word}")
+        lines.append("| " + " | ".join(cells) + " |")
+    steps = {m: next(x for x in found if x["method"] == m)["steps"] for m in seconds.CELL.methods}
+    words = ", ".join(f"{m} {np.median(s):g}" for m, s in steps.items())
+    lines += ["", f"Steps to {100 * found[0]['goal']:.1f} %, median of the seeds: {words}."]
+    return "\n".join(lines) + "\n"
+
+
+def timed(runs: Sequence[Line]) -> list[Line]:
+    """The table of seconds where all of its runs are there."""
+    whole = all(len(own) == len(SEEDS) for own in seconds.finals(runs).values())
+    return seconds.measured(runs) if whole else []
+
+
+def said(one: Difference) -> str:
+    """Mean and interval."""
+    return f"{one.mean:.2f} [{one.mean - one.half:.2f}, {one.mean + one.half:.2f}]"
+
+
+# -- the page ----------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """All that follows from the stored files."""
+
+    verdicts: dict[str, list[Verdict]]
+    pages: dict[str, str]
+
+
+def everything(runs: Sequence[Line]) -> Found:
+    """All tables' verdicts, and the tables that are written anew."""
+    lines = read(INTERVALS)
+    slope = optimal.slopes([run for run in runs if run["study"] == "optimal"])
+    gap, gain = gaps(runs), timed(runs)
+    found = {table: published(table, lines) for table in HEADINGS}
+    found |= {
+        "gap": gap_verdicts(gap),
+        "optimal": slope_verdicts(slope),
+        "time": gain_verdicts(gain),
+    }
+    pages = {"gap": gap_page(runs), "optimal": slope_page(slope), "time": gain_page(gain)}
+    return Found(found, pages)
+
+
+def rewritten(page: str, found: Found) -> str:
+    """The page with these verdicts in the last cells of its tables, and with the other tables."""
+    for table, heading in HEADINGS.items():
+        begin = page.index(heading)
+        end = page.index("\n## ", begin + 1)
+        lines, told = page[begin:end].split("\n"), {one.claim: one for one in found.verdicts[table]}
+        for at, line in enumerate(lines):
+            cells = line.split(" | ")
+            one = told.get(cells[0].removeprefix("| "))
+            if line.startswith("| ") and one is not None:
+                before = cells[-1].removesuffix(" |").partition(" (before: ")
+                lines[at] = " | ".join([*cells[:-1], one.words + "".join(before[1:])]) + " |"
+        page = page[:begin] + "\n".join(lines) + page[end:]
+    for name, text in found.pages.items():
+        first, last = (mark.format(name) for mark in MARKS)
+        begin, end = page.index(first) + len(first), page.index(last)
+        page = page[:begin] + text + page[end:]
+    return page
+
+
+def main(given: list[str] | None = None) -> int:
+    """Print, write or compare; 1 where runs are wrong or the page says something else."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="put the verdicts into RESULTS.md")
+    options = parser.parse_args(given)
+    runs, page = read(RUNS), PAGE.read_text("utf-8")
+    found = everything(runs)
+    wrong = faults(runs)
+    print("\n".join(wrong), end="\n" * bool(wrong))
+    for table, rows in found.verdicts.items():
+        lost = sum(one.alone is not None and one.adjusted > LEVEL for one in rows)
+        print(f"{table}: {len(rows)} verdicts, {lost} of them lost by Holm's procedure")
+        for one in rows:
+            print(f"  {one.words:<42} p {one.p:<8.2g} Holm {one.adjusted:<8.2g} {one.claim}")
+    text = rewritten(page, found)
+    if options.write:
+        PAGE.write_text(text, encoding="utf-8")
+    elif text != page:
+        wrong.append("page")
+        print("RESULTS.md says something else; see --write")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

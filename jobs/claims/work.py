@@ -1,0 +1,266 @@
+"""Run what `designs.py` asks for and isn't in runs.jsonl yet, one after the other.
+
+    python jobs/claims/work.py --data cifar10.h5 --scratch /tmp/claims --until 17:50
+    python jobs/claims/work.py --data cifar10.h5 --scratch /tmp/claims --estimate
+    python jobs/claims/work.py --data cifar10.h5 --scratch /tmp/claims --again 3
+
+A line of JSON a finished run, written when it ends; what was begun is done anew the next time.
+`--again` repeats so many runs, drawn at random, and compares their digests with those stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import parts  # noqa: E402, F401  names of cadences
+from designs import JOB, SEARCH, SEEDS, STUDIES, Cell  # noqa: E402
+
+from mpigossip.cluster.process import end_with  # noqa: E402
+from mpigossip.cluster.ranks import Alone  # noqa: E402
+from mpigossip.config.errors import NotFinite  # noqa: E402
+from mpigossip.graphs.search import save, search  # noqa: E402
+from mpigossip.runs import launch  # noqa: E402
+from mpigossip.store.log import read  # noqa: E402
+from mpigossip.studies.running import Found  # noqa: E402
+from mpigossip.training import assemble  # noqa: E402
+
+RUNS = HERE / "runs.jsonl"
+PACKAGE = "mpigossip"
+FURTHER = 3
+"""Rates added beyond an end, at most."""
+FIGURES = ("accuracy", "loss", "bytes_sent", "steps", "seconds")
+Line = dict[str, Any]
+
+
+def lines(path: Path = RUNS) -> list[Line]:
+    """All runs that are stored; one that was cut off while it was written doesn't count."""
+    if not path.exists():
+        return []
+    text = path.read_text("utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def identity(line: Line) -> str:
+    """What makes a run another one than all others."""
+    keys = ("study", "nodes", "cell", "method", "level", "lr", "seed")
+    return json.dumps([line.get(key) for key in keys], sort_keys=True)
+
+
+def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
+    """The runs of a cell that can be named by now: rates with the search's seed, then the rest."""
+    about = {"study": cell.study, "nodes": cell.nodes, "cell": cell.labels}
+    best: dict[str, float] = {}
+    for method in cell.methods:
+        rates = searched(cell, method, done)
+        for rate in rates:
+            yield about | {"method": method, "level": "search", "lr": rate, "seed": SEARCH}
+        if rates[-1] in (found := tried(cell, method, done)):
+            best[method] = chosen(found)
+    if len(best) < len(cell.methods):
+        return
+    for level, share in cell.levels.items():
+        for seed in SEEDS:
+            for method in cell.methods:
+                rate = float(f"{best[method] * share:.3g}")
+                yield about | {"method": method, "level": level, "lr": rate, "seed": seed}
+
+
+def tried(cell: Cell, method: str, done: list[Line]) -> dict[float, Line]:
+    """A method's runs with the search's seed, by their rate."""
+    key = cell.study, cell.nodes, cell.labels, method, "search"
+    names = "study", "nodes", "cell", "method", "level"
+    return {line["lr"]: line for line in done if tuple(line[k] for k in names) == key}
+
+
+def chosen(found: dict[float, Line]) -> float:
+    """The rate of the highest accuracy, the smaller of equals; late divergence comes last."""
+
+    def place(rate: float) -> tuple[bool, float, float]:
+        line = found[rate]
+        return "late" not in line, line["figures"].get("accuracy", -1.0), -rate
+
+    return max(found, key=place)
+
+
+def searched(cell: Cell, method: str, done: list[Line]) -> list[float]:
+    """The rates to try: those of the cell, then by twos beyond an end at which the best lies."""
+    rates, found = list(cell.rates), tried(cell, method, done)
+    for _ in range(FURTHER):
+        if not all(rate in found for rate in rates):
+            break
+        best = chosen({rate: found[rate] for rate in rates})
+        if best not in (min(rates), max(rates)):
+            break
+        rates.append(best / 2 if best == min(rates) else best * 2)
+    return rates
+
+
+def settings(cell: Cell, line: Line) -> list[str]:
+    """The settings of a run, without folders of this machine."""
+    own = [f"schedule.lr={line['lr']!r}", f"run.seed={line['seed']}"]
+    return [*cell.settings, *cell.methods[line["method"]].split(), *own]
+
+
+def train(line: Line, options: argparse.Namespace) -> Line:
+    """The line with figures and digest, from a run in this process."""
+    folder = options.scratch / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    places = {"{data}": str(options.data), "{searched}": str(_searched(line, options))}
+    filled = " ".join(line["settings"])
+    for place, path in places.items():
+        filled = filled.replace(place, path)
+    job = assemble.load(Path(JOB), [*filled.split(), f"run.output={folder}"])
+    began = time.process_time()
+    try:
+        with Alone() as alone:
+            summary = launch.train(job, alone, line["nodes"])
+        if not summary["finished"]:
+            sys.exit("stopped: the run that was begun isn't written")
+    except NotFinite:
+        return line | {"figures": {}, "diverged": True, "digest": None}
+    found = Found(read(folder / "log.h5"))
+    steps = found.log.steps
+    figures = {name: summary[name] for name in FIGURES} | {
+        "train_loss": found.last("train_loss"),
+        "distance": float(np.sqrt(np.nanmean(steps["consensus_distance"]))),
+        "processor_s": time.process_time() - began,
+    }  # the distance is relative to the averaged model's norm
+    rounded = {name: float(f"{value:.6g}") for name, value in figures.items()}
+    more: Line = {"late": True} if found.late else {}
+    if line["study"] == "time":
+        curve = found.curve("step"), found.curve("accuracy")
+        more["curve"] = [[int(t), round(a, 4)] for t, a in zip(*curve, strict=True)]
+        more["exchanges"] = np.flatnonzero(steps["kind"][:, 0]).tolist()
+    return line | {"figures": rounded, **more, "digest": summary["digest"]}
+
+
+def alone(line: Line, options: argparse.Namespace) -> Line:
+    """The same in a process of its own, forked: memory and signals are no other run's."""
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    child = fork.Process(target=_send, args=(there, line, options))
+    child.start()
+    there.close()
+    try:
+        found = here.recv()
+    except EOFError:
+        sys.exit(f"{identity(line)}: its run failed, or was stopped")
+    child.join()
+    return found
+
+
+def _send(pipe: Any, line: Line, options: argparse.Namespace) -> None:
+    """Run, and send the line, as a child that ends where its parent does."""
+    end_with(os.getppid())
+    pipe.send(train(line, options))
+
+
+def _searched(line: Line, options: argparse.Namespace) -> Path:
+    """A searched graph of degree 4, where a run asks for one."""
+    file = options.scratch / f"searched-{line['nodes']}.json"
+    if "{searched}" in str(line["settings"]) and not file.exists():
+        save(search(line["nodes"], degree=4, evaluations=20_000, seed=0), file)
+    return file
+
+
+def origin() -> dict[str, str]:
+    """The last commit that changed the package, and torch."""
+    git = ["git", "-C", str(HERE), "log", "-1", "--format=%h", "--", str(HERE.parents[1] / PACKAGE)]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return {"commit": commit or "unknown", "torch": torch.__version__}
+
+
+def cells(options: argparse.Namespace) -> list[Cell]:
+    """The cells in their order."""
+    return [cell for name in options.study or STUDIES for cell in STUDIES[name]()]
+
+
+def queue(options: argparse.Namespace) -> int:
+    """Do what is missing, cell after cell, until the time is over; how many runs were done."""
+    done = lines(options.out)
+    known, count, of = {identity(line) for line in done}, 0, origin()
+    for cell in cells(options):
+        while True:
+            missing = [one for one in wanted(cell, done) if identity(one) not in known]
+            if not missing:
+                break
+            if options.until and datetime.now().strftime("%H:%M") >= options.until:
+                return count
+            line = missing[0]
+            found = alone(line | {"settings": settings(cell, line)}, options) | of
+            with options.out.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(found, ensure_ascii=False) + "\n")
+                out.flush()
+                os.fsync(out.fileno())
+            done.append(found)
+            known.add(identity(found))
+            count += 1
+    return count
+
+
+def again(options: argparse.Namespace) -> int:
+    """Repeat some runs; 1 where a digest differs."""
+    mine = [line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES]
+    wrong = 0
+    for line in random.Random().sample(mine, min(options.again, len(mine))):
+        found = train(line, options)["digest"]
+        wrong += found != line["digest"]
+        said = "equal" if found == line["digest"] else f"another digest, {found}"
+        print(f"{identity(line)}: {said}", flush=True)
+    return int(wrong > 0)
+
+
+def estimate(options: argparse.Namespace) -> None:
+    """Print the runs of each cell, and how many are there."""
+    known = {identity(line) for line in lines(options.out)}
+    for cell in cells(options):
+        whole = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))
+        there = sum(identity(one) in known for one in wanted(cell, lines(options.out)))
+        print(f"{cell.study:10} n = {cell.nodes:3} {cell.labels}: {there} of {whole} runs")
+
+
+def main(given: list[str] | None = None) -> int:
+    """Run, repeat or count."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="CIFAR-10, packed by `mpigossip data pack`")
+    add("--scratch", type=Path, required=True, help="folder for logs that aren't kept")
+    add("--out", type=Path, default=RUNS, help="lines of JSON; default: runs.jsonl beside this")
+    add("--study", action="append", choices=[*STUDIES], help="repeatable; default: all in order")
+    add("--until", metavar="HH:MM", help="no run begins after that time of today")
+    add("--again", type=int, default=0, metavar="N", help="repeat N runs, compare their digests")
+    add("--estimate", action="store_true", help="print what there is and what is missing")
+    options = parser.parse_args(given)
+    torch.set_num_threads(1)
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    if options.estimate:
+        estimate(options)
+        return 0
+    if options.again:
+        return again(options)
+    print(f"{queue(options)} runs done", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

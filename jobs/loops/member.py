@@ -1,0 +1,46 @@
+"""A loop as one member of a training: no launcher, no server.
+
+python jobs/loops/member.py runs/members        in as many terminals or single-node jobs as you like
+touch runs/members/STOP                         all leave; `rm` it to go on
+"""
+
+import sys
+
+import torch
+from torch import nn
+
+import mpigossip
+
+CHUNKS, H = 60, 20  # chunks of the whole training; steps of a chunk
+
+torch.manual_seed(0)
+features = torch.randn(4096, 20)
+targets = (features @ torch.randn(20, 4)).argmax(1)
+
+
+def batches(chunk):
+    """H batches of 32 samples: those of a chunk are the same for whoever trains it."""
+    draw = torch.Generator().manual_seed(chunk)
+    for picked in torch.randint(len(features), (H, 32), generator=draw):
+        yield features[picked], targets[picked]
+
+
+model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+with mpigossip.join(sys.argv[1], model, optimizer, chunks=CHUNKS) as member:  # <-
+    for chunk in member:  # <- nobody else trains this one
+        for group in optimizer.param_groups:  # the rate follows all members' progress
+            group["lr"] = 3e-3 * (1 - member.progress / CHUNKS)
+        for inputs, classes in batches(chunk):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), classes)
+            loss.backward()
+            optimizer.step()
+        member.log(loss=loss, lr=group["lr"])
+    finished = member.finished
+
+if not finished:
+    sys.exit(75)  # asked to leave: batch scripts queue the job again
+accuracy = (model(features).argmax(1) == targets).float().mean()
+print(f"the average of the last models gets {accuracy:.1%} right")

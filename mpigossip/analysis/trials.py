@@ -1,0 +1,270 @@
+"""Trials on the ranks: sums inside a node; exchanges by each way; 20 steps beside the simulator's.
+
+All functions are collective; findings are complete on rank 0.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from mpigossip.analysis.bench import room_for_messages
+from mpigossip.analysis.findings import Finding
+from mpigossip.cluster.process_groups import is_gpu
+from mpigossip.cluster.ranks import Alone
+from mpigossip.cluster.world import World
+from mpigossip.config import Job
+from mpigossip.config.readable import counted
+from mpigossip.graphs import Graph
+from mpigossip.groups.base import Group, GroupError
+from mpigossip.groups.devices import make_group
+from mpigossip.mixing import open_mixer
+from mpigossip.mixing.base import Kind, Layout, Mixer
+from mpigossip.mixing.device.memory import MemoryRefused
+from mpigossip.mixing.synchronous import STAGED, Synchronous
+from mpigossip.mixing.transports import Transport
+from mpigossip.mixing.transports.probe import Probe
+from mpigossip.mixing.transports.windows import Windows
+from mpigossip.training import assemble
+
+ORDERS = "slots", "nccl"
+REPEATS = 3
+ROUNDS, ROUNDS_TIMED = 16, 4
+"""Rounds of the graph that are tried, and of those that are timed, at most."""
+ROUNDING = 1e-5
+"""Relative error at most: of averages, and between a GPU's run and the simulator's."""
+
+
+def averaged_in_node(
+    devices: Sequence[str], timeout_s: float, world: World | None = None, elements: int = 1 << 22
+) -> dict[str, float]:
+    """Seconds of averaging so many elements a slot by each order; collective over ``world``.
+
+    Empty for a node of one slot. Raises GroupError or Failure where slots can't be connected or
+    give wrong numbers.
+    """
+    several = len(devices) > 1 or (world is not None and world.nodes.per_node > 1)
+    found = {}
+    for order in (ORDERS if is_gpu(devices[0]) else ORDERS[:1]) if several else ():
+        group = make_group(tuple(devices), 1, True, timeout_s, world, order)
+        try:
+            found[order] = _averaged(group, elements)
+        finally:
+            group.close()
+    return found
+
+
+def rate(slots: int, elements: int, seconds: float) -> float:
+    """Bytes a second out of each slot: reduce-scatter and all-gather each send (L - 1)/L."""
+    return 2 * (slots - 1) * 4 * elements / seconds
+
+
+def _averaged(group: Group, elements: int) -> float:
+    full = group.zeros(1, elements * group.slots)
+    seconds = []
+    for _ in range(REPEATS):  # the first opens connections
+        for slot, array in zip(group.mine, full, strict=True):
+            array.fill_(float(slot))
+        _wait(group)
+        begin = time.perf_counter()
+        group.all_gather(group.reduce_scatter_mean(full), full)
+        _wait(group)
+        seconds.append(time.perf_counter() - begin)
+    for device, array in zip(group.devices, full, strict=True):
+        if not bool((array == (group.slots - 1) / 2).all()):
+            raise GroupError(f"sums over the node's slots gave wrong numbers on {device}")
+    return min(seconds)
+
+
+def _wait(group: Group) -> None:
+    for device in group.devices:
+        if is_gpu(device):
+            torch.cuda.synchronize(device)
+
+
+# -- exchanges by each way ---------------------------------------------------------------------
+
+
+def rates(
+    options, world: World, tried: Graph, slots: Sequence[str], way: str, now: list[str]
+) -> Finding:
+    """GB/s of exchanges by one way at each size, of a slot alone and of all slots at once.
+
+    On CPUs by the mixer that training uses, compared with the mixing matrix; between GPUs as the
+    choice of a way times them, where one that isn't proven is an answer.
+    """
+    room, each, worst = room_for_messages(world), 0.0, 0.0
+    found: dict[str, float] = {}
+    data: dict[str, Any] = {"way": way, "bytes_per_second": found}
+    shown: list[str] = []
+    for size, some in product(options.sizes, dict.fromkeys((tuple(slots[:1]), tuple(slots)))):
+        name, total = f"{size / 1e6:,.0f} MB x {len(some)}", size * len(some)
+        now.append(f"exchanges of {name} by {way}")
+        late = ROUNDS_TIMED * each * total > options.timeout / 4
+        if late or world.agree(int(total > room or not _on_gpus_fit(size, some))):
+            why = "a quarter of --timeout" if late else "half of memory for eight messages"
+            shown.append(f"{name} would take more than {why}")
+            continue
+        try:
+            spent, off = _timed(world, tried, some, size, way, now)
+        except MemoryRefused as error:
+            remedy = f"{error}; training takes the fastest of the other ways"
+            return Finding("exchange", f"{way}: not proven", "note", remedy, data)
+        worst, each = max(worst, off), spent / total
+        found[name] = total / spent
+        shown.append(f"{name} {total / spent / 1e9:.2f} GB/s")
+    text, data["error"] = f"{way}: {', '.join(shown)}", worst
+    if worst > ROUNDING:
+        return Finding("exchange", text, "wrong", OFF.format(worst), data)
+    return Finding("exchange", text, data=data)
+
+
+def _on_gpus_fit(size: int, slots: Sequence[str]) -> bool:
+    """Return whether each GPU has room for eight messages in half of what is free."""
+    each = {slot: slots.count(slot) for slot in slots if slot != "cpu"}
+    return all(16 * size * many <= torch.cuda.mem_get_info(slot)[0] for slot, many in each.items())
+
+
+def _timed(
+    world: World, tried: Graph, slots: Sequence[str], size: int, way: str, now: list[str]
+) -> tuple[float, float]:
+    """Return the seconds of a round on the slowest rank, and the largest relative error."""
+    if slots[0] == "cpu":
+        layout = Layout((size // 4,) * len(slots))
+        mixer = open_mixer(tried, layout, world, same_host=way)
+        both = _try_out(world, tried, mixer, now, f"same_host={way}", ROUNDS_TIMED)
+        spent, off = (world.comm.allreduce(one, MPI.MAX) for one in both)
+        return spent / max(tried.degree, 1), off
+    layout = Layout((size // 4,) * len(slots), devices=tuple(slots))
+
+    def on_host(buffers: int) -> Transport:
+        made = Windows(world.comm, layout, buffers, world.timeout_s)
+        made.cut(STAGED)
+        return made
+
+    return Probe(world.comm, layout, 1, world, on_host).seconds(way), 0.0
+
+
+OFF = "averages are off by {:.1e}: this MPI's windows can't be trusted here"
+
+
+def _try_out(
+    world: World, tried: Graph, mixer: Mixer, now: list[str], what: str, rounds: int = ROUNDS
+) -> tuple[float, float]:
+    """Median seconds of some rounds and their largest relative error; closes the mixer."""
+    seconds, worst = [], 0.0
+    try:
+        for t in range(min(2 * (tried.period or 4), rounds)):
+            now.append(f"exchange {t} with {what}")
+            for (values,) in mixer.outbox(t):
+                values.fill_(float(world.rank + 1 + t))
+            begin = time.perf_counter()
+            mixer.start(Kind.GOSSIP, t)
+            mixed = mixer.finish()[1]
+            seconds.append(time.perf_counter() - begin)
+            sources, weights, own = tried.neighbours(t, world.rank)
+            expected = own * (world.rank + 1 + t)
+            expected += sum(w * (j + 1 + t) for j, w in zip(sources, weights, strict=True))
+            off = max(float((values - expected).abs().max()) for (values,) in mixed)
+            worst = max(worst, off / max(abs(expected), 1.0))
+    finally:
+        now.append("closing the mixer")
+        mixer.close()
+    return statistics.median(seconds), worst
+
+
+def routes(
+    world: World, tried: Graph, slots: Sequence[str], size: int, now: list[str], gpus: bool = False
+) -> Finding:
+    """How each neighbour is reached, and why; between GPUs with results of exchanges that way.
+
+    ``gpus``: as between GPUs, whatever the slots are.
+    """
+    ways = {r: "read (same host)" if host == world.hosts[world.rank] else "put (another host)"
+            for r, host in enumerate(world.hosts)}  # fmt: skip
+    spent, worst = 0.0, 0.0
+    if gpus or not world.agree(int(slots[0] == "cpu")):
+        now.append("opening the fastest way between GPUs")
+        width = max(size // 4 // len(slots), 1)
+        layout = Layout((width,) * len(slots), devices=tuple(slots))
+        mixer = Synchronous(tried, layout, world, on_devices=True)
+        ways = mixer.routes
+        spent, worst = _try_out(world, tried, mixer, now, "GPU memory")
+    rounds = range(min(tried.period or ROUNDS, ROUNDS))
+    neighbours = {int(r) for t in rounds for r in tried.receivers(t, world.rank)}
+    links = [(world.rank, rank, ways[rank]) for rank in sorted(neighbours)]
+    gathered = world.gather((links, spent, worst))
+    if gathered is None:
+        return Finding("routes", "")
+    links = [link for part, *_ in gathered for link in part]
+    spent, worst = (max(one[k] for one in gathered) for k in (1, 2))
+    counts = Counter(way for *_, way in links)
+    text = "; ".join(f"{counted(count, 'link')} by {way}" for way, count in counts.items())
+    data = {"links": [{"from": a, "to": b, "way": way} for a, b, way in links], "error": worst}
+    if spent:
+        text += f"; exchanges of {size >> 20} MiB: {spent * 1e3:.1f} ms each"
+    if worst > ROUNDING:
+        return Finding("routes", text, "wrong", OFF.format(worst), data)
+    slow = [way for way in counts if way.startswith("host")]
+    if slow:
+        remedy = "messages of GPU memory pass through host memory: " + "; ".join(slow)
+        return Finding("routes", text, "note", remedy, data)
+    return Finding("routes", text, data=data)
+
+
+# -- a training beside the simulator -----------------------------------------------------------
+
+STEPS = 20
+MOST = 64
+"""Nodes that rank 0 simulates, at most."""
+
+
+def compared(world: World, devices: str, graph: str, timeout_s: float) -> Finding:
+    """Train a small model on the ranks' nodes; collective, complete on rank 0."""
+    n = world.nodes.count
+    if n == 1:
+        return Finding("training", "one node: there is no exchange to try")
+    settings = [f"node.devices={devices}", f"node.ranks_per_node={world.nodes.per_node}"]
+    settings += [f"graph.name={graph}", f"node.timeout_s={timeout_s}", "node.precision=fp32"]
+    settings += ["data.batch=4", "run.epochs=1", "schedule.scale=none", "log.consensus_every=0"]
+    job = assemble.load({"model": {"name": "mlp"}}, settings)
+    begin = time.perf_counter()
+    mine = _trained(job, world, n)
+    seconds = time.perf_counter() - begin
+    found = world.gather(mine if world.nodes.first else None)
+    if found is None or n > MOST:
+        text = f"{STEPS} steps; not compared, as more than {MOST} nodes aren't simulated here"
+        return Finding("training", text)
+    nodes = torch.cat([rows for rows in found if rows is not None])
+    reference = _trained(job, Alone(), n)
+    off = float((nodes - reference).double().norm() / reference.double().norm())
+    exact = torch.equal(nodes, reference)
+    text = f"{STEPS} steps of {n} nodes in {seconds:.1f} s, "
+    data = {"seconds": seconds, "difference": off, "exact": exact}
+    if exact or (off <= ROUNDING and not devices.startswith("cpu")):
+        text += "bitwise identical to" if exact else f"within {off:.1e} of"
+        return Finding("training", f"{text} the simulator", data=data)
+    remedy = (
+        f"the parameters differ from the simulator's by {off:.1e}: exchanges or sums are wrong "
+        "here; try another MPI, or node.same_host=put"
+    )
+    return Finding("training", f"{text}another result than the simulator", "wrong", remedy, data)
+
+
+def _trained(job: Job, world: World, n: int) -> torch.Tensor:
+    """Parameters of the nodes in this process after some steps, (rows, P) on the CPU."""
+    assembly = assemble.assemble(job, world, n)
+    try:
+        for _ in range(STEPS):
+            assembly.trainer.step()
+        replicas = assembly.trainer.replicas
+        return torch.stack([replicas.flat.pack(row).cpu() for row in replicas.full[-1]])
+    finally:
+        assembly.close()

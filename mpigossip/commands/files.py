@@ -1,0 +1,211 @@
+"""Commands on files: `mpigossip data`, `log`, `report` and `checkpoint`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpigossip.commands.arguments import command, family, many, run_named, tell
+from mpigossip.config.errors import OK, WRONG
+
+DATA = "mpigossip data pack imagenet imagenet.h5 --image-size 256"
+PACK = f"""
+{DATA}
+mpigossip data pack cifar10 cifar10.h5 --decoded
+mpigossip data pack books books.h5 --text
+mpigossip data pack books books.h5 --text --tokenizer bpe --vocabulary 8192
+"""
+
+
+def add(commands) -> None:
+    """Add them to the parser."""
+    _add_data(commands)
+    _add_log(commands)
+    _add_checkpoint(commands)
+
+
+def _add_data(commands) -> None:
+    data = family(commands, "data", "pack|show", "image folders and text to HDF5", DATA)
+    pack = command(
+        data, "pack", _pack, "pack train/CLASS/*.jpg and test/CLASS/*.jpg into HDF5", PACK
+    )
+    pack.add_argument("folder", type=Path, metavar="FOLDER", help="of text, also a single file")
+    pack.add_argument("out", type=Path, metavar="OUT.h5")
+    pack.add_argument("--image-size", type=many, help="shorter side in pixels to resize to")
+    pack.add_argument(
+        "--decoded", action="store_true",
+        help="store pixels: for small images of one size, so that no run decodes them",
+    )  # fmt: skip
+    pack.add_argument("--text", action="store_true", help="pack text files for a language model")
+    pack.add_argument(
+        "--tokenizer", default="byte",
+        help="byte (default), or bpe: byte-pair encoding learned from the text (needs tokenizers)",
+    )  # fmt: skip
+    pack.add_argument(
+        "--vocabulary", type=int, default=4096, help="entries of a bpe: 257 to 65536 (4096)"
+    )
+    show = command(
+        data, "show", _show_data, "say what a packed file holds", "mpigossip data show imagenet.h5"
+    )
+    show.add_argument("file", type=Path, metavar="FILE.h5")
+
+
+def _pack(options) -> None:
+    from mpigossip.store.dataset import pack, show
+
+    pack(
+        options.folder, options.out, image_size=options.image_size, decoded=options.decoded,
+        text=options.text, tokenizer=options.tokenizer, vocabulary=options.vocabulary,
+    )  # fmt: skip
+    tell(show(options.out))
+
+
+def _show_data(options) -> None:
+    from mpigossip.store.dataset import show
+
+    tell(show(options.file))
+
+
+PLOT = """
+mpigossip log plot runs/digits
+mpigossip log plot runs/ring runs/digits --out compare.png
+"""
+LOG = """
+mpigossip log show runs/digits
+mpigossip log plot runs/ring runs/digits --out compare.png
+"""
+EXPORT = """
+mpigossip log export runs/digits --csv digits.csv
+mpigossip log export runs/digits --tensorboard events
+"""
+REPORT = "mpigossip report runs/ring runs/digits --html report.html"
+
+
+def _add_log(commands) -> None:
+    log = family(commands, "log", "show|export|plot", "show, export and plot logs", LOG)
+    summary = "a run's evaluations and summary as a table"
+    show = command(log, "show", _show_log, summary, "mpigossip log show runs/digits")
+    show.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run, or a log")
+    export = command(log, "export", _export_log, "a run's log for other programs", EXPORT)
+    export.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run, or a log")
+    to = export.add_mutually_exclusive_group(required=True)
+    to.add_argument("--csv", type=Path, metavar="FILE", help="run.csv, and run-evaluations.csv")
+    to.add_argument("--tensorboard", type=Path, metavar="DIR", help="event files")
+    plot = command(log, "plot", _plot, "one picture (PNG) of one or several runs", PLOT)
+    plot.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, or logs")
+    plot.add_argument("--out", type=Path, metavar="OUT.png", help="default: RUN/log.png")
+    summary = "one page in HTML of one or several runs"
+    report = command(commands, "report", _report, summary, REPORT)
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    report.add_argument("--html", type=Path, required=True, metavar="OUT.html")
+
+
+def _show_log(options) -> None:
+    from mpigossip.analysis.compared import log_of
+    from mpigossip.analysis.report import table
+    from mpigossip.store.log import read
+
+    tell(table(read(log_of(run_named(options.run_folder)))))
+
+
+def _export_log(options) -> None:
+    from mpigossip.analysis.compared import log_of
+    from mpigossip.store import log_export
+    from mpigossip.store.log import read
+
+    log = read(log_of(run_named(options.run_folder)))
+    if options.csv:
+        log_export.to_csv(log, options.csv)
+    else:
+        log_export.to_tensorboard(log, options.tensorboard)
+    tell(options.csv or options.tensorboard)
+
+
+def _plot(options) -> None:
+    from mpigossip.analysis.plot import plot
+
+    first = options.runs[0]
+    out = options.out or (first if first.is_dir() else first.parent) / "log.png"
+    plot([run_named(run) for run in options.runs], out)
+    tell(out)
+
+
+def _report(options) -> None:
+    from mpigossip.analysis.report import write
+
+    write([run_named(run) for run in options.runs], options.html)
+    tell(options.html)
+
+
+CHECKPOINT = """
+mpigossip checkpoint verify runs/digits
+mpigossip checkpoint export runs/digits --out model.safetensors
+"""
+MODEL = """
+mpigossip checkpoint export runs/digits --out model.safetensors
+mpigossip checkpoint export runs/digits --out node2.pt --node 2
+"""
+
+
+def _add_checkpoint(commands) -> None:
+    checkpoint = family(
+        commands, "checkpoint", "show|verify|export", "look into checkpoints, export models",
+        CHECKPOINT,
+    )  # fmt: skip
+    told = "mpigossip checkpoint {} runs/digits".format
+    summary = "what a checkpoint holds"
+    show = command(checkpoint, "show", _show_checkpoint, summary, told("show"))
+    summary = "read all of it and compare checksums"
+    verify = command(checkpoint, "verify", _verify, summary, told("verify"))
+    summary = "the averaged model for plain torch"
+    export = command(checkpoint, "export", _export_model, summary, MODEL)
+    for each in (show, verify, export):
+        each.add_argument("path", type=Path, metavar="RUN", help="run folder or checkpoint")
+    export.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="model.safetensors or model.pt"
+    )
+    export.add_argument(
+        "--node", type=int, metavar="K", help="node K's model; default: the average of all nodes"
+    )
+    trusted = "import the module:factory that the checkpoint names, for frozen and tied parameters"
+    export.add_argument("--trust-model", action="store_true", help=trusted)
+
+
+def _checkpoint_of(path: Path) -> Path:
+    """The checkpoint meant: itself, or a run's newest."""
+    from mpigossip.store import StoreError, checkpoint
+
+    if (run_named(path) / "checkpoint.h5").exists():
+        return path
+    newest, damaged = checkpoint.newest(path)
+    if damaged or newest is None:
+        whole = f'"{path}" is no checkpoint, and no run directory that has a whole one'
+        whole = f"the newest whole one, to be named itself, is {newest}" if newest else whole
+        raise StoreError("; ".join([*damaged.values(), whole]))
+    return newest
+
+
+def _show_checkpoint(options) -> None:
+    from mpigossip.store import checkpoint
+
+    path = _checkpoint_of(options.path)
+    manifest = checkpoint.read_manifest(path)
+    tell(f"{path}: step {manifest.step}, {manifest.n} nodes")
+    for entry in manifest.entries:
+        tell(f"  {entry.file}  {entry.bytes:,} bytes")
+    tell(f"digest {checkpoint.digest(path)}\n\n{manifest.job}")
+
+
+def _verify(options) -> int:
+    from mpigossip.store import checkpoint
+
+    path = _checkpoint_of(options.path)
+    problems = checkpoint.verify(path)
+    tell("\n".join(problems) or f"{path}: whole")
+    return WRONG if problems else OK
+
+
+def _export_model(options) -> None:
+    from mpigossip.runs.model_export import export
+
+    path = _checkpoint_of(options.path)
+    tell(export(path, options.out, options.node, options.trust_model))

@@ -1,0 +1,159 @@
+"""`mpigossip job`: print a batch script. `mpigossip examples`: list and copy example jobs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpigossip.commands.arguments import command, many, settings, tell
+
+if TYPE_CHECKING:
+    from mpigossip.cluster.batch import Site
+    from mpigossip.config import Job
+
+JOB = """
+mpigossip job generic-slurm jobs/digits.toml --nodes 4 --time 10m
+mpigossip job perlmutter JOB.toml --nodes 32 --time 6h --account A >job.sh
+"""
+
+
+def add(commands) -> None:
+    """Add them to the parser."""
+    _add_job(commands)
+    _add_examples(commands)
+
+
+def _add_job(commands) -> None:
+    summary = "print the batch script that trains a job on a site"
+    job = command(commands, "job", _job, summary, JOB)
+    job.add_argument("site", metavar="SITE", help="a name in jobs/sites, or the path of a .toml")
+    job.add_argument("job", type=Path, metavar="JOB.toml")
+    settings(job)
+    job.add_argument("--nodes", type=many, required=True, metavar="N", help="nodes to ask for")
+    job.add_argument(
+        "--ranks", type=many, metavar="R",
+        help="ranks on each, where node.ranks_per_node asks for several; default: as many as it "
+        'says, with "host" as the site has GPUs',
+    )  # fmt: skip
+    job.add_argument("--time", required=True, metavar="T", help="30m, 2h, 4:00:00, 1-12:00:00")
+    job.add_argument("--account", help="project that pays; some sites need it")
+    job.add_argument("--partition", help="partition or queue")
+    job.add_argument("--qos", help="quality of service")
+    job.add_argument("--venv", type=Path, metavar="DIR", help="default: the one in use now, if any")
+    job.add_argument("--launcher", metavar="'WORDS'", help="replaces the site's")
+
+
+def _job(options) -> None:
+    """Print the script; JobError with all that is wrong."""
+    from mpigossip.cluster import batch
+    from mpigossip.config import JobError
+    from mpigossip.groups.devices import slots_of
+    from mpigossip.training import assemble
+
+    site = batch.read_site(options.site)
+    found = []
+    job = assemble.load(options.job, options.settings, resolve=False)
+    ranks = _ranks(job, site, options.ranks)
+    job = replace(job, node=replace(job.node, ranks_per_node=ranks)) if _is_auto(job) else job
+    asked = job.node.ranks_per_node
+    nodes = options.nodes * ranks // (asked if isinstance(asked, int) else ranks)
+    if options.nodes > 0:
+        elsewhere = ("node.devices", "node.cuda_graphs")
+        found = [m for m in assemble.mistakes(job, nodes) if not m.startswith(elsewhere)]
+    devices = [d for d in slots_of(job.node.devices) if d.startswith("cuda")]
+    if site.gpus and len(devices) > site.gpus:
+        found.append(
+            f'node.devices = "{job.node.devices}": {site.title} has {site.gpus} GPUs a node; '
+            f"add node.devices=cuda:0-{site.gpus - 1}"
+        )
+    if found:
+        raise JobError(found)
+    if site.gpus and job.node.devices.startswith("cpu"):
+        tell(
+            f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a node '
+            f"idle; node.devices={'auto' if ranks > 1 else f'cuda:0-{site.gpus - 1}'} uses them",
+            file=sys.stderr,
+        )
+    wish = batch.BatchRequest(
+        nodes=options.nodes, seconds=batch.seconds_of(options.time), ranks=ranks,
+        name=job.run.name, account=options.account, partition=options.partition, qos=options.qos,
+        venv=_venv(options.venv), launcher=options.launcher,
+    )  # fmt: skip
+    tell(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
+
+
+def _ranks(job: Job, site: Site, given: int | None) -> int:
+    """Ranks on each of the nodes that the scheduler gives."""
+    from mpigossip.config import JobError
+
+    asked = job.node.ranks_per_node
+    if given is not None and given < 1:
+        raise JobError([f"--ranks {given}: a node has at least one; give 1 or more"])
+    if _is_auto(job):  # a rank for each GPU
+        return given or (site.gpus if job.node.devices == "auto" else 1) or 1
+    ranks = given or (asked if isinstance(asked, int) else site.gpus)
+    if ranks < 1:
+        raise JobError(
+            f'node.ranks_per_node = "host": {site.title} doesn\'t say how many GPUs a node has; '
+            "give --ranks R, how many ranks are to be started on each"
+        )
+    if isinstance(asked, int) and ranks % asked:
+        raise JobError(
+            f"--ranks {ranks}: node.ranks_per_node = {asked} makes nodes of {asked}; give a "
+            "multiple of it"
+        )
+    return ranks
+
+
+def _is_auto(job: Job) -> bool:
+    """Return whether the compute nodes' launcher decides how many ranks a node has."""
+    return job.node.ranks_per_node == "auto"
+
+
+def _venv(given: Path | None) -> str | None:
+    """The virtual environment that the job is to use: as given, or this process's own."""
+    from mpigossip.config import JobError
+
+    if given is None:
+        return sys.prefix if sys.prefix != sys.base_prefix else None
+    if not (given / "bin" / "activate").exists():
+        raise JobError([f'--venv "{given}" is no virtual environment: it has no bin/activate'])
+    return str(given.absolute())
+
+
+EXAMPLES = """
+mpigossip examples
+mpigossip examples copy gpt
+mpirun -n 4 mpigossip train digits
+"""
+COPY = "mpigossip examples copy classify --to programs"
+
+
+def _add_examples(commands) -> None:
+    listed = command(commands, "examples", _list, "list and copy examples", EXAMPLES)
+    below = listed.add_subparsers(metavar="copy")
+    copied = command(below, "copy", _copy, "copy an example, with the module that it needs", COPY)
+    copied.add_argument("name", metavar="NAME", help="as `mpigossip examples` lists it")
+    copied.add_argument("--to", type=Path, metavar="DIR", default=Path(), help="default: here")
+
+
+def _list(options) -> None:
+    from mpigossip.config.packaged import examples, summary
+
+    group = None
+    for name, path in examples().items():
+        if group not in (None, path.parent):
+            tell()
+        group = path.parent
+        tell(f"{name:18}{summary(path)}")
+    tell("\n`mpigossip examples copy NAME` copies one of them. Commands take a job of the")
+    tell("first group by its name: mpirun -n 4 mpigossip train digits")
+
+
+def _copy(options) -> None:
+    from mpigossip.config.packaged import copy
+
+    for path in copy(options.name, options.to):
+        tell(path)

@@ -1,0 +1,252 @@
+"""Commands that look at a machine: `mpigossip doctor`, `bench` and `plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mpigossip.commands.arguments import (
+    BYTES_A_SECOND,
+    SECONDS,
+    amount,
+    command,
+    many,
+    number,
+    numbers_of_nodes,
+    quantity,
+    settings,
+    share,
+    size_in_bytes,
+    tell,
+    times,
+)
+
+DOCTOR = """
+mpigossip doctor
+srun mpigossip doctor --json >runs/digits/doctor.json
+srun --ntasks-per-node=8 mpigossip doctor --ranks-per-node host
+"""
+
+
+def add(commands) -> None:
+    """Add them to the parser."""
+    _add_plan(commands)
+    _add_bench(commands)
+    _add_doctor(commands)
+
+
+def _add_doctor(commands) -> None:
+    summary = "check MPI, GPUs, network, disk and a short training; ready or not"
+    doctor = command(commands, "doctor", _doctor, summary, DOCTOR)
+    doctor.add_argument("--graph", default="one-peer-exponential", help="whose neighbours to try")
+    doctor.add_argument(
+        "--devices", default="auto", help="slots of a node, as node.devices; default: %(default)s"
+    )
+    doctor.add_argument(
+        "--ranks-per-node", type=_ranks, default="auto", metavar="K",
+        help='as node.ranks_per_node: a number, "host" or "auto"; default: %(default)s',
+    )  # fmt: skip
+    doctor.add_argument("--workers", type=number(int, 0, 1024), default=2, help="as data.workers")
+    doctor.add_argument(
+        "--megabytes", type=many, default=16, help="of a link's put and of the file written"
+    )
+    doctor.add_argument(
+        "--sizes", nargs="+", type=size_in_bytes, metavar="BYTES", default=[25 * 10**6, 10**9],
+        help="bytes of a slot in exchanges; default: 25MB 1GB, as memory and time allow",
+    )  # fmt: skip
+    doctor.add_argument(
+        "--folder", type=Path, default=Path(), metavar="DIR", help="where runs are to be written"
+    )
+    doctor.add_argument("--timeout", type=amount, default=60.0, help="seconds that a test may take")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+
+
+def _ranks(text: str) -> int | str:
+    """Read a value of node.ranks_per_node; argparse says which option a ValueError belongs to."""
+    if text in ("host", "auto"):
+        return text
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def _doctor(options) -> int:
+    """Print what was found; exit code 1 if the machine isn't ready."""
+    from mpigossip.analysis.doctor import examine
+
+    return examine(options)
+
+
+BENCH = """
+mpirun -n 2 mpigossip bench exchange --sizes 1MB 100MB
+srun mpigossip bench allreduce --json
+"""
+
+
+def _add_bench(commands) -> None:
+    summary = "measure under mpirun, each figure as a multiple of the limit found in the same run"
+    bench = command(commands, "bench", _bench, summary, BENCH)
+    kinds = ["exchange", "allreduce", "overlap", "checkpoint"]
+    bench.add_argument("what", choices=kinds, help="what to measure")
+    bench.add_argument("--graphs", nargs="+", metavar="GRAPH", help="for exchange")
+    bench.add_argument(
+        "--sizes", nargs="+", type=size_in_bytes, metavar="BYTES",
+        default=[10**k for k in range(3, 10)],
+        help="bytes of a message, such as 1KB or 100MB; default: 1KB 10KB … 1GB, as memory allows",
+    )  # fmt: skip
+    bench.add_argument("--seconds", type=amount, default=1.0, help="spent on each row, about")
+    bench.add_argument(
+        "--same-host", choices=["read", "put"], default="read", help="as node.same_host"
+    )
+    bench.add_argument("--folder", type=Path, default=Path(), help="for checkpoint: where to write")
+    bench.add_argument("--json", action="store_true", help="a list of rows")
+    bench.add_argument(
+        "--out", type=Path, metavar="FILE", help="also into a file: HDF5, or JSON if named .json"
+    )
+
+
+def _bench(options) -> None:
+    """Measure and print, on rank 0; ``--json`` prints one list of rows at the end.
+
+    ``--out`` writes them into a file too.
+    """
+    import torch
+
+    from mpigossip.analysis.bench import MEASURES, save
+    from mpigossip.cluster.ranks import world
+    from mpigossip.graphs import BUILDERS, graph
+
+    torch.set_num_threads(1)
+    for name in options.graphs or ():
+        if name not in BUILDERS and not name.startswith("file:"):
+            graph(name, 2)
+    with world() as ranks:
+        speaks, rows = ranks.rank == 0, []
+        if speaks and not options.json:
+            hosts = len(set(ranks.hosts))
+            tell(f"{ranks.size} ranks on {hosts} host{'s' * (hosts > 1)}; medians")
+            tell(f"{'':24} {'bytes':>13} {'ms':>9} {'spread':>7} {'GB/s':>7} {'x limit':>8}")
+        for line in MEASURES[options.what](ranks, options):
+            rows.append(line)
+            if speaks and not options.json:
+                hidden = f"  {line['hidden']:.0%} hidden" if "hidden" in line else ""
+                tell(
+                    f"{line['graph']:24} {line['bytes']:13,} {1e3 * line['seconds']:9.3f} "
+                    f"{line['spread']:7.0%} {line['gigabytes_per_second']:7.2f} "
+                    f"{line['times_limit']:8.2f}{hidden}",
+                    flush=True,
+                )
+        if speaks and options.json:
+            tell(json.dumps(rows))
+        if speaks and options.out:
+            save(rows, options.out, ranks, options.what)
+
+
+PLAN = """
+mpigossip plan jobs/cifar10-resnet20.toml --nodes 4,8,…,1024 \\
+    --bandwidth 25GB/s --latency 5us
+srun -N 4 mpigossip plan jobs/imagenet-resnet50.toml --nodes 4,16 --out p.png
+
+The second measures compute and network of its nodes; alone, 10 µs for a small
+round and 100 Gbit/s a node are assumed. An ellipsis doubles on.
+"""
+
+
+def _add_plan(commands) -> None:
+    summary = "predict step time, traffic and training time on n nodes per graph, cadence and wire"
+    plan = command(commands, "plan", _plan, summary, PLAN)
+    plan.add_argument("job", type=Path, metavar="JOB.toml")
+    settings(plan)
+    plan.add_argument(
+        "--nodes", required=True, type=numbers_of_nodes, metavar="N,N,…", help="numbers of nodes"
+    )
+    plan.add_argument("--epochs", type=amount, help="default: the job's run.epochs")
+    time, rate = quantity(SECONDS), quantity(BYTES_A_SECOND)
+    plan.add_argument("--compute", type=time, metavar="T", help="of a step, 80ms; unset: measured")
+    plan.add_argument("--node", type=time, metavar="T", help="averaging inside the node")
+    plan.add_argument("--latency", type=time, metavar="T", help="of a small round, such as 5us")
+    plan.add_argument("--bandwidth", type=rate, metavar="B", help="such as 25GB/s or 200Gbit")
+    plan.add_argument("--sum", type=rate, metavar="B", help="bytes added, 300GB/s")
+    plan.add_argument("--coding", type=rate, metavar="B", help="bytes that wires code, 50GB/s")
+    plan.add_argument("--jitter", type=share, metavar="P", help="deviation of computing, 5%%")
+    plan.add_argument("--period", type=times, metavar="H", help="of an adaptive cadence")
+    plan.add_argument("--seconds", type=amount, default=8.0, help="spent on measuring, about")
+    plan.add_argument("--best", action="store_true", help="propose graph, method, H and wire")
+    plan.add_argument(
+        "--members", action="store_true",
+        help="advise N members of a folder with --bandwidth",
+    )  # fmt: skip
+    plan.add_argument("--save", type=Path, metavar="FILE", help="write it for clock.network")
+    plan.add_argument("--out", type=Path, metavar="OUT.png", help="a picture")
+    plan.add_argument("--json", action="store_true", help="every combination, as one object")
+
+
+def _plan(options) -> None:
+    """Measure on all ranks; print and draw on rank 0."""
+    from mpigossip.analysis.dryrun import launched
+    from mpigossip.analysis.machine import examine
+    from mpigossip.analysis.plan import as_json, table
+    from mpigossip.analysis.plan.report import picture, text
+    from mpigossip.cluster.ranks import Alone, world
+    from mpigossip.config import JobError
+    from mpigossip.training import assemble
+    from mpigossip.training.costs import subject
+    from mpigossip.training.shape import with_ranks
+
+    if options.members and options.bandwidth is None:
+        raise JobError(["--members: give --bandwidth, the bytes a second of the folder's file "
+                        "system, such as 5GB/s"])  # fmt: skip
+    with world() if (launched() or 1) > 1 else Alone() as ranks:
+        with ranks.together(JobError):
+            job = assemble.load(options.job, options.settings)
+        ranks.arrange(job.node.ranks_per_node)
+        if ranks.comm is not None:
+            job = with_ranks(job, ranks.nodes.per_node)
+        with ranks.together(JobError):
+            what, note = subject(job)
+        given = {
+            "compute_s": options.compute, "node_s": options.node, "latency_s": options.latency,
+            "bandwidth": options.bandwidth, "combine_rate": options.sum,
+            "coding_rate": options.coding, "jitter": options.jitter,
+        }  # fmt: skip
+        machine = examine(what, ranks, given, options.seconds)
+        if ranks.rank != 0:
+            return
+        if options.save:
+            machine.save(options.save)
+        epochs = what.job.run.epochs if options.epochs is None else options.epochs
+        if options.best:
+            _best(options, what, machine)
+            return
+        if options.members:
+            _members(options, what, machine, epochs)
+            return
+        rows = table(what, machine, options.nodes, epochs, options.period)
+        if options.out:
+            picture(what, rows, options.nodes, epochs, options.out)
+        if options.json:
+            tell(json.dumps(as_json(what, machine, rows, epochs)))
+            return
+        tell(text(what, machine, rows, options.nodes, epochs, note))
+        if options.out:
+            tell(options.out)
+
+
+def _members(options, what, machine, epochs) -> None:
+    """Print advice for members that train through a folder."""
+    from mpigossip.analysis.plan.members import advise, text
+
+    step_s, rate = machine.compute_s, machine.bandwidth
+    tell(text(what, [advise(what, n, step_s, rate, epochs) for n in options.nodes]))
+
+
+def _best(options, what, machine) -> None:
+    """Print what is proposed for each number of nodes."""
+    from mpigossip.analysis.plan.best import as_json, proposals, text
+
+    each = {n: proposals(options.job, options.settings, what, machine, n) for n in options.nodes}
+    if options.json:
+        tell(json.dumps({n: as_json(*found) for n, found in each.items()}))
+        return
+    told = [text(options.job, options.settings, *found, n) for n, found in each.items()]
+    tell("\n\n".join(told))

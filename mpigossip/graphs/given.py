@@ -1,0 +1,232 @@
+"""Graphs that a user gives: networkx graphs, matrices, sequences of either, functions, files.
+
+A file is JSON: {"n": 4, "edges": [[0, 1], …], "weights": "laplacian"}; "rounds": [[[0, 1], …], …]
+instead of "edges" for a sequence, "directed": true for pairs [sender, receiver]. What a search
+saves has more, which reading leaves alone. `.graphml`, `.gml`, `.edgelist` and `.adjlist` are read
+by networkx.
+"""
+
+import json
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpigossip.config.errors import Mistake
+from mpigossip.config.own_parts import given, imported, parameters, raised
+from mpigossip.graphs.base import Cycle, Drawn, Graph, GraphError, from_matrices, static
+from mpigossip.graphs.rounds import Round, Sparse
+from mpigossip.graphs.weights import rule
+
+NETWORKX = (".graphml", ".gml", ".edgelist", ".adjlist")
+NODES, LARGEST = 1 << 16, 1 << 26
+"""Most nodes of a graph in a file, and bytes of that."""
+
+
+def is_network(value: object) -> bool:
+    """Return whether this is a networkx graph (told without importing networkx)."""
+    return hasattr(value, "is_directed") and hasattr(value, "edges")
+
+
+def _round(network: Any, weights: str | None, order: Sequence[object]) -> Round:
+    """One networkx graph as a round; see `from_networkx`."""
+    number = {label: i for i, label in enumerate(order)}
+    given: dict[tuple[int, int], float | None] = {}
+    for u, v, data in network.edges(data=True):
+        for a, b in ((u, v),) if network.is_directed() else ((u, v), (v, u)):
+            if a != b:
+                given[number[b], number[a]] = data.get("weight")
+    to, source = np.array(list(given), np.int64).reshape(-1, 2).T
+    n = len(order)
+    if weights is None and given and None not in given.values():
+        return Sparse.from_edges(n, to, source, np.array(list(given.values()), np.float64))
+    chosen = weights or ("uniform" if network.is_directed() else "metropolis-hastings")
+    return rule(chosen)(Sparse.from_edges(n, to, source, 1.0))
+
+
+def _order(network: Any) -> list[object]:
+    """Nodes 0 … n−1 in that order if these are the labels, else as the network lists them."""
+    labels = list(network.nodes)
+    if not labels:
+        raise GraphError("a networkx graph without nodes can't be a graph; add one at least")
+    return sorted(labels) if set(labels) == set(range(len(labels))) else labels
+
+
+def from_networkx(network: Any, weights: str | None = None, name: str = "networkx") -> Graph:
+    """The static graph of a networkx graph; a directed edge (u, v) means that v receives from u.
+
+    `weights` names a rule (see `weights.WEIGHTS`). Without it edges that all carry the attribute
+    "weight" keep them (own weights fill the rows up to one); others get "metropolis-hastings",
+    directed ones "uniform". Self-loops are left out: the own weight is what remains.
+    """
+    return static(_round(network, weights, _order(network)), name)
+
+
+def from_sequence(
+    items: Sequence[Any], weights: str | None = None, name: str = "sequence"
+) -> Graph:
+    """The graph that goes in turn through networkx graphs (over the same nodes) or matrices."""
+    items = list(items)
+    if not any(is_network(item) for item in items):
+        return from_matrices(items, name)
+    order = _order(next(item for item in items if is_network(item)))
+    rounds = []
+    for t, item in enumerate(items):
+        if not is_network(item):
+            raise GraphError(
+                f"item {t} of a sequence of networkx graphs is a {type(item).__name__}"
+            )
+        if set(item.nodes) != set(order):
+            raise GraphError(f"networkx graph {t} of the sequence has other nodes than the first")
+        rounds.append(_round(item, weights, order))
+    return Graph(Cycle(tuple(rounds)), name)
+
+
+def from_value(value: Any) -> Graph:
+    """The graph of networkx graphs or matrices, one or a sequence of either."""
+    if isinstance(value, Graph) or is_network(value):
+        return value if isinstance(value, Graph) else from_networkx(value)
+    if isinstance(value, Round):
+        return static(value)
+    if isinstance(value, np.ndarray | list | tuple):
+        return from_sequence([value] if getattr(value, "ndim", 3) == 2 else list(value))
+    raise GraphError(
+        f"a {type(value).__name__} is no graph: give a matrix, a networkx graph, or a list of them"
+    )
+
+
+def _asked(function: Callable, name: str, options: Mapping[str, Any], **known: int) -> Graph:
+    """Graph of a user's function, called with those ``known`` values that it has parameters for."""
+    try:
+        return from_value(given(function, known, options))
+    except Exception as error:
+        says = str(error) if isinstance(error, Mistake) else raised(error)
+        raise GraphError(f'graph "{name}", called with {known}: {says}') from error
+
+
+def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph:
+    """The graph of a function, or of the one that "module:function" names.
+
+    function(n, seed) gives whatever `from_value` takes; with a parameter t it gives round t, and is
+    asked for rounds 0 … period − 1 at once, or, by its name, for each round when its time comes:
+    then ``degree`` states the most in-neighbours that a node has in any round.
+    """
+    name = function if isinstance(function, str) else getattr(function, "__name__", "function")
+    if named := function is name:
+        function = imported("graph.name", name, "n, seed and, for one round, t, returning matrices")
+    if "t" not in parameters(function)[0]:
+        return _asked(function, name, options, n=n, seed=seed)
+    period, degree = options.pop("period", None), options.pop("degree", None)
+    stated = period or degree
+
+    def draw(n: int, seed: int, t: int) -> Round:
+        return _asked(function, name, options, n=n, seed=seed, t=t).round(t)
+
+    if type(stated) is not int or not 0 < stated <= 1 << 16 or not (named or period):
+        raise GraphError(
+            f'graph "{name}" is a function of t: state degree=…, the most in-neighbours, '
+            'beside its name "module:function", or the period after which rounds repeat, '
+            f"mpigossip.graph(function, n, period=…); got period = {period}, degree = {degree}"
+        )
+    if period:
+        return Graph(Cycle(tuple(draw(n, seed, t) for t in range(period))), name)
+    made = Graph(Drawn(draw, n, seed), name, stated=min(stated, n - 1))
+    if draw(n, seed, 0) != made.round(0):
+        raise GraphError(f'graph "{name}": round 0 differs in two calls; use n, seed and t only')
+    return made
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file, which may be somebody else's; GraphError for what it isn't."""
+    from mpigossip.store import StoreError, guard
+
+    try:
+        with guard.regular(path) as file:
+            if (size := file.seek(0, os.SEEK_END)) > LARGEST:
+                raise ValueError(f"it has {size} bytes, at most {LARGEST} are read")
+            file.seek(0)
+            yield file
+    except GraphError:
+        raise
+    except FileNotFoundError as error:
+        raise GraphError(f'graph file "{path}" doesn\'t exist') from error
+    except PermissionError as error:
+        raise GraphError(
+            f'graph file "{path}" can\'t be read: {error.strerror}; ask its owner for it'
+        ) from error
+    except StoreError as error:
+        raise GraphError(f"graph file {error}") from error
+    except Exception as error:  # each format has errors of its own
+        kind = {".json": "JSON"}.get(path.suffix, path.suffix[1:])
+        raise GraphError(f'graph file "{path}" can\'t be read as {kind}: {error}') from error
+
+
+def from_file(path: str | Path) -> Graph:
+    """The graph in a file; its name is "file:PATH". GraphError names what is wrong in it."""
+    path = Path(path)
+    name = f"file:{path}"
+    if path.suffix in NETWORKX:
+        return from_networkx(_network(path), name=name)
+    if path.suffix != ".json":
+        known = f"known are .json, {', '.join(NETWORKX)}"
+        known += "; .h5 was removed: `graph search --out FILE.json`" * (path.suffix == ".h5")
+        raise GraphError(f'graph file "{path}" has an unknown suffix; {known}')
+    with _opened(path) as file:
+        content = json.load(file)
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+    try:
+        if isinstance(content["n"], bool):
+            raise TypeError('"n" is true or false')
+        n = operator.index(content["n"])
+        rounds = content["rounds"] if "rounds" in content else [content["edges"]]
+        if not isinstance(rounds, list) or not rounds:
+            raise TypeError(f'"rounds" is {rounds!r:.40}')
+        directed = bool(content.get("directed", False))
+    except (KeyError, TypeError) as error:
+        raise GraphError(
+            f'graph file "{path}" needs "n" (a number) and "edges" (or "rounds"); missing or '
+            f"wrong: {error}"
+        ) from error
+    weights = content.get("weights", "uniform" if directed else "metropolis-hastings")
+    if not isinstance(weights, str):
+        raise GraphError(
+            f'graph file "{path}": "weights" names a rule, as "metropolis-hastings"; got {weights}'
+        )
+    made = [rule(weights)(_edges(edges, n, directed, path)) for edges in rounds]
+    return Graph(Cycle(tuple(made)), name)
+
+
+def _edges(edges: Any, n: int, directed: bool, path: Path) -> Sparse:
+    """One round from pairs of nodes."""
+    try:
+        pairs = np.array(edges)
+    except (TypeError, ValueError):
+        pairs = np.array(None)
+    if pairs.size and (pairs.dtype.kind not in "iu" or pairs.shape[1:] != (2,)):
+        raise GraphError(f'graph file "{path}": edges have to be pairs of integers, as [0, 1]')
+    pairs = pairs.astype(np.int64).reshape(-1, 2)
+    ends = pairs if directed else np.sort(pairs, axis=1)
+    if not 1 <= n <= NODES:
+        raise GraphError(f'graph file "{path}": n = {n}, a graph in a file has 1 to {NODES} nodes')
+    if len(pairs) and (pairs.min() < 0 or pairs.max() >= n):
+        raise GraphError(f'graph file "{path}": an edge leads outside the nodes 0 … {n - 1}')
+    if (pairs[:, 0] == pairs[:, 1]).any() or len(np.unique(ends, axis=0)) < len(ends):
+        raise GraphError(f'graph file "{path}": an edge is named twice or leads to its own node')
+    source, to = pairs.T
+    if not directed:
+        source, to = np.concatenate((pairs, pairs[:, ::-1])).T
+    return Sparse.from_edges(n, to, source, 1.0)
+
+
+def _network(path: Path) -> Any:
+    import networkx
+
+    reader = getattr(networkx, f"read_{path.suffix[1:]}")
+    with _opened(path) as file:
+        return networkx.convert_node_labels_to_integers(reader(file), ordering="sorted")

@@ -1,0 +1,291 @@
+"""Messages in host memory; outboxes of neighbours on the same host are read in place.
+
+The contract of `HostBuffers` is `pipeline.Buffers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from mpigossip.cluster.collectives import close_window, open_window
+from mpigossip.mixing.averages import average_message, gather
+from mpigossip.mixing.base import Layout, Segments
+from mpigossip.mixing.combine import Source, add_up, combine
+from mpigossip.mixing.notifications import DONE, HALF, READY, REDUCED, Notifications
+from mpigossip.mixing.plan import Chunk
+from mpigossip.mixing.transports import Transport
+from mpigossip.mixing.wire import encode
+
+ALIGN = 4096
+"""Bytes that each area begins at a multiple of: a page, so that whole cache lines are written."""
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes of an area for so many."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class SharedMemory:
+    """The window memory of all ranks of one host: an outbox and a result area a rank.
+
+    A round: the owner fills its outbox and notifies its readers (READY); a reader sums and
+    notifies the owner (DONE), which waits for that before it writes again. ``Win.Sync`` stands
+    between memory and notifications. READY also says that the owner's result area is free: two
+    ranks that average with each other write one half each of one result, and both read it there.
+    Ranks are those of the mixer; what others do is none of this class's business.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int, timeout_s: float):
+        """``comm``: the ranks of this host (collective), which the mixer calls ``ranks``.
+
+        ``nbytes``: of one message.
+        """
+        self.size, self.rank = comm.size, comm.rank
+        self.places = {rank: place for place, rank in enumerate(ranks)}
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        room = rounded(nbytes)
+        self._window = open_window(MPI.Win.Allocate_shared, 2 * room, comm)
+        self._notifications = Notifications(comm, timeout_s)
+        areas = [self._area(rank) for rank in range(comm.size)]
+        self.outboxes = [area[:nbytes] for area in areas]
+        self._results = [area[room : room + nbytes] for area in areas]
+        self.own, self.result = self.outboxes[self.rank], self._results[self.rank]
+        self._halves: dict[int, list[tuple[torch.Tensor, ...]]] = {}
+
+    def _area(self, rank: int) -> torch.Tensor:
+        memory, _ = self._window.Shared_query(rank)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for other ranks."""
+        return self._notifications.waited
+
+    def _here(self, ranks: Iterable[int]) -> list[int]:
+        return [self.places[j] for j in ranks if j in self.places]
+
+    def outbox(self, rank: int) -> torch.Tensor:
+        """The outbox of a rank on this host."""
+        return self.outboxes[self.places[rank]]
+
+    def publish(self, readers: Iterable[int], t: int) -> None:
+        """Notify the readers on this host that the outbox of round t is complete."""
+        self._window.Sync()
+        self._notifications.send(self._here(readers), READY, t)
+
+    def wait_ready(self, sources: Iterable[int], t: int) -> None:
+        """Wait until the outboxes of round t of the sources on this host are complete."""
+        self._notifications.wait(self._here(sources), READY, t)
+        self._window.Sync()
+
+    def release(self, sources: Iterable[int], t: int) -> None:
+        """Notify the sources on this host that their outboxes were read."""
+        self._notifications.send(self._here(sources), DONE, t)
+
+    def wait_read(self, readers: Iterable[int], t: int) -> None:
+        """Wait until the readers on this host have read the outbox of round t."""
+        self._notifications.wait(self._here(readers), DONE, t)
+
+    def average_pair(
+        self, parts: Sequence[tuple[torch.dtype, slice]], weight: float, partner: int, t: int
+    ) -> torch.Tensor:
+        """``weight · (own + partner's)`` in one result area, uint8, for both; each does one half.
+
+        The partner does the same at the same time: half of the arithmetic, and what is read and
+        written is less than for an average in place. :meth:`leave_pair` when it was read.
+        """
+        # the partner's outbox is complete, and so it has left its old result: this half is free
+        self.wait_ready([partner], t)
+        place = self.places[partner]
+        if place not in self._halves:
+            self._halves[place] = self._half(parts, place)
+        for own, theirs, out in self._halves[place]:
+            combine([weight] * 2, [own, theirs], out)
+        # the partner's half of the same result comes last: what is returned is complete
+        self._window.Sync()
+        self._notifications.send([place], HALF, t)
+        self.wait_half(place, t)
+        return self._results[min(self.rank, place)]
+
+    def _half(
+        self, parts: Sequence[tuple[torch.dtype, slice]], partner: int
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """This rank's part of a pair's sum: own outbox, the partner's, the result of both."""
+        found = []
+        for dtype, part in parts:
+            count = (part.stop - part.start) // dtype.itemsize
+            middle = count // 2 // 16 * 16  # a cache line belongs to one of the two
+            half = slice(0, middle) if self.rank < partner else slice(middle, count)
+            areas = (self.own, self.outboxes[partner], self._results[min(self.rank, partner)])
+            if half.start < half.stop:
+                views = (area[part].view(dtype)[half].unsqueeze(0) for area in areas)
+                found.append(tuple(views))
+        return found
+
+    def leave_pair(self, partner: int, t: int) -> None:
+        """The average was read here; its area's owner waits until it was by both."""
+        place = self.places[partner]
+        if self.rank > place:
+            self._notifications.send([place], DONE, t)
+        else:
+            self._notifications.wait([place], DONE, t)
+
+    def wait_half(self, place: int, t: int) -> None:
+        """Wait until the partner has written its half, and so is done with the outbox."""
+        self._notifications.wait([place], HALF, t)
+        self._window.Sync()
+
+    def average(self, parts: Sequence[tuple[torch.dtype, slice]], t: int) -> None:
+        """Exact average of all outboxes into every rank's result area, in rank order.
+
+        Rank r sums chunk r and writes it to all results: one pass over the memory.
+        """
+        # all outboxes are complete, and nobody reads an old result: chunks may be written
+        self._notifications.wait(self._others, READY, t)
+        self._window.Sync()
+        for dtype, part in parts:
+            sources = [area[part].view(dtype).chunk(self.size) for area in self.outboxes]
+            targets = [area[part].view(dtype).chunk(self.size) for area in self._results]
+            if self.rank >= len(targets[0]):
+                continue
+            mine = targets[self.rank][self.rank]
+            rows = [chunks[self.rank].unsqueeze(0) for chunks in sources]
+            copies = [targets[rank][self.rank].unsqueeze(0) for rank in self._others]
+            combine([1 / self.size] * self.size, rows, mine.unsqueeze(0), *copies)
+        # every rank has written its chunk into this rank's result, and left this rank's outbox
+        self._window.Sync()
+        self._notifications.send(self._others, REDUCED, t)
+        self._notifications.wait(self._others, REDUCED, t)
+        self._window.Sync()
+
+    def close(self) -> None:
+        """Free window and communicator; collective. The memory must not be used any more."""
+        self.outboxes, self._results, self._halves = [], [], {}
+        del self.own, self.result
+        close_window(self._window, self._notifications.comm)
+        self._notifications.close()
+
+
+def share_memory(comm: MPI.Intracomm, nbytes: int, timeout_s: float) -> SharedMemory | None:
+    """Open the shared memory of this host's ranks; none for a rank that is alone on it."""
+    on_host: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        if on_host.size == 1 < comm.size:
+            return None
+        return SharedMemory(on_host, on_host.allgather(comm.rank), nbytes, timeout_s)
+    finally:
+        on_host.Free()
+
+
+class HostBuffers:
+    """Neighbours on the same host read the outbox in place; others are sent it, or its codes."""
+
+    def __init__(
+        self, layout: Layout, rank: int, n: int, shared: SharedMemory | None,
+        transport: Transport | None,
+    ):  # fmt: skip
+        """In memory that is shared, or that the transport prefers."""
+        self._layout, self._rank, self._n, self._shared = layout, rank, n, shared
+        # views are made once: to cut and view memory takes longer than a small message
+        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._segments: dict[int, Segments] = {}
+        lossy, own = not layout.wire.exact, shared.own if shared else None
+        preferred = transport.outbox if transport else None
+        self.codes: list[torch.Tensor] | None = None
+        if lossy and transport:
+            if preferred is None:
+                preferred = torch.empty(layout.sent_bytes, dtype=torch.uint8)
+            self.codes = list(preferred.zero_().split(layout.slot_sent_bytes))
+        elif own is None:
+            own = preferred
+        if own is None:
+            own = torch.empty(layout.nbytes, dtype=torch.uint8)
+        self.own = own
+        self._by_slot = own.split(layout.slot_bytes)
+        self.sent = self.codes or list(self._by_slot)
+        self.out: Segments = self.segments(own)
+        # in full and by the transport alone: the sum is formed in the first inbox buffer
+        self._in_inbox = not shared and not lossy
+        self.result: Segments = self.out
+
+    @cached_property
+    def memory(self) -> torch.Tensor:
+        """Memory of a sum that isn't formed in the inbox: one message, uint8."""
+        if self._shared:
+            return self._shared.result
+        return torch.empty(self._layout.nbytes, dtype=torch.uint8)
+
+    def segments(self, memory: torch.Tensor) -> Segments:
+        """The views of a message in memory that stays."""
+        place = memory.data_ptr()
+        if place not in self._segments:
+            parts = memory.split(self._layout.slot_bytes)
+            self._segments[place] = [self._slot_views(one) for one in parts]
+        return self._segments[place]
+
+    def _slot_views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The views of a slot's message in memory that stays."""
+        place = memory.data_ptr()
+        if place not in self._views:
+            self._views[place] = self._layout.slot_views(memory)
+        return self._views[place]
+
+    def begin(self, number: int, average: bool = False) -> None:
+        """Encode the outbox, where others read it in place or all of it is averaged."""
+        if (self._shared or average) and not self._layout.wire.exact:
+            encode(self._layout, self.out, [self._rank], number, self.codes)
+
+    def prepare(self, number: int, chunk: Chunk) -> list[torch.Tensor]:
+        """Encode the chunk, unless all is."""
+        if self.codes and not self._shared:
+            encode(self._layout, self.out, [self._rank], number, self.codes, chunk.fields)
+        return self.sent
+
+    def add(
+        self, weights: Sequence[float], received: Sequence[Sequence[Source]], chunk: Chunk,
+        into: Segments | None = None,
+    ) -> None:  # fmt: skip
+        """Add up a chunk; of exact messages into the first source's buffer, if nobody reads it."""
+        if not self.codes:
+            received = [[self._source(one) for one in each] for each in received]
+        if into is not None:
+            self.result = into
+        elif self._in_inbox and received:
+            self.result = received[0]  # type: ignore[assignment]
+        else:
+            self.result = self.segments(self.memory)
+        for slot, out in enumerate(self.result):
+            sources = [self.out[slot], *(each[slot] for each in received)]
+            add_up(self._layout, weights, sources, out, chunk.fields)
+
+    def _source(self, message: Source) -> Source:
+        return self._slot_views(message) if isinstance(message, torch.Tensor) else message
+
+    def average(self, transport: Transport) -> float:
+        """The same bits either way: decoded values summed in rank order."""
+        layout, rank, n = self._layout, self._rank, self._n
+        self.result = self.segments(self.memory)
+        result = self.memory.split(layout.slot_bytes)
+        if self.codes is None or n * layout.sent_bytes >= 2 * layout.nbytes:
+            return average_message(layout, rank, n, self._by_slot, result, transport.swap)
+        everyone = torch.empty(layout.slots, n, layout.slot_sent_bytes, dtype=torch.uint8)
+        waited = gather(rank, self.codes, list(everyone), transport.swap)
+        for slot, (own, out) in enumerate(zip(self.out, self.result, strict=True)):
+            sources = [own if j == rank else everyone[slot, j] for j in range(n)]
+            add_up(layout, [1 / n] * n, sources, out, layout.fields)
+        return waited
+
+    def complete(self) -> None:
+        """Nothing: all is done at once."""
+
+    def close(self) -> None:
+        """Let go of the transports' memory."""
+        self._views, self._segments, self.out, self.result, self.sent = {}, {}, [], [], []
+        self.codes = self._shared = None
+        del self.own, self._by_slot
+        self.__dict__.pop("memory", None)

@@ -1,0 +1,237 @@
+"""`join`: a custom loop as one member of a training that others join and leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config import Job, JobError
+from mpigossip.config.readable import note
+from mpigossip.mixing.combine import combine
+from mpigossip.mixing.members.live import POLL_S, Leaving, Live
+from mpigossip.mixing.members.place import Place, Plan
+from mpigossip.mixing.members.records import Disk
+from mpigossip.optim import arguments, unwrapped
+from mpigossip.optim.inner import check
+from mpigossip.optim.node import loop_text
+from mpigossip.optim.state import read_optimizer, write_optimizer
+from mpigossip.runs.members.join import LOOP, about, job_of, result
+from mpigossip.runs.members.member import average
+from mpigossip.runs.recorder import FIGURE, environment
+from mpigossip.runs.state import plain, put_buffers
+from mpigossip.runs.stopper import Stopper, end_of_allocation
+from mpigossip.store.checkpoint import NodeState, Number
+from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS, LogWriter
+from mpigossip.training.assemble import load
+
+
+class Member:
+    """A member's chunks: each is trained by it alone, then x ← ½ (x + x_j) with another member j.
+
+    Iterating gives the chunks' numbers and publishes the model after each. It ends where all chunks
+    are trained, with the model at their average (``finished``), or where this member was asked to
+    leave: by a signal, the file STOP, the end of the allocation. A chunk that is left before its
+    end is trained by others.
+    """
+
+    def __init__(
+        self,
+        live: Live,
+        folder: Path,
+        job: Job,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ):
+        """Prepare to train by what `join` has checked; ``job`` stands in the folder."""
+        self._live, self._folder, self._chunks = live, folder, self._train()
+        self._model, self._optimizer, self._done = model, optimizer, 0
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._seed, self._figures = self._capture(), dict[str, float]()
+        self._job = loop_text(job, model, optimizer, self._trained)
+        self.finished = False
+        """whether all chunks of the training are trained"""
+        self.progress = 0
+        """chunks that this model's history has reached: what a learning rate follows"""
+
+    def close(self) -> None:
+        """Leave: a chunk that was begun and not finished is others'."""
+        self._chunks.close()
+        self._live.close()
+
+    def __iter__(self) -> Iterator[int]:
+        return self._chunks
+
+    @property
+    def stopping(self) -> bool:
+        """Return whether this member was asked to leave; the iteration ends at the next chunk."""
+        return self._live.stopping()
+
+    def log(self, **figures: float | torch.Tensor) -> None:
+        """Add the chunk's metrics to the member's log; "loss" and "lr" are those of a job."""
+        self._figures |= {
+            name: float(torch.as_tensor(one).detach()) for name, one in figures.items()
+        }
+
+    def _train(self) -> Generator[int]:
+        live, place = self._live, self._live.place
+        names, shapes, device = self._seed.names, self._seed.shapes, self._device
+        try:
+            while not place.ended():
+                with live.stay():
+                    states = live.begin(about(names, shapes, [str(device)]))
+                    self._put(average(states or [self._seed]))
+                    writer, self._done = self._writer(), 0
+                    while (found := live.chunk()) is not None:
+                        chunk, self.progress = found
+                        began, peer = time.perf_counter(), place.peer
+                        number = place.round
+                        yield chunk
+                        self._done += 1
+                        self._figures |= {"compute_s": time.perf_counter() - began,
+                                          "chunk": chunk, "round": number, "time": time.time(),
+                                          "peer": peer.place if peer else np.nan}  # fmt: skip
+                        self._write(writer)
+                        self._exchange()
+                        if live.stopping():
+                            raise Leaving
+        except Leaving:
+            return
+        facts: dict[str, Number] = {"slots": 1, "door": "loop"}
+        states = result(live, self._folder, place.plan.chunks, self._job, facts)
+        self._put(average(states))
+        self.finished = True
+
+    def _exchange(self) -> None:
+        """Publish the model, and average it with one of another member, if there is one."""
+        own = self._capture()
+        self._live.send(own)
+        other = self._live.receive()
+        if other is not None:
+            rows = [torch.from_numpy(one.parameters).reshape(1, -1) for one in (own, other)]
+            self._put_parameters(combine((0.5, 0.5), rows, torch.empty_like(rows[0]))[0])
+
+    # -- the model as arrays ----------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._trained.values())).device
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        stored = self._model.state_dict(keep_vars=True)
+        return {name: one for name, one in self._model.named_buffers() if name in stored}
+
+    def _capture(self) -> NodeState:
+        arrays = {f"buffers/0/{name}": plain(one).copy() for name, one in self._buffers().items()}
+        text = write_optimizer(self._optimizer, self._model, arrays)
+        values = [plain(p.float()).ravel() for p in self._trained.values()]
+        shapes = tuple(tuple(p.shape) for p in self._trained.values())
+        numbers: dict[str, Number] = {"index": self._done, "local_steps": self._done, "torch": text}
+        return NodeState(np.concatenate(values), tuple(self._trained), shapes, arrays, numbers)
+
+    def _put(self, state: NodeState) -> None:
+        """Stand at a model with its buffers and the optimizer's state; raises JobError."""
+        if (state.names, state.shapes) != (self._seed.names, self._seed.shapes):
+            raise JobError([f"{self._folder} trains another model than this program's: its first "
+                            f"parameters are {', '.join(state.names[:3])}"])  # fmt: skip
+        self._put_parameters(torch.from_numpy(state.parameters))
+        put_buffers({0: self._buffers()}, state)
+        given, _ = read_optimizer(
+            self._optimizer, self._model, str(state.numbers["torch"]), state.arrays
+        )
+        now = self._optimizer.state_dict()["param_groups"]  # this program's rates and settings
+        self._optimizer.load_state_dict({"state": given["state"], "param_groups": now})
+
+    @torch.no_grad()
+    def _put_parameters(self, values: torch.Tensor) -> None:
+        parts = values.split([p.numel() for p in self._trained.values()])
+        for p, part in zip(self._trained.values(), parts, strict=True):
+            p.copy_(part.view(p.shape))
+
+    # -- its log ----------------------------------------------------------------------------------
+
+    def _writer(self) -> LogWriter:
+        folder = self._folder / "logs" / f"{self._live.place.number:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return LogWriter(
+            folder / "log.h5", nodes=1, job=self._job, columns=COLUMNS | MEMBER_COLUMNS,
+            environment=environment(),
+        )  # fmt: skip
+
+    def _write(self, writer: LogWriter) -> None:
+        """Add the chunk's row."""
+        figures, self._figures = self._figures, {}
+        writer.widen({name: FIGURE for name in figures if name not in writer.columns})
+        writer.append({
+            name: np.full((1, 1), figures.get(name, column.unknown))
+            for name, column in writer.columns.items()
+        })  # fmt: skip
+
+
+@contextmanager
+def join(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    chunks: int,
+    lease_s: float = 600.0,
+    wall_clock_s: float = 0.0,
+    shared: bool = False,
+    poll_s: float = POLL_S,
+) -> Iterator[Member]:
+    """Context manager in which this program is a member of a training in a folder, or begins it.
+
+    ::
+
+        with mpigossip.join("runs/big", model, optimizer, chunks=2000) as member:
+            for chunk in member:
+                for inputs, targets in batches(chunk):
+                    optimizer.zero_grad()
+                    loss = criterion(model(inputs), targets)
+                    loss.backward()
+                    optimizer.step()
+                member.log(loss=loss)
+
+    Each program is one member and needs no launcher. Leave the loop over chunks early where
+    ``member.stopping`` asks for it; ``member.finished`` says whether all are trained. A newcomer
+    begins at the average of the newest models, with averaged optimizer state; the first one with
+    ``model`` as it is. `mpigossip replay` repeats jobs only.
+
+    :param folder: on a file system that all members share, with hard links
+    :param model: with float32, float16 or bfloat16 parameters, alike in all members
+    :param optimizer: any of torch.optim but LBFGS
+    :param chunks: of the whole training; which data a chunk is, the program decides
+    :param lease_s: seconds of silence after which others take a member's chunks; five chunks or
+        more, the same in all members
+    :param wall_clock_s: seconds after which to leave; 0: at the end of the allocation
+    :param shared: take the files of other users, too
+    :param poll_s: seconds between two looks of a member that has nothing to train
+    :raises JobError: for another model or other ``chunks`` than the folder's, a folder of something
+        else, one without hard links
+    """
+    world, folder = Alone(), Path(folder)
+    optimizer = arguments.one_optimizer(optimizer)
+    arguments.check(world, model, optimizer)
+    inner = unwrapped.bare(model)
+    unwrapped.check(inner, optimizer)
+    check(inner, optimizer)
+    if not isinstance(chunks, int) or chunks < 1:
+        raise JobError([f"chunks = {chunks!r}: give the chunks of the whole training, 1 or more"])
+    if not lease_s > 0:
+        raise JobError([f"lease_s = {lease_s!r}: give seconds of silence, such as 600"])
+    disk = Disk(folder, shared)
+    about_run = {"output": str(folder), "name": folder.name or "run", "steps": chunks}
+    job = load({"run": about_run, "cadence": {"name": "every", "period": 1}})
+    job = job_of(folder, job, disk, LOOP)
+    place = Place(disk, Plan(chunks, max(1, min(16, chunks // 64)), lease_s), tell=note)
+    with Stopper(world, folder, end_of_allocation(wall_clock_s)) as stopper:
+        live = Live(place, lambda: stopper.due() or disk.exists("STOP"), poll_s)
+        with closing(Member(live, folder, job, inner, optimizer)) as member:
+            yield member

@@ -1,0 +1,178 @@
+"""Graph, methods, cadence and message layout of a job: made once, in one value.
+
+Jobs, custom loops, ``plan``, ``--dry-run`` and studies share it; mixer and engine are made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from mpigossip import algorithms, graphs
+from mpigossip.algorithms import Algorithm
+from mpigossip.algorithms import cadence as cadences
+from mpigossip.algorithms.cadence import Cadence
+from mpigossip.algorithms.local import STILL, Local
+from mpigossip.cluster.world import World
+from mpigossip.config import Job, Part
+from mpigossip.engine.fragments import Fragmented, Fragments
+from mpigossip.engine.measurements import measured_every
+from mpigossip.engine.step import Engine
+from mpigossip.engine.vector import Flat, Vector
+from mpigossip.graphs import Graph
+from mpigossip.graphs.faulty import Links, faulty
+from mpigossip.groups.base import Group, held
+from mpigossip.mixing import open_mixer
+from mpigossip.mixing.base import Kind, Layout, Mixer
+from mpigossip.mixing.compressors import wire
+from mpigossip.mixing.delayed import Faults
+from mpigossip.mixing.wire import Wire
+from mpigossip.training.fragments import fragment_width, make_fragments
+
+EMPTY = Flat((), (), (), (), size=0, decayed=0, slots=1)
+"""The vector of a model that isn't made yet."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Graph, method, cadence and message layout of a job's nodes."""
+
+    job: Job
+    graph: Graph
+    methods: Sequence[Algorithm]
+    """the method over the job's wire, for each shard that lives here"""
+    cadence: Cadence
+    layout: Layout
+    """of a message: of a fragment, where the model is exchanged in fragments"""
+
+    @property
+    def method(self) -> Algorithm:
+        """The first shard's; those of other shards differ in weight decay only."""
+        return self.methods[0]
+
+    def open_mixer(
+        self, world: World, layout: Layout | None = None, mixer: str | None = None
+    ) -> Mixer:
+        """Return the mixer between the ranks of ``world``, or all nodes here if it has no MPI.
+
+        ``layout``, ``mixer``: in place of the job's. Collective.
+        """
+        job, node, ill = self.job, self.job.node, self.job.faults
+        faults = Faults(
+            self.graph.n, job.run.seed, ill.slow_times, ill.slow_nodes, ill.slow_steps, ill.lost,
+            job.log.flush_steps,
+        )  # fmt: skip
+        graph = self.graph.slowed(self.cadence.fragment_schedule.fragments)
+        return open_mixer(
+            graph, layout or self.layout, world, mixer or node.mixer, same_host=node.same_host,
+            exchange=node.exchange, timeout_s=node.timeout_s, ages=faults.ages,
+        )  # fmt: skip
+
+    def make_engine(
+        self, mixer: Mixer, group: Group, vector: Vector, measure_every: int | str
+    ) -> Engine:
+        """Return the engine; ``measure_every``: steps between two consensus distances, "auto"."""
+        fragments = self.make_fragments(vector.flat, held(group))
+        made = Engine if fragments is None else partial(Fragmented, fragments=fragments)
+        every = measured_every(measure_every, group.devices[0])
+        return made(mixer, group, vector, self.methods, self.cadence, measure_every=every)
+
+    def make_fragments(self, flat: Flat, shards: range) -> Fragments | None:
+        """Return the fragments of these shards; None if the model is exchanged as a whole."""
+        if self.cadence.fragment_schedule.plain:
+            return None
+        # one for each shard: over a wire a method has memory of its own
+        stills = [_method(self.job, self.graph, local=STILL) for _ in shards]
+        exchanges = [_over_wire(still, self.layout.wire, self.cadence) for still in stills]
+        return make_fragments(
+            self.cadence.fragment_schedule, flat.own, _slots(flat, shards), self.layout.widths[0],
+            exchanges, self.job.algorithm.blend,
+        )  # fmt: skip
+
+
+def make_graph(job: Job, n: int) -> Graph:
+    """Return the graph that the job names, over n nodes; GraphError if it has none for n."""
+    section, ill = job.graph, job.faults
+    seed = job.run.seed if section.seed is None else section.seed
+    made = graphs.graph(
+        section.name, n, weights=section.weights, seed=seed, lazy=section.lazy, **section.options
+    )
+    if job.node.mixer == "asynchronous" or not (ill.lost or ill.away or ill.ticks):
+        return made
+    return faulty(made, Links(n, job.run.seed, ill.lost, ill.lost_rounds, ill.away,
+                              ill.away_rounds, ill.ticks))  # fmt: skip
+
+
+def make_parts(
+    job: Job,
+    graph: Graph | None = None,
+    flat: Flat = EMPTY,
+    *,
+    shards: range | None = None,
+    devices: Sequence[str] = (),
+    local: Local | None = None,
+    total: int | None = None,
+) -> Parts:
+    """Make a job's parts over a graph.
+
+    ``graph``: None for a single node, where neighbours don't matter. ``flat``: layout of the
+    model. ``shards``: those that live here, None for all, each on one of ``devices``. ``local``: a
+    local step in place of the job's. ``total``: steps of the run, for cadences that depend on it.
+    """
+    graph = graphs.graph("identity", 1) if graph is None else graph
+    shards = range(flat.slots) if shards is None else shards
+    whole = flat if flat.slots == 1 and flat.size else None
+    decayed = [flat.own.decayed_in(slot) for slot in _slots(flat, shards)]
+    bare = [_method(job, graph, count, local, whole) for count in decayed]
+    cadence = _cadence(job, bare[0], graph, total)
+    node = job.node
+    coding = wire(node.wire, node.levels, node.density, job.run.seed)
+    width = fragment_width(flat.size // flat.slots, cadence.fragment_schedule, coding)
+    layout = Layout(
+        (width,) * len(shards), bare[0].vectors, bare[0].scalars, tuple(devices), coding,
+        first=tuple(width * shard for shard in shards),
+    )  # fmt: skip
+    methods = [_over_wire(method, coding, cadence) for method in bare]
+    return Parts(job, graph, methods, cadence, layout)
+
+
+def _method(
+    job: Job,
+    graph: Graph,
+    decayed: int = 0,
+    local: Local | None = None,
+    whole: Flat | None = None,
+) -> Algorithm:
+    """The method for a shard whose first ``decayed`` elements take weight decay.
+
+    ``whole``: the layout of a shard that is all of the vector.
+    """
+    section = job.local
+    return algorithms.build(
+        job.algorithm.name, local or section.name, job.algorithm.options, decayed, graph,
+        local_options=section.options, node=job.node, layout=whole,
+    )  # fmt: skip
+
+
+def _cadence(job: Job, method: Algorithm, graph: Graph, total: int | None) -> Cadence:
+    """The cadence that the job names, or the only one that the method allows.
+
+    Options that the job leaves unset come from the graph's period and the run's steps.
+    """
+    if method.always_global:
+        return cadences.globally()
+    part, options = Part.of(cadences.BUILDERS, job.cadence.name), job.cadence.options
+    return part(**options | part.following(options, cadences.Known(graph, total)))
+
+
+def _over_wire(method: Algorithm, coding: Wire, cadence: Cadence) -> Algorithm:
+    if coding.exact:
+        return method
+    meets = Kind.GLOBAL in cadence.kinds
+    return algorithms.over_wire(method, biased=coding.biased, meets=meets)
+
+
+def _slots(flat: Flat, shards: range) -> list[int]:
+    """The shards by their place in ``flat.own``, which with FSDP2 is this rank's shard alone."""
+    return [shard % flat.own.slots for shard in shards]

@@ -1,0 +1,157 @@
+"""Training without CuPy on the double: custom loops, FSDP2, jobs, checkpoints, resume."""
+
+import contextlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.double import active
+from tests.double.test_training import METHODS, NCCL, aware, same
+from tests.optim.in_node import Case, mixed
+from tests.optim.in_node import on_ranks as in_nodes
+
+pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
+WAYS = ["host", "messages", "nccl"]
+"""All but windows, whose memory is CuPy's."""
+
+
+@contextlib.contextmanager
+def without_cupy():
+    """CuPy can't be imported, as on a machine that doesn't have it."""
+    from mpigossip.mixing.kernels import gpu_sum
+
+    gpu_sum.usable.cache_clear()
+    before = sys.modules["cupy"]
+    sys.modules["cupy"] = None
+    try:
+        with aware():
+            yield
+    finally:
+        sys.modules["cupy"] = before
+        gpu_sum.usable.cache_clear()
+
+
+def loop(world, device, folder, steps, **options):
+    """A loop's parameters after some steps, from wherever its run directory stands."""
+    import mpigossip
+
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 2)).to(device)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = mpigossip.Gossip(
+        world, model, inner, graph="ring", run=folder, steps=steps, timeout_s=30, **options
+    )
+    for step in range(optimizer.resume(), steps):
+        draw = torch.Generator().manual_seed(10 * step + world.rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=draw).to(device)).square().mean().backward()
+        optimizer.step()
+        if step == 2:
+            optimizer.save()
+    optimizer.close()
+    return torch.cat([p.detach().cpu().reshape(-1) for p in model.parameters()])
+
+
+def loops(comm, kept, way, options):
+    """Unbroken on the CPU; on a GPU stopped after 3 steps, and resumed."""
+    from mpigossip.optim.world import World
+
+    gpu = f"cuda:{comm.rank}"
+    runs = [("cpu", 6, {}), (gpu, 3, {"exchange": way}), (gpu, 6, {"exchange": way})]
+    found = []
+    with without_cupy():
+        for device, steps, more in runs:
+            with World(comm, timeout_s=60) as world:
+                found.append(loop(world, device, f"{kept}/{device[:3]}", steps, **options, **more))
+    return torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("style", ["atc", "awc"])
+def test_a_loop_saved_and_resumed_has_the_cpus_bits(ranks, tmp_path, way, style):
+    options = {"algorithm": "dsgd", "style": style}
+    assert ranks(3)(loops, str(tmp_path), way, options, timeout=120) == [True] * 3
+
+
+def test_windows_are_refused_without_cupy_and_auto_takes_another_way(ranks, tmp_path):
+    found = ranks(2)(refused, timeout=120)
+    for said, routes in found:
+        assert "CuPy" in said and "pip install 'mpigossip[gpu]'" in said
+        assert not routes.startswith("windows") and "CuPy" in routes
+        assert re.search(r"messages [\d.e-]+ ms", routes) and "nccl" in routes
+
+
+def refused(comm):
+    from mpigossip.cluster.ranks import World
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.base import Layout
+    from mpigossip.mixing.device.memory import MemoryRefused
+    from mpigossip.mixing.synchronous import Synchronous
+
+    layout, ring = Layout((512,), devices=(f"cuda:{comm.rank}",)), graph("ring", comm.size)
+    with without_cupy(), World(comm) as world:
+        with pytest.raises(MemoryRefused) as said:
+            Synchronous(ring, layout, world, exchange="windows", timeout_s=20)
+        mixer = Synchronous(ring, layout, world, timeout_s=20)
+        routes = mixer.routes[1 - comm.rank]
+        mixer.close()
+    return str(said.value), routes
+
+
+def job_without_cupy(comm, *arguments):
+    from tests.double.test_training import on_own
+
+    with without_cupy():
+        return on_own(comm, *arguments)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_has_the_cpus_bits(ranks, way):
+    settings = [f"node.exchange={way}", *NCCL[1:]]
+    same(ranks, 2, 2, 2, METHODS, *settings, train=job_without_cupy)
+
+
+def fsdp(comm, cases, per):
+    with without_cupy():
+        return in_nodes(comm, cases, per)
+
+
+ON_GPUS = {"device": "cuda", "copies": True}  # a tensor of the double is no torch.Tensor
+SHARDED = [
+    Case("dsgd", (("exchange", "host"),), steps=4, **ON_GPUS),
+    Case("dsgd", (("style", "awc"), ("exchange", "nccl")), steps=4, **ON_GPUS),
+    Case("gossip-pga", (("period", 3), ("exchange", "messages")), steps=6, **ON_GPUS),
+]
+
+
+@pytest.mark.parametrize("case", SHARDED, ids=["host", "nccl", "messages"])
+def test_fsdp2_inside_nodes_has_the_bits_of_full_models(ranks, one_thread, case):
+    with sdpa_kernel(SDPBackend.MATH):  # what torch takes for attention on the double
+        wanted = mixed(2, 2, case)
+    for node, (found,) in ranks(4)(fsdp, [case], 2, timeout=120):
+        assert torch.equal(torch.from_numpy(found), wanted[node])
+
+
+def test_a_job_stopped_and_resumed_has_the_simulators_digest(mpirun, tmp_path):
+    words = ["model.name=mlp", "data.batch=4", "run.epochs=1", "log.consensus_every=0"]
+    words += ["node.precision=fp32"]  # "auto" is bf16 there
+    words += ["schedule.name=constant"]  # others depend on the number of steps
+    gpus = ["node.devices=cuda:0,1", "node.timeout_s=20", f"run.output={tmp_path / 'gpu'}"]
+    env = {"MPIGOSSIP_DOUBLE_NO_CUPY": "1", "MPICH_GPU_SUPPORT_ENABLED": "1"}
+    main, job = [sys.executable, "-m", "mpigossip"], str(Path("jobs/digits.toml").resolve())
+
+    def digest(n, *command):
+        done = mpirun(n, [*main, *command], timeout=150, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("digest")[2].split()[0], done.stdout
+
+    wanted, _ = digest(1, "simulate", job, *words, "--nodes", "2", "node.devices=cpu:2",
+                       "run.steps=6", f"run.output={tmp_path / 'cpu'}")  # fmt: skip
+    digest(2, "train", job, *words, *gpus, "run.steps=3")
+    found, said = digest(2, "resume", str(tmp_path / "gpu"), "run.steps=6")
+    assert found == wanted and "CuPy" in said

@@ -1,0 +1,136 @@
+"""A custom loop as a member of a training that others join and leave."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import mpigossip
+from mpigossip import cli
+from mpigossip.config import JobError
+from mpigossip.mixing.members.place import Place, Plan
+from mpigossip.mixing.members.records import Disk
+from mpigossip.store import checkpoint
+from mpigossip.store.log import read
+from tests.mixing.members.storm import chunks_of
+
+PROGRAM = "jobs/loops/member.py"
+CHUNKS = 24
+
+
+def parts(seed=0, width=4):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, **more):
+    """Train until the end, or so many chunks; whether all were trained."""
+    with mpigossip.join(folder, model, optimizer, chunks=chunks, poll_s=0.02, **more) as member:
+        for count, chunk in enumerate(member):
+            if count == most:
+                break
+            inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(chunk))
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+                loss.backward()
+                optimizer.step()
+            member.log(loss=loss, extra=chunk)
+        return member.finished
+
+
+def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path):
+    models = [parts(seed) for seed in range(3)]
+    found = []
+    threads = [
+        threading.Thread(target=lambda one=one: found.append(train(tmp_path / "run", *one)))
+        for one in models
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [True] * 3
+    once = chunks_of(tmp_path / "run", Plan(CHUNKS, 1, 600.0))
+    assert once == dict.fromkeys(range(CHUNKS), 1)
+    states = [model.state_dict() for model, _ in models]
+    for state in states[1:]:
+        assert all(torch.equal(state[name], value) for name, value in states[0].items())
+    saved = checkpoint.latest(tmp_path / "run")
+    mean = checkpoint.average(saved, checkpoint.read_manifest(saved).n)["parameters"]
+    own = torch.cat([p.detach().ravel() for p in models[0][0].parameters()])
+    torch.testing.assert_close(own, torch.from_numpy(mean).float())
+    for path in (tmp_path / "run/models").iterdir():  # purged
+        path.unlink()
+    late, optimizer = parts(9)
+    assert train(tmp_path / "run", late, optimizer)
+    assert all(torch.equal(state, own) for state, own in zip(
+        late.state_dict().values(), models[0][0].state_dict().values(), strict=True
+    ))  # fmt: skip
+    log = read(tmp_path / "run/log.h5").steps
+    assert {"loss", "chunk", "peer", "extra"} <= log.keys()
+
+
+def test_a_newcomer_begins_at_the_average_with_the_state_of_adam(tmp_path):
+    first, second = parts(0), parts(1)
+    assert not train(tmp_path / "run", *first, most=5)
+    assert not train(tmp_path / "run", *second, most=0)
+    state = second[0].state_dict()
+    place = Place(Disk(tmp_path / "run"), Plan(CHUNKS, 1, 600.0))
+    assert place.refresh(0).closed.why == "left" and place.refresh(0).rounds == 5
+    assert all(torch.equal(state[name], value) for name, value in first[0].state_dict().items())
+    steps = {float(one["step"]) for one in second[1].state.values()}
+    assert steps == {15.0}
+
+
+def test_asked_to_leave(tmp_path):
+    folder = tmp_path / "run"
+    train(folder, *parts(), most=2)
+    (folder / "STOP").touch()
+    assert not train(folder, *parts())
+    (folder / "STOP").unlink()
+    assert train(folder, *parts())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"chunks": 7}, "holds the training of another job"),
+        ({"chunks": 0}, "give the chunks of the whole training"),
+        ({"lease_s": 0}, "give seconds of silence"),
+    ],
+)
+def test_rejected(tmp_path, given, words):
+    train(tmp_path / "run", *parts(), most=1)
+    with pytest.raises(JobError, match=words):
+        train(tmp_path / "run", *parts(), **given)
+
+
+def test_other_models_and_folders_are_rejected(tmp_path, capsys):
+    train(tmp_path / "run", *parts(), most=1)
+    with pytest.raises(JobError, match="trains another model"):
+        train(tmp_path / "run", *parts(width=5))
+    assert cli.main(["join", str(tmp_path / "run")]) == 2
+    assert cli.main(["replay", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert told.count("loop.toml") == 2, told
+
+
+def test_programs_of_the_sample(tmp_path):
+    """Two processes; then the average is exported."""
+    folder = tmp_path / "run"
+    command = [sys.executable, PROGRAM, str(folder)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    every = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in "12"]
+    told = [one.communicate(timeout=120)[0] for one in every]
+    assert all(one.returncode == 0 for one in every)
+    right = [float(re.search(r"([\d.]+)% right", text)[1]) for text in told]
+    assert right[0] == right[1] > 85
+    assert cli.main(["checkpoint", "export", str(folder), "--out", str(tmp_path / "m.pt")]) == 0
+    assert torch.load(tmp_path / "m.pt").keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}

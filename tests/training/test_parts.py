@@ -1,0 +1,133 @@
+"""Parts: one value for jobs, custom loops and plans, with the layout of each."""
+
+import numpy as np
+import torch
+from torch import nn
+
+import mpigossip
+from mpigossip import algorithms
+from mpigossip.cluster.ranks import Alone
+from mpigossip.engine.vector import Flat, flatten
+from mpigossip.mixing.base import Kind
+from mpigossip.training import assemble, parts
+from mpigossip.training.costs import exchanges, subject
+from mpigossip.training.parts import make_graph, make_parts
+from tests.cases import on_each
+
+N = 4
+TWO = Flat(("x",), ((1024,),), ((1,),), (0,), size=1024, decayed=600, slots=2)
+
+
+def job(settings="", **sections):
+    return assemble.load(sections, settings.split())
+
+
+def of(settings, flat=TWO, **more):
+    made = job(settings)
+    return make_parts(made, make_graph(made, N), flat, **more)
+
+
+@on_each("name", list(algorithms.BUILDERS))
+def test_every_method_is_made_without_neighbours_and_a_model(name):
+    alone = make_parts(job(f"algorithm.name={name}"))
+    near = of(f"algorithm.name={name}") if name not in ("ceca", "defacto") else alone
+    assert alone.method.always_global == near.method.always_global
+    assert alone.method.ahead == near.method.ahead and alone.layout.widths == (0,)
+    assert alone.cadence.kinds == near.cadence.kinds
+
+
+def test_a_layout_has_the_shards_that_live_here():
+    both, second = of("algorithm.name=dsgt"), of("", shards=range(1, 2), devices=["cpu"])
+    assert both.layout.widths == (512, 512) and both.layout.first == (0, 512)
+    assert both.layout.vectors == 2 and len(both.methods) == 2
+    assert second.layout.widths == (512,) and second.layout.first == (512,)
+    assert second.layout.devices == ("cpu",) and len(second.methods) == 1
+
+
+def test_each_shard_decays_its_own_elements():
+    made = of("algorithm.name=dsgd local.name=adamw local.decoupled_decay=0.5")
+    x, change = torch.ones(1, 512), []
+    for method in made.methods:
+        now, out = x.clone(), (torch.empty(1, 512),)
+        step = algorithms.Step(0, 0, Kind.GOSSIP, 0.1, counts=(0,))
+        method.send(now, torch.zeros(1, 512), method.init(now), out, step)
+        change.append(int((out[0] != 1).sum()))
+    assert change == [512, 600 - 512]
+
+
+def test_a_fragments_message_is_in_whole_buckets_of_the_wire():
+    words = "algorithm.name=diloco cadence.period=4 cadence.fragments=4"
+    full = of(words)
+    assert full.layout.widths == (128, 128) and full.layout.first == (0, 128)
+    coded = of(f"{words} node.wire=qsgd")
+    assert coded.layout.widths == (512, 512)
+    cuts = full.make_fragments(TWO, range(2)).cuts
+    for fragments in cuts:
+        columns = [np.r_[c] for each in fragments for c in each]
+        assert sorted(np.concatenate(columns)) == list(range(512))
+    assert of("").make_fragments(TWO, range(2)) is None
+
+
+def test_cadences_know_the_graph_and_the_steps_of_the_run():
+    made = of("algorithm.name=adpsgd", total=1000)
+    assert "variance" in made.cadence.measures
+    assert make_parts(job("algorithm.name=parallel")).cadence.kinds == {Kind.GLOBAL}
+
+
+def count(monkeypatch):
+    """How often graphs, methods and cadences are made."""
+    calls = dict.fromkeys(("graph", "build"), 0)
+
+    def counting(module, name):
+        made = getattr(module, name)
+
+        def call(*given, **more):
+            calls[name] += 1
+            return made(*given, **more)
+
+        monkeypatch.setattr(module, name, call)
+
+    counting(parts.graphs, "graph")
+    counting(parts.algorithms, "build")
+    return calls
+
+
+def test_an_assembly_makes_the_graph_once(monkeypatch):
+    calls = count(monkeypatch)
+    made = assemble.assemble(job("model.name=mlp"), Alone(), N)
+    made.close()
+    assert calls["graph"] == 1
+    assert (
+        made.engine.cadence is made.parts.cadence and made.engine.mixer.layout is made.parts.layout
+    )
+
+
+def test_a_loop_makes_the_graph_once(monkeypatch):
+    calls = count(monkeypatch)
+    model = nn.Linear(3, 2)
+    with Alone() as world:
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = mpigossip.Gossip(world, model, inner, "choco")
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        assert optimizer.engine.cadence is optimizer._node.parts.cadence
+    assert calls["graph"] == 1
+
+
+def test_plan_and_a_loop_have_the_parts_of_the_job():
+    """Same job, same layout, kinds and graph by all ways."""
+    words = "model.name=mlp algorithm.name=dsgt node.wire=qsgd graph.name=exponential"
+    made = assemble.assemble(job(words), Alone(), N)
+    planned = exchanges(subject(job(words))[0], N).parts
+    of_loop = make_parts(job(words), made.parts.graph, flatten(made.trainer.replicas.modules[0][0]))
+    made.close()
+    for other in (planned, of_loop):
+        assert other.graph == made.parts.graph and other.cadence.kinds == made.parts.cadence.kinds
+        assert other.layout.sent_bytes == made.parts.layout.sent_bytes
+        assert other.layout.first == made.parts.layout.first
+
+
+def test_another_wire_or_mixer_may_be_asked_for():
+    made = of("node.mixer=asynchronous algorithm.name=dsgd")
+    assert not made.open_mixer(Alone()).synchronous
+    assert made.open_mixer(Alone(), mixer="synchronous").synchronous
