@@ -53,7 +53,7 @@ def test_a_rank_that_leaves_early_ends_the_job_by_its_code(mpirun):
         ),
         ("break", LOOP, 1, rf"in step\(\), which all ranks have to call; {left}loop after 3 steps"),
     ):
-        done = mpirun(2, [sys.executable, "-c", HEAD + body], timeout=120)
+        done = mpirun(2, [sys.executable, "-c", HEAD + body], timeout=120, warm=False)
         assert done.returncode == code, (name, done.stderr)
         assert re.search(words, done.stderr), (name, done.stderr)
         assert "world.agree(done)" in done.stderr, (name, done.stderr)

@@ -206,6 +206,17 @@ class Node(dist.ProcessGroup):
         out.div_(self.size())
         return work
 
+    # What is missing here goes to gloo inside torch's trampoline, which holds Python's lock; gloo's
+    # worker frees tensors, which needs that lock, while it holds its queue: both wait for ever.
+
+    def allgather_into_tensor_coalesced(self, outs, givens, opts=None):
+        (out,), (given,) = outs, givens  # DTensor's
+        return self._allgather_base(out, given)
+
+    def reduce_scatter_tensor_coalesced(self, outs, givens, opts=None):
+        (out,), (given,) = outs, givens
+        return self._reduce_scatter_base(out, given, opts)
+
     def allreduce(self, tensors, opts=None):
         return self._on(tensors[0]).allreduce(tensors)
 
