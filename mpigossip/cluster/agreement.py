@@ -47,11 +47,9 @@ class Communicator(World):
         return limited(self.comm, self.timeout_s).gather(value)
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's ``value``, which is pickled, on every rank; collective."""
         return limited(self.comm, self.timeout_s).bcast(value)
 
     def start_agree(self, flag: int) -> Agreement:
-        """Begin a non-blocking reduction."""
         from mpi4py import MPI
 
         value = np.array([flag], np.int64)
@@ -103,14 +101,12 @@ class Communicator(World):
         return f"{few([f'rank {rank} on {self.hosts[rank]}' for rank in ranks], 1)}: {message}"
 
     def barrier(self) -> None:
-        """Wait for every rank; LateError after ``timeout_s`` seconds."""
         request = self.comm.Ibarrier()
         Deadline(self.timeout_s).wait(
             request.Test, lambda: f"not all of {self.size} ranks came to a barrier", whom=tuple
         )
 
     def duplicate(self) -> "MPI.Intracomm":
-        """Return a communicator that is given up with this world's."""
         self._family = [comm for comm in self._family if comm]
         self._family.append(limited(self.comm, self.timeout_s).Dup())
         return self._family[-1]

@@ -49,7 +49,6 @@ class Part(Communicator):
         )
 
     def abort(self, code: int = 1) -> None:
-        """End all ranks of the world."""
         self.world.abort(code)
 
     def close(self) -> None:

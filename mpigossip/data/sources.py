@@ -113,7 +113,6 @@ class ImageSource(Source):
         return self.images.batch(split, indices, key)
 
     def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalize."""
         if raw.device not in self._scaling:  # a copy per batch would wait for the GPU
             self._scaling[raw.device] = self._scaling[torch.device("cpu")].to(raw.device)
         factor, shift = self._scaling[raw.device]
@@ -126,7 +125,6 @@ class ImageSource(Source):
         return ImageSource, (self.images.recipe._replace(cache="never"),)
 
     def close(self) -> None:
-        """Close the file."""
         self.images.close()
 
 

@@ -51,20 +51,16 @@ class Gathered(Mixer):
 
     @property
     def exchange_seconds(self) -> float:
-        """Seconds that the shard's exchanges took in a thread of their own."""
         return self._inner.exchange_seconds
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds spent waiting for other nodes."""
         return self._inner.wait_seconds
 
     def outbox(self, t: int) -> Segments:
-        """Arrays (1, P) to fill whole."""
         return [(*self._out, *self._scalars)]
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
-        """Publish this rank's shard of the outbox."""
         self._kind, at = kind, self._own
         (inner,) = self._inner.outbox(t)
         for whole, part in zip(self._out, inner, strict=False):
@@ -95,21 +91,17 @@ class Gathered(Mixer):
         return [room[:, : self._size] for room in rooms]
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Exact average over nodes of x (1, p): (p,)."""
         return self._inner.mean(x)
 
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
-        """The same for small float64 arrays (1, k) -> (k,)."""
         return self._inner.mean_scalars(values)
 
     def memory(self, averages: bool = True) -> dict[str, int]:
-        """Bytes by purpose of this rank's messages, and of the gathered vectors."""
         each = self.layout.dtype.itemsize * self.layout.vectors
         whole = each * (self._size + sum(room.shape[1] for room in self._mixed + self._sent))
         return self._inner.memory(averages) | {"gathered": whole}
 
     def close(self) -> None:
-        """Close the column's mixer, then the group; collective."""
         self._inner.close()
         self._sent, self._mixed = [], []
         self._group.close()

@@ -94,7 +94,6 @@ class ShardedLayout(Flat):
 
     @property
     def own(self) -> Flat:
-        """The pieces of this rank as a vector of their own."""
         width = self.size // self.slots
         shapes = tuple(self.shape(k, self.place) for k in range(len(self.names)))
         strides = tuple(map(contiguous, shapes))
@@ -123,7 +122,6 @@ class ShardedLayout(Flat):
         return out
 
     def unpack(self, packed: torch.Tensor, row: torch.Tensor) -> None:
-        """Fill the node's row (P,) from the whole parameters (count,); the padding is zero."""
         row.zero_()
         at = 0
         for k, shape in enumerate(self.shapes):
@@ -239,7 +237,6 @@ class Shards(Parameters):
 
     @property
     def first(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The first column of this rank's shard in the node's vector."""
         return self._first
 
     @property
@@ -260,7 +257,6 @@ class Shards(Parameters):
         return shard.data_ptr(), shard._version + p._version
 
     def gather(self) -> None:
-        """This rank's part of the gradients into ``g``."""
         if not self.g[0].numel():
             self.g = [torch.zeros_like(x) for x in self.x]
         for p, view in zip(self.rows[0], self.cut(self.g[0][0]), strict=True):
@@ -314,7 +310,6 @@ class Shards(Parameters):
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Inside, the shards have memory of their own, with the values of now."""
         for k, stretch in enumerate(self._stretches):
             self._lay(k, None if stretch is None else stretch.clone())
         try:
@@ -324,7 +319,6 @@ class Shards(Parameters):
                 self._lay(k, stretch)
 
     def publish(self) -> None:
-        """Let forward passes see the shards as they are now."""
         reshard(self._modules)
         for k, view in enumerate(self.cut(self.x[0][0])):
             if self._stretches[k] is None:
@@ -360,5 +354,4 @@ class Shards(Parameters):
         return changed
 
     def versions(self) -> list[int]:
-        """Return the version counters of all shards: in-place changes from outside."""
         return [local(p)._version + p._version for p in self.rows[0]]

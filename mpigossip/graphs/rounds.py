@@ -259,7 +259,6 @@ class Xor(Sparse):
     """
 
     def slack(self, kappa: float) -> Sparse:
-        """The round κW + (1−κ)I."""
         return paired(self.indices, kappa * self.weights[0])
 
 

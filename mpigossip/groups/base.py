@@ -131,13 +131,11 @@ class Single(Group):
             torch.cuda.set_device(device)
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """Call ``work(0)`` here."""
         return [work(0)]
 
     on_shards = run
 
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The array itself."""
         return list(full)
 
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:

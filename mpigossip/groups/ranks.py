@@ -138,7 +138,6 @@ class Ranks:
         """the arrays of all slots, by the address of the first one here"""
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """Arrays in memory that the node's ranks share; collective."""
         own = len(self.mine)
         memory = SharedMemory(self._node.comm, 4 * own * rows * columns)
         self._memory.append(memory)
@@ -158,7 +157,6 @@ class Ranks:
         return [array[: len(full[0])] for array in found]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """``[work(k) for every slot mine[k]]``, all at once."""
         return self._inner.run(work)
 
     on_shards = run
@@ -184,7 +182,6 @@ class Ranks:
 
     @phase("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
-        """Each slot fetches the others' shards into its own array."""
         everyone = self._all(full)
         parts = [array.chunk(self.slots, dim=1) for array in everyone]
         for slot, shard in zip(self.mine, shards, strict=True):
@@ -202,7 +199,6 @@ class Ranks:
         self.barrier.wait("the node's vector")  # nobody reads a shard any more
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
-        """Each slot fetches slot 0's array."""
         everyone = self._all(full)
         self.barrier.wait("slot 0's vector")
         self.run(lambda k: full[k].copy_(everyone[0]) if self.mine[k] else None)
@@ -223,7 +219,6 @@ class Ranks:
         self.barrier.works()
 
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The arrays of all slots in the node's first rank, by messages; None elsewhere."""
         own = [values.detach().cpu().contiguous() for values in per_slot]
         comm, here = self._node.comm, len(own)
         if comm.rank:
@@ -248,7 +243,6 @@ class Ranks:
         )
 
     def close(self) -> None:
-        """End the slots here, free the shared memory; collective, once."""
         if self._closed:
             return
         self._closed = True

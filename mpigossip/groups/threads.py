@@ -106,7 +106,6 @@ class Threads(Group):
 
     @phase("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
-        """Each slot fetches the others' shards into its own array."""
 
         def fetch(slot: int) -> None:
             for other, part in enumerate(full[slot].chunk(self.slots, dim=1)):
@@ -116,14 +115,12 @@ class Threads(Group):
         self.run(fetch)
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
-        """Each slot fetches slot 0's array."""
         self.run(lambda slot: full[slot].copy_(full[0]) if slot else None)
 
     def works(self) -> None:
         """All slots are here."""
 
     def close(self) -> None:
-        """End the slots' threads."""
         for inbox in self._work:
             inbox.put(None)
         for thread in self._threads:

@@ -149,7 +149,6 @@ class Asynchronous(OfRank):
         return self._out
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
-        """Publish the outbox; begin to read the neighbours' newest copies."""
         self._words[ROUND], self._words[INCLUDED:] = t, self._included
         self._window.Sync()
         self._words[DONE] = self._words[BEGUN]
@@ -189,7 +188,6 @@ class Asynchronous(OfRank):
         self._window.Flush(j)
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
-        """``sent`` and ``mixed`` of the open round."""
         kind, t, future = self._round
         self._round = None
         if kind is Kind.LOCAL:

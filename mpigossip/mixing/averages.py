@@ -134,14 +134,12 @@ class OfRank(Mixer):
         self._swap = partial(swap_by_messages, self._comm, timeout_s)
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Exact average over nodes of x (1, p), summed in node order: (p,), equal bits."""
         own = x[0].contiguous().cpu()
         out = torch.empty_like(own)
         average(self.rank, self.n, [own], [out], self._swap)
         return out.to(x.device)
 
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
-        """Average over nodes of small float64 values (1, k), in node order: (k,)."""
         own, n = values.contiguous().cpu(), self.n
         rows = torch.empty(n, own.shape[1], dtype=own.dtype)
         request = self._comm.Iallgather(own.numpy(), rows.numpy())

@@ -145,7 +145,6 @@ class Delayed(Simulated):
             self._past.append((t, [part.clone() for part in _flat(self._out)]))
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
-        """``sent`` and ``mixed``, each (n, p) a vector."""
         kind, t = self._open
         if kind is Kind.GLOBAL:
             for node in self.rows:

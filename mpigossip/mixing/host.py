@@ -241,7 +241,6 @@ class HostBuffers:
             encode(self._layout, self.out, [self._rank], number, self.codes)
 
     def prepare(self, number: int, chunk: Chunk) -> list[torch.Tensor]:
-        """Encode the chunk, unless all is."""
         if self.codes and not self._shared:
             encode(self._layout, self.out, [self._rank], number, self.codes, chunk.fields)
         return self.sent
@@ -284,7 +283,6 @@ class HostBuffers:
         """Nothing: all is done at once."""
 
     def close(self) -> None:
-        """Let go of the transports' memory."""
         self._views, self._segments, self.out, self.result, self.sent = {}, {}, [], [], []
         self.codes = self._shared = None
         del self.own, self._by_slot

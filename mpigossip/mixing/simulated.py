@@ -80,7 +80,6 @@ class Simulated(Mixer):
         self._sends = lru_cache(KEPT)(partial(_sends, graph, layout))
 
     def outbox(self, t: int) -> Segments:
-        """Arrays (n, p) to fill whole."""
         return self._out
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
@@ -92,7 +91,6 @@ class Simulated(Mixer):
             self.bytes_sent[node] += nbytes
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
-        """``sent`` and ``mixed``, each (n, p) a vector."""
         kind, t = self._open
         self._open = None
         if kind is Kind.LOCAL:
@@ -112,7 +110,6 @@ class Simulated(Mixer):
         return t % self.graph.period if self.graph.period else t
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Average of the rows of x (n, p), summed in node order: shape (p,)."""
         out = torch.empty_like(x[:1])
         return combine([1 / self.n] * self.n, list(x.split(1)), out)[0]
 

@@ -152,19 +152,16 @@ class Synchronous(OfRank):
         return found | ({"host": staged} if gpu else {})
 
     def memory(self, averages: bool = True) -> dict[str, int]:
-        """Bytes by purpose that the messages take, at most."""
         halves = self._transport.halves if self._transport else 0
         given = self.graph, self.layout, self.rank, self._near, averages
         return self.estimate_memory(*given, halves=halves)
 
     @property
     def exchange_seconds(self) -> float:
-        """Seconds that the progress thread was busy so far; 0 where there is none."""
         return self._thread.busy if self._thread else 0.0
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds spent waiting for other nodes so far."""
         others = [self._shared.waited] if self._shared else []
         others += [self._transport.notifications.waited] if self._transport else []
         return self._waited + sum(others)
@@ -172,12 +169,10 @@ class Synchronous(OfRank):
     # -- a round: outbox, start, finish ------------------------------------------------------
 
     def outbox(self, t: int) -> Segments:
-        """Arrays (1, p) to fill whole; waits until the last round's readers are done."""
         self._leave_round()
         return self._buffers.out
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
-        """Publish the outbox, encoded if the wire does so, and begin the exchange of round t."""
         if kind is Kind.GOSSIP and self._first is None:
             self._first = t
         plan = self._plan_of(kind, t)
@@ -214,7 +209,6 @@ class Synchronous(OfRank):
             r.future = thread.submit(partial(buffers.average, transport))
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
-        """``sent`` and ``mixed``, which is ``into`` where neighbours' outboxes are summed now."""
         r = self._round
         assert r
         r.finished = True
@@ -289,7 +283,6 @@ class Synchronous(OfRank):
         self._last = r
 
     def close(self) -> None:
-        """Finish an open round, receive outstanding notifications, free the memory; collective."""
         if self._buffers is None:
             return
         if self._round and not self._round.finished:

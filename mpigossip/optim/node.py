@@ -129,11 +129,9 @@ class LoopNode:
         return isinstance(self.flat, ShardedLayout)
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
-        """Return the model's, of the only slot here."""
         return [dict(self.model.named_buffers())]
 
     def own(self, row: int, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
-        """Return torch optimizer, random numbers and kept objects; JobError for other objects."""
         nodes = self.world.nodes
         arrays: dict[str, np.ndarray] = {}
         numbers: dict[str, Number] = {"ranks": nodes.per_node}
@@ -149,7 +147,6 @@ class LoopNode:
         return (arrays | of_ranks, numbers | kept) if nodes.first else ({}, {})
 
     def put_own(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
-        """Restore them; in the optimizer, floating-point state from its mean."""
         arrays, nodes = saved.arrays if mean is None else mean, self.world.nodes
         text = str(saved.numbers["torch"])
         given, lacking = state.read_optimizer(self.inner, self.model, text, arrays)
@@ -172,7 +169,6 @@ class LoopNode:
         return alike or not any(name.startswith("buffers/") for name in first.arrays)
 
     def stand_at(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
-        """Take the counters."""
         self.engine.count_from(numbers)
 
     def lay_out(self) -> None:
@@ -229,17 +225,14 @@ class LoopNode:
             )
 
     def among(self, world: World) -> None:
-        """Go on between other nodes, the method's state begun anew; on all of them."""
         self.world, self.graph, self._sent = world, make_graph(self.job, world.size), []
         self._open()
         self._build()
 
     def aside(self, spare: Any) -> Any:
-        """Copy the inner optimizer's state."""
         return state.copied(self.inner, spare or [])
 
     def put_aside(self, kept: Any, world: World) -> list[str]:
-        """Restore the inner optimizer's state, then average it over nodes."""
         state.put_back(self.inner, kept)
         return state.average_state(world, self.mixer, self.inner)
 
@@ -249,12 +242,10 @@ class LoopNode:
         return self
 
     def expected(self) -> dict[str, Any]:
-        """Return the number of steps, if given, and the settings as TOML, with the program's."""
         text = loop_text(self.job, self.model, self.inner, self.flat.names)
         return {"total_steps": self.job.run.steps or 0, "text": text}
 
     def about(self, progress: Progress) -> list[tuple[str, str]]:
-        """Return the first screen."""
         job, count = self.job, self.flat.count
         cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
         method = f"{job.algorithm.name} ({title(self.inner)}) on {job.graph.name}{cadence}"
@@ -311,11 +302,9 @@ class LoopNode:
                 decay(self.vector, self.inner)
 
     def publish(self) -> None:
-        """Round the masters of 16-bit parameters to them."""
         self.vector.publish()
 
     def average(self) -> None:
-        """Exchange without a step."""
         self.not_serving("average()")
         if not self.parts.cadence.fragment_schedule.plain:
             raise JobError(
@@ -340,7 +329,6 @@ class LoopNode:
             )  # fmt: skip
 
     def close(self, together: bool) -> None:
-        """Give the optimizer back; close mixer and group if all nodes come ``together``."""
         self.guard.release()
         if together:
             self._shut()

@@ -67,7 +67,6 @@ class TensorBoard(Hook):
         self._writer: Events | None = None
 
     def start(self, progress, assembly) -> None:
-        """Open a file; StoreError, on every rank, where that fails or TensorBoard isn't there."""
         self._progress = progress
         with self._world.together(StoreError):
             if self._world.rank == 0:
@@ -91,7 +90,6 @@ class TensorBoard(Hook):
             )
 
     def step(self, progress, record: Record) -> None:
-        """Write the metrics of a step."""
         if self._writer is None:
             return
         per_node = progress.samples_per_step / progress.nodes or np.nan
@@ -117,16 +115,13 @@ class TensorBoard(Hook):
         self._do(write)
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
-        """Write the metrics of an evaluation."""
         figures = found.averaged
         self._do(lambda writer: add_evaluation(writer, step, figures, list(figures)[1:]))
 
     def flush(self) -> None:
-        """Write buffered events to disk."""
         self._do(Events.flush)
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """Close the file."""
         self._do(Events.close)
 
 

@@ -48,7 +48,6 @@ class JobNode:
 
     @property
     def shift(self) -> int:
-        """Step from which epochs are counted."""
         return self.trainer.shift
 
     @property
@@ -63,19 +62,15 @@ class JobNode:
         return self.engine.index >= self.total_steps
 
     def average(self) -> None:
-        """Exchange without a gradient."""
         self.trainer.average()
 
     def buffers(self, row: int) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Those of a node's replicas."""
         return self.trainer.replicas.buffers(row)
 
     def own(self, row: int, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
-        """The loss scale of fp16."""
         return {}, {**self.trainer.precision.numbers(row)}
 
     def put_own(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
-        """Restore the loss scale, unless nodes begin at their average."""
         if mean is None:
             self.trainer.precision.restore(row, saved.numbers)
         if row:
@@ -97,12 +92,10 @@ class JobNode:
             trainer.shift = trainer.index - round(done * now)
 
     def publish(self) -> None:
-        """Copy the shards to all slots."""
         replicas = self.trainer.replicas
         self.group.all_gather(replicas.x, replicas.full)
 
     def among(self, world: World) -> None:
-        """Assemble the job for the nodes of ``world``."""
         self.assembly.abandon()
         self.world = world
         self._take(assemble(self.job, world, world.size))
@@ -115,14 +108,12 @@ class JobNode:
         return []
 
     def close(self, together: bool) -> None:
-        """Close the assembly, or after a rank failure all of it but what lies between nodes."""
         if together:
             self.assembly.close()
         elif self.world.diminished:
             self.assembly.abandon()
 
     def expected(self) -> dict[str, Any]:
-        """Return the job's steps and samples."""
         return {
             "steps_per_epoch": self.assembly.steps_per_epoch,
             "total_steps": self.total_steps,
@@ -142,11 +133,9 @@ class JobNode:
         return self._samples(nodes - len(rested))
 
     def about(self, progress: Progress) -> Sequence[tuple[str, str]]:
-        """Return the first screen."""
         return overview(progress, self.assembly, self.world)
 
     def summary(self, progress: Progress) -> dict[str, Any]:
-        """Return epochs and the last evaluation's metrics."""
         found: dict[str, Any] = {
             "finished": self.finished, "epochs": progress.epoch(self.engine.index)
         }  # fmt: skip

@@ -70,7 +70,6 @@ class Printer(Hook):
         self._before = (0.0, 0.0)
 
     def start(self, progress, assembly) -> None:
-        """Print the first screen."""
         self._engine = assembly.engine
         if not self._speaks:
             return
@@ -83,7 +82,6 @@ class Printer(Hook):
         self._rows = 0
 
     def step(self, progress, record: Record) -> None:
-        """Note the step; refresh the live line, or write a plain one, where it is time."""
         if not self._speaks:
             return
         now = time.monotonic()
@@ -136,7 +134,6 @@ class Printer(Hook):
         return f"  hidden {max(0.0, 1 - waited / flown):.0%}" if flown > 0 else ""
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
-        """Print a row of the table."""
         if not self._speaks:
             return
         row = self._row(progress, step, found)
@@ -162,7 +159,6 @@ class Printer(Hook):
         ]  # fmt: skip
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """Print the summary."""
         if self._speaks:
             self._print(Text(f"\n{describe(summary)}"))
 

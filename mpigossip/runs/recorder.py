@@ -69,7 +69,6 @@ class Recorder(Hook):
         """whose steps are kept; other than the world's after a rank failure"""
 
     def start(self, progress, assembly) -> None:
-        """Open the log on rank 0, or continue it at this run's first step."""
         self._progress, self._rows = progress, len(assembly.engine.mixer.rows)
         about, task = "{} of the node's training samples in the step", progress.objective
         self._columns = COLUMNS | {"loss": COLUMNS["loss"]._replace(unit=task.unit("loss"))}
@@ -144,7 +143,6 @@ class Recorder(Hook):
         return {name: self._metrics.get(name, FIGURE) for name in new}
 
     def step(self, progress, record: Record) -> None:
-        """Keep the step's figures for the next flush."""
         ones = np.ones(self._rows)
         per_node = progress.samples_per_step / progress.nodes or np.nan
         samples = ones * per_node
@@ -173,7 +171,6 @@ class Recorder(Hook):
         return {VIRTUAL: self._clock.step(record.index, record.kind)[list(self._nodes)]}
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
-        """Keep an evaluation and write."""
         row = {
             "step": step,
             "epoch": progress.epoch(step),
@@ -270,7 +267,6 @@ class Recorder(Hook):
             self._writer.evaluation(row | local)
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """Write the rest and the summary."""
         self._flush()
         with self._world.together(StoreError):
             if self._writer:

@@ -157,6 +157,5 @@ class Stopper(Hook):
         self._pending, self._warnings = None, progress.warnings
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """Read an agreement that was begun."""
         if self._pending is not None:
             self._pending.read()

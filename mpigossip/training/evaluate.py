@@ -42,7 +42,6 @@ class Evaluation(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Of the averaged model."""
         return self.averaged["loss"]
 
     @property

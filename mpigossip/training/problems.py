@@ -31,7 +31,6 @@ class Theory(ABC):
         self.noise = noise
 
     def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
-        """The mean of the batch's functions at the model's point."""
         point = model()
         value, gradient, distance = self.function(point, batch)
         metrics = {
@@ -54,7 +53,6 @@ class Quadratics(Theory):
     """½ Σ_k a_k (x_k − b_k)²; samples are (b, a)."""
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one sample or the mean of several."""
         centre, curvature = batch
         apart = point - centre
         pull = curvature * apart
@@ -66,7 +64,6 @@ class Logistic(Theory):
     """mean_m log(1 + exp(−z_mᵀ x)) + r/2 ‖x‖²; samples are (z, x*, r, f*), z = label · features."""
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one sample or the mean of several."""
         signed, optimum, ridge, least = batch
         margins = signed @ point
         square = point.square().sum()
@@ -80,7 +77,6 @@ class Factorization(Theory):
     """½ ‖A − U Vᵀ‖²; samples are A, the point is U over V. Its distance is that of U Vᵀ to A."""
 
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one sample or the mean of several."""
         (whole,) = batch
         left, right = point[: whole.shape[1]], point[whole.shape[1] :]
         apart = left @ right.T - whole

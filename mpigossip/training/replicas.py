@@ -66,12 +66,10 @@ class Replicas:
 
     @property
     def first(self) -> tuple[int, ...]:
-        """The first column of each segment."""
         width = self.flat.size // self.group.segments
         return tuple(width * segment for segment in held(self.group))
 
     def gather(self) -> None:
-        """The mean over slots of their gradients, as shards; uses ``grads`` up."""
         self.g = self.group.reduce_scatter_mean(self.grads)
 
     def check(self) -> None:

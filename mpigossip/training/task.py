@@ -89,7 +89,6 @@ class LanguageModel:
             self._lengths = {torch.device("cpu"): torch.from_numpy(tokenizer.lengths)}
 
     def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
-        """The mean loss over tokens."""
         if not isinstance(batch, Mapping):
             loss, metrics = Classification.loss(self, model, batch)  # type: ignore[arg-type]
             return loss, {**metrics, **self._per_byte(metrics["loss"][0], batch[1])}

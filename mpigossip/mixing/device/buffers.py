@@ -107,7 +107,6 @@ class DeviceBuffers:
         self, weights: Sequence[float], received: Sequence[Sequence[Source]], chunk: Chunk,
         into: Segments | None = None,
     ) -> None:  # fmt: skip
-        """Add up on each slot's stream of what comes in."""
         for slot, each in enumerate(self._streams):
             sources: list[Source] = [self.out[slot]]
             with each.incoming():
@@ -185,12 +184,10 @@ class DeviceBuffers:
         return swap
 
     def complete(self) -> None:
-        """Wait until what came in is summed."""
         for each in self._streams:
             each.drain()
 
     def close(self) -> None:
-        """Unpin and let go."""
         self._unpin()
         self.out, self.result, self.sent, self._own, self._mixed = [], [], [], [], []
         self._inbox, self._rooms, self.codes = [], [], None

@@ -44,7 +44,6 @@ class Messages(Transport):
         super().__init__(comm, layout, buffers, timeout_s)
 
     def begin(self, r: Round, memory: Sequence[torch.Tensor]) -> None:
-        """Post the receives of all chunks."""
         for rank, areas in zip(r.plan.far, self._inbox, strict=False):
             for chunk in self.chunks:
                 found = self._each(self.comm.Irecv, r, chunk, areas, rank)
@@ -70,7 +69,6 @@ class Messages(Transport):
         return []
 
     def arrived(self, r: Round, source: int, chunk: Chunk) -> bool:
-        """Return whether the chunk's receives are complete."""
         key = source, chunk.number
         # one by one: Testall would hide a rank failure behind MPI_ERR_IN_STATUS
         if not all([request.Test() for request in self._receives[key]]):
@@ -80,7 +78,6 @@ class Messages(Transport):
         return True
 
     def received(self, r: Round, buffer: int) -> Sequence[torch.Tensor]:
-        """Return for each slot an inbox buffer."""
         for device in self._devices if self.on_device else ():
             arrived_whole(device)
         return self._inbox[buffer]
@@ -94,11 +91,9 @@ class Messages(Transport):
             )  # fmt: skip
 
     def pending(self, r: Round) -> list[MPI.Request]:
-        """Return the next receives of each source."""
         return [request for requests in self._receives.values() for request in requests]
 
     def late(self, r: Round, ranks: Sequence[int]) -> str:
-        """Name the first rank that has sent nothing, and the last round that it has sent."""
         return self._named(min(ranks), f"sends no model of round {r.t}")
 
     def _named(self, rank: int, fault: str) -> str:
@@ -108,6 +103,5 @@ class Messages(Transport):
         return f"{called(self.comm, rank)}{where} {fault} ({last})"
 
     def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:
-        """Free the communicator; collective."""
         self._inbox = []
         super().close()

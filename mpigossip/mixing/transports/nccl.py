@@ -133,23 +133,19 @@ class Nccl(Transport):
         return True
 
     def swap(self, out: ByRank, into: ByRank) -> float:
-        """Begin to exchange arrays; what follows on the streams waits for them."""
         self._begin(out, into)
         return self._settle("an average", ()) if self._on_cpu else 0.0
 
     def settle(self, what: str) -> None:
-        """Wait until what was begun is done with all ranks."""
         self._settle(what, range(self.comm.size))
 
     def free(self, r: Round, coming: Plan) -> None:
-        """Wait until the own message was sent, where no source's arrival has shown it."""
         if self._works:
             self.notifications.waited += self._settle(
                 f"round {r.t}", [j for j, _ in r.plan.targets]
             )
 
     def late(self, r: Round, ranks: Sequence[int]) -> str:
-        """Name a rank that hasn't begun the round."""
         return self.notifications.late(min(ranks), BEGUN, self.number(r))
 
     def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:

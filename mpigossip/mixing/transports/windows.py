@@ -64,7 +64,6 @@ class Windows(Transport):
         super().__init__(comm, layout, buffers, timeout_s)
 
     def is_free(self, r: Round, rank: int) -> bool:
-        """Return whether the reader has freed its buffer of round t - 2."""
         return r.index < 2 or self.notifications.arrived(rank, FREE, self.number(r))
 
     def send(self, r: Round, chunk: Chunk, memory: Sequence[torch.Tensor]) -> list[MPI.Request]:
@@ -99,7 +98,6 @@ class Windows(Transport):
                 self._windows[slot].Put([some, MPI.BYTE], rank, target)
 
     def notify(self, r: Round, chunk: Chunk) -> None:
-        """Flush every window to each reader, then notify it."""
         for rank, _ in r.plan.targets:
             for device, window in zip(self._devices, self._opened, strict=False):
                 with current(device):
@@ -107,11 +105,9 @@ class Windows(Transport):
             self.notifications.send([rank], ARRIVED, self.number(r, chunk))
 
     def arrived(self, r: Round, source: int, chunk: Chunk) -> bool:
-        """Return whether the source has notified this rank of the chunk."""
         return self.notifications.arrived(source, ARRIVED, self.number(r, chunk))
 
     def received(self, r: Round, buffer: int) -> Sequence[torch.Tensor]:
-        """Return for each slot an inbox buffer, synchronized."""
         for device, window in zip(self._devices, self._opened, strict=False):
             window.Sync()
             if self.on_device:
@@ -119,12 +115,10 @@ class Windows(Transport):
         return self._inbox[(r.index % 2) * self.buffers + buffer]
 
     def free(self, r: Round, coming: Plan) -> None:
-        """Free the buffers of this round for those who write in round t + 2."""
         number = self.number(r) + 2 * len(self.chunks)
         self.notifications.send(coming.far, FREE, number)
 
     def late(self, r: Round, ranks: Sequence[int]) -> str:
-        """Name a rank without a free buffer, or whose chunk is missing."""
         rank, many = min(ranks), len(self.chunks)
         if r.full:
             return self.notifications.late(rank, FREE, self.number(r))
@@ -133,7 +127,6 @@ class Windows(Transport):
         return f"a put to ranks {ranks} doesn't complete (round {r.t})"
 
     def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:
-        """Receive what freed buffers for rounds that won't be run; free windows and memory."""
         for index, plan in coming:
             readers = [rank for rank, _ in plan.targets]
             self.notifications.wait(readers, FREE, index * len(self.chunks))
