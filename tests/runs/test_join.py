@@ -3,6 +3,7 @@
 import shutil
 import threading
 
+import numpy as np
 import pytest
 
 from mpigossip import cli
@@ -87,6 +88,7 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     assert "2 rounds of 1 places" in capsys.readouterr().out
     log = read(folder / "logs" / "000001" / "log.h5")
     assert (log.steps["chunk"] >= 0).all() and len(log.steps["step"]) > 10
+    assert np.isnan(log.steps["consensus_distance"]).all()  # a member sees no average
 
 
 def test_a_changed_record_is_found_by_replay(tmp_path):

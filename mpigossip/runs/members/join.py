@@ -119,7 +119,8 @@ class _Watched:
     def after(self, record: Record, chunk: int) -> None:
         """Log a step; raises Leaving."""
         place, peer = self.live.place, self.live.place.peer
-        record = replace(record, index=self.member.done - 1)
+        # a member knows no distance from the average: not 0, which is its own from itself
+        record = replace(record, index=self.member.done - 1, consensus_distance=float("nan"))
         record.figures |= {
             "chunk": chunk,
             "round": place.round,
