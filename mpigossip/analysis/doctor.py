@@ -82,7 +82,6 @@ def examine(options) -> int:
 
 
 def _local(options) -> list[Finding]:
-    """Return what each rank finds by itself."""
     setting, _ = devices.resolved(options.devices, options.ranks_per_node)
     slots = devices.slots_of(setting)
     found = gpus(setting, slots, options.timeout)

@@ -139,7 +139,6 @@ def _best(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 def _combine_rate(what: Subject) -> float:
-    """Bytes a second of a two-term sum of one vector."""
     a, b, out = (torch.ones(1, what.flat.size) for _ in range(3))
     return 4 * what.flat.size / _best(lambda: combine((0.5, 0.5), (a, b), out))
 

@@ -105,13 +105,11 @@ def _logged(log: Log) -> list[Sequence[str]]:
 
 
 def _ranges(values: np.ndarray, form: Callable[[float], str]) -> list[str]:
-    """Least and most over the nodes, one cell a row."""
     low, high = over_nodes(np.nanmin, values), over_nodes(np.nanmax, values)
     return [f"{form(a)} – {form(b)}" if a == a else "–" for a, b in zip(low, high, strict=True)]
 
 
 def _time_line(log: Log) -> str:
-    """Mean time of a step and its parts, in words."""
     total = sum(mean_ms(log, part) for part in PARTS)
     if not total:
         return "no steps yet"

@@ -152,7 +152,6 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """Nodes."""
         return self.column.size
 
     @property

@@ -171,7 +171,6 @@ def _add_checkpoint(commands) -> None:
 
 
 def _checkpoint_of(path: Path) -> Path:
-    """The checkpoint meant: itself, or a run's newest."""
     from mpigossip.store import StoreError, checkpoint
 
     if (run_named(path) / "checkpoint.h5").exists():

@@ -46,7 +46,6 @@ def _add_job(commands) -> None:
 
 
 def _job(options) -> None:
-    """Print the script; JobError with all that is wrong."""
     from mpigossip.cluster import batch
     from mpigossip.config import JobError
     from mpigossip.groups.devices import slots_of

@@ -71,7 +71,6 @@ def _ranks(text: str) -> int | str:
 
 
 def _doctor(options) -> int:
-    """Print what was found; exit code 1 if the machine isn't ready."""
     from mpigossip.analysis.doctor import examine
 
     return examine(options)
@@ -182,7 +181,6 @@ def _add_plan(commands) -> None:
 
 
 def _plan(options) -> None:
-    """Measure on all ranks; print and draw on rank 0."""
     from mpigossip.analysis.dryrun import launched
     from mpigossip.analysis.machine import examine
     from mpigossip.analysis.plan import as_json, table
@@ -233,7 +231,6 @@ def _plan(options) -> None:
 
 
 def _members(options, what, machine, epochs) -> None:
-    """Print advice for members that train through a folder."""
     from mpigossip.analysis.plan.members import advise, text
 
     step_s, rate = machine.compute_s, machine.bandwidth
@@ -241,7 +238,6 @@ def _members(options, what, machine, epochs) -> None:
 
 
 def _best(options, what, machine) -> None:
-    """Print what is proposed for each number of nodes."""
     from mpigossip.analysis.plan.best import as_json, proposals, text
 
     each = {n: proposals(options.job, options.settings, what, machine, n) for n in options.nodes}

@@ -70,7 +70,6 @@ class Part:
         return {key: value for key, value in values.items() if value is not None}
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Call the builder."""
         return self.build(*arguments, **options)
 
 

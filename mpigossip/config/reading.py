@@ -113,7 +113,6 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], tables: Tables) -> 
 
 
 def _names(raw: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
-    """Return the name in every section with options, and the local step in effect."""
     keys = {path.split(".")[0]: path.split(".")[1] for path in FILES}
     named = {
         section: table[key]

@@ -140,7 +140,6 @@ class Images:
         return images
 
     def close(self) -> None:
-        """Close the file. A second call does nothing."""
         self.data.close()
 
     def _moves(self, seed: int, epoch: int) -> np.ndarray:
@@ -210,7 +209,6 @@ class Images:
             ) from error
 
     def _size(self) -> tuple[int, int]:
-        """Return height and width of a batch."""
         if self.recipe.image_size is not None:
             return self.recipe.image_size, self.recipe.image_size
         if self.random:
@@ -233,7 +231,6 @@ class Images:
         return int(low[0]), int(low[1])
 
     def _caches(self) -> bool:
-        """Return whether decoded images are kept."""
 
         def bytes_of(split: Split, stored: bool) -> int:
             pixels = split.sizes.prod(1).sum() if stored else len(split) * np.prod(self.size)

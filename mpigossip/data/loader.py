@@ -170,11 +170,9 @@ class Loader:
         self._there.clear()
 
     def __enter__(self) -> Loader:
-        """Return itself."""
         return self
 
     def __exit__(self, *_) -> None:
-        """Close."""
         self.close()
 
     def _bring(self, step: int) -> list[_Copy]:
@@ -216,7 +214,6 @@ class Loader:
         return started(self._by_request(requests), self.data.name)
 
     def _of_step(self, step: int) -> Iterator[Request]:
-        """The requests of a step."""
         draw_together(self.orders, step)
         own, epoch = isinstance(self.data, Source), self.orders[0].epoch(step)
         for order in self.orders:
@@ -226,7 +223,6 @@ class Loader:
                 yield Request("train", key, cuts[slot])
 
     def _tests(self, indices: np.ndarray) -> Iterator[Nested]:
-        """The batches of these test samples."""
         own = isinstance(self.data, Source)
         size = TEST_BATCH if own else self.data.section.batch
         cuts = [indices[at : at + size] for at in range(0, len(indices), size)]

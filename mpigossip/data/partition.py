@@ -69,7 +69,6 @@ def _dirichlet(labels: np.ndarray, n: int, seed: int, alpha: float) -> list[np.n
 
 
 def _fill(samples: int, proportions: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Return how many of the samples each node takes, within its room."""
     counts = np.zeros_like(room)
     while left := samples - int(counts.sum()):
         free = room - counts

@@ -168,7 +168,6 @@ class SyntheticSource(Source):
         return x.reshape(len(indices), *self.shape)
 
     def finish(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the samples as they are."""
         return raw, labels
 
 

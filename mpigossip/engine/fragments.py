@@ -158,7 +158,6 @@ class Fragmented(Engine):
         return type(needs)(*(self._taken(*pair, columns) for pair in pairs))
 
     def _put(self, state: Any, part: Any, columns: Columns) -> None:
-        """Scatter the exchange's part of a nested state."""
         if isinstance(part, torch.Tensor):
             _scatter(part, state, columns)
             return
@@ -176,7 +175,6 @@ class Fragmented(Engine):
 
 
 def _places(columns: Columns) -> list[tuple[slice, slice]]:
-    """Return the columns' slices in a fragment, and in the vector."""
     found, at = [], 0
     for c in columns:
         found.append((slice(at, at + c.stop - c.start), c))

@@ -85,7 +85,6 @@ class Shuffled:
     period = None
 
     def at(self, t: int) -> Round:
-        """Round t, drawn from (seed, t)."""
         count = len(self.rounds)
         if self.replace:
             return self.rounds[_choice(self.seed, t, count)]
@@ -93,7 +92,6 @@ class Shuffled:
         return self.rounds[_permutation(self.seed, block, count)[k]]
 
     def mapped(self, change: Callable[[Round], Round]) -> "Shuffled":
-        """The same with each round changed."""
         return replace(self, rounds=tuple(change(r) for r in self.rounds))
 
 
@@ -118,7 +116,6 @@ class Drawn:
         return tuple(self.at(t) for t in range(SAMPLED_ROUNDS))
 
     def at(self, t: int) -> Round:
-        """Round t, drawn from (seed, t)."""
         return _drawn(self, t)
 
 

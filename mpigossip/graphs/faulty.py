@@ -120,7 +120,6 @@ class Faulty:
         return (*own, *(self.at(t) for t in range(SAMPLED_ROUNDS)))
 
     def at(self, t: int) -> Round:
-        """Round t."""
         return _round_at(self, t)
 
     def mapped(self, change: Callable[[Round], Round]) -> Faulty:

@@ -161,30 +161,24 @@ class Sparse:
         return tuple(a.tobytes() for a in (self.indptr, self.indices, self.weights, self.own))
 
     def __eq__(self, other: object) -> bool:
-        """Same edges in the same order with the same weights."""
         return isinstance(other, Sparse) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        """Hash of edges and weights."""
         return hash(self._key())
 
     def __repr__(self) -> str:
-        """One short line: nodes and directed edges."""
         return f"Sparse(n={self.n}, edges={len(self.indices)})"
 
     @property
     def n(self) -> int:
-        """Number of nodes."""
         return len(self.own)
 
     @property
     def degree(self) -> int:
-        """Most in-neighbours of a node."""
         return int(np.diff(self.indptr).max())
 
     @property
     def edge_count(self) -> int:
-        """Directed edges."""
         return len(self.indices)
 
     @cached_property
@@ -194,7 +188,6 @@ class Sparse:
 
     @cached_property
     def transposed(self) -> "Sparse":
-        """The round of Wᵀ."""
         return Sparse.from_edges(self.n, self.indices, self.edge_receivers, self.weights, self.own)
 
     def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:
@@ -203,22 +196,18 @@ class Sparse:
         return self.indices[at], self.weights[at], float(self.own[i])
 
     def receivers(self, j: int) -> np.ndarray:
-        """Nodes that have j as an in-neighbour, ascending."""
         return self.transposed.neighbours(j)[0]
 
     def slack(self, kappa: float) -> "Sparse":
-        """The round κW + (1−κ)I."""
         own = kappa * self.own + (1.0 - kappa)
         return Sparse(self.indptr, self.indices, kappa * self.weights, own)
 
     def matrix(self) -> np.ndarray:
-        """W as an (n, n) float64 array."""
         matrix = np.diag(self.own)
         matrix[self.edge_receivers, self.indices] = self.weights
         return matrix
 
     def apply(self, x: np.ndarray) -> np.ndarray:
-        """W x for x of shape (n,) or (n, k)."""
         column = (slice(None),) + (None,) * (x.ndim - 1)
         total = self.own[column] * x
         filled = np.flatnonzero(np.diff(self.indptr))
@@ -228,19 +217,15 @@ class Sparse:
         return total
 
     def row_sums(self) -> np.ndarray:
-        """Sum of the weights in each row, (n,)."""
         return self.own + np.bincount(self.edge_receivers, self.weights, self.n)
 
     def column_sums(self) -> np.ndarray:
-        """Sum of the weights in each column, (n,)."""
         return self.own + np.bincount(self.indices, self.weights, self.n)
 
     def smallest(self) -> float:
-        """The least weight, own weights included."""
         return float(min(self.own.min(), self.weights.min(initial=np.inf)))
 
     def symmetric(self) -> bool:
-        """Return whether W = Wᵀ."""
         other = self.transposed
         return (
             np.array_equal(self.indptr, other.indptr)

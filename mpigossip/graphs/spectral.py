@@ -95,7 +95,6 @@ def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
 
 
 def _radius(product: list[Round]) -> float:
-    """ρ(Π W − J) of rounds."""
     if circulants := _circulants(product):
         return _largest(circulants)
     if _exact_after(product) is not None:
@@ -110,7 +109,6 @@ def _radius(product: list[Round]) -> float:
 
 
 def _applied(product: list[Round], x: np.ndarray) -> np.ndarray:
-    """Π W x."""
     for r in product:
         x = r.apply(x)
     return x
@@ -151,7 +149,6 @@ def residue(graph: Graph, rounds: int | None = None, start: int = 0) -> float:
 
 
 def _norm(product: list[Round]) -> float:
-    """‖Π W − J‖_2 of these rounds."""
     if not product:
         return 1.0
     if circulants := _circulants(product):

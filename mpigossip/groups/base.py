@@ -171,7 +171,6 @@ class Whole:
         self.run, self.broadcast = inner.run, inner.broadcast
 
     def on_shards(self, work: Callable[[int], T]) -> list[T]:
-        """Call ``work(0)`` here, where slot 0 runs."""
         return [work(0)]
 
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -186,9 +185,7 @@ class Whole:
         self.broadcast(full)
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum in slot order; of shards there is one."""
         return added(per_slot)
 
     def close(self) -> None:
-        """Close the slots."""
         self._inner.close()

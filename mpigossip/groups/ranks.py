@@ -235,7 +235,6 @@ class Ranks:
         return found
 
     def _settle(self, requests: list[MPI.Request], ranks: Iterable[int]) -> None:
-        """Wait for messages with these ranks of the node."""
         Deadline(self._node.timeout_s).wait(
             lambda: MPI.Request.Testall(requests),
             lambda: "not all ranks of this node have sent their slots",

@@ -81,7 +81,6 @@ class TorchGroup:
         self._synchronize()
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """Return new arrays on the devices."""
         return [torch.zeros(rows, columns, device=device) for device in self.devices]
 
     @phase("sum inside the node")
@@ -108,7 +107,6 @@ class TorchGroup:
 
     @phase("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
-        """Copy every slot's shard into all of ``full``; in place where a shard is a view of it."""
 
         def gather(k: int) -> None:
             for row, shard in zip(full[k], shards[k], strict=True):
@@ -117,7 +115,6 @@ class TorchGroup:
         self._together("all-gather", gather)
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
-        """Copy slot 0's array into those of all slots."""
         self._together("broadcast", lambda k: self._wait(k, self._groups[k].broadcast(full[k], 0)))
 
     def close(self) -> None:
@@ -192,7 +189,6 @@ class TorchGroup:
         return f"{self._call}: slot {names} of this node didn't come"
 
     def _synchronize(self) -> None:
-        """Wait for all devices."""
         for device in self.devices if self._on_gpus else ():
             torch.cuda.synchronize(device)
 
@@ -209,7 +205,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="mpigossip-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start to check."""
         self._thread.start()
 
     def track(self, call: str, works: Sequence[tuple[str, Any]]) -> None:

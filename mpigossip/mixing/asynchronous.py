@@ -116,7 +116,6 @@ class Asynchronous(OfRank):
         }
 
     def _open_window(self) -> None:
-        """The window in MPI's memory, as mapped."""
         self._readers = [readers(self.graph, node) for node in range(self.n)]
         where = self._map = Map.of(self.graph, self.layout)
         room = where.places + where.stride * len(self._readers[self.rank])

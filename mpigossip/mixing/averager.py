@@ -180,7 +180,6 @@ class Averager:
         return self._mixer
 
     def _shaped(self, row: torch.Tensor) -> Any:
-        """Return a row (1, p) as an array of the user's kind, in the same memory."""
         row = row if self._count else row[:, :0]
         return row.view(self._shape) if self._tensor else row.numpy().reshape(self._shape)
 
@@ -191,7 +190,6 @@ class Averager:
             target[...] = source
 
     def _given(self, mixed: Any, out: Any) -> Any:
-        """Return the values in memory that stays."""
         if out is None:
             return mixed.clone() if self._tensor else mixed.copy()
         self._copy(mixed, out)
@@ -206,7 +204,6 @@ def _full(array: Any) -> bool:
 
 
 def _told(array: Any) -> str:
-    """Describe an argument."""
     if not hasattr(array, "dtype"):
         return f"a {type(array).__name__}"
     where = f", {array.layout} on {array.device}" if torch.is_tensor(array) else ""

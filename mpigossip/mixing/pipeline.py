@@ -118,7 +118,6 @@ class Pipeline:
         return self._add(r) or sent or came
 
     def _pause(self, r: Round) -> bool:
-        """Wait until there may be something to do."""
         return self._thread.rest([*filter(None, r.flying), *self._transport.pending(r)])
 
     def _send(self, r: Round) -> bool:

@@ -106,7 +106,6 @@ class Simulated(Mixer):
         return self._out, self._mixed
 
     def _clock(self, t: int) -> int:
-        """Return the round of the graph's period that round t is like."""
         return t % self.graph.period if self.graph.period else t
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +129,6 @@ def _groups(graph, t: int) -> list[Rows]:
 
 
 def _sends(graph, layout: Layout, kind: Kind, t: int) -> list[int]:
-    """Return the bytes that each node sends."""
     sizes = layout.sent_bytes, layout.raw_bytes
     return [traffic(graph, kind, t, node, *sizes) for node in range(graph.n)]
 

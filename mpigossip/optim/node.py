@@ -119,7 +119,6 @@ class LoopNode:
         self._segments: Group = self.group if self.sharded else own
 
     def _shut(self) -> None:
-        """Close mixer and group; collective."""
         self.mixer.close()
         self._segments.close()
 
@@ -196,7 +195,6 @@ class LoopNode:
                             "never be exchanged; add them before Gossip(…)"])  # fmt: skip
 
     def _build(self) -> None:
-        """Make the engine over the vector."""
         self.local = local_step_from_optimizers(self.vector, [self.inner], self.guard)
         self.engine = self.parts.make_engine(self.mixer, self._segments, self.vector, self._every)
 

@@ -30,7 +30,6 @@ def state(engine: Engine, vector: Parameters) -> dict[str, Any]:
 
 
 def _arrays(engine: Engine, flat: Flat) -> dict[str, torch.Tensor]:
-    """Return the method's state in this process."""
     return {
         name: torch.from_numpy(joined(parts, 0, flat)) for name, parts in engine.parts().items()
     }

@@ -75,7 +75,6 @@ class Wrapper(torch.optim.Optimizer):
         raise JobError(["Gossip can't be copied or pickled; take optimizer.state_dict() instead"])
 
     def _run_hooks(self, name: str, *arguments: Any) -> Any:
-        """Call the hooks of a name; return the last value that one returned."""
         value = None
         for hook in getattr(self, f"_optimizer_{name}_hooks").values():
             value = hook(self, *arguments) or value

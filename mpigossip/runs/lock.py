@@ -68,7 +68,6 @@ def lock(folder: Path, setting: str = SETTING) -> TextIO:
 
 
 def _sign(handle: TextIO) -> None:
-    """Write this job's name into the lock file."""
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
     handle.truncate(0)
     handle.write(

@@ -174,7 +174,6 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
 
 
 def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
-    """Return the bytes of one node, counted as by the dry run, of the mixer that was opened."""
     mixer, replicas = trainer.mixer, trainer.replicas
     state = sum(a.nbytes for each in trainer.engine.states for _, a in leaves(each)) // len(
         mixer.rows

@@ -118,7 +118,6 @@ class Run:
         self._before_s = float(numbers["seconds"])
 
     def _remember(self, manifest: checkpoint.Manifest) -> list[str]:
-        """Take lost ranks over from a checkpoint; what to report."""
         asked, lost_at = asked_of(manifest), manifest.meta.get("lost_at", 0)
         lost = "".join(c for c in str(manifest.meta.get("lost", "")) if c.isprintable())
         self._lost = [lost] if lost else []
@@ -203,7 +202,6 @@ class Run:
         return self._together and not self._parted
 
     def _stops(self, done: int) -> bool:
-        """Return whether all ranks have agreed to stop by now."""
         if not self._together:
             return done % self.job.log.flush_steps == 0 and self._round(done)[0]
         return any([hook.wants_stop(done) for hook in self.hooks])

@@ -54,7 +54,6 @@ def snapshot(
 
 
 def _bytes_sent(node: Node) -> list[int]:
-    """Return the bytes that each node here has sent, by all of its ranks."""
     own = torch.tensor(node.mixer.bytes_sent, dtype=torch.float64).unsqueeze(1)
     each = [torch.zeros_like(own) if at else own for at in range(len(node.group.mine))]
     return [int(total) for total in node.group.sum_scalars(each)[:, 0]]
@@ -254,7 +253,6 @@ def _check_model(saved: NodeState, flat: Flat, path: Path) -> None:
 
 
 def _same_method(saved: NodeState, engine: Engine) -> bool:
-    """Return whether method and cadence have the state that was saved."""
     was, parts = {name for name in saved.arrays if name.startswith("state/")}, engine.parts()
     figures = {name: part.shape[1] for name, (part, *_) in parts.items() if of_rows(part)}
     return (
@@ -265,6 +263,5 @@ def _same_method(saved: NodeState, engine: Engine) -> bool:
 
 
 def _same_cadence(numbers: Mapping[str, Number], engine: Engine) -> bool:
-    """Return whether the cadence has the state that was saved."""
     was = {name for name in numbers if name.startswith("cadence/")}
     return was == {f"cadence/{name}" for name in engine.cadence_state._fields}

@@ -100,7 +100,6 @@ class Stopper(Hook):
         self._pending: Agreement | None = None
 
     def __enter__(self) -> Self:
-        """Handle the signals, if this is the main thread."""
         self._before = self.listen()
         return self
 
@@ -111,7 +110,6 @@ class Stopper(Hook):
         return {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
     def __exit__(self, *_: object) -> None:
-        """Restore the former handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -29,7 +29,6 @@ def mean(values: Any) -> float:
 
 
 def _tested(summary: dict[str, Any]) -> str:
-    """Return the line of the averaged model's metrics."""
     names = [name for name in metrics_of(summary) if name in summary]
     found = [f"{name} {number(summary[name])}" for name in names]
     found += [f"test loss {number(summary['loss'])}"]

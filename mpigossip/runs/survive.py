@@ -203,7 +203,6 @@ class Survival:
         return lines
 
     def _mean(self, mine: NodeState) -> dict[str, Any]:
-        """Return the mean over nodes of what each has kept; collective."""
         engine, mean = self._node.engine, dict[str, Any]()
         for name, array in over_slots(mine).items():
             mean[name] = array

@@ -79,7 +79,6 @@ class Split:
     """(N,) uint32 of each sample's bytes."""
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.labels)
 
     def encoded(self, index: int) -> bytes:
@@ -162,11 +161,9 @@ class Dataset:
         self.train.file.close()
 
     def __enter__(self) -> "Dataset":
-        """Return itself."""
         return self
 
     def __exit__(self, *_) -> None:
-        """Close the file."""
         self.close()
 
 

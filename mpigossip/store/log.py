@@ -269,7 +269,6 @@ def _message(text: str) -> None:
 
 
 def _data(group: h5py.Group) -> list[h5py.Dataset]:
-    """The datasets of a group with one row per step or evaluation."""
     return [data for name, data in group.items() if name != "node"]
 
 
@@ -311,7 +310,6 @@ def _column(group: h5py.Group, name: str, column: Column, per_node: bool) -> Non
 def _dataset(
     group: h5py.Group, name: str, column: Column, shape: tuple[int, ...], chunks: tuple[int, ...]
 ) -> h5py.Dataset:
-    """A dataset that can grow along all axes, with unit and description."""
     data = group.create_dataset(
         name, shape, column.dtype, maxshape=(None,) * len(shape), chunks=chunks,
         fillvalue=column.unknown, fletcher32=True,

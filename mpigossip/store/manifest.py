@@ -128,7 +128,6 @@ def _parts(entries: Iterable[Entry]) -> Iterator[tuple[Entry, slice]]:
 
 
 def _header(content: bytes) -> bytes:
-    """Bytes before the HDF5 part of a manifest."""
     text = f"{FORMAT}\nsha256 of all bytes after {HEADER}: {hashlib.sha256(content).hexdigest()}\n"
     return text.encode().ljust(HEADER, b"\0")
 

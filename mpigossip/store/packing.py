@@ -65,7 +65,6 @@ class _Half:
 
 @contextmanager
 def _halves(file: h5py.File) -> Iterator[dict[str, _Half]]:
-    """Both halves by name, empty at first."""
     beside = Path(file.filename).parent
     with (
         tempfile.TemporaryFile(dir=beside, buffering=BUFFER) as train,
@@ -130,7 +129,6 @@ def pack(
 
 
 def _pack_images(folder: Path, file: h5py.File, image_size: int | None, decoded: bool) -> None:
-    """Write the splits, classes and statistics of an image folder."""
     classes, lists = _find(folder)
     gray, moments, problems = True, np.zeros((3, 3)), list[str]()
     with _halves(file) as halves:
@@ -160,7 +158,6 @@ def _pack_images(folder: Path, file: h5py.File, image_size: int | None, decoded:
 
 
 def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
-    """Return the classes and the files of both splits."""
     train, test = folder / "train", folder / "test"
     if not test.is_dir():
         test = folder / "val"
@@ -209,7 +206,6 @@ def checksum_of(group: Mapping[str, h5py.Dataset]) -> int:
 
 
 def _write_split(group: h5py.Group, labels: Sequence[int], half: _Half) -> None:
-    """Write labels, offsets, checksums and, contiguously, the samples."""
     offsets = np.concatenate([[0], np.cumsum(half.lengths, dtype=np.int64)])
     group["labels"], group["offsets"] = np.array(labels, np.int64), offsets
     group["checksums"] = np.array(half.checksums, np.uint32)
@@ -223,7 +219,6 @@ def _write_split(group: h5py.Group, labels: Sequence[int], half: _Half) -> None:
 
 
 def _one_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Height and width of all images."""
     found = sorted(set(sizes))
     if len(found) > 1:
         raise StoreError(

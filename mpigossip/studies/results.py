@@ -213,12 +213,10 @@ class Results:
 
 
 def _lost(row: Mapping[str, Any]) -> int:
-    """Number of a point's runs that diverged, at once or late."""
     return sum(row[k] for k in tables.LOST)
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean, deviation and interval of a figure."""
     mean, half = map(float, interval(values))
     std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
     return {name: mean, f"{name}_std": std, f"{name}_low": mean - half, f"{name}_high": mean + half}

@@ -48,7 +48,6 @@ LEAVE_S = 20.0
 
 
 def _last(values: np.ndarray) -> np.ndarray:
-    """The last twentieth of the rows, at least one."""
     return values[-max(1, len(values) // WINDOWS) :]
 
 
@@ -177,7 +176,6 @@ class Runner:
         return found
 
     def _do(self, keys: Sequence[Key]) -> list[str]:
-        """Run them; what went wrong, a paragraph for each."""
         waiting, running, failed = list(keys)[::-1], dict[Key, tuple[subprocess.Popen, float]](), []
         try:
             while waiting or running:

@@ -95,7 +95,6 @@ def latex(
 
 
 def _marks(rows: Sequence[Row]) -> dict[str, str]:
-    """The mark of each note, in the order of the rows."""
     notes, marks = dict.fromkeys(row.note for row in rows if row.note), [*MARKS]
     return {note: marks[k % len(marks)] * (k // len(marks) + 1) for k, note in enumerate(notes)}
 

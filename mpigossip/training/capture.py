@@ -80,7 +80,6 @@ class Captured:
         self._found.append(found)
 
     def _place(self) -> tuple[torch.cuda.Stream, tuple[int, int]]:
-        """The stream and the memory pool of captures on the current device."""
         device = torch.device("cuda", torch.cuda.current_device())
         if device not in self._places:
             self._places[device] = torch.cuda.Stream(), torch.cuda.graph_pool_handle()

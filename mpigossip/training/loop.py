@@ -130,7 +130,6 @@ class Trainer:
         return self.precision.unscale(self.replicas.g, self.group, together)
 
     def _decay(self, x: torch.Tensor, g: torch.Tensor, decayed: int) -> None:
-        """Add the weight decay of the first ``decayed`` columns to their gradient."""
         if self.section.weight_decay and decayed:
             g[:, :decayed].add_(x[:, :decayed], alpha=self.section.weight_decay)
 

@@ -24,7 +24,6 @@ class Streams:
     """The streams of one slot; on the CPU all is done at once and there is no stream."""
 
     def __init__(self, device: torch.device):
-        """Streams for copies out of the device and for copies in and the sum."""
         self.device = device
         gpu = device.type == "cuda"
         self.out = torch.cuda.Stream(device) if gpu else None
@@ -50,7 +49,6 @@ class Streams:
             stream.wait_event(event)
 
     def copied_out(self) -> torch.cuda.Event | None:
-        """An event behind the copies out."""
         return _behind(self.out)
 
     def summed(self) -> torch.cuda.Event | None:
@@ -70,6 +68,5 @@ class Streams:
 
     @contextlib.contextmanager
     def outgoing(self) -> Iterator[None]:
-        """Launch on the stream of copies out."""
         with launching, current(self.device), torch.cuda.stream(self.out):
             yield

@@ -116,11 +116,9 @@ class Stream:
     """A torch stream under the protocol by which CuPy takes over others' streams."""
 
     def __init__(self, stream: torch.cuda.Stream):
-        """Keeps the stream alive."""
         self.stream = stream
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """Version and address."""
         return 0, self.stream.cuda_stream
 
 

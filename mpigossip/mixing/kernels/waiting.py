@@ -71,7 +71,6 @@ class Bell:
     """What wakes a thread out of :func:`rest`: a pipe, rung by any thread."""
 
     def __init__(self) -> None:
-        """Not rung."""
         self.wake, self._ring = os.pipe()
         for end in (self.wake, self._ring):
             os.set_blocking(end, False)

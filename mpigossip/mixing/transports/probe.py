@@ -112,7 +112,6 @@ class Probe:
         return self._comm.allreduce(least, MPI.MAX)
 
     def _round(self, pipeline: Pipeline, opened: Way, plan: Plan, index: int) -> float:
-        """Return the seconds of one round."""
         r = Round(plan, index, index, index, inline=not pipeline.threaded)
         self._comm.Barrier()
         began = time.perf_counter()
