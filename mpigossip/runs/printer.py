@@ -119,8 +119,10 @@ class Printer(Hook):
         if progress.total_steps:
             rate = (done - progress.first_step) / max(time.perf_counter() - progress.began, 1e-9)
             words += [f"ETA {clock((progress.total_steps - done) / rate)}"]
-        optional += [f"consensus {self._consensus:.1e}"]
-        words += [optional[-1], f"exchange+idle {share:.0%}{self._hidden()}"]
+        known = self._consensus == self._consensus
+        apart = [f"consensus {self._consensus:.1e}"] if known else []
+        optional += apart
+        words += [*apart, f"exchange+idle {share:.0%}{self._hidden()}"]
         while self._live and len("  ".join(words)) >= self._console.width and optional:
             words.remove(optional.pop())
         return "  ".join(words)

@@ -80,6 +80,7 @@ def test_a_batch_log_gets_one_plain_line_an_interval():
     assert "step 5/20" not in shown(io.StringIO(), plain_s=30.0)
     text = shown(io.StringIO(), plain_s=1.5)
     assert "\r" not in text and "\x1b" not in text
+    assert "nan" not in text  # a distance that nobody measured isn't said
     assert len(re.findall(r"^step \d/20 .* exchange\+idle 25%$", text, re.MULTILINE)) == 2
 
 
