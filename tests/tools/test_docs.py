@@ -1,6 +1,7 @@
 """The site: its reference has all of the code, and code blocks of its pages run or resolve."""
 
 import inspect
+import itertools
 import json
 import os
 import pkgutil
@@ -127,6 +128,10 @@ def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
         ran = mpirun(4, [sys.executable, "train.py"], timeout=120, cwd=tmp_path)
         assert ran.returncode == 0 and (tmp_path / "model.pt").exists(), ran.stderr
     assert "going on at step 30" in ran.stdout and "finished at step 40" in ran.stdout
+    monkeypatch.chdir(tmp_path)
+    for line in [line for line in lines("tutorial-loop") if line.startswith("mpigossip log")]:
+        assert cli.main(shlex.split(line)[1:]) == 0
+    assert Path("runs/bytes/log.png").exists()
     mine, study = blocks("tutorial-study", "python")
     (tmp_path / "mine.py").write_text(mine)
     (tmp_path / "study.py").write_text(
@@ -138,6 +143,64 @@ def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
     )
     assert done.returncode == 0 and (tmp_path / "accuracy.png").exists(), done.stderr
     assert "two rings" in done.stdout
+
+
+SHELL = ["install", "migrate", "choose", "tutorial-digits", "tutorial-loop", "tutorial-study"]
+SCRIPTS = [p for p in (ROOT / "jobs").rglob("*") if p.suffix in (".sh", ".sbatch", ".def", ".toml")]
+
+
+def here(name):
+    """Whether a file that a page names is there: in the reader's folder or in the source tree."""
+    return Path(name).exists() or (ROOT / name).exists()
+
+
+def resolve(words):
+    """Check a command that a test can't run, or that another one runs: options, files, job."""
+    words = words[next(k for k, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :]
+    program, *rest = words
+    if program == "pip":
+        from pip._internal.commands import create_command
+
+        return create_command(rest[0]).parse_args(rest[1:])
+    if program == "mpigossip":
+        options = cli._parse(rest)
+        if rest[0] in ("examples", "graph"):
+            assert cli.main(rest) == 0
+        elif rest[0] in ("train", "simulate"):
+            assert cli.main([*rest, "--dry-run"]) == 0
+        return options
+    if program in ("mpirun", "srun", "sbatch", "apptainer"):  # options: those of scripts in jobs/
+        known = " ".join(path.read_text() for path in SCRIPTS)
+        own = list(itertools.takewhile(lambda word: word not in ("mpigossip", "python"), rest))
+        for word in own:
+            assert word[0] != "-" or re.search(rf"\s{word.split('=')[0]}\b", known), word
+            assert not re.search(r"\.(?!sif$)", word) or here(word), word
+        return resolve(rest[len(own) :]) if rest[len(own) :] else own
+    assert program == "module" and rest[0] == "load" or here(rest[0]), words
+    return rest
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("page", SHELL)
+def test_each_line_of_shell_of_a_page_runs_or_resolves(page, tmp_path, monkeypatch, capfd):
+    """Where no registry, scheduler or container is: by their own parsers, or by our scripts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = re.findall(r"[Ss]ave\b[^.`]* as `(\w+\.py)`", PAGES[page])
+    for name, program in zip(names, blocks(page, "python"), strict=len(names) > 0):
+        (tmp_path / name).write_text(program)
+    found = [block for kind in ("bash", "text") for block in blocks(page, kind)]
+    for block in found:
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+    spans = re.findall(r"`((?:mpirun [^`]*|)mpigossip [a-z][^`…]*)`", PAGES[page])
+    for line in dict.fromkeys("\n".join([*found, *spans]).splitlines()):
+        if re.match("python3 -m venv|export", line):
+            line = line.replace(" venv ", " venv --without-pip ", 1)  # which takes 20 s
+            subprocess.run(["bash", "-ec", line], check=True, env=os.environ | {"HOME": "."})
+        elif words := shlex.split(line.replace("…", ""), comments=True):
+            resolve(words)
+    assert found or spans
+    sys.modules.pop("mine", None)
 
 
 def test_the_loop_that_came_from_ddp_runs(monkeypatch, mpirun, tmp_path):
