@@ -1,17 +1,21 @@
 """Drives algorithms without a model: quadratics f_i(x) = ‖x − b_i‖²/2 with noise from a seed."""
 
 from functools import cache
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from mpigossip import algorithms
+from mpigossip.algorithms import Step
 from mpigossip.engine.fragments import Fragmented
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import Flat
 from mpigossip.mixing import open_mixer
+from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.simulated import Simulated
+from mpigossip.mixing.wire import FP32
 from mpigossip.training import assemble
 from mpigossip.training.parts import make_graph, make_parts
 
@@ -167,6 +171,22 @@ class Driver(Engine):
 
 class DriverOfParts(Driver, Fragmented):
     """The same with exchanges of fragments."""
+
+
+def driven(method, graph, x, gradient, lr=0.1, wire=FP32):
+    """The method's state after each step of nodes x, which move in place; ``gradient(t)``: at x."""
+    layout = Layout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
+    mixer, state = Simulated(graph, layout), method.init(x)
+    for t in count():
+        now, (out,), g = Step(t, t, Kind.GOSSIP, lr), mixer.outbox(t), gradient(t)
+        if method.ahead:
+            state = method.send(x, None, state, out, now._replace(lr=None))
+        else:
+            state = method.send(x, g, state, out, now)
+        mixer.start(Kind.GOSSIP, t)
+        (sent,), (mixed,) = mixer.finish()
+        state = method.receive(x, g, state, sent, mixed, now)
+        yield state
 
 
 def on_ranks(settings, world, same_host, steps):

@@ -247,11 +247,6 @@ def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> AnyData:
     return made
 
 
-def _digits(data: config.Data, seed: int) -> Source:
-    """1,797 images of handwritten digits, 8x8: scikit-learn's, every fifth for testing."""
-    return _packed(DIGITS, data)
-
-
 def _synthetic(data: config.Data, seed: int) -> Source:
     """Samples of `data.shape` that can be learned."""
     _check_no_images(data, "synthetic samples need")
@@ -265,7 +260,7 @@ def _check_no_images(data: config.Data, need: str) -> None:
 
 
 SOURCES: dict[str, Callable[..., Any]] = {
-    "digits": _digits,
+    "digits": lambda data, seed: _packed(DIGITS, data),
     "synthetic": _synthetic,
     "quadratics": quadratics,
     "logistic": logistic,

@@ -26,7 +26,7 @@ def between(graph: Graph, racks: Sequence[Hashable]) -> float:
     """The share of a graph's messages that leave their rack; ``racks``: one for each node."""
     counts, label = usage(graph), _labels(racks, graph.n)
     total = counts.sum()
-    return float((counts * (label[:, None] != label[None, :])).sum() / total) if total else 0.0
+    return _crossing(counts, label) / float(total) if total else 0.0
 
 
 def place(graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None = None) -> Graph:

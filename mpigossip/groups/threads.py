@@ -106,7 +106,6 @@ class Threads(Group):
 
     @phase("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
-
         def fetch(slot: int) -> None:
             for other, part in enumerate(full[slot].chunk(self.slots, dim=1)):
                 if part.data_ptr() != shards[other].data_ptr():

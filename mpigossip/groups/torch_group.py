@@ -107,7 +107,6 @@ class TorchGroup:
 
     @phase("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
-
         def gather(k: int) -> None:
             for row, shard in zip(full[k], shards[k], strict=True):
                 self._wait(k, self._groups[k]._allgather_base(row, shard))

@@ -23,9 +23,6 @@ from mpigossip.store import checkpoint
 from mpigossip.store.checkpoint import Manifest
 from mpigossip.training.assemble import assemble, load
 
-WAS = {"workers": 2, "consensus_every": 10}
-"""Defaults of earlier versions that are "auto" now: a run that has them can be resumed."""
-
 
 def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
     """Train the job on n nodes, from a checkpoint if one is given; return the summary on rank 0.
@@ -146,7 +143,5 @@ def differing(job: Job, there: Job, apart: Collection[str] = ()) -> list[str]:
         for section in now
         if section not in apart
         for key in {**now[section], **before[section]}
-        if f"{section}.{key}" not in apart
-        and now[section].get(key) != before[section].get(key)
-        and (now[section].get(key), before[section].get(key)) != ("auto", WAS.get(key))
+        if f"{section}.{key}" not in apart and now[section].get(key) != before[section].get(key)
     ]

@@ -44,11 +44,6 @@ class Evaluation(NamedTuple):
     def loss(self) -> float:
         return self.averaged["loss"]
 
-    @property
-    def accuracy(self) -> float:
-        """Of the averaged model, where the task counts it."""
-        return self.averaged["accuracy"]
-
 
 def evaluate(
     replicas: Replicas,

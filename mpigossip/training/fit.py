@@ -328,7 +328,7 @@ def _unfit_asynchrony(job: Job, coding: Wire, method: Algorithm) -> list[str]:
         if (value := getattr(faults, key))
     ]
     if not bears_delay(method):
-        fitting = [name for name in BUILDERS if _named_bears_delay(name)]
+        fitting = [name for name in BUILDERS if bears_delay(build(name, None, {}, 0))]
         found.append(
             f'node.mixer = "asynchronous": algorithm "{job.algorithm.name}" needs the models of '
             f"its own round; choose one of {', '.join(fitting)}"
@@ -343,7 +343,3 @@ def _unfit_asynchrony(job: Job, coding: Wire, method: Algorithm) -> list[str]:
             'use "cpu:1", or node.mixer = "synchronous"'
         )
     return found
-
-
-def _named_bears_delay(name: str) -> bool:
-    return bears_delay(build(name, None, {}, 0))

@@ -1,6 +1,7 @@
 """One battery over all algorithms: bits, invariants, consensus, limits, resume, refusals."""
 
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -11,15 +12,14 @@ from mpigossip.algorithms.methods import momentum_of_gossip
 from mpigossip.config import JobError
 from mpigossip.engine.vector import joined, leaves, of_rows, split
 from mpigossip.graphs import from_matrices
-from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.simulated import Simulated
+from mpigossip.mixing.base import Kind
 from mpigossip.store import checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.training import assemble
 from mpigossip.training.fit import lacking
 from mpigossip.training.parts import make_graph
 from tests import battery
-from tests.battery import Driver, on_ranks
+from tests.battery import Driver, driven, on_ranks
 from tests.cases import every, on_each
 
 CASES = list(battery.cases())
@@ -103,17 +103,9 @@ def test_mass_of_push_sum_is_preserved_and_its_mean_reached():
         matrix[others, j] = 0.5 / len(others)
     directed = from_matrices([matrix])
     assert directed.facts >= {"column-stochastic"} and "row-stochastic" not in directed.facts
-    method = algorithms.build("sgp", "sgd", {}, 0, directed)
-    mixer = Simulated(directed, Layout((4,), 1, 1))
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((n, 4), np.float32))
-    mean, state = x.mean(0), method.init(x)
-    for t in range(80):
-        now = algorithms.Step(t, t, Kind.GOSSIP, 0.1)
-        (out,) = mixer.outbox(t)
-        state = method.send(x, torch.zeros_like(x), state, out, now)
-        mixer.start(Kind.GOSSIP, t)
-        (sent,), (mixed,) = mixer.finish()
-        state = method.receive(x, torch.zeros_like(x), state, sent, mixed, now)
+    mean, method = x.mean(0), algorithms.build("sgp", "sgd", {}, 0, directed)
+    *_, state = islice(driven(method, directed, x, lambda _: torch.zeros_like(x)), 80)
     assert torch.allclose(state.weight.sum(), torch.tensor(float(n), dtype=torch.float64))
     assert not torch.allclose(state.weight, torch.ones_like(state.weight), atol=0.05)
     assert torch.allclose(x, mean.expand_as(x), atol=1e-5)
@@ -158,17 +150,10 @@ def test_gossip_pga_with_period_one_is_a_global_average():
 @on_each("n", [*range(2, 18), 31, 33, 64, 100, 129])
 def test_ceca_is_exact_in_log2_n_rounds(n):
     made = graph("ceca", n)
-    method = algorithms.build("ceca", "sgd", {}, 0, made)
-    mixer = Simulated(made, Layout((8,), dtype=torch.float64))
     x = torch.from_numpy(np.random.default_rng(n).standard_normal((n, 8)))
-    mean, state, zero = x.mean(0), method.init(x), torch.zeros_like(x)
-    for t in range((n - 1).bit_length()):
-        now = algorithms.Step(t, t, Kind.GOSSIP, 0.1)
-        (out,) = mixer.outbox(t)
-        state = method.send(x, zero, state, out, now)
-        mixer.start(Kind.GOSSIP, t)
-        (sent,), (mixed,) = mixer.finish()
-        state = method.receive(x, zero, state, sent, mixed, now)
+    mean, method = x.mean(0), algorithms.build("ceca", "sgd", {}, 0, made)
+    for _ in islice(driven(method, made, x, lambda _: torch.zeros_like(x)), (n - 1).bit_length()):
+        pass
     assert (x - mean).abs().max() < 1e-9
 
 
@@ -189,21 +174,13 @@ TOYS = {
 }
 
 
-def limit(name, toy, steps=4000, lr=0.05, **options):
+def limit(name, toy, count=4000, lr=0.05, **options):
     """RMS distance to the optimum at the end, inf where it diverges."""
     made = TOYS[toy]
     method = algorithms.build(name, None, options, 0, made)
-    mixer = Simulated(made, Layout((1,), method.vectors, dtype=torch.float64))
     b = torch.from_numpy(np.random.default_rng(0).standard_normal((16, 1)))
     x = torch.zeros_like(b)
-    state = method.init(x)
-    for k in range(steps):
-        now, g = algorithms.Step(k, k, Kind.GOSSIP, lr), x - b
-        (out,) = mixer.outbox(k)
-        state = method.send(x, None if method.ahead else g, state, out, now)
-        mixer.start(Kind.GOSSIP, k)
-        (sent,), (mixed,) = mixer.finish()
-        state = method.receive(x, g, state, sent, mixed, now)
+    for _ in islice(driven(method, made, x, lambda _: x - b, lr), count):
         if not x.abs().max() < 1e6:
             return float("inf")
     return float(((x - b.mean()) ** 2).mean().sqrt())
@@ -319,18 +296,10 @@ def test_what_a_biased_wire_leaves_out_is_sent_later(wire):
 
 def moved(name, options, gradients, lr=0.1):
     """x of nodes on a ring after each step, in float64, given these gradients whatever x is."""
-    n = gradients.shape[1]
-    made, x = graph("ring", n), torch.zeros_like(gradients[0])
+    made, x = graph("ring", gradients.shape[1]), torch.zeros_like(gradients[0])
     method = algorithms.build(name, None, options, 0, made)
-    mixer, state, found = Simulated(made, Layout((3,), 2, dtype=torch.float64)), method.init(x), []
-    for k, g in enumerate(gradients.clone()):
-        now = algorithms.Step(k, k, Kind.GOSSIP, lr)
-        state = method.send(x, g, state, mixer.outbox(k)[0], now)
-        mixer.start(Kind.GOSSIP, k)
-        (sent,), (mixed,) = mixer.finish()
-        state = method.receive(x, g, state, sent, mixed, now)
-        found.append(x.clone())
-    return torch.stack(found)
+    run = driven(method, made, x, lambda k: gradients[k].clone(), lr)
+    return torch.stack([x.clone() for _ in islice(run, len(gradients))])
 
 
 def test_detag_of_phase_one_is_dsgt_one_step_late():

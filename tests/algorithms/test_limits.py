@@ -1,16 +1,17 @@
 """Limits and rates by formula, beside the methods on 16 quadratics in float64."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 import torch
 
 from mpigossip import algorithms, graphs
-from mpigossip.algorithms import Step
 from mpigossip.data.problems import quadratics
 from mpigossip.graphs.theory import quadratic_limit
 from mpigossip.mixing import compressors
-from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.simulated import Simulated
+from mpigossip.mixing.wire import FP32
+from tests.battery import driven
 from tests.cases import on_each
 
 N, LR = 16, 0.05
@@ -18,25 +19,15 @@ PROBLEM = quadratics(N, dimension=4, condition=2.0, bend=0.2)
 CENTRE, CURVATURE = map(torch.from_numpy, PROBLEM.train)
 
 
-def after(steps, graph, name, options, x=None, lr=LR, wire=None, every=0):
+def after(count, graph, name, options, x=None, lr=LR, wire=FP32, every=0):
     """The models after so many steps; with ``every``, all of them."""
     method = algorithms.build(name, "sgd", options, 0, graph)
-    given = {"dtype": torch.float64} if wire is None else {"wire": wire}
     x = torch.zeros_like(CENTRE) if x is None else x.clone()
-    layout = Layout((x.shape[1],), method.vectors, method.scalars, **given)
-    mixer, state, seen = Simulated(graph, layout), method.init(x), []
-    for t in range(steps):
-        step = Step(t, t, Kind.GOSSIP, lr)
-        out = mixer.outbox(t)[0]
-        g = CURVATURE * (x - CENTRE) if wire is None else torch.zeros_like(x)
-        if method.ahead:
-            state = method.send(x, None, state, out, step._replace(lr=None))
-        else:
-            state = method.send(x, g, state, out, step)
-        mixer.start(Kind.GOSSIP, t)
-        sent, mixed = mixer.finish()
-        state = method.receive(x, g, state, sent[0], mixed[0], step)
-        seen.append(x.clone())
+
+    def gradient(t):
+        return CURVATURE * (x - CENTRE) if wire.exact else torch.zeros_like(x)
+
+    seen = [x.clone() for _ in islice(driven(method, graph, x, gradient, lr, wire), count)]
     return torch.stack(seen) if every else x
 
 
