@@ -1,6 +1,6 @@
-"""D², DSGT, DeTAG and QG on two graphs, 32 nodes, different data: LaTeX table and figure.
+"""D², DSGT, DeTAG and QG on two graphs; 32 nodes, different data: LaTeX table and figure.
 
-python jobs/compare.py
+python compare.py
 
 DeTAG's phase is log2 n, the period of the one-peer graph (mpigossip/algorithms/README.md).
 """
@@ -11,7 +11,7 @@ import mpigossip
 
 methods = {"D²": "d2", "DSGT": "dsgt", "DeTAG": "detag algorithm.phase=5", "QG": "qg-dmsgd"}
 study = mpigossip.study(
-    "jobs/digits.toml",
+    "digits",
     grid={
         "method": {label: f"algorithm.name={name}" for label, name in methods.items()},
         "graph.name": ["ring", "one-peer-exponential"],

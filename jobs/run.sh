@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains with a plain mpirun, without a scheduler:
-#   jobs/run.sh 4 jobs/digits.toml [section.key=value …]
+# A script that trains by mpirun, without a scheduler:
+#   bash run.sh 4 digits [section.key=value …]
 # A run that crashes (a lost rank) is started again from its last checkpoint, at most TRIES times
 # (default 3). One that is stopped by Ctrl-C, a signal or `touch RUN/STOP` stays stopped; the same
 # command goes on with it. MPIRUN replaces the launcher, such as MPIRUN='mpirun --hostfile hosts'.

@@ -43,15 +43,16 @@ def blocks(name, kind=""):
 
 def commands(name):
     lines = [line.partition("  #")[0].strip() for b in blocks(name) for line in b.splitlines()]
-    return [line for line in lines if re.match(r"(mpigossip|mpirun|python tools)\b", line)]
+    return [
+        line for line in lines if re.match(r"(mpigossip|mpirun|python tools|python sweep)\b", line)
+    ]
 
 
 @pytest.fixture
 def shell(mpirun, tmp_path, monkeypatch, capfd):
-    """`shell(line)`: one command line in a folder with jobs/ and tools/, as a reader would."""
+    """`shell(line)`: one command line in a folder without jobs/, as a reader has it."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("jobs", "tools"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
 
     def run(line):
         words, n = shlex.split(line.partition(" >")[0]), 0
@@ -155,9 +156,11 @@ def test_what_a_scheduler_is_given_is_there():
     batch = [line for line in lines if "sbatch" in line or line.startswith("srun")]
     known = dict(every(cli.parser()))
     assert len(batch) >= 5
+    jobs, named = ROOT / "jobs", text("jobs/README.md")
     for line in batch:
-        for path in re.findall(r"jobs/\S+\.(?:sbatch|toml)", line):
-            assert (ROOT / path).exists(), line
+        for path in re.findall(r"(?<= )[a-z]+\.sbatch", line):
+            made = f">{path}\n" in named
+            assert made or (jobs / path).exists() and f"copy {path[:-7]}\n" in named, line
         for command in re.findall(r"\bmpigossip (\w+)", line):
             assert command in known
     extras = tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"]

@@ -1,7 +1,7 @@
 """A network trained with Accelerate; the lines marked <- are all that decentralizes it.
 
-    mpirun -n 3 python jobs/loops/accelerate_loop.py --out runs/accelerate
-    mpirun -n 3 python jobs/loops/accelerate_loop.py --out runs/accelerate --resume 20
+    mpirun -n 3 python accelerate_loop.py --out runs/accelerate
+    mpirun -n 3 python accelerate_loop.py --out runs/accelerate --resume 20
 
 Accumulated gradients, clipping, a schedule, and Accelerate's own checkpoints, a folder a node.
 SIGTERM, ``touch runs/accelerate/run/STOP`` and the end of the allocation stop it with one at any

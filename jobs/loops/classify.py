@@ -1,6 +1,6 @@
 """A classifier with log, checkpoints and stops; the lines marked <- are all that decentralizes it.
 
-    mpirun -n 4 python jobs/loops/classify.py --out runs/clouds
+    mpirun -n 4 python classify.py --out runs/clouds
 
 A log, a live line, checkpoints and a summary, as a job has them. Started again it goes on from its
 last checkpoint, to the bit. SIGTERM, SIGUSR1, ``touch runs/clouds/STOP`` and the end of the

@@ -1,7 +1,7 @@
 """A GPT sharded by FSDP2 inside nodes; the lines marked <- are all that decentralizes it.
 
-    mpirun -n 4 python jobs/loops/fsdp.py --ranks-per-node 2
-    mpirun -n 6 python jobs/loops/fsdp.py --ranks-per-node 3 --steps 200    (goes on from there)
+    mpirun -n 4 python fsdp.py --ranks-per-node 2
+    mpirun -n 6 python fsdp.py --ranks-per-node 3 --steps 200    (goes on from there)
 
 Gossip takes the place that replicas have in HSDP. The model and its habits are those of gpt.py;
 checkpoints, log and stopping are those of a run with a folder.

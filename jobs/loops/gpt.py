@@ -1,7 +1,7 @@
 """A small GPT trained in nanoGPT's habits; the lines marked <- are all that decentralizes it.
 
-    mpirun -n 4 python jobs/loops/gpt.py --out runs/gpt
-    mpirun -n 4 python jobs/loops/gpt.py --out runs/gpt --resume 50
+    mpirun -n 4 python gpt.py --out runs/gpt
+    mpirun -n 4 python gpt.py --out runs/gpt --resume 50
 
 Accumulated gradients, clipping, a cosine schedule written into ``param_groups``, bfloat16 autocast,
 and a checkpoint each rank. Characters of a text are predicted; by default of this file.

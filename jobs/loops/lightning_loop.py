@@ -1,7 +1,7 @@
 """A network trained by Lightning's Trainer; the lines marked <- are all that decentralizes it.
 
-    mpirun -n 3 python jobs/loops/lightning_loop.py --out runs/lightning
-    mpirun -n 3 python jobs/loops/lightning_loop.py --out runs/lightning --resume 2
+    mpirun -n 3 python lightning_loop.py --out runs/lightning
+    mpirun -n 3 python lightning_loop.py --out runs/lightning --resume 2
 
 Automatic optimization (Lightning's closures), accumulated gradients, clipping, a schedule, and
 Lightning's own checkpoints, a folder a node. They are exact where they end a pass over the data:

@@ -1,6 +1,6 @@
 """A loop as one member of a training: no launcher, no server.
 
-python jobs/loops/member.py runs/members        in as many terminals or single-node jobs as you like
+python member.py runs/members        in as many terminals or single-node jobs as you like
 touch runs/members/STOP                         all leave; `rm` it to go on
 """
 

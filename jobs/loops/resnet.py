@@ -1,6 +1,6 @@
 """A small ResNet as timm trains one; EMA, BatchNorm, a cosine schedule.
 
-    mpirun -n 4 python jobs/loops/resnet.py
+    mpirun -n 4 python resnet.py
 
 Each rank sees little but two of the classes, so its norms know the others badly, and its own model
 is the worse for it. ``optimizer.averaged()`` is the exact average over nodes, BatchNorm's means

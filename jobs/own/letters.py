@@ -1,6 +1,6 @@
 """A model of transformers, random and tiny, on a text of letters; nothing is downloaded.
 
-    PYTHONPATH=jobs/own mpirun -n 4 mpigossip train jobs/own/letters.toml
+    PYTHONPATH=. mpirun -n 4 mpigossip train letters.toml
 
 The built-in task "language-model" takes the mappings that tokenizers give and the outputs that
 models of transformers give.

@@ -1,6 +1,6 @@
 """A physics-informed network: the damped oscillator u'' + 2 d u' + w² u = 0, u(0) = 1, u'(0) = 0.
 
-    PYTHONPATH=jobs/own mpirun -n 4 mpigossip train jobs/own/oscillator.toml
+    PYTHONPATH=. mpirun -n 4 mpigossip train oscillator.toml
 
 Nothing is fitted to the solution: the loss is the equation's residual at random times and the two
 initial conditions. What is tested is the distance to the closed form.

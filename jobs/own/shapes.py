@@ -1,6 +1,6 @@
 """Segmentation: which pixels of a noisy image belong to a bright disc; images are made here.
 
-    PYTHONPATH=jobs/own mpirun -n 4 mpigossip train jobs/own/shapes.toml
+    PYTHONPATH=. mpirun -n 4 mpigossip train shapes.toml
 
 A Dataset as torch's tutorials have it: `__getitem__` makes one sample, as a dict.
 """

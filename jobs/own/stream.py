@@ -1,6 +1,6 @@
 """A stream of samples without an end or a length: an IterableDataset, each node with its own.
 
-    PYTHONPATH=jobs/own mpirun -n 4 mpigossip train jobs/own/stream.toml
+    PYTHONPATH=. mpirun -n 4 mpigossip train stream.toml
 
 A function of which one needs the samples of a neighbourhood: y = sin(3 a) b + noise, fitted by the
 built-in network.

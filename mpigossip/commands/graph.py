@@ -44,7 +44,7 @@ mpigossip graph compare --nodes 64
 """
 SEARCH = """
 mpigossip graph search --nodes 16 --degree 4 --seconds 5 --out searched.json
-mpigossip train jobs/digits.toml graph.name=file:searched.json
+mpigossip train digits graph.name=file:searched.json
 """
 DRAW = "mpigossip graph draw base-3 --nodes 9 --out base-3.png"
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mpigossip.config import Job
 
 JOB = """
-mpigossip job generic-slurm jobs/digits.toml --nodes 4 --time 10m
+mpigossip job generic-slurm digits --nodes 4 --time 10m
 mpigossip job perlmutter JOB.toml --nodes 32 --time 6h --account A >job.sh
 """
 
@@ -28,7 +28,7 @@ def add(commands) -> None:
 def _add_job(commands) -> None:
     summary = "print the batch script that trains a job on a site"
     job = command(commands, "job", _job, summary, JOB)
-    job.add_argument("site", metavar="SITE", help="a name in jobs/sites, or the path of a .toml")
+    job.add_argument("site", metavar="SITE", help="a site's name, or the path of its .toml")
     job.add_argument("job", type=Path, metavar="JOB.toml")
     settings(job)
     job.add_argument("--nodes", type=many, required=True, metavar="N", help="nodes to ask for")

@@ -142,9 +142,9 @@ def _bench(options) -> None:
 
 
 PLAN = """
-mpigossip plan jobs/cifar10-resnet20.toml --nodes 4,8,…,1024 \\
+mpigossip plan cifar10-resnet20 --nodes 4,8,…,1024 \\
     --bandwidth 25GB/s --latency 5us
-srun -N 4 mpigossip plan jobs/imagenet-resnet50.toml --nodes 4,16 --out p.png
+srun -N 4 mpigossip plan imagenet-resnet50 --nodes 4,16 --out p.png
 
 The second measures compute and network of its nodes; alone, 10 µs for a small
 round and 100 Gbit/s a node are assumed. An ellipsis doubles on.

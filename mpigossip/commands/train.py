@@ -10,14 +10,14 @@ from mpigossip.commands.arguments import command, dry_run, many, settings, tell,
 from mpigossip.config.errors import FAILED, OK, STOPPED, Mistake
 
 TRAIN = """
-mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2
-mpigossip train jobs/imagenet-resnet50.toml --dry-run --nodes 32
+mpirun -n 4 mpigossip train digits node.devices=cpu:2
+mpigossip train imagenet-resnet50 --dry-run --nodes 32
 """
 RESUME = """
 mpirun -n 4 mpigossip resume runs/digits run.epochs=40
 mpigossip resume runs/digits run.epochs=40 --simulate --nodes 6
 """
-SIMULATE = "mpigossip simulate jobs/digits.toml --nodes 16 run.name=sixteen"
+SIMULATE = "mpigossip simulate digits --nodes 16 run.name=sixteen"
 
 
 def add(commands) -> None:
@@ -147,7 +147,7 @@ def _exit_code(summary: dict, world: World) -> int:
 
 
 JOIN = """
-mpigossip join runs/big jobs/text-gpt.toml algorithm.style=atc
+mpigossip join runs/big text-gpt algorithm.style=atc
 mpigossip join runs/big
 """
 REPLAY = """
@@ -211,7 +211,7 @@ def _replay(options) -> int:
     return OK
 
 
-STUDY = "mpigossip study jobs/study.toml --out runs/study"
+STUDY = "mpigossip study study --out runs/study"
 
 
 def _add_study(commands) -> None:

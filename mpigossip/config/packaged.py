@@ -12,8 +12,8 @@ import mpigossip
 from mpigossip.config.errors import JobError
 from mpigossip.config.toml import near
 
-EXAMPLES = ("*.toml", "own/*.toml", "loops/*.py", "loops/*.sbatch")
-"""Examples inside `jobs/`; those in `own/` need the module beside them."""
+EXAMPLES = ("*.toml", "own/*.toml", "loops/*.sbatch", "loops/*.py", "*.sbatch", "*.py", "*.sh")
+"""Examples inside `jobs/`; files of one name in a folder are copied together."""
 
 
 def folders() -> list[Path]:
@@ -51,7 +51,7 @@ def given(source: Path | str) -> Path:
 def summary(path: Path) -> str:
     """Return what an example is: its first comment or docstring up to a semicolon or a stop."""
     lines = path.read_text("utf-8").splitlines()
-    first = next(line.strip('#" .') for line in lines if line.startswith(("# ", '"""')))
+    first = next(line.strip('#" .:') for line in lines if line.startswith(("# ", '"""')))
     return first.partition(";")[0]
 
 

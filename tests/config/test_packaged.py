@@ -66,7 +66,7 @@ def test_an_example_is_copied_with_its_module_and_never_over_a_file(tmp_path, mo
     assert 'did you mean "oscillator"?' in capsys.readouterr().err
 
 
-@on_each("name", [p.name for p in [*JOBS.glob("*.toml"), *JOBS.glob("own/*.toml")]])
+@on_each("name", [path.name for path in packaged.examples().values()])
 def test_the_wheel_takes_every_example(name):
     import tomllib
 

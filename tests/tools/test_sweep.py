@@ -1,4 +1,4 @@
-"""tools/sweep.py, as one calls it."""
+"""jobs/sweep.py, as one calls it."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def sweep(*words):
-    command = [sys.executable, ROOT / "tools/sweep.py", ROOT / "jobs/digits.toml", *words]
+    command = [sys.executable, ROOT / "jobs/sweep.py", ROOT / "jobs/digits.toml", *words]
     return subprocess.run(command, capture_output=True, text=True)
 
 

@@ -1,7 +1,7 @@
-"""Print the settings of a sweep, a line for each combination, for jobs/sweep.sbatch.
+"""Print the settings of a sweep, a line for each combination; sweep.sbatch runs them.
 
-    python tools/sweep.py jobs/digits.toml graph.name=ring,exponential run.seed=0,1 >sweep.txt
-    sbatch --array=1-4 --nodes=4 --time=2:00:00 jobs/sweep.sbatch jobs/digits.toml sweep.txt
+    python sweep.py digits graph.name=ring,exponential run.seed=0,1 >sweep.txt
+    sbatch --array=1-4 --nodes=4 --time=2:00:00 sweep.sbatch digits sweep.txt
 
 Values stand between commas; each line is checked to make a job. Line k trains in runs/JOB-k, and
 `mpigossip report runs/JOB-* --html OUT.html` compares them. Without a scheduler: `mpigossip study`.
