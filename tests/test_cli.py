@@ -259,6 +259,7 @@ def test_a_dry_simulation_prints_the_job_and_writes_nothing(alone, tmp_path):
     words = [JOB, "--dry-run", "--nodes", 4, "run.epochs=7"]
     said = [alone(command, *words).stdout for command in ("train", "simulate")]
     assert "epochs = 7" in said[1] and "planned for 4 nodes" in said[1]
+    assert max(map(len, said[1].splitlines())) <= 80
     # one difference: a real run of the same job has the folder's plain name
     assert said[1] == said[0].replace('"runs/{name}"', '"runs/digits-simulated"')
     assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 
 from mpigossip import config
 from mpigossip.config import Job, JobError
@@ -28,16 +29,26 @@ def describe(job: Job, nodes: int | None) -> str:
     steps = what.steps_per_epoch(n)
     lines = [
         config.dump(job),
-        f"# planned for {n} nodes x {what.slots} slots" + (f"; {note}" if note else ""),
-        f"# model        {what.flat.count:,} parameters, {size(4 * what.flat.count)} in float32",
-        f"# graph        {made.parts.graph}",
-        f"# step         {what.per_step} samples a node, {n * what.per_step} in all; "
-        f"{steps} steps an epoch",
+        *_row(f"planned for {n} nodes x {what.slots} slots", f"; {note}" if note else ""),
+        *_row("model", f"{what.flat.count:,} parameters, {size(4 * what.flat.count)} in float32"),
+        *_row("graph", str(made.parts.graph)),
+        *_row(
+            "step",
+            f"{what.per_step} samples a node, {n * what.per_step} in all; {steps} steps an epoch",
+        ),
         *_rates(job, n, what.per_step, steps),
         *_traffic(job, made, what),
         *_memory(costs.memory(what, made)),
     ]
     return "\n".join(lines)
+
+
+def _row(label: str, words: str) -> list[str]:
+    """A comment in TOML with a label, in lines of at most 80 characters."""
+    return textwrap.wrap(
+        f"# {label:13}{words}", 80, subsequent_indent=f"#{'':14}",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def _of_launcher(job: Job) -> tuple[Job, int]:
@@ -64,8 +75,8 @@ def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
     rate = schedule(job.schedule, steps, total, n * per_step)
     peak = max(rate(k) for k in range(0, total, max(1, total // 1000)))
     return [
-        f"# rate         {rate(0):.4g} at first, {peak:.4g} at most, {rate(total - 1):.4g} at last",
-        f"#              {full_rate(job.schedule, n * per_step)[1]}",
+        *_row("rate", f"{rate(0):.4g} at first, {peak:.4g} at most, {rate(total - 1):.4g} at last"),
+        *_row("", full_rate(job.schedule, n * per_step)[1]),
     ]
 
 
@@ -75,17 +86,15 @@ def _traffic(job: Job, made: costs.Exchanges, what: costs.Subject) -> list[str]:
     average = made.bytes_per_step
     ratio = f"{average / ring:.2f} x" if ring else "against"
     vectors = made.parts.method.vectors
-    return [
-        f"# traffic      {size(average)} a node and step between nodes ({vectors} "
-        f"vector{'s' * (vectors > 1)}, {job.node.wire}); {ratio} the {size(ring)} of a "
-        "ring all-reduce"
-    ]
+    return _row(
+        "traffic",
+        f"{size(average)} a node and step between nodes ({vectors} vector{'s' * (vectors > 1)}, "
+        f"{job.node.wire}); {ratio} the {size(ring)} of a ring all-reduce",
+    )
 
 
 def _memory(parts: dict[str, int]) -> list[str]:
     """Bytes of a node by purpose; activations, batches and libraries are not counted."""
     listed = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
-    return [
-        f"# memory       {size(sum(parts.values()))} a node: {listed}; activations and batches "
-        "come on top"
-    ]
+    whole = size(sum(parts.values()))
+    return _row("memory", f"{whole} a node: {listed}; activations and batches come on top")
