@@ -1,7 +1,5 @@
 """Command line: parse arguments, run a command, turn errors into messages and exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

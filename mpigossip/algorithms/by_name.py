@@ -1,7 +1,5 @@
 """Algorithms by name, made with their local step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Load the runs that a plot or a page compares: logs, names, styles, training time."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ was found, and ends with "ready" or with what is wrong and the remedy. Tests of 
 :mod:`.selftest`.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import platform

@@ -1,7 +1,5 @@
 """Describe a job without running it: all settings, traffic and memory per step."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 

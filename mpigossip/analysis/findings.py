@@ -1,7 +1,5 @@
 """Findings of the doctor: merged over ranks, printed as text or JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

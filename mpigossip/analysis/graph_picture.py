@@ -1,7 +1,5 @@
 """Plot of a graph: edges of the first rounds, and distance from the average by rounds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import fill
 

@@ -3,8 +3,6 @@
 Every rank says what it sees of its host; :func:`judged` compares that on rank 0.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

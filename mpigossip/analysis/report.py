@@ -1,7 +1,5 @@
 """Reports of runs: a text table of one log, a self-contained HTML page of one or several runs."""
 
-from __future__ import annotations
-
 import base64
 import difflib
 import html

@@ -4,8 +4,6 @@ With k ranks a node the slots of a node live in k processes. The ranks of equal 
 are a column: they exchange their part of the model with each other, and rank i of it is node i.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ interpreter's lock. Each rank lays a file, named by its number, into a folder th
 until MPI runs. A rank that is lost later is the launcher's to report.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Commands on files: `mpigossip data`, `log`, `report` and `checkpoint`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mpigossip.commands.arguments import command, family, many, run_named, tell

@@ -1,7 +1,5 @@
 """Commands that look at a machine: `mpigossip doctor`, `bench` and `plan`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commands that train: `mpigossip train`, `resume`, `simulate`, `study`, `join` and `replay`."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

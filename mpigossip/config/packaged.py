@@ -1,7 +1,5 @@
 """Files that come with the package: example jobs and programs, sites, batch templates."""
 
-from __future__ import annotations
-
 import shutil
 import sysconfig
 from collections.abc import Sequence

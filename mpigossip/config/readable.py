@@ -1,7 +1,5 @@
 """Numbers and texts as people read them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any

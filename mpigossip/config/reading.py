@@ -4,8 +4,6 @@
 TOML, so that `load(dump(job)) == job`.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Settings and options that were removed, each with one sentence that names the replacement."""
 
-from __future__ import annotations
-
 from typing import Any
 
 SETTINGS = {

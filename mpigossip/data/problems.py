@@ -7,8 +7,6 @@ f(x) − f(x*). Everything follows from n and the options, ``draw`` among them: 
 for the noise alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loading processes of torch's `DataLoader`: what they hold, and how they begin and end."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

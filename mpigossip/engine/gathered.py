@@ -4,8 +4,6 @@ So a loop whose gradients are equal in all ranks of a node (DDP inside it) steps
 with any optimizer, and the model crosses the network once a node, by all of its network cards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Norms have bits that don't depend on an array's shape.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The parameters of torch modules as views of the engine's flat memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

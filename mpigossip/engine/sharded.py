@@ -4,8 +4,6 @@ What torch keeps to itself, a parameter's local tensor and the padded memory tha
 lies in the vector where it is found to be what is known of it; else the vector is a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Devices of this rank's slots, from `node.devices`, and the group that connects them."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

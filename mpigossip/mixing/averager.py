@@ -1,7 +1,5 @@
 """Gossip averaging of arrays: each node's becomes the weighted average of its neighbours'."""
 
-from __future__ import annotations
-
 import atexit
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Contract of a mixer, the communication backend between nodes; layout of a message."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum

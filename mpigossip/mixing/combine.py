@@ -4,8 +4,6 @@ So a simulated run and a run under MPI agree to the last bit. The kernels that m
 give the same bits as torch's operations below.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeAlias
 

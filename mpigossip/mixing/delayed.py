@@ -6,8 +6,6 @@ of node j at its round t is (0: of the same round), or −1 where it sees nothin
 links are drawn from a seed.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The contract of `HostBuffers` is `pipeline.Buffers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """Notifications between ranks, and waiting for MPI requests: every wait has a deadline."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Chunks are what the progress thread works on: while one is on the wire, those re
 So the wire is hardly ever idle, and little is left to do when the last chunk arrives.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

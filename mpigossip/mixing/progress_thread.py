@@ -1,7 +1,5 @@
 """The progress thread: it can be given up at a deadline, as a call of MPI may never return."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -5,8 +5,6 @@ exchange, node, vector, column), so that simulated and real messages have the sa
 a node's columns are split into shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Checks of the arguments of `Gossip`, and one-time reports about them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Pauses of a custom loop: the average model, consensus distance, work of a single rank."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

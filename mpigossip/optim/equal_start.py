@@ -1,7 +1,5 @@
 """Initial synchronization of layouts, parameters and buffers across nodes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from itertools import zip_longest

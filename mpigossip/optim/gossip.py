@@ -1,7 +1,5 @@
 """`Gossip`: a torch optimizer whose step also exchanges with neighbouring nodes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

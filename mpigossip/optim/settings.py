@@ -1,7 +1,5 @@
 """The job that means the same as the arguments of `Gossip`; checks of what loops don't support."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

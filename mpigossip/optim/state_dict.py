@@ -1,7 +1,5 @@
 """The entry "gossip" of `state_dict()`: this node's model, method and counters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

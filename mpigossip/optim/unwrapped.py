@@ -1,7 +1,5 @@
 """Wrappers of models and optimizers: supported ones are unwrapped, others rejected."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Iterator
 from typing import Any

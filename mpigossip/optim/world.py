@@ -1,7 +1,5 @@
 """Start of a custom program."""
 
-from __future__ import annotations
-
 import atexit
 
 from mpigossip.cluster import launcher, ranks

@@ -1,7 +1,5 @@
 """Base class of an optimizer that wraps another, as torch and frameworks expect it."""
 
-from __future__ import annotations
-
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable

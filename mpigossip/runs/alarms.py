@@ -3,8 +3,6 @@
 They look at the rows that the log gathers to rank 0 anyway: no message is added.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 

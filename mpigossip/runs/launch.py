@@ -1,7 +1,5 @@
 """Commands that train: start or resume a job, from its file or run directory to the summary."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lock of a run directory: one job at a time writes there."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

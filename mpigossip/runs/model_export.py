@@ -4,8 +4,6 @@ The names are those of the model's own ``state_dict()``; parameters and norm sta
 averaged in node order in float64, as an evaluation does, so that the numbers are the same bits.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from math import prod

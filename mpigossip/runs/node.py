@@ -1,7 +1,5 @@
 """The protocol of a node that a run works on, and waiting for all nodes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

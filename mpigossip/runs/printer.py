@@ -1,7 +1,5 @@
 """Output of a run: a live line on a terminal, plain lines in a batch log, the summary."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

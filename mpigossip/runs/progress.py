@@ -1,7 +1,5 @@
 """Progress of a run, and its time by purpose, earlier attempts included."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

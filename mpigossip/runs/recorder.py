@@ -1,7 +1,5 @@
 """The log of a run: records of steps and evaluations, gathered and written by rank 0."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A run of a job or of a custom training loop: log, checkpoints, stops, summary."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Checkpoints written in the background, from snapshots in memory."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -3,8 +3,6 @@
 From a checkpoint of equal nodes a run goes on exactly, else from the exact average of the nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Early ends of a run: signals, the file STOP, the end of the allocation."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

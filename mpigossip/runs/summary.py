@@ -1,7 +1,5 @@
 """The summary of a run as text, for its end and for its log."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

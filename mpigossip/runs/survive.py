@@ -1,7 +1,5 @@
 """Continuation after a rank failure: the survivors' world, state, lock and log."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

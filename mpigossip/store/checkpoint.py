@@ -12,8 +12,6 @@ A checkpoint is read without pickle, and no byte reaches the HDF5 library unless
 right: a damaged file gives StoreError, never a crash or wrong numbers.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

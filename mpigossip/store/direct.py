@@ -5,8 +5,6 @@ cache (O_DIRECT), block by block, each into the CRC-32 while it is in the proces
 way through the page cache costs three more copies, and fresh pages for as many bytes.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

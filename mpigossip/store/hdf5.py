@@ -1,7 +1,5 @@
 """Helpers around h5py: text and arrays without pickle or heap, errors as StoreError, fsync."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

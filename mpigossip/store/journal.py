@@ -7,8 +7,6 @@ before the first is complete, the file is as it was; killed later, `recover` wri
 What is written is a small multiple of what has changed, however long the file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -11,8 +11,6 @@ changes it as one transaction (see journal.py) and closes it. The columns of the
 top too (hard links), so that `xarray.open_dataset(log, engine="h5netcdf")` shows them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence

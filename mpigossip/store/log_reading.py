@@ -1,7 +1,5 @@
 """Read and validate logs, also while a run writes; average over steps where asked."""
 
-from __future__ import annotations
-
 import json
 import time
 import warnings

@@ -4,8 +4,6 @@
 files with sizes and checksums, and a view of all nodes' parameters for other programs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Plot the curves of a study: one line with its interval for each point of the grid."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Sequence

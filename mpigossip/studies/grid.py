@@ -1,7 +1,5 @@
 """Read a study's file and make the points of its grid: labels, settings, compatibility."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Run a study's jobs side by side, one process each; finished ones are not repeated."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import shlex

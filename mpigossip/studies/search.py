@@ -1,7 +1,5 @@
 """Choose the learning rate of each point, with a seed that is not reported."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Transient iterations measured in a study; rates and lower bounds in its plots."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Build a job's trainer, and check all of its settings together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ are copied to fixed places, and all batches of a run have one size. Learning rat
 update stay outside.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Exact averages over nodes, and evaluation: of the averaged model and of each node's own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

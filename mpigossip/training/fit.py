@@ -1,7 +1,5 @@
 """Compatibility checks between algorithm, graph, cadence and wire format."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """Fragments of a model: their elements, and compatibility with method, cadence and mixer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mpigossip.algorithms import BUILDERS, Algorithm, build

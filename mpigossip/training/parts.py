@@ -3,8 +3,6 @@
 Jobs, custom loops, ``plan``, ``--dry-run`` and studies share it; mixer and engine are made of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

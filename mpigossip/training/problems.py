@@ -5,8 +5,6 @@ Their data are functions (data/problems.py). A test of a model x shows ``loss`` 
 local_… of each node's own. In training the same is of the node's f_i, without the noise.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Slots of a job's nodes: their number, their devices, and those of this process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Time of a step of n nodes on a machine: messages, sums, overlap, waiting; the virtual clock."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import replace

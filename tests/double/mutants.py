@@ -4,8 +4,6 @@ Each mutant is a module with one text in another's place, under which a training
 the double has to fail: by an unordered access, wrong bits, or an error.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

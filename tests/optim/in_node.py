@@ -4,8 +4,6 @@ The reference is one process: n full models, each with its own optimizer and the
 its node's batches, mixed by the graph's W(t) in the simulator.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

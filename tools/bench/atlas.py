@@ -10,8 +10,6 @@ rate takes the place of the first's. "utilization": computing over step. Bytes a
 the host, headers included.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ first step to the end of the last, snapshots and writing in the background inclu
 compares a node's file with plain write, fsync and rename of as many bytes, in the same launch.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import statistics

@@ -7,8 +7,6 @@ r"""Compare averaging and training by mpigossip with gloo, torch's DDP and MPI_A
 All in one run, in turn, medians, ratios and exactness.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -4,8 +4,6 @@ Each averages one vector, `round()`, or trains one model, `step(index)`, as its 
 says, at its best setting found here. All of them run over gloo but MPI_Allreduce.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -1,7 +1,5 @@
 """Claims of later methods: CECA, EquiTopo, push-sum."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import networkx

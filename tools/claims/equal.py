@@ -5,8 +5,6 @@
 `measure.py` runs it for n = 1, 2, 3, 4 and 6. What a job file refuses is not a combination.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

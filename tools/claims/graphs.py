@@ -1,7 +1,5 @@
 """Claims on graphs: spectral gaps, exact averages, weights, the topology search, speed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

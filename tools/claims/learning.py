@@ -9,8 +9,6 @@ the first; `figures` it is judged by (unset: what chose the rates), and `share`:
 next one's figure; `reaches`: a training loss, bytes until it. Without `order` nothing is judged.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise

@@ -10,8 +10,6 @@ is written after each row, and training runs are those of studies, kept under --
 interrupted run goes on where it was. Protocols and how to pack CIFAR-10: jobs/claims/PROTOCOL.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

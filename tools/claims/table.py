@@ -1,7 +1,5 @@
 """Rows of the table of claims, and their formats."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -9,8 +9,6 @@ names, so that a smaller text is part of a larger one. The kernel is under GPL-2
 here stays where you make it.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

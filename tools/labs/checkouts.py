@@ -1,7 +1,5 @@
 """Run a job in one checkout of the package, and keep its result."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import hashlib

@@ -18,8 +18,6 @@ The launcher is MPIGOSSIP_MPIEXEC, or the mpiexec beside this Python or on PATH.
 results of an OLD without local changes, by its commit and by what else bits depend on.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

@@ -18,8 +18,6 @@ run; of a loop: a process left, steps missing, models that aren't bitwise those 
 without MPI has for these losses.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

@@ -8,8 +8,6 @@ SECONDS, back at once, so that each way between two hosts takes SECONDS more. Wh
 fast enough: 2,000 of them a second are 1 Gbit/s.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

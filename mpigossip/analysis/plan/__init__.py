@@ -1,7 +1,5 @@
 """Predict the time of a step and of an epoch on n nodes, per graph, cadence and wire."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Propose graph, method, period and wire for a network (`mpigossip plan --best`)."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

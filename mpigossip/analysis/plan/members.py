@@ -1,7 +1,5 @@
 """Advise members that train through a folder (`mpigossip plan --members`): H, files, waits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil

@@ -1,7 +1,5 @@
 """Show a plan as text or as a plot."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import textwrap

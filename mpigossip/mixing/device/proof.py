@@ -7,8 +7,6 @@ one of them, before any waits for what another one was to send: a failure is tol
 once, not by a deadline.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """CUDA streams for copies out of a slot's device, and for copies in and sums."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

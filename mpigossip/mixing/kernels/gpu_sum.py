@@ -6,8 +6,6 @@ single PTX instructions instead, each rounded by itself with denormals kept: the
 Untested on a GPU; the tests read its machine code, and compile it for the CPU and run it.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from functools import cache

@@ -6,8 +6,6 @@ cache folder under a name that holds a hash of its source, so that another versi
 It is not loaded from where another user may write: then each process compiles a private copy.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

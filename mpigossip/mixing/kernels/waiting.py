@@ -4,8 +4,6 @@ Each look at MPI from Python takes that lock, and whoever waits for a lock on a 
 its core. Without the native library Python looks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

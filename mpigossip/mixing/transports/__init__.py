@@ -1,7 +1,5 @@
 """Transports between nodes, by the names of `node.exchange`: MPI windows, MPI messages, NCCL."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ A `Flush` to a dead rank may never return, and a window with a dead member can't
 request can be given up at any time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -6,8 +6,6 @@ are: kernels that wait for other GPUs must be in the same order on all of them, 
 for each other. Gloo runs the same code on CPUs. Untested on GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A proof ends in an answer that all ranks agree on: it works, or it doesn't, and 
 is never the end of the job; the next way is taken.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

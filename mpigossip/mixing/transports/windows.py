@@ -1,7 +1,5 @@
 """MPI_Put into inbox buffers at the readers: flush, then notify, on the host or on GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """`mpigossip join`: one member of a training that others join and leave, from its folder."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
