@@ -59,17 +59,19 @@ def table(log: Log) -> str:
     first = (metrics or ["loss"])[0]
     local = found.get(f"local_{first}", unknown)
     apart = local - found.get(f"share_{first}", unknown)
-    scale, form = (100, "{:+.1f} %") if first == "accuracy" else (1, "{:+.2g}")
+    scale, form, unit = (100, "{:+.1f}", " %") if first == "accuracy" else (1, "{:+.2g}", "")
     columns = {
         "step": [f"{step}" for step in found["step"]],
         "epoch": _cells(found.get("epoch"), "{:.2f}"),
         "loss": _cells(found.get("loss")),
         **{name: _cells(found.get(name)) for name in metrics[:1]},
-        f"local {first}*": _ranges(local, number),
-        "− averaged*": _ranges(scale * apart, form.format) if np.isfinite(apart).any() else [],
+        "local*": _ranges(local, "{:.3f}".format if unit else number),
+        "− averaged*": _ranges(scale * apart, form.format, unit)
+        if np.isfinite(apart).any()
+        else [],
         **{name: _cells(found.get(name)) for name in metrics[1:]},
-        "consensus distance": _cells(found.get("consensus_distance"), "{:.3e}"),
-        "seconds": _cells(found.get("seconds"), "{:.1f}"),
+        "consensus": _cells(found.get("consensus_distance"), "{:.2e}"),
+        "time s": _cells(found.get("seconds"), "{:.1f}"),
     }
     lines = [description(log), ""]
     columns = {name: cells for name, cells in columns.items() if cells}
@@ -78,8 +80,8 @@ def table(log: Log) -> str:
         lines += ["no evaluation; metrics of steps:", ""]
     lines += [aligned(rows if columns else _logged(log), left=())]
     if log.nodes > 1 and np.isfinite(local).any():
-        lines += [f"* of the nodes, each on its own 1/{log.nodes} of the test samples; beside the "
-                  "averaged model's on the same samples"]  # fmt: skip
+        lines += [f"* {first} of the nodes, each on its own 1/{log.nodes} of the test samples; beside",
+                  "  the averaged model's on the same samples"]  # fmt: skip
     lines += ["", _time_line(log)]
     if "finished" in log.summary:
         lines += ["", describe(log.summary)]
@@ -102,9 +104,9 @@ def _logged(log: Log) -> list[Sequence[str]]:
     return [["step", *values], *rows]
 
 
-def _ranges(values: np.ndarray, form: Callable[[float], str]) -> list[str]:
-    low, high = over_nodes(np.nanmin, values), over_nodes(np.nanmax, values)
-    return [f"{form(a)} – {form(b)}" if a == a else "–" for a, b in zip(low, high, strict=True)]
+def _ranges(values: np.ndarray, form: Callable[[float], str], unit: str = "") -> list[str]:
+    pairs = zip(over_nodes(np.nanmin, values), over_nodes(np.nanmax, values), strict=True)
+    return [f"{form(a)} – {form(b)}{unit}" if a == a else "–" for a, b in pairs]
 
 
 def _time_line(log: Log) -> str:

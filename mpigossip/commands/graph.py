@@ -24,7 +24,7 @@ FIGURES = (
     ("effective_neighbours", "n_eff", "effective number of neighbours at gamma = 0.951"),
     ("vectors_per_round", "vectors", "model-sized vectors that a node sends in a round"),
     ("bytes_per_round", "bytes", "float32, that a node sends in a round, for --parameters"),
-    ("transient_iid", "transient", "iterations before the linear speed-up, up to a constant"),
+    ("transient_iid", "transient", "iterations before linear speed-up, up to a factor"),
     ("transient_non_iid", "non-iid", "the same where nodes have different data"),
 )
 """(key, heading, meaning) of the figures of `show` and `compare`."""
