@@ -83,7 +83,7 @@ class World:
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+        """Return rank 0's ``value``, which is pickled, on every rank; collective."""
         return value
 
     def start_agree(self, flag: int) -> Agreement:
