@@ -80,8 +80,8 @@ def table(log: Log) -> str:
         lines += ["no evaluation; metrics of steps:", ""]
     lines += [aligned(rows if columns else _logged(log), left=())]
     if log.nodes > 1 and np.isfinite(local).any():
-        lines += [f"* {first} of the nodes, each on its own 1/{log.nodes} of the test samples; beside",
-                  "  the averaged model's on the same samples"]  # fmt: skip
+        lines += [f"* {first} of the nodes, each on its own 1/{log.nodes} of the test samples;",
+                  "  beside the averaged model's on the same samples"]  # fmt: skip
     lines += ["", _time_line(log)]
     if "finished" in log.summary:
         lines += ["", describe(log.summary)]

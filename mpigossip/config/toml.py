@@ -57,18 +57,22 @@ def show(value: object) -> str:
     return text if len(text) <= 80 else text[:60] + " … " + text[-10:]
 
 
-def near(word: object, words: Iterable[str]) -> str:
-    """`did you mean …`: those of `words` that have it in them, or one like it; all otherwise."""
+def near(word: object, words: Iterable[str], others: Iterable[str] = ()) -> str:
+    """`did you mean …`: those of `words` that have it in them, or one like it; all otherwise.
+
+    `others` may be meant, too, and aren't listed.
+    """
     words, part = sorted(words), _bare(str(word))
-    whole = [each for each in words if len(part) > 2 and part in _bare(each)]
-    if close := sorted(whole, key=len)[:3] or difflib.get_close_matches(str(word), words, 1):
+    meant = sorted({*words, *others})
+    whole = [each for each in meant if len(part) > 2 and part in _bare(each)]
+    if close := sorted(whole, key=len)[:3] or difflib.get_close_matches(str(word), meant, 1):
         return "did you mean " + " or ".join(f'"{each}"' for each in close) + "?"
     return "known here: " + ", ".join(words) if words else "there are none here"
 
 
-def unknown(path: str, known: Iterable[str]) -> str:
+def unknown(path: str, known: Iterable[str], others: Iterable[str] = ()) -> str:
     """Return the message on a key that isn't known at `path`: what replaced it, or what is near."""
-    hint = near(path.rpartition(".")[2], known)
+    hint = near(path.rpartition(".")[2], known, others)
     return removed.of_setting(path) or f"{path}: unknown key; {hint}"
 
 
@@ -263,7 +267,7 @@ def check_options(
             except Exception as error:  # cattrs raises groups; explain() sorts them out
                 messages += explain(error, path, default)
         elif not accepts_any:
-            messages.append(unknown(path, [*known, *parameters, *others]))
+            messages.append(unknown(path, [*known, *parameters], others))
     for key, (_, default) in parameters.items():
         if default is inspect.Parameter.empty and key not in values:
             messages.append(f"{section}.{key} is not set: it has no default; write {key} = …")

@@ -54,6 +54,8 @@ def test_a_complete_job_of_an_earlier_version_may_have_an_old_name():
 def test_an_option_of_the_local_step_among_those_of_the_algorithm_is_a_mistake():
     (message,) = mistakes(NEW, ["algorithm.damping=0.2"], TABLES)
     assert message == 'algorithm.damping: unknown key; did you mean "local.damping"?'
+    (message,) = mistakes(NEW, ["algorithm.qqq=0.2"], TABLES)
+    assert ": unknown key; known here: accumulate, " in message and "local." not in message
 
 
 def test_both_of_one_name_can_be_set():
