@@ -190,7 +190,7 @@ def evaluated(comm):
     spent, node.timeout_s, loader.TEST_BATCH = time.monotonic() - began, 30, whole
     assembly.close()
     world.close()
-    return found.averaged["accuracy"], spent, len(batches)
+    return found.accuracy, spent, len(batches)
 
 
 def test_the_ranks_of_a_node_wait_for_a_long_evaluation(ranks):

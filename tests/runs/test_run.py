@@ -445,7 +445,7 @@ def test_evaluation_is_of_the_average_and_training_goes_on_unchanged():
             assembly.trainer.step()
             if evaluating:
                 found = evaluate(assembly.trainer.replicas, assembly.trainer.mixer, assembly.loader)
-                assert 0 <= found.averaged["accuracy"] <= 1 and len(found.local["accuracy"]) == 3
+                assert 0 <= found.accuracy <= 1 and len(found.local["accuracy"]) == 3
         return assembly.trainer.replicas.full[0]
 
     assert (steps(False) == steps(True)).all()
