@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,6 +34,33 @@ def digest(state: NodeState) -> str:
         sha.update(name.encode())
         sha.update(np.ascontiguousarray(array).data)
     return sha.hexdigest()
+
+
+class Past:
+    """A place's own last models: what late models of peers are compared with.
+
+    Averaged as if it were new, a model of l rounds ago would hold everybody back. So
+    x ← x + ½ (x_j − x_i) / (1 + l), with the own model x_i that is as old as the peer's x_j.
+    Whoever sees a difference l rounds late hasn't seen yet what l averages have made of it:
+    undivided, it would grow.
+    """
+
+    def __init__(self) -> None:
+        """Of a place that has sent nothing yet."""
+        self._own: list[tuple[int, np.ndarray]] = []
+
+    def sent(self, age: int, state: NodeState) -> None:
+        """Keep a model that is sent, and two before it."""
+        self._own = [*self._own[1 - KEEP :], (age, state.parameters)]
+
+    def met(self, age: int, state: NodeState) -> NodeState:
+        """A peer's model of this age, moved to where its mean with the own one is right."""
+        late = min(sum(own > age for own, _ in self._own), len(self._own) - 1)
+        if late < 1:
+            return state
+        now, then = self._own[-1][1], self._own[-1 - late][1]
+        moved = now + (state.parameters - then) / np.float32(1 + late)
+        return replace(state, parameters=moved)
 
 
 class Live:
@@ -66,6 +94,7 @@ class Live:
         wanted = self.place.beginnings()
         inputs, states = self.newest(wanted, NEWEST)
         self.place.start(inputs, about)
+        self._past = Past()
         return states
 
     def newest(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
@@ -136,6 +165,7 @@ class Live:
         self.written()
         place = self.place
         draft, claim = place.draft(int(state.numbers["index"])), place.left
+        self._past.sent(draft.age, state)
 
         def work() -> None:
             file = f"{draft.place:06d}-{secrets.token_hex(8)}.h5"
@@ -163,7 +193,7 @@ class Live:
             state = self.read(version)
             if state is not None:
                 self.place.took(version)
-                return state
+                return self._past.met(version.age, state)
         return None
 
     def leave(self) -> None:

@@ -34,7 +34,7 @@ from mpigossip.training.assemble import Assembly, assemble, load
 from mpigossip.training.evaluate import evaluate
 from mpigossip.training.parts import make_parts
 
-FORMAT = "mpigossip members 1"
+FORMAT = "mpigossip members 2"
 JOB, LOOP = "job.toml", "loop.toml"
 """What all members share: a job, or what stands for a custom loop."""
 OWN = {"checkpoint", "log", "run.output", "run.name", "data.workers", "data.cache",

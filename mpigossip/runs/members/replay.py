@@ -12,7 +12,7 @@ from typing import Any
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.config.readable import note
-from mpigossip.mixing.members.live import digest
+from mpigossip.mixing.members.live import Past, digest
 from mpigossip.mixing.members.place import Place
 from mpigossip.mixing.members.records import Closed, Disk, End, Round, Start, Version
 from mpigossip.runs.members.join import JOB, job_there, none_there, plan_of
@@ -112,7 +112,7 @@ class Scripted:
 
     def __init__(self, script: Script, place: int):
         """Begin before round 1."""
-        self.script, self.place, self.round = script, place, 1
+        self.script, self.place, self.round, self._past = script, place, 1, Past()
         starts = [script.rounds[one] for one in script.starts[place].inputs]
         self.progress = max((one.progress for one in starts), default=0)
 
@@ -131,7 +131,9 @@ class Scripted:
         """Compare the model with its record."""
         version = Version(self.place, self.round)
         self.script.repeated(version, state)
-        self.progress, self.round = self.script.rounds[version].progress, self.round + 1
+        record, self.round = self.script.rounds[version], self.round + 1
+        self.progress = record.progress
+        self._past.sent(record.age, state)
         return 0
 
     def receive(self) -> NodeState | None:
@@ -139,8 +141,9 @@ class Scripted:
         following = Version(self.place, self.round)
         if following not in self.script.wanted:
             return None
-        peer = self.script.rounds[following].peer
-        return self.script.model(peer[0]) if peer else None
+        for peer in self.script.rounds[following].peer:
+            return self._past.met(self.script.rounds[peer].age, self.script.model(peer))
+        return None
 
 
 def replay(folder: Path, place: int | None = None, rounds: tuple[int, int] | None = None) -> str:

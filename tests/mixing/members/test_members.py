@@ -6,11 +6,12 @@ import threading
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 
 from mpigossip.mixing.members import live as live_models
 from mpigossip.mixing.members import place as places
-from mpigossip.mixing.members.live import Leaving, Live
+from mpigossip.mixing.members.live import Leaving, Live, Past
 from mpigossip.mixing.members.place import Place, Plan
 from mpigossip.mixing.members.records import Disk, Round
 from mpigossip.store import checkpoint
@@ -157,6 +158,39 @@ def operations_a_round(root, members: int) -> float:
 def test_operations_do_not_grow_with_members(tmp_path):
     few, many = (operations_a_round(tmp_path / str(m), m) for m in (2, 12))
     assert many < 1.1 * few and few < 40, (few, many)
+
+
+def test_late_models_hold_nobody_back(tmp_path):
+    """Two members move by 1 a round; the first one always reads a model of the round before."""
+    begin(root := tmp_path / "run")
+    plan, x, lives = Plan(64, 32, 60.0), [np.zeros(4, np.float32) for _ in range(2)], []
+    for _ in x:
+        lives.append(Live(Place(Disk(root), plan), lambda: False))
+        lives[-1].begin({})
+    for count in range(1, 21):
+        for i, live in enumerate(lives):
+            live.chunk()
+            x[i] = x[i] + 1
+            live.send(state(x[i], count))
+            live.written()
+            peer = live.receive()
+            assert (peer is None) == (count == 1 and i == 0)
+            x[i] = x[i] if peer is None else (x[i] + peer.parameters) / 2
+    for live in lives:
+        live.close()
+    assert [one.tolist() for one in x] == [[20.0] * 4] * 2
+
+
+def test_differences_seen_late_are_made_up_for_once(tmp_path):
+    past, new = Past(), state(np.float32([7, 8]), 1)
+    past.sent(3, state(np.float32([0, 1]), 1))
+    assert past.met(1, new) is new  # nothing is known of the time before
+    past.sent(4, state(np.float32([2, 3]), 2))
+    past.sent(7, state(np.float32([4, 9]), 3))
+    assert past.met(7, new) is new and past.met(9, new) is new
+    assert past.met(5, new).parameters.tolist() == [4 + 5 / 2, 9 + 5 / 2]
+    assert past.met(3, new).parameters.tolist() == pytest.approx([4 + 7 / 3, 9 + 7 / 3], rel=1e-6)
+    assert past.met(1, new).parameters.tolist() == past.met(3, new).parameters.tolist()
 
 
 def test_everybody_leaves_and_the_next_goes_on(tmp_path):

@@ -1,0 +1,264 @@
+"""Members against `simulate` at equal samples: test loss, lag of what is read, newcomers.
+
+    python tools/labs/members_loss.py [--members 4 8] [--seeds 5] [SECTION.KEY=VALUE …]
+    python tools/labs/members_loss.py --members 4 --newcomers
+
+All members are threads under one virtual clock: a round takes each 1 ± 5 %, others see its model
+``--delay`` of a round after its last step. So they lag as on machines of their own, however busy
+this one is. Every run is replayed.
+"""
+
+import argparse
+import io
+import multiprocessing
+import random
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+from mpigossip.cluster.ranks import Alone  # noqa: E402
+from mpigossip.mixing.members.live import Leaving, Live  # noqa: E402
+from mpigossip.mixing.members.place import Place  # noqa: E402
+from mpigossip.mixing.members.records import Disk  # noqa: E402
+from mpigossip.runs import launch  # noqa: E402
+from mpigossip.runs.members import join, replay  # noqa: E402
+from mpigossip.runs.members.member import Member, average  # noqa: E402
+from mpigossip.studies.seeds import interval  # noqa: E402
+from mpigossip.training.assemble import assemble, load  # noqa: E402
+from mpigossip.training.evaluate import evaluate  # noqa: E402
+
+JOB = ["model.name=mlp", "algorithm.style=atc", "local.name=adamw", "schedule.lr=0.001",
+       "cadence.name=every", "cadence.period=4", "run.evaluate_every=0", "run.epochs=1000000",
+       "checkpoint.every_steps=0"]  # fmt: skip
+
+
+class Clock:
+    """Virtual time: one thread computes at a time, the one whose time comes first."""
+
+    def __init__(self, threads: int):
+        """So many threads, all of which call ``wait`` first."""
+        self.turn, self.running, self.times = threading.Condition(), threads, dict[int, float]()
+
+    def wait(self, until: float) -> None:
+        """Let others go on until then."""
+        me = threading.get_ident()
+        with self.turn:
+            self.times[me] = until
+            self._stop()
+            self.turn.wait_for(lambda: not self.running and self.first == me)
+            del self.times[me]
+            self.running += 1
+
+    def _stop(self) -> None:
+        self.running -= 1
+        self.turn.notify_all()
+
+    @property
+    def first(self) -> int:
+        """The thread whose time comes first."""
+        return min(self.times, key=self.times.__getitem__)
+
+    def run(self, work, *given) -> None:
+        """Run a thread's work; where it fails, others go on."""
+        try:
+            work(*given)
+        finally:
+            with self.turn:
+                self._stop()
+
+
+class Writer:
+    """Stands for the thread that writes models: does so when it is waited for."""
+
+    def submit(self, work) -> Future:
+        """A future whose result is computed late."""
+        made = Future()
+        made.result = work
+        return made
+
+    def shutdown(self) -> None:
+        """There is no thread."""
+
+
+class Paced(Live):
+    """A member whose rounds take virtual time; ``newest`` are the models sent, by member."""
+
+    def __init__(self, lab: "Lab", index: int, at: float):
+        """At a virtual time."""
+        self.lab, self.index, self.at = lab, index, at
+        self.chance = random.Random(1000 * lab.seed + index)
+        place = Place(
+            Disk(lab.folder), lab.plan, chance=self.chance, now=lambda: self.at, tell=lambda _: None
+        )
+        super().__init__(place, lambda: False, 0.0)
+        self._writer = Writer()
+
+    def send(self, state) -> int:
+        """Publish at the end of a round."""
+        self.at += self.chance.uniform(0.95, 1.05)
+        self.lab.clock.wait(self.at)
+        self.lab.newest[self.index] = state
+        return super().send(state)
+
+    def receive(self):
+        """Read at once, while the own model is being written."""
+        found, place = super().receive(), self.place
+        if found is not None:
+            self.lab.lags.append(place.age - place.peer.age)
+        self.at += self.lab.options.delay
+        self.lab.clock.wait(self.at)
+        self.at -= self.lab.options.delay
+        self.written()
+        return found
+
+    def chunk(self):
+        """Wait in virtual time while others train the last chunks."""
+        while not self.place.left and not self.place.ended():
+            self.written()
+            if self.place.chunk() is not None or self.place.ledger.finished:
+                break
+            self.lab.newest.pop(self.index, None)
+            self.at += 1
+            self.lab.clock.wait(self.at)
+        return super().chunk()
+
+
+class Lab:
+    """One training by members in a folder."""
+
+    def __init__(self, folder: Path, members: int, seed: int, options):
+        """Prepare it; ``options``: of the command."""
+        self.folder, self.members, self.seed, self.options = folder, members, seed, options
+        self.newest, self.lags, self.rises = {}, list[int](), list[tuple[float, float]]()
+        self.clock = Clock(members + options.newcomers)
+
+    def run(self) -> dict:
+        """Test loss of the average at the end, and what else was seen."""
+        with Alone() as world:
+            job = job_of(self.seed, self.members * self.options.steps, self.options)
+            made = [assemble(job, world, 1) for _ in range(self.members + 2)]
+            self.folder.mkdir()
+            join.job_of(self.folder, job, Disk(self.folder))
+            self.plan, self.spare = join.plan_of(made[0], 1e9), Member(made[-1])
+            works = [(self.member, i, Member(made[i])) for i in range(self.members)]
+            if self.options.newcomers:
+                works.append((self.newcomers, self.members, Member(made[-2])))
+            with ThreadPoolExecutor(len(works)) as pool:
+                for future in [pool.submit(self.clock.run, *work) for work in works]:
+                    future.result()
+            replay.replay(self.folder)
+            reader = Live(Place(Disk(self.folder), self.plan), lambda: True)
+            versions = reader.place.ended().versions
+            found = self.test([reader.read(reader.place.record(*one)) for one in versions])
+            for one in made:
+                one.close()
+        places = len(list((self.folder / "places").iterdir()))
+        return {**found, "lag": np.mean(self.lags), "places": places, "rises": self.rises}
+
+    def test(self, states) -> dict[str, float]:
+        """Loss and accuracy of the average of these models."""
+        self.spare.begin(states)
+        trainer, loader = self.spare.trainer, self.spare.assembly.loader
+        return evaluate(trainer.replicas, trainer.mixer, loader).averaged
+
+    def member(self, index: int, member: Member) -> None:
+        """One that stays, from some time in the first round on."""
+        live = Paced(self, index, random.Random(self.seed + index).random())
+        self.clock.wait(live.at)
+        while not live.place.ended():
+            with live.stay():
+                member.begin(live.begin(join.about((), (), [])))
+                member.train(live)
+
+    def newcomers(self, index: int, member: Member) -> None:
+        """Every 20 rounds one joins and leaves after two: what it makes of the average."""
+        rounds = self.options.steps // member.steps
+        for at in range(rounds // 5, rounds * 4 // 5, 20):
+            live, losses = Paced(self, index, at + 0.5), []
+            self.clock.wait(live.at)
+            others = list(self.newest.values())
+            states = live.begin(join.about((), (), []))
+            for models in (others, [*others, average(states)]):
+                losses.append(self.test(models)["loss"])
+            member.begin(states)
+
+            def after(record, chunk, losses=losses, live=live) -> None:
+                if member.done == member.steps + 1:
+                    losses.append(self.test([*self.newest.values()])["loss"])
+                    raise Leaving
+
+            try:
+                with live.stay():
+                    member.train(live, after)
+            except Leaving:
+                self.newest.pop(index, None)
+            self.rises.append((losses[1] / losses[0] - 1, losses[2] / losses[0] - 1))
+
+
+def job_of(seed: int, steps: int, options, *settings: str):
+    """The job of a run."""
+    words = [*JOB, f"run.seed={seed}", f"run.steps={steps}", *options.settings, *settings]
+    return load(REPOSITORY / "jobs" / "digits.toml", words)
+
+
+def one(given) -> dict:
+    """One run, by members or by `simulate`."""
+    members, seed, options, simulated = given
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        redirect_stdout(io.StringIO()),
+        Alone() as world,
+    ):
+        if not simulated:
+            return Lab(Path(folder) / "run", members, seed, options).run()
+        job = job_of(seed, options.steps, options, f"run.output={folder}/run")
+        return launch.train(job, world, members)
+
+
+def percent(values) -> str:
+    """Mean of seeds and its 95 % interval."""
+    mean, half = (100 * float(one[0]) for one in interval(np.reshape(values, (-1, 1))))
+    return f"{mean:+.1f} % [{mean - half:.1f}, {mean + half:.1f}]"
+
+
+def main() -> int:
+    """Print a line for each number of members."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--members", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1000, help="of each member")
+    parser.add_argument("--delay", type=float, default=0.2, help="of a model, in rounds")
+    parser.add_argument("--newcomers", action="store_true", help="one joins every 20 rounds")
+    parser.add_argument("settings", nargs="*", metavar="SECTION.KEY=VALUE")
+    options = parser.parse_args()
+    seeds = range(100, 100 + options.seeds)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        for members in options.members:
+            works = [(members, seed, options, kind) for kind in (False, True) for seed in seeds]
+            found = pool.map(one, works, 1)
+            ours, theirs = found[: len(seeds)], found[len(seeds) :]
+            pairs = list(zip(ours, theirs, strict=True))
+            points = np.mean([100 * (a["accuracy"] - b["accuracy"]) for a, b in pairs])
+            above = percent([a["loss"] / b["loss"] - 1 for a, b in pairs])
+            print(f"{members} members: loss {above}, accuracy {points:+.1f} points, "
+                  f"lag {np.mean([a['lag'] for a in ours]):.2f}, "
+                  f"places {sum(a['places'] for a in ours)}, simulate's loss "
+                  f"{np.mean([b['loss'] for b in theirs]):.4f}", flush=True)  # fmt: skip
+            rises = 100 * np.array([rise for a in ours for rise in a["rises"]]).reshape(-1, 2)
+            if len(rises):
+                at_once, later = np.median(rises, 0)
+                print(f"  {len(rises)} newcomers: {at_once:+.2f} % at once (95 %: "
+                      f"{np.quantile(rises[:, 0], 0.95):+.2f} %), {later:+.2f} % a round later",
+                      flush=True)  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
