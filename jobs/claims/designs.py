@@ -3,7 +3,7 @@
 What isn't run by the end of the time is cut from the end of this order, which was written before
 any of its runs; a cell counts once all its seeds are there. A cell's rates are searched for with
 `SEARCH`, which is never reported; with `SEEDS`, which all methods share, each method runs at its
-own best rate and at fractions of it. `work.py` does the runs, `verdicts.py` judges them.
+own best rate and at fractions of it. `run_queue.py` does the runs, `verdicts.py` judges them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 from designs import SEARCH, STUDIES
 
 Line = dict[str, Any]
-"""A run, as `work.py` writes it."""
+"""A run, as `run_queue.py` writes it."""
 
 
 def read(path: Path) -> list[Line]:

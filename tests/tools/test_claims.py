@@ -28,10 +28,10 @@ import learning  # noqa: E402
 import measure  # noqa: E402
 import optimal  # noqa: E402
 import parts  # noqa: E402
+import run_queue  # noqa: E402
 import seconds  # noqa: E402
 import toy  # noqa: E402
 import verdicts  # noqa: E402
-import work  # noqa: E402
 from table import Row, markdown  # noqa: E402
 
 MAY_FAIL = ("`graph show`", "64 LeNet nodes")
@@ -127,7 +127,7 @@ def test_a_planted_falsehood_is_found(plant):
     wrong = {
         "another method's run": first | {k: other[k] for k in ("settings", "digest", "figures")},
         "a seed twice": same | {k: first[k] for k in ("seed", "settings", "digest", "figures")},
-        "a search reported": first | {"seed": work.SEARCH},
+        "a search reported": first | {"seed": run_queue.SEARCH},
         "figures": first | {"figures": other["figures"]},
     }[plant]
     planted = [
@@ -206,11 +206,13 @@ def test_on_a_link_that_costs_nothing_nobody_is_faster(monkeypatch):
 
 def test_a_queue_goes_on_where_it_was(tmp_path):
     """Rates first, further ones where the best lies at an end, then each method at its own."""
-    cell = work.Cell("gap", 4, {}, {"a": "", "b": ""}, (), (1.0, 2.0), {"best": 1.0, "/2": 0.5})
+    cell = run_queue.Cell(
+        "gap", 4, {}, {"a": "", "b": ""}, (), (1.0, 2.0), {"best": 1.0, "/2": 0.5}
+    )
     done: list[dict] = []
     while missing := [
-        line for line in work.wanted(cell, done)
-        if work.identity(line) not in {*map(work.identity, done)}
+        line for line in run_queue.wanted(cell, done)
+        if run_queue.identity(line) not in {*map(run_queue.identity, done)}
     ]:  # fmt: skip
         target = {"a": 2.1, "b": 8.0}[missing[0]["method"]]
         accuracy = 1 / (1 + abs(missing[0]["lr"] - target))
@@ -220,7 +222,7 @@ def test_a_queue_goes_on_where_it_was(tmp_path):
     reported = [(x["method"], x["lr"]) for x in done if x["seed"] == 1]
     assert reported == [("a", 2), ("b", 8), ("a", 1), ("b", 4)]
     (tmp_path / "runs.jsonl").write_text('{"seed": 1}\n{"seed": ')  # killed while it wrote
-    assert work.lines(tmp_path / "runs.jsonl") == [{"seed": 1}]
+    assert run_queue.lines(tmp_path / "runs.jsonl") == [{"seed": 1}]
 
 
 @on_each("model", ["mlp", "lenet"])

@@ -1,16 +1,20 @@
-"""Theory beside measurement: limits, rates and transient iterations on quadratics, by formula too.
+"""Theory and measurement: limits, rates and transient iterations on quadratics.
 
     python tools/claims/theory.py --out jobs/claims/THEORY.md        # two minutes
 
-f_i(x) = ½ ‖x − b_i‖² on n nodes, float64, the package's methods on its simulator. Gradients have
-noise of deviation σ = 1 a coordinate, b_i a mean square ζ² = 1 a coordinate over nodes. With doubly
-stochastic W the mean model x̄ moves as parallel SGD does, so one run shows both.
+Node i minimizes f_i(x) = ½ ‖x − b_i‖², in float64, by the package's methods in its simulator. The
+gradient noise has standard deviation σ = 1 per coordinate; the b_i have mean square ζ² = 1 per
+coordinate over the nodes. With a doubly stochastic W the mean model x̄ follows parallel SGD exactly,
+so one run measures both.
 
-A *transient iteration* is what the papers mean by it: with T steps at the rate √(n/T), all beyond
-T* end within twice parallel's mean square distance to the optimum. At a small rate γ that is
-reached in some 1/γ steps and stays; so γ* is measured where the excess is as large as parallel's
-error, and T* = n/γ*². "noise": the b_i are equal. "random", "smooth": no noise but parallel's, b_i
-drawn, or cos(2π i/n) over the nodes. "none": within twice at every rate up to 0.9.
+T* is the number of *transient iterations*, as in the papers: T steps at the rate √(n/T) end within
+twice parallel SGD's mean square distance to the optimum for all T > T*. At a small rate γ the error
+becomes stationary after about 1/γ steps. So γ* is the rate at which the excess over parallel SGD
+equals parallel SGD's own error, and T* = n/γ*².
+
+Data: "noise": all b_i are equal. "random": b_i drawn at random; "smooth": b_i = cos(2π i/n); in
+both, only parallel SGD's error includes gradient noise. "none": the error is within twice
+parallel SGD's at every rate up to 0.9.
 """
 
 from __future__ import annotations
@@ -46,11 +50,12 @@ WIDTH, SEED = 256, 0
 LARGEST = 0.9
 """Of the rates; γ < 2 is stable here."""
 READING = """
-The table's exponents are bounds: they take the slowest of the n modes for all of them. Data that
-differ along that mode ("smooth") attain the ring's n¹¹; drawn ones have its n⁹. Noise has the mean
-over modes of λ²/(1 − λ²), which on a ring grows as n, not as its n²: n⁵ in place of n⁷ for large
-n. The grid's logarithms are steep at these sizes, and with noise alone it is still ahead of the
-one-peer sequence, whose constant is larger and whose slope is smaller."""
+The paper's exponents are upper bounds: they use the slowest of the n modes for all modes.
+"Smooth" data differ along that mode only and reach the ring's n¹¹; "random" data grow as n⁹ on
+the ring. Noise depends on the mean of λ²/(1 − λ²) over the modes, which grows as n on a ring, not
+as n²: n⁵ instead of n⁷ for large n. The grid's logarithmic factors are steep at these sizes. With
+noise alone the grid still needs fewer iterations than the one-peer sequence, which has a larger
+constant and a smaller slope."""
 DATA = ("noise", "random", "smooth")
 
 
@@ -156,7 +161,7 @@ def transients(out: Callable[[str], None]) -> None:
     for data in DATA:
         longest = {}
         heads = " | ".join(f"n = {n}: measured, formula" for n in SIZES)
-        out(f"\n| T*, {data} | {heads} | slope | table |\n|{'---|' * (len(SIZES) + 3)}")
+        out(f"\n| T*, {data} | {heads} | slope | paper |\n|{'---|' * (len(SIZES) + 3)}")
         for name, orders in GRAPHS.items():
             steps, said = [], []
             for n in SIZES:
@@ -182,7 +187,7 @@ def transients(out: Callable[[str], None]) -> None:
 def limits(out: Callable[[str], None]) -> None:
     """Where methods settle at n = 16, measured beside formula."""
     b = minima(N, "random", 4)
-    out(f"\n| root mean square of x_i − x*, n = {N}, rate .05 | measured | formula | apart |")
+    out(f"\n| root mean square of x_i − x*, n = {N}, rate .05 | measured | formula | difference |")
     out("|---|---|---|---|")
     for name in GRAPHS:
         for style in ("atc", "awc"):
@@ -246,8 +251,8 @@ def main(given: list[str] | None = None) -> int:
         part(out)
     if options.out:
         about = (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2]
-        command = f"`python tools/claims/theory.py`, {origin()}."
-        head = f"# Theory beside measurement\n\n{command}\n\n{about}"
+        command = f"Measured: `python tools/claims/theory.py`, {origin()}."
+        head = f"# Theory and measurement\n\n{about}\n{command}\n"
         options.out.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
     print(f"{time.monotonic() - began:.0f} s")
     return 0

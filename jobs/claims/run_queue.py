@@ -1,8 +1,8 @@
 """Run what `designs.py` asks for and isn't in runs.jsonl yet, one after the other.
 
-    python jobs/claims/work.py --data cifar10.h5 --scratch /tmp/claims --until 17:50
-    python jobs/claims/work.py --data cifar10.h5 --scratch /tmp/claims --estimate
-    python jobs/claims/work.py --data cifar10.h5 --scratch /tmp/claims --again 3
+    python jobs/claims/run_queue.py --data cifar10.h5 --scratch /tmp/claims --until 17:50
+    python jobs/claims/run_queue.py --data cifar10.h5 --scratch /tmp/claims --estimate
+    python jobs/claims/run_queue.py --data cifar10.h5 --scratch /tmp/claims --again 3
 
 A line of JSON a finished run, written when it ends; what was begun is done anew the next time.
 `--again` repeats so many runs, drawn at random, and compares their digests with those stored.
