@@ -135,10 +135,17 @@ def short_names(folders: Sequence[Path], most: int = 32) -> list[str]:
 
 
 def description(log: Log) -> str:
-    """Algorithm, graph and nodes of a run."""
+    """Algorithm, graph and nodes of a run; members choose one of those present, without a graph."""
     told = settings(log.job)  # of a log of other origin none: its figures are still worth drawing
-    names = [str(told[key]) for key in ("algorithm.name", "graph.name") if key in told]
-    return ", ".join([*names, f"{log.nodes} node{'s' * (log.nodes > 1)}"])
+    who = "member" if of_members(log) else "node"
+    keys = ["algorithm.name"] if of_members(log) else ["algorithm.name", "graph.name"]
+    names = [str(told[key]) for key in keys if key in told]
+    return ", ".join([*names, f"{log.nodes} {who}{'s' * (log.nodes > 1)}"])
+
+
+def of_members(log: Log) -> bool:
+    """Return whether members made this training that come and go (`mpigossip join`)."""
+    return "time" in log.steps
 
 
 def over_nodes(function: Callable, values: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpigossip.analysis import panels
-from mpigossip.analysis.compared import LoggedRun, description, load
+from mpigossip.analysis.compared import LoggedRun, description, load, of_members
 from mpigossip.runs.summary import number
 from mpigossip.store.hdf5 import replacing
 from mpigossip.studies.seeds import parted
@@ -68,8 +68,8 @@ def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
     drawn += [partial(panels.metric, name=name) for name in runs[0].metrics]
     drawn += [panels.consensus, panels.time]
     drawn += [panels.staleness] * panels.stale(runs[0])
-    joined = panels.known(runs[0], "time")  # by members that come and go
-    rows = -(-(len(drawn) + joined) // 2)
+    come_and_go = of_members(runs[0].log)
+    rows = -(-(len(drawn) + come_and_go) // 2)
     made = Figure(figsize=(10, 3.6 * rows + 0.4), dpi=130, layout="constrained")
     axis = panels.steps(runs)
     grid = made.subplots(rows, 2, squeeze=False).ravel()
@@ -77,9 +77,9 @@ def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
         draw(axes, runs, axis)
         axis.dress(axes, runs)
         panels.key_below_title(axes)
-    if joined:
+    if come_and_go:
         panels.members(grid[len(drawn)], runs[0])
-    for axes in grid[len(drawn) + joined :]:
+    for axes in grid[len(drawn) + come_and_go :]:
         axes.set_axis_off()
     _name_runs(made, runs, "")
     return made

@@ -16,6 +16,7 @@ from mpigossip.analysis.compared import (
     description,
     load,
     mean_ms,
+    of_members,
     over_nodes,
     shares,
 )
@@ -180,7 +181,7 @@ def _result(runs: Sequence[LoggedRun]) -> str:
             f'<td class="number">{form.format(summary[key]) if key in summary else "–"}</td>'
             for key, (_, form) in columns.items()
         ]
-        if not summary.get("finished", 0):
+        if not summary.get("finished", 0) and not of_members(run.log):  # they log no end
             cells[-1] = "<td>not finished</td>"
         about = _text(description(run.log))
         rows.append(f"<tr><td>{_text(run.name)}</td><td>{about}</td>{''.join(cells)}</tr>")

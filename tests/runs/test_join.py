@@ -89,6 +89,8 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     log = read(folder / "logs" / "000001" / "log.h5")
     assert (log.steps["chunk"] >= 0).all() and len(log.steps["step"]) > 10
     assert np.isnan(log.steps["consensus_distance"]).all()  # a member sees no average
+    assert cli.main(["log", "show", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("dsgd, 2 members\n")
 
 
 def test_a_changed_record_is_found_by_replay(tmp_path):
