@@ -175,7 +175,7 @@ class Place:
     def record(self, place: int, number: int) -> Start | Round | Closed | Record | None:
         """A record of a chain; None where it isn't there, a bare Record where it is damaged."""
         name = self._name(place, number)
-        found = self._read(name, Start, Round, Closed)
+        found = self.read(name, Start, Round, Closed)
         right = getattr(found, "round", 0) == number and getattr(found, "place", place) == place
         if found is not None and not right:
             self.tell_once(name, "is of another place or round")
@@ -230,23 +230,16 @@ class Place:
         assert self.claim is not None
         return self.claim.chunk + self.round - self.claim.first
 
-    def read_claim(self, name: str) -> Claim | None:
-        """A claim; None where it isn't seen, one of no chunk where it can't be used."""
-        found = self._read(name, Claim)
-        if found is None or isinstance(found, Claim):
-            return found
-        return Claim(place=0, first=0, chunk=-1)
-
     def trained(self, name: str, claim: Claim, count: int) -> tuple[int, bool]:
         """Published rounds of a claim, and whether no more will come; closes a silent place."""
         if claim.place == self.number:  # one whose reply was lost is nobody's
             return 0, name not in self._own and claim.first < self.round
         chain = self.refresh(claim.place)
         since = max(chain.seen, self._claimed_at.setdefault(name, self.now()))
-        done = min(max(chain.rounds - claim.first + 1, 0), count)
-        if done < count and chain.closed is None and self.now() - since > chain.promise:
+        missing = chain.rounds - claim.first + 1 < count
+        if missing and chain.closed is None and self.now() - since > chain.promise:
             self.fence(claim.place)
-            done = min(max(chain.rounds - claim.first + 1, 0), count)
+        done = min(max(chain.rounds - claim.first + 1, 0), count)
         if done:
             first = self.record(claim.place, claim.first)
             if not isinstance(first, Round) or first.claim != name or first.chunk != claim.chunk:
@@ -311,11 +304,10 @@ class Place:
         near = [one for one in found if one.age + BEHIND >= furthest]
         return sorted(near, key=lambda one: (-one.age, one.place))
 
-    def end(self, versions: Sequence[Round]) -> End:
-        """Link the end, whose versions this member has read; the one that stands there."""
+    def end(self, versions: Sequence[Round]) -> None:
+        """Link the end, whose versions this member has read."""
         named = tuple(sorted(one.version for one in versions))
         self.disk.publish("END", End(place=self.number, versions=named).encode())
-        return self.ended()
 
     def ended(self) -> End | None:
         """The end, if it is there; raises Unusable."""
@@ -338,7 +330,7 @@ class Place:
     def _hint_closed(self, place: int, age: int) -> None:
         self.disk.publish(f"closed/{place:06d}.{age:06d}", b"")
 
-    def _read(self, name: str, *kinds: type[Record]) -> Any:
+    def read(self, name: str, *kinds: type[Record]) -> Any:
         """A record; None where it isn't there, a bare Record where it can't be used."""
         try:
             content = self.disk.read(name)

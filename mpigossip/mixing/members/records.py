@@ -50,7 +50,7 @@ class Disk:
         """Return whether a name is there."""
         return os.path.lexists(self.path(name))
 
-    def read(self, name: str, most: int = LARGEST) -> bytes | None:
+    def read(self, name: str) -> bytes | None:
         """Content of a file; None where the name isn't there. Raises Unusable, OSError."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
@@ -68,11 +68,11 @@ class Disk:
             if not self.shared and about.st_uid != os.getuid():
                 raise Unusable(f"{path} belongs to user {about.st_uid}; --shared takes it")
             with open(descriptor, "rb", closefd=False) as file:
-                content = file.read(most + 1)
+                content = file.read(LARGEST + 1)
         finally:
             os.close(descriptor)
-        if len(content) > most:
-            raise Unusable(f"{path} has more than {most} bytes")
+        if len(content) > LARGEST:
+            raise Unusable(f"{path} has more than {LARGEST} bytes")
         return content
 
     def publish(self, name: str, content: bytes) -> bool:
