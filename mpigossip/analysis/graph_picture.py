@@ -32,7 +32,8 @@ def picture(made: Graph, out: Path) -> None:
         xlabel="rounds", ylabel=r"$\|W(t-1)\cdots W(0) - J\|_2$", title="Distance from the average"
     )
     axis.grid(alpha=0.4)
-    figure.suptitle(fill(str(made), 32 * columns), fontsize=10)
+    title = str(made).removeprefix("Graph(").removesuffix(")")
+    figure.suptitle(fill(title, 36 * columns), fontsize=10)
     try:
         with replacing(Path(out)) as beside:
             figure.savefig(beside, dpi=130, format=beside.suffix[1:] or "png")

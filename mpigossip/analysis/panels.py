@@ -97,7 +97,7 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
     Runs whose task doesn't count it are left out.
     """
     shown = [run for run in runs if name in run.log.evaluations]
-    label = "share of test samples" if name == "accuracy" else f"{name}{runs[0].unit(name)}"
+    label = "fraction of test samples" if name == "accuracy" else f"{name}{runs[0].unit(name)}"
     title = f"Test {name}" if shown else name  # custom loops log what they like
     _dress(axes, title, label)
     drawn = [np.ones(0)]
@@ -344,7 +344,7 @@ def _key(axes: Axes, handles: Iterable, left: bool = False) -> None:
     axes.legend(
         handles=list(handles), loc="lower left" if left else "lower right",
         bbox_to_anchor=(0 if left else 1, 0.99), ncols=4, frameon=False,
-        fontsize=8.5, borderaxespad=0.2, columnspacing=1.1, handlelength=1.7, handletextpad=0.6,
+        fontsize=8.5, borderaxespad=0.2, columnspacing=0.9, handlelength=1.4, handletextpad=0.4,
     )  # fmt: skip
 
 
@@ -353,6 +353,7 @@ def key_below_title(axes: Axes) -> None:
     if legend := axes.get_legend():
         legend.set_loc("lower left")
         legend.set_bbox_to_anchor((0, 0.99))
+        legend.set_in_layout(False)  # it is about as wide as the axes, which it would make narrower
         title = axes.get_title(loc="left")
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=22)
 

@@ -78,7 +78,7 @@ EVALUATION_COLUMNS = {
     "at_step": Column("step", "steps done at the evaluation", "int64"),
     "epoch": Column("epoch", "passes over the training samples done"),
     "loss": Column("nat", "mean test loss of the averaged model"),
-    "accuracy": Column("1", "share of test samples that the averaged model gets right"),
+    "accuracy": Column("1", "fraction of test samples that the averaged model gets right"),
     "local_loss": Column("nat", "mean test loss of each node's model"),
     "local_accuracy": Column("1", "fraction of its own test samples that each node gets right"),
     "share_accuracy": Column("1", "share of the same samples that the averaged model gets right"),

@@ -198,6 +198,14 @@ def test_nothing_is_written_over_anything_else(tmp_path):
     assert not any(overlapping(each, made.canvas) for each in names)
 
 
+def test_nothing_of_a_training_curve_is_cut_off(tmp_path):
+    made = figure(load([run(tmp_path / "digits")]))
+    FigureCanvasAgg(made).draw()
+    keys = [(each, axes) for axes in made.axes if (each := axes.get_legend())]
+    over = [each.get_window_extent().x1 - axes.bbox.x1 for each, axes in keys]
+    assert len(over) == 3 and max(over) <= 0.01 * made.bbox.x1
+
+
 def test_a_job_that_is_none_is_left_out(tmp_path):
     log = read(run(tmp_path / "a") / "log.h5")
     for job in ("", "not TOML", "graph = 3\nalgorithm = 1", "[graph]\n[algorithm]"):
