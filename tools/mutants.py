@@ -9,8 +9,6 @@ failed passes without it. Exit code 1 if one is not noticed. A mutant that no lo
 error: give it the code that does the same now.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools

@@ -1,7 +1,5 @@
 """Contract of an algorithm: plain functions on segments, the same for every transport."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple

@@ -1,7 +1,5 @@
 """Cadences: whether a step stays local, gossips, or averages globally."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple

@@ -1,7 +1,5 @@
 """Methods and wrappers for lossy wires: differences, error feedback, CHOCO."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """DiLoCo and its kin: local steps, then an outer step where models meet (SlowMo, SparseLoCo, …)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Methods for directed graphs: push-sum (SGP) and two running averages (CECA)."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Methods of the form "local step, then average": parallel SGD, D-PSGD, DmSGD and its kin."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Local steps: from a gradient to the adapted model x½ = x − lr · d."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Muon as a local step: torch's own on the hidden matrices, AdamW on all else."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Methods that correct for nodes with different data: D², gradient tracking, DeTAG, DeFacto."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Measurements of `mpigossip bench`, each as a multiple of a limit found in the same run."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

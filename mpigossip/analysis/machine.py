@@ -1,7 +1,5 @@
 """Cost of a step on this machine: compute, node-local time, network; measured or given."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 All functions are collective; findings are complete on rank 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import statistics

@@ -3,8 +3,6 @@
 NCCL on GPUs, gloo on CPUs. Untested on GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

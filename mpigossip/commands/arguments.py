@@ -1,7 +1,5 @@
 """Helpers of several commands: parsers with examples, job settings, kinds of arguments."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import textwrap

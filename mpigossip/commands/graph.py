@@ -1,7 +1,5 @@
 """`mpigossip graph`: show, compare, draw and search graphs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -1,7 +1,5 @@
 """Torch Datasets as a job's data, returned by a user's function in `data.source`."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Batches of any form: tensors in nested tuples, lists and mappings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ To the mixer a fragment is a whole message of a narrower layout: its columns are
 the exchange and scattered afterwards. So any mixer and wire serves, in 1/P of its memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """One step of decentralized training: the only place where group, mixer and algorithm meet."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

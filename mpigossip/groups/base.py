@@ -1,7 +1,5 @@
 """The contract of a group of slots inside a node, and the group of a single slot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import ParamSpec, Protocol, TypeVar

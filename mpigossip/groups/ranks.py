@@ -3,8 +3,6 @@
 Bitwise identical to one rank with a thread for each slot (:mod:`.threads`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Slots in threads with memory that all of them access: on the CPU, or several on one GPU."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 On CPUs, over gloo, for tests only: threads and shared memory are faster there. Untested on GPUs.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Exact averages over all ranks by messages, summed in rank order: the same bits everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Compressors by name: quantization and sparsification in buckets of 512 elements."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Neighbours on CPUs of the same host are read in place, all others are sent to by one transport.
 """
 
-from __future__ import annotations
-
 import time
 from functools import lru_cache, partial
 from typing import Any

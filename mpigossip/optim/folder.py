@@ -1,7 +1,5 @@
 """Calls of an optimizer whose loop has a run directory: log, checkpoints, stops, callbacks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

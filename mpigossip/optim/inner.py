@@ -1,7 +1,5 @@
 """Torch optimizers as local steps: adapter, checks, rate, weight decay, stale gradients."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

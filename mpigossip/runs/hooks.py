@@ -3,8 +3,6 @@
 A new hook is a subclass of `Hook` and a line of `HOOKS`; a user's own needs no line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any

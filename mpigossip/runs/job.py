@@ -1,7 +1,5 @@
 """Training of a job: its node over trainer and data, evaluations, and the loop of steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

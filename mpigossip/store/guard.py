@@ -9,8 +9,6 @@ bytes (a table with rows left open: 64 times that). Rejections are ValueErrors, 
 cycles, sizes and compression, types; then what reads the values.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -1,7 +1,5 @@
 """State of a node in a checkpoint: its arrays, the table of its parameters, averages in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ vocabulary learned from the training halves. Each entry is a fixed sequence of b
 per byte compare between tokenizers. Learning takes the `tokenizers` library; reading doesn't.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Results of a study: table with intervals, best point, and points that are no worse."""
 
-from __future__ import annotations
-
 import csv
 import html
 import io

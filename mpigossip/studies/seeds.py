@@ -1,7 +1,5 @@
 """Join runs that differ by their seed only: means over seeds, and intervals."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Format a study's rows as text and as LaTeX."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """Traffic and memory estimates of a job, computed without running it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

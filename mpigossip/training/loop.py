@@ -1,7 +1,5 @@
 """A job's step: gradients of replicas on batches, passed to the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 

@@ -3,8 +3,6 @@
 Parameters, gradients' sums, optimizer state and what travels stay float32 in all three.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 

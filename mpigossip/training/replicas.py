@@ -1,7 +1,5 @@
 """The replicas of a model: one for each node that lives here and each slot, on flat memory."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Sequence

@@ -17,8 +17,6 @@ both, only parallel SGD's error includes gradient noise. "none": the error is wi
 parallel SGD's at every rate up to 0.9.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

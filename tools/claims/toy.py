@@ -4,8 +4,6 @@ f_i(x) = ½ (x − b_i)², b drawn once; the figure is the root mean square of x
 method settles. The algorithms are those of the package, between them the package's simulator.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 

@@ -10,8 +10,6 @@ were written, 2 s or 200 MB and more, and any import or opening of a file elsewh
 hook tells of the child's, the kernel's inotify of what HDF5 opens itself. Exit code 1 then.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import hashlib

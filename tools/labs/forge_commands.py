@@ -16,8 +16,6 @@ separately. Exit code 1 where something is wrong. Ranks are started by MPIGOSSIP
 tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -5,8 +5,6 @@ transport's inboxes are the host's, chunks are copied out and in, at the same ti
 the wire. The CPU runs the same code in the tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
