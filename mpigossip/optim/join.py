@@ -33,7 +33,7 @@ from mpigossip.training.assemble import load
 
 
 class Member:
-    """A member's chunks: each is trained by it alone, then x ← ½ (x + x_j) with another member j.
+    """A member's chunks: trained by it alone, then x ← ½ (x + x_j), late x_j moved as by `Past`.
 
     Iterating gives the chunks' numbers and publishes the model after each. It ends where all chunks
     are trained, with the model at their average (``finished``), or where this member was asked to

@@ -21,7 +21,7 @@ from mpigossip.training.assemble import Assembly
 
 
 class Members(Simulated):
-    """x ← ½ (x + x_j), j the member that ``receive`` finds; x where it finds none."""
+    """x ← ½ (x + x_j), j the member that ``receive`` finds, late x_j moved as by `Past`; else x."""
 
     def __init__(
         self,
