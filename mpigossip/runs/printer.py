@@ -2,6 +2,7 @@
 
 import os
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -73,7 +74,10 @@ class Printer(Hook):
             return
         self._print(Text(progress.job.run.name, style="bold"))
         for word, text in progress.about():
-            self._print(Text.assemble((f"  {word:<9}", "cyan"), text))
+            width = self._console.width - 11 if self._live else len(text)  # logs: a row is a line
+            lines = textwrap.wrap(text, max(width, 20), break_long_words=False)
+            for head, line in zip([word, *[""] * len(lines)], lines or [""], strict=False):
+                self._print(Text.assemble((f"  {head:<9}", "cyan"), line))
         if progress.first_step:
             self._print(Text(f"  going on at step {progress.first_step}"))
         self._print(Text())

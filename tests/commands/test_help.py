@@ -24,6 +24,7 @@ def test_help_fits_a_screen_and_has_an_example(words, monkeypatch):
     lines = text.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 80
     assert re.search(r"^examples?:\n  .*mpigossip", text, re.MULTILINE)
+    assert "jobs/" not in text  # by name: who has the wheel has no such folder
     for line in re.findall(
         r"^  (?:srun (?:-N \d+ )?|mpirun -n \d+ )?(mpigossip .+)$", text, re.MULTILINE
     ):

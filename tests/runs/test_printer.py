@@ -44,9 +44,9 @@ def progress_of(assembly, world):
     return found
 
 
-def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False):
+def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False, folder="nowhere/else"):
     """What a printer writes to `stream` in a short run, made up but for its overview."""
-    job = assemble.load(JOB, ["run.steps=20", "run.output=nowhere/else"])
+    job = assemble.load(JOB, ["run.steps=20", f"run.output={folder}"])
     with Alone() as alone:
         assembly = assemble.assemble(job, alone, 4)
         alone.rank = rank
@@ -74,6 +74,13 @@ def test_a_live_line_on_a_terminal_is_rewritten_and_fits():
     assert re.match(r"step 5/20  loss 0\.0000  [\d,]+ samples/s  ETA \d:\d\d  ", lines[-1])
     assert lines[-1].endswith("exchange+idle 25%")  # the rest goes first where it is too long
     assert max(map(len, lines)) < 80
+
+
+def test_the_first_screen_is_wrapped_on_a_terminal_and_a_line_a_row_in_a_log():
+    there, log = (shown(made, folder="runs/of-a-long-name") for made in (Terminal(), io.StringIO()))
+    there = re.sub(r"\x1b\[[\d;]*m", "", there.split("\r")[0])
+    assert max(map(len, there.splitlines())) <= 80 < max(map(len, log.splitlines()))
+    assert there.split() == log.split()
 
 
 def test_a_batch_log_gets_one_plain_line_an_interval():
