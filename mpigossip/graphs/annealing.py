@@ -62,6 +62,7 @@ class Budget:
 
     @property
     def elapsed(self) -> float:
+        """Seconds since the start."""
         return time.monotonic() - self.started
 
     def spent(self) -> float:
@@ -203,6 +204,7 @@ class Plan:
         return blocks
 
     def extremes(self) -> tuple[float, float]:
+        """λ_2 and λ_max."""
         values = np.linalg.eigvalsh(self.laplacian())
         low = values[0, 1] if self.b > 1 else np.inf
         if self.m > 1:

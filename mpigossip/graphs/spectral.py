@@ -95,6 +95,7 @@ def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
 
 
 def _radius(product: list[Round]) -> float:
+    """ρ(Π W − J) of rounds."""
     if circulants := _circulants(product):
         return _largest(circulants)
     if _exact_after(product) is not None:
@@ -149,6 +150,7 @@ def residue(graph: Graph, rounds: int | None = None, start: int = 0) -> float:
 
 
 def _norm(product: list[Round]) -> float:
+    """‖Π W − J‖_2 of these rounds."""
     if not product:
         return 1.0
     if circulants := _circulants(product):

@@ -46,6 +46,7 @@ class Layout:
 
     @property
     def slots(self) -> int:
+        """Number of the node's slots that this process sends for."""
         return len(self.widths)
 
     def begin(self, slot: int) -> int:
