@@ -27,7 +27,8 @@ def picture(made: Graph, out: Path) -> None:
     count = min(max(2 * (made.period or 1), 12), 60)
     left = residues(made, count)
     axis = axes[shown]
-    axis.semilogy(range(len(left)), [max(value, 1e-17) for value in left], marker="o", ms=4)
+    axis.plot(range(len(left)), [max(value, 1e-17) for value in left], marker="o", ms=4)
+    axis.set_yscale("log" if min(left) < 0.1 else "linear")
     axis.set(
         xlabel="rounds", ylabel=r"$\|W(t-1)\cdots W(0) - J\|_2$", title="Distance from the average"
     )
@@ -64,11 +65,9 @@ def _draw_round(axis, made: Graph, t: int) -> None:
             )  # fmt: skip
     size = 190 if n <= 16 else max(12, 2600 / n)
     axis.scatter(*zip(*places, strict=True), s=size, color="#e8eef4", edgecolor="#333333", zorder=3)
-    if n <= 32:
-        for i, (x, y) in enumerate(places):
-            axis.text(
-                x, y, str(i), ha="center", va="center", fontsize=8 if n <= 16 else 6, zorder=4
-            )
+    every, far, points = (1, 1.0, 8 if n <= 16 else 6) if n <= 32 else (-(-n // 8), 1.13, 8)
+    for i, (x, y) in list(enumerate(places))[::every]:  # many nodes: some numbers, outside
+        axis.text(far * x, far * y, str(i), ha="center", va="center", fontsize=points, zorder=4)
     axis.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))
     axis.set_axis_off()
     first = f" (of a period of {made.period})" if t == 0 and (made.period or 0) > 4 else ""
