@@ -10,8 +10,9 @@ import mpigossip
 from mpigossip.config.errors import JobError
 from mpigossip.config.toml import near
 
-EXAMPLES = ("*.toml", "own/*.toml", "loops/*.sbatch", "loops/*.py", "*.sbatch", "*.py", "*.sh")
-"""Examples inside `jobs/`; files of one name in a folder are copied together."""
+FOLDERS = ("own", "loops", "templates", ".")
+EXAMPLES = ("*.toml", "own/*.toml", "*/*.sbatch", "loops/*.py", "*.sbatch", "*.py", "*.sh")
+"""Examples inside `jobs/`; files of one name are copied together."""
 
 
 def folders() -> list[Path]:
@@ -58,7 +59,8 @@ def copy(name: str, folder: Path) -> list[Path]:
     known = examples()
     if name not in known:
         raise JobError([f'example "{name}" is unknown; {near(name, known)}'])
-    files = [path for path in known[name].parent.glob(f"{name}.*") if path.is_file()]
+    top = find("digits.toml").parent
+    files = [path for inside in FOLDERS for path in (top / inside).glob(f"{name}.*")]
     there = [folder / path.name for path in files if (folder / path.name).exists()]
     if there:
         raise JobError([f"{there[0]} exists; name another folder with --to"])
