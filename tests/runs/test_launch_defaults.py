@@ -1,15 +1,11 @@
-"""Defaults that depend on the device, and runs that an earlier version began with its own."""
+"""Defaults that depend on the device."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 
-from mpigossip.config import JobError
 from mpigossip.data.loader import processes
 from mpigossip.engine.measurements import measured_every
-from mpigossip.runs import launch
-from mpigossip.training.assemble import load
 
 
 def test_gpus_measure_consensus_more_rarely():
@@ -26,17 +22,3 @@ def test_gpus_measure_consensus_more_rarely():
 def test_workers_grow_with_gpus(monkeypatch, setting, slots, on, per_node, cores, many):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert processes(setting, [on] * slots, per_node) == many
-
-
-@pytest.mark.parametrize("was, refused", [({}, False), ({"workers": 3}, True)])
-def test_a_run_with_the_former_defaults_goes_on(monkeypatch, was, refused):
-    job = load({"model": {"name": "mlp"}}, [])
-    former = {"data": {"workers": 2} | was, "log": {"consensus_every": 10}}
-    manifest = SimpleNamespace(job={"model": {"name": "mlp"}, **former}, meta={})
-    monkeypatch.setattr(launch, "_of_a_job", lambda _: manifest)
-    monkeypatch.setattr(launch, "asked_of", lambda _: 2)
-    if refused:
-        with pytest.raises(JobError, match="data.workers = 'auto', there 3"):
-            launch._same_job(job, 2, None)
-    else:
-        launch._same_job(job, 2, None)
