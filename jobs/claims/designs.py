@@ -8,15 +8,20 @@ own best rate and at fractions of it. `run_queue.py` does the runs, `verdicts.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple
 
 SEARCH = 1000
 """Seed of the runs that choose rates."""
 SEEDS = (1, 2, 3, 4, 5)
 JOB = "jobs/claims/jobs/lenet.toml"
 CIFAR = ("data.source={data}", "schedule.name=cosine", "log.consensus_every=20")
+
+
+Turn = tuple[str, str, float, int]
+"""Method, level, rate and seed of a run."""
 
 
 class Cell(NamedTuple):
@@ -33,6 +38,8 @@ class Cell(NamedTuple):
     """tried with the search's seed"""
     levels: dict[str, float]
     """label -> fraction of the best rate"""
+    order: Callable[[Sequence[dict[str, Any]]], Iterator[Turn]] | None = None
+    """of a search whose runs depend on each other: (runs that are done) -> those to do by now"""
 
 
 LEVELS = {"best": 1.0, "best / 3": 1 / 3, "best / 10": 0.1}
@@ -66,18 +73,24 @@ def gap() -> Iterator[Cell]:
 
 
 def searched() -> Iterator[Cell]:
-    """Searched graphs and Laplacian weights beyond digits, each at its own best rate (row 5)."""
-    names = {"lattice": "ring-lattice", "searched": "file:{searched}", "hypercube": "hypercube",
-             "torus": "torus"}  # fmt: skip
-    rules = ("metropolis-hastings", "laplacian")
-    methods = {
-        f"{name}, {rule.partition('-')[0]}":
-        f"algorithm.name=dsgd graph.name={graph} graph.weights={rule}"
-        for (name, graph), rule in product(names.items(), rules)
-    }  # fmt: skip
-    own = (*CIFAR, *LENET, "data.batch=16", "data.partition=dirichlet", "data.dirichlet_alpha=0.1")
+    """Searched graphs and Laplacian weights beyond digits, each at its own best rate (row 5).
+
+    All of degree 4. The hypercube of 16 nodes is the torus, and both rules give it weights of 1/5:
+    it stands there once. A perceptron first: a run takes half as long as an epoch of LeNet.
+    """
+    graphs = {
+        "lattice, metropolis": "ring-lattice graph.weights=metropolis-hastings",
+        "lattice, laplacian": "ring-lattice graph.weights=laplacian",
+        "searched, metropolis": "file:{searched} graph.weights=metropolis-hastings",
+        "searched, laplacian": "file:{searched} graph.weights=laplacian",
+        "hypercube": "hypercube",
+    }
+    methods = {name: f"algorithm.name=dsgd graph.name={graph}" for name, graph in graphs.items()}
+    data = ("data.batch=16", "data.partition=dirichlet", "data.dirichlet_alpha=0.1")
     rates = (0.0125, 0.025, 0.05, 0.1, 0.2)
-    yield Cell("searched", 16, {"model": "lenet"}, methods, own, rates, {"best": 1.0})
+    for model, size in (("perceptron", PERCEPTRON), ("lenet", (*LENET, "run.epochs=1"))):
+        own = (*CIFAR, *size, *data)
+        yield Cell("searched", 16, {"model": model}, methods, own, rates, {"best": 1.0})
 
 
 def until() -> Iterator[Cell]:
@@ -101,4 +114,142 @@ def until() -> Iterator[Cell]:
     yield Cell("time", 16, {"model": "mlp on digits"}, methods, own, rates, {"best": 1.0})
 
 
-STUDIES = {"gap": gap, "searched": searched, "time": until}
+TEXT = ("task.name=language-model", "data.source={text}", "data.context=64", "data.batch=8",
+        "model.name=gpt", "model.layers=3", "model.heads=4", "model.width=96", "run.steps=960",
+        "run.epochs=1", "run.evaluate_every=0", "algorithm.clip_norm=1.0",
+        "algorithm.decay_all=false", "local.name=adamw", "local.decoupled_decay=0.01",
+        "graph.name=complete", "schedule.name=cosine", "schedule.final_lr=0.0001")  # fmt: skip
+"""A character model of 0.36 million parameters; {text}: `run_queue.py` makes it."""
+TEXT_IS = "the 166 modules (*.py) beside each other in CPython 3.11.7's library, 4,661,318 bytes"
+TEXT_SHA256 = "29e6ffb976cc49b03c7b9ba137bb03fdc3df9083a193c303a1069fb4c85dd19b"
+"""Of their contents, in the order of their names."""
+STEPS = 960
+PERIODS, STARTS, OUTER = (32, 8), (10, 20, 30), (0.4, 0.7)
+"""Steps between averages, percent of the steps after which DiLoCo begins, its outer rates."""
+WITHIN = 1.0
+"""Percent of parallel's loss."""
+NO_MERGE, NO_MOMENTUM, ALONE = "H = ∞", "no outer momentum, H = 32", "one node alone"
+
+
+def after(start: int, period: int, outer: str) -> str:
+    """The settings of parallel for the first percents of the steps, then DiLoCo."""
+    warm = STEPS * start // 100
+    return (f"algorithm.name=parts:after_parallel algorithm.warm={warm} "
+            f"cadence.name=warm-periodic cadence.warm={warm} cadence.period={period} "
+            f"{outer}")  # fmt: skip
+
+
+def label(period: int, start: int, outer: float, kept: bool = True) -> str:
+    """The name of a DiLoCo."""
+    return f"H = {period} after {start} %, outer {outer}" + ("" if kept else ", Adam dropped")
+
+
+AVERAGE = "algorithm.outer_lr=1.0 algorithm.outer_beta=0.0"
+"""An outer step that is an average."""
+DILOCO = {
+    label(h, start, outer, kept): after(
+        start, h, f"algorithm.outer_lr={outer}" + ("" if kept else " algorithm.drop=true")
+    )
+    for h, start, outer, kept in product(PERIODS, STARTS, OUTER, (True, False))
+}
+CONTROLS = {
+    f"{name} after {start} %": after(start, h, AVERAGE)
+    for (name, h), start in product(((NO_MERGE, STEPS), (NO_MOMENTUM, 32)), STARTS)
+}
+
+
+def vectors(period: int, start: int) -> float:
+    """Averages of a run as a fraction of parallel's: its bytes."""
+    warm = STEPS * start // 100
+    return (warm + STEPS // period - warm // period) / STEPS
+
+
+class Chosen(NamedTuple):
+    """What the search of DiLoCo found: rates of all, period and percent of the finalist."""
+
+    parallel: float
+    diloco: str
+    lr: float
+    period: int
+    start: int
+
+
+Stage = Generator[Turn, None, Any]
+RATES = (0.003, 0.006, 0.012)
+
+
+def parity(done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | None]:
+    """One after the other: rates, outer rate, H and start, Adam's state; then what is reported.
+
+    The finalist sends the fewest bytes of those within 1 % of parallel in the search; if none is,
+    it is the best of them. Parallel, the finalist, then the controls, five seeds each.
+    """
+    loss = {
+        (r["method"], r["lr"]): inf if "late" in r else r["figures"].get("loss", inf)
+        for r in done if (r["study"], r["nodes"], r["level"]) == ("diloco", 4, "search")
+    }  # fmt: skip
+
+    def best(*tried: tuple[str, float]) -> Generator[Turn, None, tuple[str, float] | None]:
+        for method, lr in tried:
+            yield method, "search", lr, SEARCH
+        return min(tried, key=loss.__getitem__) if all(one in loss for one in tried) else None
+
+    base = yield from best(*(("parallel", lr) for lr in RATES))
+    if base and base[1] in (RATES[0], RATES[-1]):  # the bar must be no lower than it is
+        further = base[1] / 2 if base[1] == RATES[0] else base[1] * 2
+        base = yield from best(base, ("parallel", further))
+    if not base:
+        return None
+    first = yield from best(*((label(32, 20, o), lr) for o, lr in product(OUTER, RATES)))
+    if not first:
+        return None
+    lr, outer = first[1], float(first[0].rpartition(" ")[2])
+    ways = {(label(h, start, outer), lr): (h, start) for h, start in product(PERIODS, STARTS)}
+    nearest = yield from best(*ways)
+    if not nearest:
+        return None
+    near = [one for one in ways if loss[one] <= (1 + WITHIN / 100) * loss[base]]
+    method, lr = min(near, key=lambda one: vectors(*ways[one]), default=nearest)
+    h, start = ways[method, lr]
+    last = yield from best((method, lr), (label(h, start, outer, False), lr))
+    if not last:
+        return None
+    for seed in SEEDS:
+        yield "parallel", "best", base[1], seed
+        yield last[0], "best", lr, seed
+    plain = yield from best(*((f"{NO_MOMENTUM} after {start} %", rate) for rate in RATES))
+    controls = {f"{NO_MERGE} after {start} %": lr}
+    if plain:
+        controls[plain[0]] = plain[1]
+    for (control, rate), seed in product(controls.items(), SEEDS):
+        yield control, "best", rate, seed
+    return Chosen(base[1], last[0], lr, h, start)
+
+
+def alone(done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """The control that has no other nodes: parallel's rate, as many steps."""
+    if found := chosen(done):
+        for seed in SEEDS:
+            yield ALONE, "best", found.parallel, seed
+
+
+def chosen(done: Sequence[dict[str, Any]]) -> Chosen | None:
+    """What the search found; None where runs of it are missing."""
+    turns = parity(done)
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            return end.value
+
+
+def diloco() -> Iterator[Cell]:
+    """DiLoCo after a warm start against parallel at equal samples (row 2)."""
+    parallel = "algorithm.name=parallel"
+    methods = {"parallel": parallel, **DILOCO, **CONTROLS}
+    for nodes, these, order in ((4, methods, parity), (1, {ALONE: parallel}, alone)):
+        own = (*TEXT, f"schedule.warmup_epochs={0.0125 * nodes}")  # as many steps on one node
+        yield Cell("diloco", nodes, {"model": "gpt"}, these, own, RATES, {"best": 1.0}, order)
+
+
+STUDIES = {"gap": gap, "searched": searched, "time": until, "diloco": diloco}

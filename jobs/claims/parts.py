@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpigossip.algorithms import cadence, diloco
+from mpigossip.algorithms import cadence, diloco, gossip
 from mpigossip.algorithms.base import Algorithm, Decay, Step
 from mpigossip.algorithms.cadence import Cadence, fixed
 from mpigossip.config import Part
@@ -41,6 +41,43 @@ def warm_diloco(
         return state
 
     return cold._replace(receive=receive)
+
+
+def after_parallel(
+    local,
+    *,
+    warm: Count = 0,
+    outer_lr: AboveZero = 0.7,
+    outer_beta: Decay = 0.9,
+    drop: bool = False,
+) -> Algorithm:
+    """DiLoCo from where parallel's ``warm`` steps end, bitwise; ``drop``: but for Adam's state."""
+
+    def adapt(x, g, state, step: Step, out):
+        if drop and step.index >= warm:
+            if step.index == warm:
+                for array in state:
+                    array.zero_()
+            step = step._replace(index=step.index - warm)
+        return local.adapt(x, g, state, step, out)
+
+    inner = local._replace(adapt=adapt)
+    before = gossip.parallel(local)
+    cold = diloco.diloco(inner, outer_lr=outer_lr, outer_beta=outer_beta)
+
+    def send(x, g, state, out, step: Step):
+        if step.index >= warm:
+            return cold.send(x, g, state, out, step)
+        return state._replace(inner=before.send(x, g, state.inner, out, step))
+
+    def receive(x, g, state, sent, mixed, step: Step):
+        if step.index >= warm:
+            return cold.receive(x, g, state, sent, mixed, step)
+        made = before.receive(x, g, state.inner, sent, mixed, step)
+        state.anchor.copy_(x)
+        return state._replace(inner=made)
+
+    return cold._replace(send=send, receive=receive, takes_mixed=False)
 
 
 cadence.BUILDERS["warm-periodic"] = warm_periodic

@@ -11,6 +11,7 @@ A line of JSON a finished run, written when it ends; what was begun is done anew
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import random
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -31,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import parts  # noqa: E402, F401  names of cadences
-from designs import JOB, SEARCH, SEEDS, STUDIES, Cell  # noqa: E402
+from designs import JOB, SEARCH, SEEDS, STUDIES, TEXT_IS, TEXT_SHA256, Cell  # noqa: E402
 
 from mpigossip.cluster.process import end_with  # noqa: E402
 from mpigossip.cluster.ranks import Alone  # noqa: E402
@@ -39,6 +41,7 @@ from mpigossip.config.errors import NotFinite  # noqa: E402
 from mpigossip.graphs.search import save, search  # noqa: E402
 from mpigossip.runs import launch  # noqa: E402
 from mpigossip.store.log import read  # noqa: E402
+from mpigossip.store.packing import pack  # noqa: E402
 from mpigossip.studies.running import Found  # noqa: E402
 from mpigossip.training import assemble  # noqa: E402
 
@@ -67,6 +70,10 @@ def identity(line: Line) -> str:
 def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
     """The runs of a cell that can be named by now: rates with the search's seed, then the rest."""
     about = {"study": cell.study, "nodes": cell.nodes, "cell": cell.labels}
+    if cell.order:
+        for method, level, lr, seed in cell.order(done):
+            yield about | {"method": method, "level": level, "lr": lr, "seed": seed}
+        return
     best: dict[str, float] = {}
     for method in cell.methods:
         rates = searched(cell, method, done)
@@ -123,7 +130,11 @@ def train(line: Line, options: argparse.Namespace) -> Line:
     """The line with figures and digest, from a run in this process."""
     folder = options.scratch / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    places = {"{data}": str(options.data), "{searched}": str(_searched(line, options))}
+    places = {
+        "{data}": str(options.data),
+        "{searched}": str(_searched(line, options)),
+        "{text}": str(_text(line, options)),
+    }
     filled = " ".join(line["settings"])
     for place, path in places.items():
         filled = filled.replace(place, path)
@@ -181,6 +192,22 @@ def _searched(line: Line, options: argparse.Namespace) -> Path:
     return file
 
 
+def _text(line: Line, options: argparse.Namespace) -> Path:
+    """The modules of Python's own standard library, packed, where a run asks for them."""
+    file = options.scratch / "text.h5"
+    if "{text}" in str(line["settings"]) and not file.exists():
+        folder, mark = options.scratch / "text", hashlib.sha256()
+        folder.mkdir(exist_ok=True)
+        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            if path.stem in sys.stdlib_module_names:
+                mark.update(path.read_bytes())
+                shutil.copyfile(path, folder / path.name)
+        if mark.hexdigest() != TEXT_SHA256:
+            sys.exit(f"{sysconfig.get_path('stdlib')} isn't what the runs had: {TEXT_IS}")
+        pack(folder, file, text=True)
+    return file
+
+
 def origin() -> dict[str, str]:
     """The last commit that changed the package, and torch."""
     git = ["git", "-C", str(HERE), "log", "-1", "--format=%h", "--", str(HERE.parents[1] / PACKAGE)]
@@ -233,6 +260,8 @@ def estimate(options: argparse.Namespace) -> None:
     known = {identity(line) for line in lines(options.out)}
     for cell in cells(options):
         whole = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))
+        if cell.order is not None:  # those that can be named by now
+            whole = sum(1 for _ in wanted(cell, lines(options.out)))
         there = sum(identity(one) in known for one in wanted(cell, lines(options.out)))
         print(f"{cell.study:10} n = {cell.nodes:3} {cell.labels}: {there} of {whole} runs")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from designs import SEARCH, STUDIES
+from designs import SEARCH, STUDIES, Cell
 
 Line = dict[str, Any]
 """A run, as `run_queue.py` writes it."""
@@ -45,6 +45,23 @@ def faults(runs: Sequence[Line]) -> list[str]:
             if other is not line and other["figures"]["accuracy"] == line["figures"]["accuracy"]:
                 wrong.append(f"{called(line)}: the figures of {called(other)}")
     return wrong
+
+
+def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[int, Line]:
+    """The reported runs of a method by their seed; of another rate than the search's, none."""
+    mine = [
+        r for r in runs
+        if (r["study"], r["nodes"], key(r["cell"])) == (cell.study, cell.nodes, key(cell.labels))
+        and r["method"] == method
+    ]  # fmt: skip
+    tried = [r for r in mine if r["level"] == "search" and r["figures"]]
+    if not tried:
+        return {}
+    best = max(
+        tried, key=lambda r: ("late" not in r, r["figures"]["accuracy"], -r["lr"])
+    )["lr"]  # fmt: skip
+    rate = float(f"{best * cell.levels[level]:.3g}")
+    return {r["seed"]: r for r in mine if r["level"] == level and r["lr"] == rate}
 
 
 def key(labels: dict[str, str]) -> str:

@@ -1,0 +1,103 @@
+"""Differences over paired seeds, their verdicts, and Holm's procedure over a table's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+from stored import Line
+
+LEVEL = 0.05
+
+
+class Difference(NamedTuple):
+    """Mean of paired differences, its standard error, and the number of pairs."""
+
+    mean: float
+    error: float
+    pairs: int
+
+    @property
+    def half(self) -> float:
+        """Half the 95 % interval."""
+        return float(stats.t.ppf(1 - LEVEL / 2, self.pairs - 1) * self.error)
+
+    def beyond(self, bar: float) -> float:
+        """Return p of a mean at most ``bar``, doubled: ≤ 5 % where the 95 % interval lies above."""
+        if not self.error:
+            return 0.0 if self.mean > bar else 1.0
+        p = 2 * stats.t.sf((self.mean - bar) / self.error, self.pairs - 1)
+        return float(min(1.0, p))
+
+    def below(self, bar: float) -> float:
+        """The same of a mean at least ``bar``."""
+        return Difference(-self.mean, self.error, self.pairs).beyond(-bar)
+
+
+class Verdict(NamedTuple):
+    """A row's: whether it holds by itself, None if it can't be told, and the p of that."""
+
+    claim: str
+    alone: bool | None
+    p: float
+    adjusted: float = 1.0
+
+    @property
+    def words(self) -> str:
+        """The verdict as the page has it, after Holm."""
+        name = {None: "cannot tell", True: "holds", False: "**does not hold**"}[self.alone]
+        if self.alone is None or self.adjusted <= LEVEL:
+            return name
+        return f"cannot tell (alone: {name.strip('*')})"
+
+
+def of_values(values: Sequence[float]) -> Difference:
+    """A difference from those of each seed."""
+    spread = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Difference(float(np.mean(values)), spread, len(values))
+
+
+def of_interval(line: Line) -> Difference:
+    """A difference from its published interval."""
+    half = (line["high"] - line["low"]) / 2
+    quantile = float(stats.t.ppf(1 - LEVEL / 2, line["pairs"] - 1))
+    return Difference(line["mean"], half / quantile, line["pairs"])
+
+
+def judged(
+    claim: str,
+    found: Sequence[Difference],
+    by: float | Sequence[float] = 0.0,
+    alike: float | None = None,
+) -> Verdict:
+    """Judge a row: all of its differences have to show it, one is enough against it.
+
+    For it: the largest p; against it: the smallest, times their number.
+    """
+    if alike is None:
+        shown = [one.beyond(by) for one in found]
+        against = [one.below(by) for one in found]
+    else:
+        shown = [max(one.beyond(-alike), one.below(alike)) for one in found]
+        against = [min(one.beyond(alike), one.below(-alike)) for one in found]
+    yes, no = max(shown), min(against)
+    if no <= LEVEL:
+        return Verdict(claim, False, min(1.0, len(found) * no))
+    return Verdict(claim, True if yes <= LEVEL else None, min(1.0, yes))
+
+
+def holm(rows: Sequence[Verdict]) -> list[Verdict]:
+    """The rows with p adjusted for all that the table judges."""
+    order, least, found = sorted(range(len(rows)), key=lambda k: rows[k].p), 0.0, list(rows)
+    for place, k in enumerate(order):
+        least = max(least, min(1.0, (len(rows) - place) * rows[k].p))
+        found[k] = rows[k]._replace(adjusted=least)
+    return found
+
+
+def said(one: Difference) -> str:
+    """Mean and interval."""
+    return f"{one.mean:.2f} [{one.mean - one.half:.2f}, {one.mean + one.half:.2f}]"

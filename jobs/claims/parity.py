@@ -1,0 +1,188 @@
+"""Rows of two studies: searched graphs on CIFAR-10, and DiLoCo after a warm start against parallel.
+
+python jobs/claims/verdicts.py --write    # puts both tables into RESULTS.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from designs import (
+    ALONE,
+    NO_MERGE,
+    NO_MOMENTUM,
+    SEEDS,
+    STEPS,
+    STUDIES,
+    WITHIN,
+    Cell,
+    Chosen,
+    chosen,
+    vectors,
+)
+from judging import Verdict, holm, judged, of_values, said
+from stored import Line, finals
+
+FIRST = "searched, laplacian"
+"""The row that the others are compared with."""
+
+
+Accuracies = dict[str, tuple[float, list[float]]]
+"""Graph -> its rate, and percent with each seed."""
+
+
+def accuracies(runs: Sequence[Line], cell: Cell) -> Accuracies:
+    """Those of the graphs whose seeds are all there, and none diverged."""
+    found = {}
+    for method in cell.methods:
+        own = finals(runs, cell, method, "best")
+        if all(seed in own and own[seed]["figures"] for seed in SEEDS):
+            values = [100 * own[seed]["figures"]["accuracy"] for seed in SEEDS]
+            found[method] = own[SEEDS[0]]["lr"], values
+    return found
+
+
+def ahead(found: Accuracies) -> dict[str, list[float]]:
+    """By how many points the searched graph with Laplacian weights is ahead, a seed."""
+    if FIRST not in found:
+        return {}
+    first = found[FIRST][1]
+    return {
+        other: [a - b for a, b in zip(first, values, strict=True)]
+        for other, (_, values) in found.items() if other != FIRST
+    }  # fmt: skip
+
+
+def searched_verdicts(runs: Sequence[Line]) -> list[Verdict]:
+    """Whether it is ahead of each other graph of degree 4."""
+    return holm([
+        judged(f"{cell.labels['model']}: {FIRST} ahead of {other}", [of_values(values)])
+        for cell in STUDIES["searched"]()
+        for other, values in ahead(accuracies(runs, cell)).items()
+    ])  # fmt: skip
+
+
+def searched_page(runs: Sequence[Line]) -> str:
+    """The table of graphs."""
+    told = {one.claim: one for one in searched_verdicts(runs)}
+    lines = [
+        f"| graph, weights | rate | accuracy, % | {FIRST} ahead by, points | ahead |",
+        "|---|---|---|---|---|",
+    ]
+    for cell in STUDIES["searched"]():
+        model, found = cell.labels["model"], accuracies(runs, cell)
+        for method in cell.methods:
+            name = f"| {model}: {method}"
+            if method not in found:
+                there = len(finals(runs, cell, method, "best"))
+                lines.append(f"{name} |  | {there} of {len(SEEDS)} seeds are there |  |  |")
+                continue
+            (rate, values), more = found[method], "|  |  |"
+            if one := told.get(f"{model}: {FIRST} ahead of {method}"):
+                by = said(of_values(ahead(found)[method]))
+                more = f"| {by} | {one.words} |"
+            lines.append(f"{name} | {rate:g} | {said(of_values(values))} {more}")
+    mine = sum(run["study"] == "searched" for run in runs)
+    return "\n".join([*lines, "", f"{mine} runs stored."]) + "\n"
+
+
+# -- DiLoCo --------------------------------------------------------------------------------------
+
+
+class Parity(NamedTuple):
+    """A method with all its seeds: rate, mean loss, percent above parallel's with each, bytes."""
+
+    method: str
+    lr: float
+    loss: float
+    above: list[float]
+    vectors: float
+    """averages as a fraction of parallel's"""
+    since: float
+    """the same, since the warm start's end"""
+
+
+def losses(runs: Sequence[Line], method: str, lr: float, nodes: int = 4) -> dict[int, float]:
+    """The reported losses by their seed, without those that diverged."""
+    return {
+        r["seed"]: r["figures"]["loss"] for r in runs
+        if (r["study"], r["nodes"], r["method"], r["level"], r["lr"])
+        == ("diloco", nodes, method, "best", lr) and r["figures"]
+    }  # fmt: skip
+
+
+def compared(runs: Sequence[Line], one: Chosen) -> list[tuple[str, float, dict[int, float], int]]:
+    """The finalist and its controls: method, rate, losses, steps between averages (0: none)."""
+    tail = f"after {one.start} %"
+    plain = f"{NO_MOMENTUM} {tail}"
+    rates = {r["lr"] for r in runs if r["study"] == "diloco" and r["method"] == plain
+             and r["level"] == "best"}  # fmt: skip
+    rows = [(one.diloco, one.lr, 4, one.period), (f"{NO_MERGE} {tail}", one.lr, 4, STEPS)]
+    rows += [(plain, rate, 4, 32) for rate in rates]
+    rows.append((ALONE, one.parallel, 1, 0))
+    return [(m, lr, losses(runs, m, lr, nodes), h) for m, lr, nodes, h in rows]
+
+
+def parities(runs: Sequence[Line]) -> list[Parity]:
+    """Those of which all seeds are there, and all of parallel's."""
+    one = chosen(runs)
+    if one is None:
+        return []
+    base = losses(runs, "parallel", one.parallel)
+    found = []
+    for method, lr, own, period in compared(runs, one):
+        if all(seed in own and seed in base for seed in SEEDS):
+            above = [100 * (own[seed] / base[seed] - 1) for seed in SEEDS]
+            sent = vectors(period, one.start) if period else 0.0
+            since = 1 / period if period else 0.0
+            loss = float(np.mean([own[seed] for seed in SEEDS]))
+            found.append(Parity(method, lr, loss, above, sent, since))
+    return found
+
+
+def diloco_verdicts(runs: Sequence[Line]) -> list[Verdict]:
+    """Whether the loss is within 1 % of parallel's: what the controls must not be."""
+    return holm([
+        judged(f"{one.method}: within {WITHIN:g} % of parallel",
+               [of_values([WITHIN - v for v in one.above])])
+        for one in parities(runs)
+    ])  # fmt: skip
+
+
+def diloco_page(runs: Sequence[Line]) -> str:
+    """The table of losses and bytes, and that of the search."""
+    one, mine = chosen(runs), [run for run in runs if run["study"] == "diloco"]
+    lines = []
+    if one is not None:
+        base = losses(runs, "parallel", one.parallel)
+        words = f"{len(base)} of {len(SEEDS)} seeds are there"
+        if all(seed in base for seed in SEEDS):
+            words = f"{np.mean([base[seed] for seed in SEEDS]):.4f}"
+        lines += [
+            "| method | rate | loss | above parallel, % | bytes, since the start | within 1 % |",
+            "|---|---|---|---|---|---|",
+            f"| parallel | {one.parallel:g} | {words} |  | 1, 1 |  |",
+        ]
+        whole = dict(zip((p.method for p in parities(runs)),
+                         zip(parities(runs), diloco_verdicts(runs), strict=True),
+                         strict=True))  # fmt: skip
+        for method, lr, own, _ in compared(runs, one):
+            if method not in whole:
+                lines.append(f"| {method} | {lr:g} | {len(own)} of {len(SEEDS)} seeds |  |  |  |")
+                continue
+            row, told = whole[method]
+            lines.append(
+                f"| {method} | {lr:g} | {row.loss:.4f} | {said(of_values(row.above))} | "
+                f"{row.vectors:.3f}, {row.since:.3f} | {told.words} |"
+            )
+        lines.append("")
+    lines += ["| search, one seed | loss at each rate |", "|---|---|"]
+    tried: dict[str, list[str]] = {}
+    for run in mine:
+        if run["level"] == "search":
+            loss = f"{run['figures']['loss']:.4f}" if run["figures"] else "diverged"
+            tried.setdefault(run["method"], []).append(f"{run['lr']:g}: {loss}")
+    lines += [f"| {method} | {', '.join(found)} |" for method, found in tried.items()]
+    return "\n".join([*lines, "", f"{len(mine)} runs stored."]) + "\n"
