@@ -9,6 +9,7 @@ own best rate and at fractions of it. `run_queue.py` does the runs, `verdicts.py
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import inf
 from typing import Any, NamedTuple
@@ -115,28 +116,25 @@ def until() -> Iterator[Cell]:
 
 
 TEXT = ("task.name=language-model", "data.source={text}", "data.context=64", "data.batch=8",
-        "model.name=gpt", "model.layers=3", "model.heads=4", "model.width=96", "run.steps=960",
-        "run.epochs=1", "run.evaluate_every=0", "algorithm.clip_norm=1.0",
-        "algorithm.decay_all=false", "local.name=adamw", "local.decoupled_decay=0.01",
-        "graph.name=complete", "schedule.name=cosine", "schedule.final_lr=0.0001")  # fmt: skip
-"""A character model of 0.36 million parameters; {text}: `run_queue.py` makes it."""
+        "model.name=gpt", "model.heads=4", "run.epochs=1", "run.evaluate_every=0",
+        "algorithm.clip_norm=1.0", "algorithm.decay_all=false", "local.name=adamw",
+        "local.decoupled_decay=0.01", "graph.name=complete", "schedule.name=cosine",
+        "schedule.final_lr=0.0001")  # fmt: skip
+"""A character model; {text}: `run_queue.py` makes it."""
 TEXT_IS = "the 166 modules (*.py) beside each other in CPython 3.11.7's library, 4,661,318 bytes"
 TEXT_SHA256 = "29e6ffb976cc49b03c7b9ba137bb03fdc3df9083a193c303a1069fb4c85dd19b"
 """Of their contents, in the order of their names."""
-STEPS = 960
+SIZES = {
+    "gpt of 0.07 M": (640, ("model.layers=2", "model.width=48")),
+    "gpt of 0.36 M": (1920, ("model.layers=3", "model.width=96")),
+}
+"""Models, smallest first: steps, settings. A tenth of the steps is a multiple of all H."""
 PERIODS, STARTS, OUTER = (32, 8), (10, 20, 30), (0.4, 0.7)
 """Steps between averages, percent of the steps after which DiLoCo begins, its outer rates."""
+RATES = (0.003, 0.006, 0.012)
 WITHIN = 1.0
 """Percent of parallel's loss."""
 NO_MERGE, NO_MOMENTUM, ALONE = "H = ∞", "no outer momentum, H = 32", "one node alone"
-
-
-def after(start: int, period: int, outer: str) -> str:
-    """The settings of parallel for the first percents of the steps, then DiLoCo."""
-    warm = STEPS * start // 100
-    return (f"algorithm.name=parts:after_parallel algorithm.warm={warm} "
-            f"cadence.name=warm-periodic cadence.warm={warm} cadence.period={period} "
-            f"{outer}")  # fmt: skip
 
 
 def label(period: int, start: int, outer: float, kept: bool = True) -> str:
@@ -144,24 +142,29 @@ def label(period: int, start: int, outer: float, kept: bool = True) -> str:
     return f"H = {period} after {start} %, outer {outer}" + ("" if kept else ", Adam dropped")
 
 
-AVERAGE = "algorithm.outer_lr=1.0 algorithm.outer_beta=0.0"
-"""An outer step that is an average."""
-DILOCO = {
-    label(h, start, outer, kept): after(
-        start, h, f"algorithm.outer_lr={outer}" + ("" if kept else " algorithm.drop=true")
-    )
-    for h, start, outer, kept in product(PERIODS, STARTS, OUTER, (True, False))
-}
-CONTROLS = {
-    f"{name} after {start} %": after(start, h, AVERAGE)
-    for (name, h), start in product(((NO_MERGE, STEPS), (NO_MOMENTUM, 32)), STARTS)
-}
+def methods_of(steps: int) -> dict[str, str]:
+    """Parallel, every DiLoCo that the search may ask for, controls: label -> settings."""
+
+    def after(start: int, period: int, outer: float, more: str) -> str:
+        warm = steps * start // 100
+        return (f"algorithm.name=parts:after_parallel algorithm.warm={warm} "
+                f"algorithm.outer_lr={outer} {more} "
+                f"cadence.name=warm-periodic cadence.warm={warm} cadence.period={period}"
+                )  # fmt: skip
+
+    found = {"parallel": "algorithm.name=parallel"}
+    for h, start, outer, kept in product(PERIODS, STARTS, OUTER, (True, False)):
+        more = f"algorithm.drop={str(not kept).lower()}"
+        found[label(h, start, outer, kept)] = after(start, h, outer, more)
+    for (name, h), start in product(((NO_MERGE, steps), (NO_MOMENTUM, 32)), STARTS):
+        found[f"{name} after {start} %"] = after(start, h, 1.0, "algorithm.outer_beta=0.0")
+    return found
 
 
-def vectors(period: int, start: int) -> float:
+def vectors(period: int, start: int, steps: int) -> float:
     """Averages of a run as a fraction of parallel's: its bytes."""
-    warm = STEPS * start // 100
-    return (warm + STEPS // period - warm // period) / STEPS
+    warm = steps * start // 100
+    return (warm + steps // period - warm // period) / steps
 
 
 class Chosen(NamedTuple):
@@ -174,11 +177,7 @@ class Chosen(NamedTuple):
     start: int
 
 
-Stage = Generator[Turn, None, Any]
-RATES = (0.003, 0.006, 0.012)
-
-
-def parity(done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | None]:
+def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | None]:
     """One after the other: rates, outer rate, H and start, Adam's state; then what is reported.
 
     The finalist sends the fewest bytes of those within 1 % of parallel in the search; if none is,
@@ -186,7 +185,9 @@ def parity(done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | Non
     """
     loss = {
         (r["method"], r["lr"]): inf if "late" in r else r["figures"].get("loss", inf)
-        for r in done if (r["study"], r["nodes"], r["level"]) == ("diloco", 4, "search")
+        for r in done
+        if (r["study"], r["nodes"], r["level"]) == ("diloco", 4, "search")
+        and r["cell"]["model"] == model
     }  # fmt: skip
 
     def best(*tried: tuple[str, float]) -> Generator[Turn, None, tuple[str, float] | None]:
@@ -209,7 +210,7 @@ def parity(done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | Non
     if not nearest:
         return None
     near = [one for one in ways if loss[one] <= (1 + WITHIN / 100) * loss[base]]
-    method, lr = min(near, key=lambda one: vectors(*ways[one]), default=nearest)
+    method, lr = min(near, key=lambda one: vectors(*ways[one], SIZES[model][0]), default=nearest)
     h, start = ways[method, lr]
     last = yield from best((method, lr), (label(h, start, outer, False), lr))
     if not last:
@@ -226,16 +227,16 @@ def parity(done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | Non
     return Chosen(base[1], last[0], lr, h, start)
 
 
-def alone(done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+def alone(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
     """The control that has no other nodes: parallel's rate, as many steps."""
-    if found := chosen(done):
+    if found := chosen(model, done):
         for seed in SEEDS:
             yield ALONE, "best", found.parallel, seed
 
 
-def chosen(done: Sequence[dict[str, Any]]) -> Chosen | None:
+def chosen(model: str, done: Sequence[dict[str, Any]]) -> Chosen | None:
     """What the search found; None where runs of it are missing."""
-    turns = parity(done)
+    turns = parity(model, done)
     while True:
         try:
             next(turns)
@@ -245,11 +246,14 @@ def chosen(done: Sequence[dict[str, Any]]) -> Chosen | None:
 
 def diloco() -> Iterator[Cell]:
     """DiLoCo after a warm start against parallel at equal samples (row 2)."""
-    parallel = "algorithm.name=parallel"
-    methods = {"parallel": parallel, **DILOCO, **CONTROLS}
-    for nodes, these, order in ((4, methods, parity), (1, {ALONE: parallel}, alone)):
-        own = (*TEXT, f"schedule.warmup_epochs={0.0125 * nodes}")  # as many steps on one node
-        yield Cell("diloco", nodes, {"model": "gpt"}, these, own, RATES, {"best": 1.0}, order)
+    for model, (steps, size) in SIZES.items():
+        methods = methods_of(steps)
+        only = {ALONE: methods["parallel"]}
+        for nodes, these, order in ((4, methods, parity), (1, only, alone)):
+            warmup = f"schedule.warmup_epochs={0.0125 * nodes}"  # as many steps on one node
+            own = (*TEXT, *size, f"run.steps={steps}", warmup)
+            yield Cell("diloco", nodes, {"model": model}, these, own, RATES, {"best": 1.0},
+                       partial(order, model))  # fmt: skip
 
 
 STUDIES = {"gap": gap, "searched": searched, "time": until, "diloco": diloco}

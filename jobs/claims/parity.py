@@ -14,7 +14,7 @@ from designs import (
     NO_MERGE,
     NO_MOMENTUM,
     SEEDS,
-    STEPS,
+    SIZES,
     STUDIES,
     WITHIN,
     Cell,
@@ -104,38 +104,42 @@ class Parity(NamedTuple):
     """the same, since the warm start's end"""
 
 
-def losses(runs: Sequence[Line], method: str, lr: float, nodes: int = 4) -> dict[int, float]:
+def losses(
+    runs: Sequence[Line], model: str, method: str, lr: float, nodes: int = 4
+) -> dict[int, float]:
     """The reported losses by their seed, without those that diverged."""
     return {
         r["seed"]: r["figures"]["loss"] for r in runs
-        if (r["study"], r["nodes"], r["method"], r["level"], r["lr"])
-        == ("diloco", nodes, method, "best", lr) and r["figures"]
+        if (r["study"], r["nodes"], r["cell"], r["method"], r["level"], r["lr"])
+        == ("diloco", nodes, {"model": model}, method, "best", lr) and r["figures"]
     }  # fmt: skip
 
 
-def compared(runs: Sequence[Line], one: Chosen) -> list[tuple[str, float, dict[int, float], int]]:
+def compared(
+    runs: Sequence[Line], model: str, one: Chosen
+) -> list[tuple[str, float, dict[int, float], int]]:
     """The finalist and its controls: method, rate, losses, steps between averages (0: none)."""
     tail = f"after {one.start} %"
     plain = f"{NO_MOMENTUM} {tail}"
-    rates = {r["lr"] for r in runs if r["study"] == "diloco" and r["method"] == plain
-             and r["level"] == "best"}  # fmt: skip
-    rows = [(one.diloco, one.lr, 4, one.period), (f"{NO_MERGE} {tail}", one.lr, 4, STEPS)]
+    own = [r for r in runs if r["study"] == "diloco" and r["cell"]["model"] == model]
+    rates = {r["lr"] for r in own if r["method"] == plain and r["level"] == "best"}
+    rows = [(one.diloco, one.lr, 4, one.period), (f"{NO_MERGE} {tail}", one.lr, 4, SIZES[model][0])]
     rows += [(plain, rate, 4, 32) for rate in rates]
     rows.append((ALONE, one.parallel, 1, 0))
-    return [(m, lr, losses(runs, m, lr, nodes), h) for m, lr, nodes, h in rows]
+    return [(m, lr, losses(runs, model, m, lr, nodes), h) for m, lr, nodes, h in rows]
 
 
-def parities(runs: Sequence[Line]) -> list[Parity]:
+def parities(runs: Sequence[Line], model: str) -> list[Parity]:
     """Those of which all seeds are there, and all of parallel's."""
-    one = chosen(runs)
+    one = chosen(model, runs)
     if one is None:
         return []
-    base = losses(runs, "parallel", one.parallel)
+    base = losses(runs, model, "parallel", one.parallel)
     found = []
-    for method, lr, own, period in compared(runs, one):
+    for method, lr, own, period in compared(runs, model, one):
         if all(seed in own and seed in base for seed in SEEDS):
             above = [100 * (own[seed] / base[seed] - 1) for seed in SEEDS]
-            sent = vectors(period, one.start) if period else 0.0
+            sent = vectors(period, one.start, SIZES[model][0]) if period else 0.0
             since = 1 / period if period else 0.0
             loss = float(np.mean([own[seed] for seed in SEEDS]))
             found.append(Parity(method, lr, loss, above, sent, since))
@@ -145,44 +149,52 @@ def parities(runs: Sequence[Line]) -> list[Parity]:
 def diloco_verdicts(runs: Sequence[Line]) -> list[Verdict]:
     """Whether the loss is within 1 % of parallel's: what the controls must not be."""
     return holm([
-        judged(f"{one.method}: within {WITHIN:g} % of parallel",
+        judged(f"{model}, {one.method}: within {WITHIN:g} % of parallel",
                [of_values([WITHIN - v for v in one.above])])
-        for one in parities(runs)
+        for model in SIZES for one in parities(runs, model)
     ])  # fmt: skip
 
 
 def diloco_page(runs: Sequence[Line]) -> str:
-    """The table of losses and bytes, and that of the search."""
-    one, mine = chosen(runs), [run for run in runs if run["study"] == "diloco"]
-    lines = []
-    if one is not None:
-        base = losses(runs, "parallel", one.parallel)
-        words = f"{len(base)} of {len(SEEDS)} seeds are there"
-        if all(seed in base for seed in SEEDS):
-            words = f"{np.mean([base[seed] for seed in SEEDS]):.4f}"
-        lines += [
-            "| method | rate | loss | above parallel, % | bytes, since the start | within 1 % |",
-            "|---|---|---|---|---|---|",
-            f"| parallel | {one.parallel:g} | {words} |  | 1, 1 |  |",
-        ]
-        whole = dict(zip((p.method for p in parities(runs)),
-                         zip(parities(runs), diloco_verdicts(runs), strict=True),
-                         strict=True))  # fmt: skip
-        for method, lr, own, _ in compared(runs, one):
-            if method not in whole:
-                lines.append(f"| {method} | {lr:g} | {len(own)} of {len(SEEDS)} seeds |  |  |  |")
-                continue
-            row, told = whole[method]
-            lines.append(
-                f"| {method} | {lr:g} | {row.loss:.4f} | {said(of_values(row.above))} | "
-                f"{row.vectors:.3f}, {row.since:.3f} | {told.words} |"
-            )
-        lines.append("")
-    lines += ["| search, one seed | loss at each rate |", "|---|---|"]
-    tried: dict[str, list[str]] = {}
-    for run in mine:
-        if run["level"] == "search":
-            loss = f"{run['figures']['loss']:.4f}" if run["figures"] else "diverged"
-            tried.setdefault(run["method"], []).append(f"{run['lr']:g}: {loss}")
-    lines += [f"| {method} | {', '.join(found)} |" for method, found in tried.items()]
-    return "\n".join([*lines, "", f"{len(mine)} runs stored."]) + "\n"
+    """The table of losses and bytes of each size, and that of its search."""
+    told = {one.claim: one.words for one in diloco_verdicts(runs)}
+    lines = list[str]()
+    for model in SIZES:
+        mine = [r for r in runs if r["study"] == "diloco" and r["cell"]["model"] == model]
+        lines += [f"{model}, {SIZES[model][0]:,} steps: {len(mine)} runs stored.", ""]
+        if one := chosen(model, runs):
+            lines += [*_reported(runs, model, one, told), ""]
+        tried: dict[str, list[str]] = {}
+        for run in mine:
+            if run["level"] == "search":
+                loss = f"{run['figures']['loss']:.4f}" if run["figures"] else "diverged"
+                tried.setdefault(run["method"], []).append(f"{run['lr']:g}: {loss}")
+        if tried:
+            lines += ["| search, one seed | loss at each rate |", "|---|---|"]
+            lines += [f"| {method} | {', '.join(found)} |" for method, found in tried.items()]
+            lines.append("")
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _reported(runs: Sequence[Line], model: str, one: Chosen, told: dict[str, str]) -> list[str]:
+    base = losses(runs, model, "parallel", one.parallel)
+    words = f"{len(base)} of {len(SEEDS)} seeds"
+    if len(base) == len(SEEDS):
+        words = f"{np.mean([*base.values()]):.4f}"
+    lines = [
+        "| method | rate | loss | above parallel, % | bytes, since the start | within 1 % |",
+        "|---|---|---|---|---|---|",
+        f"| parallel | {one.parallel:g} | {words} |  | 1, 1 |  |",
+    ]
+    whole = {row.method: row for row in parities(runs, model)}
+    for method, lr, own, _ in compared(runs, model, one):
+        if method not in whole:
+            lines.append(f"| {method} | {lr:g} | {len(own)} of {len(SEEDS)} seeds |  |  |  |")
+            continue
+        row = whole[method]
+        claim = f"{model}, {method}: within {WITHIN:g} % of parallel"
+        lines.append(
+            f"| {method} | {lr:g} | {row.loss:.4f} | {said(of_values(row.above))} | "
+            f"{row.vectors:.3f}, {row.since:.3f} | {told[claim]} |"
+        )
+    return lines
