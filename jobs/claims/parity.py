@@ -65,7 +65,8 @@ def searched_verdicts(runs: Sequence[Line]) -> list[Verdict]:
 
 
 def searched_page(runs: Sequence[Line]) -> str:
-    """The table of graphs."""
+    """The table of graphs, for each model of which there are runs."""
+    mine = [run for run in runs if run["study"] == "searched"]
     told = {one.claim: one for one in searched_verdicts(runs)}
     lines = [
         f"| graph, weights | rate | accuracy, % | {FIRST} ahead by, points | ahead |",
@@ -73,6 +74,8 @@ def searched_page(runs: Sequence[Line]) -> str:
     ]
     for cell in STUDIES["searched"]():
         model, found = cell.labels["model"], accuracies(runs, cell)
+        if not any(run["cell"] == cell.labels for run in mine):
+            continue
         for method in cell.methods:
             name = f"| {model}: {method}"
             if method not in found:
@@ -84,8 +87,7 @@ def searched_page(runs: Sequence[Line]) -> str:
                 by = said(of_values(ahead(found)[method]))
                 more = f"| {by} | {one.words} |"
             lines.append(f"{name} | {rate:g} | {said(of_values(values))} {more}")
-    mine = sum(run["study"] == "searched" for run in runs)
-    return "\n".join([*lines, "", f"{mine} runs stored."]) + "\n"
+    return "\n".join([*lines, "", f"{len(mine)} runs stored."]) + "\n"
 
 
 # -- DiLoCo --------------------------------------------------------------------------------------
