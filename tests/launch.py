@@ -161,12 +161,13 @@ def warmed(args: list[str], env: dict[str, str]) -> list[str]:
 
 @functools.cache
 def warm_python() -> str:
-    """A program that runs `-m MODULE` and scripts as `warmed` does, all else as this Python."""
+    """A program that runs `-m MODULE`, scripts and runs of a study as `warmed`, else as Python."""
     file = Path(_server()).with_name("python")
     stub = shlex.join([PYTHON, "-IS", str(REPO / "tests" / "warmstub.py"), _server()])
     plain = shlex.quote(PYTHON)
     file.write_text(
-        f'#!/bin/sh\ncase "$1" in -m|*.py) exec {stub} "$@";; *) exec {plain} "$@";; esac\n'
+        '#!/bin/sh\ncase "$1 $2" in "-m "*|*".py "*|"-c import mpigossip.studies."*) '
+        f'exec {stub} "$@";; *) exec {plain} "$@";; esac\n'
     )
     file.chmod(0o755)
     return str(file)

@@ -41,7 +41,7 @@ def digest(done):
     [
         every(1, []),
         (2, ["node.devices=cpu:2", "node.same_host=put"]),
-        (3, ["graph.name=ring", "algorithm.name=dsgd"]),
+        every(3, ["graph.name=ring", "algorithm.name=dsgd"]),
         every(4, ["graph.name=exponential", "node.same_host=put"]),
         (6, ["algorithm.name=parallel", "graph.name=complete"]),
     ],

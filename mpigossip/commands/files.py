@@ -75,7 +75,10 @@ EXPORT = """
 mpigossip log export runs/digits --csv digits.csv
 mpigossip log export runs/digits --tensorboard events
 """
-REPORT = "mpigossip report runs/ring runs/digits --html report.html"
+REPORT = """
+mpigossip report runs/digits
+mpigossip report runs/ring runs/digits --html report.html
+"""
 
 
 def _add_log(commands) -> None:
@@ -94,7 +97,7 @@ def _add_log(commands) -> None:
     summary = "one page in HTML of one or several runs"
     report = command(commands, "report", _report, summary, REPORT)
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
-    report.add_argument("--html", type=Path, required=True, metavar="OUT.html")
+    report.add_argument("--html", type=Path, metavar="OUT.html", help="default: RUN/report.html")
 
 
 def _show_log(options) -> None:
@@ -121,8 +124,7 @@ def _export_log(options) -> None:
 def _plot(options) -> None:
     from mpigossip.analysis.plot import plot
 
-    first = options.runs[0]
-    out = options.out or (first if first.is_dir() else first.parent) / "log.png"
+    out = options.out or _beside(options.runs[0], "log.png")
     plot([run_named(run) for run in options.runs], out)
     tell(out)
 
@@ -130,8 +132,13 @@ def _plot(options) -> None:
 def _report(options) -> None:
     from mpigossip.analysis.report import write
 
-    write([run_named(run) for run in options.runs], options.html)
-    tell(options.html)
+    out = options.html or _beside(options.runs[0], "report.html")
+    write([run_named(run) for run in options.runs], out)
+    tell(out)
+
+
+def _beside(run: Path, name: str) -> Path:
+    return (run if run.is_dir() else run.parent) / name
 
 
 CHECKPOINT = """

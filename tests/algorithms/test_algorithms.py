@@ -60,7 +60,7 @@ def all_cases(comm, same_host, steps):
 
 @pytest.mark.both
 @pytest.mark.parametrize(
-    "n, same_host", [(3, "put"), every(4, "read"), every(6, "put"), (2, "read")]
+    "n, same_host", [(3, "put"), every(4, "read"), every(6, "put"), every(2, "read")]
 )
 def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
     got = ranks(n)(all_cases, same_host, 9, timeout=200)

@@ -27,6 +27,7 @@ def test_the_doctor_makes_the_nodes_that_a_job_would(mpirun, tmp_path, per, says
     assert "none on these hosts" in done.stdout
 
 
+@pytest.mark.every
 def test_ranks_that_make_no_nodes_are_wrong_and_the_rest_is_looked_at(mpirun, tmp_path):
     done = mpirun(4, [*DOCTOR, "--ranks-per-node", "3", "--json"], timeout=120, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -172,7 +172,7 @@ def test_ranks_of_a_node_are_planned_together(mpirun, per, where, network):
 
 
 @pytest.mark.parametrize(
-    ("per", "says"), [every("2", "2 nodes x 2 slots"), ("host", "1 nodes x 4 slots")]
+    ("per", "says"), [every("2", "2 nodes x 2 slots"), every("host", "1 nodes x 4 slots")]
 )
 def test_a_dry_run_counts_the_nodes_that_a_launcher_s_ranks_make(mpirun, per, says):
     words = ["train", str(JOB), "--dry-run", f"node.ranks_per_node={per}"]

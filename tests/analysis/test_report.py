@@ -20,6 +20,7 @@ from mpigossip.store import StoreError
 from mpigossip.store.log import Column, LogWriter, read
 from mpigossip.store.log_export import to_csv
 from mpigossip.studies.seeds import parted
+from tests.cases import every
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -261,7 +262,7 @@ def test_many_runs_are_drawn_in_parts_of_at_most_ten(tmp_path):
     plot(places, tmp_path / "many.png")
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [every(390), every(1280)])
 def test_the_page_fits_a_phone_and_a_screen_without_other_servers(tmp_path, width):
     """Opened in Chromium without a screen: no wider than its window, light and dark."""
     write([run(tmp_path / "digits")], tmp_path / "page.html")

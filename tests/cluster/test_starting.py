@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests import launch
+from tests.cases import every
 
 pytestmark = pytest.mark.both
 
@@ -78,7 +79,7 @@ def ended(mpirun, folder, when, limit=LIMIT_S):
     return done.stdout + done.stderr  # MPICH reports on standard output
 
 
-@pytest.mark.parametrize("when", ["before", "hello", "init", "after"])
+@pytest.mark.parametrize("when", ["before", every("hello"), "init", every("after")])
 def test_a_rank_that_is_killed_ends_the_job_and_is_named(mpirun, tolerant, tmp_path, when):
     """By the launcher, as rank or process; by us where its launcher goes on."""
     told = ended(mpirun, tmp_path, when)

@@ -18,6 +18,7 @@ from mpigossip.data import pytree
 from mpigossip.data.loader import DataError, Loader
 from mpigossip.data.partition import Share, make_orders
 from mpigossip.data.sources import source
+from tests.cases import every
 
 
 class Squares(Dataset):
@@ -153,7 +154,7 @@ def figures(batches):
     return [torch.cat([b["x"].flatten(), b["drawn"].flatten()]).tolist() for b in batches]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, every(2)])
 def test_a_batch_follows_from_its_step_alone(mine, workers):
     """Samples and what they draw: from the start, from the middle, of all nodes or of one."""
     mine(squares=squares)
@@ -186,6 +187,7 @@ def test_loading_processes_know_no_launcher(mine, monkeypatch):
     assert os.environ["PMI_RANK"] == "0", "this process keeps them"
 
 
+@pytest.mark.every
 def test_how_a_process_ends_that_has_given_all_is_no_matter(mine):
     mine(aborting=given(Aborting()))
     with opened("aborting", workers=2) as loader:

@@ -145,7 +145,7 @@ def caught(mutant: tuple, folder: Path) -> str:
     if (there := whole.count(old)) != 1:
         raise ValueError(f"{name}: {there} times {old!r} in {module}")
     place.write_text(whole.replace(old, new))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", test]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--all", test]
     env = os.environ | {"PYTHONPATH": f"{folder / 'tests/double/site'}:{folder}"}
     try:
         done = subprocess.run(

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from tests.cases import every
 from tests.double import active
 from tests.mixing.device.test_windows import compare
 
@@ -48,13 +49,17 @@ def test_every_slots_device_is_proven(ranks):
 @pytest.mark.parametrize(
     "what, named",
     [
-        ("put:2", ["a put of GPU memory failed on cuda:1 (rank 1)", "MPI_ERR_RMA_RANGE"]),
+        every("put:2", ["a put of GPU memory failed on cuda:1 (rank 1)", "MPI_ERR_RMA_RANGE"]),
         ("lost put:2", ["cuda:1 (rank 1)"]),
-        ("put alone", ["in a process of its own a put of GPU memory failed", "MPI_ERR_RMA_RANGE"]),
+        every(
+            "put alone", ["in a process of its own a put of GPU memory failed", "MPI_ERR_RMA_RANGE"]
+        ),
         ("crash alone:2", ["in a process of its own it ended with SIGSEGV"]),
-        ("lost put alone", ["in a process of its own a put of GPU memory", "cuda:0: wrong data"]),
+        every(
+            "lost put alone", ["in a process of its own a put of GPU memory", "cuda:0: wrong data"]
+        ),
         ("flush", ["cuFlushGPUDirectRDMAWrites on cuda:0 failed with code 999"]),
-        ("allocation:2", ["cudaMalloc of 2 MiB for windows on cuda:1", "out of memory"]),
+        every("allocation:2", ["cudaMalloc of 2 MiB for windows on cuda:1", "out of memory"]),
     ],
 )
 def test_what_fails_on_one_rank_is_refused_on_all_at_once(ranks, what, named):
@@ -76,7 +81,7 @@ def windows(comm, what, rank, way, aware):
     "what, way, aware, named",
     [
         ("put", "auto", True, "MPI_ERR_RMA_RANGE"),
-        ("allocation", "auto", True, "out of memory"),
+        every("allocation", "auto", True, "out of memory"),
         ("pin", "host", False, "cudaHostRegister"),
     ],
 )
@@ -107,7 +112,7 @@ def unflushed(comm, kind):
     return str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["GOSSIP", "GLOBAL"])
+@pytest.mark.parametrize("kind", ["GOSSIP", every("GLOBAL")])
 def test_a_flush_that_fails_in_training_ends_the_round_in_words(kind):
     """Of what was put (a gossip round) and of what came as messages (an average)."""
     from tests.rankpool import Ranks
@@ -213,6 +218,7 @@ def train(mpirun, folder, fails, exchange="windows", steps=6, **env):
     return done, time.perf_counter() - began
 
 
+@pytest.mark.every
 def test_train_says_the_way_and_why_it_is_not_the_other(mpirun, tmp_path):
     good, _ = train(mpirun, tmp_path / "good", "")
     assert good.returncode == 0, good.stderr

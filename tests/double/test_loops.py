@@ -137,6 +137,7 @@ def test_fsdp2_inside_nodes_has_the_bits_of_full_models(ranks, one_thread, case)
         assert torch.equal(torch.from_numpy(found), wanted[node])
 
 
+@pytest.mark.every
 def test_a_job_stopped_and_resumed_has_the_simulators_digest(mpirun, tmp_path):
     words = ["model.name=mlp", "data.batch=4", "run.epochs=1", "log.consensus_every=0"]
     words += ["node.precision=fp32"]  # "auto" is bf16 there

@@ -10,7 +10,7 @@ import torch
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.kernels import gpu_sum
-from tests.cases import some
+from tests.cases import every, some
 from tests.double import active
 from tests.mixing.device.test_windows import compare
 from tests.mixing.test_windows import GRAPHS
@@ -78,6 +78,7 @@ def test_two_ranks_of_two_devices_have_the_cpus_bits(ranks, window):
     same(ranks, 2, "cuda:0,1", 2, METHODS, *more)
 
 
+@pytest.mark.every
 def test_a_rank_of_eight_devices_has_the_cpus_bits(ranks):
     same(ranks, 1, "cuda:0-7", 8, METHODS)
 
@@ -97,6 +98,7 @@ def every_wire(comm):
         return differing(comm, [("put", "windows"), ("put", "messages")], "cuda:0")
 
 
+@pytest.mark.every
 def test_every_wire_has_the_values_of_numpy(ranks):
     assert ranks(3)(every_wire, timeout=240) == [[], [], []]
 
@@ -110,7 +112,7 @@ def test_a_method_that_sums_into_its_vector_has_the_cpus_bits(ranks, window):
 NCCL = ["node.exchange=nccl", "log.consensus_every=7"]
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, every(4)])
 def test_nccl_between_nodes_has_the_cpus_bits(ranks, n):
     same(ranks, n, 2, 2, METHODS, *NCCL)
 
@@ -120,7 +122,7 @@ def test_every_wire_by_nccl_has_the_cpus_bits(ranks, wire):
     same(ranks, 2, 2, 2, ["choco"], *NCCL, f"node.wire={wire}")
 
 
-@pytest.mark.parametrize("n, wire", [(3, "bf16"), (4, "fp32"), (4, "top-k")])
+@pytest.mark.parametrize("n, wire", [(3, "bf16"), every(4, "fp32"), (4, "top-k")])
 def test_windows_by_nccl_equal_the_simulator(ranks, n, wire):
     graphs = ["one-peer-exponential", "ring", "star", "complete"]
     args = (graphs, "nccl", 12, wire, 4096, 0, "cuda:{rank}")

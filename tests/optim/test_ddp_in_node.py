@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpigossip.config import JobError
+from tests.cases import every
 
 STEPS, BATCH, PER = 6, 8, 2
 SETTINGS = [
@@ -84,7 +85,7 @@ def one_rank(comm, settings):
     return found
 
 
-@pytest.mark.parametrize(("n", "count"), [(2, len(SETTINGS)), (4, 2)])
+@pytest.mark.parametrize(("n", "count"), [(2, len(SETTINGS)), every(4, 2)])
 def test_ddp_inside_the_node_has_the_bits_of_one_rank_a_node(ranks, n, count):
     some = SETTINGS[:count]
     expected = ranks(n)(one_rank, some, timeout=120)

@@ -47,6 +47,7 @@ def test_nodes_of_two_ranks_have_the_bits_of_full_models(ranks, cases):
             assert torch.equal(torch.from_numpy(found[k]), wanted[node]), case
 
 
+@pytest.mark.every
 def test_uneven_parts_of_three_ranks_are_full_models_within_rounding(ranks):
     of_ranks = ranks(6)(on_ranks, NEAR, 3, timeout=240)
     for k, case in enumerate(NEAR):

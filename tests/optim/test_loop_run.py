@@ -253,13 +253,13 @@ def test_jobs_and_loops_do_not_take_each_others_folders(tmp_path, capsys):
 def test_commands_read_a_loops_run(tmp_path, capsys):
     run = tmp_path / "run"
     make_run(run)
-    for command in ("checkpoint show", "checkpoint verify", "log show", "log plot"):
+    for command in ("checkpoint show", "checkpoint verify", "log show", "log plot", "report"):
         assert main([*command.split(), str(run)]) == 0, command
+    assert (run / "log.png").is_file() and (run / "report.html").is_file()
     told = capsys.readouterr().out
     assert 'model = "Sequential"' in told and "[data]" not in told and ": whole" in told
     assert "finished at step 2" in told and "samples/s" in told
     assert main(["log", "export", str(run), "--csv", str(tmp_path / "run.csv")]) == 0
-    assert main(["report", str(run), "--html", str(tmp_path / "run.html")]) == 0
     assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / "model.pt")]) == 0
     assert "left out" not in capsys.readouterr().out
     model, _ = make(9)

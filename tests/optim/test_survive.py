@@ -15,7 +15,7 @@ from mpigossip.optim.state import copied, put_back
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from tests import launch, survivors
-from tests.cases import on_each
+from tests.cases import every, on_each
 
 pytestmark = pytest.mark.both
 
@@ -45,7 +45,7 @@ def tolerant(mpirun, monkeypatch):
     "victims",
     [
         {2: "7"},  # inside the exchange of a step, which is done again unless its message was out
-        {0: "5", 3: "21"},  # rank 0, and another
+        every({0: "5", 3: "21"}),  # rank 0, and another
         {1: "10g"},  # inside averaged(), after step 10: the next step takes it in
         {0: "3", 1: "3", 2: "3"},  # all but one
     ],
@@ -87,8 +87,8 @@ def test_whoever_is_behind_others_that_are_done_ends_alone(tolerant, tmp_path, f
     "victims",
     [
         {0: "7", 3: "24"},  # rank 0, who writes log and manifest, then another
-        {2: "10g"},  # inside averaged(), so that save() is left out there
-        {0: "20c"},  # inside a checkpoint
+        every({2: "10g"}),  # inside averaged(), so that save() is left out there
+        every({0: "20c"}),  # inside a checkpoint
     ],
 )
 def test_a_run_with_a_folder_goes_on_with_log_and_checkpoints(tolerant, mpirun, tmp_path, victims):

@@ -16,9 +16,10 @@ import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError, readable
 from mpigossip.store import checkpoint
-from tests.cases import on_each, with_world
+from tests.cases import every, on_each, with_world
 
 N = 3
+AHEAD = {"style": "awc"}
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +96,11 @@ def after(world, name, options):
     return rows.numpy(), mean.numpy(), apart
 
 
-@pytest.mark.parametrize("options", [{}, {"style": "awc"}], ids=["dsgd", "ahead"])
-@pytest.mark.parametrize("name", ["cast", "put_back", "from_vector"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("cast", {}), ("put_back", AHEAD), ("from_vector", {}),
+     every("cast", AHEAD), every("put_back", {}), every("from_vector", AHEAD)],
+)  # fmt: skip
 def test_parameters_that_were_given_other_memory_are_taken_back(ranks, name, options):
     plain, other = ranks(N)(after, "nothing", options), ranks(N)(after, name, options)
     for (a, _, _), (b, mean, apart) in zip(plain, other, strict=True):

@@ -116,7 +116,7 @@ def whole_runs(comm, folder, per, own, second, files):
 @pytest.mark.parametrize(
     ("first", "second", "files", "each"),
     [
-        (((2, 1), 2), ((4, 2), 1), [], 1),
+        every(((2, 1), 2), ((4, 2), 1), [], 1),
         every(((8, 2), 1), ((4, 1), 2), [], 1),
         every(((4, 1), 2), ((8, 2), 1), ["checkpoint.one_file_gb=0"], 2),
         (((4, 2), 2), ((2, 1), 4), ["checkpoint.one_file_gb=0"], 4),

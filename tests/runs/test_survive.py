@@ -25,7 +25,7 @@ from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from tests import launch
-from tests.cases import with_world
+from tests.cases import every, with_world
 from tests.mixing.test_windows import GRAPHS, LAYOUT, fill, graphs_for, kinds_of
 
 pytestmark = pytest.mark.both
@@ -223,7 +223,7 @@ def test_survivors_remember_an_agreed_stop(tolerant, tmp_path):
 
 
 # neighbours may be a fragment's turn, 3 steps, behind who is lost behind its seventh
-@pytest.mark.parametrize(("name", "least"), [("diloco", 6), ("gasloc", 4)])
+@pytest.mark.parametrize(("name", "least"), [every("diloco", 6), ("gasloc", 4)])
 def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(tolerant, tmp_path, name, least):
     settings = [f"algorithm.name={name}", "cadence.period=6", "cadence.fragments=2"]
     settings += ["graph.name=complete"]  # a neighbour's neighbour may be two turns behind

@@ -140,6 +140,7 @@ def test_runs_end_with_a_study_that_is_killed(here):
             os.kill(each, signal.SIGKILL)
 
 
+@pytest.mark.every
 def test_each_point_takes_its_own_rate_by_a_seed_that_is_not_reported(here):
     study = small({"algorithm.name": ["dsgd"]}, rates=[1e-4, 0.5, 1e9], judge="loss", seeds=1)
     assert study.rows[0]["lr"] == 0.5
@@ -513,6 +514,7 @@ def test_points_that_do_not_go_together_can_be_left_out(here):
     assert [cell.name for cell in cells] == ["dsgd_n4"] and "static" in unfit["decentlam_n4"]
 
 
+@pytest.mark.every
 def test_a_folder_of_another_study_is_not_overwritten(here):
     small({}, seeds=1)
     with pytest.raises(Failure, match="holds a run of another job"):

@@ -204,6 +204,7 @@ def test_each_line_of_shell_of_a_page_runs_or_resolves(page, tmp_path, monkeypat
     sys.modules.pop("mine", None)
 
 
+@pytest.mark.every
 def test_the_loop_that_came_from_ddp_runs(monkeypatch, mpirun, tmp_path):
     (program,) = blocks("migrate", "python")
     (tmp_path / "after.py").write_text(program)
@@ -225,6 +226,7 @@ def test_the_script_of_a_rank_for_each_gpu_is_as_the_page_says(capsys, monkeypat
         assert part in script
 
 
+@pytest.mark.every
 def test_the_table_of_choose_is_what_plan_predicts(capsys):
     """Its column of 1 Gbit/s: the command of the page, at all that it is given."""
     (line,) = [each for each in lines("choose") if " plan " in each]
