@@ -88,7 +88,7 @@ def searched() -> Iterator[Cell]:
     }
     methods = {name: f"algorithm.name=dsgd graph.name={graph}" for name, graph in graphs.items()}
     data = ("data.batch=16", "data.partition=dirichlet", "data.dirichlet_alpha=0.1")
-    rates = (0.0125, 0.025, 0.05, 0.1, 0.2)
+    rates = (0.05, 0.1, 0.2)
     for model, size in (("perceptron", PERCEPTRON), ("lenet", LENET)):
         own = (*CIFAR, *size, "run.epochs=1", *data)
         yield Cell("searched", 16, {"model": model}, methods, own, rates, {"best": 1.0})
