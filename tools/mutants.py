@@ -33,7 +33,7 @@ class Mutant(NamedTuple):
 
     ``function``: its name, with the class's where others have it, too; or a variable's. In which
     file it is and how its lines are broken doesn't matter. ``tests``: the folder in tests/ of
-    which one must fail, after files of it that are run first.
+    which one must fail; a file of it that stands before it is run first.
     """
 
     name: str
@@ -209,19 +209,19 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def run_tests(tree: Path, tests: list[str]) -> subprocess.CompletedProcess:
+def run_tests(tree: Path, tests: str) -> subprocess.CompletedProcess:
     """Run pytest in a tree until the first failure, as a process group that ends with its limit."""
     place = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": place, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    env = os.environ | {"PYTHONPATH": place, "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests]
     limit = ["timeout", "--kill-after=10", str(LIMIT_S)]
     return subprocess.run([*limit, *command], cwd=tree, env=env, capture_output=True, text=True)
 
 
-def failed_test(output: str) -> str | None:
-    """The name of the first test that pytest reports as failed or in error."""
-    found = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", output, re.MULTILINE)
-    return found[1] if found else None
+def failed_test(output: str) -> tuple[str | None, str]:
+    """The first test that pytest reports as failed or in error, and why: a time limit, perhaps."""
+    found = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - (.*)|$)", output, re.MULTILINE)
+    return (found[1], found[2] or "") if found else (None, "")
 
 
 def copy_of(tree: Path) -> Path:
@@ -241,16 +241,20 @@ def judge(mutant: Mutant) -> dict:
     began, tree = time.monotonic(), copy_of(REPO)
     try:
         mutant.apply(tree)
-        done = run_tests(tree, [f"tests/{part}" for part in mutant.tests.split()])
+        for part in mutant.tests.split():  # apart: pytest would sort a file into its folder
+            done = run_tests(tree, f"tests/{part}")
+            test, reason = failed_test(done.stdout)
+            if test:
+                break
     finally:
         shutil.rmtree(tree, ignore_errors=True)
-    test = failed_test(done.stdout)
-    noticed = test is not None and run_tests(REPO, [test]).returncode == 0
+    noticed = test is not None and run_tests(REPO, test).returncode == 0
     return {
         "mutant": mutant.name,
         "function": mutant.function,
         "noticed": noticed,
         "test": test or f"none (exit code {done.returncode})",
+        "reason": reason,
         "seconds": round(time.monotonic() - began),
     }
 
@@ -270,7 +274,8 @@ def main() -> int:
     for mutant in chosen:
         rows.append(row := judge(mutant))
         result = "noticed" if row["noticed"] else "NOT NOTICED"
-        print(f"{row['seconds']:5} s  {result:11}  {mutant.name}: {row['test']}", flush=True)
+        said = f"{row['test']} {row['reason']}"
+        print(f"{row['seconds']:5} s  {result:11}  {mutant.name}: {said}", flush=True)
     noticed = sum(row["noticed"] for row in rows)
     print(f"{noticed} of {len(rows)} noticed in {sum(row['seconds'] for row in rows)} s")
     if given.json:
