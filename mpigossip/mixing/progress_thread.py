@@ -114,7 +114,10 @@ class ProgressThread:
 
     def _work(self) -> None:
         if self._device.startswith("cuda"):
-            torch.cuda.set_device(torch.device(self._device))
+            device = torch.device(self._device)
+            torch.cuda.set_device(device)
+            # before torch 2.8 that makes no context in a thread whose device is 0 from the start
+            torch.cuda.mem_get_info(device)
         if self._cores:
             with contextlib.suppress(OSError):  # a core was taken away meanwhile
                 os.sched_setaffinity(0, self._cores)

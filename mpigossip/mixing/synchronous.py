@@ -202,7 +202,7 @@ class Synchronous(OfRank):
             self._shared.publish(self._shared.places.keys() - {self.rank}, r.t)
         elif transport.in_main:
             buffers.average(transport)
-            r.future = thread.submit(partial(self._settle, r))
+            r.future = thread.submit(partial(transport.settle, f"round {r.t}"))
         elif thread.threaded:
             r.future = thread.submit(partial(buffers.average, transport))
 
@@ -244,11 +244,6 @@ class Synchronous(OfRank):
             self._waited += self._buffers.average(self._transport)
         self._buffers.complete()  # the thread has given the devices the last sum, not waited for it
         return self._buffers.result
-
-    def _settle(self, r: Round) -> None:
-        assert self._transport
-        self._transport.settle(f"round {r.t}")
-        self._buffers.complete()
 
     def _sum(self, r: Round, into: torch.Tensor | None) -> None:
         """Sum the outboxes on this host and what was sent, in the graph's order."""

@@ -14,7 +14,7 @@ from torch.cuda._utils import _get_device_index
 
 from tests.double import fails
 from tests.double.checker import HOST, Timeline
-from tests.double.tensors import recording
+from tests.double.tensors import context, recording
 
 COUNT = int(os.environ["MPIGOSSIP_DOUBLE"])
 POOL = 32
@@ -22,8 +22,6 @@ POOL = 32
 guard = ctypes.CDLL(str(Path(os.environ["MPIGOSSIP_DOUBLE_FOLDER"], "guard.so")))
 _numbers: dict[int, itertools.count] = defaultdict(itertools.count)
 _current = threading.local()
-context = threading.local()
-"""has ``made`` where this thread has chosen a device: else libraries find none in it"""
 
 
 @cache
@@ -102,8 +100,15 @@ def current_device() -> int:  # a function of ctypes has no hash, which torch._d
 
 
 def exchange_device(index: int) -> int:
-    context.made = True
+    """As in torch before 2.8: to choose what is current makes no context in a new thread."""
+    if index != current_device():
+        context.made = True
     return guard.exchange_device(index)
+
+
+def mem_get_info(device=None) -> tuple[int, int]:
+    context.made = True
+    return 8 << 30, 8 << 30
 
 
 def current_stream(device=None) -> Stream:
@@ -118,6 +123,11 @@ def set_stream(stream: Stream | None) -> None:
 
 
 def synchronize(device=None) -> None:
+    from tests.double import torch_nccl
+
+    index = _get_device_index(device, optional=True)
+    if any(each.index == index for each in torch_nccl.hanging.values()):
+        raise RuntimeError("a device on which an NCCL call hangs is never done")
     for number in range(POOL + 1):
         Stream(device, number=number).synchronize()
 
@@ -140,13 +150,14 @@ def install() -> None:
     answers = {
         "is_available": True, "is_initialized": True, "device_count": COUNT, "cudart": runtime,
         "is_bf16_supported": True, "get_device_name": "a double", "memory_allocated": 0,
-        "get_device_capability": (9, 0), "mem_get_info": (8 << 30, 8 << 30), "_lazy_init": None,
+        "get_device_capability": (9, 0), "_lazy_init": None,
         "max_memory_allocated": 0, "reset_peak_memory_stats": None, "graph_pool_handle": (0, 1),
         "empty_cache": None, "manual_seed_all": None,
     }  # fmt: skip
     vars(torch.cuda).update(
         {name: lambda *_, value=value, **__: value for name, value in answers.items()},
         Stream=Stream, Event=Event, CUDAGraph=CUDAGraph, synchronize=synchronize,
+        mem_get_info=mem_get_info,
         current_stream=current_stream, set_stream=set_stream, current_device=current_device,
         default_stream=lambda device=None: Stream(device, number=0),
         default_generators=[generator] * COUNT,

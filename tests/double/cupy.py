@@ -24,6 +24,7 @@ class Memory:
     def __init__(self, size: int):
         if fails("allocation"):
             raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        tensors.context.made = True
         self.tensor = torch.zeros(size, dtype=torch.uint8)
 
 

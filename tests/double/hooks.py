@@ -7,6 +7,7 @@ wrote into it is flushed before it is read.
 import contextlib
 import os
 import signal
+import threading
 from importlib.machinery import SourceFileLoader
 from types import SimpleNamespace
 
@@ -72,6 +73,8 @@ def of_transport(kind: str):
         def sends(self, r, chunk, memory) -> None:
             if self.on_device:
                 refused("exchange put")
+                if fails("hanging exchange put"):
+                    threading.Event().wait()
                 in_context()
             else:
                 HOST.given("a put", [message[chunk.span] for message in memory], [])
@@ -82,6 +85,12 @@ def of_transport(kind: str):
 
         before(transport, "send", sends)
         transport.received = receiving
+        if kind == "Windows":
+            before(
+                module,
+                "open_window",
+                lambda make, *_: make.__name__ == "Create" and refused("window"),
+            )
 
     return watch
 
@@ -123,6 +132,8 @@ def proof(module) -> None:
     def put(*arguments) -> None:
         where = " alone" if module.MPI.COMM_WORLD.size == 1 else ""
         refused("put" + where)
+        if fails("hanging put" + where):
+            threading.Event().wait()
         if fails("crash" + where):
             os.kill(os.getpid(), signal.SIGSEGV)
         _ = None if fails("lost put" + where) else original(*arguments)

@@ -32,6 +32,9 @@ class _Copies(threading.local):
 
 
 copies = _Copies()
+context = threading.local()
+"""has ``made`` where this thread has done something on a device, or chosen another one than it had:
+else libraries find none in it"""
 """Whether this thread may not wait for a copy between host and device."""
 recording = _Recording()
 """Where a capture of this thread's operations goes, and whether it has failed."""
@@ -156,6 +159,7 @@ def perform(func, args, kwargs):
         tell()
 
     if at is not None and touches:
+        context.made = True
         tell()
         if recording.into is not None:
             recording.into.append(again)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 
 import pytest
 import torch
@@ -54,6 +55,7 @@ def test_every_slots_device_is_proven(ranks):
         every(
             "put alone", ["in a process of its own a put of GPU memory failed", "MPI_ERR_RMA_RANGE"]
         ),
+        every("hanging put alone", ["in a process of its own it didn't end within 40 s"]),
         ("crash alone:2", ["in a process of its own it ended with SIGSEGV"]),
         every(
             "lost put alone", ["in a process of its own a put of GPU memory", "cuda:0: wrong data"]
@@ -73,7 +75,7 @@ def test_what_fails_on_one_rank_is_refused_on_all_at_once(ranks, what, named):
 
 
 def windows(comm, what, rank, way, aware):
-    with failing(what if comm.rank == rank else "", aware):
+    with failing(what if rank in (comm.rank, None) else "", aware):
         return compare(comm, ["exponential"], way, 8, "fp32", 4096, 0, "cuda:0")
 
 
@@ -82,15 +84,56 @@ def windows(comm, what, rank, way, aware):
     [
         ("put", "auto", True, "MPI_ERR_RMA_RANGE"),
         every("allocation", "auto", True, "out of memory"),
+        every("crash alone", "auto", True, "in a process of its own it ended with SIGSEGV"),
+        ("window", "auto", True, "no windows: MPI_ERR_RMA_RANGE"),
         ("pin", "host", False, "cudaHostRegister"),
     ],
 )
 def test_an_exchange_goes_another_way_with_the_same_bits(ranks, what, way, aware, named):
-    results = ranks(2)(windows, what, 0, way, aware, timeout=120)
+    rank = None if what == "window" else 0  # one alone would leave the others in MPI_Win_create
+    results = ranks(2)(windows, what, rank, way, aware, timeout=120)
     for found, routes in results:
         assert found and not any(found.values()), (found, routes)
         assert not any(route.startswith("windows") for route in routes.values()), routes
     assert named in str(results[0][1]), results[0][1]
+
+
+def timed(comm, what):
+    """`windows` where calls fail on rank 0 as ways are proven and timed, and seconds."""
+    import time
+
+    from mpigossip.mixing.device import proof
+    from mpigossip.mixing.transports import probe
+
+    given, began = (proof.tried, proof.PROOF_S, probe.LIMIT_S), time.monotonic()
+    proof.tried, probe.LIMIT_S = lambda *_: (True, ""), 3
+    proof.PROOF_S = 5 if what == "hanging put" else proof.PROOF_S
+    try:
+        return *windows(comm, what, 0, "auto", True), time.monotonic() - began
+    finally:
+        proof.tried, proof.PROOF_S, probe.LIMIT_S = given
+
+
+@pytest.mark.parametrize(
+    "what, named",
+    [
+        ("hanging put", ", but a put of GPU memory on cuda:0 (rank 0) doesn't return"),
+        ("exchange put:1", "no windows: a round of windows failed: MPI_ERR_RMA_RANGE"),
+        every("hanging exchange put:1", "no windows: a round of windows failed: "),
+    ],
+)  # fmt: skip
+def test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way(what, named):
+    from tests.rankpool import Ranks
+
+    pools = Ranks()  # of its own: a thread that hangs stays
+    try:
+        for found, routes, seconds in pools(3)(timed, what, timeout=150):
+            assert found and not any(found.values()), (found, routes)
+            for route in routes.values():
+                assert route.startswith(("messages", "host")) and named in route, route
+            assert seconds < 100
+    finally:
+        pools.close()
 
 
 def unflushed(comm, kind):
@@ -205,12 +248,12 @@ def test_a_failed_capture_is_said_and_trains_on_to_the_same_bits(ranks, what):
     assert any("can't be captured as a CUDA graph: CUDA error" in text for text in said)
 
 
-def train(mpirun, folder, fails, exchange="windows", steps=6, **env):
+def train(mpirun, folder, fails, exchange="windows", steps=6, timeout_s=20, **env):
     import sys
     import time
 
     words = ["-m", "mpigossip", "train", "jobs/digits.toml", "model.name=mlp", "data.batch=4"]
-    words += ["node.devices=cuda:0,1", "node.timeout_s=20", f"node.exchange={exchange}"]
+    words += ["node.devices=cuda:0,1", f"node.timeout_s={timeout_s}", f"node.exchange={exchange}"]
     words += [f"run.steps={steps}", f"run.output={folder}", "run.epochs=1"]
     began = time.perf_counter()
     env |= {"MPIGOSSIP_DOUBLE_FAILS": fails, AWARE: "1"}
@@ -235,3 +278,10 @@ def test_a_put_that_fails_on_one_rank_in_training_ends_the_job_in_words(mpirun, 
     done, seconds = train(mpirun, tmp_path, "exchange put:3@1")
     assert done.returncode != 0 and seconds < 60
     assert "rank 1" in done.stderr and "MPI_ERR_RMA_RANGE" in done.stderr
+
+
+def test_a_slot_that_stands_still_ends_the_job_with_its_name(mpirun, tmp_path):
+    done, seconds = train(mpirun, tmp_path, "still:9@1", "host", timeout_s=4)
+    assert done.returncode != 0 and seconds < 90
+    late = r"is not done on cuda:(\d) \(slot \1 didn't come\) after 4 s"
+    assert re.search(late, done.stderr), done.stderr

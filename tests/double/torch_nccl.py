@@ -25,6 +25,10 @@ devices: dict[int, set] = defaultdict(set)
 """Those of groups that were opened together, by their store."""
 
 
+hanging: dict["Group", torch.device] = {}
+"""Groups between nodes with calls that never end, and their devices. Inside a node the job ends."""
+
+
 def several() -> bool:
     """Whether groups of several devices were opened together in this process."""
     return any(len(each) > 1 for each in devices.values())
@@ -33,9 +37,11 @@ def several() -> bool:
 class Work:
     """Calls that were launched, and what comes after them on their stream."""
 
-    def __init__(self, works, clock):
+    def __init__(self, works, clock, group):
         self._clock, self._error = clock, None
         self._hangs, self._done = fails("hang"), threading.Event()  # bytes come all the same
+        if self._hangs and group.name.startswith("nodes-"):
+            hanging[group] = group.device
         threading.Thread(target=self._finish, args=(works,), daemon=True).start()
 
     def _finish(self, works) -> None:
@@ -63,8 +69,8 @@ class Work:
 class Group:
     """A device's rank of a process group."""
 
-    def __init__(self, inner: dist.ProcessGroup, device: torch.device, together: set):
-        self.inner, self.device, self._together = inner, device, together
+    def __init__(self, inner: dist.ProcessGroup, device: torch.device, together: set, name: str):
+        self.name, self.inner, self.device, self._together = name, inner, device, together
         self.stream = Stream(device).line
         self._batch: list | None = None
 
@@ -78,11 +84,16 @@ class Group:
         return self
 
     def abort(self) -> None:
-        """Nothing is held."""
+        """Calls that hang are over."""
+        hanging.pop(self, None)
 
-    shutdown = abort
+    def shutdown(self) -> None:
+        if self in hanging:
+            raise RuntimeError("NCCL waits for its calls for ever")
 
     def _launch(self, name: str, read: list, written: list, call) -> Work:
+        if fails("still"):
+            threading.Event().wait()
         if fails("async"):
             raise RuntimeError("NCCL error: remote process exited or there was a network error")
         if current_device() != self.device.index:
@@ -96,7 +107,7 @@ class Group:
                 raise RuntimeError(f"NCCL {name}: not whole on cuda:{self.device.index}")
         self.stream.follow(current_stream().line.clock())
         self.stream.given(f"NCCL {name}", [*map(plain, read)], [*map(plain, written)])
-        return Work(call(), self.stream.clock())
+        return Work(call(), self.stream.clock(), self)
 
     def allreduce(self, tensors):
         mine = [*map(plain, tensors)]
@@ -167,7 +178,7 @@ def connected(store, place, limit: timedelta):
     torch.cuda.set_device(device)
     devices[id(store)].add(device)
     inner = torch_connected(store, place._replace(device="cpu"), limit)
-    return Group(inner, device, devices[id(store)])
+    return Group(inner, device, devices[id(store)], place.group)
 
 
 class Node(dist.ProcessGroup):
@@ -188,7 +199,7 @@ class Node(dist.ProcessGroup):
         """The device's group; the inner one where the operation has come down to the CPU's."""
         if tensor.device.type == "cpu":
             return self.inner
-        self.group = self.group or Group(self.inner, tensor.device, {tensor.device})
+        self.group = self.group or Group(self.inner, tensor.device, {tensor.device}, "world")
         return self.group
 
     def _allgather_base(self, out, given, opts=None):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpigossip.cluster.deadline import LateError
 from mpigossip.cluster.process import libraries
 
 if TYPE_CHECKING:
@@ -65,15 +66,22 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
         ) from error
 
 
-def agreed(comm: MPI.Comm, make: Callable[[], Any]) -> Any:
-    """Return what is made, or raise MemoryRefused on all ranks where it is raised on one."""
-    made, refused = None, ""
+def agreed(
+    comm: MPI.Comm, make: Callable[[], Any],
+    failures: tuple[type[Exception], ...] = (MemoryRefused,),
+) -> Any:  # fmt: skip
+    """Return what is made, or raise MemoryRefused on all ranks where a failure is raised on one.
+
+    Who only waited for a rank that failed isn't quoted.
+    """
+    made: Any = None
+    refused: tuple[bool, str] | None = None
     try:
         made = make()
-    except MemoryRefused as error:
-        refused = str(error)
-    if reasons := [text for text in comm.allgather(refused) if text]:
-        raise MemoryRefused(refused or reasons[0])
+    except failures as error:
+        refused = isinstance(error, LateError), str(error)
+    if reasons := [*filter(None, comm.allgather(refused))]:
+        raise MemoryRefused(min(reasons)[1])
     return made
 
 

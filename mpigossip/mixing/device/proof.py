@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.agreement import limited
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.cluster.deadline import LateError
 from mpigossip.cluster.process import libraries
@@ -31,8 +32,10 @@ SEVERAL_GPUS = (1, 19)
 """UCX's first version that serves several GPUs in one process."""
 PROBE = 1 << 16
 """Bytes of the proof's messages: above the size that libraries send along with the envelope."""
-PROOF_S = 60.0
-"""Seconds that each wait of the proof may take."""
+PROOF_S = 30.0
+"""Seconds that each wait of the proof may take; a process of its own, which has to start, twice as
+many."""
+PROVING = "proof that this MPI moves GPU memory"
 BEGUN, ARRIVED, WRONG = "begun", "arrived", "wrong: "
 LAUNCHED = re.compile(
     "PMI|PRTE|SLURM|PALS|HYDRA|HYDI|FLUX|JSM|MPI_LOCAL|MV2_COMM|OMPI_(?!MCA_)"
@@ -43,13 +46,15 @@ LAUNCHED = re.compile(
 
 def proven(
     comm: MPI.Intracomm, devices: Sequence[torch.device], way: str = "windows",
-    timeout_s: float = PROOF_S,
+    timeout_s: float = 0.0,
 ) -> tuple[bool, str]:  # fmt: skip
     """Return whether MPI moves memory of all slots' devices on all ranks, and why (not).
 
     Collective; the answer is that of all ranks. ``way``: puts ("windows") or "messages". A library
     that says no anywhere is believed: a put into a GPU's memory would kill the process.
+    ``timeout_s``: unset, `PROOF_S`.
     """
+    timeout_s = timeout_s or PROOF_S
     said = asked(comm)
     names = [name for name, yes in said.items() if yes]
     if not all(comm.allgather(bool(names))):
@@ -62,7 +67,7 @@ def proven(
     refusal = f"that serves one GPU a process, here are {many}: 1.19 serves several" if old else ""
     note = ""
     if not (refused := _first(comm, refusal)):
-        able, note = tried(devices, timeout_s, way)
+        able, note = tried(devices, 2 * timeout_s, way)
         refused = _first(comm, "" if able else note)
     refused = refused or arrives(comm, devices, timeout_s, way)
     if refused:
@@ -188,19 +193,27 @@ def arrives(
     """Return what is wrong with puts or messages from every slot to the right neighbour's.
 
     "": nothing. Collective, the same on all ranks. Runs in a thread of its own, given up after a
-    while, as a flush that hangs never returns: that is an answer, too.
+    while, as a flush that hangs never returns: that is an answer, too. It has a communicator of its
+    own, as a rank that hangs leaves the others' calls unanswered.
     """
-    proof = Proof(comm, devices, timeout_s, way)
+    proof = Proof(comm.Dup(), devices, timeout_s, way)
     thread = ProgressThread(comm, timeout_s=timeout_s, device=str(devices[0]))
-    late = ""
+    waits, wrong = False, ""
+    future = thread.submit(proof.run)
     try:
-        thread.wait(thread.submit(proof.run), "the proof that this MPI moves GPU memory")
-    except (LateError, MPI.Exception, RuntimeError) as error:
-        late = str(error)
-        abandoned.append(proof)
-    finally:
+        thread.wait(future, PROVING)
+        wrong = proof.wrong
         thread.close()
-    return _first(comm, late or proof.wrong)
+    except (LateError, RuntimeError) as error:
+        waits = future.done()
+        wrong = str(error) if waits else f"{proof.now} doesn't return"
+        abandoned.append((proof, thread))
+    # ranks that waited are here long before one that hung; that one says more
+    found = limited(comm, timeout_s).allgather((waits, wrong))
+    if not (reasons := [(late, text) for late, text in found if text]):
+        proof.comm.Free()
+        return ""
+    return min(reasons, key=lambda reason: reason[0])[1]
 
 
 class Proof:
@@ -210,7 +223,7 @@ class Proof:
         self, comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str
     ):
         """``devices``: of the slots; on all ranks as many."""
-        self._comm, self._devices, self._timeout_s = comm, devices, timeout_s
+        self.comm, self._devices, self._timeout_s = comm, devices, timeout_s
         self._left, self._right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         self._memory: list[torch.Tensor] = []
         self._windows: list[MPI.Win] = []
@@ -222,7 +235,7 @@ class Proof:
             self._steps += [("MPI_Win_create", self._open), ("a put", self._put)]
         else:
             self._steps += [("a message", self._post)]
-        self.wrong = ""
+        self.wrong = self.now = ""
 
     def run(self) -> None:
         """Do all of it, as far as it goes."""
@@ -232,20 +245,21 @@ class Proof:
                 abandoned.append((self._windows, self._memory))
                 return
         self._wait(self._pending)
-        self._wait([self._comm.Ibarrier()])
+        self._wait([self.comm.Ibarrier()])
         self._agreed(self._steps[-1][0], self._compare)
         for window in self._windows:
-            close_window(window, self._comm)
+            close_window(window, self.comm)
 
     def _agreed(self, name: str, step: Callable[[int, torch.device], None]) -> bool:
         """Do a step for every slot; return whether it went well on all ranks."""
-        slot, comm = 0, self._comm
+        comm, where = self.comm, ""
         try:
             for slot, device in enumerate(self._devices):
+                where = f"{device}" + (f" (rank {comm.rank})" if comm.size > 1 else "")
+                self.now = f"{name} of GPU memory on {where}"
                 with current(device):
                     step(slot, device)
-        except (MPI.Exception, RuntimeError) as error:
-            where = f"{self._devices[slot]}" + (f" (rank {comm.rank})" if comm.size > 1 else "")
+        except RuntimeError as error:
             self.wrong = f"{name} of GPU memory failed on {where}: {error}"
         mine, all_of = np.array([bool(self.wrong)], np.int32), np.zeros(1, np.int32)
         self._wait([comm.Iallreduce(mine, all_of, MPI.MAX)])
@@ -255,26 +269,26 @@ class Proof:
 
     def _wait(self, requests: Sequence[MPI.Request]) -> None:
         def late(_) -> str:
-            return "proof that this MPI moves GPU memory: not all ranks answer"
+            return f"{PROVING}: not all ranks answer"
 
         wait_all(dict(enumerate(requests)), self._timeout_s, late, everybody)
 
     def _allocate(self, slot: int, device: torch.device) -> None:
         self._memory.append(self._take(2 * PROBE, device))
-        self._memory[slot][:PROBE].fill_(_pattern(self._comm.rank, slot))
+        self._memory[slot][:PROBE].fill_(_pattern(self.comm.rank, slot))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     def _open(self, slot: int, device: torch.device) -> None:
-        self._windows.append(open_window(MPI.Win.Create, raw(self._memory[slot]), self._comm))
+        self._windows.append(open_window(MPI.Win.Create, raw(self._memory[slot]), self.comm))
 
     def _put(self, slot: int, device: torch.device) -> None:
         put(self._windows[slot], raw(self._memory[slot][:PROBE]), self._right)
 
     def _post(self, slot: int, device: torch.device) -> None:
         source, inbox = ([raw(part), MPI.BYTE] for part in self._memory[slot].split(PROBE))
-        self._pending.append(self._comm.Irecv(inbox, self._left, slot))
-        self._pending.append(self._comm.Isend(source, self._right, slot))
+        self._pending.append(self.comm.Irecv(inbox, self._left, slot))
+        self._pending.append(self.comm.Isend(source, self._right, slot))
 
     def _compare(self, slot: int, device: torch.device) -> None:
         for window in self._windows[slot : slot + 1]:

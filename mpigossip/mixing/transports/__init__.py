@@ -90,6 +90,9 @@ class Transport:
     def settle(self, what: str) -> None:
         """Wait until swaps that were begun in the main thread are done."""
 
+    def abandon(self) -> None:
+        """End what still holds a device, after a failure; not collective."""
+
     def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:
         """Release all; collective.
 

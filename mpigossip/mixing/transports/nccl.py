@@ -148,10 +148,17 @@ class Nccl(Transport):
 
     def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:
         """End the groups; broken ones are cut off, as their end would wait for others."""
-        self._works, self._inbox = [], []
-        close_groups(self._groups, [str(each.device) for each in self._streams], self._broken)
-        self._groups = []
+        self._end(self._broken)
+        self._inbox = []
         super().close()
+
+    def abandon(self) -> None:
+        """Cut off the groups: a device with calls that never end is never done."""
+        self._end(broken=True)
+
+    def _end(self, broken: bool) -> None:
+        close_groups(self._groups, [str(each.device) for each in self._streams], broken)
+        self._works, self._groups = [], []
 
 
 def _calls(group: Any, device: torch.device, sent: list, received: list) -> list[Any]:

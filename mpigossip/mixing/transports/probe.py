@@ -7,11 +7,13 @@ is never the end of the job; the next way is taken.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.agreement import limited
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure
 from mpigossip.mixing.base import Kind, Layout
@@ -34,6 +36,8 @@ AS_FAST = 1.1
 """Times of the fastest way up to which windows are taken."""
 ROUNDS = 3
 """Rounds that are timed, after one that opens connections."""
+LIMIT_S = 60.0
+"""Seconds that each wait may take meanwhile, at most: one that hangs costs minutes."""
 
 
 @dataclass
@@ -54,19 +58,25 @@ class Probe:
     ):  # fmt: skip
         """``buffers``: sources of a round at most; ``on_host``: opens the way through the host."""
         self._comm, self._layout, self._world, self._on_host = comm, layout, world, on_host
-        self._many = buffers
+        self._many, self._limit_s = buffers, getattr(comm, "timeout_s", world.timeout_s)
+        self._proven: dict[str, tuple[bool, str]] = {}
         names = layout.devices or ("cpu",) * layout.slots
         self._devices = [torch.device(name) for name in names]
         self._streams = [Streams(device) for device in self._devices]
         self.on_gpus = self._devices[0].type == "cuda"
 
-    def open(self, way: str, many: int) -> Way:
-        """Open a way for so many sources; MemoryRefused, on all ranks, where it can't be had."""
-        comm, layout, timeout_s = self._comm, self._layout, self._world.timeout_s
-        given: Any = comm, layout, many, getattr(comm, "timeout_s", timeout_s)
+    def open(self, way: str, many: int, most_s: float = float("inf")) -> Way:
+        """Open a way for so many sources; MemoryRefused, on all ranks, where it can't be had.
+
+        ``most_s``: seconds that each wait has at most.
+        """
+        comm, layout = self._comm, self._layout
+        given: Any = comm, layout, many, min(self._limit_s, most_s)
         why = ""
         if way in ("windows", "messages"):
-            able, why = proven(comm, self._devices, way)
+            if way not in self._proven:
+                self._proven[way] = proven(comm, self._devices, way)
+            able, why = self._proven[way]
             if not able:
                 raise MemoryRefused(f"{why}; use a GPU-aware MPI")
         if way == "windows":
@@ -89,29 +99,34 @@ class Probe:
         return Way(transport, buffers, f"{way} ({why})" if why else way)
 
     def seconds(self, way: str) -> float:
-        """Time rounds along a ring, at the message's size and of all slots at once."""
-        opened = self.open(way, max(1, self._many))
-        rank, n = self._comm.rank, self._comm.size
+        """Time rounds along a ring, at the message's size and of all slots at once.
+
+        MemoryRefused, on all ranks, where anything fails on one. They agree after each round, or
+        some would begin the next one.
+        """
+        comm = limited(self._comm, 2 * self._limit_s)  # one that hangs gives up after the others
+        many = max(1, self._many)
+        opened = agreed(comm, lambda: self.open(way, many, LIMIT_S), (RuntimeError,))
+        rank, n = comm.rank, comm.size
         left, right = (rank - 1) % n, (rank + 1) % n
         plan = Plan(Kind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),))
-        comm, timeout_s = opened.transport.comm, opened.transport.timeout_s
-        thread = ProgressThread(comm, timeout_s=timeout_s, device=str(self._devices[0]))
-        pipeline, failed, least = Pipeline(opened.transport, opened.buffers, thread), "", 0.0
+        transport, device = opened.transport, str(self._devices[0])
+        thread = ProgressThread(transport.comm, timeout_s=transport.timeout_s, device=device)
+        one = partial(self._round, Pipeline(transport, opened.buffers, thread), opened, plan)
         try:
-            least = min([self._round(pipeline, opened, plan, k) for k in range(1 + ROUNDS)][1:])
-        except (Failure, RuntimeError, MPI.Exception) as error:
-            failed = f"a round of {way} failed: {error}"
-        if reasons := [reason for reason in self._comm.allgather(failed) if reason]:
+            rounds = [partial(one, index) for index in range(1 + ROUNDS)]
+            times = [agreed(comm, each, (RuntimeError, Failure)) for each in rounds]
+        except MemoryRefused as error:
+            transport.abandon()
             abandoned.append((opened, thread))  # its end would wait for what has failed
-            raise MemoryRefused(reasons[0])
+            raise MemoryRefused(f"a round of {way} failed: {error}") from error
         opened.buffers.close()
         thread.close()
-        opened.transport.close([(index, plan) for index in (1 + ROUNDS, 2 + ROUNDS)])
-        return self._comm.allreduce(least, MPI.MAX)
+        transport.close([(index, plan) for index in (1 + ROUNDS, 2 + ROUNDS)])
+        return comm.allreduce(min(times[1:]), MPI.MAX)
 
     def _round(self, pipeline: Pipeline, opened: Way, plan: Plan, index: int) -> float:
         r = Round(plan, index, index, index, inline=not pipeline.threaded)
-        self._comm.Barrier()
         began = time.perf_counter()
         opened.buffers.begin(index)
         pipeline.begin(r)

@@ -1,10 +1,13 @@
 """Whether MPI's word about GPUs is taken: versions, and a put in a process of its own."""
 
 import os
+import re
 
+import pytest
 import torch
 
-from tests.cases import on_each
+from tests.cases import every, on_each
+from tests.rankpool import Ranks
 
 
 def proven(comm, version, devices):
@@ -33,6 +36,57 @@ def proven(comm, version, devices):
 def test_ucx_before_1_19_serves_one_gpu_a_process(ranks, version, devices, able, named):
     for found, why in ranks(2)(proven, version, devices):
         assert found == able and named in why, why
+
+
+def hung(comm, way):
+    """What each rank is told where a call hangs on rank 1; if they can go on; seconds."""
+    import threading
+    import time
+
+    from mpigossip.mixing.device import proof
+
+    slots, began = [torch.device("cpu")] * 2, time.monotonic()
+    given = proof.put, proof.Proof._post
+    if comm.rank == 1:
+        proof.put = proof.Proof._post = lambda *_: threading.Event().wait()
+    try:
+        wrong = proof.arrives(comm, slots, 2, way)
+    finally:
+        proof.put, proof.Proof._post = given
+    spent = time.monotonic() - began
+    return wrong, proof.arrives(comm, slots, 20, "messages"), comm.allgather(comm.rank), spent
+
+
+@pytest.mark.parametrize("way, what", [("windows", "a put"), every("messages", "a message")])
+def test_a_call_that_hangs_is_an_answer_of_all_ranks(way, what):
+    pools = Ranks()  # of its own, as a thread of a rank never ends
+    try:
+        for wrong, then, everyone, spent in pools(3)(hung, way, timeout=60):
+            # a put into a rank that hangs may hang, too
+            assert re.fullmatch(rf"{what} of GPU memory on cpu \(rank [01]\) doesn't return", wrong)
+            assert then == "" and everyone == [0, 1, 2] and spent < 30
+    finally:
+        pools.close()
+
+
+def answers(comm, what):
+    """The proof where rank 0's library says no, has another UCX, or its own process crashes."""
+    from mpigossip.mixing.device import proof
+
+    kept, other = (proof.asked, proof.tried, proof.ucx_version), comm.rank == 0
+    proof.asked = lambda _: {"asking": not (other and what == "no")}
+    proof.tried = lambda *_: (not (other and what == "crash"), "it crashed" if other else "")
+    proof.ucx_version = lambda: (1, 18, 0) if other and what == "old" else (1, 20, 0)
+    try:
+        return proof.proven(comm, [torch.device("cpu", k) for k in range(2)], timeout_s=20)
+    finally:
+        proof.asked, proof.tried, proof.ucx_version = kept
+
+
+@on_each("what, named", [("no", "doesn't say"), ("crash", "it crashed"), ("old", "here are 2")])
+def test_ranks_with_different_answers_agree(ranks, what, named):
+    for able, why in ranks(2)(answers, what):
+        assert not able and named in why
 
 
 def environment(comm, given):
