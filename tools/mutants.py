@@ -98,6 +98,9 @@ STEP = "engine/test_step.py engine"
 FORMULAS = "algorithms/test_algorithms.py"
 LIMITS = f"{FORMULAS}::test_limits_have_the_published_order algorithms"
 QUASI_GLOBAL = f"{FORMULAS}::test_quasi_global_momentum_is_that_of_its_paper algorithms"
+MEANS = f"{FORMULAS}::test_mean_is_preserved_and_consensus_reached algorithms"
+LATER = f"{FORMULAS}::test_what_a_biased_wire_leaves_out_is_sent_later algorithms"
+LISTING = f"{FORMULAS}::test_detag_is_the_listing_of_its_paper algorithms"
 CADENCE = "algorithms/test_cadence.py algorithms"
 RANKS = "groups/test_ranks.py groups"
 
@@ -168,11 +171,11 @@ MUTANTS = [
     Mutant("Adam corrected by the steps of all", "adapt",
            "step._replace(index=counts[row], skipped", "step._replace(skipped", STEP),
     Mutant("CHOCO without its memory", "receive",
-           "state.memory.add_(mixed[0])", "state.memory.copy_(mixed[0])", "algorithms"),
+           "state.memory.add_(mixed[0])", "state.memory.copy_(mixed[0])", MEANS),
     Mutant("error feedback forgets", "error_feedback.receive",
-           "state.error.sub_(sent[0])", "state.error.zero_()", "algorithms"),
+           "state.error.sub_(sent[0])", "state.error.zero_()", LATER),
     Mutant("DeTAG's phase one short", "receive",
-           "if r == phase - 1:", "if r == max(phase - 2, 0):", "algorithms"),
+           "if r == phase - 1:", "if r == max(phase - 2, 0):", LISTING),
     Mutant("period off by one", "_each",
            "others if (index + 1) % period else last", "others if index % period else last",
            CADENCE),
