@@ -30,7 +30,6 @@ def job(name, steps, late):
 @with_world
 def own_loop(world, name, steps, late):
     """The same data, model and rates without any of the job's step."""
-
     made = assemble.assemble(job(name, steps, late), world, world.size)
     loader, trainer, data = made.loader, made.trainer, made.source
     model = assemble.make_model(made.parts.job, data)

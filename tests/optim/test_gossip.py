@@ -33,7 +33,6 @@ def vector(model):
 @with_world
 def looked_at(world, often):
     """An exchange is in flight between steps; a look at all nodes takes it in first."""
-
     model, optimizer = make(world.rank)
     gossip = mpigossip.Gossip(world, model, optimizer, style="awc", measure_every=2)
     for step in range(STEPS):

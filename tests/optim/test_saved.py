@@ -30,7 +30,6 @@ def train(model, optimizer, steps):
 @with_world
 def mixed_up(world, has):
     """What each rank is told where it loads the state of step ``has[rank]``."""
-
     model, optimizer = made(world)
     states = [optimizer.state_dict()]
     for _ in range(2):
@@ -208,7 +207,6 @@ def flat(model):
 
 @with_world
 def at_each_step_of_a_period(world):
-
     model, optimizer = streaming(world)
     states = []
     for step in range(11):

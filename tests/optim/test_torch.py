@@ -155,7 +155,6 @@ def scaler():
 
 @with_world
 def with_scaler(world, clip):
-
     model, one, node = net(), scaler(), world.rank
     gossip = mpigossip.Gossip(world, model, optimizer(model, "AdamW"))
     for step in range(STEPS):

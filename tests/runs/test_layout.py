@@ -95,7 +95,6 @@ def test_of_a_job_with_buffers(tmp_path):
 
 @with_world
 def by_slot(world, folder):
-
     shape = ["node.ranks_per_node=2", "node.devices=cpu:1", "checkpoint.one_file_gb=0"]
     push = ["algorithm.name=sgp", "graph.name=exponential", "graph.weights=push"]
     train(folder, *MLP, *push, *shape, world=world)

@@ -117,7 +117,6 @@ def test_what_counts_as_fault_tolerant():
 
 @with_world
 def asks_in_vain(world):
-
     survive.prepare(assemble.load({}, ["run.survive=true"]), world)
     return world.survives
 

@@ -247,17 +247,6 @@ def test_failures_on_the_way_say_where_and_on_what(mine, tmp_path):
         train(job(tmp_path / "other"))
 
 
-def test_a_loss_that_is_no_number_stops_the_run(mine, tmp_path):
-    from mpigossip.training.loop import NotFinite
-
-    def loss(model, batch):
-        return model(batch[0]).mean() * (math.nan if model.training else 1.0), {}
-
-    mine(Fit=lambda weight: SimpleNamespace(loss=loss))
-    with pytest.raises(NotFinite, match="the loss of node 0 is nan at step 0"):
-        train(job(tmp_path / "run"))
-
-
 # the tasks of the package
 
 
