@@ -20,7 +20,7 @@ SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 PR_SET_TIMERSLACK = 29
 SWITCH_S = 1e-4
 """Seconds after which a thread that computes in Python lets others go on, at most: a round has
-several hand-overs, and with Python's 5 ms one busy thread made it 5 - 8 times as long, not 2."""
+several hand-overs, and with Python's 5 ms one busy thread makes it 2 - 8 times as long."""
 
 
 WAITS, WORKS, PAUSED = -1, -2, -3

@@ -111,6 +111,12 @@ MUTANTS = [
     ("1: ranks don't agree on what a probe found", PROOF,
      "self._wait([comm.Iallreduce(mine, all_of, MPI.MAX)])", "all_of[:] = mine",
      f"{FAILURES}::test_what_fails_on_one_rank_is_refused_on_all_at_once"),
+    ("1: calls that hang are left on the device", PROBE, "transport.abandon()", "pass",
+     "tests/double/test_nccl.py::test_nccl_that_cannot_be_had_is_refused_or_left"
+     "[hang-cuda:{rank}-a round of nccl failed: round 0: NCCL isn]"),
+    ("a slot's thread that stands still isn't watched", NCCL,
+     "self._watchdog.track(self._call, self._launched(self._calls))", "pass",
+     f"{FAILURES}::test_a_slot_that_stands_still_ends_the_job_with_its_name"),
     ("2: messages of GPU memory are never tried", PROBE,
      'WAYS = "windows", "messages", "nccl", "host"', 'WAYS = "windows", "nccl", "host"', REFUSED),
     ("3: the progress thread has no context", "mpigossip.mixing.progress_thread",

@@ -1,5 +1,8 @@
 """Slots as ranks of a torch process group, over gloo: the bits of threads and of shared memory."""
 
+import os
+import statistics
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -7,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpigossip.cluster.deadline import LateError
+from mpigossip.cluster.deadline import LateError, sharp_timers
 from mpigossip.cluster.ranks import Alone
 from mpigossip.groups import threads
 from mpigossip.groups.base import GroupError, Single
@@ -116,4 +119,50 @@ def test_errors_of_the_library_name_devices_call_and_remedy():
     group._groups = [SimpleNamespace(broadcast=fail)] * 2
     with pytest.raises(GroupError, match="broadcast .* failed on cpu, cpu: NCCL error: .*NCCL_DEB"):
         group.broadcast([torch.ones(1, 8)] * 2)
+    group.close()
+
+
+PYTHONS_S = 5e-3
+"""Python's own switch interval."""
+
+
+def beside_a_hog(group, full, ours):
+    """Seconds of a round: alone; beside a thread that computes in Python, by switch interval."""
+    go, over, seconds = threading.Event(), threading.Event(), [[], [], []]
+
+    def hog():
+        while not over.is_set():
+            go.wait()
+            while go.is_set():
+                pass
+
+    thread = threading.Thread(target=hog, daemon=True)
+    thread.start()
+    for turn in range(60):  # in turns, as the machine may have other work
+        pairs = [(PYTHONS_S, seconds[1]), (ours, seconds[2])]
+        # the round in which the thread awakes doesn't count
+        for interval, kept in [(0, seconds[0]), (ours, []), *pairs[:: -1 if turn % 2 else 1]]:
+            sys.setswitchinterval(interval or ours)
+            _ = go.set() if interval else go.clear()
+            began = time.perf_counter()
+            group.all_gather(group.reduce_scatter_mean(full), full)
+            kept.append(time.perf_counter() - began)
+    over.set()
+    go.clear()
+    thread.join(10)
+    return [statistics.quantiles(kept, n=4)[0] for kept in seconds]
+
+
+def test_a_thread_that_keeps_the_interpreter_at_most_doubles_a_round(one_thread):
+    """With Python's own interval it takes 4 - 6 times as long."""
+    before, group = sys.getswitchinterval(), TorchGroup(Threads(2), Alone(), timeout_s=20)
+    full = group.zeros(1, 1 << 20)
+    busy = os.getloadavg()[0] > len(os.sched_getaffinity(0)) + 1  # that alone doubles rounds
+    try:
+        sys.setswitchinterval(PYTHONS_S)
+        sharp_timers()
+        quiet, pythons, ours = beside_a_hog(group, full, sys.getswitchinterval())
+    finally:
+        sys.setswitchinterval(before)
+    assert ours <= 0.75 * pythons and (busy or ours <= 2 * quiet), (quiet, pythons, ours)
     group.close()
