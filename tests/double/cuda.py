@@ -22,6 +22,9 @@ POOL = 32
 guard = ctypes.CDLL(str(Path(os.environ["MPIGOSSIP_DOUBLE_FOLDER"], "guard.so")))
 _numbers: dict[int, itertools.count] = defaultdict(itertools.count)
 _current = threading.local()
+hanging: dict[object, torch.device] = {}
+"""Groups of NCCL between nodes with calls that never end, and their devices: inside a node the job
+ends."""
 
 
 @cache
@@ -123,10 +126,8 @@ def set_stream(stream: Stream | None) -> None:
 
 
 def synchronize(device=None) -> None:
-    from tests.double import torch_nccl
-
     index = _get_device_index(device, optional=True)
-    if any(each.index == index for each in torch_nccl.hanging.values()):
+    if any(each.index == index for each in hanging.values()):
         raise RuntimeError("a device on which an NCCL call hangs is never done")
     for number in range(POOL + 1):
         Stream(device, number=number).synchronize()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.double import fails
-from tests.double.cuda import Stream, current_device, current_stream
+from tests.double.cuda import Stream, current_device, current_stream, hanging
 from tests.double.tensors import plain
 
 SYSTEM = "NCCL error: unhandled system error"
@@ -23,10 +23,6 @@ torch_connected = launching = torch_world = None
 """The package's own constructor, which makes gloo's groups here, its lock, torch's own."""
 devices: dict[int, set] = defaultdict(set)
 """Those of groups that were opened together, by their store."""
-
-
-hanging: dict["Group", torch.device] = {}
-"""Groups between nodes with calls that never end, and their devices. Inside a node the job ends."""
 
 
 def several() -> bool:

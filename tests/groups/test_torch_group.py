@@ -154,7 +154,7 @@ def beside_a_hog(group, full, ours):
 
 
 def test_a_thread_that_keeps_the_interpreter_at_most_doubles_a_round(one_thread):
-    """With Python's own interval it takes 4 - 6 times as long."""
+    """With Python's own interval it takes 2 - 5 times as long."""
     before, group = sys.getswitchinterval(), TorchGroup(Threads(2), Alone(), timeout_s=20)
     full = group.zeros(1, 1 << 20)
     busy = os.getloadavg()[0] > len(os.sched_getaffinity(0)) + 1  # that alone doubles rounds
