@@ -33,7 +33,8 @@ started: Counter[str] = Counter()
 def _count(event: str, args: tuple) -> None:
     if event == "subprocess.Popen" and args[1]:
         command = shlex.join(map(os.fsdecode, [args[1]] if isinstance(args[1], str) else args[1]))
-        mpi = "mpiexec" in command.split(" -n ")[0]
+        first, ranks, _ = command.partition(" -n ")
+        mpi = ranks and "mpiexec" in first  # not: mpiexec --version
         fork = "warmstub.py" in command or f"{os.sep}warm-" in command
         started[
             "mpirun" if mpi else "fork" if fork else "python" if "python" in command else ""
