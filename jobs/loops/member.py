@@ -29,7 +29,7 @@ model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 with mpigossip.join(sys.argv[1], model, optimizer, chunks=CHUNKS) as member:  # <-
-    for chunk in member:  # <- nobody else trains this one
+    for chunk in member:  # <- 0 … CHUNKS − 1 in any order; nobody else trains this one
         for group in optimizer.param_groups:  # the rate follows all members' progress
             group["lr"] = 3e-3 * (1 - member.progress / CHUNKS)
         for inputs, classes in batches(chunk):

@@ -138,7 +138,9 @@ def description(log: Log) -> str:
     """Algorithm, graph and nodes of a run; members choose one of those present, without a graph."""
     told = settings(log.job)  # of a log of other origin none: its figures are still worth drawing
     who = "member" if of_members(log) else "node"
-    keys = ["algorithm.name"] if of_members(log) else ["algorithm.name", "graph.name"]
+    keys = ["algorithm.name", "graph.name"]
+    if of_members(log):  # a program's optimizer, a job's method
+        keys = ["loop.optimizer" if "loop.optimizer" in told else "algorithm.name"]
     names = [str(told[key]) for key in keys if key in told]
     return ", ".join([*names, f"{log.nodes} {who}{'s' * (log.nodes > 1)}"])
 

@@ -278,7 +278,9 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         return
     values = 1e3 * np.stack([over_nodes(np.nanmean, log.steps[name]) for name in parts])
     total = values.sum(0)
-    slow = total > 5 * np.nanmedian(total)  # start-up and hiccups would dwarf the rest
+    known = total[np.isfinite(total)]
+    # start-up and hiccups would dwarf the rest
+    slow = total > 5 * np.median(known) if len(known) else np.zeros(len(total), bool)
     values[:, slow] = np.nan
     note = f"\n(more than 5 × the median left out: {slow.sum()})" if slow.any() else ""
     _dress(axes, "Step time", label + note)

@@ -66,12 +66,14 @@ def table(log: Log) -> str:
         "epoch": _cells(found.get("epoch"), "{:.2f}"),
         "loss": _cells(found.get("loss")),
         **{name: _cells(found.get(name)) for name in metrics[:1]},
-        "local*": _ranges(local, "{:.3f}".format if unit else number),
+        "local*": _ranges(local, "{:.3f}".format if unit else number)
+        if np.isfinite(local).any()
+        else [],
         "− averaged*": _ranges(scale * apart, form.format, unit)
         if np.isfinite(apart).any()
         else [],
         **{name: _cells(found.get(name)) for name in metrics[1:]},
-        "consensus": _cells(found.get("consensus_distance"), "{:.2e}"),
+        "consensus": [] if of_members(log) else _cells(found.get("consensus_distance"), "{:.2e}"),
         "time s": _cells(found.get("seconds"), "{:.1f}"),
     }
     lines = [description(log), ""]

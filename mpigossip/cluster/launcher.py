@@ -43,6 +43,16 @@ def places(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
     ]
 
 
+def no_mpi(error: Exception) -> LaunchError:
+    """Return what to say where mpi4py finds no MPI; ``error``: what it raised."""
+    why = ": ".join(str(error).splitlines()[:2])  # of a list of libraries the first
+    return LaunchError(
+        f"MPI can't be loaded ({why}); load the site's MPI module, or "
+        "`pip install mpich`, or name the library: MPI4PY_LIBMPI=/path/to/libmpi.so. "
+        "`mpigossip simulate` needs no MPI"
+    )
+
+
 def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
     """Raises LaunchError where a launcher meant several ranks and MPI sees a world of one.
 

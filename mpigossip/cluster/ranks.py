@@ -23,6 +23,7 @@ from mpigossip.cluster.launcher import (
     check_alone,
     check_launcher,
     check_library,
+    no_mpi,
     places,
 )
 from mpigossip.cluster.nodes import arranged
@@ -220,11 +221,7 @@ def _world(timeout_s: float) -> World:
             mpi4py.rc.initialize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise LaunchError(
-            f"MPI can't be loaded ({str(error).splitlines()[0]}); load the site's MPI module, or "
-            "`pip install mpich`, or name the library: MPI4PY_LIBMPI=/path/to/libmpi.so. "
-            "`mpigossip simulate` needs no MPI"
-        ) from error
+        raise no_mpi(error) from error
     sharp_timers()
     ours = not MPI.Is_initialized()
     if ours:

@@ -199,7 +199,7 @@ class Schedule:
     reference_batch: Positive = 256
     """Samples per step for which `lr` is meant."""
     warmup_epochs: NotNegative = 0.0
-    """Epochs of linear growth from `lr` (unscaled) to the full learning rate."""
+    """Epochs of linear growth to the full rate: from `lr` where that is less, else from 0."""
     warmup_lr: AboveZero | None = None
     """A rate that the warm-up keeps, in place of growing."""
     milestones: tuple[NotNegative, ...] = ()

@@ -6,6 +6,7 @@ import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mpigossip.cluster.launcher import no_mpi
 from mpigossip.cluster.world import World
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ def mixer_class(asked: str, where: str) -> Any:
         fitting = ", ".join(f'"{name}"' for name, place in MIXERS if place == where)
         raise ValueError(f'no mixer "{asked}" for {where}; node.mixer may be {fitting}')
     module, _, name = MIXERS[asked, where].rpartition(".")
-    return getattr(import_module(f"mpigossip.mixing.{module}"), name)
+    try:
+        return getattr(import_module(f"mpigossip.mixing.{module}"), name)
+    except RuntimeError as error:
+        if "MPI library" not in str(error):
+            raise
+        raise no_mpi(error) from error  # a dry run asks for what trains on ranks
 
 
 def open_mixer(

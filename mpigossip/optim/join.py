@@ -58,7 +58,7 @@ class Member:
         self.finished = False
         """whether all chunks of the training are trained"""
         self.progress = 0
-        """chunks that this model's history has reached: what a learning rate follows"""
+        """0 … chunks − 1: how far this model's history is, which a learning rate follows"""
 
     def close(self) -> None:
         """Leave: a chunk that was begun and not finished is others'."""
@@ -89,13 +89,15 @@ class Member:
                     self._put(average(states or [self._seed]))
                     writer, self._done = self._writer(), 0
                     while (found := live.chunk()) is not None:
-                        chunk, self.progress = found
+                        chunk, progress = found
+                        self.progress = min(progress, place.plan.chunks - 1)
                         began, peer = time.perf_counter(), place.peer
                         number = place.round
                         yield chunk
                         self._done += 1
                         self._figures |= {"compute_s": time.perf_counter() - began,
                                           "chunk": chunk, "round": number, "time": time.time(),
+                                          "history": place.age,
                                           "peer": peer.place if peer else np.nan}  # fmt: skip
                         self._write(writer)
                         self._exchange()

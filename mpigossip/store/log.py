@@ -72,6 +72,7 @@ MEMBER_COLUMNS = {
     "round": Column("1", "round of the member"),
     "peer": Column("1", "member averaged with before the round"),
     "time": Column("s", "since 1970-01-01, by the member's clock"),
+    "history": Column("step", "steps behind the model, along its longest history"),
 }
 """Of the steps of trainings that members join and leave (`mpigossip join`)."""
 EVALUATION_COLUMNS = {

@@ -52,7 +52,8 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
     """
     path = Path(path)
     if not path.is_file() and (members := sorted(path.parent.glob("logs/*/log.h5"))):
-        return _beside_one_another([read(one, columns) for one in members])
+        wanted = columns and [*columns, "history"]
+        return _beside_one_another([read(one, wanted) for one in members])
     if not path.is_file():
         raise StoreError(f"{path} doesn't exist: a log is the file log.h5 in the folder of a run")
     for _ in range(TRIES):  # a run that writes meanwhile can spoil one reading, seldom two
@@ -70,16 +71,30 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
 
 
 def _beside_one_another(logs: list[Log]) -> Log:
-    """The logs of members that joined a training at different times: a column each, NaN behind."""
-    longest = max(logs, key=lambda log: len(log.steps["step"]))
-    rows = len(longest.steps["step"])
-    steps: dict[str, np.ndarray] = {"step": longest.steps["step"]}
-    for name in longest.steps.keys() - {"step"}:
-        steps[name] = np.full((rows, len(logs)), np.nan)
+    """The logs of members that joined a training at different times: a column each.
+
+    A row for each number of steps in a model's history, NaN where a member had none of it.
+    """
+    last = max(logs, key=lambda log: (len(log.summary), len(log.steps["step"])))
+    at = [np.nan_to_num(log.steps.get("history", np.zeros((0, 1)))[:, 0]) for log in logs]
+    step = np.unique(np.concatenate(at)).astype(np.int64)
+    steps: dict[str, np.ndarray] = {"step": step}
+    for name in last.steps.keys() - {"step"}:
+        steps[name] = np.full((len(step), len(logs)), np.nan)
         for member, log in enumerate(logs):
             if name in log.steps:
-                steps[name][: len(log.steps[name]), member] = log.steps[name][:, 0]
-    return replace(longest, nodes=len(logs), steps=steps)
+                there = np.searchsorted(step, at[member])
+                steps[name][there, member] = log.steps[name][: len(there), 0]
+    # one model was tested, which all have at the end
+    tested = {
+        name: np.full((len(values), len(logs)), np.nan) if values.ndim == 2 else values
+        for name, values in last.evaluations.items()
+    } | {"step": np.full(len(last.evaluations["step"]), step[-1] + 1 if len(step) else 0)}
+    summary = dict(last.summary)
+    if "finished" in summary:
+        sent = [float(log.summary["bytes_sent"]) for log in logs if "finished" in log.summary]
+        summary |= {"nodes": len(logs), "bytes_sent": sum(sent) / len(sent)}
+    return replace(last, nodes=len(logs), steps=steps, evaluations=tested, summary=summary)
 
 
 def _read(path: Path, wanted: Collection[str] | None, points: int | None) -> Log:

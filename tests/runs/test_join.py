@@ -90,7 +90,21 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     assert (log.steps["chunk"] >= 0).all() and len(log.steps["step"]) > 10
     assert np.isnan(log.steps["consensus_distance"]).all()  # a member sees no average
     assert cli.main(["log", "show", str(folder)]) == 0
-    assert capsys.readouterr().out.startswith("dsgd, 2 members\n")
+    shown = capsys.readouterr().out
+    assert shown.startswith("dsgd, 2 members\n") and one["digest"] in shown
+    both = read(folder / "log.h5")
+    assert both.summary["digest"] == one["digest"] and both.summary["nodes"] == 2
+    assert both.evaluations["accuracy"].tolist() == [pytest.approx(one["accuracy"])]
+    # a newcomer's steps follow those of the model that it began with
+    begun = both.steps["step"][np.isfinite(both.steps["loss"][:, 1])]
+    known = both.steps["step"][np.isfinite(both.steps["loss"][:, 0])]
+    assert begun[0] == 4 * ((known[-1] + 1) // 4) > 0 and (np.diff(begun) >= 1).all()
+
+
+def test_a_job_that_can_not_begin_leaves_no_folder(tmp_path):
+    with pytest.raises(JobError, match="data.source"):
+        join(tmp_path / "run", job("data.source=missing.h5"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_changed_record_is_found_by_replay(tmp_path):

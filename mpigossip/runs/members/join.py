@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -31,7 +31,7 @@ from mpigossip.store import checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import Number
 from mpigossip.training.assemble import Assembly, assemble, load
-from mpigossip.training.evaluate import evaluate
+from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.parts import make_parts
 
 FORMAT = "mpigossip members 2"
@@ -56,19 +56,22 @@ def join(
     ``shared``: other users' files are taken. ``lease_s`` in place of the job's, ``stop``: whether
     to leave. Raises JobError for user errors.
     """
-    disk = Disk(folder, shared)
-    if job is not None:
-        check_fit(job)  # before there is a folder
-    job = job_of(folder, job, disk)
+    disk, given = Disk(folder, shared), job
+    if job is None or disk.exists(JOB):
+        job = job_of(folder, given, disk)
     check_fit(job)
     with Alone() as world:
         assembly = assemble(job, world, 1)
         end = end_of_allocation(job.checkpoint.wall_clock_s)
         try:
+            job_of(folder, given, disk)  # begins it, now that data and model are there
             with Stopper(world, folder, end) as stopper:
                 plan = plan_of(assembly, lease_s)
-                place = Place(disk, plan, tell=note)
-                live = Live(place, lambda: stop() or stopper.due() or disk.exists("STOP"), poll_s)
+                live = Live(
+                    Place(disk, plan, tell=note),
+                    lambda: stop() or stopper.due() or disk.exists("STOP"),
+                    poll_s,
+                )
                 return _train(live, Member(assembly), folder, world)
         finally:
             assembly.close()
@@ -77,18 +80,22 @@ def join(
 def _train(live: Live, member: Member, folder: Path, world: Alone) -> dict[str, Any]:
     place, places, flat = live.place, list[int](), member.engine.vector.flat
     told = about(flat.names, flat.shapes, member.engine.group.devices)
+    watched = None
     try:
         while not place.ended():
             with live.stay():
                 member.begin(live.begin(told))
                 places.append(place.number)
-                with _Watched(member, live, folder, world) as after:
-                    member.train(live, after)
+                with _Watched(member, live, folder, world) as watched:
+                    member.train(live, watched.after)
     except Leaving:
         return {"finished": False, "places": places}
     finally:
         live.close()
-    return _result(live, member, folder) | {"finished": True, "places": places}
+    found, told = _result(live, member, folder)
+    if watched:
+        watched.end(found, told)
+    return found.averaged | told | {"finished": True, "places": places}
 
 
 class _Watched:
@@ -109,14 +116,15 @@ class _Watched:
         )  # fmt: skip
         self.hooks = [Recorder(world), Printer(world)]
 
-    def __enter__(self) -> Callable[[Record, int], None]:
+    def __enter__(self) -> Self:
         for hook in self.hooks:
             hook.start(self.progress, self.member.assembly)
-        return self.after
+        return self
 
     def after(self, record: Record, chunk: int) -> None:
         """Log a step; raises Leaving."""
-        place, peer = self.live.place, self.live.place.peer
+        place, peer, steps = self.live.place, self.live.place.peer, self.member.steps
+        within = self.member.done % steps  # 0: the round is over, its record drafted
         # a member knows no distance from the average: not 0, which is its own from itself
         record = replace(record, index=self.member.done - 1, consensus_distance=float("nan"))
         record.figures |= {
@@ -124,6 +132,7 @@ class _Watched:
             "round": place.round,
             "time": time.time(),
             "peer": peer.place if peer else float("nan"),
+            "history": place.age * steps + within - 1,
         }
         record.staleness = [float(place.age - peer.age) if peer else float("nan")]
         for hook in self.hooks:
@@ -136,8 +145,20 @@ class _Watched:
     def __exit__(self, *_) -> None:
         self.hooks[0].flush()
 
+    def end(self, found: Evaluation, told: dict[str, Any]) -> None:
+        """Log the result of the training, which is the same for all members."""
+        place, progress, recorder = self.live.place, self.progress, self.hooks[0]
+        steps = place.plan.chunks * self.member.steps
+        recorder.evaluation(progress, steps, found)
+        recorder.stop(progress, {
+            "finished": True, "steps": steps, "epochs": progress.epoch(steps), "nodes": 1,
+            "slots": self.member.engine.group.slots, "seconds": progress.seconds,
+            "bytes_sent": float(self.member.engine.mixer.bytes_sent[0]),
+            "metrics": " ".join(progress.objective.metrics), **found.averaged, **told,
+        })  # fmt: skip
 
-def _result(live: Live, member: Member, folder: Path) -> dict[str, Any]:
+
+def _result(live: Live, member: Member, folder: Path) -> tuple[Evaluation, dict[str, Any]]:
     """The average at the end, tested; who linked the end writes it as a checkpoint."""
     job, steps = member.assembly.parts.job, live.place.plan.chunks * member.steps
     facts: dict[str, Number] = {
@@ -146,8 +167,8 @@ def _result(live: Live, member: Member, folder: Path) -> dict[str, Any]:
     }
     member.begin(result(live, folder, steps, config.dump(job), facts))
     trainer, path = member.trainer, checkpoint.latest(folder)
-    found = evaluate(trainer.replicas, trainer.mixer, member.assembly.loader).averaged
-    return found | ({"checkpoint": str(path), "digest": checkpoint.digest(path)} if path else {})
+    found = evaluate(trainer.replicas, trainer.mixer, member.assembly.loader)
+    return found, {"checkpoint": str(path), "digest": checkpoint.digest(path)} if path else {}
 
 
 def result(

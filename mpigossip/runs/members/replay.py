@@ -168,7 +168,12 @@ def replay(folder: Path, place: int | None = None, rounds: tuple[int, int] | Non
             wanted = [one for one in script.rounds
                       if place in (None, one.place) and low <= one.round <= high]  # fmt: skip
             if not wanted:
-                raise JobError([f'"{folder}" has no such rounds'])
+                there = [one.round for one in script.rounds if place in (None, one.place)]
+                most = f"at most {max(there)} rounds" if there else "no rounds"
+                who = "they have" if place is None else f"place {place} has"
+                raise JobError(
+                    [f'"{folder}" has {len(script.starts)} places, from 0; {who} {most}']
+                )
             script.choose(script.needed(wanted))
             repeat(script, member, [first])
         finally:
