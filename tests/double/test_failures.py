@@ -285,3 +285,19 @@ def test_a_slot_that_stands_still_ends_the_job_with_its_name(mpirun, tmp_path):
     assert done.returncode != 0 and seconds < 90
     late = r"is not done on cuda:(\d) \(slot \1 didn't come\) after 4 s"
     assert re.search(late, done.stderr), done.stderr
+
+
+@pytest.mark.every
+def test_doctor_measures_each_way_with_one_slot_and_with_all_at_once(mpirun, tmp_path):
+    import sys
+
+    words = ["-m", "mpigossip", "doctor", "--workers", "0"]
+    words += ["--megabytes", "1", "--sizes", "1MB", "--folder", str(tmp_path)]
+    devices = 'exec "$@" --devices "cuda:$((2 * R)),$((2 * R + 1))"'
+    own = ["sh", "-c", f"R=${{PMI_RANK:-$OMPI_COMM_WORLD_RANK}}; {devices}", "sh"]
+    env = {AWARE: "1", "MPIGOSSIP_DOUBLE_FAILS": "put:3@1"}
+    done = mpirun(2, [*own, sys.executable, *words], timeout=240, env=env)
+    for way in ("messages", "nccl", "host"):
+        rates = rf"{way}: 1 MB x 1 [\d.]+ GB/s, 1 MB x 2 [\d.]+ GB/s"
+        assert re.search(rates, done.stdout), done.stdout + done.stderr
+    assert "windows: not proven" in done.stdout and "MPI_ERR_RMA_RANGE" in done.stdout
