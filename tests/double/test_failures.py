@@ -67,10 +67,10 @@ def test_every_slots_device_is_proven(ranks):
 def test_what_fails_on_one_rank_is_refused_on_all_at_once(ranks, what, named):
     if what.startswith("lost put:"):  # it is the left neighbour's inbox that stays empty
         named = ["cuda:1 (rank 0)", "a put of GPU memory", "wrong data"]
-    found = ranks(2)(proven_on, what, 1, ["cuda:0", "cuda:1"])
+    found = ranks(2)(proven_on, what, 1, ["cuda:0", "cuda:1"], timeout=150)
     for able, why, seconds in found:
         assert not able and all(text in why for text in named), why
-        assert seconds < 60
+        assert seconds < 100
     assert found[0][1] == found[1][1]
 
 
