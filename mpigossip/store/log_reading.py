@@ -93,7 +93,10 @@ def _beside_one_another(logs: list[Log]) -> Log:
     summary = dict(last.summary)
     if "finished" in summary:
         sent = [float(log.summary["bytes_sent"]) for log in logs if "finished" in log.summary]
+        times = steps.get("time", step)  # by the members' clocks
+        times = times[np.isfinite(times)]
         summary |= {"nodes": len(logs), "bytes_sent": sum(sent) / len(sent)}
+        summary |= {"seconds": float(np.ptp(times))} if len(times) else {}
     return replace(last, nodes=len(logs), steps=steps, evaluations=tested, summary=summary)
 
 

@@ -94,6 +94,7 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     assert shown.startswith("dsgd, 2 members\n") and one["digest"] in shown
     both = read(folder / "log.h5")
     assert both.summary["digest"] == one["digest"] and both.summary["nodes"] == 2
+    assert both.summary["seconds"] > np.ptp(log.steps["time"])  # from the first member's step
     assert both.evaluations["accuracy"].tolist() == [pytest.approx(one["accuracy"])]
     # a newcomer's steps follow those of the model that it began with
     begun = both.steps["step"][np.isfinite(both.steps["loss"][:, 1])]
