@@ -66,9 +66,9 @@ def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
 
     drawn: list[Callable] = [panels.loss]
     drawn += [partial(panels.metric, name=name) for name in runs[0].metrics]
-    drawn += [panels.consensus, panels.time]
+    come_and_go = of_members(runs[0].log)  # none of them knows a distance from the average
+    drawn += [panels.time] if come_and_go else [panels.consensus, panels.time]
     drawn += [panels.staleness] * panels.stale(runs[0])
-    come_and_go = of_members(runs[0].log)
     rows = -(-(len(drawn) + come_and_go) // 2)
     made = Figure(figsize=(10, 3.6 * rows + 0.4), dpi=130, layout="constrained")
     axis = panels.steps(runs)

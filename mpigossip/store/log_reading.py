@@ -76,19 +76,21 @@ def _beside_one_another(logs: list[Log]) -> Log:
     A row for each number of steps in a model's history, NaN where a member had none of it.
     """
     last = max(logs, key=lambda log: (len(log.summary), len(log.steps["step"])))
-    at = [np.nan_to_num(log.steps.get("history", np.zeros((0, 1)))[:, 0]) for log in logs]
-    step = np.unique(np.concatenate(at)).astype(np.int64)
+    at = [log.steps.get("history", log.steps["step"][:, None])[:, 0] for log in logs]
+    at = [np.nan_to_num(rows).astype(np.int64) for rows in at]
+    step = np.unique(np.concatenate(at))
     steps: dict[str, np.ndarray] = {"step": step}
     for name in last.steps.keys() - {"step"}:
         steps[name] = np.full((len(step), len(logs)), np.nan)
         for member, log in enumerate(logs):
             if name in log.steps:
-                there = np.searchsorted(step, at[member])
-                steps[name][there, member] = log.steps[name][: len(there), 0]
+                steps[name][np.searchsorted(step, at[member]), member] = log.steps[name][:, 0]
     # one model was tested, which all have at the end
+    single = {"step", "consensus_distance"}
     tested = {
         name: np.full((len(values), len(logs)), np.nan) if values.ndim == 2 else values
         for name, values in last.evaluations.items()
+        if name not in single
     } | {"step": np.full(len(last.evaluations["step"]), step[-1] + 1 if len(step) else 0)}
     summary = dict(last.summary)
     if "finished" in summary:
