@@ -33,8 +33,11 @@ T = TypeVar("T")
 
 EVERY_S = 0.5
 """Seconds between two checks."""
-GRACE_S = 10.0
-"""Seconds in which the training thread may raise the failure itself, unless it hangs too."""
+GRACE_S = 4.0
+"""Seconds in which the training thread may raise the failure itself, unless it hangs too.
+
+Fewer than those after which a rank that waits for this one in vain ends the job (`LEAVE_S`).
+"""
 
 
 class TorchGroup:
