@@ -58,8 +58,7 @@ from importlib.metadata import version; print(version("torch"))' 2>/dev/null || 
         echo "(torch's plain Linux wheel brings CUDA along, gigabytes that this machine has no use for;"
         echo " README.md says how to name the CPU wheels)"
     fi
-    # compiled when they are imported, which few of the files ever are
-    "$venv/bin/python" -m pip install -qq --no-compile -c "$venv/constraints.txt" -e ".[$extras]" ||
+    "$venv/bin/python" -m pip install -qq -c "$venv/constraints.txt" -e ".[$extras]" ||
         die "pip could not install; the lines above say why. Run this script again afterwards"
     printf '%s\n' "$wanted" >"$stamp"
 }
