@@ -161,6 +161,7 @@ class TorchGroup:
                 self.run(work)
         except (RuntimeError, TimeoutError) as error:
             self._broken = True
+            self._watchdog.forget()
             if isinstance(error, GroupError | TimeoutError):
                 raise
             where = ", ".join(self.devices)
@@ -223,6 +224,10 @@ class Watchdog:
         """Watch a collective that was begun: device and torch's work of each slot."""
         self._calls.append((call, time.monotonic(), works))
 
+    def forget(self) -> None:
+        """Watch none of the calls so far: the training thread has raised what failed."""
+        self._calls = deque()
+
     def check(self) -> None:
         """Raise GroupError if a failure was found."""
         if self._failure:
@@ -231,8 +236,9 @@ class Watchdog:
 
     def look(self, now: float) -> str:
         """Return the failure at this time (monotonic, seconds), or an empty string."""
-        while self._calls:
-            call, began, works = self._calls[0]
+        calls = self._calls
+        while calls:
+            call, began, works = calls[0]
             open_on = []
             for device, work in works:
                 try:
@@ -247,7 +253,7 @@ class Watchdog:
                 where = ", ".join(sorted({*open_on}))
                 limit = f"{self.timeout_s:g} s (node.timeout_s)"
                 return f"{call} is not done on {where} after {limit}; {self._remedy}"
-            self._calls.popleft()
+            calls.popleft()
         return ""
 
     def _watch(self) -> None:
