@@ -50,27 +50,109 @@ PAIR = {
     "parallel": "algorithm.name=parallel graph.name=complete",
     "one-peer": "algorithm.name=dmsgd graph.name=one-peer-exponential",
 }
+STEPS = 585
+"""Of the perceptron at 16 nodes of 16 samples: 3 epochs."""
 REMEDIES = {
-    "exact every 16": "cadence.name=gossip-pga cadence.period=16",
-    "exact first tenth": "cadence.name=exact-parts cadence.first=0.1",
-    "exact last tenth": "cadence.name=exact-parts cadence.last=0.1",
+    "exact every 16": f"{PAIR['one-peer']} cadence.name=gossip-pga cadence.period=16",
+    "exact first tenth": f"{PAIR['one-peer']} cadence.name=exact-parts cadence.first=0.1",
+    "exact last tenth": f"{PAIR['one-peer']} cadence.name=exact-parts cadence.last=0.1",
+    "static first third": "algorithm.name=dmsgd graph.name=parts:static_first "
+    f"graph.period={STEPS} graph.first={STEPS // 3}",
+    "EMA": f"algorithm.name=parts:ema_dmsgd algorithm.total={STEPS} "
+    "graph.name=one-peer-exponential",
 }
-"""The gap's remedies; cadences of their own are in `parts.py`."""
+"""The gap's remedies; what isn't the package's is in `parts.py`."""
+CONTROLS = {
+    "no exchange": f"{PAIR['one-peer']} cadence.name=never",
+    "parallel, EMA": f"algorithm.name=parts:ema_parallel algorithm.total={STEPS} "
+    "local.name=momentum graph.name=complete cadence.name=global",
+}
+"""No exchange must not be a remedy; an EMA that helps parallel as much doesn't close a gap."""
+REMEDIED, AT_PARALLELS, EQUAL = "remedies", "remedies at parallel's rate", "equal rates"
+GRID = (0.0125, 0.025, 0.05, 0.1, 0.2)
+
+
+def best_rate(tried: Sequence[dict[str, Any]]) -> float:
+    """That of the highest accuracy, the smaller of equals; late divergence comes last."""
+    order = lambda r: ("late" not in r, r["figures"].get("accuracy", -1.0), -r["lr"])  # noqa: E731
+    return max(tried, key=order)["lr"]
+
+
+def reported(
+    done: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str], method: str, lr: float
+) -> dict[int, dict[str, Any]]:
+    """A pair's reported runs at a rate by their seed, from whichever of the gap's cells."""
+    same = labels["model"], labels["batch"]
+    return {
+        r["seed"]: r for r in done
+        if (r["study"], r["nodes"], r["method"], r["lr"]) == ("gap", nodes, method, lr)
+        and (r["cell"]["model"], r["cell"]["batch"]) == same and r["level"] != "search"
+    }  # fmt: skip
+
+
+def searched_rates(
+    done: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str]
+) -> dict[str, float]:
+    """Best rate of parallel and one-peer, of those that were searched for."""
+    own = {"model": labels["model"], "batch": labels["batch"]}
+    tried: dict[str, list[dict[str, Any]]] = {}
+    for r in done:
+        if (r["study"], r["nodes"], r["cell"], r["level"]) == ("gap", nodes, own, "search"):
+            tried.setdefault(r["method"], []).append(r)
+    return {method: best_rate(runs) for method, runs in tried.items()}
+
+
+def equal(nodes: int, labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """Both methods at each rate of the grid up to the larger of their best ones, largest first."""
+    best = searched_rates(done, nodes, labels)
+    if len(best) < len(PAIR):
+        return
+    for lr in sorted((lr for lr in GRID if lr <= max(best.values())), reverse=True):
+        for seed, method in product(SEEDS, PAIR):
+            there = reported(done, nodes, labels, method, lr).get(seed)
+            if there is None or there["cell"].get("of") == EQUAL:
+                yield method, f"lr {lr:g}", lr, seed
+
+
+def at_parallels(labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """Each remedy at parallel's best rate, if that isn't its own best one."""
+    best = searched_rates(done, 16, labels)
+    if len(best) < len(PAIR):
+        return
+    lr = best["parallel"]
+    for method, seed in product((*REMEDIES, *CONTROLS), SEEDS):
+        there = reported(done, 16, labels, method, lr).get(seed)
+        if there is None or there["cell"]["of"] == AT_PARALLELS:
+            yield method, "parallel's", lr, seed
 
 
 def gap() -> Iterator[Cell]:
-    """Where the one-peer gap comes from: nodes, samples a node, rate (row 1)."""
-    rates = (0.0125, 0.025, 0.05, 0.1, 0.2)
-    sizes = [(4, 16), (16, 16), (4, 64), (16, 64), (4, 256)]
-    for model, own in (("perceptron", PERCEPTRON), ("lenet", LENET)):
-        for n, batch in sizes:
-            labels = {"model": model, "batch": str(batch)}
-            settings = (*CIFAR, *own, f"data.batch={batch}")
-            yield Cell("gap", n, labels, PAIR, settings, rates, LEVELS)
-        remedied = {name: f"{PAIR['one-peer']} {more}" for name, more in REMEDIES.items()}
-        labels = {"model": model, "batch": "16", "of": "remedies"}
-        settings = (*CIFAR, *own, "data.batch=16")
-        yield Cell("gap", 16, labels, remedied, settings, rates, {"best": 1.0})
+    """Where the one-peer gap comes from: nodes, samples a node, rate; remedies (row 1)."""
+
+    def pair(model: str, n: int, batch: int) -> Cell:
+        labels = {"model": model, "batch": str(batch)}
+        settings = (*CIFAR, *sizes[model], f"data.batch={batch}")
+        return Cell("gap", n, labels, PAIR, settings, GRID, LEVELS)
+
+    def equally(n: int, batch: int) -> Cell:
+        cell = pair("perceptron", n, batch)
+        labels = {**cell.labels, "of": EQUAL}
+        return cell._replace(labels=labels, levels={}, order=partial(equal, n, labels))
+
+    sizes = {"perceptron": PERCEPTRON, "lenet": LENET}
+    yield from (pair("perceptron", *size) for size in ((4, 16), (16, 16), (4, 64), (16, 64)))
+    yield equally(16, 16)
+    base = pair("perceptron", 16, 16)
+    remedied = base._replace(
+        labels={**base.labels, "of": REMEDIED}, methods=REMEDIES | CONTROLS,
+        rates=(0.025, 0.05, 0.1), levels={"best": 1.0},
+    )  # fmt: skip
+    yield remedied
+    labels = {**base.labels, "of": AT_PARALLELS}
+    yield remedied._replace(labels=labels, levels={}, order=partial(at_parallels, labels))
+    yield pair("perceptron", 4, 256)
+    yield from (equally(*size) for size in ((4, 64), (16, 64)))
+    yield from (pair("lenet", *size) for size in ((4, 16), (16, 16), (4, 64), (16, 64), (4, 256)))
 
 
 def searched() -> Iterator[Cell]:

@@ -1,12 +1,18 @@
-"""Cadences and a warm start that only these rows need; importing this gives jobs their names."""
+"""Cadences, a graph and methods that only these rows need; importing this names the cadences."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
 
 from mpigossip.algorithms import cadence, diloco, gossip
 from mpigossip.algorithms.base import Algorithm, Decay, Step
 from mpigossip.algorithms.cadence import Cadence, fixed
 from mpigossip.config import Part
 from mpigossip.config.limits import AboveZero, Count, Positive, Share
+from mpigossip.graphs import graph
+from mpigossip.graphs.rounds import Round
 from mpigossip.mixing.base import Kind
 
 
@@ -25,6 +31,52 @@ def warm_periodic(*, warm: Count = 0, period: Positive = 16) -> Cadence:
         lambda index: Kind.GLOBAL if index < warm or not (index + 1) % period else Kind.LOCAL,
         Kind.GLOBAL, Kind.LOCAL,
     )  # fmt: skip
+
+
+def static_first(n: int, seed: int, t: int, *, first: int = 0) -> Round:
+    """The static exponential graph in the ``first`` rounds, the one-peer sequence after them."""
+    return graph("exponential" if t < first else "one-peer-exponential", n).round(t)
+
+
+class Smoothed(NamedTuple):
+    """A method's own state, and the running mean of x."""
+
+    inner: Any
+    mean: torch.Tensor
+
+
+def _ending_in_mean(method: Algorithm, decay: float, total: int) -> Algorithm:
+    """The method, whose x becomes the exponential moving average of x at step ``total``.
+
+    The average over nodes is linear, so that the averaged model becomes the average's EMA.
+    """
+
+    def init(x):
+        return Smoothed(method.init(x), x.clone())
+
+    def send(x, g, state, out, step: Step):
+        return state._replace(inner=method.send(x, g, state.inner, out, step))
+
+    def receive(x, g, state, sent, mixed, step: Step):
+        inner = method.receive(x, g, state.inner, sent, mixed, step)
+        state.mean.lerp_(x, 1 - decay)
+        if step.index == total - 1:
+            x.copy_(state.mean)
+        return state._replace(inner=inner)
+
+    return method._replace(
+        init=init, send=send, receive=receive, local_update=None, takes_mixed=False
+    )
+
+
+def ema_dmsgd(local, *, decay: Decay = 0.99, total: Positive = 1) -> Algorithm:
+    """DmSGD that ends in the EMA of its models."""
+    return _ending_in_mean(gossip.dmsgd(local), decay, total)
+
+
+def ema_parallel(local, *, decay: Decay = 0.99, total: Positive = 1) -> Algorithm:
+    """Parallel SGD that ends in the EMA of its models."""
+    return _ending_in_mean(gossip.parallel(local), decay, total)
 
 
 def warm_diloco(

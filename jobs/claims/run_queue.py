@@ -33,7 +33,16 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import parts  # noqa: E402, F401  names of cadences
-from designs import JOB, SEARCH, SEEDS, STUDIES, TEXT_IS, TEXT_SHA256, Cell  # noqa: E402
+from designs import (  # noqa: E402
+    JOB,
+    SEARCH,
+    SEEDS,
+    STUDIES,
+    TEXT_IS,
+    TEXT_SHA256,
+    Cell,
+    best_rate,
+)
 
 from mpigossip.cluster.process import end_with  # noqa: E402
 from mpigossip.cluster.ranks import Alone  # noqa: E402
@@ -80,7 +89,7 @@ def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
         for rate in rates:
             yield about | {"method": method, "level": "search", "lr": rate, "seed": SEARCH}
         if rates[-1] in (found := tried(cell, method, done)):
-            best[method] = chosen(found)
+            best[method] = best_rate([*found.values()])
     if len(best) < len(cell.methods):
         return
     for level, share in cell.levels.items():
@@ -97,23 +106,13 @@ def tried(cell: Cell, method: str, done: list[Line]) -> dict[float, Line]:
     return {line["lr"]: line for line in done if tuple(line[k] for k in names) == key}
 
 
-def chosen(found: dict[float, Line]) -> float:
-    """The rate of the highest accuracy, the smaller of equals; late divergence comes last."""
-
-    def place(rate: float) -> tuple[bool, float, float]:
-        line = found[rate]
-        return "late" not in line, line["figures"].get("accuracy", -1.0), -rate
-
-    return max(found, key=place)
-
-
 def searched(cell: Cell, method: str, done: list[Line]) -> list[float]:
     """The rates to try: those of the cell, then by twos beyond an end at which the best lies."""
     rates, found = list(cell.rates), tried(cell, method, done)
     for _ in range(FURTHER):
         if not all(rate in found for rate in rates):
             break
-        best = chosen({rate: found[rate] for rate in rates})
+        best = best_rate([found[rate] for rate in rates])
         if best not in (min(rates), max(rates)):
             break
         rates.append(best / 2 if best == min(rates) else best * 2)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from designs import SEARCH, STUDIES, Cell
+from designs import SEARCH, STUDIES, Cell, best_rate
 
 Line = dict[str, Any]
 """A run, as `run_queue.py` writes it."""
@@ -57,10 +57,7 @@ def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[in
     tried = [r for r in mine if r["level"] == "search" and r["figures"]]
     if not tried:
         return {}
-    best = max(
-        tried, key=lambda r: ("late" not in r, r["figures"]["accuracy"], -r["lr"])
-    )["lr"]  # fmt: skip
-    rate = float(f"{best * cell.levels[level]:.3g}")
+    rate = float(f"{best_rate(tried) * cell.levels[level]:.3g}")
     return {r["seed"]: r for r in mine if r["level"] == level and r["lr"] == rate}
 
 

@@ -21,12 +21,13 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import gap  # noqa: E402
 import optimal  # noqa: E402
 import parity  # noqa: E402
 import seconds  # noqa: E402
-from designs import SEEDS, STUDIES, Cell  # noqa: E402
+from designs import SEEDS  # noqa: E402
 from judging import LEVEL, Verdict, holm, judged, of_interval, of_values, said  # noqa: E402
-from stored import Line, faults, finals, read  # noqa: E402
+from stored import Line, faults, read  # noqa: E402
 
 PAGE, RUNS, INTERVALS = HERE / "RESULTS.md", HERE / "runs.jsonl", HERE / "intervals.jsonl"
 HEADINGS = {
@@ -48,98 +49,6 @@ def published(table: str, lines: Iterable[Line]) -> list[Verdict]:
         judged(claim, list(map(of_interval, rows)), rows[0].get("by", 0.0), rows[0].get("alike"))
         for claim, rows in claims.items()
     ])  # fmt: skip
-
-
-# -- the gap ---------------------------------------------------------------------------------
-
-
-class Gap(NamedTuple):
-    """By how much the one-peer graph is behind parallel in a cell, in points."""
-
-    cell: Cell
-    level: str
-    lr: tuple[float, float]
-    accuracy: tuple[float, float]
-    values: list[float]
-    """of each seed"""
-    distance: list[float]
-    """root mean square of ‖x_i − x̄‖ / ‖x̄‖ over nodes and steps, a seed"""
-
-
-def gaps(runs: Sequence[Line]) -> list[Gap]:
-    """Those of all cells whose seeds are all there and of which none diverged."""
-    found = []
-    for cell in STUDIES["gap"]():
-        if "of" in cell.labels:
-            continue
-        for level in cell.levels:
-            first, second = (finals(runs, cell, m, level) for m in ("parallel", "one-peer"))
-            both = [(first[s], second[s]) for s in SEEDS if s in first and s in second]
-            if len(both) < len(SEEDS) or not all(a["figures"] and b["figures"] for a, b in both):
-                continue
-            ends = [[r["figures"]["accuracy"] for r in side] for side in zip(*both, strict=True)]
-            found.append(Gap(
-                cell, level, (both[0][0]["lr"], both[0][1]["lr"]),
-                (100 * float(np.mean(ends[0])), 100 * float(np.mean(ends[1]))),
-                [100 * (a - b) for a, b in zip(*ends, strict=True)],
-                [b["figures"]["distance"] for _, b in both],
-            ))  # fmt: skip
-    return found
-
-
-def gap_verdicts(found: Sequence[Gap]) -> list[Verdict]:
-    """Whether the one-peer graph is within a point of parallel, in each cell."""
-    return holm([judged(title(one), [of_values(one.values)], alike=1.0) for one in found])
-
-
-def title(one: Gap) -> str:
-    """A cell in words."""
-    labels = one.cell.labels
-    return f"{labels['model']}, n = {one.cell.nodes}, {labels['batch']} a node, {one.level} rate"
-
-
-def regression(found: Sequence[Gap], draws: int = 2000) -> tuple[float, float, float] | None:
-    """Points of gap for 1 % of relative consensus distance, and its 95 % interval.
-
-    Least squares through 0 over at least six cells; the interval by resampling whole cells.
-    """
-    if len(found) < 6:
-        return None
-    x = [100 * np.mean(one.distance) for one in found]
-    y = [np.mean(one.values) for one in found]
-    random = np.random.default_rng(0)
-    drawn = random.integers(0, len(x), (draws, len(x)))
-    a, b = np.asarray(x), np.asarray(y)
-    slopes = (a * b)[drawn].sum(1) / (a * a)[drawn].sum(1)
-    low, high = np.quantile(slopes, [LEVEL / 2, 1 - LEVEL / 2])
-    return float((a * b).sum() / (a * a).sum()), float(low), float(high)
-
-
-def gap_page(runs: Sequence[Line]) -> str:
-    """The section's tables."""
-    found = gaps(runs)
-    lines = [
-        "| cell | rates | parallel, one-peer | gap, points | distance | within 1 point |",
-        "|---|---|---|---|---|---|",
-    ]
-    for one, verdict in zip(found, gap_verdicts(found), strict=True):
-        lines.append(
-            f"| {title(one)} | {one.lr[0]:g}, {one.lr[1]:g} | {one.accuracy[0]:.1f}, "
-            f"{one.accuracy[1]:.1f} % | {said(of_values(one.values))} | "
-            f"{100 * np.mean(one.distance):.2f} % | {verdict.words} |"
-        )
-    mine = sum(run["study"] == "gap" for run in runs)
-    lines += ["", f"{len(found)} of {_all_cells()} cells are finished, {mine} runs stored."]
-    if slope := regression(found):
-        lines[-1] += (
-            f" Over these cells the gap is {slope[0]:.2f} points [{slope[1]:.2f}, {slope[2]:.2f}] "
-            "for each 1 % of distance."
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _all_cells() -> int:
-    return sum(len(cell.levels) for cell in STUDIES["gap"]() if "of" not in cell.labels)
 
 
 # -- the other studies -----------------------------------------------------------------------------
@@ -227,17 +136,21 @@ def everything(runs: Sequence[Line]) -> Found:
     """All tables' verdicts, and the tables that are written anew."""
     lines = read(INTERVALS)
     slope = optimal.slopes([run for run in runs if run["study"] == "optimal"])
-    gap, gain = gaps(runs), timed(runs)
+    gain = timed(runs)
     found = {table: published(table, lines) for table in HEADINGS}
     found |= {
-        "gap": gap_verdicts(gap),
+        "gap": gap.verdicts(gap.gaps(runs)),
+        "equal": gap.verdicts(gap.equals(runs)),
+        "remedies": gap.remedy_verdicts(gap.remedies(runs)),
         "optimal": slope_verdicts(slope),
         "time": gain_verdicts(gain),
         "searched": parity.searched_verdicts(runs),
         "diloco": parity.diloco_verdicts(runs),
     }
     pages = {
-        "gap": gap_page(runs),
+        "gap": gap.page(runs),
+        "equal": gap.equal_page(runs),
+        "remedies": gap.remedy_page(runs),
         "optimal": slope_page(slope),
         "time": gain_page(gain),
         "searched": parity.searched_page(runs),

@@ -1,0 +1,240 @@
+"""Rows on the one-peer gap: cells at each method's own rates, at equal rates, and remedies.
+
+python jobs/claims/verdicts.py --write    # puts the three tables into RESULTS.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from designs import (
+    AT_PARALLELS,
+    CONTROLS,
+    PAIR,
+    REMEDIED,
+    REMEDIES,
+    SEEDS,
+    STUDIES,
+    Cell,
+    reported,
+    searched_rates,
+)
+from judging import LEVEL, Verdict, holm, judged, of_values, said
+from stored import Line, finals
+
+SMALL = 0.3
+"""Points: the rule of thumb is the distance below which the gap is less."""
+
+
+class Gap(NamedTuple):
+    """By how much the one-peer graph is behind parallel in a row, in points."""
+
+    title: str
+    lr: tuple[float, float]
+    accuracy: tuple[float, float]
+    values: list[float]
+    """of each seed"""
+    distance: list[float]
+    """root mean square of ‖x_i − x̄‖ / ‖x̄‖ over nodes and steps, a seed"""
+
+
+def behind(title: str, first: dict[int, Line], second: dict[int, Line]) -> Gap | None:
+    """The row of parallel's and one-peer's runs; None where a seed is missing or diverged."""
+    both = [(first[s], second[s]) for s in SEEDS if s in first and s in second]
+    if len(both) < len(SEEDS) or not all(a["figures"] and b["figures"] for a, b in both):
+        return None
+    ends = [[r["figures"]["accuracy"] for r in side] for side in zip(*both, strict=True)]
+    return Gap(
+        title, (both[0][0]["lr"], both[0][1]["lr"]),
+        (100 * float(np.mean(ends[0])), 100 * float(np.mean(ends[1]))),
+        [100 * (a - b) for a, b in zip(*ends, strict=True)], [b["figures"]["distance"] for _, b in both],
+    )  # fmt: skip
+
+
+def pairs() -> list[Cell]:
+    """The cells that compare both methods."""
+    return [cell for cell in STUDIES["gap"]() if "of" not in cell.labels]
+
+
+def title(cell: Cell, tail: str) -> str:
+    """A row in words."""
+    labels = cell.labels
+    return f"{labels['model']}, n = {cell.nodes}, {labels['batch']} a node, {tail}"
+
+
+def gaps(runs: Sequence[Line]) -> list[Gap]:
+    """Those at fractions of each method's best rate."""
+    found = (
+        behind(title(cell, f"{level} rate"),
+               *(finals(runs, cell, method, level) for method in ("parallel", "one-peer")))
+        for cell in pairs() for level in cell.levels
+    )  # fmt: skip
+    return [one for one in found if one]
+
+
+def equals(runs: Sequence[Line]) -> list[Gap]:
+    """Those at every rate at which both have all seeds, whichever cell they are of."""
+    found = []
+    for cell in pairs():
+        rates = {r["lr"] for r in runs if r["study"] == "gap" and r["level"] != "search"}
+        for lr in sorted(rates, reverse=True):
+            both = (reported(runs, cell.nodes, cell.labels, m, lr) for m in PAIR)
+            found.append(behind(title(cell, f"rate {lr:g}"), *both))
+    return [one for one in found if one]
+
+
+def verdicts(found: Sequence[Gap]) -> list[Verdict]:
+    """Whether the one-peer graph is within a point of parallel, in each row."""
+    return holm([judged(one.title, [of_values(one.values)], alike=1.0) for one in found])
+
+
+class Slope(NamedTuple):
+    """Points of gap for 1 % of relative consensus distance, and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} points [{self.low:.2f}, {self.high:.2f}]"
+
+
+def regression(found: Sequence[Gap], draws: int = 2000) -> Slope | None:
+    """Least squares through 0 over at least six rows; the interval by resampling whole rows."""
+    if len(found) < 6:
+        return None
+    a, b = (np.array([np.mean(v) for v in side]) for side in zip(*(
+        (100 * np.array(one.distance), one.values) for one in found), strict=True))  # fmt: skip
+    drawn = np.random.default_rng(0).integers(0, len(a), (draws, len(a)))
+    slopes = (a * b)[drawn].sum(1) / (a * a)[drawn].sum(1)
+    low, high = np.quantile(slopes, [LEVEL / 2, 1 - LEVEL / 2])
+    return Slope(float((a * b).sum() / (a * a).sum()), float(low), float(high))
+
+
+def rule(found: Sequence[Gap]) -> str:
+    """The rule of thumb from rows at equal rates, or why there is none.
+
+    Below c = 0.3 / slope the gap is less than 0.3 points; c's interval is the slope's. There is
+    none unless the slope's interval is above 0, and no row below c contradicts it.
+    """
+    slope = regression(found)
+    if slope is None:
+        return f"{len(found)} rows at equal rates are too few for a rule of thumb."
+    text = f"At equal rates the gap is {slope} for each 1 % of distance ({len(found)} rows). "
+    if slope.low <= 0:
+        return text + "The interval includes 0 or less: no rule of thumb follows."
+    c, low, high = (SMALL / s for s in (slope.mean, slope.high, slope.low))
+    near = [one for one in found if 100 * np.mean(one.distance) < c]
+    against = [one.title for one in near if of_values(one.values).beyond(SMALL) <= LEVEL]
+    if against:
+        return text + f"No rule of thumb follows: {'; '.join(against)} contradict it."
+    return text + (f"Rule of thumb: below a distance of {c:.2f} % [{low:.2f}, {high:.2f}] the gap "
+                   f"is less than {SMALL} points.")  # fmt: skip
+
+
+def _rows(found: Sequence[Gap], rates: bool) -> list[str]:
+    lines = [
+        f"| cell |{' rates |' * rates} parallel, one-peer | gap, points | distance "
+        "| within 1 point |", "|---|---|---|---|---|" + "---|" * rates,
+    ]  # fmt: skip
+    for one, verdict in zip(found, verdicts(found), strict=True):
+        lr = f" {one.lr[0]:g}, {one.lr[1]:g} |" * rates
+        lines.append(
+            f"| {one.title} |{lr} {one.accuracy[0]:.1f}, {one.accuracy[1]:.1f} % | "
+            f"{said(of_values(one.values))} | {100 * np.mean(one.distance):.2f} % | "
+            f"{verdict.words} |"
+        )
+    return lines
+
+
+def page(runs: Sequence[Line]) -> str:
+    """The table at each method's own rates."""
+    found = gaps(runs)
+    whole = sum(len(cell.levels) for cell in pairs())
+    mine = sum(run["study"] == "gap" for run in runs)
+    last = f"{len(found)} of {whole} cells are finished, {mine} runs stored."
+    if slope := regression(found):
+        last += f" Over these cells the gap is {slope} for each 1 % of distance."
+    return "\n".join([*_rows(found, True), "", last]) + "\n"
+
+
+def equal_page(runs: Sequence[Line]) -> str:
+    """The table at equal rates, and the rule of thumb."""
+    found = equals(runs)
+    return "\n".join([*_rows(found, False), "", rule(found)]) + "\n"
+
+
+# -- remedies ------------------------------------------------------------------------------------
+
+
+class Remedy(NamedTuple):
+    """A remedy or control at 16 nodes of 16 samples: points with each seed."""
+
+    method: str
+    where: str
+    """at its own best rate, or at parallel's"""
+    lr: float
+    accuracy: float
+    base: str
+    """what it is compared with: one-peer, parallel for parallel's own EMA"""
+    ahead: list[float]
+    behind: list[float]
+    """parallel's accuracy less its own"""
+    sent: float
+    """bytes as a multiple of one-peer's"""
+
+
+def remedies(runs: Sequence[Line]) -> list[Remedy]:
+    """Those whose seeds are all there, beside those of parallel and one-peer."""
+    cells = {cell.labels.get("of"): cell for cell in STUDIES["gap"]() if cell.nodes == 16}
+    cell = cells[REMEDIED]
+    best = searched_rates(runs, 16, cell.labels)
+    if len(best) < len(PAIR):
+        return []
+    found = []
+    for where in (REMEDIED, AT_PARALLELS):
+        rate = dict.fromkeys(PAIR, best["parallel"]) if where == AT_PARALLELS else best
+        both = {m: reported(runs, 16, cell.labels, m, rate[m]) for m in PAIR}
+        for method in (*REMEDIES, *CONTROLS):
+            own = finals(runs, cell, method, "best")
+            if where == AT_PARALLELS:
+                own = reported(runs, 16, cell.labels, method, best["parallel"])
+            base = "parallel" if method.startswith("parallel") else "one-peer"
+            three = [own, both[base], both["parallel"], both["one-peer"]]
+            if not all(s in one and one[s]["figures"] for one in three for s in SEEDS):
+                continue
+            a, b, p = ([100 * one[s]["figures"]["accuracy"] for s in SEEDS] for one in three[:3])
+            sent = own[1]["figures"]["bytes_sent"] / both["one-peer"][1]["figures"]["bytes_sent"]
+            found.append(Remedy(
+                method, "own best rate" if where == REMEDIED else "parallel's rate", own[1]["lr"],
+                float(np.mean(a)), base, _less(a, b), _less(p, a), sent,
+            ))  # fmt: skip
+    return found
+
+
+def _less(a: Iterable[float], b: Iterable[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def remedy_verdicts(found: Sequence[Remedy]) -> list[Verdict]:
+    """Whether it is ahead of what it is compared with: "no exchange" must not be."""
+    return holm([
+        judged(f"{x.method}, {x.where}: ahead of {x.base}", [of_values(x.ahead)]) for x in found
+    ])  # fmt: skip
+
+
+def remedy_page(runs: Sequence[Line]) -> str:
+    """The table of remedies."""
+    found = remedies(runs)
+    lines = [
+        "| remedy, rate | accuracy | ahead of one-peer, points | behind parallel | bytes | ahead |",
+        "|---|---|---|---|---|---|",
+    ]
+    for x, verdict in zip(found, remedy_verdicts(found), strict=True):
+        ahead = said(of_values(x.ahead)) + (f" ({x.base})" if x.base != "one-peer" else "")
+        lines.append(f"| {x.method}, {x.where}, {x.lr:g} | {x.accuracy:.1f} % | {ahead} | "
+                     f"{said(of_values(x.behind))} | {x.sent:.2f} | {verdict.words} |")  # fmt: skip
+    whole = 2 * len(REMEDIES | CONTROLS)
+    return "\n".join([*lines, "", f"{len(found)} of {whole} rows are finished."]) + "\n"
