@@ -49,7 +49,8 @@ def behind(title: str, first: dict[int, Line], second: dict[int, Line]) -> Gap |
     return Gap(
         title, (both[0][0]["lr"], both[0][1]["lr"]),
         (100 * float(np.mean(ends[0])), 100 * float(np.mean(ends[1]))),
-        [100 * (a - b) for a, b in zip(*ends, strict=True)], [b["figures"]["distance"] for _, b in both],
+        [100 * (a - b) for a, b in zip(*ends, strict=True)],
+        [b["figures"]["distance"] for _, b in both],
     )  # fmt: skip
 
 
