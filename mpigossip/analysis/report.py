@@ -43,7 +43,8 @@ h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line) }
 td, th { padding: .25rem .9rem .25rem 0; text-align: left; vertical-align: top }
 th { border-bottom: 1px solid var(--line) } td.number { text-align: right }
 pre { background: var(--soft); padding: .8rem 1rem; overflow-x: auto; font-size: 13px }
-img { width: 100%; min-width: 40rem; height: auto; background: #fff }
+img { width: 100%; min-width: 40rem; height: auto }
+@media (prefers-color-scheme: dark) { img { filter: invert(.9) hue-rotate(180deg) } }
 summary { cursor: pointer; margin: .4rem 0 }
 .wrong { color: var(--wrong); font-weight: bold } .note { color: var(--note) }
 .about { color: var(--about) }
@@ -192,7 +193,7 @@ def _result(runs: Sequence[LoggedRun]) -> str:
 
 def _picture(runs: Sequence[LoggedRun]) -> str:
     image = io.BytesIO()
-    figure(runs).savefig(image, format="png")
+    figure(runs).savefig(image, format="png", transparent=True)
     data = base64.b64encode(image.getvalue()).decode()
     alt = "loss, metrics, consensus distance, spread, time and traffic"
     return f'<div class="wide"><img alt="{alt}" src="data:image/png;base64,{data}"></div>'

@@ -46,9 +46,11 @@ def places(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
 def no_mpi(error: Exception) -> LaunchError:
     """Return what to say where mpi4py finds no MPI; ``error``: what it raised."""
     why = ": ".join(str(error).splitlines()[:2])  # of a list of libraries the first
+    if "too short" in why or "invalid ELF" in why:
+        why += ", a text for the linker: name the file with a number that it stands for"
     return LaunchError(
         f"MPI can't be loaded ({why}); load the site's MPI module, or "
-        "`pip install mpich`, or name the library: MPI4PY_LIBMPI=/path/to/libmpi.so. "
+        "`pip install mpich`, or name the library: MPI4PY_LIBMPI=/path/to/libmpi.so.12. "
         "`mpigossip simulate` needs no MPI"
     )
 
@@ -122,7 +124,7 @@ def check_library(library: str, env: Mapping[str, str]) -> None:
 MISMATCH = (
     "launcher and MPI don't belong together. With Slurm use `srun --mpi=pmi2` for MPICH or "
     "`srun --mpi=pmix` for Open MPI; else start with the mpiexec of that same MPI, or point "
-    "mpi4py at the launcher's library (MPI4PY_LIBMPI=/path/to/libmpi.so). For one rank on "
+    "mpi4py at the launcher's library (MPI4PY_LIBMPI=/path/to/libmpi.so.12). For one rank on "
     "purpose: mpiexec -n 1"
 )
 

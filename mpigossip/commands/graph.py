@@ -15,7 +15,7 @@ from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
 
 FIGURES = (
     ("degree", "degree", "in-neighbours in a round, at most"),
-    ("period", "period", "rounds after which it repeats; - when drawn anew"),
+    ("period", "period", "rounds after which it repeats; - when never"),
     ("spectral_gap", "gap", "1 - rho(W), for static graphs"),
     ("rounds_to_exact", "exact", "rounds to the exact average; - when never"),
     ("residue_after_period", "residue", "||product of W over a period - J||"),

@@ -134,6 +134,7 @@ def _add_examples(commands) -> None:
     listed = command(commands, "examples", _list, "list and copy examples", EXAMPLES)
     below = listed.add_subparsers(metavar="copy")
     copied = command(below, "copy", _copy, "copy an example, with the module that it needs", COPY)
+    listed.usage = "mpigossip examples [-h] [copy NAME [--to DIR]]"
     copied.add_argument("name", metavar="NAME", help="as `mpigossip examples` lists it")
     copied.add_argument("--to", type=Path, metavar="DIR", default=Path(), help="default: here")
 

@@ -22,7 +22,7 @@ from mpigossip.commands.arguments import (
 DOCTOR = """
 mpigossip doctor
 srun mpigossip doctor --json >runs/digits/doctor.json
-srun --ntasks-per-node=8 mpigossip doctor --ranks-per-node host
+srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 mpigossip doctor
 """
 
 

@@ -284,7 +284,7 @@ class Graph:
     def summary(self) -> str:
         """Return size, degree, period and facts in one line; negative weights are pointed out."""
         words = [f"n = {self.n}", f"degree {self.degree}"]
-        words.append("drawn each round" if self.period is None else f"period {self.period}")
+        words.append("no period" if self.period is None else f"period {self.period}")
         words += sorted(self.facts & {"static", "symmetric"})
         if self.doubly_stochastic:
             words.append("doubly stochastic")

@@ -96,7 +96,7 @@ def _graph(graph: Graph) -> str:
     """
     if graph.n == 1:
         return "one node: nothing to average"
-    period = "drawn each round" if graph.period is None else f"period {graph.period}"
+    period = "no period" if graph.period is None else f"period {graph.period}"
     text = f"{counted(graph.degree, 'neighbour')} a round, {period}"
     if "signed" in graph.facts:
         text += ", signed weights"

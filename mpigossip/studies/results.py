@@ -122,7 +122,7 @@ class Results:
     # -- tables ----------------------------------------------------------------------------------
 
     def table(self, form: Literal["text", "csv", "latex"] = "text") -> str:
-        """Return a table with a row for each point; bold: the best and its ties, unless all are.
+        """Return a table with a row for each point; in LaTeX the best and its ties are bold.
 
         :param form: "text", "csv", or "latex", which needs booktabs
         """
@@ -146,8 +146,11 @@ class Results:
             for cell, row, *said in zip(self.cells, self.rows, *columns, strict=True)
         ]
         if form == "text":
-            return tables.text(heads, rows, left)
-        return tables.latex(heads, rows, left, self._comments(bool(strong)))
+            return "\n".join([tables.text(heads, rows, left), *self._comments()])
+        bold = "bold: can't" if strong else "no point can"
+        bold += f" be told from the best {self.judge} (Dunnett's test, paired by seed)"
+        bold = bold if len(self.seeds) > 1 else f"bold: the best {self.judge}"
+        return tables.latex(heads, rows, left, [*self._comments(), bold])
 
     def note(self, cell: Cell) -> str:
         """Note on a point's figures: runs that diverged, or that no tried rate converged."""
@@ -167,21 +170,17 @@ class Results:
         }  # fmt: skip
         return found.pop() if len(found) == 1 else ""
 
-    def _comments(self, strong: bool) -> list[str]:
-        """Comments of the LaTeX table: the meaning of its figures."""
+    def _comments(self) -> list[str]:
+        """Lines below the text table, comments of LaTeX's: the meaning of the figures."""
         steps = [int(run.last("steps")) for cell in self.cells for run in self.ended(cell)]
         nodes = sorted({cell.nodes for cell in self.cells})
         made = f"n = {', '.join(map(str, nodes))}"
         if steps:
             made += f", {' to '.join(map(str, sorted({min(steps), max(steps)})))} steps"
-        if len(self.seeds) == 1:
-            return [f"one seed, no intervals; {made}; bold: the best {self.judge}"]
-        return [
-            f"±: half the {100 * LEVEL:.0f} % interval of the mean of {len(self.seeds)} seeds "
-            f"(Student's t); {made}",
-            ("bold: can't" if strong else "no point can")
-            + f" be told from the best {self.judge} (Dunnett's test, paired by seed)",
-        ]
+        half = f"±: half the {100 * LEVEL:.0f} % interval of the mean of {len(self.seeds)} seeds"
+        spread = f"{half} (Student's t)" if len(self.seeds) > 1 else "one seed, no intervals"
+        late = ["diverged late: lost again over half of what they had learnt"]
+        return [f"{spread}; {made}", *late * any(row["late"] for row in self.rows)]
 
     def frame(self) -> Any:
         """Return the rows as a DataFrame of pandas."""

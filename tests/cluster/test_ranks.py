@@ -9,7 +9,7 @@ import pytest
 
 from mpigossip.cluster import deadline
 from mpigossip.cluster.deadline import Deadline, LateError
-from mpigossip.cluster.launcher import LaunchError, check_launcher, check_library
+from mpigossip.cluster.launcher import LaunchError, check_launcher, check_library, no_mpi
 from mpigossip.cluster.ranks import Alone, world
 from mpigossip.config import JobError
 from tests import launch
@@ -331,6 +331,13 @@ def test_the_other_mpis_launcher_is_told_before_mpi_aborts(mpirun, number):
 )
 def test_an_mpi_that_may_belong_to_its_launcher_is_left_alone(library, env):
     check_library(library, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"} | env)
+
+
+def test_a_linker_script_in_the_place_of_mpi_is_named():
+    for words in ("file too short", "invalid ELF header"):
+        error = RuntimeError(f"cannot load MPI library\n/lib/libmpi.so: {words}\n/other")
+        assert "name the file with a number" in str(no_mpi(error))
+    assert "linker" not in str(no_mpi(RuntimeError("cannot load MPI library\nnot there")))
 
 
 def test_missing_mpi_is_a_launch_error(mpirun):

@@ -56,7 +56,7 @@ def test_the_reference_has_every_command_option_name_column_code_and_variable():
         assert all(option in page for option in shown if words)
     assert all(f"mpigossip.{name}" in REFERENCE["python_page"]() for name in mpigossip.__all__)
     files = REFERENCE["files_page"]()
-    columns = [*log.COLUMNS, log.VIRTUAL, *log.EVALUATION_COLUMNS]
+    columns = [*log.COLUMNS, log.VIRTUAL, *log.MEMBER_COLUMNS, *log.EVALUATION_COLUMNS]
     assert all(f"| `{name}` |" in files for name in columns)
     sources = [path.read_text() for path in (ROOT / "mpigossip").rglob("*.py")]
     own = {name for text in sources for name in re.findall(r'"(MPIGOSSIP_[A-Z_]+)"', text)}

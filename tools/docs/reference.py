@@ -56,6 +56,8 @@ VARIABLES = {
     "OMP_NUM_THREADS": "set it to 1: ranks and slots run side by side, a core each",
     "SLURM_JOB_END_TIME": "the allocation's end where Slurm sets it",
     "CUDA_VISIBLE_DEVICES": "the GPUs that a rank sees; `node.devices` counts among them",
+    "MPI4PY_LIBMPI": "the MPI library that mpi4py loads: the file with its number, `libmpi.so.12` "
+    "or `libmpi.so.40`, as `libmpi.so` may be a text for the linker (read by mpi4py)",
     "XDG_CACHE_HOME": "where the compiled sum is kept, else `~/.cache`",
     "CC": "the C compiler that builds it, else `cc`",
     "HDF5_USE_FILE_LOCKING": "`FALSE` where a file system has no locks (read by HDF5)",
@@ -245,7 +247,10 @@ def files_page() -> str:
     lines += ["`RUN/log.h5`, one row a step and one column a node (group `steps`):", ""]
     steps = log.COLUMNS | {log.VIRTUAL: log.VIRTUAL_COLUMN}
     evaluations = "One row an evaluation (group `evaluations`):"
-    for title, columns in (("", steps), (evaluations, log.EVALUATION_COLUMNS)):
+    members = "Of members that come and go, a row a step besides:"
+    for title, columns in (
+        ("", steps), (members, log.MEMBER_COLUMNS), (evaluations, log.EVALUATION_COLUMNS),
+    ):  # fmt: skip
         lines += ["", title, "", *head("column", "unit", "meaning")]
         lines += [cells(f"`{n}`", c.unit, c.description) for n, c in columns.items()]
     lines += ["", "A task's metrics are further columns.", "", "## Layout of a checkpoint", ""]
