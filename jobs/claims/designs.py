@@ -211,17 +211,19 @@ SIZES = {
     "gpt of 0.36 M": (1920, ("model.layers=3", "model.width=96")),
 }
 """Models, smallest first: steps, settings. A tenth of the steps is a multiple of all H."""
-PERIODS, STARTS, OUTER = (32, 8), (10, 20, 30), (0.4, 0.7)
-"""Steps between averages, percent of the steps after which DiLoCo begins, its outer rates."""
+STARTS, OUTER = (10, 20, 30), (0.4, 0.7)
+"""Percent of the steps after which DiLoCo begins, its outer rates."""
+WAYS = ((32, 20), (32, 10), (32, 30), (8, 20))
+"""Steps between averages, and start, that are searched."""
 RATES = (0.003, 0.006, 0.012)
 WITHIN = 1.0
 """Percent of parallel's loss."""
 NO_MERGE, NO_MOMENTUM, ALONE = "H = ∞", "no outer momentum, H = 32", "one node alone"
 
 
-def label(period: int, start: int, outer: float, kept: bool = True) -> str:
+def label(period: int, start: int, outer: float) -> str:
     """The name of a DiLoCo."""
-    return f"H = {period} after {start} %, outer {outer}" + ("" if kept else ", Adam dropped")
+    return f"H = {period} after {start} %, outer {outer}"
 
 
 def methods_of(steps: int) -> dict[str, str]:
@@ -235,9 +237,8 @@ def methods_of(steps: int) -> dict[str, str]:
                 )  # fmt: skip
 
     found = {"parallel": "algorithm.name=parallel"}
-    for h, start, outer, kept in product(PERIODS, STARTS, OUTER, (True, False)):
-        more = f"algorithm.drop={str(not kept).lower()}"
-        found[label(h, start, outer, kept)] = after(start, h, outer, more)
+    for (h, start), outer in product(WAYS, OUTER):
+        found[label(h, start, outer)] = after(start, h, outer, "algorithm.drop=false")
     for (name, h), start in product(((NO_MERGE, steps), (NO_MOMENTUM, 32)), STARTS):
         found[f"{name} after {start} %"] = after(start, h, 1.0, "algorithm.outer_beta=0.0")
     return found
@@ -259,54 +260,71 @@ class Chosen(NamedTuple):
     start: int
 
 
-def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | None]:
-    """One after the other: rates, outer rate, H and start, Adam's state; then what is reported.
+Search = Generator[Turn, None, tuple[str, float] | None]
 
-    The finalist sends the fewest bytes of those within 1 % of parallel in the search; if none is,
-    it is the best of them. Parallel, the finalist, then the controls, five seeds each.
-    """
-    loss = {
+
+def losses(model: str, done: Sequence[dict[str, Any]]) -> dict[tuple[str, float], float]:
+    """Those of the search by method and rate; infinite where one diverged."""
+    return {
         (r["method"], r["lr"]): inf if "late" in r else r["figures"].get("loss", inf)
         for r in done
         if (r["study"], r["nodes"], r["level"]) == ("diloco", 4, "search")
         and r["cell"]["model"] == model
     }  # fmt: skip
 
-    def best(*tried: tuple[str, float]) -> Generator[Turn, None, tuple[str, float] | None]:
-        for method, lr in tried:
-            yield method, "search", lr, SEARCH
-        return min(tried, key=loss.__getitem__) if all(one in loss for one in tried) else None
 
-    base = yield from best(*(("parallel", lr) for lr in RATES))
+def best_of(loss: dict[tuple[str, float], float], *tried: tuple[str, float]) -> Search:
+    """The lowest of these, which are asked for; None where one is missing."""
+    for method, lr in tried:
+        yield method, "search", lr, SEARCH
+    return min(tried, key=loss.__getitem__) if all(one in loss for one in tried) else None
+
+
+def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | None]:
+    """One after the other: rates, outer rate, start and H; then parallel and the finalist.
+
+    The finalist sends the fewest bytes of those within 1 % of parallel in the search; if none is,
+    it is the best of them. Both with five seeds each.
+    """
+    loss = losses(model, done)
+    base = yield from best_of(loss, *(("parallel", lr) for lr in RATES))
     if base and base[1] in (RATES[0], RATES[-1]):  # the bar must be no lower than it is
         further = base[1] / 2 if base[1] == RATES[0] else base[1] * 2
-        base = yield from best(base, ("parallel", further))
+        base = yield from best_of(loss, base, ("parallel", further))
     if not base:
         return None
-    first = yield from best(*((label(32, 20, o), lr) for o, lr in product(OUTER, RATES)))
+    first = yield from best_of(loss, *((label(32, 20, outer), base[1]) for outer in OUTER))
+    if not first:
+        return None
+    others = [lr for lr in RATES if lr != base[1]]
+    first = yield from best_of(loss, first, *((first[0], lr) for lr in others))
     if not first:
         return None
     lr, outer = first[1], float(first[0].rpartition(" ")[2])
-    ways = {(label(h, start, outer), lr): (h, start) for h, start in product(PERIODS, STARTS)}
-    nearest = yield from best(*ways)
+    ways = {(label(h, start, outer), lr): (h, start) for h, start in WAYS}
+    nearest = yield from best_of(loss, *ways)
     if not nearest:
         return None
     near = [one for one in ways if loss[one] <= (1 + WITHIN / 100) * loss[base]]
-    method, lr = min(near, key=lambda one: vectors(*ways[one], SIZES[model][0]), default=nearest)
-    h, start = ways[method, lr]
-    last = yield from best((method, lr), (label(h, start, outer, False), lr))
-    if not last:
-        return None
+    last = min(near, key=lambda one: vectors(*ways[one], SIZES[model][0]), default=nearest)
     for seed in SEEDS:
         yield "parallel", "best", base[1], seed
         yield last[0], "best", lr, seed
-    plain = yield from best(*((f"{NO_MOMENTUM} after {start} %", rate) for rate in RATES))
-    controls = {f"{NO_MERGE} after {start} %": lr}
+    return Chosen(base[1], last[0], lr, *ways[last])
+
+
+def controls(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """The finalist with one average at its end; averages without outer momentum, at their rate."""
+    found = chosen(model, done)
+    if not found:
+        return
+    tail = f"after {found.start} %"
+    yield from ((f"{NO_MERGE} {tail}", "best", found.lr, seed) for seed in SEEDS)
+    plain = yield from best_of(
+        losses(model, done), *((f"{NO_MOMENTUM} {tail}", rate) for rate in RATES)
+    )
     if plain:
-        controls[plain[0]] = plain[1]
-    for (control, rate), seed in product(controls.items(), SEEDS):
-        yield control, "best", rate, seed
-    return Chosen(base[1], last[0], lr, h, start)
+        yield from ((plain[0], "best", plain[1], seed) for seed in SEEDS)
 
 
 def alone(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
@@ -331,7 +349,8 @@ def diloco() -> Iterator[Cell]:
     for model, (steps, size) in SIZES.items():
         methods = methods_of(steps)
         only = {ALONE: methods["parallel"]}
-        for nodes, these, order in ((4, methods, parity), (1, only, alone)):
+        turns = (4, methods, parity), (1, only, alone), (4, methods, controls)
+        for nodes, these, order in turns:
             warmup = f"schedule.warmup_epochs={0.0125 * nodes}"  # as many steps on one node
             own = (*TEXT, *size, f"run.steps={steps}", warmup)
             yield Cell("diloco", nodes, {"model": model}, these, own, RATES, {"best": 1.0},
