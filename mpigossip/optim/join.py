@@ -15,15 +15,16 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import note
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.members.live import POLL_S, Leaving, Live
+from mpigossip.mixing.members.live import POLL_S, Leaving, Live, layout
 from mpigossip.mixing.members.place import Place, Plan
 from mpigossip.mixing.members.records import Disk
 from mpigossip.optim import arguments, unwrapped
 from mpigossip.optim.inner import check
 from mpigossip.optim.node import loop_text
 from mpigossip.optim.state import read_optimizer, write_optimizer
-from mpigossip.runs.members.join import LOOP, about, job_of, result
+from mpigossip.runs.members.join import LOOP, about, check_lease, job_of, result
 from mpigossip.runs.members.member import average
+from mpigossip.runs.members.replay import Script, wanted_of
 from mpigossip.runs.recorder import FIGURE, environment
 from mpigossip.runs.state import plain, put_buffers
 from mpigossip.runs.stopper import Stopper, end_of_allocation
@@ -33,7 +34,7 @@ from mpigossip.training.assemble import load
 
 
 class Member:
-    """A member's chunks: trained by it alone, then x ← ½ (x + x_j), late x_j moved as by `Past`.
+    """A member's chunks: trained by it alone, then x ← ½ (x + x_j), late x_j as `moved` has it.
 
     Iterating gives the chunks' numbers and publishes the model after each. It ends where all chunks
     are trained, with the model at their average (``finished``), or where this member was asked to
@@ -48,9 +49,11 @@ class Member:
         job: Job,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        replay: bool,
     ):
         """Prepare to train by what `join` has checked; ``job`` stands in the folder."""
-        self._live, self._folder, self._chunks = live, folder, self._train()
+        self._live, self._folder = live, folder
+        self._chunks = self._repeat() if replay else self._train()
         self._model, self._optimizer, self._done = model, optimizer, 0
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._seed, self._figures = self._capture(), dict[str, float]()
@@ -101,6 +104,8 @@ class Member:
                                           "peer": peer.place if peer else np.nan}  # fmt: skip
                         self._write(writer)
                         self._exchange()
+                        if self._done == 2:
+                            check_lease(place.plan.lease_s, time.perf_counter() - began)
                         if live.stopping():
                             raise Leaving
         except Leaving:
@@ -110,11 +115,29 @@ class Member:
         self._put(average(states))
         self.finished = True
 
+    def _repeat(self) -> Generator[int]:
+        script = Script(self._live.place)
+        order = script.choose(wanted_of(script, None, None))
+        for version in order:
+            models, peer, progress = script.given(version)
+            self._put(average(models or [self._seed]))
+            if version.round > 1:
+                self._meet(models[0], peer)
+            self.progress = min(progress, self._live.place.plan.chunks - 1)
+            yield script.round(version).chunk
+            script.check(version, self._capture())
+        self.finished = bool(script.end)
+        if self.finished:
+            self._put(average([script.models[one] for one in script.end]))
+        note(script.told(order))
+
     def _exchange(self) -> None:
         """Publish the model, and average it with one of another member, if there is one."""
         own = self._capture()
         self._live.send(own)
-        other = self._live.receive()
+        self._meet(own, self._live.receive())
+
+    def _meet(self, own: NodeState, other: NodeState | None) -> None:
         if other is not None:
             rows = [torch.from_numpy(one.parameters).reshape(1, -1) for one in (own, other)]
             self._put_parameters(combine((0.5, 0.5), rows, torch.empty_like(rows[0]))[0])
@@ -138,10 +161,7 @@ class Member:
         return NodeState(np.concatenate(values), tuple(self._trained), shapes, arrays, numbers)
 
     def _put(self, state: NodeState) -> None:
-        """Stand at a model with its buffers and the optimizer's state; raises JobError."""
-        if (state.names, state.shapes) != (self._seed.names, self._seed.shapes):
-            raise JobError([f"{self._folder} trains another model than this program's: its first "
-                            f"parameters are {', '.join(state.names[:3])}"])  # fmt: skip
+        """Stand at a model with its buffers and the optimizer's state."""
         self._put_parameters(torch.from_numpy(state.parameters))
         put_buffers({0: self._buffers()}, state)
         given, _ = read_optimizer(
@@ -187,6 +207,7 @@ def join(
     wall_clock_s: float = 0.0,
     shared: bool = False,
     poll_s: float = POLL_S,
+    replay: bool = False,
 ) -> Iterator[Member]:
     """Context manager in which this program is a member of a training in a folder, or begins it.
 
@@ -204,7 +225,7 @@ def join(
     Each program is one member and needs no launcher. Leave the loop over chunks early where
     ``member.stopping`` asks for it; ``member.finished`` says whether all are trained. A newcomer
     begins at the average of the newest models, with averaged optimizer state; the first one with
-    ``model`` as it is. `mpigossip replay` repeats jobs only.
+    ``model`` as it is.
 
     :param folder: on a file system that all members share, with hard links
     :param model: with float32, float16 or bfloat16 parameters, alike in all members
@@ -215,6 +236,9 @@ def join(
     :param wall_clock_s: seconds after which to leave; 0: at the end of the allocation
     :param shared: take the files of other users, too
     :param poll_s: seconds between two looks of a member that has nothing to train
+    :param replay: join nothing, but repeat all chunks of all members in this process, and compare
+        each model with its record: bitwise, where ``model`` is the first member's at its beginning
+        and a chunk's data and random numbers follow from its number and ``progress``
     :raises JobError: for another model or other ``chunks`` than the folder's, a folder of something
         else, one without hard links
     """
@@ -231,9 +255,14 @@ def join(
     disk = Disk(folder, shared)
     about_run = {"output": str(folder), "name": folder.name or "run", "steps": chunks}
     job = load({"run": about_run, "cadence": {"name": "every", "period": 1}})
-    job = job_of(folder, job, disk, LOOP)
+    trained = {n: p for n, p in inner.named_parameters() if p.requires_grad}
+    if replay and not disk.exists(LOOP):
+        raise JobError([f'"{folder}" has no {LOOP}: no program has begun a training there that '
+                        "it could repeat"])  # fmt: skip
+    parameters = layout(tuple(trained), [p.shape for p in trained.values()])
+    job = job_of(folder, job, disk, LOOP, parameters)
     place = Place(disk, Plan(chunks, max(1, min(16, chunks // 64)), lease_s), tell=note)
     with Stopper(world, folder, end_of_allocation(wall_clock_s)) as stopper:
         live = Live(place, lambda: stopper.due() or disk.exists("STOP"), poll_s)
-        with closing(Member(live, folder, job, inner, optimizer)) as member:
+        with closing(Member(live, folder, job, inner, optimizer, replay)) as member:
             yield member

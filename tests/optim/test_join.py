@@ -15,6 +15,7 @@ from mpigossip import cli
 from mpigossip.config import JobError
 from mpigossip.mixing.members.place import Place, Plan
 from mpigossip.mixing.members.records import Disk
+from mpigossip.runs.members.replay import Differs
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from tests.mixing.members.storm import chunks_of
@@ -114,12 +115,42 @@ def test_rejected(tmp_path, given, words):
 
 def test_other_models_and_folders_are_rejected(tmp_path, capsys):
     train(tmp_path / "run", *parts(), most=1)
-    with pytest.raises(JobError, match="trains another model"):
+    with pytest.raises(JobError, match="begun with another version or model .*parameters"):
         train(tmp_path / "run", *parts(width=5))
     assert cli.main(["join", str(tmp_path / "run")]) == 2
     assert cli.main(["replay", str(tmp_path / "run")]) == 2
     told = capsys.readouterr().err
     assert told.count("loop.toml") == 2, told
+
+
+def test_a_program_repeats_its_training(tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert not train(folder, *parts(0), most=5)
+    models = [parts(0), parts(1)]
+    threads = [threading.Thread(target=train, args=(folder, *one)) for one in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    again, optimizer = parts(0)
+    assert train(folder, again, optimizer, most=99, replay=True)
+    told = capsys.readouterr().err
+    assert f"{CHUNKS} rounds of 3 places repeated: every digest is equal" in told
+    assert checkpoint.digest(checkpoint.latest(folder)) in told
+    assert len(list((folder / "places").iterdir())) == 3
+    state = models[0][0].state_dict()
+    assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
+    with pytest.raises(Differs, match="round 1 of place 0 is another model than its record"):
+        train(folder, *parts(5), replay=True)
+    with pytest.raises(JobError, match="no program has begun a training there"):
+        train(tmp_path / "none", *parts(), replay=True)
+
+
+def test_a_lease_is_five_rounds_or_more(tmp_path):
+    with pytest.raises(JobError, match="a lease is 0.001 s: others would take this member for"):
+        train(tmp_path / "run", *parts(), lease_s=0.001)
+    place = Place(Disk(tmp_path / "run"), Plan(CHUNKS, 1, 600.0))
+    assert place.refresh(0).closed.why == "left"  # its chunks are others'
 
 
 def test_programs_of_the_sample(tmp_path):

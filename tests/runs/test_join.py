@@ -1,5 +1,6 @@
 """Members that join a training in a folder and leave it; its replay."""
 
+import json
 import shutil
 import threading
 
@@ -85,7 +86,7 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     (one,) = members(folder, 1)
     assert one["finished"] and one["places"] == [1]
     assert cli.main(["replay", str(folder), "--place", "0", "--rounds", "1:2"]) == 0
-    assert "2 rounds of 1 places" in capsys.readouterr().out
+    assert "2 rounds of 1 place repeated" in capsys.readouterr().out
     log = read(folder / "logs" / "000001" / "log.h5")
     assert (log.steps["chunk"] >= 0).all() and len(log.steps["step"]) > 10
     assert np.isnan(log.steps["consensus_distance"]).all()  # a member sees no average
@@ -108,6 +109,23 @@ def test_a_job_that_can_not_begin_leaves_no_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("algorithm", "count"), [("gasloc", 1), ("dsgd", 2)])
+def test_replay_begins_with_models_that_are_stored(tmp_path, algorithm, count):
+    """The last round of a place takes its last model; an early one all before."""
+    folder = tmp_path / "run"
+    members(folder, count, algorithm=algorithm)
+    found = [json.loads(path.read_text()) for path in (folder / "chain").glob("*/*")]
+    rounds = [(one["round"], one["place"]) for one in found if one["kind"] == "round"]
+    last, place = max(rounds)
+    told = [replay(folder, place, (at, at)) for at in (last, last - 4)]
+    assert "every digest is equal\nbegun with" in told[0]
+    if count == 1:
+        assert "with 1 model that models/ still has\ndigest" in told[0]
+        assert [int(one.split()[0]) for one in told] == [1, last - 4]
+    shutil.rmtree(folder / "models")
+    assert int(replay(folder, place, (last, last)).split()[0]) >= last
+
+
 def test_a_changed_record_is_found_by_replay(tmp_path):
     folder = tmp_path / "run"
     members(folder, 1)
@@ -116,11 +134,19 @@ def test_a_changed_record_is_found_by_replay(tmp_path):
     at = text.index('"digest": "') + 11
     record.unlink()
     record.write_text(text[:at] + "0" * 64 + text[at + 64 :])
-    with pytest.raises(Differs, match="round 2 of place 0 is another model"):
+    with pytest.raises(Differs, match="round 2 of place 0 is another model.* says$"):
+        replay(folder)
+    start = folder / "chain/000000/000000"
+    other = start.read_text().replace('"threads": "', '"threads": "7')
+    start.unlink()
+    start.write_text(other)
+    with pytest.raises(Differs, match="it was made with threads 7"):
         replay(folder)
     record.unlink()
-    with pytest.raises(StoreError, match="chain/000000/000002 is missing"):
-        replay(folder)
+    for rounds in (None, (3, 3)):
+        with pytest.raises(StoreError, match="chain/000000/000002 is missing"):
+            replay(folder, rounds=rounds)
+    assert "1 round of" in replay(folder, rounds=(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -162,6 +188,10 @@ def test_folders_that_are_refused(tmp_path):
     with pytest.raises(JobError, match="holds no training yet"):
         replay(other)
     text = (folder / "job.toml").read_text()
+    for was, now in (("torch 2", "torch 1"), ("members 2", "members 9"), ("parameters ", "x")):
+        (folder / "job.toml").write_text(text.replace(was, now, 1))
+        with pytest.raises(JobError, match="was begun with another version or model"):
+            join(folder, lease_s=30.0)
     (folder / "job.toml").unlink()
     (folder / "job.toml").write_text(text.replace('name = "mlp"', 'name = "os:system"'))
     for call in (join, replay):

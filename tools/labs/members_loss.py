@@ -10,6 +10,7 @@ this one is. Every run is replayed.
 
 import argparse
 import io
+import json
 import multiprocessing
 import random
 import sys
@@ -20,11 +21,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
+import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 from mpigossip.cluster.ranks import Alone  # noqa: E402
-from mpigossip.mixing.members.live import Leaving, Live  # noqa: E402
+from mpigossip.mixing.members.live import Leaving, Live, read_model  # noqa: E402
 from mpigossip.mixing.members.place import Place  # noqa: E402
 from mpigossip.mixing.members.records import Disk  # noqa: E402
 from mpigossip.runs import launch  # noqa: E402
@@ -102,7 +104,8 @@ class Paced(Live):
 
     def send(self, state) -> int:
         """Publish at the end of a round."""
-        self.at += self.chance.uniform(0.95, 1.05)
+        slow = 1.0 if self.index else self.lab.options.slow
+        self.at += slow * self.chance.uniform(0.95, 1.05)
         self.lab.clock.wait(self.at)
         self.lab.newest[self.index] = state
         return super().send(state)
@@ -154,9 +157,9 @@ class Lab:
                 for future in [pool.submit(self.clock.run, *work) for work in works]:
                     future.result()
             replay.replay(self.folder)
-            reader = Live(Place(Disk(self.folder), self.plan), lambda: True)
-            versions = reader.place.ended().versions
-            found = self.test([reader.read(reader.place.record(*one)) for one in versions])
+            reader = Place(Disk(self.folder), self.plan)
+            versions = reader.ended().versions
+            found = self.test([read_model(reader, reader.record(*one)) for one in versions])
             for one in made:
                 one.close()
         places = len(list((self.folder / "places").iterdir()))
@@ -174,7 +177,7 @@ class Lab:
         self.clock.wait(live.at)
         while not live.place.ended():
             with live.stay():
-                member.begin(live.begin(join.about((), (), [])))
+                member.begin(live.begin({}))
                 member.train(live)
 
     def newcomers(self, index: int, member: Member) -> None:
@@ -184,7 +187,7 @@ class Lab:
             live, losses = Paced(self, index, at + 0.5), []
             self.clock.wait(live.at)
             others = list(self.newest.values())
-            states = live.begin(join.about((), (), []))
+            states = live.begin({})
             for models in (others, [*others, average(states)]):
                 losses.append(self.test(models)["loss"])
             member.begin(states)
@@ -222,6 +225,15 @@ def one(given) -> dict:
         return launch.train(job, world, members)
 
 
+def line(members: int, seed: int, options, simulated: bool, run: dict) -> dict:
+    """What a run was and gave."""
+    kept = {"loss", "accuracy", "lag", "places", "digest"}
+    return {"members": members, "seed": seed, "how": "simulate" if simulated else "members",
+            "steps": options.steps, "delay": options.delay, "slow": options.slow,
+            "settings": [*JOB, *options.settings], "torch": torch.__version__,
+            "figures": {k: v for k, v in run.items() if k in kept}}  # fmt: skip
+
+
 def percent(values) -> str:
     """Mean of seeds and its 95 % interval."""
     mean, half = (100 * float(one[0]) for one in interval(np.reshape(values, (-1, 1))))
@@ -235,15 +247,22 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000, help="of each member")
     parser.add_argument("--delay", type=float, default=0.2, help="of a model, in rounds")
+    parser.add_argument("--slow", type=float, default=1.0, help="a round of the first member")
+    parser.add_argument("--lines", type=Path, help="append a JSON line a run to this file")
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--newcomers", action="store_true", help="one joins every 20 rounds")
     parser.add_argument("settings", nargs="*", metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     seeds = range(100, 100 + options.seeds)
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for members in options.members:
             works = [(members, seed, options, kind) for kind in (False, True) for seed in seeds]
             found = pool.map(one, works, 1)
             ours, theirs = found[: len(seeds)], found[len(seeds) :]
+            if options.lines:
+                with options.lines.open("a") as file:
+                    for (_, seed, _, simulated), run in zip(works, found, strict=True):
+                        file.write(json.dumps(line(members, seed, options, simulated, run)) + "\n")
             pairs = list(zip(ours, theirs, strict=True))
             points = np.mean([100 * (a["accuracy"] - b["accuracy"]) for a, b in pairs])
             above = percent([a["loss"] / b["loss"] - 1 for a, b in pairs])

@@ -7,7 +7,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -36,31 +36,50 @@ def digest(state: NodeState) -> str:
     return sha.hexdigest()
 
 
-class Past:
-    """A place's own last models: what late models of peers are compared with.
+def layout(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
+    """Names and shapes of a model's parameters as a short digest."""
+    text = repr((tuple(names), tuple(map(tuple, shapes))))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def late(own: Sequence[int], age: int) -> int:
+    """By how many of its last rounds, of these ages, a member sees a model of this age late."""
+    return max(0, min(sum(one > age for one in own), len(own) - 1))
+
+
+def moved(state: NodeState, now: NodeState, then: NodeState, late: int) -> NodeState:
+    """A peer's late model x_j, moved to where its mean with the own one is right.
 
     Averaged as if it were new, a model of l rounds ago would hold everybody back. So
     x ← x + ½ (x_j − x_i) / (1 + l), with the own model x_i that is as old as the peer's x_j.
     Whoever sees a difference l rounds late hasn't seen yet what l averages have made of it:
     undivided, it would grow.
     """
+    if not late:
+        return state
+    step = (state.parameters - then.parameters) / np.float32(1 + late)
+    return replace(state, parameters=now.parameters + step)
 
-    def __init__(self) -> None:
-        """Of a place that has sent nothing yet."""
-        self._own: list[tuple[int, np.ndarray]] = []
 
-    def sent(self, age: int, state: NodeState) -> None:
-        """Keep a model that is sent, and two before it."""
-        self._own = [*self._own[1 - KEEP :], (age, state.parameters)]
-
-    def met(self, age: int, state: NodeState) -> NodeState:
-        """A peer's model of this age, moved to where its mean with the own one is right."""
-        late = min(sum(own > age for own, _ in self._own), len(self._own) - 1)
-        if late < 1:
-            return state
-        now, then = self._own[-1][1], self._own[-1 - late][1]
-        moved = now + (state.parameters - then) / np.float32(1 + late)
-        return replace(state, parameters=moved)
+def read_model(place: Place, version: Round) -> NodeState | None:
+    """A model, complete and undamaged; None where it isn't, which is said once."""
+    disk, name = place.disk, f"models/{version.file}"
+    try:
+        owner = os.lstat(disk.path(name)).st_uid
+        if not disk.shared and owner != os.getuid():
+            raise StoreError(f"it belongs to user {owner}; --shared takes it")
+        entry = Entry(version.place, version.file, version.bytes, version.checksum,
+                      version.parameters)  # fmt: skip
+        found = checkpoint.read_state(disk.root / "models", entry, version.parameters, version.step)
+        if digest(found) != version.digest:
+            raise StoreError("it is another model than its record says")
+        if place.layout not in ("", layout(found.names, found.shapes)):
+            raise StoreError("it has other parameters than this member's model")
+        return found
+    except (StoreError, OSError) as error:
+        if not isinstance(error, FileNotFoundError):
+            place.tell_once(name, str(error))
+        return None
 
 
 class Live:
@@ -90,11 +109,12 @@ class Live:
 
     def begin(self, about: dict[str, str]) -> list[NodeState]:
         """Take a place; the models whose average the member begins with, none: the seed's."""
+        self.place.layout = about.get("layout", "")
         self.place.join(self.promises)
         wanted = self.place.beginnings()
         inputs, states = self.newest(wanted, NEWEST)
         self.place.start(inputs, about)
-        self._past = Past()
+        self._own: list[tuple[int, NodeState]] = []
         return states
 
     def newest(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
@@ -109,7 +129,7 @@ class Live:
         """The first versions that can be read, and their models; StoreError where none can."""
         found: list[tuple[Round, NodeState]] = []
         for version in versions:
-            state = self.read(version) if len(found) < most else None
+            state = read_model(self.place, version) if len(found) < most else None
             if state is not None:
                 found.append((version, state))
         if versions and not found:
@@ -118,26 +138,6 @@ class Live:
                 "back to models/, or begin a new folder"
             )
         return [one for one, _ in found], [state for _, state in found]
-
-    def read(self, version: Round) -> NodeState | None:
-        """A model, complete and undamaged; None where it isn't, which is said once."""
-        disk, name = self.place.disk, f"models/{version.file}"
-        try:
-            owner = os.lstat(disk.path(name)).st_uid
-            if not disk.shared and owner != os.getuid():
-                raise StoreError(f"it belongs to user {owner}; --shared takes it")
-            entry = Entry(version.place, version.file, version.bytes, version.checksum,
-                          version.parameters)  # fmt: skip
-            found = checkpoint.read_state(
-                disk.root / "models", entry, version.parameters, version.step
-            )
-            if digest(found) != version.digest:
-                raise StoreError("it is another model than its record says")
-            return found
-        except (StoreError, OSError) as error:
-            if not isinstance(error, FileNotFoundError):
-                self.place.tell_once(name, str(error))
-            return None
 
     def chunk(self) -> tuple[int, int] | None:
         """The next chunk, and how far the learning rate is; None once the training has ended.
@@ -165,7 +165,8 @@ class Live:
         self.written()
         place = self.place
         draft, claim = place.draft(int(state.numbers["index"])), place.left
-        self._past.sent(draft.age, state)
+        kept = replace(state, arrays={})
+        self._own = [*self._own[1 - KEEP :], (draft.age, kept)]
 
         def work() -> None:
             file = f"{draft.place:06d}-{secrets.token_hex(8)}.h5"
@@ -190,10 +191,11 @@ class Live:
     def receive(self) -> NodeState | None:
         """The model to average with, None where nobody has a new one; raises Behind."""
         for version in self.place.peers():
-            state = self.read(version)
+            state = read_model(self.place, version)
             if state is not None:
                 self.place.took(version)
-                return self._past.met(version.age, state)
+                rounds = late([age for age, _ in self._own], version.age)
+                return moved(state, self._own[-1][1], self._own[-1 - rounds][1], rounds)
         return None
 
     def leave(self) -> None:

@@ -79,6 +79,8 @@ class Place:
     claim: Claim | None
     number = -1
     """of who only reads"""
+    layout = ""
+    """of models that are taken; "": any"""
 
     def __init__(
         self,

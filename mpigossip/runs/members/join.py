@@ -1,6 +1,5 @@
 """`mpigossip join`: one member of a training that others join and leave, from its folder."""
 
-import hashlib
 import os
 import platform
 import time
@@ -18,7 +17,7 @@ from mpigossip.config import Job, JobError, Part
 from mpigossip.config.readable import note
 from mpigossip.engine.measurements import Record
 from mpigossip.mixing.base import Kind
-from mpigossip.mixing.members.live import POLL_S, Leaving, Live
+from mpigossip.mixing.members.live import POLL_S, Leaving, Live, layout
 from mpigossip.mixing.members.place import FOLDERS, Place, Plan
 from mpigossip.mixing.members.records import Disk, Round
 from mpigossip.runs.launch import differing
@@ -64,7 +63,9 @@ def join(
         assembly = assemble(job, world, 1)
         end = end_of_allocation(job.checkpoint.wall_clock_s)
         try:
-            job_of(folder, given, disk)  # begins it, now that data and model are there
+            flat = assembly.engine.vector.flat
+            # begins it, now that data and model are there
+            job_of(folder, given, disk, parameters=layout(flat.names, flat.shapes))
             with Stopper(world, folder, end) as stopper:
                 plan = plan_of(assembly, lease_s)
                 live = Live(
@@ -114,7 +115,7 @@ class _Watched:
             about=lambda: [("place", f"{live.place.number} of {folder}: "
                             f"{live.place.plan.chunks:,} chunks of {member.steps} steps")],
         )  # fmt: skip
-        self.hooks = [Recorder(world), Printer(world)]
+        self.hooks, self.began = [Recorder(world), Printer(world)], 0.0
 
     def __enter__(self) -> Self:
         for hook in self.hooks:
@@ -139,6 +140,10 @@ class _Watched:
             hook.step(self.progress, record)
         if self.member.done % self.progress.job.log.flush_steps == 0:
             self.hooks[0].flush()
+        if self.member.done == 2 * steps:
+            check_lease(place.plan.lease_s, time.monotonic() - self.began)
+        if not within:
+            self.began = time.monotonic()
         if self.live.stopping():
             raise Leaving
 
@@ -207,30 +212,41 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> Plan:
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
     """What a member's bits depend on, for its first record."""
-    layout = hashlib.sha256(repr((names, shapes)).encode()).hexdigest()[:16]
     return {
         "format": FORMAT, "mpigossip": mpigossip.__version__, "torch": torch.__version__,
-        "layout": layout, "host": platform.node(), "pid": str(os.getpid()),
+        "layout": layout(names, shapes), "host": platform.node(), "pid": str(os.getpid()),
         "processor": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine(),
-        "threads": str(torch.get_num_threads()), "devices": ",".join(devices),
+        "threads": str(torch.get_num_threads()),
+        "devices": ",".join(torch.cuda.get_device_name(one) if one.startswith("cuda") else one
+                            for one in devices),
     }  # fmt: skip
 
 
 # -- the folder and its job ---------------------------------------------------------------------
 
 
-def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB) -> Job:
+def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB, parameters: str = "") -> Job:
     """The job of the training in a folder, which begins with ``job`` where there is none.
 
-    ``name``: the file in which it stands. Raises JobError.
+    ``name``: the file in which it stands; its first line has what else members share, the
+    `layout` of their ``parameters`` ("": not known yet) among it. Raises JobError.
     """
+    here = f"# {FORMAT}, torch {torch.__version__.partition('+')[0]}, parameters {parameters}"
     if not (folder / name).exists():
-        _begin(folder, job, disk, name)
+        _begin(folder, job, disk, name, here)
     about = folder.stat()
     if not disk.shared and (about.st_mode & 0o022 or about.st_uid != os.getuid()):
         raise JobError([f'others may write to "{folder}" and put anything into the average: '
                         f"`chmod go-w {folder}`, or give --shared"])  # fmt: skip
     there = job_there(disk, job is not None, name)
+    begun = (disk.read(name) or b"").decode(errors="replace").partition("\n")[0]
+    if not begun.startswith(here):
+        raise JobError(
+            [
+                f'"{folder}" was begun with another version or model ({begun[2:]}; here '
+                f"{here[2:]}): join with the same ones, or name another folder"
+            ]
+        )
     if job is None:
         return there
     wrong = differing(job, there, OWN)
@@ -240,7 +256,7 @@ def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB) -> Job:
     return job
 
 
-def _begin(folder: Path, job: Job | None, disk: Disk, name: str) -> None:
+def _begin(folder: Path, job: Job | None, disk: Disk, name: str, head: str) -> None:
     if job is None:
         raise JobError([none_there(disk)])
     names = set(disk.names(""))
@@ -249,7 +265,7 @@ def _begin(folder: Path, job: Job | None, disk: Disk, name: str) -> None:
     for one in FOLDERS:
         disk.make(one)
     try:
-        disk.publish(name, config.dump(job).encode())
+        disk.publish(name, f"{head}\n{config.dump(job)}".encode())
     except OSError as error:
         raise JobError([f'"{folder}" takes no hard links ({error.strerror}), which members need; '
                         "choose a folder on another file system"]) from None  # fmt: skip
@@ -258,7 +274,8 @@ def _begin(folder: Path, job: Job | None, disk: Disk, name: str) -> None:
 def none_there(disk: Disk) -> str:
     """Return the message for a folder without a job."""
     if disk.exists(LOOP):
-        return f'"{disk.root}" holds the training of a program, as {LOOP} says: start that program'
+        return (f'"{disk.root}" holds the training of a program, as {LOOP} says: start that '
+                "program; with mpigossip.join(…, replay=True) it repeats the training")  # fmt: skip
     begin = f"`mpigossip join {disk.root} JOB.toml`"
     return f'"{disk.root}" holds no training yet; begin one: {begin}'
 
@@ -278,6 +295,15 @@ def job_there(disk: Disk, trusted: bool = False, name: str = JOB) -> Job:
         raise JobError([f"{disk.root}/job.toml imports {', '.join(named)}: to run that code give "
                         f"your own copy: `mpigossip join {disk.root} JOB.toml`"])  # fmt: skip
     return load(text)
+
+
+def check_lease(lease_s: float, round_s: float) -> None:
+    """Raise JobError for a lease under five rounds: others would close members that work."""
+    if lease_s < 5 * round_s:
+        raise JobError([f"a round takes {round_s:.3g} s here, and a lease is {lease_s:g} s: others "
+                        "would take this member for dead; it needs five rounds or more: begin "
+                        f"another folder with members.lease_s = {5 * round_s:.0f}, or with a "
+                        "smaller cadence.period"])  # fmt: skip
 
 
 def check_fit(job: Job) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from mpigossip.algorithms.base import Step
 from mpigossip.engine.measurements import Record
 from mpigossip.engine.vector import joined, split
 from mpigossip.groups.base import held
@@ -21,7 +22,7 @@ from mpigossip.training.assemble import Assembly
 
 
 class Members(Simulated):
-    """x ← ½ (x + x_j), j the member that ``receive`` finds, late x_j moved as by `Past`; else x."""
+    """x ← ½ (x + x_j), j the member that ``receive`` finds, late x_j as `moved` has it; else x."""
 
     def __init__(
         self,
@@ -71,19 +72,37 @@ class Member:
 
     def begin(self, states: Sequence[NodeState]) -> None:
         """Stand at the average of these models (none: the seed's), with averaged moments."""
-        engine, replicas = self.engine, self.trainer.replicas
         states = states or [self.seed]
-        mean = average(states)
-        split(mean.parameters, engine.vector.x, 0, engine.vector.flat, held(engine.group))
+        self._stand(average(states), AVERAGED)
+        self.engine.counts = [min(int(one.numbers["local_steps"]) for one in states)]
+
+    def resume(self, state: NodeState, rounds: int, exchange: Any) -> None:
+        """Stand where a model was sent after so many rounds, and average it with a peer's."""
+        engine = self.engine
+        self._stand(state)
+        engine.counts = [int(state.numbers["local_steps"])]
+        self.done, self.exchange = rounds * self.steps, exchange
+        for out, x in zip(engine.mixer.outbox(0), engine.vector.x, strict=True):
+            out[0].copy_(x)
+        engine.mixer.start(Kind.GOSSIP, rounds - 1)
+        now = Step(self.done - 1, rounds - 1, Kind.GOSSIP, None, counts=tuple(engine.counts))
+        engine.receive(*engine.mixer.finish(), now)
+        engine.round = rounds
+        engine.group.all_gather(engine.vector.x, engine.vector.full)
+
+    def _stand(self, state: NodeState, names: Container[str] | None = None) -> None:
+        """Take a model, its buffers and arrays of these names (None: all) of its method's state."""
+        engine, replicas = self.engine, self.trainer.replicas
+        flat, here = engine.vector.flat, held(engine.group)
+        split(state.parameters, engine.vector.x, 0, flat, here)
         engine.group.all_gather(engine.vector.x, engine.vector.full)
         self.done = engine.index = engine.round = 0
         engine.replace_mixer(engine.mixer)
         engine.restart()
         for name, parts in engine.parts().items():
-            if name.split("/")[-1] in AVERAGED:
-                split(mean.arrays[name], parts, 0, engine.vector.flat, held(engine.group))
-        engine.counts = [min(int(one.numbers["local_steps"]) for one in states)]
-        put_buffers(dict(zip(engine.group.mine, replicas.buffers(0), strict=True)), mean)
+            if names is None or name.split("/")[-1] in names:
+                split(state.arrays[name], parts, 0, flat, here)
+        put_buffers(dict(zip(engine.group.mine, replicas.buffers(0), strict=True)), state)
 
     def train(
         self,

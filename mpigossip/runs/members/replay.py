@@ -1,25 +1,27 @@
-"""`mpigossip replay`: all members of a training once more in this process, bitwise."""
+"""`mpigossip replay`: rounds of a training once more in this process, bitwise."""
 
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
-from mpigossip.config.readable import note
-from mpigossip.mixing.members.live import Past, digest
-from mpigossip.mixing.members.place import Place
+from mpigossip.config.readable import counted, note
+from mpigossip.mixing.members.live import digest, late, moved, read_model
+from mpigossip.mixing.members.place import KEEP, Place
 from mpigossip.mixing.members.records import Closed, Disk, End, Round, Start, Version
-from mpigossip.runs.members.join import JOB, job_there, none_there, plan_of
+from mpigossip.runs.members.join import JOB, about, job_there, none_there, plan_of
 from mpigossip.runs.members.member import Member
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
-from mpigossip.training.assemble import Assembly, assemble
+from mpigossip.training.assemble import assemble
+
+BITS = ("mpigossip", "torch", "processor", "machine", "threads")
+"""What a model's bits may depend on, as a first record has it."""
 
 
 class Differs(Exception):
@@ -27,199 +29,185 @@ class Differs(Exception):
 
 
 class Script:
-    """All chains of a folder, and the models of the rounds that were repeated so far.
-
-    A model is kept until nobody needs it any more. ``turn``: one place computes at a time.
-    """
+    """All chains of a folder, and the models that are needed still."""
 
     def __init__(self, place: Place):
         """``place``: a reader of the folder, which joins nothing."""
+        self.place, self.stored = place, 0
         self.starts: dict[int, Start] = {}
-        self.rounds: dict[Version, Round] = {}
+        self.rounds: dict[Version, Round | None] = {}
+        """None: its record can't be used"""
         self.models: dict[Version, NodeState] = {}
-        self.turn, self.failed = threading.Condition(), False
         for number in place.numbers("places"):
-            self._read_chain(place, number)
+            for index in range(place.refresh(number).next):
+                found = place.record(number, index)
+                if isinstance(found, Start):
+                    self.starts[number] = found
+                elif not isinstance(found, Closed):
+                    known = found if isinstance(found, Round) else None
+                    self.rounds[Version(number, index)] = known
         end = place.ended()
         self.end: tuple[Version, ...] = end.versions if isinstance(end, End) else ()
 
-    def _read_chain(self, place: Place, number: int) -> None:
-        for index in range(place.refresh(number).next):
-            found = place.record(number, index)
-            if isinstance(found, Start):
-                self.starts[number] = found
-            elif isinstance(found, Round):
-                self.rounds[found.version] = found
-            elif not isinstance(found, Closed):
-                raise StoreError(
-                    f"chain/{number:06d}/{index:06d} is missing or damaged: rounds that depend on "
-                    "it can't be repeated; --place and --rounds choose others"
-                )
-
-    def inputs(self, version: Version) -> tuple[Version, ...]:
-        """The versions that a round depends on."""
-        if version.round == 1:
-            return self.starts[version.place].inputs
-        before = Version(version.place, version.round - 1)
-        return (before, *self.rounds[version].peer)
-
-    def needed(self, wanted: Iterable[Version]) -> set[Version]:
-        """These versions and all that they depend on."""
-        found: set[Version] = set()
-        open_ = list(wanted)
-        while open_:
-            version = open_.pop()
-            if version not in found:
-                if version not in self.rounds:
-                    raise StoreError(f"place {version.place} has no round {version.round}")
-                found.add(version)
-                open_ += self.inputs(version)
+    def round(self, version: Version) -> Round:
+        """Its record; StoreError where that can't be used."""
+        found = self.rounds.get(version)
+        if found is None:
+            raise StoreError(
+                f"{self._name(version)} is missing or damaged: rounds that "
+                "depend on it can't be repeated; --place and --rounds choose others"
+            )
         return found
 
-    def choose(self, wanted: set[Version]) -> None:
-        """Repeat these; every one of them is kept as often as it is needed."""
-        self.wanted = wanted
-        self.uses = Counter(
-            one
-            for version in wanted
-            for one in self.inputs(version)
-            if one.place != version.place or version.round == 1
-        )
-        self.uses.update(one for one in self.end if one in wanted)
+    def inputs(self, version: Version) -> tuple[Version, ...]:
+        """Versions that it depends on: its last, the peer's, the own as old as that."""
+        if version.round == 1:
+            if version.place not in self.starts:
+                self.round(Version(version.place, 0))
+            return self.starts[version.place].inputs
+        own = [Version(version.place, r) for r in range(1, version.round)][-KEEP:]
+        ages = [self.round(one).age for one in own]
+        peers = self.round(version).peer[:1]
+        return (own[-1], *(v for p in peers for v in (p, own[-1 - late(ages, self.round(p).age)])))
 
-    def model(self, version: Version) -> NodeState:
-        """A model, when it has been repeated; call with ``turn`` held."""
-        self.turn.wait_for(lambda: self.failed or version in self.models)
-        if self.failed:
-            raise Differs("another place failed")
-        self.uses[version] -= 1
-        return self.models[version] if self.uses[version] else self.models.pop(version)
+    def choose(self, wanted: Iterable[Version]) -> list[Version]:
+        """These and what they depend on that isn't stored any more, in an order to repeat them."""
+        found, wanted = set[Version](), set(wanted)
+        open_ = [*wanted]
+        while open_:
+            version = open_.pop()
+            if version in found or version in self.models:
+                continue
+            state = None if version in wanted else read_model(self.place, self.round(version))
+            if state is not None:
+                self.models[version] = state
+            else:
+                found.add(version)
+                open_ += self.inputs(version)
+        self.stored = len(self.models)
+        self.uses = Counter(one for version in found for one in self.inputs(version))
+        self.uses.update(one for one in self.end if one in found)
+        return sorted(found, key=lambda one: (self.round(one).age, one))
 
-    def repeated(self, version: Version, state: NodeState) -> None:
-        """Keep a model; raises Differs where its record says another one."""
-        if digest(state) != self.rounds[version].digest:
+    def given(self, version: Version) -> tuple[list[NodeState], NodeState | None, int]:
+        """Own last model (those of the beginning), the peer's as the member took it, progress."""
+        inputs = self.inputs(version)
+        if missing := [one for one in inputs if one not in self.models]:
+            raise StoreError(f"{self._name(version)} depends on {missing[0]}, which is later")
+        models = [self.models[one] for one in inputs]
+        for one in inputs:
+            self.uses[one] -= 1
+            if not self.uses[one]:
+                del self.models[one]
+        first = version.round == 1
+        known = max((self.round(one).progress for one in inputs[: None if first else 1]), default=0)
+        if first or len(models) == 1:
+            return models, None, known
+        late_by = inputs[0].round - inputs[2].round
+        return models[:1], moved(models[1], models[0], models[2], late_by), known
+
+    def check(self, version: Version, state: NodeState) -> None:
+        """Keep a model as long as it is needed; raises Differs where the record names another."""
+        if digest(state) != self.round(version).digest:
             raise Differs(
-                f"round {version.round} of place {version.place} is another model than its record "
-                f"chain/{version.place:06d}/{version.round:06d} says"
+                f"round {version.round} of place {version.place} is another model than "
+                f"its record {self._name(version)} says{self._unlike(version.place)}"
             )
         if self.uses[version]:
             self.models[version] = state
-            self.turn.notify_all()
+
+    def _unlike(self, place: int) -> str:
+        """Return where the place's machine and versions were others than here."""
+        was, here = self.starts[place].about, about((), (), [])
+        unlike = [f"{key} {was[key]}, here {here[key]}" for key in BITS
+                  if key in was and was[key] != here[key]]  # fmt: skip
+        return f"; it was made with {', '.join(unlike)}" if unlike else ""
+
+    def told(self, order: Sequence[Version]) -> str:
+        """What was compared: these rounds."""
+        rounds, places = counted(len(order), "round"), len({one.place for one in order})
+        found = f"{rounds} of {counted(places, 'place')} repeated: every digest is equal"
+        if self.stored:
+            found += f"\nbegun with {counted(self.stored, 'model')} that models/ still has"
+        if self.end and set(order).issuperset(self.end):
+            sha = hashlib.sha256()
+            for version in self.end:
+                sha.update(self.models[version].parameters.tobytes())
+            found += f"\ndigest {sha.hexdigest()}"
+        return found
+
+    @staticmethod
+    def _name(version: Version) -> str:
+        return f"chain/{version.place:06d}/{version.round:06d}"
 
 
 class Scripted:
-    """The exchange of one place, as its records say."""
+    """The exchange of one round, as its record says."""
 
-    def __init__(self, script: Script, place: int):
-        """Begin before round 1."""
-        self.script, self.place, self.round, self._past = script, place, 1, Past()
-        starts = [script.rounds[one] for one in script.starts[place].inputs]
-        self.progress = max((one.progress for one in starts), default=0)
+    sent: NodeState
 
-    def begin(self) -> list[NodeState]:
-        """The models that the member began with."""
-        return [self.script.model(one) for one in self.script.starts[self.place].inputs]
+    def __init__(self, peer: NodeState | None, chunk: int, progress: int):
+        """``peer``: the model that is received first."""
+        self._peer, self._next = peer, (chunk, progress)
 
     def chunk(self) -> tuple[int, int] | None:
-        """The round's chunk and the progress before it."""
-        version = Version(self.place, self.round)
-        if version not in self.script.wanted:
-            return None
-        return self.script.rounds[version].chunk, self.progress
+        """The round's chunk and the progress before it, once."""
+        found, self._next = self._next, None
+        return found
 
     def send(self, state: NodeState) -> int:
-        """Compare the model with its record."""
-        version = Version(self.place, self.round)
-        self.script.repeated(version, state)
-        record, self.round = self.script.rounds[version], self.round + 1
-        self.progress = record.progress
-        self._past.sent(record.age, state)
+        """Keep what the member would publish."""
+        self.sent = state
         return 0
 
     def receive(self) -> NodeState | None:
-        """The model of the peer that the next record names."""
-        following = Version(self.place, self.round)
-        if following not in self.script.wanted:
-            return None
-        for peer in self.script.rounds[following].peer:
-            return self._past.met(self.script.rounds[peer].age, self.script.model(peer))
-        return None
+        """The peer's model, once."""
+        found, self._peer = self._peer, None
+        return found
+
+
+def repeat(script: Script, wanted: Iterable[Version], member: Any) -> str:
+    """Repeat rounds and what they depend on by one `Member`; what was compared. Raises Differs."""
+    order = script.choose(wanted)
+    for version in order:
+        models, peer, progress = script.given(version)
+        exchange = Scripted(peer, script.round(version).chunk, progress)
+        if version.round == 1:
+            member.begin(models)
+        else:
+            member.resume(models[0], version.round - 1, exchange)
+        member.train(exchange)
+        script.check(version, exchange.sent)
+    return script.told(order)
+
+
+def wanted_of(script: Script, place: int | None, rounds: tuple[int, int] | None) -> list[Version]:
+    """The rounds that are asked for; JobError where there are none."""
+    low, high = rounds or (1, 1 << 60)
+    found = [one for one in script.rounds
+             if place in (None, one.place) and low <= one.round <= high]  # fmt: skip
+    if not found:
+        there = [one.round for one in script.rounds if place in (None, one.place)]
+        most = f"at most {max(there)} rounds" if there else "no rounds"
+        who = "they have" if place is None else f"place {place} has"
+        raise JobError([f'"{script.place.disk.root}" has {len(script.starts)} places, from 0; '
+                        f"{who} {most}"])  # fmt: skip
+    return found
 
 
 def replay(folder: Path, place: int | None = None, rounds: tuple[int, int] | None = None) -> str:
     """Repeat a training from its records; what was compared. Raises Differs, StoreError, JobError.
 
-    ``place`` and ``rounds`` (first, last): only these, and what they depend on.
+    ``place`` and ``rounds`` (first, last): only these, and what they depend on: models that are
+    stored still, rounds else.
     """
     disk = Disk(folder, shared=True)
     if not disk.exists(JOB):
         raise JobError([none_there(disk)])
-    job, made = job_there(disk), list[Assembly]()
     with Alone() as world:
-
-        def member() -> Member:
-            made.append(assemble(job, world, 1))
-            return Member(made[-1])
-
+        assembly = assemble(job_there(disk), world, 1)
         try:
-            first = member()
-            script = Script(Place(disk, plan_of(made[0]), tell=note))
-            low, high = rounds or (1, 1 << 60)
-            wanted = [one for one in script.rounds
-                      if place in (None, one.place) and low <= one.round <= high]  # fmt: skip
-            if not wanted:
-                there = [one.round for one in script.rounds if place in (None, one.place)]
-                most = f"at most {max(there)} rounds" if there else "no rounds"
-                who = "they have" if place is None else f"place {place} has"
-                raise JobError(
-                    [f'"{folder}" has {len(script.starts)} places, from 0; {who} {most}']
-                )
-            script.choose(script.needed(wanted))
-            repeat(script, member, [first])
+            script = Script(Place(disk, plan_of(assembly), tell=note))
+            return repeat(script, wanted_of(script, place, rounds), Member(assembly))
         finally:
-            for one in made:
-                one.close()
-    places = len({one.place for one in script.wanted})
-    found = f"{len(script.wanted)} rounds of {places} places repeated: every digest is equal"
-    if script.end and script.wanted.issuperset(script.end):
-        sha = hashlib.sha256()
-        for version in script.end:
-            sha.update(script.models[version].parameters.tobytes())
-        found += f"\ndigest {sha.hexdigest()}"
-    return found
-
-
-def repeat(script: Script, new: Callable[[], Any], spare: list | None = None) -> None:
-    """Each place in a thread, one computing at a time; members of places that ended go on.
-
-    Raises what the first of them raises.
-    """
-    spare, errors = spare or [], list[BaseException]()
-    waiting, threads = {one.place for one in script.wanted}, list[threading.Thread]()
-
-    def work(place: int, member: Any) -> None:
-        with script.turn:
-            try:
-                exchange = Scripted(script, place)
-                member.begin(exchange.begin())
-                member.train(exchange)
-            except BaseException as error:
-                errors.append(error)
-                script.failed = True
-            spare.append(member)
-            script.turn.notify_all()
-
-    with script.turn:
-        while waiting and not script.failed:
-            for place in sorted(waiting):
-                if all(one in script.models for one in script.starts[place].inputs):
-                    waiting.discard(place)
-                    member = spare.pop() if spare else new()
-                    threads.append(threading.Thread(target=work, args=(place, member)))
-                    threads[-1].start()
-            if waiting:
-                script.turn.wait()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+            assembly.close()

@@ -80,6 +80,15 @@ class Tiny:
         for one in states:
             self.x += one.parameters / np.float32(len(states))
 
+    def resume(self, state, rounds, exchange) -> None:
+        self.x, self.index = state.parameters, rounds
+        self.meet(exchange)
+
+    def meet(self, exchange) -> None:
+        peer = exchange.receive()
+        if peer is not None:
+            self.x = np.float32(0.5) * (self.x + peer.parameters)
+
     def train(self, exchange) -> None:
         while (found := exchange.chunk()) is not None:
             self.sleep()
@@ -87,9 +96,7 @@ class Tiny:
             self.x = self.x + step.astype(np.float32) / np.float32(1 + found[1])
             self.index += 1
             exchange.send(state(self.x.copy(), self.index))
-            peer = exchange.receive()
-            if peer is not None:
-                self.x = np.float32(0.5) * (self.x + peer.parameters)
+            self.meet(exchange)
 
 
 def member(disk: Disk, plan: Plan, stop=lambda: False, sleep=lambda: None, clock=0.0) -> str:
@@ -124,9 +131,8 @@ def chunks_of(root: Path, plan: Plan) -> Counter:
 def replay(root: Path, plan: Plan) -> int:
     """Repeat all rounds; how many were compared. Raises Differs."""
     script = Script(Place(Disk(root, shared=True), plan, tell=lambda line: None))
-    script.choose(script.needed(script.rounds))
-    repeat(script, Tiny)
-    return len(script.wanted)
+    repeat(script, script.rounds, Tiny())
+    return len(script.rounds)
 
 
 def storm(root: Path, seed: int, chunks=120, members=5, lease_s=0.3, slow=0.05, **ills):

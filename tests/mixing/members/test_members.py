@@ -11,10 +11,10 @@ import pytest
 
 from mpigossip.mixing.members import live as live_models
 from mpigossip.mixing.members import place as places
-from mpigossip.mixing.members.live import Leaving, Live, Past
+from mpigossip.mixing.members.live import Leaving, Live, late, layout, moved
 from mpigossip.mixing.members.place import Place, Plan
 from mpigossip.mixing.members.records import Disk, Round
-from mpigossip.store import checkpoint
+from mpigossip.store import StoreError, checkpoint
 from tests.cases import every
 from tests.mixing.members.storm import (
     Bad,
@@ -181,16 +181,14 @@ def test_late_models_hold_nobody_back(tmp_path):
     assert [one.tolist() for one in x] == [[20.0] * 4] * 2
 
 
-def test_differences_seen_late_are_made_up_for_once(tmp_path):
-    past, new = Past(), state(np.float32([7, 8]), 1)
-    past.sent(3, state(np.float32([0, 1]), 1))
-    assert past.met(1, new) is new  # nothing is known of the time before
-    past.sent(4, state(np.float32([2, 3]), 2))
-    past.sent(7, state(np.float32([4, 9]), 3))
-    assert past.met(7, new) is new and past.met(9, new) is new
-    assert past.met(5, new).parameters.tolist() == [4 + 5 / 2, 9 + 5 / 2]
-    assert past.met(3, new).parameters.tolist() == pytest.approx([4 + 7 / 3, 9 + 7 / 3], rel=1e-6)
-    assert past.met(1, new).parameters.tolist() == past.met(3, new).parameters.tolist()
+def test_differences_seen_late_are_made_up_for_once():
+    new, now, then = (state(np.float32(x), 1) for x in ([7, 8], [4, 9], [2, 3]))
+    ages = [3, 4, 7]
+    assert [late(ages, age) for age in (9, 7, 5, 3, 1)] == [0, 0, 1, 2, 2]
+    assert late([3], 1) == late([], 1) == 0  # nothing is known of the time before
+    assert moved(new, now, then, 0) is new
+    assert moved(new, now, then, 1).parameters.tolist() == [4 + 5 / 2, 9 + 5 / 2]
+    assert moved(new, now, then, 2).parameters.tolist() == pytest.approx([4 + 5 / 3, 9 + 5 / 3])
 
 
 def test_everybody_leaves_and_the_next_goes_on(tmp_path):
@@ -259,6 +257,20 @@ def test_where_the_newest_models_are_damaged_earlier_ones_are_taken(tmp_path):
     live.begin({})
     live.close()
     assert place.record(1, 0).inputs == ((0, last.round - 1),)
+
+
+def test_models_of_other_parameters_are_passed_over(tmp_path):
+    """A forged one with a right record."""
+    begin(root := tmp_path / "run")
+    plan, told = Plan(8, 2, 60.0), []
+    assert member(Bad(root, random.Random(1), kill_at=90), plan) == "killed"
+    place = Place(Disk(root), plan, tell=told.append)
+    live = Live(place, lambda: False, 0.01)
+    with pytest.raises(StoreError, match="none of 1 models can be read"):
+        live.begin({"layout": layout(["y"], [[4]])})
+    assert "it has other parameters than this member's model" in told[0]
+    assert len(live.begin({"layout": layout(["x"], [[4]])})) == 1
+    live.close()
 
 
 class Gone(Exception):
