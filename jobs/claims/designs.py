@@ -215,6 +215,8 @@ STARTS, OUTER = (10, 20, 30), (0.4, 0.7)
 """Percent of the steps after which DiLoCo begins, its outer rates."""
 WAYS = ((32, 20), (32, 10), (32, 30), (8, 20))
 """Steps between averages, and start, that are searched."""
+SHORT = {"gpt of 0.07 M"}
+"""Models of which only the outer rate is searched, at the first of these and parallel's rate."""
 RATES = (0.003, 0.006, 0.012)
 WITHIN = 1.0
 """Percent of parallel's loss."""
@@ -296,12 +298,13 @@ def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, 
     first = yield from best_of(loss, *((label(32, 20, outer), base[1]) for outer in OUTER))
     if not first:
         return None
-    others = [lr for lr in RATES if lr != base[1]]
+    others = [lr for lr in RATES if lr != base[1] and model not in SHORT]
     first = yield from best_of(loss, first, *((first[0], lr) for lr in others))
     if not first:
         return None
     lr, outer = first[1], float(first[0].rpartition(" ")[2])
-    ways = {(label(h, start, outer), lr): (h, start) for h, start in WAYS}
+    few = WAYS[:1] if model in SHORT else WAYS
+    ways = {(label(h, start, outer), lr): (h, start) for h, start in few}
     nearest = yield from best_of(loss, *ways)
     if not nearest:
         return None
