@@ -98,6 +98,30 @@ def test_the_page_says_what_follows_from_the_stored_runs(capsys):
     assert verdicts.main([]) == 0, capsys.readouterr().out
 
 
+def test_the_page_has_every_stored_interval():
+    """Accuracies in points, losses and variances as they are, bytes in MB."""
+
+    def points(value):
+        wide = f"{100 * value:.2f}".rstrip("0").rstrip(".")
+        return wide if abs(value) < 0.1 else f"{100 * value:.1f}"
+
+    forms = {
+        "accuracy": (points, " points"), "train_loss": ("{:.4f}".format, ""),
+        "spread": ("{:.6f}".format, ""), "bytes_sent": (lambda v: f"{v / 1e6:.0f}", " MB"),
+    }  # fmt: skip
+    page = verdicts.PAGE.read_text("utf-8").partition("## Details of the training claims")[2]
+    rows = [row.split(" | ") for row in page.splitlines() if row.startswith("| ")]
+    for line in verdicts.read(verdicts.INTERVALS):
+        form, unit = forms[line["figure"]]
+        mean, low, high = (form(line[k]) for k in ("mean", "low", "high"))
+        at = {"own rates": -2, "common rate": -1}[line["table"]]
+        first = line["first"].partition(",")[0]
+        assert [
+            row for row in rows if f"{mean} [{low}, {high}]{unit}" == row[at].removesuffix(" |")
+            and first in " ".join(row[:2])
+        ], line  # fmt: skip
+
+
 def test_verdicts_are_those_of_the_intervals_before_holm():
     """The p of one difference is ≤ 5 % exactly where its 95 % interval lies on one side."""
     for line in verdicts.read(verdicts.INTERVALS):
