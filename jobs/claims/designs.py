@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 SEARCH = 1000
 """Seed of the runs that choose rates."""
+FURTHER = 3
+"""Rates added beyond an end of a search, at most."""
 SEEDS = (1, 2, 3, 4, 5)
 JOB = "jobs/claims/jobs/lenet.toml"
 CIFAR = ("data.source={data}", "schedule.name=cosine", "log.consensus_every=20")
@@ -41,6 +43,32 @@ class Cell(NamedTuple):
     """label -> fraction of the best rate"""
     order: Callable[[Sequence[dict[str, Any]]], Iterator[Turn]] | None = None
     """of a search whose runs depend on each other: (runs that are done) -> those to do by now"""
+
+
+def best_rate(tried: Sequence[dict[str, Any]]) -> float:
+    """That of the highest accuracy, the smaller of equals; late divergence comes last."""
+    order = lambda r: ("late" not in r, r["figures"].get("accuracy", -1.0), -r["lr"])  # noqa: E731
+    return max(tried, key=order)["lr"]
+
+
+def tried(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> dict[float, dict[str, Any]]:
+    """A method's runs with the search's seed, by their rate."""
+    key = cell.study, cell.nodes, cell.labels, method, "search"
+    names = "study", "nodes", "cell", "method", "level"
+    return {line["lr"]: line for line in done if tuple(line[k] for k in names) == key}
+
+
+def searched_rates(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> list[float]:
+    """The rates to try: those of the cell, then by twos beyond an end at which the best lies."""
+    rates, found = list(cell.rates), tried(cell, method, done)
+    for _ in range(FURTHER):
+        if not all(rate in found for rate in rates):
+            break
+        best = best_rate([found[rate] for rate in rates])
+        if best not in (min(rates), max(rates)):
+            break
+        rates.append(best / 2 if best == min(rates) else best * 2)
+    return rates
 
 
 LEVELS = {"best": 1.0, "best / 3": 1 / 3, "best / 10": 0.1}
@@ -72,12 +100,6 @@ REMEDIED, AT_PARALLELS, EQUAL = "remedies", "remedies at parallel's rate", "equa
 GRID = (0.0125, 0.025, 0.05, 0.1, 0.2)
 
 
-def best_rate(tried: Sequence[dict[str, Any]]) -> float:
-    """That of the highest accuracy, the smaller of equals; late divergence comes last."""
-    order = lambda r: ("late" not in r, r["figures"].get("accuracy", -1.0), -r["lr"])  # noqa: E731
-    return max(tried, key=order)["lr"]
-
-
 def reported(
     done: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str], method: str, lr: float
 ) -> dict[int, dict[str, Any]]:
@@ -90,7 +112,7 @@ def reported(
     }  # fmt: skip
 
 
-def searched_rates(
+def pair_rates(
     done: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str]
 ) -> dict[str, float]:
     """Best rate of parallel and one-peer, of those that were searched for."""
@@ -104,7 +126,7 @@ def searched_rates(
 
 def equal(nodes: int, labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
     """Both methods at each rate of the grid up to the larger of their best ones, largest first."""
-    best = searched_rates(done, nodes, labels)
+    best = pair_rates(done, nodes, labels)
     if len(best) < len(PAIR):
         return
     for lr in sorted((lr for lr in GRID if lr <= max(best.values())), reverse=True):
@@ -115,15 +137,25 @@ def equal(nodes: int, labels: dict[str, str], done: Sequence[dict[str, Any]]) ->
 
 
 def at_parallels(labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Each remedy at parallel's best rate, if that isn't its own best one."""
-    best = searched_rates(done, 16, labels)
-    if len(best) < len(PAIR):
-        return
-    lr = best["parallel"]
-    for method, seed in product((*REMEDIES, *CONTROLS), SEEDS):
-        there = reported(done, 16, labels, method, lr).get(seed)
-        if there is None or there["cell"]["of"] == AT_PARALLELS:
-            yield method, "parallel's", lr, seed
+    """Each remedy at parallel's best rate, one remedy after the other."""
+    best = pair_rates(done, 16, labels)
+    if len(best) == len(PAIR):
+        for method, seed in product((*REMEDIES, *CONTROLS), SEEDS):
+            yield method, "parallel's", best["parallel"], seed
+
+
+def remedied(cell: Cell, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """Rates of each, then the best one, if that isn't the rate at which it ran before."""
+    for method in cell.methods:
+        rates, found = searched_rates(cell, method, done), tried(cell, method, done)
+        yield from ((method, "search", lr, SEARCH) for lr in rates)
+        if not all(lr in found for lr in rates):
+            continue
+        lr = best_rate([*found.values()])
+        for seed in SEEDS:
+            there = reported(done, cell.nodes, cell.labels, method, lr).get(seed)
+            if there is None or there["cell"]["of"] == REMEDIED:
+                yield method, "best", lr, seed
 
 
 def gap() -> Iterator[Cell]:
@@ -143,13 +175,15 @@ def gap() -> Iterator[Cell]:
     yield from (pair("perceptron", *size) for size in ((4, 16), (16, 16), (4, 64), (16, 64)))
     yield equally(16, 16)
     base = pair("perceptron", 16, 16)
-    remedied = base._replace(
-        labels={**base.labels, "of": REMEDIED}, methods=REMEDIES | CONTROLS,
-        rates=(0.025, 0.05, 0.1), levels={"best": 1.0},
-    )  # fmt: skip
-    yield remedied
+    methods = REMEDIES | CONTROLS
     labels = {**base.labels, "of": AT_PARALLELS}
-    yield remedied._replace(labels=labels, levels={}, order=partial(at_parallels, labels))
+    yield base._replace(
+        labels=labels, methods=methods, levels={}, order=partial(at_parallels, labels)
+    )
+    own = base._replace(
+        labels={**base.labels, "of": REMEDIED}, methods=methods, rates=(0.025, 0.05, 0.1)
+    )
+    yield own._replace(levels={"best": 1.0}, order=partial(remedied, own))
     yield pair("perceptron", 4, 256)
     yield from (equally(*size) for size in ((4, 64), (16, 64)))
     yield from (pair("lenet", *size) for size in ((4, 16), (16, 16), (4, 64), (16, 64), (4, 256)))

@@ -18,8 +18,11 @@ from designs import (
     SEEDS,
     STUDIES,
     Cell,
+    best_rate,
+    pair_rates,
     reported,
     searched_rates,
+    tried,
 )
 from judging import LEVEL, Verdict, holm, judged, of_values, said
 from stored import Line, finals
@@ -191,7 +194,7 @@ def remedies(runs: Sequence[Line]) -> list[Remedy]:
     """Those whose seeds are all there, beside those of parallel and one-peer."""
     cells = {cell.labels.get("of"): cell for cell in STUDIES["gap"]() if cell.nodes == 16}
     cell = cells[REMEDIED]
-    best = searched_rates(runs, 16, cell.labels)
+    best = pair_rates(runs, 16, cell.labels)
     if len(best) < len(PAIR):
         return []
     found = []
@@ -199,9 +202,13 @@ def remedies(runs: Sequence[Line]) -> list[Remedy]:
         rate = dict.fromkeys(PAIR, best["parallel"]) if where == AT_PARALLELS else best
         both = {m: reported(runs, 16, cell.labels, m, rate[m]) for m in PAIR}
         for method in (*REMEDIES, *CONTROLS):
-            own = finals(runs, cell, method, "best")
-            if where == AT_PARALLELS:
-                own = reported(runs, 16, cell.labels, method, best["parallel"])
+            lr = best["parallel"]
+            if where == REMEDIED:
+                known = tried(cell, method, runs)
+                if not all(rate in known for rate in searched_rates(cell, method, runs)):
+                    continue
+                lr = best_rate([*known.values()])
+            own = reported(runs, 16, cell.labels, method, lr)
             base = "parallel" if method.startswith("parallel") else "one-peer"
             three = [own, both[base], both["parallel"], both["one-peer"]]
             if not all(s in one and one[s]["figures"] for one in three for s in SEEDS):

@@ -42,6 +42,8 @@ from designs import (  # noqa: E402
     TEXT_SHA256,
     Cell,
     best_rate,
+    searched_rates,
+    tried,
 )
 
 from mpigossip.cluster.process import end_with  # noqa: E402
@@ -56,8 +58,6 @@ from mpigossip.training import assemble  # noqa: E402
 
 RUNS = HERE / "runs.jsonl"
 PACKAGE = "mpigossip"
-FURTHER = 3
-"""Rates added beyond an end, at most."""
 FIGURES = ("accuracy", "loss", "bytes_sent", "steps", "seconds")
 Line = dict[str, Any]
 
@@ -85,7 +85,7 @@ def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
         return
     best: dict[str, float] = {}
     for method in cell.methods:
-        rates = searched(cell, method, done)
+        rates = searched_rates(cell, method, done)
         for rate in rates:
             yield about | {"method": method, "level": "search", "lr": rate, "seed": SEARCH}
         if rates[-1] in (found := tried(cell, method, done)):
@@ -97,26 +97,6 @@ def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
             for method in cell.methods:
                 rate = float(f"{best[method] * share:.3g}")
                 yield about | {"method": method, "level": level, "lr": rate, "seed": seed}
-
-
-def tried(cell: Cell, method: str, done: list[Line]) -> dict[float, Line]:
-    """A method's runs with the search's seed, by their rate."""
-    key = cell.study, cell.nodes, cell.labels, method, "search"
-    names = "study", "nodes", "cell", "method", "level"
-    return {line["lr"]: line for line in done if tuple(line[k] for k in names) == key}
-
-
-def searched(cell: Cell, method: str, done: list[Line]) -> list[float]:
-    """The rates to try: those of the cell, then by twos beyond an end at which the best lies."""
-    rates, found = list(cell.rates), tried(cell, method, done)
-    for _ in range(FURTHER):
-        if not all(rate in found for rate in rates):
-            break
-        best = best_rate([found[rate] for rate in rates])
-        if best not in (min(rates), max(rates)):
-            break
-        rates.append(best / 2 if best == min(rates) else best * 2)
-    return rates
 
 
 def settings(cell: Cell, line: Line) -> list[str]:
