@@ -96,6 +96,8 @@ CONTROLS = {
     "local.name=momentum graph.name=complete cadence.name=global",
 }
 """No exchange must not be a remedy; an EMA that helps parallel as much doesn't close a gap."""
+ORDER = sorted(REMEDIES | CONTROLS, key=["no exchange", "exact every 16"].count, reverse=True)
+"""A remedy and a control first."""
 REMEDIED, AT_PARALLELS, EQUAL = "remedies", "remedies at parallel's rate", "equal rates"
 GRID = (0.0125, 0.025, 0.05, 0.1, 0.2)
 
@@ -124,12 +126,15 @@ def pair_rates(
     return {method: best_rate(runs) for method, runs in tried.items()}
 
 
-def equal(nodes: int, labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Both methods at each rate of the grid up to the larger of their best ones, largest first."""
+def equal(
+    nodes: int, labels: dict[str, str], most: int, done: Sequence[dict[str, Any]]
+) -> Iterator[Turn]:
+    """Both methods at the ``most`` largest rates of the grid up to the larger of their best ones."""
     best = pair_rates(done, nodes, labels)
     if len(best) < len(PAIR):
         return
-    for lr in sorted((lr for lr in GRID if lr <= max(best.values())), reverse=True):
+    rates = sorted((lr for lr in GRID if lr <= max(best.values())), reverse=True)
+    for lr in rates[:most]:
         for seed, method in product(SEEDS, PAIR):
             there = reported(done, nodes, labels, method, lr).get(seed)
             if there is None or there["cell"].get("of") == EQUAL:
@@ -140,7 +145,7 @@ def at_parallels(labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iter
     """Each remedy at parallel's best rate, one remedy after the other."""
     best = pair_rates(done, 16, labels)
     if len(best) == len(PAIR):
-        for method, seed in product((*REMEDIES, *CONTROLS), SEEDS):
+        for method, seed in product(ORDER, SEEDS):
             yield method, "parallel's", best["parallel"], seed
 
 
@@ -166,14 +171,14 @@ def gap() -> Iterator[Cell]:
         settings = (*CIFAR, *sizes[model], f"data.batch={batch}")
         return Cell("gap", n, labels, PAIR, settings, GRID, LEVELS)
 
-    def equally(n: int, batch: int) -> Cell:
+    def equally(n: int, batch: int, most: int = len(GRID)) -> Cell:
         cell = pair("perceptron", n, batch)
         labels = {**cell.labels, "of": EQUAL}
-        return cell._replace(labels=labels, levels={}, order=partial(equal, n, labels))
+        return cell._replace(labels=labels, levels={}, order=partial(equal, n, labels, most))
 
     sizes = {"perceptron": PERCEPTRON, "lenet": LENET}
     yield from (pair("perceptron", *size) for size in ((4, 16), (16, 16), (4, 64), (16, 64)))
-    yield equally(16, 16)
+    yield equally(16, 16, 2)
     base = pair("perceptron", 16, 16)
     methods = REMEDIES | CONTROLS
     labels = {**base.labels, "of": AT_PARALLELS}
@@ -184,6 +189,7 @@ def gap() -> Iterator[Cell]:
         labels={**base.labels, "of": REMEDIED}, methods=methods, rates=(0.025, 0.05, 0.1)
     )
     yield own._replace(levels={"best": 1.0}, order=partial(remedied, own))
+    yield equally(16, 16)
     yield pair("perceptron", 4, 256)
     yield from (equally(*size) for size in ((4, 64), (16, 64)))
     yield from (pair("lenet", *size) for size in ((4, 16), (16, 16), (4, 64), (16, 64), (4, 256)))
