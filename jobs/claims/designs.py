@@ -129,7 +129,7 @@ def pair_rates(
 def equal(
     nodes: int, labels: dict[str, str], most: int, done: Sequence[dict[str, Any]]
 ) -> Iterator[Turn]:
-    """Both methods at the ``most`` largest rates of the grid up to the larger of their best ones."""
+    """Both methods at the ``most`` largest rates of the grid up to the larger of their best."""
     best = pair_rates(done, nodes, labels)
     if len(best) < len(PAIR):
         return
