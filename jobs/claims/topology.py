@@ -31,17 +31,20 @@ study = mpigossip.study(
 )  # fmt: skip
 print(study)
 
-# %% accuracy at the end against the nodes, with 95 % intervals over the seeds
+# %% accuracy at the end against the nodes: means, their 95 % intervals in [0, 1], each seed
 figure = Figure(figsize=(5.4, 4.2), layout="constrained")
 axes = figure.subplots()
 for k, name in enumerate(dict.fromkeys(row["graph"] for row in study.rows)):
     rows = [row for row in study.rows if row["graph"] == name]
-    half = [row["accuracy_high"] - row["accuracy"] for row in rows]
-    half = [[min(h, row["accuracy"]) for h, row in zip(half, rows, strict=True)],
-            [min(h, 1 - row["accuracy"]) for h, row in zip(half, rows, strict=True)]]  # fmt: skip
+    half = [[min(row["accuracy_high"], 1) - row["accuracy"] for row in rows]]
+    half.insert(0, [row["accuracy"] - max(row["accuracy_low"], 0) for row in rows])
     places = [row["nodes"] * 1.03 ** (k - 1.5) for row in rows]  # beside each other
     accuracies = [row["accuracy"] for row in rows]
     axes.errorbar(places, accuracies, half, fmt="o-", capsize=3, color=COLOURS[k], label=name)
+    runs = [study.ended(cell) for cell in study.cells if cell.label("graph") == name]
+    for place, each in zip(places, runs, strict=True):
+        found = [run.last("accuracy") for run in each]
+        axes.plot([place] * len(found), found, "_", color=COLOURS[k], ms=7, mew=1.5)
 nodes = sorted({row["nodes"] for row in study.rows})
 axes.set_xscale("log")
 axes.set_xticks(nodes, map(str, nodes))

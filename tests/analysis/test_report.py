@@ -1,5 +1,7 @@
+import base64
 import csv
 import html
+import io
 import re
 import shutil
 import subprocess
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 
 from mpigossip import config
 from mpigossip.analysis.compared import load, short_names
@@ -65,8 +68,6 @@ def run(folder, steps=200, nodes=3, evaluations=(50, 100, 200), consensus=1e-4, 
 
 
 def drawn(path):
-    from PIL import Image
-
     with Image.open(path) as image:
         assert image.format == "PNG" and image.size[0] > 1200
         return np.asarray(image.convert("L")).astype(float)
@@ -103,6 +104,9 @@ def test_runs_of_several_seeds_are_one_curve_with_a_band(tmp_path):
     write(folders, tmp_path / "all.html")
     page = (tmp_path / "all.html").read_text()
     assert page.count("exponential (3 seeds)") >= 3
+    data = base64.b64decode(re.search('base64,([^"]+)', page)[1])
+    with Image.open(io.BytesIO(data)) as image:  # of the page's colour, light or dark
+        assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0
     (alone,) = load(folders[:3])
     assert alone.name == "dmsgd, ring, 3 nodes (3 seeds)"
     assert len(load([folders[0], folders[0]])) == 2 and len(load([folders[0], folders[3]])) == 2
