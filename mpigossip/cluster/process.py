@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 300.0  # seconds; the default of `node.timeout_s`
 ABORT_S = 3.0  # seconds that MPI has to end this rank
 LEAVE_S = 10.0  # seconds that a rank with a bad exit code waits for the others to end too
+PROGRESS = "mpigossip-progress"  # the name of threads that call MPI
 
 PR_SET_PDEATHSIG = 1
 
@@ -149,6 +150,11 @@ class Ending:
             text = f"mpigossip: rank {comm.rank} on {host} ended by {self.cause}; {late}"
             os.write(2, f"{text}: stopping the job\n".encode(errors="replace"))
             abort(comm, self.code)
+        if any(thread.name == PROGRESS for thread in threading.enumerate()):
+            # given up in a call of MPI, with which MPI_Finalize would hang or crash
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
         if finalize or self.code:
             # mpi4py would keep the interpreter's lock, which the thread of `uncaught.leave` needs
             ctypes.CDLL(MPI.__file__).MPI_Finalize()

@@ -1,5 +1,8 @@
 """The contract of a group of slots inside a node, and the group of a single slot."""
 
+import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import ParamSpec, Protocol, TypeVar
@@ -29,6 +32,17 @@ def phase(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 class GroupError(RuntimeError):
     """The slots of a node can't work together: device, call and remedy are named."""
+
+
+def end_job(text: str) -> None:
+    """End the job from a thread: the hook of an open world aborts all ranks, else this process."""
+    try:
+        raise GroupError(text)
+    except GroupError as error:
+        args = (type(error), error, error.__traceback__, threading.current_thread())
+        threading.excepthook(threading.ExceptHookArgs(args))
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class Group(Protocol):

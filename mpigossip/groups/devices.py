@@ -157,16 +157,19 @@ def make_group(
 
     One slot; threads on the CPU or on one GPU; ranks of a host in shared memory; GPUs by torch's
     process groups. ``shard`` false: slot 0 updates and exchanges for all. ``timeout_s``: limit of a
-    call between GPUs. ``world``: if its nodes have several ranks, ``devices`` are those of this
-    one; collective over it. ``sums``: the order of sums between GPUs. Raises GroupError.
+    call between GPUs, and of a slot that is behind the others. ``world``: if its nodes have several
+    ranks, ``devices`` are those of this one; collective over it. ``sums``: the order of sums
+    between GPUs. Raises GroupError.
     """
     node = world.nodes.inside if world else None
     on_gpus = len(set(devices)) > 1 or (node is not None and devices[0] != "cpu")
     if on_gpus:  # kernels that are loaded later would wait for collectives that wait for them
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     first = 0 if node is None else node.rank * len(devices)
-    one = len(devices) == 1
-    group: Group = Single(devices[0]) if one else Threads(len(devices), threads, devices, first)
+    count = len(devices)
+    group: Group = Single(devices[0])
+    if count > 1:
+        group = Threads(count, threads, devices, first, timeout_s)
     if node is not None:
         from mpigossip.groups.ranks import Ranks  # needs MPI
 

@@ -2,12 +2,14 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from mpigossip.groups.base import Group, phase
+from mpigossip.cluster.deadline import LateError, excused
+from mpigossip.groups.base import Group, end_job, phase
 from mpigossip.mixing.combine import combine
 
 T = TypeVar("T")
@@ -25,16 +27,20 @@ class Threads(Group):
         threads: int = 1,
         devices: Sequence[str] | None = None,
         first: int = 0,
+        timeout_s: float = 300.0,
     ):
         """``threads``: torch's threads in each slot (they are set per thread).
 
         ``first``: what the first slot is called, where other ranks of the node have some, too.
+        ``timeout_s``: how much longer than the slot that ended last a slot's work may take.
         ``devices``: one a slot, None for the CPU. Sums over slots need memory that all of them
         reach, which is one device.
         """
         self.slots = self.segments = slots
         self.mine = range(slots)
-        self._first = first
+        self._first, self._limit = first, min(timeout_s, threading.TIMEOUT_MAX)
+        self._open: Any = None
+        """of the work that slot 0 does now"""
         self.devices = tuple(devices) if devices is not None else ("cpu",) * slots
         self._work: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(slots - 1)]
         self._threads = [
@@ -52,19 +58,45 @@ class Threads(Group):
     def _serve(self, slot: int, threads: int) -> None:
         torch.set_num_threads(threads)
         self._make_current(slot)
-        while (given := self._work[slot - 1].get()) is not None:
+        inbox = self._work[slot - 1]
+        while (given := self._given(slot, inbox)) is not None:
             work, done = given
             try:
                 done.put((slot, work(slot), None))
             except BaseException as error:  # noqa: BLE001 - raised again where run() was called
                 done.put((slot, None, error))
 
+    def _given(self, slot: int, inbox: queue.SimpleQueue) -> tuple | None:
+        """Wait for the next work; slot 1 ends the job where slot 0, this rank's, stands still."""
+        while True:
+            before = self._open
+            try:
+                return inbox.get(timeout=self._limit)
+            except queue.Empty:
+                if slot == 1 and before and before is self._open and not excused():
+                    end_job(self._late(0))
+
+    def _late(self, slot: int) -> str:
+        """Return the message for a slot that doesn't end its work."""
+        name = f"slot {self._first + slot} of this node, on {self.devices[slot]}"
+        return f"{name}, stands still (waited {self._limit:g} s after the others: node.timeout_s)"
+
+    def _take(self, done: queue.SimpleQueue, failed: bool) -> tuple:
+        """Wait for the slot that ends next; queue.Empty at the limit, unless a rank is paused."""
+        while True:
+            try:
+                return done.get(timeout=GRACE_S if failed else self._limit)
+            except queue.Empty:
+                if failed or not excused():
+                    raise
+
     def run(self, work: Callable[[int], T]) -> list[T]:
         """``work(slot)`` on all slots at once; the first failure by slot is raised here.
 
-        Others may then take `GRACE_S` more: one that hangs isn't waited for.
+        Others may then take `GRACE_S` more. One that stands still is named by LateError.
         """
         done: queue.SimpleQueue = queue.SimpleQueue()
+        self._open, missing = done, {*range(1, self.slots)}
         for inbox in self._work:
             inbox.put((work, done))
         results: list = [None] * self.slots
@@ -73,11 +105,15 @@ class Threads(Group):
             results[0] = work(0)
         except BaseException as error:  # noqa: BLE001 - the other slots are waited for first
             errors[0] = error
-        for _ in self._threads:
+        self._open = None
+        while missing:
             try:
-                slot, results[slot], failure = done.get(timeout=GRACE_S if errors else None)
+                slot, results[slot], failure = self._take(done, bool(errors))
             except queue.Empty:
+                slot = min(missing)
+                errors = errors or {slot: LateError(self._late(slot))}
                 break
+            missing.discard(slot)
             if failure is not None:
                 errors[slot] = failure
         if errors:
@@ -120,6 +156,7 @@ class Threads(Group):
     def close(self) -> None:
         for inbox in self._work:
             inbox.put(None)
+        until = time.monotonic() + GRACE_S
         for thread in self._threads:
-            thread.join(GRACE_S)
+            thread.join(max(0.0, until - time.monotonic()))
         self._threads, self._work, self.slots = [], [], 0

@@ -3,15 +3,12 @@
 On CPUs, over gloo, for tests only: threads and shared memory are faster there. Untested on GPUs.
 """
 
-import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +23,7 @@ from mpigossip.cluster.process_groups import (
     open_groups,
 )
 from mpigossip.cluster.world import World
-from mpigossip.groups.base import Group, GroupError, phase
+from mpigossip.groups.base import Group, GroupError, end_job, phase
 from mpigossip.mixing.combine import combine
 
 T = TypeVar("T")
@@ -155,8 +152,6 @@ class TorchGroup:
         self._calls += 1
         try:
             self._watchdog.check()
-            if self._on_gpus:
-                self._watchdog.track(self._call, self._launched(self._calls))
             with launching if self._on_gpus else nullcontext():
                 self.run(work)
         except (RuntimeError, TimeoutError) as error:
@@ -169,15 +164,6 @@ class TorchGroup:
             raise GroupError(f"{self._call} failed on {where}: {reason}; {REMEDY}") from error
         if self._on_gpus:
             self._watchdog.track(self._call, self._works)
-
-    def _launched(self, calls: int) -> list[tuple[str, Any]]:
-        """Whether each slot's thread has come, for the watchdog, which names one that hasn't."""
-        slots = zip(self.mine, self.devices, range(len(self.mine)), strict=True)
-        return [
-            (f"{device} (slot {slot} didn't come)",
-             SimpleNamespace(is_completed=lambda k=k: self._begun[k] >= calls))
-            for slot, device, k in slots
-        ]  # fmt: skip
 
     def _wait(self, k: int, work: Any) -> None:
         """Let the device's current stream wait, or the host where there is none."""
@@ -270,14 +256,3 @@ class Watchdog:
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2 * EVERY_S)
-
-
-def end_job(text: str) -> None:
-    """End the job from a thread: the hook of an open world aborts all ranks, else this process."""
-    try:
-        raise GroupError(text)
-    except GroupError as error:
-        args = (type(error), error, error.__traceback__, threading.current_thread())
-        threading.excepthook(threading.ExceptHookArgs(args))
-    sys.stderr.flush()
-    os._exit(1)

@@ -15,6 +15,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import LateError, excused
+from mpigossip.cluster.process import PROGRESS
 from mpigossip.mixing.kernels.waiting import Bell, rest
 
 IDLE = 23
@@ -57,7 +58,7 @@ class ProgressThread:
         """seconds that jobs took so far, their waiting for other nodes included"""
         self._bell = Bell()
         self._never = [self._to_come()] if threaded and poll else []
-        self._thread = threading.Thread(target=self._work, name="mpigossip-progress", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=PROGRESS, daemon=True)
         if threaded:
             self._thread.start()
             # before MPI is finalized, should nobody close it
@@ -114,10 +115,12 @@ class ProgressThread:
 
     def _work(self) -> None:
         if self._device.startswith("cuda"):
-            device = torch.device(self._device)
-            torch.cuda.set_device(device)
-            # before torch 2.8 that makes no context in a thread whose device is 0 from the start
-            torch.cuda.mem_get_info(device)
+            try:
+                torch.cuda.set_device(self._device)
+                # before torch 2.8 it makes no context in a thread whose device is 0 from the start
+                torch.cuda.mem_get_info(self._device)
+            except RuntimeError as error:  # for who waits for the first job
+                self._failure = error
         if self._cores:
             with contextlib.suppress(OSError):  # a core was taken away meanwhile
                 os.sched_setaffinity(0, self._cores)

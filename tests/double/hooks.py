@@ -86,11 +86,7 @@ def of_transport(kind: str):
         before(transport, "send", sends)
         transport.received = receiving
         if kind == "Windows":
-            before(
-                module,
-                "open_window",
-                lambda make, *_: make.__name__ == "Create" and refused("window"),
-            )
+            before(module, "create", lambda *_: refused("window"))
 
     return watch
 
@@ -139,6 +135,7 @@ def proof(module) -> None:
         _ = None if fails("lost put" + where) else original(*arguments)
 
     module.put = put
+    before(module, "create", lambda *_: refused("proof window"))
 
 
 def streams(module) -> None:

@@ -38,6 +38,7 @@ HOST, DEVICE = f"{TRAINING}[host]", f"{TRAINING}[windows]"
 NODES = "tests/double/test_training.py::test_windows_by_nccl_equal_the_simulator[3-bf16]"
 NODES_FP32 = NODES.replace("3-bf16", "4-fp32")
 KERNEL = "tests/double/test_training.py::test_a_kernel_runs_where_its_arrays_are"
+AUTO = "tests/groups/test_groups.py::test_auto_becomes_devices_and_ranks_a_node"
 REPLAYED = "tests/test_gpu.py::test_captured_replicas_train_as_eager_ones"
 EAGER = "tests/test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
 MUTANTS = [
@@ -114,13 +115,13 @@ MUTANTS = [
     ("1: calls that hang are left on the device", PROBE, "transport.abandon()", "pass",
      "tests/double/test_nccl.py::test_nccl_that_cannot_be_had_is_refused_or_left"
      "[hang-cuda:{rank}-a round of nccl failed: round 0: NCCL isn]"),
-    ("a slot's thread that stands still isn't watched", NCCL,
-     "self._watchdog.track(self._call, self._launched(self._calls))", "pass",
+    ("a slot's thread that stands still isn't watched", "mpigossip.groups.threads",
+     "first, min(timeout_s, threading.TIMEOUT_MAX)", "first, threading.TIMEOUT_MAX",
      f"{FAILURES}::test_a_slot_that_stands_still_ends_the_job_with_its_name"),
     ("2: messages of GPU memory are never tried", PROBE,
      'WAYS = "windows", "messages", "nccl", "host"', 'WAYS = "windows", "nccl", "host"', REFUSED),
     ("3: the progress thread has no context", "mpigossip.mixing.progress_thread",
-     "torch.cuda.mem_get_info(device)", "pass", DEVICE),
+     "torch.cuda.mem_get_info(self._device)", "pass", DEVICE),
     ("4: another thread's CUDA calls without NCCL's lock", STREAMS,
      "with launching, current(self.device), torch.cuda.stream(self.into):",
      "with current(self.device), torch.cuda.stream(self.into):", HOST),
@@ -128,6 +129,17 @@ MUTANTS = [
      f"{FAILURES}::test_launch_blocking_is_refused_with_its_remedy"),
     ("5: nodes share a server", GROUPS, "node.broadcast(port)", "world.broadcast(port)",
      f"{LOOPS}::test_fsdp2_inside_nodes_has_the_bits_of_full_models"),
+    ("6: windows of GPU memory are created without a limit", WINDOWS,
+     "attempt(comm, open_all, lambda: CREATING, limit_s, devices[0], held)", "open_all()",
+     f"{FAILURES}::test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way"
+     "[window-no windows: MPI_ERR_RMA_RANGE]"),
+    ("6: MPI is finalized though a thread stands in it", "mpigossip.cluster.process",
+     "if any(thread.name == PROGRESS for", "if False and any(thread.name == PROGRESS for",
+     f"{FAILURES}::test_a_job_ends_though_a_rank_stands_in_a_call_of_the_proof"),
+    ("6: others aren't told of a call that failed", "mpigossip.mixing.device.attempt",
+     "for rank in others if wrong and not waits]", "for rank in others if False]",
+     f"{FAILURES}::test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way"
+     "[window-no windows: MPI_ERR_RMA_RANGE]"),
     ("7: a proven way is taken as fast", PROBE,
      'times.get("windows", float("inf")) <= AS_FAST * times[best]', '"windows" in times',
      "tests/mixing/device/test_windows.py"
@@ -137,6 +149,18 @@ MUTANTS = [
      "Register]"),
     ("8: copies out keep the host waiting", BUFFERS,
      "there[span].copy_(source[span], non_blocking=True)", "there[span].copy_(source[span])", HOST),
+    ("9: GPUs that the launcher has dealt out are divided again", "mpigossip.groups.devices",
+     "count if ranks == 1 or dealt_out else max(1, count // ranks)",
+     "count if ranks == 1 else max(1, count // ranks)", AUTO),
+    ("9: Flux's ranks of a host aren't known", "mpigossip.groups.devices",
+     "if all(value.isdigit() for value in flux):", "if False:", AUTO),
+    ("9: the first job trains on CPUs", "mpigossip.config.sections",
+     'devices: Devices = "auto"', 'devices: Devices = "cpu:1"',
+     "tests/double/test_training.py::test_the_first_job_takes_the_gpus"),
+    ("10: memory that can't be locked ends the job", PROBE,
+     "why = buffers.pin(transport.memory)", "pin(transport.memory, self._devices[0])",
+     f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[pin-host-False-cudaHost"
+     "Register]"),
 ]  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def windows(comm, what, rank, way, aware):
         ("put", "auto", True, "MPI_ERR_RMA_RANGE"),
         every("allocation", "auto", True, "out of memory"),
         every("crash alone", "auto", True, "in a process of its own it ended with SIGSEGV"),
-        ("window", "auto", True, "no windows: MPI_ERR_RMA_RANGE"),
+        every("window", "auto", True, "no windows: MPI_ERR_RMA_RANGE"),
         ("pin", "host", False, "cudaHostRegister"),
     ],
 )
@@ -118,6 +118,9 @@ def timed(comm, what):
     "what, named",
     [
         ("hanging put", ", but a put of GPU memory on cuda:0 (rank 0) doesn't return"),
+        # the others stand in MPI_Win_create and are left there
+        ("proof window", ", but MPI_Win_create of GPU memory failed on cuda:0 (rank 0): MPI_ERR"),
+        ("window", "no windows: MPI_ERR_RMA_RANGE"),
         ("exchange put:1", "no windows: a round of windows failed: MPI_ERR_RMA_RANGE"),
         every("hanging exchange put:1", "no windows: a round of windows failed: "),
     ],
@@ -274,6 +277,20 @@ def test_train_says_the_way_and_why_it_is_not_the_other(mpirun, tmp_path):
     assert digests[0] == digests[1]
 
 
+def test_a_job_ends_though_a_rank_stands_in_a_call_of_the_proof(mpirun, tmp_path):
+    """Rank 0 waits for rank 1 in MPI_Win_create until its process ends."""
+    done, _ = train(mpirun, tmp_path, "proof window@1", "auto")
+    assert done.returncode == 0 and "digest" in done.stdout, done.stdout + done.stderr
+    assert "MPI_Win_create of GPU memory failed on cuda:0 (rank 1): MPI_ERR" in done.stdout
+
+
+def test_a_rank_that_is_killed_in_the_proof_is_named_with_the_remedy(mpirun, tmp_path):
+    done, seconds = train(mpirun, tmp_path, "crash@1", "auto")
+    assert done.returncode != 0 and seconds < 60
+    assert "mpigossip: rank 1 ended in the proof that this MPI moves GPU" in done.stderr
+    assert "node.exchange=host" in done.stderr
+
+
 def test_a_put_that_fails_on_one_rank_in_training_ends_the_job_in_words(mpirun, tmp_path):
     done, seconds = train(mpirun, tmp_path, "exchange put:3@1")
     assert done.returncode != 0 and seconds < 60
@@ -283,7 +300,7 @@ def test_a_put_that_fails_on_one_rank_in_training_ends_the_job_in_words(mpirun, 
 def test_a_slot_that_stands_still_ends_the_job_with_its_name(mpirun, tmp_path):
     done, seconds = train(mpirun, tmp_path, "still:9@1", "host", timeout_s=4)
     assert done.returncode != 0 and seconds < 90
-    late = r"is not done on cuda:(\d) \(slot \1 didn't come\) after 4 s"
+    late = r"slot (\d) of this node, on cuda:\1, stands still \(waited 4 s after the others"
     assert re.search(late, done.stderr), done.stderr
 
 

@@ -1,12 +1,16 @@
 """The contract of a group, the same for one slot, threads and NCCL; devices by their names."""
 
+import subprocess
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mpigossip.groups import devices
+from mpigossip.cluster.deadline import LateError
+from mpigossip.groups import devices, threads
 from mpigossip.groups.base import Single, Whole, shards
 from mpigossip.groups.threads import Threads
 from mpigossip.mixing.combine import combine
@@ -161,6 +165,42 @@ def test_a_failure_names_its_slot_and_the_group_goes_on(slots):
     assert len(ended) == slots - 1, "the other slots are waited for"
     assert group.run(lambda slot: slot) == list(range(slots))
     group.close()
+
+
+def test_a_slot_that_stands_still_is_named_in_time(monkeypatch):
+    monkeypatch.setattr(threads, "GRACE_S", 0.2)
+    group, over = Threads(3, first=4, timeout_s=0.5), threading.Event()
+    began = time.monotonic()
+    with pytest.raises(LateError, match=r"slot 6 of this node, on cpu, stands still \(waited 0.5"):
+        group.run(lambda slot: over.wait() if slot == 2 else time.sleep(0.3 * slot))
+    group.close()
+    assert 0.8 <= time.monotonic() - began < 5, "counted from the slot that ended last"
+    over.set()
+
+
+def test_a_pause_has_no_limit():
+    group = Threads(2, timeout_s=0.2)
+    heard = SimpleNamespace(excused=lambda: True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpigossip.cluster.deadline.roll", heard)
+        for late in (0, 1):
+            group.run(lambda slot, late=late: time.sleep(0.7 * (slot == late)))
+    group.close()
+
+
+STILL = """
+import time
+from mpigossip.groups.threads import Threads
+Threads(2, timeout_s=0.5).run(lambda slot: time.sleep(0 if slot else 60))
+"""
+
+
+def test_the_training_thread_that_stands_still_is_named_by_a_slot():
+    done = subprocess.run(
+        [sys.executable, "-c", STILL], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 1
+    assert "slot 0 of this node, on cpu, stands still (waited 0.5 s" in done.stderr
 
 
 # -- devices -----------------------------------------------------------------------------------

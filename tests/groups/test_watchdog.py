@@ -85,7 +85,7 @@ def test_closing_ends_the_thread_and_nobody_is_ended():
 
 ENDS = """
 import threading, time
-from mpigossip.groups.torch_group import end_job
+from mpigossip.groups.base import end_job
 threading.Thread(target=end_job, args=("cuda:3 was lost",), name="mpigossip-watchdog").start()
 time.sleep(60)
 """

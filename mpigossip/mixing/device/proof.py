@@ -20,13 +20,13 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.agreement import limited
-from mpigossip.cluster.collectives import close_window, open_window
-from mpigossip.cluster.deadline import LateError
+from mpigossip.cluster.collectives import close_window
+from mpigossip.cluster.deadline import numbers
 from mpigossip.cluster.process import libraries
 from mpigossip.mixing.averages import raw
+from mpigossip.mixing.device.attempt import attempt, create, told_if_killed
 from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, ordinary, private
 from mpigossip.mixing.notifications import abandoned, everybody, wait_all
-from mpigossip.mixing.progress_thread import ProgressThread
 
 SEVERAL_GPUS = (1, 19)
 """UCX's first version that serves several GPUs in one process."""
@@ -55,6 +55,7 @@ def proven(
     ``timeout_s``: unset, `PROOF_S`.
     """
     timeout_s = timeout_s or PROOF_S
+    comm = limited(comm, max(2 * timeout_s, getattr(comm, "timeout_s", 0)))  # `tried` takes that
     said = asked(comm)
     names = [name for name, yes in said.items() if yes]
     if not all(comm.allgather(bool(names))):
@@ -192,28 +193,17 @@ def arrives(
 ) -> str:
     """Return what is wrong with puts or messages from every slot to the right neighbour's.
 
-    "": nothing. Collective, the same on all ranks. Runs in a thread of its own, given up after a
-    while, as a flush that hangs never returns: that is an answer, too. It has a communicator of its
-    own, as a rank that hangs leaves the others' calls unanswered.
+    "": nothing. Collective, the same on all ranks. It has a communicator of its own, as a rank that
+    hangs leaves the others' calls unanswered.
     """
-    proof = Proof(comm.Dup(), devices, timeout_s, way)
-    thread = ProgressThread(comm, timeout_s=timeout_s, device=str(devices[0]))
-    waits, wrong = False, ""
-    future = thread.submit(proof.run)
-    try:
-        thread.wait(future, PROVING)
-        wrong = proof.wrong
-        thread.close()
-    except (LateError, RuntimeError) as error:
-        waits = future.done()
-        wrong = str(error) if waits else f"{proof.now} doesn't return"
-        abandoned.append((proof, thread))
-    # ranks that waited are here long before one that hung; that one says more
-    found = limited(comm, timeout_s).allgather((waits, wrong))
-    if not (reasons := [(late, text) for late, text in found if text]):
+    proof, rank = Proof(comm.Dup(), devices, timeout_s, way), numbers(comm, [comm.rank])[0]
+    killed = f"mpigossip: rank {rank} ended in the {PROVING}; node.exchange=host goes without it"
+    with told_if_killed(killed):
+        # its own waits are shorter: they name the late rank
+        wrong = attempt(comm, proof.run, lambda: proof.now, 2.5 * timeout_s + 5, devices[0], proof)
+    if not (wrong := wrong or proof.wrong):
         proof.comm.Free()
-        return ""
-    return min(reasons, key=lambda reason: reason[0])[1]
+    return wrong
 
 
 class Proof:
@@ -261,6 +251,8 @@ class Proof:
                     step(slot, device)
         except RuntimeError as error:
             self.wrong = f"{name} of GPU memory failed on {where}: {error}"
+            if step == self._open:  # in which the others wait for this rank
+                raise MemoryRefused(self.wrong) from error
         mine, all_of = np.array([bool(self.wrong)], np.int32), np.zeros(1, np.int32)
         self._wait([comm.Iallreduce(mine, all_of, MPI.MAX)])
         if all_of[0]:  # so all ranks come here
@@ -280,7 +272,7 @@ class Proof:
             torch.cuda.synchronize(device)
 
     def _open(self, slot: int, device: torch.device) -> None:
-        self._windows.append(open_window(MPI.Win.Create, raw(self._memory[slot]), self.comm))
+        self._windows.append(create(raw(self._memory[slot]), self.comm))
 
     def _put(self, slot: int, device: torch.device) -> None:
         put(self._windows[slot], raw(self._memory[slot][:PROBE]), self._right)

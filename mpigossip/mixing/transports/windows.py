@@ -8,7 +8,8 @@ from mpi4py import MPI
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.averages import CUT, raw
 from mpigossip.mixing.base import Layout
-from mpigossip.mixing.device.memory import arrived_whole, current, private
+from mpigossip.mixing.device.attempt import attempt, create
+from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, private
 from mpigossip.mixing.notifications import ARRIVED, FREE
 from mpigossip.mixing.plan import Chunk, Plan, Round
 from mpigossip.mixing.transports import Transport, inboxes
@@ -16,6 +17,9 @@ from mpigossip.mixing.transports import Transport, inboxes
 FLIGHT = 1 << 18
 """Bytes of the smallest of several puts that fly at once, sixteen at most."""
 CPU = torch.device("cpu")
+LIMIT_S = 60.0
+"""Seconds that windows over GPU memory may take, at most."""
+CREATING = "MPI_Win_create of GPU memory"
 
 
 class Windows(Transport):
@@ -43,9 +47,17 @@ class Windows(Transport):
         if devices:
             self.allocate = private
             areas = inboxes(comm, layout, count, devices, private)
-            for area, device in zip(areas, devices, strict=True):
-                with current(device):
-                    self._windows.append(open_window(MPI.Win.Create, raw(area), comm))
+            own = comm.Dup()
+
+            def open_all() -> None:
+                for area, device in zip(areas, devices, strict=True):
+                    with current(device):
+                        self._windows.append(create(raw(area), own))
+
+            held, limit_s = (self._windows, areas), min(timeout_s, LIMIT_S)
+            if wrong := attempt(comm, open_all, lambda: CREATING, limit_s, devices[0], held):
+                raise MemoryRefused(wrong)
+            own.Free()
             # from one buffer to the next, and where a slot's part of it begins
             self._stride, self._begins = size, [0] * slots
         else:
