@@ -181,6 +181,7 @@ def _rounds(text: str) -> tuple[int, int]:
 
 def _join(options) -> int:
     from mpigossip.runs.members.join import join
+    from mpigossip.runs.summary import number
     from mpigossip.training import assemble
 
     given = list(options.settings)
@@ -192,9 +193,13 @@ def _join(options) -> int:
         if (options.folder / "STOP").exists():
             tell(f"{options.folder}: stopped, as the file STOP asks; remove it to go on")
             return OK
+        tell(f"{options.folder}: left; the other members go on, and the same command joins again")
         return STOPPED
-    lines = [f"{name:<12}{value}" for name, value in summary.items() if name != "digest"]
-    tell("\n".join([*lines, f"{'digest':<12}{summary.get('digest', 'by another member')}"]))
+    shown = {name: number(value) if isinstance(value, float) else value
+             for name, value in summary.items() if name not in ("finished", "places")}  # fmt: skip
+    shown.setdefault("digest", "by another member")
+    every = [f"  {name:<12}{value}" for name, value in shown.items()]
+    tell("\n".join(["\nthe training has ended; the average of its last models:", *every]))
     return OK
 
 

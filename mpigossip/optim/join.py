@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import Job, JobError
@@ -87,6 +87,8 @@ class Member:
         names, shapes, device = self._seed.names, self._seed.shapes, self._device
         try:
             while not place.ended():
+                if live.stopping():
+                    return
                 with live.stay():
                     states = live.begin(about(names, shapes, [str(device)]))
                     self._put(average(states or [self._seed]))
@@ -252,6 +254,14 @@ def join(
         raise JobError([f"chunks = {chunks!r}: give the chunks of the whole training, 1 or more"])
     if not lease_s > 0:
         raise JobError([f"lease_s = {lease_s!r}: give seconds of silence, such as 600"])
+    if distributed.is_available() and distributed.is_initialized():
+        raise JobError(
+            [
+                f"torch.distributed joins {distributed.get_world_size()} processes here, "
+                "and a member is one process with a model of its own (no DDP, no FSDP2): "
+                "start the program once for each member, without init_process_group"
+            ]
+        )
     disk = Disk(folder, shared)
     about_run = {"output": str(folder), "name": folder.name or "run", "steps": chunks}
     job = load({"run": about_run, "cadence": {"name": "every", "period": 1}})

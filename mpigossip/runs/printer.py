@@ -119,7 +119,9 @@ class Printer(Hook):
         samples = progress.samples_per_step * self._engine.cadence.share
         words += [f"{speed * samples:,.0f} samples/s" if samples else f"{speed:,.1f} steps/s"]
         if progress.total_steps:
-            rate = (done - progress.first_step) / max(time.perf_counter() - progress.began, 1e-9)
+            rate = max(done - progress.first_step, 1) / max(
+                time.perf_counter() - progress.began, 1e-9
+            )
             words += [f"ETA {clock((progress.total_steps - done) / rate)}"]
         known = self._consensus == self._consensus
         apart = [f"consensus {self._consensus:.1e}"] if known else []
@@ -165,6 +167,13 @@ class Printer(Hook):
     def stop(self, progress, summary: dict[str, Any]) -> None:
         if self._speaks:
             self._print(Text(f"\n{describe(summary)}"))
+
+    def leave(self) -> None:
+        """End the live line, as it stands."""
+        if self._dirty:
+            self._dirty = False
+            with self._while_it_takes_it():
+                self._stream.write("\n")
 
     def _print(self, text: Text) -> None:
         with self._while_it_takes_it():

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mpigossip
 from mpigossip import cli
@@ -111,6 +112,16 @@ def test_rejected(tmp_path, given, words):
     train(tmp_path / "run", *parts(), most=1)
     with pytest.raises(JobError, match=words):
         train(tmp_path / "run", *parts(), **given)
+
+
+def test_a_member_is_one_process(tmp_path):
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(JobError, match="torch.distributed joins 2 processes here"):
+            train(tmp_path / "run", *parts())
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not (tmp_path / "run").exists()
 
 
 def test_other_models_and_folders_are_rejected(tmp_path, capsys):

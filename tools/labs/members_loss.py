@@ -156,7 +156,8 @@ class Lab:
             with ThreadPoolExecutor(len(works)) as pool:
                 for future in [pool.submit(self.clock.run, *work) for work in works]:
                     future.result()
-            replay.replay(self.folder)
+            if not self.options.unrepeated:
+                replay.replay(self.folder)
             reader = Place(Disk(self.folder), self.plan)
             versions = reader.ended().versions
             found = self.test([read_model(reader, reader.record(*one)) for one in versions])
@@ -208,6 +209,8 @@ class Lab:
 def job_of(seed: int, steps: int, options, *settings: str):
     """The job of a run."""
     words = [*JOB, f"run.seed={seed}", f"run.steps={steps}", *options.settings, *settings]
+    if any(word.startswith("algorithm.name=") for word in words):
+        words.remove("algorithm.style=atc")
     return load(REPOSITORY / "jobs" / "digits.toml", words)
 
 
@@ -225,13 +228,17 @@ def one(given) -> dict:
         return launch.train(job, world, members)
 
 
-def line(members: int, seed: int, options, simulated: bool, run: dict) -> dict:
-    """What a run was and gave."""
-    kept = {"loss", "accuracy", "lag", "places", "digest"}
-    return {"members": members, "seed": seed, "how": "simulate" if simulated else "members",
+def kept(run: dict, members: int, seed: int, options, simulated: bool) -> dict:
+    """A run's figures, of which a line is written if that was asked for."""
+    figures = {k: run[k] for k in ("loss", "accuracy", "lag", "places", "digest") if k in run}
+    made = {"members": members, "seed": seed, "how": "simulate" if simulated else "members",
             "steps": options.steps, "delay": options.delay, "slow": options.slow,
             "settings": [*JOB, *options.settings], "torch": torch.__version__,
-            "figures": {k: v for k, v in run.items() if k in kept}}  # fmt: skip
+            "figures": figures}  # fmt: skip
+    if options.lines:
+        with options.lines.open("a") as file:
+            file.write(json.dumps(made) + "\n")
+    return run
 
 
 def percent(values) -> str:
@@ -250,6 +257,7 @@ def main() -> int:
     parser.add_argument("--slow", type=float, default=1.0, help="a round of the first member")
     parser.add_argument("--lines", type=Path, help="append a JSON line a run to this file")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--unrepeated", action="store_true", help="replay no run")
     parser.add_argument("--newcomers", action="store_true", help="one joins every 20 rounds")
     parser.add_argument("settings", nargs="*", metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
@@ -257,12 +265,10 @@ def main() -> int:
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for members in options.members:
             works = [(members, seed, options, kind) for kind in (False, True) for seed in seeds]
-            found = pool.map(one, works, 1)
+            found = [
+                kept(run, *work) for work, run in zip(works, pool.imap(one, works), strict=True)
+            ]
             ours, theirs = found[: len(seeds)], found[len(seeds) :]
-            if options.lines:
-                with options.lines.open("a") as file:
-                    for (_, seed, _, simulated), run in zip(works, found, strict=True):
-                        file.write(json.dumps(line(members, seed, options, simulated, run)) + "\n")
             pairs = list(zip(ours, theirs, strict=True))
             points = np.mean([100 * (a["accuracy"] - b["accuracy"]) for a, b in pairs])
             above = percent([a["loss"] / b["loss"] - 1 for a, b in pairs])

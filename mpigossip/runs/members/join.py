@@ -84,6 +84,8 @@ def _train(live: Live, member: Member, folder: Path, world: Alone) -> dict[str, 
     watched = None
     try:
         while not place.ended():
+            if live.stopping():
+                raise Leaving
             with live.stay():
                 member.begin(live.begin(told))
                 places.append(place.number)
@@ -113,13 +115,17 @@ class _Watched:
             samples_per_step=group.slots * job.data.batch * job.algorithm.accumulate,
             objective=assembly.trainer.replicas.objective, text=config.dump(job),
             about=lambda: [("place", f"{live.place.number} of {folder}: "
-                            f"{live.place.plan.chunks:,} chunks of {member.steps} steps")],
+                            f"{live.place.plan.chunks:,} chunks of {member.steps} steps "
+                            "for all members together")],
         )  # fmt: skip
-        self.hooks, self.began = [Recorder(world), Printer(world)], 0.0
+        self.recorder, self.printer, self.began = Recorder(world), Printer(world), 0.0
+        # its lines count what all members have trained
+        self.shown = replace(self.progress, first_step=live.place.progress * member.steps,
+                             total_steps=live.place.plan.chunks * member.steps)  # fmt: skip
 
     def __enter__(self) -> Self:
-        for hook in self.hooks:
-            hook.start(self.progress, self.member.assembly)
+        self.recorder.start(self.progress, self.member.assembly)
+        self.printer.start(self.shown, self.member.assembly)
         return self
 
     def after(self, record: Record, chunk: int) -> None:
@@ -136,10 +142,11 @@ class _Watched:
             "history": place.age * steps + within - 1,
         }
         record.staleness = [float(place.age - peer.age) if peer else float("nan")]
-        for hook in self.hooks:
-            hook.step(self.progress, record)
+        self.recorder.step(self.progress, record)
+        known = min(place.progress * steps + within, self.shown.total_steps)
+        self.printer.step(self.shown, replace(record, index=known - 1))
         if self.member.done % self.progress.job.log.flush_steps == 0:
-            self.hooks[0].flush()
+            self.recorder.flush()
         if self.member.done == 2 * steps:
             check_lease(place.plan.lease_s, time.monotonic() - self.began)
         if not within:
@@ -148,11 +155,12 @@ class _Watched:
             raise Leaving
 
     def __exit__(self, *_) -> None:
-        self.hooks[0].flush()
+        self.recorder.flush()
+        self.printer.leave()
 
     def end(self, found: Evaluation, told: dict[str, Any]) -> None:
         """Log the result of the training, which is the same for all members."""
-        place, progress, recorder = self.live.place, self.progress, self.hooks[0]
+        place, progress, recorder = self.live.place, self.progress, self.recorder
         steps = place.plan.chunks * self.member.steps
         recorder.evaluation(progress, steps, found)
         recorder.stop(progress, {

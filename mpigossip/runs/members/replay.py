@@ -169,6 +169,7 @@ class Scripted:
 def repeat(script: Script, wanted: Iterable[Version], member: Any) -> str:
     """Repeat rounds and what they depend on by one `Member`; what was compared. Raises Differs."""
     order = script.choose(wanted)
+    script.place.tell(f"repeating {counted(len(order), 'round')}")
     for version in order:
         models, peer, progress = script.given(version)
         exchange = Scripted(peer, script.round(version).chunk, progress)
