@@ -73,7 +73,7 @@ def environment(token: str) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), env.get("PYTHONPATH")])),
         "HYDRA_LAUNCHER": "fork",
-        # MPICH's waits give the core to the other ranks: with 6 on 2 cores a barrier takes a quarter.
+        # MPICH gives the core away while it waits: a barrier of 6 ranks on 2 cores takes a quarter.
         "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
