@@ -19,10 +19,10 @@ FIGURES = (
     ("spectral_gap", "gap", "1 - rho(W), for static graphs"),
     ("rounds_to_exact", "exact", "rounds to the exact average; - when never"),
     ("residue_after_period", "residue", "||product of W over a period - J||"),
-    ("effective_neighbours", "n_eff", "effective number of neighbours at gamma = 0.951"),
-    ("vectors_per_round", "vectors", "model-sized vectors that a node sends in a round"),
-    ("bytes_per_round", "bytes", "float32, that a node sends in a round, for --parameters"),
-    ("transient_iid", "transient", "iterations before linear speed-up, up to a factor"),
+    ("effective_neighbours", "n_eff", "neighbours in effect, gamma = 0.951"),
+    ("vectors_per_round", "vectors", "arrays of model size sent by a node"),
+    ("bytes_per_round", "bytes", "sent by a node, float32 of --parameters"),
+    ("transient_iid", "transient", "steps to linear speed-up, up to a factor"),
     ("transient_non_iid", "non-iid", "the same where nodes have different data"),
 )
 """(key, heading, meaning) of the figures of `show` and `compare`."""

@@ -44,6 +44,13 @@ def test_every_argument_says_what_it_is():
     assert silent == []
 
 
+def test_facts_of_a_graph_fit_a_terminal(capsys):
+    words = ["graph", "show", "one-peer-exponential", "--nodes", "12", "--parameters", "999999999"]
+    assert cli.main([*words, "--option", "order=uniform"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 9 and max(map(len, lines)) <= 80
+
+
 def public(tree, prefix=""):
     """Names and nodes of what a module shows: itself, classes, functions, methods."""
     for node in tree.body:

@@ -54,7 +54,11 @@ def test_the_reference_has_every_command_option_name_column_code_and_variable():
         shown = [option for action in parser._actions for option in action.option_strings]
         assert f" mpigossip {words}\n" in page if words else True
         assert all(option in page for option in shown if words)
-    assert all(f"mpigossip.{name}" in REFERENCE["python_page"]() for name in mpigossip.__all__)
+    names = [*mpigossip.__all__, "graphs.from_matrices"]
+    assert all(f"mpigossip.{name}" in REFERENCE["python_page"]() for name in names)
+    jobs = [path.relative_to(ROOT) for path in (ROOT / "jobs").glob("*.toml")]
+    assert len(jobs) > 6 and all(f"| `{job.stem}` | `{job}` | " in page for job in jobs)
+    assert all(key in page for key in ("graph", "bytes", "seconds", "times_limit"))
     files = REFERENCE["files_page"]()
     columns = [*log.COLUMNS, log.VIRTUAL, *log.MEMBER_COLUMNS, *log.EVALUATION_COLUMNS]
     assert all(f"| `{name}` |" in files for name in columns)

@@ -24,7 +24,7 @@ import mpigossip
 from mpigossip import algorithms, cli, config, graphs, models
 from mpigossip.algorithms import cadence
 from mpigossip.commands.arguments import every
-from mpigossip.config import errors, sections
+from mpigossip.config import errors, packaged, sections
 from mpigossip.config.choices import Part
 from mpigossip.config.toml import Limit, keyword_only, show
 from mpigossip.optim import settings as optim_settings
@@ -68,7 +68,7 @@ VARIABLES = {
 PUBLIC = dict.fromkeys(mpigossip.__all__, "") | {
     "optim.world.World": "node_group, node_mesh, agree, barrier, broadcast, gather, abort, close",
     "studies.Study": "best, ties, table, frame, dataset, plot, transient",
-    "graphs.base.Graph": "", "graphs.base.from_matrices": "",
+    "graphs.base.Graph": "", "graphs.from_matrices": "",
     "algorithms.base.Algorithm": "", "algorithms.base.Step": "",
     "runs.hooks.Hook": "", "engine.measurements.Record": "", "training.evaluate.Evaluation": "",
     "runs.progress.Progress": "job, folder, nodes, steps_per_epoch, total_steps, samples_per_step, "
@@ -217,6 +217,11 @@ def commands_page() -> str:
     for words, text in commands().items():
         level = "#" * (1 + len(words.split()))
         lines += [f"{level} mpigossip {words}", "", "```text", text, "```", ""]
+    lines += ["## Examples", "", "`mpigossip examples` lists them; a job is given by its name.", ""]
+    lines += head("name", "file", "what it is")
+    for name, path in packaged.examples().items():
+        inside = "jobs" / path.relative_to(packaged.find("digits.toml").parent)
+        lines += [cells(f"`{name}`", f"`{inside}`", packaged.summary(path))]
     return "\n".join(lines)
 
 
