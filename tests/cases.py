@@ -1,7 +1,11 @@
 """Cases of a test: many in one item, or a few by default and all with `pytest --all`; a World."""
 
+import contextlib
 import functools
 import inspect
+import io
+import runpy
+import sys
 from collections.abc import Callable, Collection, Iterable
 
 import pytest
@@ -47,6 +51,31 @@ def with_world(function: Callable) -> Callable:
             return function(world, *args, **options)
 
     return on_rank
+
+
+def command(comm, folder, words) -> tuple[int, str, str]:
+    """`mpigossip …`, or a program, on a rank of a pool, in a folder: exit code, stdout, stderr."""
+    from mpigossip import cli
+    from mpigossip.config import readable
+
+    readable.noted.clear()
+    hush, cli.HUSH_S = cli.HUSH_S, 0.0  # no launcher ends the others here
+    out, err = io.StringIO(), io.StringIO()
+    redirected = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    paths, given, code = sys.path[:], sys.argv, 0
+    try:
+        with contextlib.chdir(folder), redirected[0], redirected[1]:
+            if words[0].endswith(".py"):
+                sys.argv = words
+                runpy.run_path(words[0], run_name="__main__")
+            else:
+                sys.path.insert(0, folder)
+                code = cli.main(words)
+    except SystemExit as ended:
+        code = ended.code or 0
+    finally:
+        cli.HUSH_S, sys.path[:], sys.argv = hush, paths, given
+    return code, out.getvalue(), err.getvalue()
 
 
 def every(*values):

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: `ranks` (functions on MPI ranks) and `mpirun` (command lines on them)."""
+"""Fixtures for all tests: `ranks` (functions on MPI ranks), `pooled` and `mpirun` (commands)."""
 
 import os
 import shlex
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch, rankpool
+from tests import cases, launch, rankpool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -153,6 +153,23 @@ def alone(tmp_path, monkeypatch, capfd, one_thread) -> Callable:
         except SystemExit as ended:
             code = ended.code
         return subprocess.CompletedProcess(words, code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def pooled(ranks, tmp_path) -> Callable:
+    """`pooled(n, *words, timeout=60)`: `mpigossip …` on n kept ranks, in `tmp_path`: as `alone`.
+
+    Or a program (`x.py …`). In place of `mpirun` where the launch itself isn't what is tested.
+    """
+
+    def run(n: int, *words, timeout: float = 60) -> subprocess.CompletedProcess:
+        words = [str(word) for word in words]
+        found = ranks(n)(cases.command, str(tmp_path), words, timeout=timeout)
+        codes, out, err = zip(*found, strict=True)
+        code = next(filter(None, codes), 0)
+        return subprocess.CompletedProcess(words, code, "".join(out), "".join(err))
 
     return run
 

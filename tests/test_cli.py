@@ -24,8 +24,8 @@ SHORT = ["run.steps=6", "data.batch=4"]
 MAIN = [sys.executable, "-m", "mpigossip"]
 
 
-def test_a_number_of_nodes_is_said_to_the_launcher(mpirun, tmp_path):
-    done = mpirun(2, [*MAIN, "train", JOB, "--nodes", "4"], timeout=60, cwd=tmp_path)
+def test_a_number_of_nodes_is_said_to_the_launcher(pooled):
+    done = pooled(2, "train", JOB, "--nodes", "4")
     assert done.returncode == 2 and done.stderr.count("mpigossip: --nodes 4 goes with") == 1
     assert "mpirun -n 4" in done.stderr and "simulate" in done.stderr
 
@@ -46,10 +46,10 @@ def digest(done):
         (6, ["algorithm.name=parallel", "graph.name=complete"]),
     ],
 )
-def test_simulate_and_mpirun_print_the_same_digest(mpirun, alone, tmp_path, n, settings):
+def test_simulate_and_ranks_print_the_same_digest(pooled, alone, tmp_path, n, settings):
     settings = [*SHORT, *settings]
     simulated = alone("simulate", JOB, "--nodes", n, *settings)
-    real = mpirun(n, [*MAIN, "train", JOB, *settings], timeout=120, cwd=tmp_path)
+    real = pooled(n, "train", JOB, *settings, timeout=120)
     assert digest(simulated) == digest(real)
     anyone = hashlib.sha256()  # as without this package
     for path in sorted(tmp_path.glob("runs/digits/checkpoints/*/node-*.h5")):
@@ -59,10 +59,10 @@ def test_simulate_and_mpirun_print_the_same_digest(mpirun, alone, tmp_path, n, s
 
 
 @pytest.mark.both
-def test_a_run_that_stopped_resumes_under_mpirun(mpirun, alone, tmp_path):
+def test_a_run_that_stopped_resumes_under_mpirun(mpirun, pooled, alone, tmp_path):
     whole = alone("simulate", JOB, "--nodes", 2, *SHORT, "run.output=whole")
     cut = [*SHORT, "run.output=cut", "run.steps=4"]
-    assert mpirun(2, [*MAIN, "train", JOB, *cut], timeout=120, cwd=tmp_path).returncode == 0
+    assert pooled(2, "train", JOB, *cut).returncode == 0
     again = mpirun(2, [*MAIN, "resume", "cut", "run.steps=6"], timeout=120, cwd=tmp_path)
     assert digest(again) == digest(whole)
     assert "going on at step 4" in again.stdout
@@ -297,11 +297,9 @@ def test_a_finished_run_is_said_again_and_not_trained_again(alone, tmp_path):
     assert digest(first) == digest(second) and "nothing is left to train" in second.stdout
 
 
-def test_bench_prints_rows_and_writes_them_and_leaves_out_what_has_no_room(mpirun, tmp_path):
+def test_bench_prints_rows_and_writes_them_and_leaves_out_what_has_no_room(pooled, tmp_path):
     words = ["--graphs", "one-peer-hypercube", "--sizes", "1KB", "900000GB", "--seconds", "0.05"]
-    done = mpirun(
-        2, [*MAIN, "bench", "exchange", *words, "--json", "--out", "rows.h5"], cwd=tmp_path
-    )
+    done = pooled(2, "bench", "exchange", *words, "--json", "--out", "rows.h5")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
     assert row["graph"] == "one-peer-hypercube" and row["bytes"] >= 1000 and row["times_limit"] > 0

@@ -21,8 +21,8 @@ def sum_of_ranks(comm, start, scale=1):
     return float(total[0]) * scale, os.getpid()
 
 
-def raises_on_one(comm, which):
-    if comm.rank == which:
+def raises_on_one(comm):
+    if comm.rank == 1:
         raise ValueError(f"no good on {comm.rank}")
     comm.Barrier()
 
@@ -60,39 +60,24 @@ def test_messages_of_one_call_do_not_reach_the_next(ranks):
     assert ranks(2)(is_anything_there) == [False, False]
 
 
-def test_failing_rank_is_shown_and_the_next_call_works(own, mpirun):
-    with pytest.raises(RankError) as error:
-        own(3)(raises_on_one, 2)
-    text = str(error.value)
-    assert "ValueError: no good on 2" in text
-    assert "in raises_on_one" in text
-    assert "from ranks [0, 1]" in text
-    assert len(own(3)(sum_of_ranks, 0)) == 3
-
-
-def test_hanging_rank_is_named_with_its_stack_and_output(own, mpirun):
-    with pytest.raises(RankError) as error:
-        own(2)(hangs, timeout=2)
-    text = str(error.value)
-    assert "no answer within 2 s from ranks [1]" in text
-    assert "going to wait for ever" in text
-    assert "in hangs" in text  # its stack, from faulthandler
-    assert len(own(2)(sum_of_ranks, 0)) == 2
-
-
-@pytest.mark.parametrize("failure", [hangs, dies])
-def test_nothing_is_left_behind(mpirun, failure):
-    pools = Ranks()
-    pools(2)(sum_of_ranks, 0)
-    started = pools.pools[2].launch
-    assert len(launch.marked(started.token)) >= 2
-    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in launch.marked(started.token)]
-    mapped = [path for path in launch.segments() if any(str(path) in text for text in maps)]
-    with pytest.raises(RankError):
-        pools(2)(failure, timeout=0.5)
-    assert not launch.marked(started.token)
-    assert not started.folder.exists()
-    assert [path for path in mapped if path.exists()] == []
+def test_a_failing_call_is_shown_and_leaves_nothing_behind_and_the_next_works(own, mpirun):
+    """A rank that raises, one that hangs, one that dies; after each the pool starts anew."""
+    for failure, says in (
+        (raises_on_one, ["ValueError: no good on 1", "in raises_on_one", "from ranks [0]"]),
+        (hangs, ["no answer within 1 s from ranks [1]", "to wait for ever", "in hangs"]),
+        (dies, ["rank 1: died"]),
+    ):
+        assert len(own(2)(sum_of_ranks, 0)) == 2
+        started = own.pools[2].launch
+        marked = launch.marked(started.token)
+        assert len(marked) >= 2
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in marked]
+        mapped = [path for path in launch.segments() if any(str(path) in text for text in maps)]
+        with pytest.raises(RankError) as error:
+            own(2)(failure, timeout=1)
+        assert all(text in str(error.value) for text in says), error.value
+        assert not launch.marked(started.token) and not started.folder.exists()
+        assert [path for path in mapped if path.exists()] == []
 
 
 PYTEST = """

@@ -17,7 +17,8 @@ from tests.cases import every
 
 pytestmark = pytest.mark.usefixtures("warm")
 
-MAIN = [sys.executable, "-m", "mpigossip", "doctor", "--devices", "cpu:1", "--workers", "0"]
+DOCTOR = ["doctor", "--devices", "cpu:1", "--workers", "0"]
+MAIN = [sys.executable, "-m", "mpigossip", *DOCTOR]
 QUICK = ["--megabytes", "1", "--sizes", "1MB"]
 
 
@@ -54,9 +55,8 @@ def test_alone_it_looks_at_everything_and_ends_well(tmp_path):
 
 
 @pytest.mark.parametrize("n, graph", [every(3, "ring"), (4, "one-peer-exponential")])
-def test_on_ranks_every_neighbour_is_put_to(mpirun, tmp_path, n, graph):
-    words = [*MAIN, *QUICK, "--json", "--graph", graph]
-    done = mpirun(n, words, timeout=120, cwd=tmp_path)
+def test_on_ranks_every_neighbour_is_put_to(pooled, n, graph):
+    done = pooled(n, *DOCTOR, *QUICK, "--json", "--graph", graph, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["wrong"] == []
@@ -80,8 +80,8 @@ def test_on_ranks_every_neighbour_is_put_to(mpirun, tmp_path, n, graph):
     }  # fmt: skip
 
 
-def test_a_folder_that_is_not_there_is_wrong_on_all_ranks(mpirun, tmp_path):
-    done = mpirun(2, [*MAIN, *QUICK, "--folder", "none"], timeout=120, cwd=tmp_path)
+def test_a_folder_that_is_not_there_is_wrong_on_all_ranks(pooled):
+    done = pooled(2, *DOCTOR, *QUICK, "--folder", "none", timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "WRONG  disk" in done.stdout and done.stdout.count("wrong: disk") == 1
     assert "No such file" in done.stdout and "run.output" in done.stdout
@@ -109,8 +109,8 @@ def test_without_mpi_the_rest_is_looked_at(tmp_path):
     "words, says",
     [every(["--graph", "rnig"], "ring"), (["--graph", "one-peer-hypercube"], "power of two")],
 )
-def test_a_wrong_graph_is_explained(mpirun, tmp_path, words, says):
-    done = mpirun(3, [*MAIN, *QUICK, *words], timeout=120, cwd=tmp_path)
+def test_a_wrong_graph_is_explained(pooled, words, says):
+    done = pooled(3, *DOCTOR, *QUICK, *words)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 

@@ -1,7 +1,6 @@
 """What nodes of several ranks need of a host: on ranks here, and on machines that aren't here."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,25 +10,22 @@ from mpigossip.analysis.placement import Place, judged
 from mpigossip.commands import machine as command
 from tests.cases import every, on_each
 
-pytestmark = pytest.mark.usefixtures("warm")
-
-DOCTOR = [sys.executable, "-m", "mpigossip", "doctor", "--devices", "cpu:1", "--workers", "0",
-          "--megabytes", "1"]  # fmt: skip
+DOCTOR = ["doctor", "--devices", "cpu:1", "--workers", "0", "--megabytes", "1", "--sizes", "1MB"]
 
 
 @pytest.mark.parametrize(
     ("per", "says"), [("2", "2 nodes: 2 ranks each"), every("host", "1 node: 4 ranks each")]
 )
-def test_the_doctor_makes_the_nodes_that_a_job_would(mpirun, tmp_path, per, says):
-    done = mpirun(4, [*DOCTOR, "--ranks-per-node", per], timeout=120, cwd=tmp_path)
+def test_the_doctor_makes_the_nodes_that_a_job_would(pooled, per, says):
+    done = pooled(4, *DOCTOR, "--ranks-per-node", per, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert says in done.stdout and "shares memory between 4 ranks" in done.stdout
     assert "none on these hosts" in done.stdout
 
 
 @pytest.mark.every
-def test_ranks_that_make_no_nodes_are_wrong_and_the_rest_is_looked_at(mpirun, tmp_path):
-    done = mpirun(4, [*DOCTOR, "--ranks-per-node", "3", "--json"], timeout=120, cwd=tmp_path)
+def test_ranks_that_make_no_nodes_are_wrong_and_the_rest_is_looked_at(pooled):
+    done = pooled(4, *DOCTOR, "--ranks-per-node", "3", "--json", timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert [one["name"] for one in found["findings"] if one["level"] == "wrong"] == ["nodes"]

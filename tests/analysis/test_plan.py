@@ -1,8 +1,6 @@
 """`mpigossip plan`: its formulas, its command line."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +15,6 @@ from mpigossip.training.costs import exchanges, subject
 from mpigossip.training.machines import Machine
 from mpigossip.training.timing import Timing
 from tests.cases import every, on_each
-
-pytestmark = pytest.mark.usefixtures("warm")
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
 SLOW = Machine(10e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)
@@ -111,14 +107,9 @@ def test_units_and_ellipses_are_read():
     assert numbers_of_nodes("6,24") == [6, 24]
 
 
-def run(*words, **kwargs):
-    command = [sys.executable, "-m", "mpigossip", "plan", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
-
-
-def test_the_command_plans_alone(tmp_path):
+def test_the_command_plans_alone(alone, tmp_path):
     given = ["--compute", "20ms", "--bandwidth", "1Gbit", "--latency", "30us"]
-    done = run(JOB, "--nodes", "4,8,…,32", *given, "--json", "--out", tmp_path / "p.png")
+    done = alone("plan", JOB, "--nodes", "4,8,…,32", *given, "--json", "--out", tmp_path / "p.png")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["machine"]["sources"] == {
@@ -137,14 +128,13 @@ def test_the_command_plans_alone(tmp_path):
         ([JOB, "--nodes", "4", "node.devices=cuda:0"], "--compute"),
     ],
 )
-def test_wrong_words_are_explained(words, says):
-    done = run(*words)
+def test_wrong_words_are_explained(alone, words, says):
+    done = alone("plan", *words)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
-def test_under_a_launcher_the_network_is_measured(mpirun):
-    words = [sys.executable, "-m", "mpigossip", "plan", JOB, "--nodes", "4", "--json"]
-    done = mpirun(2, [*map(str, words), "--seconds", "0.2"], timeout=120)
+def test_under_a_launcher_the_network_is_measured(pooled):
+    done = pooled(2, "plan", JOB, "--nodes", "4", "--json", "--seconds", "0.2", timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["machine"]
     assert set(found["sources"].values()) == {"measured"}
@@ -159,10 +149,9 @@ def test_under_a_launcher_the_network_is_measured(mpirun):
         every("host", "one node of 4 ranks", "assumed"),
     ],
 )
-def test_ranks_of_a_node_are_planned_together(mpirun, per, where, network):
-    words = ["plan", str(JOB), "--nodes", "4", "--json", f"node.ranks_per_node={per}",
-             "data.batch=4", "--seconds", "0.2"]  # fmt: skip
-    done = mpirun(4, [sys.executable, "-m", "mpigossip", *words], timeout=120)
+def test_ranks_of_a_node_are_planned_together(pooled, per, where, network):
+    words = ["--nodes", "4", "--json", f"node.ranks_per_node={per}", "data.batch=4"]
+    done = pooled(4, "plan", JOB, *words, "--seconds", "0.2", timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["samples_per_step"] == 4 * (4 if per == "host" else 2)
@@ -174,15 +163,14 @@ def test_ranks_of_a_node_are_planned_together(mpirun, per, where, network):
 @pytest.mark.parametrize(
     ("per", "says"), [every("2", "2 nodes x 2 slots"), every("host", "1 nodes x 4 slots")]
 )
-def test_a_dry_run_counts_the_nodes_that_a_launcher_s_ranks_make(mpirun, per, says):
-    words = ["train", str(JOB), "--dry-run", f"node.ranks_per_node={per}"]
-    done = mpirun(4, [sys.executable, "-m", "mpigossip", *words], timeout=120)
+def test_a_dry_run_counts_the_nodes_that_a_launcher_s_ranks_make(pooled, per, says):
+    done = pooled(4, "train", JOB, "--dry-run", f"node.ranks_per_node={per}")
     assert done.returncode == 0, done.stderr
     assert f"# planned for {says}" in done.stdout
 
 
-def test_alone_nobody_says_how_many_ranks_a_host_has():
+def test_alone_nobody_says_how_many_ranks_a_host_has(alone):
     given = ["--compute", "20ms", "--bandwidth", "1Gbit", "--latency", "30us"]
-    done = run(JOB, "--nodes", "4", *given, "node.ranks_per_node=host")
+    done = alone("plan", JOB, "--nodes", "4", *given, "node.ranks_per_node=host")
     assert done.returncode == 0, done.stderr
     assert "one rank a host assumed" in " ".join(done.stdout.split())

@@ -1,7 +1,6 @@
 """The plain operation on arrays: closed forms on every graph, and mistakes in words."""
 
 import re
-import sys
 
 import networkx
 import numpy as np
@@ -241,12 +240,12 @@ def test_alone_it_needs_no_mpi():
         averager.start(drawn(0))
 
 
-def test_the_page_s_average_runs_as_pasted(mpirun, tmp_path):
+def test_the_page_s_average_runs_as_pasted(pooled, tmp_path):
     blocks = re.findall(
         r"```python\n(.*?)```", (REPO / "mpigossip/optim/README.md").read_text(), re.S
     )
     (tmp_path / "average.py").write_text(next(one for one in blocks if "Averager(" in one))
-    done = mpirun(4, [sys.executable, "average.py"], cwd=tmp_path)
+    done = pooled(4, "average.py")
     said = re.findall(r"node \d: [\d.]+", done.stdout)  # ranks may share a line
     assert sorted(said) == [f"node {i}: 1.5" for i in range(4)], done
 

@@ -74,13 +74,16 @@ def test_a_model_that_is_not_float32_is_refused():
         mpigossip.Gossip(Alone(), model, torch.optim.SGD(model.parameters(), 0.1))
 
 
-def test_the_loop_in_the_readme_runs_as_pasted(mpirun, tmp_path):
+def test_the_loop_in_the_readme_runs_as_pasted(mpirun, pooled, tmp_path):
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     codes = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     (code,) = [code for code in codes if "Gossip(" in code]
     (tmp_path / "own_loop.py").write_text(code)
     for n in (0, 4):
-        done = mpirun(n, [sys.executable, "own_loop.py"], timeout=60, cwd=tmp_path)
+        if n:
+            done = pooled(n, "own_loop.py")
+        else:
+            done = mpirun(n, [sys.executable, "own_loop.py"], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         error, apart = re.search(r"error (\S+), consensus distance (\S+)", done.stdout).groups()
         assert float(error) < 1 and (float(apart) > 0) == (n == 4)

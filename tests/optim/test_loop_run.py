@@ -305,10 +305,6 @@ def test_asynchronous_nodes_may_take_unequally_many_steps(ranks, tmp_path):
     assert (tmp_path / "checkpoints/step-00000003").is_dir()
 
 
-def start(mpistart, out, *more):
-    return mpistart(2, [sys.executable, str(SCRIPT), "--out", str(out), *more], warm=True)
-
-
 def last_line(result):
     assert result.returncode == 0, result.stderr
     return re.search(r"digest +([0-9a-f]{64})", result.stdout)[1]
@@ -322,21 +318,21 @@ def wait_for(path, launched):
 
 
 @pytest.mark.both
-def test_a_loop_is_killed_stopped_and_goes_on_to_the_same_digest(mpistart, tmp_path):
-    few = ["--steps", "60", "--save-every", "20"]
-    whole = last_line(start(mpistart, tmp_path / "whole", *few).finish())
-    killed = start(mpistart, tmp_path / "part", *few)
+def test_a_loop_is_killed_stopped_and_goes_on_to_the_same_digest(mpistart, pooled, tmp_path):
+    few = [str(SCRIPT), "--steps", "60", "--save-every", "20", "--out"]
+    whole = last_line(pooled(2, *few, "whole"))
+    killed = mpistart(2, [sys.executable, *few, "part"], cwd=tmp_path, warm=True)
     wait_for(tmp_path / "part/checkpoints/step-00000020", killed)
     for pid in killed.ranks():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     killed.finish()
     (tmp_path / "part/STOP").touch()
-    stopped = start(mpistart, tmp_path / "part", *few).finish()
+    stopped = pooled(2, *few, "part")
     assert stopped.returncode == 75, stopped.stderr
     at = re.search(r"stopped, to be resumed at step (\d+)", stopped.stdout)
     assert at and 20 <= int(at[1]) < 60, stopped.stdout
-    assert last_line(start(mpistart, tmp_path / "part", *few).finish()) == whole
+    assert last_line(pooled(2, *few, "part")) == whole
 
 
 @contextlib.contextmanager

@@ -127,9 +127,8 @@ def test_the_end_of_a_run_is_written_by_those_who_outlive_it(tolerant, tmp_path)
     assert log.summary["digest"] == checkpoint.digest(path)
 
 
-def test_without_a_loss_the_loop_is_any_other(mpirun):
-    words = ["--steps", STEPS, "--evaluate-every", 10]
-    done = mpirun(3, [sys.executable, survivors.SCRIPT, *words])
+def test_without_a_loss_the_loop_is_any_other(pooled):
+    done = pooled(3, survivors.SCRIPT, "--steps", STEPS, "--evaluate-every", 10)
     assert done.returncode == 0, done.stderr[-3000:]
     assert survivors.digests(done.stdout) == survivors.expected(3, STEPS)
     assert "run.survive: this MPI was not started fault-tolerant" in done.stderr

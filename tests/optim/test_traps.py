@@ -15,6 +15,7 @@ from torch import nn
 import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError, readable
+from mpigossip.config.errors import NotFinite
 from mpigossip.store import checkpoint
 from tests.cases import every, on_each, with_world
 
@@ -515,55 +516,74 @@ with mpigossip.world() as world:
 """
 
 
-@pytest.mark.parametrize("n", [0, 1])
-def test_a_node_that_nobody_launched_says_once_that_it_is_alone(mpirun, n):
-    done = mpirun(n, [sys.executable, "-c", ALONE])
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("one node alone: no launcher of MPI") == (n == 0)
-    assert ("mpiexec -n 4 python" in done.stderr) == (n == 0)
+def test_a_node_that_nobody_launched_says_once_that_it_is_alone(mpirun, pooled, tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE)
+    launched = pooled(1, "alone.py")
+    done = mpirun(0, [sys.executable, "alone.py"], cwd=tmp_path)
+    for one, count in ((launched, 0), (done, 1)):
+        assert one.returncode == 0, one.stderr
+        assert one.stderr.count("one node alone: no launcher of MPI") == count
+        assert ("mpiexec -n 4 python" in one.stderr) == bool(count)
 
 
 # -- what isn't a number ---------------------------------------------------------------------------
 
-POISON = """
-import sys, torch, mpigossip
-torch.set_num_threads(1)
-options = {{"style": "awc"}} if sys.argv[1] == "ahead" else {{}}
-with mpigossip.world() as world:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = mpigossip.Gossip(world, model, optimizer, **options)
+
+def poisoned(world, value, save=False, **options):
+    """A loop in which one value on the last rank is none in step 3; what is said of it."""
+    model, last = make(), world.rank == world.size - 1
+    optimizer = mpigossip.Gossip(world, model, sgd(model), **options)
     for step in range(6):
+        x = torch.randn(4, 6)
+        if last and step == 3:
+            x[0, 0] = value
         optimizer.zero_grad()
-        x = torch.randn(4, 4)
-        if (world.rank, step) == (1, 3):
-            x[0, 0] = float({value!r})
         model(x).square().mean().backward()
         optimizer.step()
-        assert all(bool(p.isfinite().all()) for p in model.parameters()) or world.rank == 1
+        assert last or all(bool(p.isfinite().all()) for p in model.parameters())
+        _ = save and optimizer.save()
+
+
+@on_each(("options", "value", "step"), [({}, "nan", 3), (AHEAD, "inf", 4)])
+def test_what_is_no_number_is_named_before_it_travels(options, value, step):
+    """What the neighbours get of a step ahead is what it began at."""
+    said = rf"step {step}: \d+ values that node 0 was about to send are NaN or infinite, the first"
+    with Alone() as world, pytest.raises(NotFinite, match=said):
+        poisoned(world, float(value), **options)
+
+
+POISON = """
+import mpigossip
+from tests.optim.test_traps import poisoned
+with mpigossip.world() as world:
+    poisoned(world, float("nan"))
 """
 
 
-@pytest.mark.parametrize(("how", "value"), [("plain", "nan"), ("ahead", "inf")])
-def test_what_is_no_number_on_one_rank_is_named_before_it_travels(mpirun, how, value):
-    done = mpirun(3, [sys.executable, "-c", POISON.format(value=value), how])
-    step = 4 if how == "ahead" else 3  # what the neighbours get of a step ahead is what it began at
+def test_what_is_no_number_on_one_rank_is_said_by_it_and_ends_all(mpirun):
+    done = mpirun(3, [sys.executable, "-c", POISON])
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
-    assert len(said) == 1 and re.match(rf"mpigossip: rank 1 of 3 on .*: step {step}: ", said[0])
-    assert "values that node 1 was about to send are NaN or infinite, the first in" in said[0]
+    assert len(said) == 1 and re.match(r"mpigossip: rank 2 of 3 on .*: step 3: \d+ ", said[0])
+    assert "values that node 2 was about to send are NaN or infinite, the first in" in said[0]
     assert "Traceback" not in done.stderr
 
 
-def test_what_is_no_number_after_a_local_step_is_in_no_checkpoint(mpirun, tmp_path):
-    text = POISON.replace("{{}}", '{{"algorithm": "cpsgd", "run": sys.argv[2]}}', 1)
-    text = text.replace("optimizer.step()", "optimizer.step(); optimizer.save()")
-    done = mpirun(2, [sys.executable, "-c", text.format(value="nan"), "local", tmp_path / "run"])
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
-    assert len(said) == 1 and "the checkpoint of step 4 could not be written: node 1 has" in said[0]
-    assert "NaN or infinite values in parameters, the first in 0.weight" in said[0]
+def poisoned_run(comm, folder):
+    from mpigossip.cluster.ranks import World
+
+    try:
+        with World(comm) as world:
+            poisoned(world, float("nan"), True, algorithm="cpsgd", run=folder)
+    except NotFinite as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_no_number_after_a_local_step_is_in_no_checkpoint(ranks, tmp_path):
+    for said in ranks(2)(poisoned_run, tmp_path / "run"):
+        assert "the checkpoint of step 4 could not be written: node 1 has" in said
+        assert "NaN or infinite values in parameters, the first in 0.weight" in said
     assert checkpoint.steps(tmp_path / "run") == [2, 3]
 
 

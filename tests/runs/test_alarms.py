@@ -195,16 +195,15 @@ def test_ranks_end_with_a_checkpoint_where_their_launcher_is_killed(mpistart, tm
         assert "the launcher's process is gone" in read(tmp_path / "log.h5").summary["warnings"]
 
 
-def test_ranks_stop_short_of_the_end_and_go_on_to_the_same_bits(mpirun, alone, tmp_path):
+def test_ranks_stop_short_of_the_end_and_go_on_to_the_same_bits(pooled, alone):
     settings = [*SHORT, "run.steps=12"]
     whole = alone("simulate", JOB, "--nodes", 2, *settings, "run.output=whole")
     # less time than is kept for stopping
     wall_clock = [*settings, "run.output=cut", "checkpoint.wall_clock_s=1"]
-    cut = mpirun(2, [*MAIN, "train", JOB, *wall_clock], timeout=120, cwd=tmp_path)
+    cut = pooled(2, "train", JOB, *wall_clock, timeout=120)
     assert cut.returncode == 75, cut.stderr
     assert "stopped, to be resumed at step 8" in cut.stdout
-    resume = [*MAIN, "resume", "cut", "checkpoint.wall_clock_s=0"]
-    again = mpirun(2, resume, timeout=120, cwd=tmp_path)
+    again = pooled(2, "resume", "cut", "checkpoint.wall_clock_s=0", timeout=120)
     assert again.returncode == 0, again.stderr
     digest = [re.search(r"digest +(\w{64})", done.stdout)[1] for done in (whole, again)]
     assert digest[0] == digest[1]

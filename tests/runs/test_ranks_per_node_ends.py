@@ -32,7 +32,7 @@ class Raiser(Hook):
 
 
 def train(folder, *settings):
-    return ["mpigossip", "train", "jobs/digits.toml", *BASE, f"run.output={folder}", *settings]
+    return ["mpigossip", "train", "digits", *BASE, f"run.output={folder}", *settings]
 
 
 def expected(folder, steps, *more):
@@ -52,7 +52,7 @@ def digest_of(done):
 
 @pytest.mark.parametrize("how", some(["killed", "raises", "stands still"], ["killed"]))
 def test_a_node_that_loses_a_rank_ends_the_job_and_can_be_gone_on_with(
-    mpirun, mpistart, tmp_path, how
+    mpirun, mpistart, pooled, tmp_path, how
 ):
     run = tmp_path / "run"
     where = "tests.victim:Victim" if how == "killed" else f"{__name__}:Raiser"
@@ -74,15 +74,16 @@ def test_a_node_that_loses_a_rank_ends_the_job_and_can_be_gone_on_with(
     assert checkpoint.verify(newest) == []
     # by one rank a node, with a slot for each of the ranks
     shape = ["node.ranks_per_node=1", "node.devices=cpu:2", "log.hooks=[]", "node.timeout_s=20"]
-    done = mpirun(2, ["mpigossip", "resume", str(run), *shape])
+    done = pooled(2, "resume", run, *shape)
     assert digest_of(done) == expected(tmp_path / "simulated", 20)
 
 
 @pytest.mark.every
-def test_an_asynchronous_run_meets_by_nodes(mpirun, tmp_path):
+def test_an_asynchronous_run_meets_by_nodes(pooled, tmp_path):
     """Evaluations and checkpoints wait for all nodes, whose ranks average meanwhile together."""
     settings = ["node.mixer=asynchronous", "algorithm.name=dsgd", "run.steps=24"]
-    done = mpirun(4, train(tmp_path / "run", *SEVERAL, *settings))
+    _, *words = train(tmp_path / "run", *SEVERAL, *settings)
+    done = pooled(4, *words)
     assert done.returncode == 0, done.stderr
     newest = checkpoint.latest(tmp_path / "run")
     assert checkpoint.read_manifest(newest).step == 24
