@@ -12,6 +12,7 @@ from mpigossip.mixing.kernels import gpu_sum
 from mpigossip.training import assemble
 from mpigossip.training.capture import Captured
 from tests.cases import on_each
+from tests.double import active
 from tests.mixing.device.test_windows import compare
 
 pytestmark = [
@@ -20,7 +21,7 @@ pytestmark = [
         not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no GPU"
     ),
 ]
-STEPS, BAR = 20, 1e-5
+STEPS, BAR = 6 if active() else 20, 1e-5
 
 
 def needs_cupy():
@@ -29,8 +30,9 @@ def needs_cupy():
 
 def settings_of(name):
     """A job for each algorithm, on a graph that it allows."""
-    graph = "ring" if name in ("decentlam", "choco") else None
-    return [f"algorithm.name={name}", *([f"graph.name={graph}"] if graph else [])]
+    more = {"decentlam": ["graph.name=ring"], "choco": ["graph.name=ring"]}
+    more["diloco"] = ["cadence.period=3"]  # an average in few steps
+    return [f"algorithm.name={name}", *more.get(name, [])]
 
 
 def job(model, devices, *settings):
@@ -188,5 +190,6 @@ def test_gpus_average_by_nccl():
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip(f"NCCL joins two GPUs or more, torch sees {count}")
-    seconds = trials.averaged_in_node([f"cuda:{k}" for k in range(count)], 60)
+    devices, elements = [f"cuda:{k}" for k in range(count)], 1 << (16 if active() else 22)
+    seconds = trials.averaged_in_node(devices, 60, elements=elements)
     assert [*seconds] == ["slots", "nccl"]

@@ -80,13 +80,6 @@ def test_on_ranks_every_neighbour_is_put_to(pooled, n, graph):
     }  # fmt: skip
 
 
-def test_a_folder_that_is_not_there_is_wrong_on_all_ranks(pooled):
-    done = pooled(2, *DOCTOR, *QUICK, "--folder", "none", timeout=120)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "WRONG  disk" in done.stdout and done.stdout.count("wrong: disk") == 1
-    assert "No such file" in done.stdout and "run.output" in done.stdout
-
-
 def test_the_wrong_launcher_is_named_and_the_rest_still_looked_at(tmp_path):
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
     done = alone(*QUICK, cwd=tmp_path, **env)

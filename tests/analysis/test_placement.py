@@ -17,8 +17,11 @@ DOCTOR = ["doctor", "--devices", "cpu:1", "--workers", "0", "--megabytes", "1", 
     ("per", "says"), [("2", "2 nodes: 2 ranks each"), every("host", "1 node: 4 ranks each")]
 )
 def test_the_doctor_makes_the_nodes_that_a_job_would(pooled, per, says):
-    done = pooled(4, *DOCTOR, "--ranks-per-node", per, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """In a folder that isn't there, which is wrong on all ranks and said once."""
+    done = pooled(4, *DOCTOR, "--ranks-per-node", per, "--folder", "none", timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "WRONG  disk" in done.stdout and done.stdout.count("wrong: ") == 1
+    assert "No such file" in done.stdout and "run.output" in done.stdout
     assert says in done.stdout and "shares memory between 4 ranks" in done.stdout
     assert "none on these hosts" in done.stdout
 

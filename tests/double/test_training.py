@@ -65,7 +65,7 @@ def same(ranks, n, devices, slots, names, *more, train=None):
     for index, name in enumerate(names):
         full = torch.from_numpy(np.concatenate([rank[index] for rank in got]))
         cpu = [s for s in settings if not s.startswith("node.exchange")]
-        reference = trained(Alone(), n, "mlp", f"cpu:{slots}", [*settings_of(name), *cpu], 20)
+        reference = trained(Alone(), n, "mlp", f"cpu:{slots}", [*settings_of(name), *cpu])
         assert torch.equal(full, reference), (name, settings)
 
 
@@ -74,7 +74,7 @@ WAYS = ["host", "windows", "messages"]
 
 @pytest.mark.parametrize("window", WAYS)
 def test_two_ranks_of_two_devices_have_the_cpus_bits(ranks, window):
-    more = [f"node.exchange={window}", "log.consensus_every=7"]
+    more = [f"node.exchange={window}", "log.consensus_every=3"]
     same(ranks, 2, "cuda:0,1", 2, METHODS, *more)
 
 
@@ -109,7 +109,7 @@ def test_a_method_that_sums_into_its_vector_has_the_cpus_bits(ranks, window):
     same(ranks, 2, "cuda:0", 1, ["dsgd"], *more)
 
 
-NCCL = ["node.exchange=nccl", "log.consensus_every=7"]
+NCCL = ["node.exchange=nccl", "log.consensus_every=3"]
 
 
 @pytest.mark.parametrize("n", [2, every(4)])

@@ -101,7 +101,7 @@ def simulated(n, slots):
     "n, slots, same_host",
     [
         *((3, 1, "read"), (4, 2, "put"), every(1, 2, "read"), every(2, 1, "put")),
-        *(every(3, 2, "put"), every(6, 1, "put"), every(6, 2, "read"), every(8, 1, "read")),
+        *(every(6, 2, "read"), every(8, 1, "read")),
     ],
 )
 def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, slots, same_host):

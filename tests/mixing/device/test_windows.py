@@ -18,8 +18,9 @@ from mpigossip.mixing.device import memory
 from mpigossip.mixing.device.streams import Streams
 from mpigossip.mixing.simulated import Simulated
 from tests.cases import on_each, some
-from tests.mixing.test_windows import GRAPHS, SIZES, fill, graphs_for, kinds_of
+from tests.mixing.test_windows import GRAPHS, fill, graphs_for, kinds_of
 
+MEMORIES = ["host", "windows", "messages", "nccl"]
 WIDTHS = (2048, 2048)
 
 
@@ -105,12 +106,10 @@ def compared(
 
 
 SHOWN = [(2, "host"), (3, "windows"), (4, "messages"), (6, "nccl")]
+MORE = [pair for pair in itertools.product((3, 8), MEMORIES) if pair not in SHOWN]
 
 
-@pytest.mark.parametrize(
-    ("n", "memory"),
-    some(itertools.product(SIZES, ["host", "windows", "messages", "nccl"]), SHOWN),
-)
+@pytest.mark.parametrize(("n", "memory"), some([*SHOWN, (1, "host"), *MORE], SHOWN))
 def test_device_windows_equal_the_simulator_under_random_delays(ranks, n, memory):
     for found, routes in ranks(n)(compare, GRAPHS, memory, 12, timeout=150):
         assert found and not any(found.values()), found
