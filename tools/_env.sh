@@ -58,7 +58,9 @@ from importlib.metadata import version; print(version("torch"))' 2>/dev/null || 
         echo "(torch's plain Linux wheel brings CUDA along, gigabytes that this machine has no use for;"
         echo " README.md says how to name the CPU wheels)"
     fi
-    "$venv/bin/python" -m pip install -qq -c "$venv/constraints.txt" -e ".[$extras]" ||
+    "$venv/bin/python" -m pip install -qq --no-compile -c "$venv/constraints.txt" -e ".[$extras]" ||
         die "pip could not install; the lines above say why. Run this script again afterwards"
+    # on all cores, where pip takes one; in tests a warning of a package's syntax would be an error
+    "$venv/bin/python" -W ignore -m compileall -qq -j 0 "$venv/lib" || true
     printf '%s\n' "$wanted" >"$stamp"
 }

@@ -1,6 +1,7 @@
 """What nodes of several ranks need of a host: on ranks here, and on machines that aren't here."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,9 @@ def test_the_doctor_makes_the_nodes_that_a_job_would(pooled, per, says):
     """In a folder that isn't there, which is wrong on all ranks and said once."""
     done = pooled(4, *DOCTOR, "--ranks-per-node", per, "--folder", "none", timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "WRONG  disk" in done.stdout and done.stdout.count("wrong: ") == 1
+    wrong = re.findall(r"wrong: (\w+)", done.stdout)
+    assert "WRONG  disk" in done.stdout and {*wrong} == {"disk", "hdf5"}
+    assert wrong.count("disk") == 1
     assert "No such file" in done.stdout and "run.output" in done.stdout
     assert says in done.stdout and "shares memory between 4 ranks" in done.stdout
     assert "none on these hosts" in done.stdout
