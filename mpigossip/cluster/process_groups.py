@@ -67,7 +67,12 @@ def open_groups(world: World, places: Sequence[Place], timeout_s: float) -> list
     with _without_watchdog():
         for index in range(len(places)):
             threading.Thread(target=connect, args=(index,), daemon=True).start()
-        _share_keys(world, store, places, found, timeout_s)
+        try:
+            _share_keys(world, store, places, found, timeout_s)
+        except Failure:
+            made = [k for k, one in found.items() if isinstance(one, dist.ProcessGroup)]
+            close_groups([found[k] for k in made], [places[k].device for k in made], True)
+            raise
     return [found[index] for index in range(len(places))]
 
 

@@ -76,3 +76,22 @@ def test_variables_that_make_nccl_hang_are_rejected(name, value, monkeypatch):
     with pytest.raises(JobError, match=f"unset {name}"):
         open_groups(Alone(), [Place("slots", 0, 1, "cuda:0")], 1)
     open_groups(Alone(), [Place("slots", 0, 1, "cpu")], 20)
+
+
+def test_groups_of_an_opening_that_failed_are_cut_off(monkeypatch):
+    cut, first = [], threading.Event()
+
+    def connect(store, place, limit):
+        if place.rank:
+            assert first.wait(10)
+            time.sleep(0.5)  # until the other one is known
+            raise RuntimeError("no route to a host")
+        first.set()
+        return dist.ProcessGroup(dist.HashStore(), 0, 1)
+
+    monkeypatch.setattr(process_groups, "_connected", connect)
+    monkeypatch.setattr(process_groups, "close_groups", lambda *given: cut.append(given[1:]))
+    places = [Place(f"nodes-{k}", k, 2, "cpu") for k in range(2)]
+    with pytest.raises(Failure, match="no route to a host"):
+        process_groups.open_groups(Alone(), places, 10)
+    assert cut == [(["cpu"], True)]

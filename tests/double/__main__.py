@@ -34,7 +34,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mpigossip-double-") as folder:
         what = arguments if any("tests/" in a for a in arguments) else [*arguments, *TESTS]
         command = [sys.executable, "-m", "pytest", *what]
-        return subprocess.run(command, env=environment(Path(folder)), check=False).returncode
+        env = environment(Path(folder), int(os.environ.get("MPIGOSSIP_DOUBLE", "8")))
+        return subprocess.run(command, env=env, check=False).returncode
 
 
 if __name__ == "__main__":

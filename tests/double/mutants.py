@@ -109,8 +109,8 @@ MUTANTS = [
      "refused.setdefault(str(error), []).append(way)", "raise",
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[put-auto-True-MPI_ERR_RMA"
      "_RANGE]"),
-    ("1: ranks don't agree on what a probe found", PROOF,
-     "self._wait([comm.Iallreduce(mine, all_of, MPI.MAX)])", "all_of[:] = mine",
+    ("1: ranks don't agree on what a probe found", "mpigossip.mixing.device.attempt",
+     "found = limited(comm, 2 * limit_s).allgather((waits, wrong))", "found = [(waits, wrong)]",
      f"{FAILURES}::test_what_fails_on_one_rank_is_refused_on_all_at_once"),
     ("1: calls that hang are left on the device", PROBE, "transport.abandon()", "pass",
      "tests/double/test_nccl.py::test_nccl_that_cannot_be_had_is_refused_or_left"
@@ -157,8 +157,7 @@ MUTANTS = [
     ("9: the first job trains on CPUs", "mpigossip.config.sections",
      'devices: Devices = "auto"', 'devices: Devices = "cpu:1"',
      "tests/double/test_training.py::test_the_first_job_takes_the_gpus"),
-    ("10: memory that can't be locked ends the job", PROBE,
-     "why = buffers.pin(transport.memory)", "pin(transport.memory, self._devices[0])",
+    ("10: memory that can't be locked ends the job", BUFFERS, "return str(error)", "raise",
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[pin-host-False-cudaHost"
      "Register]"),
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from mpigossip.mixing.kernels import gpu_sum
 from tests.cases import every, some
 from tests.double import active
 from tests.mixing.device.test_windows import compare
-from tests.mixing.test_windows import GRAPHS
+from tests.mixing.test_windows import GRAPHS, fill
 from tests.mixing.test_wire import differing
 from tests.test_gpu import on_ranks, settings_of, trained
 
@@ -131,6 +132,47 @@ def test_windows_by_nccl_equal_the_simulator(ranks, n, wire):
         assert all(route.startswith("nccl") for route in routes.values()), routes
 
 
+def differing_rounds(comm, slots):
+    """How many (way, wire) were tried, and those whose rounds aren't the simulator's."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.base import Kind, Layout
+    from mpigossip.mixing.compressors import wire
+    from mpigossip.mixing.simulated import Simulated
+    from mpigossip.mixing.synchronous import Synchronous
+
+    found, wrong, ring = 0, [], graph("ring", comm.size)
+    with aware(), World(comm) as world:
+        for way, name in itertools.product([*WAYS, "nccl"], ["fp32", *WIRES]):
+            first = slots * comm.rank if way == "nccl" else 0  # NCCL needs GPUs of a rank's own
+            layout = Layout((1024,) * slots, wire=wire(name, 127, 0.1, 3))
+            there = replace(layout, devices=tuple(f"cuda:{first + k}" for k in range(slots)))
+            mixer, t, off = Synchronous(ring, there, world, exchange=way, timeout_s=90), 0, False
+            reference = Simulated(ring, layout)
+            for step, kind in enumerate([Kind.GOSSIP, Kind.GLOBAL, Kind.GOSSIP, Kind.GOSSIP]):
+                fill(mixer.outbox(t), step, [comm.rank])
+                fill(reference.outbox(t), step, range(comm.size))
+                for one in (mixer, reference):
+                    one.start(kind, t, step)
+                pairs = zip(mixer.finish()[1], reference.finish()[1], strict=True)
+                for (array,), (rows,) in pairs:
+                    off |= not torch.equal(array[0].cpu(), rows[comm.rank])
+                t += kind is Kind.GOSSIP
+            mixer.close()
+            found, wrong = found + 1, wrong + [(way, name)] * off
+    return found, wrong
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 48, reason="takes half an hour: MPIGOSSIP_DOUBLE=48"
+)
+@pytest.mark.parametrize("slots", [1, 2, 8])
+@pytest.mark.parametrize("n", [2, 3, 4, 6])
+def test_every_way_and_wire_equals_the_simulator(ranks, n, slots):
+    for found, wrong in ranks(n)(differing_rounds, slots, timeout=560):
+        assert found == 24 and not wrong
+
+
 def windows(comm, window):
     """The battery of all graphs on a GPU."""
     with aware():
@@ -150,3 +192,10 @@ def test_a_kernel_runs_where_its_arrays_are():
     out = torch.empty(1, 64, device="cuda:1")
     assert torch.cuda.current_device() == 0
     assert gpu_sum.combine([0.5, 0.25], arrays, out) and float(out[0, 3]) == 0.25
+
+
+def test_the_first_job_takes_the_gpus():
+    from mpigossip.training import assemble, shape
+
+    devices = shape.here(assemble.load({}, []), Alone())
+    assert devices == tuple(f"cuda:{k}" for k in range(torch.cuda.device_count()))

@@ -14,6 +14,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -196,6 +197,95 @@ def step(place: Place, mode: str):
     taken = place.median(assembly.trainer.step, place.size(15, 1))
     assembly.close()
     return f"{taken * 1e3:.1f} ms, {batch / taken:.0f} samples/s; first step {opening:.1f} s", None
+
+
+def beside_torch(place: Place):
+    """A step of momentum SGD beside the same in plain torch, both eager."""
+    import torch
+
+    from mpigossip.models import model
+
+    kind = place.device.partition(":")[0]
+    assembly, batch = resnet(place, *MODES["eager"], "algorithm.name=dmsgd")
+    ours = place.median(assembly.trainer.step, place.size(15, 1))
+    assembly.close()
+    side, name = place.size(224, 32), place.size("resnet50", "resnet20")
+    network = model(name, (3, side, side), 1000, 0).to(place.device)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
+    x = torch.randn(batch, 3, side, side).to(place.device)
+    y = torch.randint(1000, (batch,)).to(place.device)
+
+    def one():
+        optimizer.zero_grad()
+        with torch.autocast(kind, torch.bfloat16, enabled=not place.rehearsed):
+            loss = torch.nn.functional.cross_entropy(network(x), y)
+        loss.backward()
+        optimizer.step()
+
+    times = ours / place.median(one, place.size(15, 1))
+    return f"{times:.3f} x ({ours * 1e3:.1f} ms)", place.bar(times <= 1.05)
+
+
+def scaled(place: Place):
+    """A custom loop with autocast and GradScaler, beside the same without mpigossip."""
+    import torch
+
+    import mpigossip
+    from mpigossip.cluster.ranks import Alone
+
+    def trained(wrap):
+        torch.manual_seed(1)
+        network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(),
+                                      torch.nn.Linear(64, 8)).to(place.device)  # fmt: skip
+        optimizer = wrap(network, torch.optim.SGD(network.parameters(), 0.05))
+        kind, on_gpu = place.device.partition(":")[0], not place.rehearsed
+        scaler = torch.amp.GradScaler(kind, enabled=on_gpu)
+        for k in range(20):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(k)).to(place.device)
+            optimizer.zero_grad()
+            with torch.autocast(kind, torch.float16, enabled=on_gpu):
+                loss = network(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return torch.cat([p.detach().cpu().flatten() for p in network.parameters()])
+
+    wanted = trained(lambda network, optimizer: optimizer)
+    found = trained(lambda network, optimizer: mpigossip.Gossip(
+        Alone(), network, optimizer, algorithm="dsgd", graph="complete"
+    ))  # fmt: skip
+    off = float((found - wanted).norm() / wanted.norm())
+    return f"relative difference {off:.1e}", off <= 1e-5
+
+
+def stored(place: Place):
+    """A job on the GPU, its checkpoint on disk read again, and its resumption."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = [f"run.output={folder}/run", "model.name=mlp", f"node.devices={place.slots(1)}"]
+        for words in (
+            ["train", "jobs/digits.toml", *run, "run.steps=4"],
+            ["resume", f"{folder}/run", "run.steps=8"],
+            ["checkpoint", "verify", f"{folder}/run/checkpoints/step-00000008"],
+        ):
+            command = [sys.executable, "-m", "mpigossip", *words]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                last = (done.stderr.strip().splitlines() or [""])[-1]
+                return f"{words[0]} ended with {done.returncode}: {last[:150]}", False
+    return "trained, resumed, verified", True
+
+
+def sharded(place: Place, w):
+    """FSDP2 inside a node of one rank, beside full models on the CPU."""
+    from tests.optim.in_node import Case, mixed, trained
+
+    kind = place.device.partition(":")[0]
+    copies = place.rehearsed and kind == "cuda"  # a tensor of the double is no torch.Tensor
+    case = Case("dsgd", (("exchange", "host"),), steps=4, device=kind, copies=copies)
+    w.arrange(1)
+    wanted = mixed(1, 1, case)[0]
+    off = float((trained(w, case, 1).cpu() - wanted).norm() / wanted.norm())
+    return f"relative difference {off:.1e}", off <= 1e-4
 
 
 # -- ranks that share a GPU -----------------------------------------------------------------------
@@ -392,6 +482,7 @@ def main(known: dict[str, Callable], name: str, seconds: str, *words: str) -> No
 
 MEASURED = (
     device, sums, combining, nccl, step, exchange, overlap, stress, mutant, digests,
+    beside_torch, scaled, stored, sharded,
 )  # fmt: skip
 
 if __name__ == "__main__":

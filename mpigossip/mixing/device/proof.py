@@ -2,9 +2,7 @@
 
 First in a process of its own, as such calls may crash: without the launcher's variables MPI finds a
 world of one, which sends to itself. That shows what is broken in a library or in its build. Then
-between the ranks, in a thread that can be given up. Ranks agree after each call that may fail on
-one of them, before any waits for what another one was to send: a failure is told everywhere and at
-once, not by a deadline.
+between the ranks, in a thread that can be given up; a failure is told everywhere at once.
 """
 
 import ctypes
@@ -15,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from mpi4py import MPI
 
@@ -26,7 +23,7 @@ from mpigossip.cluster.process import libraries
 from mpigossip.mixing.averages import raw
 from mpigossip.mixing.device.attempt import attempt, create, told_if_killed
 from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, ordinary, private
-from mpigossip.mixing.notifications import abandoned, everybody, wait_all
+from mpigossip.mixing.notifications import everybody, wait_all
 
 SEVERAL_GPUS = (1, 19)
 """UCX's first version that serves several GPUs in one process."""
@@ -181,8 +178,11 @@ def main() -> None:
     print(BEGUN, flush=True)
     way, *names = sys.argv[1:]
     proof = Proof(MPI.COMM_SELF, [torch.device(name) for name in names], PROOF_S, way)
-    proof.run()
-    print(f"{WRONG}{proof.wrong}" if proof.wrong else ARRIVED)
+    try:
+        proof.run()
+        print(ARRIVED)
+    except RuntimeError as error:
+        print(f"{WRONG}{error}")
 
 
 # -- between ranks -------------------------------------------------------------------------------
@@ -201,63 +201,50 @@ def arrives(
     with told_if_killed(killed):
         # its own waits are shorter: they name the late rank
         wrong = attempt(comm, proof.run, lambda: proof.now, 2.5 * timeout_s + 5, devices[0], proof)
-    if not (wrong := wrong or proof.wrong):
+    if not wrong:
         proof.comm.Free()
     return wrong
 
 
 class Proof:
-    """One window a slot, as the exchange has them; :attr:`wrong` says what didn't work."""
+    """One window a slot, as the exchange has them, and a put; or messages."""
 
     def __init__(
         self, comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str
     ):
         """``devices``: of the slots; on all ranks as many."""
-        self.comm, self._devices, self._timeout_s = comm, devices, timeout_s
+        self.comm, self._devices, self._timeout_s, self._way = comm, devices, timeout_s, way
         self._left, self._right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         self._memory: list[torch.Tensor] = []
         self._windows: list[MPI.Win] = []
         self._pending: list[MPI.Request] = []
-        self._take = private if way == "windows" else ordinary
-        self._steps: list[tuple[str, Callable[[int, torch.device], None]]]
-        self._steps = [("an allocation", self._allocate)]
-        if way == "windows":
-            self._steps += [("MPI_Win_create", self._open), ("a put", self._put)]
-        else:
-            self._steps += [("a message", self._post)]
-        self.wrong = self.now = ""
+        self.now = ""
 
     def run(self) -> None:
-        """Do all of it, as far as it goes."""
-        for name, step in self._steps:
-            if not self._agreed(name, step):
-                # freeing windows and memory may fail as well, or hang
-                abandoned.append((self._windows, self._memory))
-                return
-        self._wait(self._pending)
+        """Do all of it; MemoryRefused names the call that failed on this rank."""
+        self._each("an allocation", self._allocate)
+        if self._way == "windows":
+            self._each("MPI_Win_create", self._open)
+            self._each(last := "a put", self._put)
+        else:
+            self._each(last := "a message", self._post)
+        self._wait([*self._pending, self.comm.Ibarrier()])
+        self._each(last, self._compare)
         self._wait([self.comm.Ibarrier()])
-        self._agreed(self._steps[-1][0], self._compare)
         for window in self._windows:
             close_window(window, self.comm)
 
-    def _agreed(self, name: str, step: Callable[[int, torch.device], None]) -> bool:
-        """Do a step for every slot; return whether it went well on all ranks."""
-        comm, where = self.comm, ""
-        try:
-            for slot, device in enumerate(self._devices):
-                where = f"{device}" + (f" (rank {comm.rank})" if comm.size > 1 else "")
-                self.now = f"{name} of GPU memory on {where}"
+    def _each(self, name: str, step: Callable[[int, torch.device], None]) -> None:
+        """Do a step for every slot."""
+        for slot, device in enumerate(self._devices):
+            where = f"{device}" + (f" (rank {self.comm.rank})" if self.comm.size > 1 else "")
+            self.now = f"{name} of GPU memory on {where}"
+            try:
                 with current(device):
                     step(slot, device)
-        except RuntimeError as error:
-            self.wrong = f"{name} of GPU memory failed on {where}: {error}"
-            if step == self._open:  # in which the others wait for this rank
-                raise MemoryRefused(self.wrong) from error
-        mine, all_of = np.array([bool(self.wrong)], np.int32), np.zeros(1, np.int32)
-        self._wait([comm.Iallreduce(mine, all_of, MPI.MAX)])
-        if all_of[0]:  # so all ranks come here
-            self.wrong = _first(comm, self.wrong)
-        return not all_of[0]
+            except RuntimeError as error:
+                text = f"{name} of GPU memory failed on {where}: {error}"
+                raise MemoryRefused(text) from error
 
     def _wait(self, requests: Sequence[MPI.Request]) -> None:
         def late(_) -> str:
@@ -266,7 +253,8 @@ class Proof:
         wait_all(dict(enumerate(requests)), self._timeout_s, late, everybody)
 
     def _allocate(self, slot: int, device: torch.device) -> None:
-        self._memory.append(self._take(2 * PROBE, device))
+        take = private if self._way == "windows" else ordinary
+        self._memory.append(take(2 * PROBE, device))
         self._memory[slot][:PROBE].fill_(_pattern(self.comm.rank, slot))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
