@@ -71,5 +71,5 @@ def _draw_round(axis, made: Graph, t: int) -> None:
     axis.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))
     axis.set_axis_off()
     first = f" (of a period of {made.period})" if t == 0 and (made.period or 0) > 4 else ""
-    left_out = "" if n <= 64 else " (arrows left out)"
+    left_out = "" if n <= 64 else " (more than 64 nodes: no arrows)"
     axis.set_title(f"round {t}{first}{left_out}", fontsize=10)

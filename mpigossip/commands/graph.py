@@ -60,7 +60,7 @@ def add(commands) -> None:
     compare.add_argument("names", nargs="*", help="graphs; none: all that n allows")
     _common(compare)
     _sized(compare)
-    summary = "a picture of the graph and of ||product - J|| by rounds"
+    summary = "a picture of rounds (of up to 64 nodes) and of ||product - J|| by rounds"
     draw = command(group, "draw", _draw, summary, DRAW)
     draw.add_argument("name", help="as for show")
     _common(draw)
