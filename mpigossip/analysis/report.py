@@ -45,9 +45,8 @@ th { border-bottom: 1px solid var(--line) } td.number { text-align: right }
 pre { background: var(--soft); padding: .8rem 1rem; overflow-x: auto; font-size: 13px }
 img { width: 100%; min-width: 40rem; height: auto }
 @media (prefers-color-scheme: dark) { img { filter: invert(.9) hue-rotate(180deg) } }
-summary { cursor: pointer; margin: .4rem 0 }
+summary { cursor: pointer; margin: .4rem 0 } .about { color: var(--about) }
 .wrong { color: var(--wrong); font-weight: bold } .note { color: var(--note) }
-.about { color: var(--about) }
 """
 FINDINGS = "doctor.json"
 """Output of `mpigossip doctor --json`, where a user has put it into a run directory."""

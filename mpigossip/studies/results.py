@@ -156,9 +156,8 @@ class Results:
         """Note on a point's figures: runs that diverged, or that no tried rate converged."""
         said = tables.lost(self.rows[self.cells.index(cell)])
         tried = [one for one in self.tried if one.cell == cell]
-        if tried and all(one.lost for one in tried):
-            said.append("no tried rate converged")
-        return "; ".join(said)
+        none = ["no tried rate converged"] * bool(tried and all(one.lost for one in tried))
+        return "; ".join([*said, *none])
 
     def _per(self) -> str:
         """Samples that a rate is for, " per 256 samples", where jobs scale it."""
