@@ -2,6 +2,7 @@
 
 python member.py runs/members        in as many terminals or single-node jobs as you like
 touch runs/members/STOP                         all leave; `rm` it to go on
+python member.py runs/members --replay          repeats the training, and compares each model
 """
 
 import sys
@@ -28,7 +29,8 @@ def batches(chunk):
 model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-with mpigossip.join(sys.argv[1], model, optimizer, chunks=CHUNKS) as member:  # <-
+again = "--replay" in sys.argv
+with mpigossip.join(sys.argv[1], model, optimizer, chunks=CHUNKS, replay=again) as member:  # <-
     for chunk in member:  # <- 0 … CHUNKS − 1 in any order; nobody else trains this one
         for group in optimizer.param_groups:  # the rate follows all members' progress
             group["lr"] = 3e-3 * (1 - member.progress / CHUNKS)

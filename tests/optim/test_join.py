@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -164,8 +165,8 @@ def test_a_lease_is_five_rounds_or_more(tmp_path):
     assert place.refresh(0).closed.why == "left"  # its chunks are others'
 
 
-def test_programs_of_the_sample(tmp_path):
-    """Two processes; then the average is exported."""
+def test_programs_of_the_sample(tmp_path, monkeypatch, capsys):
+    """Two processes; one that repeats them; then the average is exported."""
     folder = tmp_path / "run"
     command = [sys.executable, PROGRAM, str(folder)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -174,5 +175,10 @@ def test_programs_of_the_sample(tmp_path):
     assert all(one.returncode == 0 for one in every)
     right = [float(re.search(r"([\d.]+)% right", text)[1]) for text in told]
     assert right[0] == right[1] > 85
+    monkeypatch.setattr(sys, "argv", [PROGRAM, str(folder), "--replay"])
+    runpy.run_path(PROGRAM)
+    out, err = capsys.readouterr()
+    assert "60 rounds of 2 places repeated: every digest is equal" in err
+    assert out == told[0]
     assert cli.main(["checkpoint", "export", str(folder), "--out", str(tmp_path / "m.pt")]) == 0
     assert torch.load(tmp_path / "m.pt").keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpigossip.mixing.members.records import Claim
 
@@ -22,12 +22,8 @@ LOOKS = 4
 TRIES = 64
 
 
-class Rest(NamedTuple):
-    """Chunks from ``chunk`` to the end of a block, to be claimed by its next attempt."""
-
-    block: int
-    attempt: int
-    chunk: int
+Rest = tuple[int, int, int]
+"""Block, its next attempt, the chunk from which on that claims the block."""
 
 
 class Ledger:
@@ -72,7 +68,7 @@ class Ledger:
             if attempts and not done:
                 claimed.append((block, attempts))
             elif not done:
-                free.append(Rest(block, 0, block * self.block))
+                free.append((block, 0, block * self.block))
                 if len(free) == WINDOW:
                     break
         rests = (self._rest(member, *one) for one in claimed[: LOOKS if free else None])
@@ -93,7 +89,7 @@ class Ledger:
             if not over or trained == end - chunk:
                 return None
             chunk += trained
-        return Rest(block, attempts, chunk)
+        return block, attempts, chunk
 
     def _blocks(self) -> Iterator[tuple[int, int, bool]]:
         """From the oldest block that isn't done: (block, number of attempts, done)."""

@@ -127,17 +127,16 @@ class Live:
 
     def readable(self, versions: list[Round], most: int) -> tuple[list[Round], list[NodeState]]:
         """The first versions that can be read, and their models; StoreError where none can."""
-        found: list[tuple[Round, NodeState]] = []
+        found: dict[Round, NodeState] = {}
         for version in versions:
-            state = read_model(self.place, version) if len(found) < most else None
-            if state is not None:
-                found.append((version, state))
+            if len(found) < most and (state := read_model(self.place, version)) is not None:
+                found[version] = state
         if versions and not found:
             raise StoreError(
                 f"{self.place.disk.root}: none of {len(versions)} models can be read; copy one "
                 "back to models/, or begin a new folder"
             )
-        return [one for one, _ in found], [state for _, state in found]
+        return [*found], [*found.values()]
 
     def chunk(self) -> tuple[int, int] | None:
         """The next chunk, and how far the learning rate is; None once the training has ended.

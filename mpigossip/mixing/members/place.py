@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -125,8 +125,7 @@ class Place:
             ages = {int(p): int(a) for p, a in (n.split(".") for n in self._hints())}
             furthest = sorted(ages, key=lambda place: -ages[place])[: 2 * NEWEST]
             found = [self.refresh(place).last for place in furthest]
-        there = sorted((one for one in found if one), key=lambda one: (-one.age, one.place))
-        return [one for one in there if one.age + BEHIND >= there[0].age]
+        return _furthest(found)
 
     def before(self, versions: Sequence[Round]) -> list[Round]:
         """The same places' versions of one round earlier."""
@@ -301,10 +300,7 @@ class Place:
             self.refresh(int(name.partition(".")[0]))
         for place in self.present():
             self.refresh(place)
-        found = [chain.last for chain in self.chains.values() if chain.last]
-        furthest = max(one.age for one in found)
-        near = [one for one in found if one.age + BEHIND >= furthest]
-        return sorted(near, key=lambda one: (-one.age, one.place))
+        return _furthest([chain.last for chain in self.chains.values()])
 
     def end(self, versions: Sequence[Round]) -> None:
         """Link the end, whose versions this member has read."""
@@ -346,3 +342,9 @@ class Place:
         if name not in self._told:
             self._told.add(name)
             self.tell(f"{name}: {text}; passed over")
+
+
+def _furthest(versions: Iterable[Round | None]) -> list[Round]:
+    """Those that can be averaged with the furthest, that first."""
+    found = sorted((one for one in versions if one), key=lambda one: (-one.age, one.place))
+    return [one for one in found if one.age + BEHIND >= found[0].age]
