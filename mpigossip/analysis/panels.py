@@ -248,8 +248,8 @@ def members(axes: Axes, run: LoggedRun) -> None:
     axes.barh(range(run.log.nodes), (last - first) / scale, left=(first - begin) / scale,
               color=run.style["color"], height=0.7)  # fmt: skip
     axes.set_xlabel(f"time since the first member's first step ({word})")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.invert_yaxis()
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_ylim(run.log.nodes - 0.5, -0.5)
 
 
 def traffic(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from mpigossip import config
 from mpigossip.analysis.compared import load, short_names
-from mpigossip.analysis.panels import Axis, metric
+from mpigossip.analysis.panels import Axis, members, metric
 from mpigossip.analysis.plot import figure, plot
 from mpigossip.analysis.report import table, write
 from mpigossip.store import StoreError
@@ -151,6 +151,16 @@ def test_metrics_that_a_loop_logs_at_some_steps_are_shown(tmp_path):
     axes = Figure().subplots()
     metric(axes, [one], Axis("step", lambda run, at: at), "val_loss")
     assert axes.get_title(loc="left") == "val_loss" and len(axes.lines[0].get_xdata()) == 3
+
+
+def test_members_are_counted_by_whole_numbers(tmp_path):
+    for nodes in (1, 3):
+        (one,) = load([run(tmp_path / f"{nodes}", steps=20, nodes=nodes, evaluations=())])
+        one.log.steps["time"] = np.arange(20.0)[:, None] + np.zeros(nodes)
+        axes = Figure().subplots()
+        members(axes, one)
+        low, high = sorted(axes.get_ylim())
+        assert [at for at in axes.get_yticks() if low <= at <= high] == [*range(nodes)]
 
 
 def test_nothing_to_draw_or_nowhere_to_draw_it(tmp_path):
