@@ -92,8 +92,8 @@ def test_runs_of_several_seeds_are_one_curve_with_a_band(tmp_path):
     ]
     runs = load(folders)
     assert [one.name for one in runs] == ["ring (3 seeds)", "exponential (3 seeds)"]
-    for one, members in zip(runs, (folders[:3], folders[3:]), strict=True):
-        logs = [read(folder / "log.h5") for folder in members]
+    for one, several in zip(runs, (folders[:3], folders[3:]), strict=True):
+        logs = [read(folder / "log.h5") for folder in several]
         values = np.array([log.evaluations["accuracy"] for log in logs])
         assert np.allclose(one.log.evaluations["accuracy"], values.mean(0))
         low, high = one.bands["accuracy"]
