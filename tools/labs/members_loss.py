@@ -206,11 +206,15 @@ class Lab:
             self.rises.append((losses[1] / losses[0] - 1, losses[2] / losses[0] - 1))
 
 
+def settings_of(options) -> list[str]:
+    """Settings of all runs; "style" is dsgd's alone."""
+    named = any(word.startswith("algorithm.name=") for word in options.settings)
+    return [one for one in JOB if not (named and "style" in one)] + options.settings
+
+
 def job_of(seed: int, steps: int, options, *settings: str):
     """The job of a run."""
-    words = [*JOB, f"run.seed={seed}", f"run.steps={steps}", *options.settings, *settings]
-    if any(word.startswith("algorithm.name=") for word in words):
-        words.remove("algorithm.style=atc")
+    words = [*settings_of(options), f"run.seed={seed}", f"run.steps={steps}", *settings]
     return load(REPOSITORY / "jobs" / "digits.toml", words)
 
 
@@ -232,8 +236,9 @@ def kept(run: dict, members: int, seed: int, options, simulated: bool) -> dict:
     """A run's figures, of which a line is written if that was asked for."""
     figures = {k: run[k] for k in ("loss", "accuracy", "lag", "places", "digest") if k in run}
     made = {"members": members, "seed": seed, "how": "simulate" if simulated else "members",
-            "steps": options.steps, "delay": options.delay, "slow": options.slow,
-            "settings": [*JOB, *options.settings], "torch": torch.__version__,
+            "steps": options.steps, "delay": None if simulated else options.delay,
+            "slow": None if simulated else options.slow,
+            "settings": settings_of(options), "torch": torch.__version__,
             "figures": figures}  # fmt: skip
     if options.lines:
         with options.lines.open("a") as file:
