@@ -14,6 +14,8 @@ from mpigossip.mixing.combine import combine
 
 T = TypeVar("T")
 
+SOONER = 0.8
+"""Share of the time limit after which a slot is named: before a rank that waits for this one."""
 GRACE_S = 10.0
 """Seconds in which the other slots may end their work once one has failed."""
 
@@ -32,13 +34,13 @@ class Threads(Group):
         """``threads``: torch's threads in each slot (they are set per thread).
 
         ``first``: what the first slot is called, where other ranks of the node have some, too.
-        ``timeout_s``: how much longer than the slot that ended last a slot's work may take.
+        ``timeout_s``: a slot may take `SOONER` of it longer than the one that ended before it.
         ``devices``: one a slot, None for the CPU. Sums over slots need memory that all of them
         reach, which is one device.
         """
         self.slots = self.segments = slots
         self.mine = range(slots)
-        self._first, self._limit = first, min(timeout_s, threading.TIMEOUT_MAX)
+        self._first, self._limit = first, min(SOONER * timeout_s, threading.TIMEOUT_MAX)
         self._open: Any = None
         """of the work that slot 0 does now"""
         self.devices = tuple(devices) if devices is not None else ("cpu",) * slots
@@ -79,7 +81,7 @@ class Threads(Group):
     def _late(self, slot: int) -> str:
         """Return the message for a slot that doesn't end its work."""
         name = f"slot {self._first + slot} of this node, on {self.devices[slot]}"
-        return f"{name}, stands still (waited {self._limit:g} s after the others: node.timeout_s)"
+        return f"{name}, stands still (waited {self._limit:g} s after the others; node.timeout_s)"
 
     def _take(self, done: queue.SimpleQueue, failed: bool) -> tuple:
         """Wait for the slot that ends next; queue.Empty at the limit, unless a rank is paused."""

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -152,6 +153,8 @@ class TorchGroup:
         self._calls += 1
         try:
             self._watchdog.check()
+            if self._on_gpus:
+                self._watchdog.track(self._call, self._launched(self._calls))
             with launching if self._on_gpus else nullcontext():
                 self.run(work)
         except (RuntimeError, TimeoutError) as error:
@@ -164,6 +167,15 @@ class TorchGroup:
             raise GroupError(f"{self._call} failed on {where}: {reason}; {REMEDY}") from error
         if self._on_gpus:
             self._watchdog.track(self._call, self._works)
+
+    def _launched(self, calls: int) -> list[tuple[str, Any]]:
+        """Whether each slot's thread has come: to launch may take all of them."""
+        slots = zip(self.mine, self.devices, range(len(self.mine)), strict=True)
+        return [
+            (f"{device} (slot {slot} didn't come)",
+             SimpleNamespace(is_completed=lambda k=k: self._begun[k] >= calls))
+            for slot, device, k in slots
+        ]  # fmt: skip
 
     def _wait(self, k: int, work: Any) -> None:
         """Let the device's current stream wait, or the host where there is none."""
