@@ -176,6 +176,7 @@ def resolve(words):
         return options
     if program in ("mpirun", "srun", "sbatch", "apptainer"):  # options: those of scripts in jobs/
         known = " ".join(path.read_text() for path in SCRIPTS)
+        known += " --kill-on-bad-exit"  # of srun: tried with the doctor in the lab of Slurm
         own = list(itertools.takewhile(lambda word: word not in ("mpigossip", "python"), rest))
         for word in own:
             assert word[0] != "-" or re.search(rf"\s{word.split('=')[0]}\b", known), word
