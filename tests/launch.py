@@ -155,7 +155,7 @@ def warmed(args: list[str], env: dict[str, str]) -> list[str]:
     """The command line of a stub for `python …`, or the same where a new process is needed."""
     script = len(args) > 1 and (args[1] in ("-m", "-c") or args[1].endswith(".py"))
     early = any(name.startswith(("PYTHON", "OMP_", "LD_", "MKL_", "ATEN_")) for name in env)
-    early |= "MPIGOSSIP_DOUBLE" in os.environ  # the server's imports fail on the double of a GPU
+    early |= "MPIGOSSIP_DOUBLE_NO_CUPY" in env  # which the double reads as it begins
     if args[0] not in (PYTHON, sys.executable) or not script or early:
         return args
     return [PYTHON, "-IS", str(REPO / "tests" / "warmstub.py"), _server(), *args[1:]]

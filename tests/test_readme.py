@@ -49,14 +49,14 @@ def commands(name):
 
 
 @pytest.fixture
-def shell(mpirun, pooled, tmp_path, monkeypatch, capfd):
+def shell(mpirun, pooled, tmp_path, monkeypatch, capfd, request):
     """`shell(line)`: one command line in a folder without jobs/, as a reader has it.
 
-    The first under mpirun is launched; those after it find ranks of the same number waiting.
+    The README's first under mpirun is launched; those after it find ranks waiting.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tools").symlink_to(ROOT / "tools")
-    launched = []
+    launched = {"readme" not in request.node.name}
 
     def run(line):
         words, n = shlex.split(line.partition(" >")[0]), 0
@@ -71,11 +71,11 @@ def shell(mpirun, pooled, tmp_path, monkeypatch, capfd):
             words = ["1" if w == "5" and p == "--seconds" else w
                      for p, w in zip(["", *words], words, strict=False)]  # fmt: skip
             code, said = cli.main(words[1:]), capfd.readouterr()
-        elif n and launched:
+        elif n and True in launched:
             ran = pooled(n, *words[1:], timeout=120)
             code, said = ran.returncode, ran
         else:
-            launched.extend([line] * bool(n))
+            launched.add(n > 0)
             ran = mpirun(n, [sys.executable, "-m", *words], timeout=120, cwd=tmp_path)
             code, said = ran.returncode, ran
         assert code == 0, f"{line}\n{said}"

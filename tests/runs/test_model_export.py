@@ -106,8 +106,9 @@ def test_three_lines_of_plain_torch_give_the_model_that_was_evaluated(trained, s
     assert told.splitlines()[-1] == LOAD[suffix].format(out=str(out)).splitlines()[-1].replace(
         "'", '"'
     )
-    code = ACCURACY.format(folder=str(folder), three=LOAD[suffix].format(out=str(out)))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    script = folder / "accuracy.py"
+    script.write_text(ACCURACY.format(folder=str(folder), three=LOAD[suffix].format(out=str(out))))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(summary["accuracy"], abs=1e-9)
     assert summary["accuracy"] > 0.5
