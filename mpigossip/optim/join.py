@@ -244,12 +244,22 @@ def join(
     :raises JobError: for another model or other ``chunks`` than the folder's, a folder of something
         else, one without hard links
     """
-    world, folder = Alone(), Path(folder)
+    world, folder, disk = Alone(), Path(folder), Disk(Path(folder), shared)
     optimizer = arguments.one_optimizer(optimizer)
     arguments.check(world, model, optimizer)
     inner = unwrapped.bare(model)
     unwrapped.check(inner, optimizer)
     check(inner, optimizer)
+    _check_figures(chunks, lease_s)
+    job = _job(disk, inner, chunks, replay)
+    place = Place(disk, Plan(chunks, max(1, min(16, chunks // 64)), lease_s), tell=note)
+    with Stopper(world, folder, end_of_allocation(wall_clock_s)) as stopper:
+        live = Live(place, lambda: stopper.due() or disk.exists("STOP"), poll_s)
+        with closing(Member(live, folder, job, inner, optimizer, replay)) as member:
+            yield member
+
+
+def _check_figures(chunks: int, lease_s: float) -> None:
     if not isinstance(chunks, int) or chunks < 1:
         raise JobError([f"chunks = {chunks!r}: give the chunks of the whole training, 1 or more"])
     if not lease_s > 0:
@@ -262,17 +272,14 @@ def join(
                 "start the program once for each member, without init_process_group"
             ]
         )
-    disk = Disk(folder, shared)
-    about_run = {"output": str(folder), "name": folder.name or "run", "steps": chunks}
-    job = load({"run": about_run, "cadence": {"name": "every", "period": 1}})
-    trained = {n: p for n, p in inner.named_parameters() if p.requires_grad}
+
+
+def _job(disk: Disk, model: nn.Module, chunks: int, replay: bool) -> Job:
+    """What stands for a job in the folder; begins it, but for a replay."""
     if replay and not disk.exists(LOOP):
-        raise JobError([f'"{folder}" has no {LOOP}: no program has begun a training there that '
+        raise JobError([f'"{disk.root}" has no {LOOP}: no program has begun a training there that '
                         "it could repeat"])  # fmt: skip
-    parameters = layout(tuple(trained), [p.shape for p in trained.values()])
-    job = job_of(folder, job, disk, LOOP, parameters)
-    place = Place(disk, Plan(chunks, max(1, min(16, chunks // 64)), lease_s), tell=note)
-    with Stopper(world, folder, end_of_allocation(wall_clock_s)) as stopper:
-        live = Live(place, lambda: stopper.due() or disk.exists("STOP"), poll_s)
-        with closing(Member(live, folder, job, inner, optimizer, replay)) as member:
-            yield member
+    about_run = {"output": str(disk.root), "name": disk.root.name or "run", "steps": chunks}
+    job = load({"run": about_run, "cadence": {"name": "every", "period": 1}})
+    trained = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
+    return job_of(disk.root, job, disk, LOOP, layout([*trained], [*trained.values()]))
