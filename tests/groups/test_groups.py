@@ -172,7 +172,7 @@ def test_a_slot_that_stands_still_is_named_in_time(monkeypatch):
     group, over = Threads(3, first=4, timeout_s=0.5), threading.Event()
     began = time.monotonic()
     with pytest.raises(LateError, match=r"slot 6 of this node, on cpu, stands still \(waited 0.4"):
-        group.run(lambda slot: over.wait() if slot == 2 else time.sleep(0.3 * slot))
+        group.run(lambda slot: over.wait(20) if slot == 2 else time.sleep(0.3 * slot))
     group.close()
     assert 0.7 <= time.monotonic() - began < 5, "counted from the slot that ended last"
     over.set()
