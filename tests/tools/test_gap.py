@@ -41,7 +41,7 @@ def done():
     for cell in designs.gap():
         if (cell.nodes, cell.labels["model"], cell.labels["batch"]) != (16, "perceptron", "16"):
             continue
-        known = set()
+        known = {*map(run_queue.identity, runs)}
         while missing := [one for one in run_queue.wanted(cell, runs)
                           if run_queue.identity(one) not in known]:  # fmt: skip
             line = missing[0] | {"settings": run_queue.settings(cell, missing[0])}
