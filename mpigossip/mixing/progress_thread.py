@@ -7,19 +7,25 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.deadline import LateError, excused
+from mpigossip.cluster.agreement import limited
+from mpigossip.cluster.deadline import Deadline, LateError, excused
 from mpigossip.cluster.process import PROGRESS
 from mpigossip.mixing.kernels.waiting import Bell, rest
+from mpigossip.mixing.notifications import abandoned
 
 IDLE = 23
 """Tag of a message from a rank to itself."""
+FAILED = 29
+"""Tag of a message to all other ranks: `attempt` failed here."""
+GRACE_S = 1.0
+"""Seconds that a rank has to fail by itself, once it was told of another that did."""
 LEAVE_S = 1.0
 """Seconds that the progress thread has at the end of a program that didn't close it."""
 
@@ -168,3 +174,46 @@ class ProgressThread:
                 self._comm.Send(np.empty(1, np.uint8), self._comm.rank, IDLE)
                 request.Wait()
         self._bell.close()
+
+
+def attempt(
+    comm: MPI.Intracomm, work: Callable[[], object], now: Callable[[], str], limit_s: float,
+    device: torch.device, holds: Any = (),
+) -> str:  # fmt: skip
+    """Do the work on all ranks, each in a thread; return what went wrong on any, "" for nothing.
+
+    Collective over ``comm``, which the work must not use; the same text on all ranks. It goes wrong
+    by a RuntimeError or a LateError, or takes longer than ``limit_s``: ``now`` says what it does. A
+    rank tells the others at once, as their calls may wait for it for ever. Their threads are given
+    up, and with them what the work ``holds``.
+    """
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    thread = ProgressThread(comm, timeout_s=limit_s, device=str(device))
+    waits, wrong = False, ""
+
+    def over() -> bool:
+        return future.done() or comm.Iprobe(MPI.ANY_SOURCE, FAILED)
+
+    try:
+        future = thread.submit(work)
+        Deadline(limit_s).wait(over, lambda: f"{now()} doesn't return")
+        waits = not wait([future], GRACE_S).done
+        error = LateError("another rank failed") if waits else future.exception()
+        if error is not None:
+            waits = isinstance(error, LateError)
+            raise error
+    except (LateError, RuntimeError) as error:
+        wrong = str(error)
+    tells = [comm.isend(None, rank, FAILED) for rank in others if wrong and not waits]
+    # ranks that waited are here long before one that hung; that one says more
+    found = limited(comm, 2 * limit_s).allgather((waits, wrong))
+    for rank, (late, text) in enumerate(found):
+        if text and not late and rank != comm.rank:
+            comm.recv(None, rank, FAILED)
+    MPI.Request.waitall(tells)
+    reasons = [(late, text) for late, text in found if text]
+    if reasons:
+        abandoned.append((thread, holds))
+    else:
+        thread.close()
+    return min(reasons, key=lambda reason: reason[0])[1] if reasons else ""

@@ -109,7 +109,7 @@ MUTANTS = [
      "refused.setdefault(str(error), []).append(way)", "raise",
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[put-auto-True-MPI_ERR_RMA"
      "_RANGE]"),
-    ("1: ranks don't agree on what a probe found", "mpigossip.mixing.device.attempt",
+    ("1: ranks don't agree on what a probe found", "mpigossip.mixing.progress_thread",
      "found = limited(comm, 2 * limit_s).allgather((waits, wrong))", "found = [(waits, wrong)]",
      f"{FAILURES}::test_what_fails_on_one_rank_is_refused_on_all_at_once"),
     ("1: calls that hang are left on the device", PROBE, "transport.abandon()", "pass",
@@ -136,7 +136,7 @@ MUTANTS = [
     ("6: MPI is finalized though a thread stands in it", "mpigossip.cluster.process",
      "if any(thread.name == PROGRESS for", "if False and any(thread.name == PROGRESS for",
      f"{FAILURES}::test_a_job_ends_though_a_rank_stands_in_a_call_of_the_proof"),
-    ("6: others aren't told of a call that failed", "mpigossip.mixing.device.attempt",
+    ("6: others aren't told of a call that failed", "mpigossip.mixing.progress_thread",
      "for rank in others if wrong and not waits]", "for rank in others if False]",
      f"{FAILURES}::test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way"
      "[window-no windows: MPI_ERR_RMA_RANGE]"),

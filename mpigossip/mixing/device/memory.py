@@ -66,6 +66,15 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
         ) from error
 
 
+def create(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
+    """Create a window of bytes over this memory, locked for all; collective, without a limit."""
+    from mpi4py import MPI
+
+    window = MPI.Win.Create(memory, 1, comm=comm)
+    window.Lock_all()
+    return window
+
+
 def agreed(
     comm: MPI.Comm, make: Callable[[], Any],
     failures: tuple[type[Exception], ...] = (MemoryRefused,),

@@ -5,13 +5,14 @@ world of one, which sends to itself. That shows what is broken in a library or i
 between the ranks, in a thread that can be given up; a failure is told everywhere at once.
 """
 
+import contextlib
 import ctypes
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from mpi4py import MPI
@@ -21,9 +22,16 @@ from mpigossip.cluster.collectives import close_window
 from mpigossip.cluster.deadline import numbers
 from mpigossip.cluster.process import libraries
 from mpigossip.mixing.averages import raw
-from mpigossip.mixing.device.attempt import attempt, create, told_if_killed
-from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, ordinary, private
+from mpigossip.mixing.device.memory import (
+    MemoryRefused,
+    arrived_whole,
+    create,
+    current,
+    ordinary,
+    private,
+)
 from mpigossip.mixing.notifications import everybody, wait_all
+from mpigossip.mixing.progress_thread import attempt
 
 SEVERAL_GPUS = (1, 19)
 """UCX's first version that serves several GPUs in one process."""
@@ -204,6 +212,20 @@ def arrives(
     if not wrong:
         proof.comm.Free()
     return wrong
+
+
+@contextlib.contextmanager
+def told_if_killed(text: str) -> Iterator[None]:
+    """Inside, a shell waits beside this process and prints the text when that ends.
+
+    A launcher only names the signal.
+    """
+    command = ["sh", "-c", 'read over || echo "$0" >&2', text]
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            shell = subprocess.Popen(command, stdin=subprocess.PIPE)
+            stack.callback(shell.communicate, b"\n")
+        yield
 
 
 class Proof:

@@ -8,10 +8,10 @@ from mpi4py import MPI
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.mixing.averages import CUT, raw
 from mpigossip.mixing.base import Layout
-from mpigossip.mixing.device.attempt import attempt, create
-from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, private
+from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, create, current, private
 from mpigossip.mixing.notifications import ARRIVED, FREE
 from mpigossip.mixing.plan import Chunk, Plan, Round
+from mpigossip.mixing.progress_thread import attempt
 from mpigossip.mixing.transports import Transport, inboxes
 
 FLIGHT = 1 << 18
