@@ -40,7 +40,7 @@ from mpigossip.training import assemble  # noqa: E402
 from mpigossip.training.costs import Exchanges, subject  # noqa: E402
 from mpigossip.training.machines import Machine  # noqa: E402
 from mpigossip.training.parts import make_graph, make_parts  # noqa: E402
-from mpigossip.training.timing import Clock, Timing  # noqa: E402
+from mpigossip.training.time_model import Clock, Timing  # noqa: E402
 
 LINKS = [(gbit, latency) for latency in (50e-6, 5e-3) for gbit in (1, 10, 25, 100)]
 SLOW, TIMES, BELOW = 0.05, 5.0, 0.005

@@ -17,7 +17,7 @@ from mpigossip.mixing.combine import combine
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.costs import Subject, data_or_stand_in
 from mpigossip.training.machines import CODING_RATE, SUM_RATE, Machine
-from mpigossip.training.timing import hops
+from mpigossip.training.time_model import hops
 
 LATENCY_S, BANDWIDTH = 10e-6, 12.5e9
 """Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""

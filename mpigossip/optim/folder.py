@@ -13,8 +13,8 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.errors import STOPPED, Mistake
 from mpigossip.config.readable import counted
 from mpigossip.engine.step import Engine
+from mpigossip.optim.base import LIGHTNING, Wrapper
 from mpigossip.optim.node import LoopNode
-from mpigossip.optim.wrapper import LIGHTNING, Wrapper
 from mpigossip.runs.launch import newest
 from mpigossip.runs.lock import locked
 from mpigossip.runs.run import Run

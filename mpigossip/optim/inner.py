@@ -17,7 +17,7 @@ from mpigossip.engine.module import Parameters
 from mpigossip.engine.sharded import is_sharded, local
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.combine import duplicate
-from mpigossip.optim.wrapper import Wrapper
+from mpigossip.optim.base import Wrapper
 from mpigossip.store import StoreError
 from mpigossip.training.parts import Parts
 

@@ -31,7 +31,7 @@ from mpigossip.store.log import (
 from mpigossip.training.evaluate import Evaluation
 from mpigossip.training.machines import OFF
 from mpigossip.training.task import Objective
-from mpigossip.training.timing import VirtualClock
+from mpigossip.training.time_model import VirtualClock
 
 FIGURE = Column("", "logged by the program", "float64")
 

@@ -13,7 +13,7 @@ from mpigossip.graphs.theory import averaging_gap, transient_iterations, transie
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
 from mpigossip.training.machines import Machine
-from mpigossip.training.timing import Timing
+from mpigossip.training.time_model import Timing
 from tests.cases import every, on_each
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"

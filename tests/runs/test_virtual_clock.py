@@ -20,7 +20,7 @@ from mpigossip.studies.running import Found
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
 from mpigossip.training.machines import named
-from mpigossip.training.timing import Timing, normal
+from mpigossip.training.time_model import Timing, normal
 from tests.cases import some
 
 NODES = 4

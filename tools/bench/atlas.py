@@ -117,7 +117,7 @@ def linked(machine, gbit: float):
 def predicted(words: str, slow: str, machine, gbit: float | None) -> float:
     """Seconds of a step by the clock of events; None: on the links that were calibrated."""
     from mpigossip.training.costs import exchanges, subject
-    from mpigossip.training.timing import Clock, Timing
+    from mpigossip.training.time_model import Clock, Timing
 
     job = job_of(words, slow)
     made = exchanges(subject(job)[0], HOSTS)

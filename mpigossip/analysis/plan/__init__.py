@@ -15,7 +15,7 @@ from mpigossip.training.costs import Exchanges, Subject, exchanges
 from mpigossip.training.fit import lacking, unfit
 from mpigossip.training.machines import Machine
 from mpigossip.training.parts import make_parts
-from mpigossip.training.timing import Timing
+from mpigossip.training.time_model import Timing
 
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
 CADENCES = ("always", "every", "gossip-pga", "cpsgd")

@@ -13,7 +13,7 @@ from mpigossip.mixing.base import Kind
 from mpigossip.training import assemble
 from mpigossip.training.costs import average_period, exchanges, subject
 from mpigossip.training.machines import Machine
-from mpigossip.training.timing import Clock, Timing, expected_maximum, last_bucket
+from mpigossip.training.time_model import Clock, Timing, expected_maximum, last_bucket
 from tests.cases import on_each
 
 SPEED = Path(__file__).parents[2] / "jobs" / "claims" / "speed.py"
