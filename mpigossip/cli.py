@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if _unprinted():
         code = code or FAILED
     if process := sys.modules.get("mpigossip.cluster.process"):
+        process.ending.status = code
         process.leave(code)
     return code
 

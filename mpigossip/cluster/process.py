@@ -116,7 +116,9 @@ class Ending:
         self.cause = ""
         self.survivors: MPI.Intracomm | None = None
         """after the loss of a rank"""
-        self._prepared, self._status = False, None
+        self.status: Any = None
+        """that the program exits with, as far as it is known here"""
+        self._prepared = False
 
     def prepare(self, finalize: bool) -> None:
         """Collective; the first call counts. `finalize`: MPI was initialized here."""
@@ -129,7 +131,7 @@ class Ending:
             atexit.register(self._leave, MPI.COMM_WORLD.Dup(), finalize)
 
     def _exit(self, plain: Callable[[Any], NoReturn], status: Any = None) -> NoReturn:
-        self._status = status
+        self.status = status
         plain(status)
 
     def _leave(self, comm: "MPI.Comm", finalize: bool) -> None:
@@ -139,19 +141,22 @@ class Ending:
             return
         leave(self.code)
         with deadline.calling(f"{deadline.END}program"):
-            code = self.code or uncaught.code(SystemExit(self._status))
+            uncaught_here = getattr(sys, "last_value", None)
+            code = self.code or uncaught.code(uncaught_here or SystemExit(self.status))
             deadline.tell(deadline.EXITS - (code & 255))
         # Waiting here, not in MPI_Finalize, costs no core and can be given up.
         limit = LEAVE_S if self.code else float("inf")
+        stuck = bytearray([any(thread.name == PROGRESS for thread in threading.enumerate())])
         try:
-            Deadline(limit).wait(comm.Ibarrier().Test, lambda: "other ranks still run")
+            every = comm.Iallreduce(MPI.IN_PLACE, [stuck, MPI.BYTE], MPI.BOR)
+            Deadline(limit).wait(every.Test, lambda: "other ranks still run")
         except LateError as late:
             host = MPI.Get_processor_name()
             text = f"mpigossip: rank {comm.rank} on {host} ended by {self.cause}; {late}"
             os.write(2, f"{text}: stopping the job\n".encode(errors="replace"))
             abort(comm, self.code)
-        if any(thread.name == PROGRESS for thread in threading.enumerate()):
-            # given up in a call of MPI, with which MPI_Finalize would hang or crash
+        if stuck[0]:
+            # a thread was given up in a call of MPI: MPI_Finalize, collective, would hang or crash
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

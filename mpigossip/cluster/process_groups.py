@@ -70,8 +70,9 @@ def open_groups(world: World, places: Sequence[Place], timeout_s: float) -> list
         try:
             _share_keys(world, store, places, found, timeout_s)
         except Failure:
-            made = [k for k, one in found.items() if isinstance(one, dist.ProcessGroup)]
-            close_groups([found[k] for k in made], [places[k].device for k in made], True)
+            made = {k: one for k, one in [*found.items()] if isinstance(one, dist.ProcessGroup)}
+            with contextlib.suppress(RuntimeError):  # what failed first says more
+                close_groups([*made.values()], [places[k].device for k in made], True)
             raise
     return [found[index] for index in range(len(places))]
 

@@ -96,7 +96,9 @@ def _add_bench(commands) -> None:
         "--same-host", choices=["read", "put"], default="read", help="as node.same_host"
     )
     bench.add_argument("--folder", type=Path, default=Path(), help="for checkpoint: where to write")
-    bench.add_argument("--json", action="store_true", help="graph, bytes, seconds, times_limit, …")
+    bench.add_argument(
+        "--json", action="store_true", help="rows with graph, bytes, seconds, times_limit, …"
+    )
     bench.add_argument(
         "--out", type=Path, metavar="FILE", help="also into a file: HDF5, or JSON if named .json"
     )

@@ -231,7 +231,8 @@ class NodeSection:
     """Order of sums over a node's GPUs: that of slots, so that a node's GPUs give the same bits as
     threads or processes; or NCCL's, which takes less memory and may be faster."""
     timeout_s: AboveZero = 300.0
-    """Seconds after which a neighbour that doesn't answer is given up."""
+    """Seconds after which a neighbour that doesn't answer is given up, or a slot that is so much
+    later than the node's others (0.8 of them)."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of forward and backward; auto: bf16 where the device has it, else fp32."""
     wire: Text = "fp32"

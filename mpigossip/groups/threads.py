@@ -73,7 +73,7 @@ class Threads(Group):
         while True:
             before = self._open
             try:
-                return inbox.get(timeout=self._limit)
+                return _next(inbox, self._limit)
             except queue.Empty:
                 if slot == 1 and before and before is self._open and not excused():
                     end_job(self._late(0))
@@ -83,11 +83,11 @@ class Threads(Group):
         name = f"slot {self._first + slot} of this node, on {self.devices[slot]}"
         return f"{name}, stands still (waited {self._limit:g} s after the others; node.timeout_s)"
 
-    def _take(self, done: queue.SimpleQueue, failed: bool) -> tuple:
+    def _take(self, done: queue.SimpleQueue, failed: bool) -> Any:
         """Wait for the slot that ends next; queue.Empty at the limit, unless a rank is paused."""
         while True:
             try:
-                return done.get(timeout=GRACE_S if failed else self._limit)
+                return _next(done, GRACE_S if failed else self._limit)
             except queue.Empty:
                 if failed or not excused():
                     raise
@@ -162,3 +162,11 @@ class Threads(Group):
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         self._threads, self._work, self.slots = [], [], 0
+
+
+def _next(entries: queue.SimpleQueue, limit_s: float) -> tuple | None:
+    """The next entry; raises queue.Empty. Looks twice: the process may have been suspended."""
+    try:
+        return entries.get(timeout=0.9 * limit_s)
+    except queue.Empty:
+        return entries.get(timeout=0.1 * limit_s)

@@ -183,9 +183,9 @@ def attempt(
     """Do the work on all ranks, each in a thread; return what went wrong on any, "" for nothing.
 
     Collective over ``comm``, which the work must not use; the same text on all ranks. It goes wrong
-    by a RuntimeError or a LateError, or takes longer than ``limit_s``: ``now`` says what it does. A
-    rank tells the others at once, as their calls may wait for it for ever. Their threads are given
-    up, and with them what the work ``holds``.
+    by an exception, or takes longer than ``limit_s``: ``now`` says what it does. A rank tells the
+    others at once, as their calls may wait for it for ever. Their threads are given up, and with
+    them what the work ``holds``.
     """
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     thread = ProgressThread(comm, timeout_s=limit_s, device=str(device))
@@ -202,8 +202,8 @@ def attempt(
         if error is not None:
             waits = isinstance(error, LateError)
             raise error
-    except (LateError, RuntimeError) as error:
-        wrong = str(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
+        wrong = str(error) or type(error).__name__
     tells = [comm.isend(None, rank, FAILED) for rank in others if wrong and not waits]
     # ranks that waited are here long before one that hung; that one says more
     found = limited(comm, 2 * limit_s).allgather((waits, wrong))

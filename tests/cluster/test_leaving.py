@@ -59,6 +59,24 @@ def test_a_rank_that_leaves_early_ends_the_job_by_its_code(mpirun):
         assert "world.agree(done)" in done.stderr, (name, done.stderr)
 
 
+STUCK = """
+import sys, threading, time, mpigossip
+from mpigossip.cluster.process import PROGRESS
+with mpigossip.world() as w:
+    if w.rank == 1:
+        threading.Thread(target=time.sleep, args=(999,), name=PROGRESS, daemon=True).start()
+if sys.argv[1] == "raise": raise ValueError
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code(mpirun):
+    """Finalizing MPI would hang or crash: no rank does, and each says its code by itself."""
+    for given, code in (("75", 75), ("raise", 1)):
+        done = mpirun(3, [sys.executable, "-c", STUCK, given], timeout=60, warm=False)
+        assert done.returncode == code, (given, done.stderr)
+
+
 def slow_ranks(comm):
     """Rank 1 is late by 1 s for what it comes to: after a loop, in its last step, as all close."""
     waits.LEFT_S, found = 0.1, []

@@ -3,12 +3,14 @@
 import json
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from mpigossip import cli
 from mpigossip.config import JobError
+from mpigossip.mixing.members.live import Live
 from mpigossip.runs.members import join as joining
 from mpigossip.runs.members.join import join
 from mpigossip.runs.members.replay import Differs, replay
@@ -73,6 +75,23 @@ def test_members_train_and_replay_is_equal(tmp_path, algorithm):
     assert "every digest is equal" in told and digest in told
     best = max(one.get("accuracy", 0) for one in found)
     assert best > 0.6, found
+
+
+def test_waiting_for_a_chunk_is_no_part_of_a_round(tmp_path, monkeypatch):
+    """A lease is five rounds or more: those of training, not what others take meanwhile."""
+    chunk, asked = Live.chunk, []
+
+    def late(live):
+        asked.append(1)
+        time.sleep(6.1 * (len(asked) == 2))
+        return chunk(live)
+
+    monkeypatch.setattr(Live, "chunk", late)
+    assert join(tmp_path / "run", job(), lease_s=30.0, poll_s=0.05)["finished"]
+    lease_of = joining.check_lease
+    monkeypatch.setattr(joining, "check_lease", lambda _, round_s: lease_of(0.0, round_s))
+    with pytest.raises(JobError, match="others would take this member for dead"):
+        join(tmp_path / "other", job(), lease_s=30.0, poll_s=0.05)
 
 
 def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):

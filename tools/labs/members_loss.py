@@ -5,7 +5,7 @@
 
 All members are threads under one virtual clock: a round takes each 1 ± 5 %, others see its model
 ``--delay`` of a round after its last step. So they lag as on machines of their own, however busy
-this one is. Every run is replayed.
+this one is. Every run is replayed, but with ``--unrepeated``.
 """
 
 import argparse

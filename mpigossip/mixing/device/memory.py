@@ -67,9 +67,17 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def create(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
-    """Create a window of bytes over this memory, locked for all; collective, without a limit."""
+    """Create a window of bytes over this memory, locked for all; collective.
+
+    For a thread that is given up at a limit. Below THREAD_MULTIPLE, where there is none, what hangs
+    ends the job.
+    """
     from mpi4py import MPI
 
+    from mpigossip.cluster.collectives import open_window
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return open_window(MPI.Win.Create, memory, comm)
     window = MPI.Win.Create(memory, 1, comm=comm)
     window.Lock_all()
     return window

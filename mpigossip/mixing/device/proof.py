@@ -205,7 +205,8 @@ def arrives(
     hangs leaves the others' calls unanswered.
     """
     proof, rank = Proof(comm.Dup(), devices, timeout_s, way), numbers(comm, [comm.rank])[0]
-    killed = f"mpigossip: rank {rank} ended in the {PROVING}; node.exchange=host goes without it"
+    killed = f"mpigossip: rank {rank} ended in the {PROVING}; if nothing else ended the job, "
+    killed += "node.exchange=host goes without it"
     with told_if_killed(killed):
         # its own waits are shorter: they name the late rank
         wrong = attempt(comm, proof.run, lambda: proof.now, 2.5 * timeout_s + 5, devices[0], proof)
@@ -245,6 +246,7 @@ class Proof:
     def run(self) -> None:
         """Do all of it; MemoryRefused names the call that failed on this rank."""
         self._each("an allocation", self._allocate)
+        self._wait([self.comm.Ibarrier()])  # MPI_Win_create would wait without a limit
         if self._way == "windows":
             self._each("MPI_Win_create", self._open)
             self._each(last := "a put", self._put)

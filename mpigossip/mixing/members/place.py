@@ -21,6 +21,7 @@ from mpigossip.mixing.members.records import (
     Unusable,
     parse,
 )
+from mpigossip.store import StoreError
 
 FOLDERS = ("tmp", "places", "chain", "ledger", "models", "closed")
 BEHIND = 8
@@ -300,7 +301,11 @@ class Place:
             self.refresh(int(name.partition(".")[0]))
         for place in self.present():
             self.refresh(place)
-        return _furthest([chain.last for chain in self.chains.values()])
+        found = _furthest([chain.last for chain in self.chains.values()])
+        if not found:  # an END without models couldn't be taken back
+            raise StoreError(f"{self.disk.root}: all chunks are trained, and no record in chain/ "
+                             "can be read; copy them back, or begin a new folder")  # fmt: skip
+        return found
 
     def end(self, versions: Sequence[Round]) -> None:
         """Link the end, whose versions this member has read."""

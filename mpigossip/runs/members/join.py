@@ -118,7 +118,7 @@ class _Watched:
                             f"{live.place.plan.chunks:,} chunks of {member.steps} steps "
                             "for all members together")],
         )  # fmt: skip
-        self.recorder, self.printer, self.began = Recorder(world), Printer(world), 0.0
+        self.recorder, self.printer = Recorder(world), Printer(world)
         # its lines count what all members have trained
         self.shown = replace(self.progress, first_step=live.place.progress * member.steps,
                              total_steps=live.place.plan.chunks * member.steps)  # fmt: skip
@@ -148,9 +148,7 @@ class _Watched:
         if self.member.done % self.progress.job.log.flush_steps == 0:
             self.recorder.flush()
         if self.member.done == 2 * steps:
-            check_lease(place.plan.lease_s, time.monotonic() - self.began)
-        if not within:
-            self.began = time.monotonic()
+            check_lease(place.plan.lease_s, time.monotonic() - self.member.began)
         if self.live.stopping():
             raise Leaving
 
@@ -249,9 +247,10 @@ def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB, parameter
     there = job_there(disk, job is not None, name)
     begun = (disk.read(name) or b"").decode(errors="replace").partition("\n")[0]
     if not begun.startswith(here):
+        other = begun[2:] if begun.startswith("# ") else "its job doesn't say which"
         raise JobError(
             [
-                f'"{folder}" was begun with another version or model ({begun[2:]}; here '
+                f'"{folder}" was begun with another version or model ({other}; here '
                 f"{here[2:]}): join with the same ones, or name another folder"
             ]
         )
@@ -310,8 +309,8 @@ def check_lease(lease_s: float, round_s: float) -> None:
     if lease_s < 5 * round_s:
         raise JobError([f"a round takes {round_s:.3g} s here, and a lease is {lease_s:g} s: others "
                         "would take this member for dead; it needs five rounds or more: begin "
-                        f"another folder with members.lease_s = {5 * round_s:.0f}, or with a "
-                        "smaller cadence.period"])  # fmt: skip
+                        f"another folder with a lease of {5 * round_s:.0f} s (members.lease_s; in "
+                        "a program lease_s), or with fewer steps in a round"])  # fmt: skip
 
 
 def check_fit(job: Job) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
@@ -64,6 +65,8 @@ class Member:
         self.steps = steps_of_round(assembly)
         self.done = 0
         """steps since the member began"""
+        self.began = 0.0
+        """when its last chunk came, by `time.monotonic`"""
         self.exchange: Any = None
         self.seed = self.capture([(x,) for x in engine.vector.x])
         engine.replace_mixer(
@@ -115,7 +118,7 @@ class Member:
         """
         self.exchange = exchange
         while (found := exchange.chunk()) is not None:
-            chunk, progress = found
+            (chunk, progress), self.began = found, time.monotonic()
             engine, trainer = self.engine, self.trainer
             engine.index = chunk * self.steps
             engine.state_start = engine.index - self.done

@@ -118,7 +118,8 @@ class Script:
 
     def _unlike(self, place: int) -> str:
         """Return where the place's machine and versions were others than here."""
-        was, here = self.starts[place].about, about((), (), [])
+        start, here = self.starts.get(place), about((), (), [])
+        was = start.about if start else {}
         unlike = [f"{key} {was[key]}, here {here[key]}" for key in BITS
                   if key in was and was[key] != here[key]]  # fmt: skip
         return f"; it was made with {', '.join(unlike)}" if unlike else ""

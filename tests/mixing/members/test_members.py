@@ -259,6 +259,13 @@ def test_where_the_newest_models_are_damaged_earlier_ones_are_taken(tmp_path):
     assert place.record(1, 0).inputs == ((0, last.round - 1),)
 
 
+def test_an_end_without_models_is_never_written(tmp_path):
+    """The ledger is seen, and chain/ was purged: an end of nothing couldn't be taken back."""
+    begin(root := tmp_path / "run")
+    with pytest.raises(StoreError, match="no record in chain/ can be read; copy them back"):
+        Place(Disk(root), Plan(8, 2, 60.0)).endings()
+
+
 def test_models_of_other_parameters_are_passed_over(tmp_path):
     """A forged one with a right record."""
     begin(root := tmp_path / "run")
