@@ -325,7 +325,7 @@ def test_doctor_measures_each_way_with_one_slot_and_with_all_at_once(mpirun, tmp
     import sys
 
     words = ["-m", "mpigossip", "doctor", "--workers", "0"]
-    words += ["--megabytes", "1", "--sizes", "1MB", "--folder", str(tmp_path)]
+    words += ["--megabytes", "1", "--sizes", "1MB", "--folder", str(tmp_path), "--timeout", "110"]
     devices = 'exec "$@" --devices "cuda:$((2 * R)),$((2 * R + 1))"'
     own = ["sh", "-c", f"R=${{PMI_RANK:-$OMPI_COMM_WORLD_RANK}}; {devices}", "sh"]
     env = {AWARE: "1", "MPIGOSSIP_DOUBLE_FAILS": "put:3@1"}
