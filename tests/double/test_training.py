@@ -94,14 +94,15 @@ def test_every_wire_has_the_cpus_bits(ranks, wire, window):
     same(ranks, 2, "cuda:0,1", 2, ["choco"], *more, f"node.wire={wire}")
 
 
-def every_wire(comm):
+def every_wire(comm, way):
     with aware():
-        return differing(comm, [("put", "windows"), ("put", "messages")], "cuda:0")
+        return differing(comm, [("put", way)], "cuda:0")
 
 
 @pytest.mark.every
-def test_every_wire_has_the_values_of_numpy(ranks):
-    assert ranks(3)(every_wire, timeout=240) == [[], [], []]
+@pytest.mark.parametrize("way", ["windows", "messages"])
+def test_every_wire_has_the_values_of_numpy(ranks, way):
+    assert ranks(3)(every_wire, way, timeout=240) == [[], [], []]
 
 
 @pytest.mark.parametrize("window", WAYS)
