@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Iterable
 import pytest
 
 
-def on_each(names: str | Iterable[str], values: Iterable) -> Callable:
+def on_each(names: str | Iterable[str], values: Iterable, few: Collection = ()) -> Callable:
     """As pytest.mark.parametrize, all cases in one item: for cases that take milliseconds.
 
-    A failure ends the item and names its case. Fixtures are shared by the cases.
+    A failure ends the item and names its case. Fixtures are shared by the cases. ``few``: those
+    that run by default; the others are an item of their own, with `--all`.
     """
     names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
     values = list(values)
@@ -22,8 +23,8 @@ def on_each(names: str | Iterable[str], values: Iterable) -> Callable:
 
     def decorate(test: Callable) -> Callable:
         @functools.wraps(test)
-        def run(*args, **fixtures):
-            for value in values:
+        def run(*args, group=values, **fixtures):
+            for value in group:
                 case = dict(zip(names, [value] if len(names) == 1 else value, strict=True))
                 try:
                     test(*args, **fixtures, **case)
@@ -34,10 +35,24 @@ def on_each(names: str | Iterable[str], values: Iterable) -> Callable:
 
         wanted = inspect.signature(test).parameters.values()
         left = [p for p in wanted if p.name not in names]
+        if few:
+            left.append(inspect.Parameter("group", inspect.Parameter.KEYWORD_ONLY))
+            groups = [[v for v in values if v in few], every([v for v in values if v not in few])]
+            run = pytest.mark.parametrize("group", groups, ids=["few", "others"])(run)
         run.__signature__ = inspect.Signature(left)
         return run
 
     return decorate
+
+
+def few(cases: Iterable[str]) -> list[str]:
+    """Of settings with words "section.key=value" those with a word that none before them has."""
+    seen, found = set[str](), []
+    for case in cases:
+        if not seen.issuperset(case.split()):
+            found.append(case)
+        seen.update(case.split())
+    return found
 
 
 def with_world(function: Callable) -> Callable:

@@ -69,7 +69,7 @@ class Threads(Group):
                 done.put((slot, None, error))
 
     def _given(self, slot: int, inbox: queue.SimpleQueue) -> tuple | None:
-        """Wait for the next work; slot 1 ends the job where slot 0, this rank's, stands still."""
+        """Wait for the next work; slot 1 ends the job where slot 0, this rank's, does not finish."""
         while True:
             before = self._open
             try:
@@ -81,7 +81,9 @@ class Threads(Group):
     def _late(self, slot: int) -> str:
         """Return the message for a slot that doesn't end its work."""
         name = f"slot {self._first + slot} of this node, on {self.devices[slot]}"
-        return f"{name}, stands still (waited {self._limit:g} s after the others; node.timeout_s)"
+        return (
+            f"{name}, has not finished (waited {self._limit:g} s after the others; node.timeout_s)"
+        )
 
     def _take(self, done: queue.SimpleQueue, failed: bool) -> Any:
         """Wait for the slot that ends next; queue.Empty at the limit, unless a rank is paused."""
@@ -95,7 +97,7 @@ class Threads(Group):
     def run(self, work: Callable[[int], T]) -> list[T]:
         """``work(slot)`` on all slots at once; the first failure by slot is raised here.
 
-        Others may then take `GRACE_S` more. One that stands still is named by LateError.
+        Others may then take `GRACE_S` more. One that does not finish is named by LateError.
         """
         done: queue.SimpleQueue = queue.SimpleQueue()
         self._open, missing = done, {*range(1, self.slots)}

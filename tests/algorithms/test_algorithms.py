@@ -20,9 +20,10 @@ from mpigossip.training.fit import lacking
 from mpigossip.training.parts import make_graph
 from tests import battery, launch
 from tests.battery import Driver, driven, on_ranks
-from tests.cases import every, on_each
+from tests.cases import every, few, on_each
 
 CASES = list(battery.cases())
+FEW = few(CASES)
 PLAIN = [case for case in CASES if "node.wire" not in case and "qsgd" not in case]
 WHOLE = [case for case in PLAIN if case not in battery.FRAGMENTS]
 NEVER_APART = {"parallel", "qsgd", "sparseloco"}
@@ -43,11 +44,7 @@ def never_apart(case):
 # -- simulated = ranks ----------------------------------------------------------------------------
 
 
-def chosen(n):
-    """All on three ranks; of two, a graph of one edge, and of the second MPI a third is enough."""
-    if launch.is_open_mpi() or n == 2:
-        return CASES[n % 3 :: 3]
-    return {4: CASES[::2], 6: CASES[1::2]}.get(n, CASES)
+OTHERS = [case for case in CASES if case not in FEW]
 
 
 def some_cases(comm, cases, same_host, steps):
@@ -62,11 +59,20 @@ def some_cases(comm, cases, same_host, steps):
 
 @pytest.mark.both
 @pytest.mark.parametrize(
-    "n, same_host", [(3, "put"), every(4, "read"), every(6, "put"), every(2, "read")]
+    "n, same_host, cases",
+    [
+        every(2, "read", CASES[2::3]),
+        every(3, "put", OTHERS),
+        every(4, "read", CASES[::2]),
+        every(6, "put", CASES[1::2]),
+        (3, "put", FEW),
+    ],
+    ids=lambda one: "" if isinstance(one, list) else None,
 )
-def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
-    got = ranks(n)(some_cases, chosen(n), same_host, 9, timeout=200)
-    for at, case in enumerate(chosen(n)):
+def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host, cases):
+    cases = cases[:: 2 if launch.is_open_mpi() else 1]  # of the second MPI half are enough
+    got = ranks(n)(some_cases, cases, same_host, 9, timeout=200)
+    for at, case in enumerate(cases):
         driver = Driver(case, n, noise=0.1).run(9)
         assert np.isfinite(got[0][at][0]).all(), case
         assert (np.concatenate([rank[at][0] for rank in got]) == driver.whole().numpy()).all(), case
@@ -76,7 +82,7 @@ def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
 # -- invariants, consensus, optimum ---------------------------------------------------------------
 
 
-@on_each("case", CASES)
+@on_each("case", CASES, FEW)
 def test_mean_is_preserved_and_consensus_reached(case):
     """With zero gradients; a global average over a lossy wire moves the mean by its rounding."""
     driver = Driver(case, 6, scale=0.0)
@@ -117,7 +123,7 @@ EXACT = {"parallel", "cpsgd", "d2", "dsgt", "momentum-tracking", "detag"}
 """Those that a constant rate leaves at the optimum, data alike or not (momenta left to settle)."""
 
 
-@on_each("case", WHOLE)
+@on_each("case", WHOLE, FEW)
 def test_a_quadratic_is_solved(case):
     name = name_of(case)
     driver = Driver(case, 6, lr=0.01 if name == "slowmo" else 0.05, steps=400)
@@ -193,11 +199,11 @@ def test_limits_have_the_published_order():
     at = {toy: {} for toy in TOYS}
     for toy, found in at.items():
         for name in ("dsgd", "dmsgd-vanilla", "dmsgd", "qg-dmsgd"):
-            found[name] = limit(name, toy, 1000)
-        found["awc"] = limit("dsgd", toy, 1000, style="awc")
+            found[name] = limit(name, toy, 300)
+        found["awc"] = limit("dsgd", toy, 300, style="awc")
     for toy in ("third", "w45"):
         found = at[toy]
-        lam = limit("decentlam", toy, 1000)
+        lam = limit("decentlam", toy, 300)
         assert found["dsgd"] == pytest.approx(found["qg-dmsgd"], rel=1e-3)
         assert found["dsgd"] == pytest.approx(lam, rel=1e-3)
         assert found["dsgd"] < found["awc"] < found["dmsgd"] < found["dmsgd-vanilla"]
@@ -216,7 +222,7 @@ ZEROS = [
 
 @on_each(("name", "toy", "options"), ZEROS)
 def test_correcting_methods_reach_the_optimum(name, toy, options):
-    assert limit(name, toy, 2500, **options) < 1e-10
+    assert limit(name, toy, 1300, **options) < 1e-10
 
 
 @on_each(
@@ -349,7 +355,7 @@ def test_quasi_global_momentum_is_that_of_its_paper():
 # -- state, resume --------------------------------------------------------------------------------
 
 
-@on_each("case", CASES)
+@on_each("case", CASES, FEW)
 def test_state_through_hdf5_resumes_to_the_bit(case, tmp_path):
     whole = Driver(case, 2, noise=0.2).run(13)
     first, second = Driver(case, 2, noise=0.2).run(6), Driver(case, 2, noise=0.2)
@@ -390,7 +396,7 @@ def test_padding_stays_zero_so_that_files_may_leave_it_out(monkeypatch):
     monkeypatch.setattr(battery, "FLAT", flat)
     padded = lambda self, key, *more: drawn(self, key, *more) * masks[key[1]]  # noqa: E731
     monkeypatch.setattr(Driver, "_drawn", padded)
-    for case in CASES:
+    for case in FEW:
         driver, resumed = Driver(case, 3, noise=0.2).run(5), Driver(case, 3, noise=0.2)
         parts = {"x": driver.x} | driver.parts()
         for name, arrays in parts.items():
@@ -404,7 +410,7 @@ def test_padding_stays_zero_so_that_files_may_leave_it_out(monkeypatch):
         assert (resumed.run(3).whole() == driver.run(3).whole()).all(), case
 
 
-@on_each("case", WHOLE)
+@on_each("case", WHOLE, FEW)
 def test_an_ahead_send_changes_nothing(case):
     driver = Driver(case, 4).run(3)
     if not driver.method.ahead:

@@ -7,7 +7,7 @@ from mpigossip.engine.vector import Flat
 from mpigossip.mixing.base import Kind
 from mpigossip.training.parts import make_parts
 from tests import battery
-from tests.cases import on_each
+from tests.cases import few, on_each
 
 
 def _columns(state, columns):
@@ -58,7 +58,7 @@ def _by_block(settings):
 
 CASES = [
     settings
-    for settings in battery.cases()
+    for settings in few(battery.cases())
     if settings not in battery.FRAGMENTS and _by_block(settings)
 ]
 
@@ -96,7 +96,7 @@ class InPlace(battery.Driver):
 
 IN_PLACE = [
     settings
-    for settings in battery.cases()
+    for settings in few(battery.cases())
     if settings not in battery.FRAGMENTS and battery.Driver(settings, 4, steps=4).method.takes_mixed
 ]
 

@@ -115,7 +115,7 @@ MUTANTS = [
     ("1: calls that hang are left on the device", PROBE, "transport.abandon()", "pass",
      "tests/double/test_nccl.py::test_nccl_that_cannot_be_had_is_refused_or_left"
      "[hang-cuda:{rank}-a round of nccl failed: round 0: NCCL isn]"),
-    ("a slot that stands still on a CPU has no limit", "mpigossip.groups.threads",
+    ("a slot that does not finish on a CPU has no limit", "mpigossip.groups.threads",
      "first, min(SOONER * timeout_s, threading.TIMEOUT_MAX)", "first, threading.TIMEOUT_MAX",
      "tests/groups/test_groups.py::test_a_slot_that_stands_still_is_named_in_time"),
     ("2: messages of GPU memory are never tried", PROBE,

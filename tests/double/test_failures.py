@@ -132,7 +132,7 @@ def timed(comm, what):
     "what, named",
     [
         ("hanging put", ", but a put of GPU memory on cuda:0 (rank 0) doesn't return"),
-        # the others stand in MPI_Win_create and are left there
+        # the others wait inside MPI_Win_create and are left there
         ("proof window", ", but MPI_Win_create of GPU memory failed on cuda:0 (rank 0): MPI_ERR"),
         ("window", "no windows: MPI_ERR_RMA_RANGE"),
         ("exchange put:1", "no windows: a round of windows failed: MPI_ERR_RMA_RANGE"),
@@ -316,7 +316,7 @@ def test_a_slot_that_stands_still_ends_the_job_with_its_name(mpirun, tmp_path):
     done, seconds = train(mpirun, tmp_path, "still:9@1", "host", timeout_s=4, warm=False)
     assert done.returncode != 0 and seconds < 90
     late = r"is not done on cuda:(\d) \(slot \1 didn't come\) after 4 s"
-    late += r"|slot (\d) of this node, on cuda:\2, stands still \(waited 3.2 s after the others"
+    late += r"|slot (\d) of this node, on cuda:\2, has not finished \(waited 3.2 s after the others"
     assert re.search(late, done.stderr), done.stderr
 
 

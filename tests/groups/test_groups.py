@@ -167,11 +167,13 @@ def test_a_failure_names_its_slot_and_the_group_goes_on(slots):
     group.close()
 
 
-def test_a_slot_that_stands_still_is_named_in_time(monkeypatch):
+def test_a_slot_that_does_not_finish_is_named_in_time(monkeypatch):
     monkeypatch.setattr(threads, "GRACE_S", 0.2)
     group, over = Threads(3, first=4, timeout_s=0.5), threading.Event()
     began = time.monotonic()
-    with pytest.raises(LateError, match=r"slot 6 of this node, on cpu, stands still \(waited 0.4"):
+    with pytest.raises(
+        LateError, match=r"slot 6 of this node, on cpu, has not finished \(waited 0.4"
+    ):
         group.run(lambda slot: over.wait(20) if slot == 2 else time.sleep(0.3 * slot))
     group.close()
     assert 0.7 <= time.monotonic() - began < 5, "counted from the slot that ended last"
@@ -195,12 +197,12 @@ Threads(2, timeout_s=0.5).run(lambda slot: time.sleep(0 if slot else 60))
 """
 
 
-def test_the_training_thread_that_stands_still_is_named_by_a_slot():
+def test_the_training_thread_that_does_not_finish_is_named_by_a_slot():
     done = subprocess.run(
         [sys.executable, "-c", STILL], capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 1
-    assert "slot 0 of this node, on cpu, stands still (waited 0.4 s" in done.stderr
+    assert "slot 0 of this node, on cpu, has not finished (waited 0.4 s" in done.stderr
 
 
 # -- devices -----------------------------------------------------------------------------------
