@@ -69,7 +69,7 @@ class Threads(Group):
                 done.put((slot, None, error))
 
     def _given(self, slot: int, inbox: queue.SimpleQueue) -> tuple | None:
-        """Wait for the next work; slot 1 ends the job where slot 0, this rank's, does not finish."""
+        """Wait for the next work; slot 1 ends the job where slot 0, this rank's, is late."""
         while True:
             before = self._open
             try:
