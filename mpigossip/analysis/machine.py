@@ -23,8 +23,8 @@ LATENCY_S, BANDWIDTH = 10e-6, 12.5e9
 """Assumed where nothing is given and there is no neighbour to measure: 10 µs, 100 Gbit/s."""
 SMALL = 512
 """Elements of the message that shows the latency."""
-BURST, BURST_S = 8, 1.0
-"""Rounds that are timed together: at most so many, and one where it takes longer."""
+BURST, BURSTS = 8, 6
+"""Rounds that are timed together, fewer where the time is short; how often at least."""
 LONGEST_S = 0.05
 """Seconds of work at most before each of them."""
 WARM_UP, LEAST, MOST = 3, 8, 60
@@ -224,10 +224,10 @@ def _rounds(
 
     # the second: the first makes connections
     longest = max(world.comm.allgather([burst(Kind.GLOBAL, 1) for _ in range(2)][1]))
-    rounds = max(1, min(BURST, int(BURST_S / longest)))
     times: dict[Kind, list[float]] = {Kind.LOCAL: [], Kind.GOSSIP: [], Kind.GLOBAL: []}
+    rounds = max(1, min(BURST, int(budget_s / 4 / BURSTS / len(times) / longest)))
     began, late = time.perf_counter(), 0
-    while not late or len(times[Kind.GOSSIP]) < 6:
+    while not late or len(times[Kind.GOSSIP]) < BURSTS:
         for kind, kept in times.items():
             world.barrier()
             kept.append(burst(kind, rounds))

@@ -134,7 +134,7 @@ def test_wrong_words_are_explained(alone, words, says):
 
 
 def test_under_a_launcher_the_network_is_measured(pooled):
-    done = pooled(2, "plan", JOB, "--nodes", "4", "--json", "--seconds", "0.2", timeout=120)
+    done = pooled(2, "plan", JOB, "--nodes", "4", "--json", "--seconds", "0.1", timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["machine"]
     assert set(found["sources"].values()) == {"measured"}
@@ -143,18 +143,18 @@ def test_under_a_launcher_the_network_is_measured(pooled):
 
 
 @pytest.mark.parametrize(
-    ("per", "where", "network"),
+    ("n", "per", "where", "network"),
     [
-        ("2", "2 nodes of 2 ranks on 1 host", "measured"),
-        every("host", "one node of 4 ranks", "assumed"),
+        every(4, "2", "2 nodes of 2 ranks on 1 host", "measured"),
+        (2, "host", "one node of 2 ranks", "assumed"),
     ],
 )
-def test_ranks_of_a_node_are_planned_together(pooled, per, where, network):
+def test_ranks_of_a_node_are_planned_together(pooled, n, per, where, network):
     words = ["--nodes", "4", "--json", f"node.ranks_per_node={per}", "data.batch=4"]
-    done = pooled(4, "plan", JOB, *words, "--seconds", "0.2", timeout=120)
+    done = pooled(n, "plan", JOB, *words, "--seconds", "0.1", timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["samples_per_step"] == 4 * (4 if per == "host" else 2)
+    assert found["samples_per_step"] == 4 * 2  # of each node, a batch a rank
     assert found["machine"]["where"] == where
     assert found["machine"]["sources"]["latency"] == network
     assert found["machine"]["compute_s"] > 0 and found["machine"]["node_s"] > 0

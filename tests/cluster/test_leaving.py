@@ -11,6 +11,7 @@ import pytest
 from mpigossip.cluster import deadline, waits
 from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.ranks import world
+from tests.cases import every
 
 pytestmark = pytest.mark.both
 
@@ -35,28 +36,26 @@ with mpigossip.world() as w:
 """
 
 
-def test_a_rank_that_leaves_early_ends_the_job_by_its_code(mpirun):
-    left = r"rank 1 on \S+ has come to the end of its "
-    for name, body, code, words in (
-        ("exit", "w = world()\nif w.rank == 1: sys.exit(3)\nw.barrier()", 3, f"{left}program"),
-        (
-            "exit inside a block",
+LEFT = r"rank 1 on \S+ has come to the end of its "
+
+
+@pytest.mark.parametrize(
+    "body, code, words",
+    [
+        ("w = world()\nif w.rank == 1: sys.exit(3)\nw.barrier()", 3, f"{LEFT}program"),
+        every(
             "with world() as w:\n    if w.rank == 1: sys.exit(0)\n    w.barrier()",
-            1,
-            f"{left}program",
+            *(1, f"{LEFT}program"),
         ),
-        (
-            "end of a block",
-            "with world() as w:\n    if w.rank == 0: w.barrier()",
-            1,
-            f"{left}world",
-        ),
-        ("break", LOOP, 1, rf"in step\(\), which all ranks have to call; {left}loop after 3 steps"),
-    ):
-        done = mpirun(2, [sys.executable, "-c", HEAD + body], timeout=120, warm=False)
-        assert done.returncode == code, (name, done.stderr)
-        assert re.search(words, done.stderr), (name, done.stderr)
-        assert "world.agree(done)" in done.stderr, (name, done.stderr)
+        every("with world() as w:\n    if w.rank == 0: w.barrier()", 1, f"{LEFT}world"),
+        (LOOP, 1, rf"in step\(\), which all ranks have to call; {LEFT}loop after 3 steps"),
+    ],
+    ids=["exit", "exit in a block", "end of a block", "break"],
+)
+def test_a_rank_that_leaves_early_ends_the_job_by_its_code(mpirun, body, code, words):
+    done = mpirun(2, [sys.executable, "-c", HEAD + body], timeout=60, warm=False)
+    assert done.returncode == code, done.stderr
+    assert re.search(words, done.stderr) and "world.agree(done)" in done.stderr, done.stderr
 
 
 STUCK = """
@@ -70,11 +69,11 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code(mpirun):
+@pytest.mark.parametrize("given, code", [("75", 75), every("raise", 1)])
+def test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code(mpirun, given, code):
     """Finalizing MPI would hang or crash: no rank does, and each says its code by itself."""
-    for given, code in (("75", 75), ("raise", 1)):
-        done = mpirun(3, [sys.executable, "-c", STUCK, given], timeout=60, warm=False)
-        assert done.returncode == code, (given, done.stderr)
+    done = mpirun(3, [sys.executable, "-c", STUCK, given], timeout=60, warm=False)
+    assert done.returncode == code, done.stderr
 
 
 def slow_ranks(comm):

@@ -71,7 +71,7 @@ def columns(comm, per):
     return found
 
 
-@pytest.mark.parametrize("per", [1, 2, 3, "host"])
+@on_each("per", [1, 2, 3, "host"])
 def test_columns_join_the_ranks_of_equal_place(ranks, per):
     found = ranks(6)(columns, per)
     each = 6 if per == "host" else per

@@ -138,8 +138,11 @@ def node(number):
     print("trained alone")
 
 if __name__ == "__main__":
-    from torch import multiprocessing
-    multiprocessing.spawn(node, nprocs=2)
+    import multiprocessing
+    one = multiprocessing.get_context("spawn").Process(target=node, args=(0,))
+    one.start()
+    one.join()
+    sys.exit(one.exitcode)
 """
     done = mpirun(0, program(tmp_path, body), timeout=60)
     assert done.returncode != 0 and "trained alone" not in done.stdout

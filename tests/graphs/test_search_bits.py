@@ -21,9 +21,9 @@ import numpy as np
 from mpigossip.graphs.search import search
 
 TASKS = [  # regular, sparse (often in parts while it anneals), other weights
-    dict(n=16, degree=4, evaluations=3000),
-    dict(n=32, degree=4, evaluations=1500, seed=1),
-    dict(n=24, degree=3, edges=26, evaluations=1500),
+    dict(n=16, degree=4, evaluations=1500),
+    dict(n=32, degree=4, evaluations=800, seed=1),
+    dict(n=24, degree=3, edges=26, evaluations=800),
     dict(n=12, degree=3, weights="metropolis-hastings", evaluations=1000),
     dict(n=14, edges=17, weights="max-degree", evaluations=1000),
 ]
@@ -99,7 +99,8 @@ def test_core_types_have_bits_of_their_own():
     able = [core for core, needs in NEEDS.items() if set(needs.split()) <= flags()]
     if len(able) < 2:
         pytest.skip("no two core types that this processor can be")
-    assert len({searched(core)[2] for core in able}) > 1
+    able.sort(key="Nehalem".__ne__)  # which ran already
+    assert any(searched(core)[2] != searched()[2] for core in able)
 
 
 @on_each("weights", ["laplacian", "max-degree"])

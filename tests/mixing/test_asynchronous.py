@@ -206,8 +206,8 @@ def mean_under_delays(comm, name, count):
 @pytest.mark.parametrize(
     "n, name",
     [
-        *((3, "ring"), (6, "one-peer-exponential"), every(1, "ring"), every(6, "random-matching")),
-        *(every(3, "one-peer-exponential"), every(3, "random-matching")),
+        *((3, "ring"), every(1, "ring"), every(6, "random-matching")),
+        *((4, "one-peer-exponential"), every(3, "random-matching")),
     ],
 )
 def test_the_mean_stays_on_ranks_under_random_delays(ranks, n, name):
