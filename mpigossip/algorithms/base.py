@@ -87,6 +87,11 @@ class Algorithm(NamedTuple):
         return "always-global" in self.needs
 
 
+def starting(kind: Callable[..., Any], *parts: Callable[..., Any]) -> Callable[..., Any]:
+    """Init of a state of this kind, whose parts are made of x: copies, zeros, a local step's."""
+    return lambda x: kind(*(part(x) for part in parts))
+
+
 def on_inner(update: Callable[..., Any]) -> Callable[..., Any]:
     """A local update that steps along the part ``inner`` of a method's state."""
 

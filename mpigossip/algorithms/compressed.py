@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Step, on_inner, preserved
+from mpigossip.algorithms.base import Algorithm, Step, on_inner, preserved, starting
 from mpigossip.algorithms.local import Local
 from mpigossip.config.limits import Share
 from mpigossip.mixing.base import Kind
@@ -60,9 +60,6 @@ def anchored(base: Algorithm) -> Algorithm:
     cpsgd and diloco do, and not the whole model.
     """
 
-    def init(x) -> Anchored:
-        return Anchored(torch.zeros_like(x), base.init(x))
-
     def send(x, g, state: Anchored, out, step: Step):
         inner = base.send(x, g, state.inner, out, step)
         if step.kind is Kind.GLOBAL:
@@ -76,6 +73,7 @@ def anchored(base: Algorithm) -> Algorithm:
         inner = base.receive(x, g, state.inner, sent, mixed, step)
         return state._replace(inner=inner)
 
+    init = starting(Anchored, torch.zeros_like, base.init)
     update = base.local_update and on_inner(base.local_update)
     return base._replace(init=init, send=send, receive=receive, local_update=update)
 
@@ -93,9 +91,6 @@ def error_feedback(base: Algorithm) -> Algorithm:
     q = C(g + e) is sent, e ← g + e − q is kept for the next step.
     """
 
-    def init(x) -> Feedback:
-        return Feedback(torch.zeros_like(x), base.init(x))
-
     def send(x, g, state: Feedback, out, step: Step):
         inner = base.send(x, g, state.inner, out, step)
         out[0].add_(state.error)
@@ -107,6 +102,7 @@ def error_feedback(base: Algorithm) -> Algorithm:
             state.error.sub_(sent[0])
         return state._replace(inner=base.receive(x, g, state.inner, sent, mixed, step))
 
+    init = starting(Feedback, torch.zeros_like, base.init)
     return base._replace(init=init, send=send, receive=receive, local_update=None)
 
 
@@ -130,9 +126,6 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
     """
     zeta = 0.5 if consensus_step is None else consensus_step
 
-    def init(x) -> Choco:
-        return Choco(torch.zeros_like(x), torch.zeros_like(x), local.init(x))
-
     def send(x, g, state: Choco, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, x)
         torch.sub(x, state.public, out=out[0])
@@ -145,5 +138,6 @@ def choco(local: Local, *, consensus_step: Share | None = None) -> Algorithm:
             x.add_(state.memory, alpha=zeta).add_(state.public, alpha=-zeta)
         return state
 
+    init = starting(Choco, torch.zeros_like, torch.zeros_like, local.init)
     needs = frozenset({"static", "doubly", "never-global", "own-wire"})
     return Algorithm(init, send, receive, on_inner(local.update), raw=local.raw, needs=needs)

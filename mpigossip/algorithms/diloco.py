@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Step, on_inner
+from mpigossip.algorithms.base import Algorithm, Decay, Step, on_inner, starting
 from mpigossip.algorithms.gossip import AVERAGING
 from mpigossip.algorithms.local import Local
 from mpigossip.config.limits import AboveZero, Positive, Share
@@ -23,9 +23,6 @@ class Outer(NamedTuple):
 def _outer(local: Local, kind: Kind, update: Callable) -> Algorithm:
     """D-PSGD whose exchanges of one kind are followed by ``update(x, state, step)``."""
 
-    def init(x) -> Outer:
-        return Outer(x.clone(), torch.zeros_like(x), local.init(x))
-
     def send(x, g, state: Outer, out, step: Step):
         return state._replace(inner=local.adapt(x, g, state.inner, step, out[0]))
 
@@ -36,6 +33,7 @@ def _outer(local: Local, kind: Kind, update: Callable) -> Algorithm:
             state.anchor.copy_(x)
         return state
 
+    init = starting(Outer, torch.clone, torch.zeros_like, local.init)
     made = Algorithm(init, send, receive, on_inner(local.update), raw=local.raw, needs=AVERAGING)
     return made._replace(takes_mixed=True)
 
@@ -103,9 +101,6 @@ def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algo
     for the next time: o ← (1/n) Σ_j δ_j − δ/n. o starts as 0.
     """
 
-    def init(x) -> Eager:
-        return Eager(x.clone(), torch.zeros_like(x), torch.zeros_like(x), local.init(x))
-
     def send(x, g, state: Eager, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, out[0])
         if step.kind is Kind.GLOBAL:
@@ -123,6 +118,7 @@ def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algo
             x.copy_(mixed[0])
         return state
 
+    init = starting(Eager, torch.clone, torch.zeros_like, torch.zeros_like, local.init)
     needs = frozenset({"never-gossip", "keeps-x"})
     return Algorithm(init, send, receive, on_inner(local.update), raw=local.raw, needs=needs)
 
@@ -169,9 +165,7 @@ def gasloc(
         state.anchor.copy_(x)
         return state
 
-    def init(x) -> Outer:
-        return Outer(x.clone(), x.clone(), local.init(x))
-
+    init = starting(Outer, torch.clone, torch.clone, local.init)
     return Algorithm(init, send, receive, on_inner(local.update), raw=local.raw, needs=AVERAGING)
 
 
@@ -192,9 +186,6 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
     "top-k-int2" with ``node.density`` from 0.01 to 0.03. Between neighbours only: ``choco``.
     """
 
-    def init(x) -> Sparse:
-        return Sparse(x.clone(), torch.zeros_like(x), local.init(x))
-
     def send(x, g, state: Sparse, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, out[0])
         if step.kind is Kind.GLOBAL:
@@ -210,6 +201,7 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
             x.copy_(mixed[0])
         return state
 
+    init = starting(Sparse, torch.clone, torch.zeros_like, local.init)
     needs = frozenset({"own-wire", "never-gossip"})
     return Algorithm(init, send, receive, on_inner(local.update), raw=local.raw, needs=needs)
 

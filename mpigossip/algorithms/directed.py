@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Step
+from mpigossip.algorithms.base import Algorithm, Step, starting
 from mpigossip.algorithms.local import Local
 from mpigossip.mixing.base import Kind
 
@@ -87,8 +87,6 @@ def ceca(local: Local, *, nodes: int | None = None) -> Algorithm:
             other.mul_(1 - part).add_(mixed[0], alpha=part)
         return state
 
-    def init(x) -> Carriers:
-        return Carriers(x.clone(), local.init(x))
-
+    init = starting(Carriers, torch.clone, local.init)
     needs = frozenset({"graph:ceca", "exact-wire"})
     return Algorithm(init, send, receive, raw=local.raw, needs=needs)

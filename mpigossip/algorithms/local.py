@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Decay, Empty, Step, no_state
+from mpigossip.algorithms.base import Decay, Empty, Step, no_state, starting
 from mpigossip.config.limits import NotNegative, Positive
 
 BLOCK = 1 << 15
@@ -35,7 +35,7 @@ class Local(NamedTuple):
 
 def zeros(kind: type) -> Callable[..., Any]:
     """Init of a state of this kind: arrays of zeros, shaped like x."""
-    return lambda x: kind(*(torch.zeros_like(x) for _ in kind._fields))  # type: ignore[attr-defined]
+    return starting(kind, *(torch.zeros_like for _ in kind._fields))  # type: ignore[attr-defined]
 
 
 def by_row(local: Local) -> Local:

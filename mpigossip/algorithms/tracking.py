@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.base import Algorithm, Decay, Step, preserved
+from mpigossip.algorithms.base import Algorithm, Decay, Step, preserved, starting
 from mpigossip.algorithms.local import Local
 from mpigossip.config.limits import Positive, Share
 from mpigossip.mixing.base import Kind
@@ -29,9 +29,6 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
     """
     damped = lazy in (None, True)
 
-    def init(x) -> Adapted:
-        return Adapted(x.clone(), local.init(x))
-
     def send(x, g, state: Adapted, out, step: Step):
         torch.sub(x, state.adapted, out=out[0])
         inner = local.adapt(x, g, state.inner, step, state.adapted)
@@ -45,6 +42,7 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
             x.copy_(mixed[0])
         return state
 
+    init = starting(Adapted, torch.clone, local.init)
     proven = set() if damped else {"static", "symmetric", "above -1/3"}
     needs = frozenset({"doubly", "unmixed"} | proven)
     return Algorithm(init, send, receive, raw=local.raw, needs=needs)
@@ -87,9 +85,6 @@ def momentum_tracking(local: Local, *, beta: Decay = 0.9, style: Literal["atc", 
 
 
 def _tracking(local: Local, beta: float, style: str) -> Algorithm:
-    def init(x) -> Tracking:
-        return Tracking(torch.zeros_like(x), torch.zeros_like(x), local.init(x))
-
     def send_adapted(x, g, state: Tracking, out, step: Step):
         with preserved(step, state.tracker, state.tracked):
             _track(state.tracker, state.tracked, g, beta)
@@ -115,6 +110,7 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
         inner = local.adapt(x, g.copy_(state.tracker), state.inner, step, x)
         return state._replace(inner=inner)
 
+    init = starting(Tracking, torch.zeros_like, torch.zeros_like, local.init)
     made = partial(Algorithm, init, vectors=2, needs=frozenset({"doubly"}))
     if style == "atc":
         return made(send_adapted, receive_combined)
@@ -164,10 +160,6 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
     step late.
     """
 
-    def init(x) -> Detag:
-        y, y_before, g, v = (torch.zeros_like(x) for _ in range(4))
-        return Detag(x.clone(), x.clone(), y, y_before, g, v)
-
     def send(x, g, state: Detag, out, step: Step):
         out[0].copy_(state.model)
         out[1].copy_(state.tracker)
@@ -185,6 +177,7 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
             x.copy_(model)
         return old._replace(model=model, model_before=before, tracker=y, tracker_before=y_before)
 
+    init = starting(Detag, torch.clone, torch.clone, *(4 * [torch.zeros_like]))
     needs = frozenset({"doubly", "static", "symmetric"} if eta else {"doubly"})
     return Algorithm(init, send, receive, vectors=2, ahead=True, needs=needs)
 
@@ -221,4 +214,5 @@ def defacto(local, *, length: Positive | None = None) -> Algorithm:
         return state
 
     needs = frozenset({"phases", "exact-wire"})
-    return Algorithm(lambda x: Defacto(x.clone()), send, receive, ahead=True, needs=needs)
+    init = starting(Defacto, torch.clone)
+    return Algorithm(init, send, receive, ahead=True, needs=needs)

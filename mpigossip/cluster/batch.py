@@ -263,7 +263,6 @@ def _environment(site: Site, asked: BatchRequest) -> list[str]:
 
 
 def _words(command: str) -> str:
-    """A command quoted word by word."""
     try:
         return " ".join(map(_word, shlex.split(command)))
     except ValueError as error:

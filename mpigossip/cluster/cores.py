@@ -90,7 +90,6 @@ def _read(file: Path) -> str:
 
 
 def _listed(text: str) -> set[int]:
-    """A list such as "0-3,8" as numbers."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

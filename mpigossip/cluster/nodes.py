@@ -36,11 +36,9 @@ class Part(Communicator):
         world.resources.callback(self.settle)
 
     def arrange(self, ranks_per_node: int | str) -> None:
-        """Only a whole world is made into nodes."""
         raise RuntimeError(f"{SETTING} is of a whole world; these are {self.size} of its ranks")
 
     def shrink(self) -> None:
-        """Only a whole world can go on without a rank."""
         raise RuntimeError(
             f"a rank was lost, and these {self.size} ranks are a part of the world: going on takes "
             f"a world without nodes of several ranks ({SETTING} = 1)"

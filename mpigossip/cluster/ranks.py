@@ -88,7 +88,6 @@ class World(Communicator):
         self.nodes = arranged(self, ranks_per_node)
 
     def lost_by(self, error: BaseException) -> bool:
-        """Return whether an exception means that a rank was lost and the others can go on."""
         return self.survives and is_loss(error)
 
     def shrink(self) -> None:

@@ -118,14 +118,12 @@ class Start:
                     self._living[os.pidfd_open(int(process))] = rank, int(process)
 
     def _missing(self) -> str:
-        """A clause on the ranks that never laid their file; "" for none."""
         begun = self._begun()
         names = [str(rank) for rank in range(self._size) if rank not in begun]
         which = f"{few(names, 8)} (in {self._folder})"
         return f"nothing is seen of {len(names)} of {self._size} ranks: {which}" if names else ""
 
     def _late(self) -> str:
-        """A clause on the ranks that have begun and not come to where MPI starts."""
         late = {r: rest for r, rest in sorted(self._begun().items()) if not rest.endswith(ENTERED)}
         if late:
             names = few([f"{rank} on {rest.partition('.')[2]}" for rank, rest in late.items()], 8)

@@ -38,7 +38,6 @@ class Roll:
     """What one rank has heard of the others' waiting."""
 
     def __init__(self, comm: MPI.Comm, hosts: Sequence[str]):
-        """``comm``: its own, of all ranks; ``hosts``: of its ranks."""
         self._comm, self._hosts = comm, hosts
         self._heard: dict[int, int] = {}
         """what the others do, by rank"""
@@ -60,7 +59,6 @@ class Roll:
         return [rank for rank in found if rank >= 0]
 
     def wait(self, seconds: float, whom: Callable[[], Iterable[int]]) -> Wait:
-        """A wait of at most so many seconds for ranks that ``whom`` gives; all, if empty."""
         return Wait(self, seconds, whom)
 
     def tell(self, ranks: Iterable[int], word: int) -> None:
@@ -108,7 +106,6 @@ class Roll:
         return True
 
     def excused(self) -> bool:
-        """Return whether a rank is paused, as far as was heard."""
         self.listen()
         return PAUSED in self._heard.values()
 
@@ -222,7 +219,6 @@ class Wait:
         return self._roll.left(self._whom)
 
     def over(self) -> None:
-        """End the wait, and tell those that were told of it."""
         if self._told:
             self._roll.tell(self._told, WORKS)
 

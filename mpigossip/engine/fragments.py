@@ -57,7 +57,6 @@ class Fragmented(Engine):
     """
 
     def __init__(self, *given: Any, fragments: Fragments, **more: Any):
-        """``given``, ``more``: as for `Engine`."""
         self.fragments = fragments
         self._needs = fragments.exchanges[0].init(torch.empty(1, 2, device="meta"))
         self._open: Open | None = None
@@ -131,7 +130,6 @@ class Fragmented(Engine):
         return found
 
     def _rooms(self) -> list[torch.Tensor]:
-        """Return buffers shaped like x of what is still to be applied."""
         if not self._received:
             self._received = [torch.zeros_like(x) for x in self.vector.x]
         return self._received
@@ -142,7 +140,6 @@ class Fragmented(Engine):
         return Part(x, self._taken(self._needs, self.states[k], columns))
 
     def _gather(self, array: torch.Tensor, columns: Columns) -> torch.Tensor:
-        """A copy of some columns side by side."""
         found = array.new_zeros(len(array), self.fragments.width)
         for at, c in _places(columns):
             found[:, at] = array[:, c]

@@ -21,10 +21,7 @@ class Gathered(Mixer):
     """
 
     def __init__(self, layout: Layout, group: Group, make: Callable[[Layout], Mixer]):
-        """``layout``: of the whole vector; ``group``: one slot a rank.
-
-        ``make``: the column's mixer for the layout of a shard.
-        """
+        """``layout``: of the whole vector; ``make``: the column's mixer, by a shard's layout."""
         (size,), slots = layout.widths, group.slots
         # whole buckets, as wires see them, equally many of each rank
         width = -(-size // (slots * BUCKET)) * BUCKET
@@ -38,11 +35,10 @@ class Gathered(Mixer):
         self._own = slice(min(width * slot, size), min(width * (slot + 1), size))
         both = [[group.zeros(1, width * slots)[0] for _ in range(layout.vectors)] for _ in range(2)]
         self._sent, self._mixed = both
-        self._out = [torch.zeros(1, size, device=group.devices[0]) for _ in range(layout.vectors)]
-        self._scalars = [
-            torch.zeros(1, 1, dtype=torch.float64, device=group.devices[0])
-            for _ in range(layout.scalars)
-        ]
+        device = group.devices[0]
+        self._out = [torch.zeros(1, size, device=device) for _ in range(layout.vectors)]
+        one = torch.zeros(1, 1, dtype=torch.float64, device=device)
+        self._scalars = [one.clone() for _ in range(layout.scalars)]
         self._kind = Kind.LOCAL
         self.n, self.rows = self._inner.n, self._inner.rows
         self.bytes_sent, self.staleness = self._inner.bytes_sent, self._inner.staleness

@@ -135,7 +135,6 @@ class Clock:
     """Seconds of a step by what they went to; waiting for other nodes is told apart as idle."""
 
     def __init__(self, mixer: Mixer):
-        """``mixer``: knows how long it has waited."""
         self._mixer, self.counting = mixer, False
         self.seconds: dict[str, float] = {}
         self._at = self._waited = 0.0
@@ -161,7 +160,6 @@ class Clock:
         self._at, self._waited = time.perf_counter(), self._mixer.wait_seconds
 
     def end(self) -> dict[str, float]:
-        """The seconds of the step, which is over."""
         self.counting = False
         return self.seconds
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mpigossip.config import JobError
-from mpigossip.engine.vector import flatten
+from mpigossip.engine.vector import Flat, flatten
 
 LOW = (torch.bfloat16, torch.float16)
 """Types of parameters of which a float32 master is kept, stepped and exchanged."""
@@ -24,21 +24,11 @@ class Parameters:
 
     def __init__(self, models: Sequence[nn.Module]):
         """``models``: alike but for their values, which stay. ValueError for other types."""
-        self.flat = flatten(models[0], types=(torch.float32, *LOW))
-        named = [dict(model.named_parameters()) for model in models]
-        self.rows = [[each[name] for name in self.flat.names] for each in named]
-        self._owners = [[owner(model, name) for name in self.flat.names] for model in models]
-        device = self.rows[0][0].device
-        self.full = [torch.zeros(len(models), self.flat.size, device=device)]
-        self.x, self.g = self.full, [torch.empty(0, device=device)]
-        self._cache: dict[int, list[torch.Tensor]] = {}
+        self._lay_out(models, flatten(models[0], types=(torch.float32, *LOW)))
         self.low = [p.dtype in LOW for p in self.rows[0]]
         self._versions = [[-1] * len(row) for row in self.rows]
         self._own: list[list[torch.Tensor]] = []
         self._places: list[list[tuple]] = []
-        trained = {id(p) for row in self.rows for p in row}
-        self.frozen = {name: p for name, p in models[0].named_parameters() if id(p) not in trained}
-        """the first module's parameters that are no part of the vector"""
         with torch.no_grad():
             for parameters, row in zip(self.rows, self.full[0], strict=True):
                 views = self.cut(row)
@@ -48,6 +38,18 @@ class Parameters:
                 self._own.append([p.data for p in parameters])
                 self._places.append([_place(p) for p in parameters])
         self.publish()
+
+    def _lay_out(self, models: Sequence[nn.Module], flat: Flat) -> None:
+        self.flat, named = flat, [dict(model.named_parameters()) for model in models]
+        self.rows = [[each[name] for name in flat.names] for each in named]
+        self._owners = [[owner(model, name) for name in flat.names] for model in models]
+        trained = {id(p) for row in self.rows for p in row}
+        self.frozen = {name: p for name, p in named[0].items() if id(p) not in trained}
+        """the first module's parameters that are no part of the vector"""
+        device = self.rows[0][0].device
+        self.full = [torch.zeros(len(models), flat.own.size, device=device)]
+        self.x, self.g = self.full, [torch.empty(0, device=device)]
+        self._cache: dict[int, list[torch.Tensor]] = {}
 
     def cut(self, row: torch.Tensor) -> list[torch.Tensor]:
         """A row (P,) cut into parameters; kept by address, as the same few come again."""
@@ -67,7 +69,16 @@ class Parameters:
                 if p.grad is None:
                     view.zero_()
                 else:
-                    view.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+                    view.copy_(self._dense(p.grad))
+
+    def _dense(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad.to_dense() if grad.is_sparse else grad
+
+    def _check_owner(self, row: int, k: int) -> None:
+        """JobError where the module holds another Parameter now."""
+        module, key = self._owners[row][k]
+        if module._parameters.get(key) is not self.rows[row][k]:
+            raise JobError([left(self.flat.names[k])])
 
     @contextmanager
     def bind_to(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
@@ -131,9 +142,7 @@ class Parameters:
         changed = False
         for row, parameters in enumerate(self.rows):
             for k, (p, place) in enumerate(zip(parameters, self._places[row], strict=True)):
-                module, key = self._owners[row][k]
-                if module._parameters.get(key) is not p:
-                    raise JobError([left(self.flat.names[k])])
+                self._check_owner(row, k)
                 if _place(p) != place:
                     changed |= self._take_back(row, k)
                 if self.low[k] and p._version != self._versions[row][k]:
@@ -156,7 +165,6 @@ class Parameters:
         return [name for name, p in self.frozen.items() if p.requires_grad]
 
     def versions(self) -> list[int]:
-        """Return the version counters of all parameters: in-place changes from outside."""
         return [p._version for parameters in self.rows for p in parameters]
 
 
@@ -176,7 +184,6 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _place(parameter: torch.Tensor) -> tuple:
-    """Return address, type and shape of its values."""
     return parameter.data_ptr(), parameter.dtype, parameter.shape
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mpigossip.config import JobError
-from mpigossip.engine.module import LOW, Parameters, alone, left, owner, unlike
+from mpigossip.engine.module import LOW, Parameters, alone, unlike
 from mpigossip.engine.vector import Flat, flatten
 from mpigossip.mixing.wire import ALIGN, BUCKET
 
@@ -86,7 +86,6 @@ class ShardedLayout(Flat):
         return _rows(self.shapes[k][self.dims[k]], self.slots, slot)
 
     def shape(self, k: int, slot: int) -> tuple[int, ...]:
-        """Of a slot's piece of parameter k."""
         whole, dim = self.shapes[k], self.dims[k]
         return (*whole[:dim], self.rows(k, slot)[1], *whole[dim + 1 :])
 
@@ -110,7 +109,6 @@ class ShardedLayout(Flat):
         return found
 
     def pack(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The whole parameters, without padding, on the CPU: (count,), in ``out`` if given."""
         out = torch.empty(self.count, dtype=row.dtype) if out is None else out
         at = 0
         for k, shape in enumerate(self.shapes):
@@ -204,19 +202,9 @@ class Shards(Parameters):
     """
 
     def __init__(self, model: nn.Module, flat: ShardedLayout):
-        """``flat``: :func:`planned` for the model; values stay."""
-        self.flat, self._pieces = flat, flat.own
+        self._lay_out([model], flat)
+        self._pieces, self._modules = flat.own, fully_sharded(model)
         self._first = (self._pieces.size * flat.place,)
-        self._modules = fully_sharded(model)
-        named = dict(model.named_parameters())
-        self.rows = [[named[name] for name in flat.names]]
-        self._owners = [[owner(model, name) for name in flat.names]]
-        trained = {id(p) for p in self.rows[0]}
-        self.frozen = {name: p for name, p in named.items() if id(p) not in trained}
-        device = local(self.rows[0][0]).device
-        self.full = [torch.zeros(1, self._pieces.size, device=device)]
-        self.x, self.g = self.full, [torch.empty(0, device=device)]
-        self._cache: dict[int, list[torch.Tensor]] = {}
         self._gradients: dict[int, list[torch.Tensor]] = {}
         self._stretches: list[torch.Tensor | None] = []
         self._insides: list[Any] = []
@@ -254,14 +242,8 @@ class Shards(Parameters):
         shard = local(p)
         return shard.data_ptr(), shard._version + p._version
 
-    def gather(self) -> None:
-        if not self.g[0].numel():
-            self.g = [torch.zeros_like(x) for x in self.x]
-        for p, view in zip(self.rows[0], self.cut(self.g[0][0]), strict=True):
-            if p.grad is None:
-                view.zero_()
-            else:
-                view.copy_(local(p.grad))
+    def _dense(self, grad: torch.Tensor) -> torch.Tensor:
+        return local(grad)
 
     def _as_gradients(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The pieces of a row of gradients as DTensors."""
@@ -332,9 +314,7 @@ class Shards(Parameters):
         reshard(self._modules)
         changed = False
         for k, (p, view) in enumerate(zip(self.rows[0], self.cut(self.x[0][0]), strict=True)):
-            module, key = self._owners[0][k]
-            if module._parameters.get(key) is not p:
-                raise JobError([left(self.flat.names[k])])
+            self._check_owner(0, k)
             now = local(p)
             if (now.dtype, now.shape, now.device) != (view.dtype, view.shape, view.device):
                 raise JobError([unlike(self.flat.names[k], view, now)])

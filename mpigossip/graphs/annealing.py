@@ -62,7 +62,6 @@ class Budget:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self.started
 
     def spent(self) -> float:
@@ -141,7 +140,6 @@ class Plan:
             self.blocks[:, x, x] += sign
 
     def fits(self) -> bool:
-        """Return whether degree and edge budgets hold."""
         return self.size <= self.task.edges and max(self.degrees) <= self.task.degree
 
     def add(self, orbit: Orbit) -> bool:

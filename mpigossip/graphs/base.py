@@ -30,12 +30,12 @@ def checked_seed(seed: object, what: str) -> int:
     return operator.index(seed)
 
 
-def random_words(seed: int, t: int, count: int) -> np.ndarray:
-    """`count` uint64 from (seed, t) alone: equal on every node, for any t in any order.
+def random_words(key: tuple[int, ...], count: int) -> np.ndarray:
+    """`count` uint64 from the key alone, as (seed, t): equal on every node, in any order of keys.
 
     Raw Philox words, because numpy promises their stream for all versions.
     """
-    return np.random.Philox(np.random.SeedSequence((seed, t))).random_raw(count)
+    return np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,23 @@ class Cycle:
 
     @property
     def period(self) -> int:
-        """Rounds after which all repeats."""
         return len(self.rounds)
 
     def at(self, t: int) -> Round:
-        """Round t."""
         return self.rounds[t % len(self.rounds)]
 
     def mapped(self, change: Callable[[Round], Round]) -> "Cycle":
-        """The same with each round changed."""
         return Cycle(tuple(change(r) for r in self.rounds))
 
 
 @lru_cache(maxsize=256)
 def _permutation(seed: int, block: int, count: int) -> tuple[int, ...]:
-    return tuple(np.argsort(random_words(seed, block, count), kind="stable").tolist())
+    return tuple(np.argsort(random_words((seed, block), count), kind="stable").tolist())
 
 
 @lru_cache(maxsize=1024)
 def _choice(seed: int, t: int, count: int) -> int:
-    return int(random_words(seed, t, 1)[0] % count)
+    return int(random_words((seed, t), 1)[0] % count)
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,6 @@ class Drawn:
 
     @property
     def rounds(self) -> tuple[Round, ...]:
-        """The first few, as a sample."""
         return tuple(self.at(t) for t in range(SAMPLED_ROUNDS))
 
     def at(self, t: int) -> Round:
@@ -195,8 +191,7 @@ class Graph:
         "static", "symmetric", "row-stochastic", "column-stochastic" (rows, columns sum to one),
         "signed" (some weight is negative).
         """
-        rounds = self.schedule.rounds
-        limit = TOLERANCE * max(self.n, 10)
+        rounds, limit = self.schedule.rounds, TOLERANCE * max(self.n, 10)
         known = {
             "static": self.period == 1,
             "symmetric": all(r.symmetric() for r in rounds),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpigossip.graphs.base import Drawn, Graph, GraphError, random_words, static
-from mpigossip.graphs.exponential import is_power_of_two, rounds_needed
+from mpigossip.graphs.exponential import check_power_of_two, rounds_needed
 from mpigossip.graphs.rounds import Circulant, Round, paired
 from mpigossip.graphs.weights import undirected
 
@@ -112,10 +112,7 @@ def hypercube(n: int, seed: int = 0) -> Graph:
 
     Degree τ = log2 n, period 1, spectral gap 2/(τ+1).
     """
-    if not is_power_of_two(n):
-        raise GraphError(
-            f'graph "hypercube" needs a power of two nodes, got {n}; "base-2" is exact for any n'
-        )
+    check_power_of_two("hypercube", n)
     bits = [2**k for k in range(rounds_needed(n))]
     return undirected(n, [(i, i ^ b) for i in range(n) for b in bits if i < i ^ b])
 
@@ -124,7 +121,7 @@ def _connected(name: str, n: int, seed: int, draw: Callable[[int], Any], remedy:
     """The first connected networkx graph among draw(number), number drawn from the seed."""
     import networkx
 
-    for number in random_words(seed, n, TRIES):
+    for number in random_words((seed, n), TRIES):
         network = draw(int(number % 2**32))
         if networkx.is_connected(network):
             return undirected(n, network.edges)
@@ -183,7 +180,7 @@ def random_regular(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
 
 def _matched(n: int, seed: int, t: int) -> Round:
     """A uniformly drawn perfect matching (one node idles if n is odd)."""
-    shuffled = np.argsort(random_words(seed, t, n), kind="stable")
+    shuffled = np.argsort(random_words((seed, t), n), kind="stable")
     first, second = shuffled[: n // 2], shuffled[n // 2 : n // 2 * 2]
     partner = np.arange(n)
     partner[first], partner[second] = second, first

@@ -23,7 +23,7 @@ def _distances(name: str, n: int, seed: int, peers: int | None) -> np.ndarray:
     peers = rounds_needed(n) if peers is None else peers
     if peers < 1:
         raise GraphError(f'graph "{name}" needs at least one peer, got {peers}')
-    return (random_words(seed, n, peers) % np.uint64(n - 1)).astype(np.int64) + 1
+    return (random_words((seed, n), peers) % np.uint64(n - 1)).astype(np.int64) + 1
 
 
 def d_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
@@ -43,13 +43,13 @@ def u_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
 
 def _one_basis(n: int, seed: int, t: int) -> Circulant:
     """A^(a) for a drawn a: node i receives from i + a."""
-    a = int(random_words(seed, t, 1)[0] % (n - 1)) + 1
+    a = int(random_words((seed, t), 1)[0] % (n - 1)) + 1
     return Circulant(n, 1 / n, (a,), ((n - 1) / n,))
 
 
 def _swept(n: int, seed: int, t: int) -> Round:
     """Sweep i from a drawn start; pair i with i + a, a drawn, where both are free."""
-    words = random_words(seed, t, 2)
+    words = random_words((seed, t), 2)
     a, start = int(words[0] % (n - 1)) + 1, int(words[1] % n)
     partner = np.arange(n)
     for i in (i % n for i in range(start, start + n)):

@@ -23,9 +23,12 @@ def rounds_needed(n: int, base: int = 2) -> int:
     return rounds
 
 
-def is_power_of_two(n: int) -> bool:
-    """Return whether n is a power of two; 1 is one."""
-    return n > 0 and n & (n - 1) == 0
+def check_power_of_two(name: str, n: int) -> None:
+    """GraphError where a graph of this name can't have n nodes."""
+    if n < 1 or n & (n - 1):
+        raise GraphError(
+            f'graph "{name}" needs a power of two nodes, got {n}; "base-2" is exact for any n'
+        )
 
 
 def from_behind(n: int, *distances: int) -> Circulant:
@@ -62,11 +65,7 @@ def one_peer_hypercube(n: int, seed: int = 0, *, order: Order = "cyclic") -> Gra
     a power of two, and each τ rounds are the exact average. Source: the pairing of SGP and
     Decent-DP's one-peer exponential topology for powers of two.
     """
-    if not is_power_of_two(n):
-        raise GraphError(
-            f'graph "one-peer-hypercube" needs a power of two nodes, got {n}; '
-            '"base-2" is exact for any n'
-        )
+    check_power_of_two("one-peer-hypercube", n)
     nodes = np.arange(n)
     rounds = [paired(nodes ^ 2**k) for k in range(rounds_needed(n))]
     return in_order(rounds, order, seed)
@@ -95,11 +94,7 @@ def alternating_exponential_ring(n: int, seed: int = 0) -> Graph:
     Degree 1, period 2 log2 n, symmetric, doubly stochastic, exact after each period; n a power of
     two. Wang et al., From promise to practice (Decent-DP), ICLR 2025, arXiv 2410.11998.
     """
-    if not is_power_of_two(n):
-        raise GraphError(
-            f'graph "alternating-exponential-ring" needs a power of two nodes, got {n}; '
-            '"base-2" is exact for any n'
-        )
+    check_power_of_two("alternating-exponential-ring", n)
     nodes, rounds, number = np.arange(n), [], 0
     for k in range(rounds_needed(n)):
         partners = (nodes.copy(), nodes.copy())

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpigossip.graphs.base import SAMPLED_ROUNDS, Graph
+from mpigossip.graphs.base import SAMPLED_ROUNDS, Graph, random_words
 from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
 
 
@@ -36,7 +36,6 @@ class OnOff:
 
     @property
     def anew(self) -> float:
-        """The probability r."""
         return 1 / (self.rounds * (1 - self.share)) if self.rounds else 1.0
 
     def off(self, t: int) -> np.ndarray:
@@ -58,8 +57,7 @@ class OnOff:
 
     def _drawn(self, t: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which are drawn anew in a round (in the first, all), and their new states."""
-        words = np.random.Philox(np.random.SeedSequence((*self.key, t)))
-        anew, state = words.random_raw(2 * self.count).reshape(2, -1) / 2.0**64
+        anew, state = random_words((*self.key, t), 2 * self.count).reshape(2, -1) / 2.0**64
         return (anew < self.anew) | (t == 0), state < self.share
 
 
@@ -123,7 +121,6 @@ class Faulty:
         return _round_at(self, t)
 
     def mapped(self, change: Callable[[Round], Round]) -> Faulty:
-        """The same with each round changed before it is reweighted."""
         return replace(self, change=lambda r: change(self.change(r)))
 
 

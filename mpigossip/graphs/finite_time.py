@@ -33,7 +33,6 @@ def factors(n: int, largest: int) -> tuple[int, ...] | None:
 
 
 def _add_clique(pairs: Pairs, nodes: Sequence[int]) -> None:
-    """These nodes take their exact mean."""
     for a, i in enumerate(nodes):
         for j in nodes[a + 1 :]:
             pairs[min(i, j), max(i, j)] = 1.0 / len(nodes)

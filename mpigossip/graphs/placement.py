@@ -47,7 +47,6 @@ def place(graph: Graph, racks: Sequence[Hashable], order: Sequence[int] | None =
 
 
 def _crossing(counts: np.ndarray, rack_of: np.ndarray) -> float:
-    """Messages between racks, by the rack at each place."""
     return float((counts * (rack_of[:, None] != rack_of[None, :])).sum())
 
 

@@ -42,12 +42,10 @@ class Circulant:
 
     @property
     def degree(self) -> int:
-        """In-neighbours of a node."""
         return len(self.offsets)
 
     @property
     def edge_count(self) -> int:
-        """Directed edges."""
         return self.n * len(self.offsets)
 
     def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:

@@ -85,6 +85,7 @@ class Group(Protocol):
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
         """Copy slot 0's array into those of all slots."""
+        return
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum over slots, in slot order, of small float64 arrays (rows, k)."""
@@ -92,6 +93,7 @@ class Group(Protocol):
 
     def works(self) -> None:
         """Tell the node's other processes, if any, that this one is at work."""
+        return
 
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The arrays of all slots, in slot order, in the node's first process; None elsewhere.
@@ -102,6 +104,7 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Release threads and communicators."""
+        return
 
 
 def held(group: Group) -> range:
@@ -137,7 +140,6 @@ class Single(Group):
     mine = range(1)
 
     def __init__(self, device: str = "cpu"):
-        """``device``: where the slot computes; a GPU becomes the current one."""
         self.devices = (device,)
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
@@ -155,15 +157,6 @@ class Single(Group):
         if shards[0].data_ptr() != full[0].data_ptr():
             full[0].copy_(shards[0])
 
-    def broadcast(self, full: Sequence[torch.Tensor]) -> None:
-        """Nothing: there is no other slot."""
-
-    def works(self) -> None:
-        """Nobody waits."""
-
-    def close(self) -> None:
-        """Nothing to release."""
-
 
 class Whole:
     """Slots whose vectors aren't cut (``node.shard = false``): slot 0 updates and exchanges all.
@@ -176,7 +169,6 @@ class Whole:
     segments = 1
 
     def __init__(self, inner: Group):
-        """``inner``: the slots; closed with this."""
         self._inner = inner
         self.slots, self.mine, self.devices = inner.slots, inner.mine, inner.devices
         self.zeros, self.works, self.to_first = inner.zeros, inner.works, inner.to_first
@@ -186,7 +178,6 @@ class Whole:
         return [work(0)]
 
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The whole mean, in slot 0's array."""
         self._inner.all_gather(self._inner.reduce_scatter_mean(full), full)
         return [full[0]]
 

@@ -3,8 +3,7 @@
 Bitwise identical to one rank with a thread for each slot (:mod:`.threads`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -15,8 +14,6 @@ from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.cluster.world import World
 from mpigossip.groups.base import Group, GroupError, added, phase
 from mpigossip.mixing.combine import combine
-
-T = TypeVar("T")
 
 SUMMED = 1 << 16
 """Columns that are summed at once, in the cache, before they overwrite a term of the sum."""
@@ -45,7 +42,6 @@ class SharedMemory:
         self.arrays[comm.rank].zero_()  # by its owner: pages lie near who touches them first
 
     def free(self) -> None:
-        """Free the memory, which must no longer be used; collective."""
         self.arrays = []
         close_window(self.window, self._comm)
 
@@ -54,7 +50,6 @@ class Barrier:
     """A barrier of a node's ranks through memory alone."""
 
     def __init__(self, node: World):
-        """``node``: its ranks; collective."""
         self._node, self._shared = node, SharedMemory(node.comm, LINE + 2 * 8 * CAPACITY)
         self._arrived, self._working = (
             [array[at : at + 8].numpy().view(np.int64) for array in self._shared.arrays]
@@ -112,7 +107,6 @@ class Barrier:
         return [given[half, :count].clone() for given in self._values]
 
     def close(self) -> None:
-        """Free the memory; collective."""
         self._arrived, self._working, self._values = [], [], []
         self._shared.free()
 
@@ -130,6 +124,8 @@ class Ranks:
         self.mine = range(own * node.rank, own * (node.rank + 1))
         self.devices = inner.devices
         self._inner, self._node, self.barrier = inner, node, Barrier(node)
+        self.run = self.on_shards = inner.run
+        self.works = self.barrier.works
         self._memory: list[SharedMemory] = []
         self._closed = False
         self._everyone: dict[int, list[torch.Tensor]] = {}
@@ -153,11 +149,6 @@ class Ranks:
         if found is None or found[0].shape[1] != full[0].shape[1]:
             raise GroupError("only arrays that the group made itself are seen by its other ranks")
         return [array[: len(full[0])] for array in found]
-
-    def run(self, work: Callable[[int], T]) -> list[T]:
-        return self._inner.run(work)
-
-    on_shards = run
 
     @phase("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -211,10 +202,6 @@ class Ranks:
             shown = self.barrier.gather(flat[:, at : at + each].reshape(-1))
             pieces.append(added([row for rank in shown for row in rank.view(own, -1)]))
         return torch.cat(pieces).view(shape)
-
-    def works(self) -> None:
-        """Whoever waits for this rank counts the limit anew."""
-        self.barrier.works()
 
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         own = [values.detach().cpu().contiguous() for values in per_slot]

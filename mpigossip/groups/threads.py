@@ -79,7 +79,6 @@ class Threads(Group):
                     end_job(self._late(0))
 
     def _late(self, slot: int) -> str:
-        """Return the message for a slot that doesn't end its work."""
         name = f"slot {self._first + slot} of this node, on {self.devices[slot]}"
         return (
             f"{name}, has not finished (waited {self._limit:g} s after the others; node.timeout_s)"
@@ -153,9 +152,6 @@ class Threads(Group):
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
         self.run(lambda slot: full[slot].copy_(full[0]) if slot else None)
-
-    def works(self) -> None:
-        """All slots are here."""
 
     def close(self) -> None:
         for inbox in self._work:

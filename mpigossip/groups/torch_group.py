@@ -169,7 +169,6 @@ class TorchGroup:
             self._watchdog.track(self._call, self._works)
 
     def _launched(self, calls: int) -> list[tuple[str, Any]]:
-        """Whether each slot's thread has come: to launch may take all of them."""
         slots = zip(self.mine, self.devices, range(len(self.mine)), strict=True)
         return [
             (f"{device} (slot {slot} didn't come)",
@@ -227,7 +226,6 @@ class Watchdog:
         self._calls = deque()
 
     def check(self) -> None:
-        """Raise GroupError if a failure was found."""
         if self._failure:
             self._noticed.set()
             raise GroupError(self._failure)
@@ -264,7 +262,6 @@ class Watchdog:
                 return
 
     def close(self) -> None:
-        """End the thread."""
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2 * EVERY_S)

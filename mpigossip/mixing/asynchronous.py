@@ -52,7 +52,6 @@ class Map(NamedTuple):
 
     @classmethod
     def of(cls, graph, layout: Layout) -> Map:
-        """The same on all ranks."""
         head, stride = 8 * (INCLUDED + graph.n), -(-layout.nbytes // 8) * 8
         bells = head + stride
         return cls(head, bells, bells + 8 * graph.n, stride, bells - 8 * ROUND)
@@ -131,7 +130,6 @@ class Asynchronous(OfRank):
         self._meet("opening the windows")  # nobody reads what isn't written yet
 
     def _meet(self, what: str) -> None:
-        """Wait for all ranks; LateError at the deadline."""
         request = self._comm.Ibarrier()
         self._waited += Deadline(self._timeout_s).wait(
             request.Test, lambda: f"{what}: not all ranks have come", whom=tuple
@@ -251,7 +249,6 @@ class Asynchronous(OfRank):
             self._included[j] = number
 
     def _finish_global(self, t: int) -> None:
-        """All meet: what is under way arrives first, so that the average is that of everything."""
         self.bytes_sent[0] += traffic(self.graph, Kind.GLOBAL, t, self.rank, self.layout.nbytes)
         self._arrive()
         self._take_in()

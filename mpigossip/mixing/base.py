@@ -46,7 +46,6 @@ class Layout:
 
     @property
     def slots(self) -> int:
-        """Number of the node's slots that this process sends for."""
         return len(self.widths)
 
     def begin(self, slot: int) -> int:
@@ -125,17 +124,11 @@ class Layout:
     def empty(self, rows: int) -> Segments:
         """New uninitialized segments for ``rows`` nodes, each on its slot's device."""
         devices = self.devices or ("cpu",) * len(self.widths)
-        return [
-            tuple(
-                torch.empty(rows, width, dtype=self.dtype, device=device)
-                for _ in range(self.vectors)
-            )
-            + tuple(
-                torch.empty(rows, 1, dtype=torch.float64, device=device)
-                for _ in range(self.scalars)
-            )
-            for width, device in zip(self.widths, devices, strict=True)
-        ]
+        made = []
+        for width, device in zip(self.widths, devices, strict=True):
+            kinds = self.vectors * [(width, self.dtype)] + self.scalars * [(1, torch.float64)]
+            made.append(tuple(torch.empty(rows, w, dtype=kind, device=device) for w, kind in kinds))
+        return made
 
 
 class Mixer:
@@ -172,7 +165,6 @@ class Mixer:
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds spent waiting for other nodes so far."""
         return self._waited
 
     def outbox(self, t: int) -> Segments:
@@ -214,10 +206,7 @@ class Mixer:
         return {"outbox": layout.nbytes, "result": layout.nbytes}
 
     def memory(self, averages: bool = True) -> dict[str, int]:
-        """Bytes by purpose that the messages of one of the nodes here take, at most.
-
-        ``averages``: GLOBAL rounds are to come, too.
-        """
+        """Bytes by purpose of a node's messages; ``averages``: GLOBAL rounds are to come, too."""
         return self.estimate_memory(self.graph, self.layout, self.rows[0], self._near, averages)
 
     def close(self) -> None:

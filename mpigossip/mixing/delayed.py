@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mpigossip.graphs.base import random_words
 from mpigossip.mixing.base import Kind, Layout, Segments, traffic
 from mpigossip.mixing.simulated import Simulated
 
@@ -65,19 +66,14 @@ class Faults:
             for i in range(self.n):
                 ages[i] = np.minimum(k + 1 - (ends <= ends[k, i]).sum(axis=0), OLDEST)
         if self.lost:
-            words = _words((self.seed, 2, t), self.n * self.n).reshape(self.n, self.n)
+            words = random_words((self.seed, 2, t), self.n * self.n).reshape(self.n, self.n)
             ages[words < self.lost * 2.0**64] = -1
         return ages
 
 
-def _words(key: tuple[int, ...], count: int) -> np.ndarray:
-    """``count`` uint64 from the key alone (Philox: numpy promises its stream for all versions)."""
-    return np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
-
-
 @lru_cache(maxsize=64)
 def _drawn(key: tuple[int, ...], n: int) -> np.ndarray:
-    return np.argsort(_words(key, n), kind="stable")
+    return np.argsort(random_words(key, n), kind="stable")
 
 
 @lru_cache(maxsize=4)
@@ -118,7 +114,6 @@ class Delayed(Simulated):
     synchronous = False
 
     def __init__(self, graph, layout: Layout, ages: Ages):
-        """``ages``: the delay table."""
         super().__init__(graph, layout)
         self._ages = ages
         self._past: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=OLDEST + 1)
@@ -137,7 +132,6 @@ class Delayed(Simulated):
         }
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
-        """Publish: keep a copy of the outbox for the rounds that will look back at it."""
         self._open = (kind, t)
         if kind is Kind.GOSSIP:
             self._past.append((t, [part.clone() for part in _flat(self._out)]))

@@ -39,10 +39,7 @@ class SharedMemory:
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int, timeout_s: float):
-        """``comm``: the ranks of this host (collective), which the mixer calls ``ranks``.
-
-        ``nbytes``: of one message.
-        """
+        """``comm``: this host's ranks, which the mixer calls ``ranks``; ``nbytes``: a message's."""
         self.size, self.rank = comm.size, comm.rank
         self.places = {rank: place for place, rank in enumerate(ranks)}
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -61,14 +58,12 @@ class SharedMemory:
 
     @property
     def waited(self) -> float:
-        """Seconds spent waiting for other ranks."""
         return self._notifications.waited
 
     def _here(self, ranks: Iterable[int]) -> list[int]:
         return [self.places[j] for j in ranks if j in self.places]
 
     def outbox(self, rank: int) -> torch.Tensor:
-        """The outbox of a rank on this host."""
         return self.outboxes[self.places[rank]]
 
     def publish(self, readers: Iterable[int], t: int) -> None:
@@ -187,7 +182,6 @@ class HostBuffers:
         self, layout: Layout, rank: int, n: int, shared: SharedMemory | None,
         transport: Transport | None,
     ):  # fmt: skip
-        """In memory that is shared, or that the transport prefers."""
         self._layout, self._rank, self._n, self._shared = layout, rank, n, shared
         # views are made once: to cut and view memory takes longer than a small message
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}

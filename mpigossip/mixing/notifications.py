@@ -48,7 +48,6 @@ class Notifications:
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
 
     def send(self, ranks: Iterable[int], tag: int, number: int) -> None:
-        """Notify each rank; returns at once."""
         self._sent = [pair for pair in self._sent if not pair[0].Test()]
         for rank in ranks:
             value = np.array([number], np.int64)

@@ -155,7 +155,6 @@ class ProgressThread:
         return rested
 
     def wake(self) -> None:
-        """There is something to do for who rests."""
         self._bell.ring()
 
     def _leave(self, limit: float = LEAVE_S) -> None:

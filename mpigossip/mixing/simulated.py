@@ -31,7 +31,6 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, n: int, weights: tuple[float, ...], rows: np.ndarray, columns: np.ndarray) -> Rows:
-        """``columns``: (neighbours, rows)."""
         sources = [torch.from_numpy(column.copy()) for column in columns]
         if len(rows) < n:
             return cls(weights, torch.from_numpy(rows), sources, [])

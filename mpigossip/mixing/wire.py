@@ -45,7 +45,6 @@ class Wire(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Return whether messages travel as they are."""
         return not self.sizes
 
     def nbytes(self, width: int) -> int:

@@ -51,12 +51,10 @@ class Point(nn.Module):
     """A point of a function: a parameter, given back as it is."""
 
     def __init__(self, start: Tensor):
-        """``start``: x_0."""
         super().__init__()
         self.x = nn.Parameter(start)
 
     def forward(self) -> Tensor:
-        """The parameter."""
         return self.x
 
 

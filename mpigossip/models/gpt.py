@@ -87,7 +87,6 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the unnormalized log-probabilities of the next token."""
         time, device = tokens.shape[1], tokens.device
         x = self.tokens(tokens)
         if self.places is not None:

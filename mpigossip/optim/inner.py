@@ -94,7 +94,6 @@ class Together(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each part; ``closure`` is evaluated once."""
         value = None
         if closure is not None:
             with torch.enable_grad():
@@ -268,7 +267,6 @@ class StepGuard:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        """Guard the optimizer, or each of its parts, from now on."""
         self._inside = False
         self._hooks = [one.register_step_pre_hook(self._check) for one in parts_of(optimizer)]
 
@@ -299,7 +297,6 @@ class Stale:
     """
 
     def __init__(self) -> None:
-        """Nothing is watched yet."""
         self._parameter: torch.Tensor | None = None
         self._spent: tuple[torch.Tensor, int, int] | None = None
         self._added = False

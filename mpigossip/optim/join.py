@@ -189,7 +189,6 @@ class Member:
         )  # fmt: skip
 
     def _write(self, writer: LogWriter) -> None:
-        """Add the chunk's row."""
         figures, self._figures = self._figures, {}
         writer.widen({name: FIGURE for name in figures if name not in writer.columns})
         writer.append({

@@ -124,7 +124,6 @@ class LoopNode:
 
     @property
     def sharded(self) -> bool:
-        """Return whether each rank of the node has a shard of the model."""
         return isinstance(self.flat, ShardedLayout)
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
@@ -236,7 +235,6 @@ class LoopNode:
 
     @property
     def assembly(self) -> LoopNode:
-        """The node itself: what hooks are shown."""
         return self
 
     def expected(self) -> dict[str, Any]:

@@ -67,7 +67,6 @@ class Divergence:
         self._told = False
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        """Return warnings about the steps from ``first`` on, one until it has shrunk again."""
         lines = []
         values = rows["consensus_distance"].max(axis=1)
         measured = ~np.isnan(values) if self._times else np.zeros(len(values), bool)
@@ -96,11 +95,9 @@ class CadenceWarning:
     """The cadence's warning about its state, once until it has none."""
 
     def __init__(self, says: Callable[[], str]):
-        """``says``: its warning at present."""
         self._says, self._told = says, False
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        """Return warnings about the steps from ``first`` on."""
         said, told = self._says(), self._told
         self._told = bool(said)
         return [f"{said} (step {first + len(rows['loss'])})"] if said and not told else []

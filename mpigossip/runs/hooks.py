@@ -60,7 +60,6 @@ class TensorBoard(Hook):
     """
 
     def __init__(self, world: World):
-        """``world``: whose rank 0 writes."""
         self._world: World = world
         self._writer: Events | None = None
 

@@ -33,7 +33,6 @@ class JobNode:
     counts_all = True
 
     def __init__(self, assembly: Assembly, world: World):
-        """``assembly``: closed with this."""
         self.job, self.world = assembly.parts.job, world
         self._doubted: set[str] = set()
         """metrics that were reported as no numbers"""
@@ -50,13 +49,11 @@ class JobNode:
 
     @property
     def total_steps(self) -> int:
-        """The step at which the job ends."""
         whole = self.assembly.steps_per_epoch * self.job.run.epochs + self.shift
         return whole if self.job.run.steps is None else min(whole, self.job.run.steps)
 
     @property
     def finished(self) -> bool:
-        """Return whether no step is left."""
         return self.engine.index >= self.total_steps
 
     def average(self) -> None:
@@ -82,12 +79,12 @@ class JobNode:
     def stand_at(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
         """Take the counters; the epoch goes on where it was, in its present number of steps."""
         trainer, before = self.trainer, int(facts["steps_per_epoch"])
-        trainer.engine.count_from(numbers)
+        self.engine.count_from(numbers)
         trainer.shift = int(numbers["shift"])
         now = self.assembly.steps_per_epoch
         if before != now:
-            done = (trainer.index - trainer.shift) / before
-            trainer.shift = trainer.index - round(done * now)
+            done = (self.engine.index - trainer.shift) / before
+            trainer.shift = self.engine.index - round(done * now)
 
     def publish(self) -> None:
         replicas = self.trainer.replicas
@@ -167,10 +164,7 @@ class JobNode:
             hook.evaluation(run.progress, self.engine.index, found)
 
     def _doubt(self, found: Evaluation, progress: Progress) -> None:
-        """Warn on rank 0, once for each metric, of a value of the averaged model that is no number.
-
-        The first node that has one is named.
-        """
+        """Warn, once a metric, of a value of the averaged model that is no number; rank 0 does."""
         for name, value in found.averaged.items():
             if self.world.rank or math.isfinite(value) or name in self._doubted:
                 continue

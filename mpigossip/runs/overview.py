@@ -45,7 +45,7 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
     saves = f"every {section.every_steps} steps" if section.every_steps else "at the end"
     data, per_step = assembly.source, progress.samples_per_step
     return [
-        ("nodes", nodes(trainer.mixer.n, trainer.group.devices, world)),
+        ("nodes", nodes(trainer.mixer.n, trainer.engine.group.devices, world)),
         ("model", f"{job.model.name}, {flat.count:,} parameters, {size(4 * flat.count)}"),
         ("data", f"{job.data.source}: {data.train_size:,} training and {data.test_size:,} "
                  f"test samples; {per_step} a step, {per_step // progress.nodes} a node"),
@@ -142,7 +142,6 @@ def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> 
 
 
 def _way(route: str) -> str:
-    """Describe the route of GPUs' vectors, with its reason."""
     name, _, why = route.partition(" ")
     return f"{WAYS[name]} {why}".rstrip()
 
@@ -178,7 +177,7 @@ def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
     state = sum(a.nbytes for each in trainer.engine.states for _, a in leaves(each)) // len(
         mixer.rows
     )
-    per, slots = world.nodes.per_node, trainer.group.slots
+    per, slots = world.nodes.per_node, trainer.engine.group.slots
     averages = Kind.GLOBAL in trainer.engine.cadence.kinds
     messages = {name: per * count for name, count in mixer.memory(averages).items()}
     parts = held(progress.job, replicas.flat, slots, per * state, messages, world.survives)

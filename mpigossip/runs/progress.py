@@ -58,7 +58,6 @@ class Progress:
         self.warnings.append(text)
 
     def epoch(self, step: int) -> float:
-        """Return the epochs done at ``step``."""
         return (step - self.shift) / self.steps_per_epoch
 
     @property
@@ -79,7 +78,6 @@ class Tally:
     samples: int = 0
 
     def add(self, record: Record, samples: int) -> None:
-        """Add one step."""
         for name, seconds in record.seconds.items():
             self.spent[name] = self.spent.get(name, 0.0) + seconds
         self.samples += samples

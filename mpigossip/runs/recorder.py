@@ -58,7 +58,6 @@ class Recorder(Hook):
     """Hook that gathers the steps of all nodes to rank 0 at each flush, and appends them there."""
 
     def __init__(self, world: World):
-        """``world``: whose rank 0 writes."""
         self._world = world
         self._kept: list[dict[str, Any]] = []
         self._evaluations: list[tuple[dict, dict[str, np.ndarray]]] = []
@@ -242,7 +241,6 @@ class Recorder(Hook):
             self._write(gathered, evaluations)
 
     def _write(self, gathered: list, evaluations: list[dict]) -> None:
-        """Append what all ranks have kept, on rank 0."""
         blocks = [block for block, _ in gathered]
         longest = max(blocks, key=lambda block: len(block.get("step", ())))
         if longest:

@@ -191,7 +191,6 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """Return whether all ranks have agreed to stop."""
         return self._asked_at is not None
 
     @property

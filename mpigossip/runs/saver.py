@@ -21,8 +21,6 @@ LAG = 4
 
 @dataclass
 class _Writing:
-    """A checkpoint being written: this rank's files, then rank 0's manifest."""
-
     step: int
     beside: Path
     meta: Mapping[str, Any]

@@ -48,7 +48,6 @@ class Assembly:
 
     @property
     def engine(self) -> Engine:
-        """The trainer's engine."""
         return self.trainer.engine
 
     def close(self) -> None:
@@ -59,7 +58,7 @@ class Assembly:
     def abandon(self) -> None:
         """Release what needs no other rank: all but what lies between nodes."""
         self.loader.close()
-        self.trainer.group.close()
+        self.engine.group.close()
         self.source.close()
 
 

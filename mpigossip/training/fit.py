@@ -234,17 +234,12 @@ def contradictions(job: Job) -> list[str]:
             'node.precision = "fp16": each node scales its loss by itself, which node.vmap '
             'can\'t; use "bf16", or leave node.vmap out'
         )
-    return found + _clockless(job)
-
-
-def _clockless(job: Job) -> list[str]:
-    """Return why the virtual clock doesn't know its machine."""
     try:
         if job.clock.network != OFF:
             named(job.clock)
     except JobError as error:
-        return list(error.messages)
-    return []
+        found += error.messages
+    return found
 
 
 def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested) -> None:

@@ -6,7 +6,6 @@ from mpigossip.algorithms import BUILDERS, Algorithm, build
 from mpigossip.algorithms.cadence import Cadence, FragmentSchedule
 from mpigossip.algorithms.local import STILL
 from mpigossip.config import Job
-from mpigossip.engine.fragments import Fragments
 from mpigossip.engine.vector import Flat
 from mpigossip.graphs import Graph
 from mpigossip.mixing.wire import ALIGN, BUCKET, Wire
@@ -18,30 +17,6 @@ def fragment_width(width: int, schedule: FragmentSchedule, wire: Wire) -> int:
         return width
     unit = schedule.fragments * (ALIGN if wire.exact else BUCKET)
     return -(-width // unit) * unit // schedule.fragments
-
-
-def make_fragments(
-    schedule: FragmentSchedule,
-    flat: Flat,
-    slots: Sequence[int],
-    width: int,
-    exchanges: Sequence[Algorithm],
-    blend: float | None,
-) -> Fragments:
-    """Return fragments of these slots' shards of ``flat``, in messages of ``width`` elements.
-
-    ``exchanges``: of each shard the method without its local step; ``blend``: of the job.
-    """
-    shard = flat.size // flat.slots
-    cuts = [
-        cut(_layers(flat, slice(shard * slot, shard * (slot + 1))), schedule.fragments, width)
-        for slot in slots
-    ]
-    if "keeps-x" in exchanges[0].needs:
-        blend = 0.0
-    elif blend is None:
-        blend = 0.5 if schedule.delay else 1.0
-    return Fragments(schedule, cuts, width, exchanges, blend)
 
 
 def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, ...], ...]:
@@ -136,7 +111,7 @@ def _whole(method: Algorithm) -> str:
     return ""
 
 
-def _layers(flat: Flat, within: slice) -> list[slice]:
+def layers_of(flat: Flat, within: slice) -> list[slice]:
     """The columns of each module's parameters that lie side by side, counted from ``within``."""
     found: list[slice] = []
     last = None

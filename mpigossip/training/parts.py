@@ -26,7 +26,7 @@ from mpigossip.mixing.base import Kind, Layout, Mixer
 from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.delayed import Faults
 from mpigossip.mixing.wire import Wire
-from mpigossip.training.fragments import fragment_width, make_fragments
+from mpigossip.training.fragments import cut, fragment_width, layers_of
 
 EMPTY = Flat((), (), (), (), size=0, decayed=0, slots=1)
 """The vector of a model that isn't made yet."""
@@ -78,15 +78,21 @@ class Parts:
 
     def make_fragments(self, flat: Flat, shards: range) -> Fragments | None:
         """Return the fragments of these shards; None if the model is exchanged as a whole."""
-        if self.cadence.fragment_schedule.plain:
+        schedule, blend = self.cadence.fragment_schedule, self.job.algorithm.blend
+        if schedule.plain:
             return None
+        own, width = flat.own, self.layout.widths[0]
+        shard = own.size // own.slots
+        within = [slice(shard * slot, shard * (slot + 1)) for slot in _slots(flat, shards)]
+        cuts = [cut(layers_of(own, each), schedule.fragments, width) for each in within]
         # one for each shard: over a wire a method has memory of its own
         stills = [_method(self.job, self.graph, local=STILL) for _ in shards]
         exchanges = [_over_wire(still, self.layout.wire, self.cadence) for still in stills]
-        return make_fragments(
-            self.cadence.fragment_schedule, flat.own, _slots(flat, shards), self.layout.widths[0],
-            exchanges, self.job.algorithm.blend,
-        )  # fmt: skip
+        if "keeps-x" in exchanges[0].needs:
+            blend = 0.0
+        elif blend is None:
+            blend = 0.5 if schedule.delay else 1.0
+        return Fragments(schedule, cuts, width, exchanges, blend)
 
 
 def make_graph(job: Job, n: int) -> Graph:
@@ -142,10 +148,7 @@ def _method(
     local: Local | None = None,
     whole: Flat | None = None,
 ) -> Algorithm:
-    """The method for a shard whose first ``decayed`` elements take weight decay.
-
-    ``whole``: the layout of a shard that is all of the vector.
-    """
+    """The method for a shard with so many decayed elements; ``whole``: its layout, if it is all."""
     section = job.local
     return algorithms.build(
         job.algorithm.name, local or section.name, job.algorithm.options, decayed, graph,

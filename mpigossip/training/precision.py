@@ -38,80 +38,62 @@ def without_tf32() -> None:
 
 
 class Precision:
-    """Arithmetic of replicas; ``name`` is "fp32", "bf16" or "fp16"."""
+    """Arithmetic of replicas; ``name`` is "fp32", "bf16" or "fp16".
+
+    float16 holds nothing below 6e-8 or above 65504: each node scales its loss. Where any slot's
+    gradient overflowed, the whole node (all its slots) skips its local step, joins the round as
+    always, and halves its scale; after PATIENCE clean steps it doubles. Scales are powers of two,
+    so that they round nothing (Micikevicius et al., ICLR 2018).
+    """
 
     def __init__(self, name: str, devices: Sequence[str], rows: int):
         """``devices``: one a slot; ``rows``: nodes that live here.
 
         With "fp32" TensorFloat-32 is switched off, which torch leaves on for convolutions.
         """
-        self.name = name
+        self.name, self._scales = name, name == "fp16"
         self._kind = "cuda" if devices[0].startswith("cuda") else "cpu"
-        self.scaler = Scaler(devices, rows) if name == "fp16" else None
         if self._kind == "cuda" and name == "fp32":
             without_tf32()
+        self.scales = [torch.full((rows, 1), FIRST_SCALE, device=device) for device in devices]
+        """per slot (rows, 1), at a fixed address for captured graphs"""
+        self._values, self._clean = [FIRST_SCALE] * rows, [0] * rows
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The context of a forward pass."""
         if self.name == "fp32":
             return contextlib.nullcontext()
         dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
         return torch.autocast(self._kind, dtype)
 
     def scaled(self, loss: torch.Tensor, row: int, slot: int) -> torch.Tensor:
-        """The loss that is differentiated."""
-        return loss if self.scaler is None else loss * self.scaler.scales[slot][row, 0]
-
-    def unscale(
-        self, g: Sequence[torch.Tensor], group: Group, mean: Callable | None = None
-    ) -> tuple[int, ...]:
-        """Take the loss scale out of the averaged gradients (the shards of a node).
-
-        Returns the rows whose gradient overflowed; it is zero there. ``mean``: the average over
-        nodes of float64 arrays (rows, 1), where all nodes are to skip the step if one does.
-        """
-        return () if self.scaler is None else self.scaler.unscale(g, group, mean)
+        return loss * self.scales[slot][row, 0] if self._scales else loss
 
     def numbers(self, row: int) -> dict[str, float]:
-        """A node's numbers for its checkpoint."""
-        return {} if self.scaler is None else self.scaler.numbers(row)
+        """A node's scale and clean steps so far, for its checkpoint."""
+        if not self._scales:
+            return {}
+        return {"loss_scale": self._values[row], "clean_steps": self._clean[row]}
 
     def restore(self, row: int, numbers: dict) -> None:
         """Go on where :meth:`numbers` stood; from a run without a scale, at the first one."""
-        if self.scaler is not None and "loss_scale" in numbers:
-            self.scaler.set(row, numbers["loss_scale"], int(numbers["clean_steps"]))
+        if self._scales and "loss_scale" in numbers:
+            self._set(row, numbers["loss_scale"], int(numbers["clean_steps"]))
 
-
-class Scaler:
-    """One loss scale a node, as float16 holds nothing below 6e-8 or above 65504.
-
-    Where any slot's gradient overflowed, the whole node (all its slots) skips its local step,
-    joins the round as always, and halves its scale; after PATIENCE clean steps it doubles.
-    Scales are powers of two, so that they round nothing (Micikevicius et al., ICLR 2018).
-    """
-
-    def __init__(self, devices: Sequence[str], rows: int):
-        """``scales``: per slot an array (rows, 1) at a fixed address, for captured graphs."""
-        self.scales = [torch.full((rows, 1), FIRST_SCALE, device=device) for device in devices]
-        self._values, self._clean = [FIRST_SCALE] * rows, [0] * rows
-
-    def set(self, row: int, scale: float, clean: int) -> None:
-        """Scale and clean steps so far of a node."""
+    def _set(self, row: int, scale: float, clean: int) -> None:
         self._values[row], self._clean[row] = scale, clean
         for scales in self.scales:
             scales[row].fill_(scale)
 
-    def numbers(self, row: int) -> dict[str, float]:
-        """Scale and clean steps so far of a node."""
-        return {"loss_scale": self._values[row], "clean_steps": self._clean[row]}
-
     def unscale(
         self, g: Sequence[torch.Tensor], group: Group, mean: Callable | None = None
     ) -> tuple[int, ...]:
-        """Divide the shards (rows, p) by the scale, or make them zero; then adapt the scale.
+        """Take the loss scale out of the averaged gradients, the shards (rows, p) of a node.
 
-        Returns the rows that overflowed: with ``mean`` all of them where any node's did.
+        Returns the rows whose gradient overflowed; it is zero there. ``mean``: the average over
+        nodes of float64 arrays (rows, 1), where all nodes are to skip the step if one does.
         """
+        if not self._scales:
+            return ()
 
         def count_wrong(shard: int) -> torch.Tensor:
             wrong = torch.isfinite(g[shard]).logical_not().sum(1, keepdim=True)
@@ -133,12 +115,11 @@ class Scaler:
         return tuple(row for row, bad in enumerate(overflowed.tolist()) if bad)
 
     def _adapt(self, row: int, overflowed: bool) -> None:
-        clean = 0 if overflowed else self._clean[row] + 1
-        scale = self._values[row]
+        scale, clean = self._values[row], self._clean[row] + 1
         if overflowed:
-            self.set(row, max(scale / 2, 2.0**-14), 0)
+            self._set(row, max(scale / 2, 2.0**-14), 0)
         elif clean == PATIENCE:
-            self.set(row, min(scale * 2, 2.0**24), 0)
+            self._set(row, min(scale * 2, 2.0**24), 0)
         else:
             self._clean[row] = clean
 

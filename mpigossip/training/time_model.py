@@ -10,6 +10,7 @@ import numpy as np
 
 from mpigossip.config import Job
 from mpigossip.graphs import Graph
+from mpigossip.graphs.base import random_words
 from mpigossip.mixing.base import Kind, traffic
 from mpigossip.mixing.delayed import Faults
 from mpigossip.training.assemble import Assembly
@@ -57,7 +58,6 @@ class Edges(NamedTuple):
 
     @property
     def receivers(self) -> np.ndarray:
-        """(edges,): who waits."""
         return np.repeat(np.arange(len(self.starts)), self.received + 1)
 
 
@@ -274,6 +274,5 @@ class VirtualClock:
 
 def normal(key: tuple[int, ...], count: int) -> np.ndarray:
     """Standard normal numbers from the key alone, the same with every numpy (Box and Muller)."""
-    words = np.random.Philox(np.random.SeedSequence(key)).random_raw(2 * count)
-    u = (words.astype(np.float64) + 0.5) / 2.0**64
+    u = (random_words(key, 2 * count).astype(np.float64) + 0.5) / 2.0**64
     return np.sqrt(-2 * np.log(u[:count])) * np.cos(2 * np.pi * u[count:])

@@ -236,7 +236,7 @@ def one_waits(comm, algorithm):
         time.sleep(1e-3)
     wait_for_nodes(trainer, world)
     pending = trainer.mixer.pending()[0][0][0].numpy()
-    behind, index = x[0].numpy().copy(), trainer.index
+    behind, index = x[0].numpy().copy(), trainer.engine.index
     assembly.close()
     world.close()
     return before, behind, pending, index

@@ -50,7 +50,7 @@ def test_statistics_are_those_of_the_averaged_model_on_all_nodes_batches(devices
     module = averaged_model(trainer.replicas, trainer.mixer)
     before = module[0].running_mean.clone()
     recalibrate(module, trainer.replicas, trainer.mixer, batches)
-    slots = len(trainer.group.mine)
+    slots = len(trainer.engine.group.mine)
     shown = [step[node * slots][0] for node in range(N) for step in batches]
     assert module[0].running_mean == pytest.approx(
         torch.stack([x.mean(0) for x in shown]).mean(0), rel=1e-5, abs=1e-6

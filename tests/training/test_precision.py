@@ -64,7 +64,7 @@ def test_auto_is_float32_on_a_cpu():
 @pytest.mark.parametrize("group", [lambda: Single(), lambda: Threads(3), lambda: Whole(Threads(3))])
 def test_an_overflow_anywhere_makes_the_whole_node_skip_its_step(group):
     group = group()
-    scaler = precision.Scaler(group.devices, rows=2)
+    scaler = precision.Precision("fp16", group.devices, rows=2)
     g = [torch.full((2, 6), 2.0**17) for _ in range(group.segments)]
     g[-1][1, 5] = float("inf")
     assert scaler.unscale(g, group) == (1,)
@@ -79,7 +79,7 @@ def test_an_overflow_anywhere_makes_the_whole_node_skip_its_step(group):
 
 
 def test_gradients_that_all_average_are_skipped_by_all_or_none():
-    scaler = precision.Scaler(["cpu"], rows=1)
+    scaler = precision.Precision("fp16", ["cpu"], rows=1)
     elsewhere = torch.ones(1, dtype=torch.float64)
     g = torch.full((1, 4), 2.0**16)
     assert scaler.unscale([g.clone()], Single()) == ()
@@ -131,7 +131,7 @@ def test_a_skipped_row_takes_no_local_step_and_the_others_do(words):
 
 def test_the_scale_grows_after_clean_steps_and_has_ends(monkeypatch):
     monkeypatch.setattr(precision, "PATIENCE", 3)
-    scaler = precision.Scaler(["cpu"], rows=1)
+    scaler = precision.Precision("fp16", ["cpu"], rows=1)
     place = scaler.scales[0].data_ptr()
     clean, broken = torch.ones(1, 4), torch.full((1, 4), float("nan"))
     for _ in range(3):
@@ -149,12 +149,12 @@ def test_the_scale_grows_after_clean_steps_and_has_ends(monkeypatch):
 def test_a_node_that_overflows_still_joins_the_round():
     assembly = assemble.assemble(job("node.precision=fp16", "algorithm.name=dsgd"), Alone(), 2)
     trainer = assembly.trainer
-    scaler = trainer.precision.scaler
-    scaler.set(1, 2.0**24, 0)
+    scaler = trainer.precision
+    scaler.restore(1, {"loss_scale": 2.0**24, "clean_steps": 0})
     trainer.replicas.full[0][1] += 1e-3
     before = trainer.replicas.full[0].clone()
     sent = list(trainer.mixer.bytes_sent)
-    while scaler.numbers(1)["loss_scale"] == 2.0**24 and trainer.index < 5:
+    while scaler.numbers(1)["loss_scale"] == 2.0**24 and trainer.engine.index < 5:
         record = trainer.step()
         assert torch.isfinite(record.loss).all()
     assert scaler.numbers(1)["loss_scale"] == 2.0**23, "the loss times 2^24 overflows"

@@ -95,7 +95,6 @@ class DeviceBuffers:
     def _copy_out(
         self, sources: Sequence[torch.Tensor], to: Sequence[torch.Tensor], span: slice
     ) -> list[torch.cuda.Event | None]:
-        """Begin to copy from the devices to the host; events behind it."""
         for source, there, each in zip(sources, to, self._streams, strict=True):
             with each.outgoing():
                 there[span].copy_(source[span], non_blocking=True)

@@ -235,7 +235,6 @@ class Proof:
     def __init__(
         self, comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str
     ):
-        """``devices``: of the slots; on all ranks as many."""
         self.comm, self._devices, self._timeout_s, self._way = comm, devices, timeout_s, way
         self._left, self._right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         self._memory: list[torch.Tensor] = []
@@ -259,7 +258,6 @@ class Proof:
             close_window(window, self.comm)
 
     def _each(self, name: str, step: Callable[[int, torch.device], None]) -> None:
-        """Do a step for every slot."""
         for slot, device in enumerate(self._devices):
             where = f"{device}" + (f" (rank {self.comm.rank})" if self.comm.size > 1 else "")
             self.now = f"{name} of GPU memory on {where}"

@@ -47,16 +47,11 @@ class Streams:
             stream.wait_event(event)
 
     def copied_out(self) -> torch.cuda.Event | None:
-        """An event behind the copies out."""
         return _behind(self.out)
-
-    def summed(self) -> torch.cuda.Event | None:
-        """An event behind what has come in and its sums."""
-        return _behind(self.into)
 
     def drain(self) -> None:
         """Wait until what came in is summed."""
-        if (event := self.summed()) is not None:
+        if (event := _behind(self.into)) is not None:
             event.synchronize()
 
     @contextlib.contextmanager
@@ -67,6 +62,5 @@ class Streams:
 
     @contextlib.contextmanager
     def outgoing(self) -> Iterator[None]:
-        """Launch on the stream of copies out."""
         with launching, current(self.device), torch.cuda.stream(self.out):
             yield

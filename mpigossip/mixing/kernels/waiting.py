@@ -85,7 +85,6 @@ class Bell:
             os.read(self.wake, 1 << 12)
 
     def close(self) -> None:
-        """Give the files back; may be called again."""
         if self.wake >= 0:
             os.close(self.wake)
             os.close(self._ring)

@@ -30,7 +30,6 @@ class Ledger:
     """The blocks of a training; ``done`` names are hints that save reading claims."""
 
     def __init__(self, disk, chunks: int, block: int, chance: random.Random):
-        """``block``: chunks of a claim."""
         self.disk, self.chunks, self.block, self.chance = disk, chunks, block, chance
         self._first = 0
         """the oldest block that isn't known as done"""
@@ -58,7 +57,6 @@ class Ledger:
 
     @property
     def finished(self) -> bool:
-        """Return whether every block is done."""
         return all(done for _, _, done in self._blocks())
 
     def _unclaimed(self, member: Any) -> tuple[list[Rest], Rest | None]:

@@ -206,5 +206,4 @@ class Live:
             self.place.leave()
 
     def close(self) -> None:
-        """Wait for the writer."""
         self._writer.shutdown()

@@ -67,7 +67,6 @@ class Chain:
 
     @property
     def rounds(self) -> int:
-        """Rounds that are published."""
         return self.last.round if self.last else 0
 
 
@@ -123,7 +122,7 @@ class Place:
         """Versions to begin with, the furthest first: of present places, else of closed ones."""
         found = [self.refresh(place).last for place in self.present()[-64:]]
         if not any(found):
-            ages = {int(p): int(a) for p, a in (n.split(".") for n in self._hints())}
+            ages = self._closed()
             furthest = sorted(ages, key=lambda place: -ages[place])[: 2 * NEWEST]
             found = [self.refresh(place).last for place in furthest]
         return _furthest(found)
@@ -139,7 +138,7 @@ class Place:
         record = Start(place=self.number, inputs=versions, promise=self.promise, about=about)
         self.age = max((one.age for one in inputs), default=0)
         self.progress = max((one.progress for one in inputs), default=0)
-        if not self.disk.publish(self._name(self.number, 0), record.encode()):
+        if not self.disk.publish(record_name(self.number, 0), record.encode()):
             raise Fenced
         self.round = 1
 
@@ -147,8 +146,8 @@ class Place:
 
     def present(self) -> list[int]:
         """Places that aren't known to be closed or silent, ascending."""
-        gone = {int(name.partition(".")[0]) for name in self._hints()}
-        there = {place for place in self.numbers("places") if not self.absent(place)} - gone
+        there = {place for place in self.numbers("places") if not self.absent(place)}
+        there -= self._closed().keys()
         return sorted(there | ({self.number} - {-1}))  # a stale listing may lack the own one
 
     def absent(self, place: int) -> bool:
@@ -176,7 +175,7 @@ class Place:
 
     def record(self, place: int, number: int) -> Start | Round | Closed | Record | None:
         """A record of a chain; None where it isn't there, a bare Record where it is damaged."""
-        name = self._name(place, number)
+        name = record_name(place, number)
         found = self.read(name, Start, Round, Closed)
         right = getattr(found, "round", 0) == number and getattr(found, "place", place) == place
         if found is not None and not right:
@@ -189,7 +188,7 @@ class Place:
         chain = self.chains[place]
         record = Closed(place=place, round=chain.next, why="silent", by=self.number)
         self.disk.make(f"chain/{place:06d}")
-        if self.disk.publish(self._name(place, chain.next), record.encode()):
+        if self.disk.publish(record_name(place, chain.next), record.encode()):
             self._hint_closed(place, chain.last.age if chain.last else 0)
         self.refresh(place)
 
@@ -215,7 +214,6 @@ class Place:
                 yield version
 
     def took(self, version: Round) -> None:
-        """This version was averaged."""
         self.peer, self.averaged[version.place] = version, version.round
 
     # -- chunks -----------------------------------------------------------------------------------
@@ -270,7 +268,7 @@ class Place:
         ``done``: it is the last of its claim. In the thread that has written the model.
         """
         record = replace(draft, **model)
-        if not self.disk.publish(self._name(record.place, record.round), record.encode()):
+        if not self.disk.publish(record_name(record.place, record.round), record.encode()):
             self.fenced = True
             return
         self.files.append(record.file)
@@ -281,8 +279,7 @@ class Place:
 
     def _remove_old(self) -> None:
         """Remove models of places that were closed long ago."""
-        ages = (hint.split(".") for hint in self._hints())
-        old = {place for place, age in ages if int(age) + OLD < self.age}
+        old = {f"{place:06d}" for place, age in self._closed().items() if age + OLD < self.age}
         for name in self.disk.names("models") if old else ():
             if name.partition("-")[0] in old:
                 self.disk.remove(f"models/{name}")
@@ -290,16 +287,14 @@ class Place:
     def leave(self) -> None:
         """Close the own chain: what is claimed and not trained is others'."""
         record = Closed(place=self.number, round=self.round, why="left", by=self.number)
-        if self.disk.publish(self._name(self.number, self.round), record.encode()):
+        if self.disk.publish(record_name(self.number, self.round), record.encode()):
             self._hint_closed(self.number, self.age)
 
     # -- the end ----------------------------------------------------------------------------------
 
     def endings(self) -> list[Round]:
         """Versions whose average may be the result, the furthest first."""
-        for name in self._hints()[-64:]:
-            self.refresh(int(name.partition(".")[0]))
-        for place in self.present():
+        for place in [*[*self._closed()][-64:], *self.present()]:
             self.refresh(place)
         found = _furthest([chain.last for chain in self.chains.values()])
         if not found:  # an END without models couldn't be taken back
@@ -319,16 +314,15 @@ class Place:
 
     # -- names ------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _name(place: int, number: int) -> str:
-        return f"chain/{place:06d}/{number:06d}"
-
     def numbers(self, folder: str) -> list[int]:
         """Numbers among the names of a folder, ascending."""
         return [int(name) for name in self.disk.names(folder) if re.fullmatch(r"\d{6,15}", name)]
 
-    def _hints(self) -> list[str]:
-        return [n for n in self.disk.names("closed") if re.fullmatch(r"\d{6,15}\.\d{6,15}", n)]
+    def _closed(self) -> dict[int, int]:
+        """Ages at which places were closed, as far as hints say."""
+        names = self.disk.names("closed")
+        found = [name for name in names if re.fullmatch(r"\d{6,15}\.\d{6,15}", name)]
+        return {int(place): int(age) for place, age in (name.split(".") for name in found)}
 
     def _hint_closed(self, place: int, age: int) -> None:
         self.disk.publish(f"closed/{place:06d}.{age:06d}", b"")
@@ -347,6 +341,11 @@ class Place:
         if name not in self._told:
             self._told.add(name)
             self.tell(f"{name}: {text}; passed over")
+
+
+def record_name(place: int, number: int) -> str:
+    """Name of a record of a chain."""
+    return f"chain/{place:06d}/{number:06d}"
 
 
 def _furthest(versions: Iterable[Round | None]) -> list[Round]:

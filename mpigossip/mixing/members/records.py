@@ -14,7 +14,7 @@ import secrets
 import stat
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 LARGEST = 1 << 20
 """Bytes of a record at most."""
@@ -47,7 +47,6 @@ class Disk:
             return []
 
     def exists(self, name: str) -> bool:
-        """Return whether a name is there."""
         return os.path.lexists(self.path(name))
 
     def read(self, name: str) -> bytes | None:
@@ -92,30 +91,26 @@ class Disk:
             with contextlib.suppress(OSError):
                 beside.unlink()
 
-    def _link(self, beside: Path, name: str, content: bytes) -> bool:
-        for attempt in range(TRIES):
+    def _link(self, beside: Path, name: str, content: bytes, tries: int = TRIES) -> bool:
+        try:
+            self.link(beside, self.path(name))
+        except OSError:
             try:
-                self.link(beside, self.path(name))
-            except OSError:
-                try:
-                    found = self.read(name)
-                except Unusable:
-                    return False
-                if found is None and attempt + 1 == TRIES:
-                    raise
-                if found is None:
-                    continue
+                found = self.read(name)
+            except Unusable:
+                return False
+            if found is not None:
                 return found == content
-            self.sync(name.rpartition("/")[0])
-            return True
-        raise AssertionError("unreachable")
+            if tries == 1:
+                raise
+            return self._link(beside, name, content, tries - 1)
+        self.sync(name.rpartition("/")[0])
+        return True
 
     def link(self, beside: Path, path: Path) -> None:
-        """Give a finished file a second name, in one step."""
         os.link(beside, path)
 
     def sync(self, folder: str) -> None:
-        """Bring a folder's names to the disk."""
         descriptor = os.open(self.path(folder), os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -123,11 +118,9 @@ class Disk:
             os.close(descriptor)
 
     def make(self, folder: str) -> None:
-        """A folder and those above it."""
         self.path(folder).mkdir(parents=True, exist_ok=True)
 
     def remove(self, name: str) -> None:
-        """Remove a name, if it is there."""
         with contextlib.suppress(OSError):
             self.path(name).unlink()
 
@@ -152,20 +145,18 @@ class Version(NamedTuple):
 class Record:
     """What all records have; ``nonce`` makes each content its own."""
 
-    kind: ClassVar[str] = ""
     place: int
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def encode(self) -> bytes:
-        """As JSON."""
-        return json.dumps({"kind": self.kind, **asdict(self)}).encode()
+        """As JSON, with the class as its kind."""
+        return json.dumps({"kind": type(self).__name__.lower(), **asdict(self)}).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Record):
     """Round 0 of a chain: the models whose average the member began with (none: the seed)."""
 
-    kind = "start"
     inputs: tuple[Version, ...]
     promise: float
     about: dict[str, str]
@@ -180,7 +171,6 @@ class Round(Record):
     ``digest`` of its arrays.
     """
 
-    kind = "round"
     round: int
     claim: str
     chunk: int
@@ -205,7 +195,6 @@ class Round(Record):
 class Closed(Record):
     """The end of a chain: "left" by itself, or silent for longer than it promised."""
 
-    kind = "closed"
     round: int
     why: str
     by: int
@@ -215,7 +204,6 @@ class Closed(Record):
 class Claim(Record):
     """Rounds of a place from ``first`` on train the chunks from ``chunk`` to their block's end."""
 
-    kind = "claim"
     first: int
     chunk: int
 
@@ -224,11 +212,12 @@ class Claim(Record):
 class End(Record):
     """All chunks are trained; the result is the average of these versions."""
 
-    kind = "end"
     versions: tuple[Version, ...]
 
 
-KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in (Start, Round, Closed, Claim, End)}
+KINDS: dict[str, type[Record]] = {
+    cls.__name__.lower(): cls for cls in (Start, Round, Closed, Claim, End)
+}
 
 
 def parse(content: bytes, name: str, *kinds: type[Record]) -> Any:
@@ -237,7 +226,7 @@ def parse(content: bytes, name: str, *kinds: type[Record]) -> Any:
         found = json.loads(content)
         cls = KINDS[found.pop("kind")]
         if cls not in kinds:
-            raise ValueError(f'it is of kind "{cls.kind}"')
+            raise ValueError(f'it is of kind "{cls.__name__.lower()}"')
         types = {one.name: one.type for one in fields(cls)}
         if found.keys() != types.keys():
             raise ValueError("it lacks fields or has others")

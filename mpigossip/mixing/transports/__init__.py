@@ -94,10 +94,7 @@ class Transport:
         """End what still holds a device, after a failure; not collective."""
 
     def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:
-        """Release all; collective.
-
-        ``coming``: rounds that won't be run, by index, for which buffers were freed.
-        """
+        """Release all; collective. ``coming``: rounds that won't be run, but were freed buffers."""
         self.notifications.close()
 
 

@@ -81,7 +81,6 @@ class Messages(Transport):
         return self._inbox[buffer]
 
     def free(self, r: Round, coming: Plan) -> None:
-        """Wait until the own messages are sent."""
         if self._sends:
             self.notifications.waited += wait_all(
                 self._sends, self.timeout_s, lambda key: self._named(key[0], "takes no message"),

@@ -157,7 +157,6 @@ class _Watched:
         self.printer.leave()
 
     def end(self, found: Evaluation, told: dict[str, Any]) -> None:
-        """Log the result of the training, which is the same for all members."""
         place, progress, recorder = self.live.place, self.progress, self.recorder
         steps = place.plan.chunks * self.member.steps
         recorder.evaluation(progress, steps, found)
@@ -248,12 +247,8 @@ def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB, parameter
     begun = (disk.read(name) or b"").decode(errors="replace").partition("\n")[0]
     if not begun.startswith(here):
         other = begun[2:] if begun.startswith("# ") else "its job doesn't say which"
-        raise JobError(
-            [
-                f'"{folder}" was begun with another version or model ({other}; here '
-                f"{here[2:]}): join with the same ones, or name another folder"
-            ]
-        )
+        text = f'"{folder}" was begun with another version or model ({other}; here {here[2:]})'
+        raise JobError([f"{text}: join with the same ones, or name another folder"])
     if job is None:
         return there
     wrong = differing(job, there, OWN)

@@ -25,28 +25,21 @@ from mpigossip.training.assemble import Assembly
 class Members(Simulated):
     """x ← ½ (x + x_j), j the member that ``receive`` finds, late x_j as `moved` has it; else x."""
 
-    def __init__(
-        self,
-        graph,
-        layout: Layout,
-        send: Callable[[Segments], int],
-        receive: Callable[[Segments], bool],
-    ):
-        """``send(message)`` publishes it and returns its bytes, ``receive(into)`` reads one."""
+    def __init__(self, graph, layout: Layout, member: Member):
         super().__init__(graph, layout)
-        self._send, self._receive = send, receive
+        self._member = member
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
         """Publish the model in a gossip step; writing goes on in the background."""
         super().start(Kind.LOCAL, t, exchange)
         self._open = kind, t
         if kind is Kind.GOSSIP:
-            self.bytes_sent[0] += self._send(self._out)
+            self.bytes_sent[0] += self._member.send(self._out)
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
         """``sent`` and ``mixed``; reads the model of one other member in a gossip step."""
         kind, _ = self._open
-        if kind is not Kind.GOSSIP or not self._receive(self._mixed):
+        if kind is not Kind.GOSSIP or not self._member.receive(self._mixed):
             return self._out, self._out
         for sent, mixed in zip(self._out, self._mixed, strict=True):
             combine((0.5, 0.5), [sent[0], mixed[0]], mixed[0])
@@ -57,7 +50,6 @@ class Member:
     """The training of a member: x ← H steps on a chunk, published, then ½ (x + x_j)."""
 
     def __init__(self, assembly: Assembly):
-        """``assembly``: of the job on one node."""
         self.trainer, self.assembly = assembly.trainer, assembly
         self.engine = engine = assembly.engine
         rate, self.ahead = self.trainer.rate, 0
@@ -69,9 +61,7 @@ class Member:
         """when its last chunk came, by `time.monotonic`"""
         self.exchange: Any = None
         self.seed = self.capture([(x,) for x in engine.vector.x])
-        engine.replace_mixer(
-            Members(assembly.parts.graph, engine.mixer.layout, self._send, self._receive)
-        )
+        engine.replace_mixer(Members(assembly.parts.graph, engine.mixer.layout, self))
 
     def begin(self, states: Sequence[NodeState]) -> None:
         """Stand at the average of these models (none: the seed's), with averaged moments."""
@@ -108,9 +98,7 @@ class Member:
         put_buffers(dict(zip(engine.group.mine, replicas.buffers(0), strict=True)), state)
 
     def train(
-        self,
-        exchange: Any,
-        after: Callable[[Record, int], None] = lambda record, chunk: None,
+        self, exchange: Any, after: Callable[[Record, int], None] = lambda record, chunk: None
     ) -> None:
         """Train chunks until there are no more; ``after`` each step, with its chunk.
 
@@ -141,12 +129,12 @@ class Member:
         counts: dict[str, Number] = {"index": max(engine.index, steps), "local_steps": steps}
         return NodeState(joined(x, 0, flat), flat.names, flat.shapes, arrays, counts)
 
-    def _send(self, message: Segments) -> int:
-        assert self.exchange is not None
+    def send(self, message: Segments) -> int:
+        """Publish a message with the state behind it; its bytes."""
         return self.exchange.send(self.capture(message))
 
-    def _receive(self, into: Segments) -> bool:
-        assert self.exchange is not None
+    def receive(self, into: Segments) -> bool:
+        """Read the model of another member, if there is one."""
         state = self.exchange.receive()
         if state is None:
             return False

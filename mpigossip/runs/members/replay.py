@@ -12,7 +12,7 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.config.readable import counted, note
 from mpigossip.mixing.members.live import digest, late, moved, read_model
-from mpigossip.mixing.members.place import KEEP, Place
+from mpigossip.mixing.members.place import KEEP, Place, record_name
 from mpigossip.mixing.members.records import Closed, Disk, End, Round, Start, Version
 from mpigossip.runs.members.join import JOB, about, job_there, none_there, plan_of
 from mpigossip.runs.members.member import Member
@@ -54,7 +54,7 @@ class Script:
         found = self.rounds.get(version)
         if found is None:
             raise StoreError(
-                f"{self._name(version)} is missing or damaged: rounds that "
+                f"{record_name(*version)} is missing or damaged: rounds that "
                 "depend on it can't be repeated; --place and --rounds choose others"
             )
         return found
@@ -93,7 +93,7 @@ class Script:
         """Own last model (those of the beginning), the peer's as the member took it, progress."""
         inputs = self.inputs(version)
         if missing := [one for one in inputs if one not in self.models]:
-            raise StoreError(f"{self._name(version)} depends on {missing[0]}, which is later")
+            raise StoreError(f"{record_name(*version)} depends on {missing[0]}, which is later")
         models = [self.models[one] for one in inputs]
         for one in inputs:
             self.uses[one] -= 1
@@ -111,7 +111,7 @@ class Script:
         if digest(state) != self.round(version).digest:
             raise Differs(
                 f"round {version.round} of place {version.place} is another model than "
-                f"its record {self._name(version)} says{self._unlike(version.place)}"
+                f"its record {record_name(*version)} says{self._unlike(version.place)}"
             )
         if self.uses[version]:
             self.models[version] = state
@@ -125,7 +125,6 @@ class Script:
         return f"; it was made with {', '.join(unlike)}" if unlike else ""
 
     def told(self, order: Sequence[Version]) -> str:
-        """What was compared: these rounds."""
         rounds, places = counted(len(order), "round"), len({one.place for one in order})
         found = f"{rounds} of {counted(places, 'place')} repeated: every digest is equal"
         if self.stored:
@@ -137,10 +136,6 @@ class Script:
             found += f"\ndigest {sha.hexdigest()}"
         return found
 
-    @staticmethod
-    def _name(version: Version) -> str:
-        return f"chain/{version.place:06d}/{version.round:06d}"
-
 
 class Scripted:
     """The exchange of one round, as its record says."""
@@ -148,7 +143,6 @@ class Scripted:
     sent: NodeState
 
     def __init__(self, peer: NodeState | None, chunk: int, progress: int):
-        """``peer``: the model that is received first."""
         self._peer, self._next = peer, (chunk, progress)
 
     def chunk(self) -> tuple[int, int] | None:
