@@ -89,6 +89,7 @@ pools(2)(t.hangs)
 """
 
 
+@pytest.mark.every
 def test_ranks_end_with_a_pytest_that_is_killed(mpirun):
     before = launch.segments()
     with subprocess.Popen(
@@ -124,6 +125,7 @@ def test_mpirun_kills_at_the_deadline(mpirun, mpistart):
     assert not launch.marked(running.token)
 
 
+@pytest.mark.every
 def test_mpirun_reports_what_outlives_it(mpirun):
     code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     with pytest.raises(pytest.fail.Exception, match="left running: .'sleep 600"):

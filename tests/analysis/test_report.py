@@ -199,7 +199,7 @@ def overlapping(artists, canvas):
 
 def test_nothing_is_written_over_anything_else(tmp_path):
     """Titles and legends of all panels, and the runs' names beside their bars."""
-    count = 24
+    count = 12
     made = figure(load([run(tmp_path / f"digits-{k}", steps=60) for k in range(count)]))
     FigureCanvasAgg(made).draw()
     for axes in made.axes:

@@ -107,9 +107,11 @@ def test_a_rank_that_does_not_come_to_the_start_ends_the_job(mpirun, tolerant, t
     assert "1 of 3 ranks have begun but not come so far: 1 on " in told
 
 
-def test_a_rank_that_ends_by_itself_speaks_for_itself(mpirun, tolerant, tmp_path):
-    assert "said by itself" in ended(mpirun, tmp_path, "raise", 60)
-    assert "no such library" in ended(mpirun, tmp_path, "exit", 60)
+@pytest.mark.parametrize(
+    "how, says", [("raise", "said by itself"), every("exit", "no such library")]
+)
+def test_a_rank_that_ends_by_itself_speaks_for_itself(mpirun, tolerant, tmp_path, how, says):
+    assert says in ended(mpirun, tmp_path, how, 60)
 
 
 def test_a_second_launch_in_one_allocation_is_not_ended_by_the_first(mpirun, tmp_path):

@@ -9,7 +9,7 @@ from mpigossip.training import assemble
 from mpigossip.training.fragments import cut
 from tests import battery
 from tests.battery import FRAGMENTS, Driver, DriverOfParts
-from tests.cases import every, on_each, some
+from tests.cases import every, few, on_each, some
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -193,7 +193,7 @@ def test_a_step_sends_at_most_its_share(name, period):
 
 
 @pytest.mark.parametrize("n", some([1, 2, 3, 4, 5, 8], [3]))
-@on_each("case", FRAGMENTS)
+@on_each("case", FRAGMENTS, few(FRAGMENTS))
 def test_resume_at_every_step_of_a_period(case, n):
     """As a checkpoint does: what was received goes into it, also early, and no exchange does."""
     steps = 6

@@ -137,7 +137,7 @@ def beside_a_hog(group, full, ours):
 
     thread = threading.Thread(target=hog, daemon=True)
     thread.start()
-    for turn in range(60):  # in turns, as the machine may have other work
+    for turn in range(30):  # in turns, as the machine may have other work
         pairs = [(PYTHONS_S, seconds[1]), (ours, seconds[2])]
         # the round in which the thread awakes doesn't count
         for interval, kept in [(0, seconds[0]), (ours, []), *pairs[:: -1 if turn % 2 else 1]]:

@@ -139,6 +139,7 @@ def test_what_cannot_be_is_said():
         assemble.load({"model": {"name": "gpt", "norm": "batch"}})
 
 
+@pytest.mark.every
 def test_torch_compile_takes_what_is_computed_again():
     """`node.compile` with another backend: inductor would need a compiler, and minutes."""
     found = []

@@ -78,7 +78,7 @@ def without_c(comm, size):
     layout = Layout(widths=(size, size), vectors=2, scalars=1)
     before, waiting.available = waiting.available, lambda: False
     try:
-        return compare(comm, GRAPHS, "put", 20, layout=layout)
+        return compare(comm, GRAPHS, "put", 12, layout=layout)
     finally:
         waiting.available = before
 

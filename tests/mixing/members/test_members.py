@@ -38,7 +38,7 @@ def right(root, plan) -> bool:
     return once and replay(root, plan) == plan.chunks
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(every(seed) for seed in range(3, 6))])
+@pytest.mark.parametrize("seed", [1, *(every(seed) for seed in range(2, 6))])
 def test_storms(tmp_path, seed):
     """Kills at random, stale listings, lost replies, a full disk, clocks minutes apart."""
     ends = storm(tmp_path / "run", seed, **ILLS)
