@@ -18,7 +18,7 @@ from mpigossip.data import pytree
 from mpigossip.data.loader import DataError, Loader
 from mpigossip.data.partition import Share, make_orders
 from mpigossip.data.sources import source
-from tests.cases import every
+from tests.cases import every, on_each
 
 
 class Squares(Dataset):
@@ -154,6 +154,7 @@ def figures(batches):
     return [torch.cat([b["x"].flatten(), b["drawn"].flatten()]).tolist() for b in batches]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("workers", [0, every(2)])
 def test_a_batch_follows_from_its_step_alone(mine, workers):
     """Samples and what they draw: from the start, from the middle, of all nodes or of one."""
@@ -200,7 +201,8 @@ def test_how_a_process_ends_that_has_given_all_is_no_matter(mine):
         assert process.exitcode is not None
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.usefixtures("forked")
+@on_each("workers", [0, 1])
 def test_rows_of_a_stream_are_dealt(mine, workers):
     """In turn, pass after pass; a later step reads all before it again, random numbers too."""
     mine(counts=counts)
@@ -258,7 +260,7 @@ def given(train, test=None, **more):
     return lambda: {"train": train, "test": Squares(4) if test is None else test} | more
 
 
-@pytest.mark.parametrize(
+@on_each(
     "function, settings, says",
     [
         (given(Squares(0)), {}, 'its "train" has no sample'),
@@ -283,7 +285,8 @@ def test_what_is_no_data_is_named_before_anything_starts(mine, function, setting
         opened("wrong", **settings)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.usefixtures("forked")
+@on_each(
     "workers, function, says",
     [
         (1, given(Squares(63)), r'sample 13 of "train": ValueError at .*py:\d+: no thirteen \(ste'),

@@ -64,6 +64,11 @@ def square(tmp_path_factory) -> Path:
     return packed(tmp_path_factory.mktemp("square"), "abc", 10, 3, image, "png")
 
 
+@pytest.fixture(autouse=True)
+def loading(forked) -> None:
+    """Loading processes are forks."""
+
+
 @pytest.fixture
 def opened():
     """`opened(seed=0, **fields of Data)`: a source that the test needn't close."""

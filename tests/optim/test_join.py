@@ -1,6 +1,5 @@
 """A custom loop as a member of a training that others join and leave."""
 
-import os
 import re
 import runpy
 import subprocess
@@ -20,6 +19,7 @@ from mpigossip.mixing.members.records import Disk
 from mpigossip.runs.members.replay import Differs
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
+from tests.launch import environment, warmed
 from tests.mixing.members.storm import chunks_of
 
 PROGRAM = "jobs/loops/member.py"
@@ -169,8 +169,11 @@ def test_programs_of_the_sample(tmp_path, monkeypatch, capsys):
     """Two processes; one that repeats them; then the average is exported."""
     folder = tmp_path / "run"
     command = [sys.executable, PROGRAM, str(folder)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    every = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in "12"]
+    env = environment("")
+    every = [
+        subprocess.Popen(warmed(command, {}), stdout=subprocess.PIPE, text=True, env=env)
+        for _ in "12"
+    ]
     told = [one.communicate(timeout=120)[0] for one in every]
     assert all(one.returncode == 0 for one in every)
     right = [float(re.search(r"([\d.]+)% right", text)[1]) for text in told]

@@ -20,6 +20,8 @@ from tests.cases import every
 STEPS = 6
 WIRES = ("fp32", "bf16", "qsgd", "sign", "top-k", "random-k")
 MIXERS = ("synchronous", "asynchronous")
+ALGORITHM_AND_WIRE = (0, 3)
+"""Their pairs are three quarters of all cases; tests/algorithms has them, of simulations."""
 AXES = tuple(algorithms.BUILDERS), ("SGD", "AdamW"), MIXERS, WIRES
 OPTIONS = {
     **{name: {"graph": "ring"} for name in ("decentlam", "choco")},
@@ -111,9 +113,15 @@ def taken(n):
             yield name, inner, mixer, wire
 
 
-def pairs(n):
-    """Few of them, in which all their pairs of two values occur."""
-    every = {case: set(itertools.combinations(enumerate(case), 2)) for case in taken(n)}
+def pairs(n, apart=()):
+    """Few of them, in which all their pairs of two values occur, but those of two axes."""
+    every = {
+        case: {
+            pair for pair in itertools.combinations(enumerate(case), 2)
+            if tuple(axis for axis, _ in pair) != apart
+        }
+        for case in taken(n)
+    }  # fmt: skip
     missing, chosen = set().union(*every.values()), []
     while missing:
         chosen.append(max(every, key=lambda case: len(missing & every[case])))
@@ -121,9 +129,9 @@ def pairs(n):
     return chosen
 
 
-@pytest.mark.parametrize("n", [3, every(5)])
-def test_pairs_of_what_is_taken_have_the_bits_of_a_simulation(ranks, n):
-    cases = pairs(n)
+@pytest.mark.parametrize(("n", "apart"), [(3, ALGORITHM_AND_WIRE), every(3, ())])
+def test_pairs_of_what_is_taken_have_the_bits_of_a_simulation(ranks, n, apart):
+    cases = pairs(n, apart)
     found = list(zip(*ranks(n)(trained, cases), strict=True))
     waiting = [case for case in cases if case[2] == "synchronous"]
     assert len(waiting) > 30 and len(cases) > len(waiting) + 5

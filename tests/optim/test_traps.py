@@ -99,7 +99,7 @@ def after(world, name, options):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("cast", {}), ("put_back", AHEAD), ("from_vector", {}),
+    [("cast", {}), ("put_back", AHEAD), every("from_vector", {}),
      every("cast", AHEAD), every("put_back", {}), every("from_vector", AHEAD)],
 )  # fmt: skip
 def test_parameters_that_were_given_other_memory_are_taken_back(ranks, name, options):
@@ -590,11 +590,11 @@ def test_what_is_no_number_after_a_local_step_is_in_no_checkpoint(ranks, tmp_pat
 APART = """
 import sys, time, torch, mpigossip
 torch.set_num_threads(1)
-with mpigossip.world(timeout_s=3) as world:
+with mpigossip.world(timeout_s=1.5) as world:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = mpigossip.Gossip(world, model, optimizer, timeout_s=3, mixer=sys.argv[2])
+    optimizer = mpigossip.Gossip(world, model, optimizer, timeout_s=1.5, mixer=sys.argv[2])
     for step in range(3):
         optimizer.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
@@ -608,7 +608,7 @@ with mpigossip.world(timeout_s=3) as world:
 """
 
 
-@pytest.mark.parametrize(("n", "call"), [(2, "averaged"), (3, "consensus_distance")])
+@pytest.mark.parametrize(("n", "call"), [(2, "averaged"), every(3, "consensus_distance")])
 def test_what_only_one_rank_calls_is_named(mpirun, n, call):
     done = mpirun(n, [sys.executable, "-c", APART, call, "synchronous"], timeout=40)
     assert done.returncode != 0

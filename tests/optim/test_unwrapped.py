@@ -11,6 +11,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
+from tests.cases import on_each
 
 N = 2
 
@@ -82,30 +83,23 @@ AROUND = {
 }
 
 
-def every_order(comm):
-    """The model's values with each of AROUND before, after and without Gossip, by name."""
-    from mpigossip.cluster.ranks import World
-
+def test_what_stands_around_the_model_changes_no_bit_before_or_after(one_thread):
+    """Values with each of AROUND before, after and without Gossip."""
     found = {}
-    with World(comm) as world, joined(0, 1, distributed.HashStore()):
+    with joined(0, 1, distributed.HashStore()):
         for name, wrap in {"bare": lambda model: model, **AROUND}.items():
             for before in (True, False):
                 model = net()
                 given = wrap(model) if before else model
-                optimizer = mpigossip.Gossip(world, given, adamw(given))
-                train(given if before else wrap(model), optimizer, rank=world.rank)
+                optimizer = mpigossip.Gossip(Alone(), given, adamw(given))
+                train(given if before else wrap(model), optimizer)
                 found[name, before] = values(model)
                 assert {*optimizer.state_dict()["gossip"]["names"]} == {
                     name for name, _ in model.named_parameters()
                 }
-    return found
-
-
-def test_what_stands_around_the_model_changes_no_bit_before_or_after(ranks):
-    for found in ranks(N)(every_order):
-        bare = found.pop(("bare", True))
-        assert not torch.equal(bare, values(net()))
-        assert {key for key, got in found.items() if not torch.equal(got, bare)} == set()
+    bare = found.pop(("bare", True))
+    assert not torch.equal(bare, values(net()))
+    assert {key for key, got in found.items() if not torch.equal(got, bare)} == set()
 
 
 def over_all_ranks(comm, path, before):
@@ -120,9 +114,9 @@ def over_all_ranks(comm, path, before):
     return str(said.value)
 
 
-@pytest.mark.parametrize("before", [True, False])
+@on_each("before", [True, False])
 def test_ddp_over_several_nodes_is_refused(ranks, tmp_path, before):
-    for said in ranks(N)(over_all_ranks, str(tmp_path / "store"), before):
+    for said in ranks(N)(over_all_ranks, str(tmp_path / f"store-{before}"), before):
         assert "DistributedDataParallel around the model sums the gradients of 2 processes" in said
 
 
@@ -137,7 +131,7 @@ def test_an_optimizer_that_joins_ranks_is_refused():
             mpigossip.Gossip(Alone(), model, sharing)
 
 
-@pytest.mark.parametrize("first", [True, False])
+@on_each("first", [True, False])
 def test_a_state_goes_on_with_and_without_compile(tmp_path, first):
     model = net()
     given = compiled(model) if first else model
@@ -157,7 +151,7 @@ def test_a_state_goes_on_with_and_without_compile(tmp_path, first):
 # -- averages over steps --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ema", [True, False])
+@on_each("ema", [True, False])
 def test_a_models_average_over_steps_is_that_of_the_plain_optimizer(ema):
     """AveragedModel copies the model before or after the vector is laid out; SWALR drives it."""
     kept = []

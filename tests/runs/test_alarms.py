@@ -17,7 +17,7 @@ from mpigossip.config import load
 from mpigossip.runs.alarms import CadenceWarning, Divergence, Straggler, watchers
 from mpigossip.runs.stopper import Reserve, Stopper, end_of_allocation
 from mpigossip.store.log import read
-from tests.launch import is_open_mpi
+from tests.launch import is_open_mpi, warmed
 
 pytestmark = pytest.mark.both
 
@@ -140,7 +140,7 @@ print(any(found), any(stopper.wants_stop(done) for done in range(10, 30)))
 
 def test_a_clock_that_is_set_forward_is_no_long_step():
     """900 s of it would be kept for stopping twice over, of 2,000 s that there are."""
-    done = subprocess.run([sys.executable, "-c", JUMP], capture_output=True, text=True)
+    done = subprocess.run(warmed([sys.executable, "-c", JUMP], {}), capture_output=True, text=True)
     assert done.stdout == "False False\n", done.stderr
 
 

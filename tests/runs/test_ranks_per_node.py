@@ -25,7 +25,7 @@ def job(*settings, folder=None):
     return assemble.load({"model": {"name": "mlp"}}, [*base, *flat])
 
 
-def trained(world, n, settings, steps=5):
+def trained(world, n, settings, steps=4):
     """Parameters of the nodes that live here after some steps, (rows, P), and what was seen."""
     assembly = assemble.assemble(job(*settings), world, n)
     seen = []
@@ -53,7 +53,7 @@ def in_shape(comm, per, own, settings):
 
 CASES = [
     # ranks, a node, slots of each, trainings
-    (8, 4, 1, [["algorithm.name=dmsgd"], ["algorithm.name=dsgd node.wire=qsgd node.levels=7"]]),
+    (6, 3, 1, [["algorithm.name=dmsgd"], ["algorithm.name=dsgd node.wire=qsgd node.levels=7"]]),
     (4, 2, 2, [["algorithm.name=dmsgd graph.name=ring node.same_host=put"],
                ["algorithm.name=d2 algorithm.clip_norm=0.5 algorithm.decay_all=false "
                 "algorithm.weight_decay=1e-2"]]),
@@ -93,11 +93,11 @@ def test_a_simulated_job_counts_the_ranks_of_a_node():
 
 
 def whole_runs(comm, folder, per, own, second, files):
-    """A run of 12 steps, and one that goes on from where the other shape stopped at 6."""
+    """A run of 6 steps, and one that goes on from where the other shape stopped at 3."""
     from mpigossip.cluster.ranks import World
 
     world = World(comm)
-    settings = ["run.steps=12", "checkpoint.every_steps=6", "log.flush_steps=3",
+    settings = ["run.steps=6", "checkpoint.every_steps=3", "log.flush_steps=3",
                 "run.evaluate_every=0", "checkpoint.keep=5", "model.name=resnet20",
                 "model.width=4", *files]  # fmt: skip
     shape = [f"node.ranks_per_node={per}", f"node.devices=cpu:{own}"]
@@ -105,9 +105,9 @@ def whole_runs(comm, folder, per, own, second, files):
     whole = job(*settings, *shape, folder=f"{folder}/{name}")
     summary = [launch.train(whole, world)]
     if second:
-        summary.append(launch.resume(folder / "other", ["run.steps=12", *shape], world, None))
+        summary.append(launch.resume(folder / "other", ["run.steps=6", *shape], world, None))
     else:
-        half = job("run.steps=6", *settings[1:], *shape, folder=f"{folder}/other")
+        half = job("run.steps=3", *settings[1:], *shape, folder=f"{folder}/other")
         launch.train(half, world)
     world.close()
     return summary
@@ -143,9 +143,9 @@ def test_runs_go_on_in_the_other_shape_to_the_bit(ranks, tmp_path, first, second
     logs = [read(tmp_path / name / "log.h5") for name in names]
     for name in ("loss", "bytes_sent", "kind"):
         one, other = (log.steps[name] for log in logs)
-        assert one.shape == (12, nodes)
+        assert one.shape == (6, nodes)
         assert np.array_equal(one, other), name
-    saved = [checkpoint.folder(tmp_path / name, 12) for name in (*names, "other")]
+    saved = [checkpoint.folder(tmp_path / name, 6) for name in (*names, "other")]
     for node in range(nodes):
         states = [checkpoint.read_node(path, node) for path in saved]
         for state in states[1:]:

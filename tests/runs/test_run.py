@@ -80,7 +80,7 @@ def all_cases_on_ranks(comm, slots, same_host):
 
     world = World(comm)
     node = f"node.devices=cpu:{slots}", f"node.same_host={same_host}", "node.timeout_s=30"
-    found = [trained(world, comm.size, [*settings, *node], 5) for settings in cases(comm.size)]
+    found = [trained(world, comm.size, [*settings, *node], 4) for settings in cases(comm.size)]
     world.close()
     return found
 
@@ -92,7 +92,7 @@ def simulated(n, slots):
     if (n, slots) not in _SIMULATED:
         torch.set_num_threads(1)
         node = f"node.devices=cpu:{slots}"
-        _SIMULATED[n, slots] = [trained(Alone(), n, [*settings, node], 5) for settings in cases(n)]
+        _SIMULATED[n, slots] = [trained(Alone(), n, [*settings, node], 4) for settings in cases(n)]
     return _SIMULATED[n, slots]
 
 

@@ -21,6 +21,7 @@ from mpigossip.store import StoreError, checkpoint, direct
 from mpigossip.store import manifest as manifests
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.hdf5 import reading
+from tests.launch import warmed
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -393,8 +394,10 @@ while True:
 
 def run_writer(run, code=WRITER):
     here = Path(__file__).parents[2]
-    command = [sys.executable, "-c", code, str(run), str(here), str(here.parent)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = warmed([sys.executable, "-c", code, str(run), str(here), str(here.parent)]
+    return subprocess.Popen(
+        warmed(command, {}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 LIMITED = """

@@ -14,6 +14,7 @@ import pytest
 from mpigossip.analysis.report import table
 from mpigossip.store import StoreError, journal, log
 from mpigossip.store.log import Column, LogWriter, read
+from tests.launch import warmed
 
 COLUMNS = {
     "loss": Column("nat", "mean training loss"),
@@ -368,8 +369,10 @@ while True:
 
 def start(path):
     here = Path(__file__).parents[2]
-    command = [sys.executable, "-c", WRITER, str(path), str(here), str(here.parent)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = warmed([sys.executable, "-c", WRITER, str(path), str(here), str(here.parent)]
+    return subprocess.Popen(
+        warmed(command, {}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_read_while_a_run_writes(tmp_path):
@@ -402,7 +405,7 @@ def test_a_full_disk_loses_nothing_written(tmp_path):
     )
     here = Path(__file__).parents[2]
     got = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(here), str(here.parent)],
+        warmed([sys.executable, "-c", code, str(path), str(here), str(here.parent)], {}),
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert "can't be written" in got.stdout and "free space" in got.stdout, got.stderr

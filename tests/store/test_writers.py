@@ -1,7 +1,6 @@
 """What commands write for people: on a full disk nothing half stands under its final name."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from mpigossip.cluster.ranks import Alone
 from mpigossip.runs import launch
 from mpigossip.training import assemble
+from tests.launch import environment, warmed
 from tests.runs.test_run import quietly
 
 REPO = Path(__file__).resolve().parents[2]
@@ -48,10 +48,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
         asked.append((words.split(), name))
         (tmp_path / name).write_text("what was there")
     before = set(tmp_path.iterdir())
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(
-        [sys.executable, "-c", CODE, json.dumps(asked)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
+        warmed([sys.executable, "-c", CODE, json.dumps(asked)], {}),
+        cwd=tmp_path, env=environment(""), capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     ends = [line.split() for line in done.stdout.splitlines() if line.startswith("END")]
     assert [end[2] for end in ends] == [out for _, out in asked], done.stderr[-2000:]

@@ -188,13 +188,13 @@ def test_a_fine_search_tries_the_rates_between_too(here, best, further, chosen_r
 
 
 def test_a_run_that_diverges_is_a_result(here):
-    study = small({"schedule.lr": [0.01, 1e9]}, seeds=2)
+    study = small({"schedule.lr": [0.01, 1e9]}, seeds=1)
     good, bad = study.rows
-    assert (good["diverged"], bad["diverged"]) == (0, 2) and math.isnan(bad["accuracy"])
+    assert (good["diverged"], bad["diverged"]) == (0, 1) and math.isnan(bad["accuracy"])
     assert study.best() is good and study.ties() == []
-    assert "2 of 2 diverged" in study.table() and "--" in study.table("latex")
+    assert "1 of 1 diverged" in study.table() and "--" in study.table("latex")
     before = when("runs")
-    assert small({"schedule.lr": [0.01, 1e9]}, seeds=2).rows[1]["diverged"] == 2
+    assert small({"schedule.lr": [0.01, 1e9]}, seeds=1).rows[1]["diverged"] == 1
     assert when("runs") == before
     study.plot()
 
@@ -214,10 +214,10 @@ def test_many_to_one_is_dunnetts_test_with_seeds_as_blocks():
 
 def test_equal_points_are_ties_though_they_are_many():
     random, missed = np.random.default_rng(0), 0
-    for _ in range(60):
+    for _ in range(30):
         study = study_of([[told(a) for a in row] for row in random.normal(size=(10, 5))])
         missed += len(study.ties()) < 9
-    assert missed <= 18  # 8 expected; by a t-test for each point it was 34
+    assert missed <= 9  # 4 expected; by a t-test for each point it is 17
 
 
 def test_what_diverged_late_is_no_tie():
@@ -254,9 +254,20 @@ def test_labels_as_latex_has_to_have_them():
     assert letter + hat + "2" + tilde + r"\{50 \%\}\_\textbackslash{} & 1 \\" in words
 
 
-def test_tables_and_curves(here):
-    study = small({"method": {"one": "algorithm.name=dsgd", "two & a half": "algorithm.name=d2"}},
-                  nodes=[2, 3], settings=[*SMALL, "graph.name=ring"])  # fmt: skip
+def test_tables_and_curves_of_the_command_and_of_python(here, capsys):
+    methods = {"one": "algorithm.name=dsgd", "two & a half": "algorithm.name=d2"}
+    settings = [*SMALL, "graph.name=ring"]
+    lines = [f"{name!r} = {value!r}" for name, value in methods.items()]
+    text = f'job = "job.toml"\nnodes = [2, 3]\nseeds = 2\nsettings = {settings!r}\n[grid.method]\n'
+    Path("study.toml").write_text(text + "\n".join(lines))
+    assert cli.main(["study", "study.toml", "--out", "found"]) == 0
+    said = capsys.readouterr().out
+    assert "best by accuracy: " in said and "two & a half" in said
+    there = {path.name for path in Path("found").iterdir() if path.is_file()}
+    assert there == {"lock", "table.csv", "table.tex", "accuracy.png", "loss.png"}
+    before = when("found")
+    study = small({"method": methods}, nodes=[2, 3], settings=settings, output="found")
+    assert when("found") == before
     assert study.axes == ["method", "nodes"]
     assert study.table().splitlines()[0].split()[:2] == ["method", "nodes"]
     latex = study.table("latex")
@@ -265,9 +276,8 @@ def test_tables_and_curves(here):
     header, *lines = study.table("csv").splitlines()
     assert header.startswith("method,nodes,seeds,diverged,late,accuracy,") and len(lines) == 4
     data = study.dataset()
-    assert data["accuracy"].shape == (4, 2) and list(data["method"].values[:2]) == ["one"] * 1 + [
-        "two & a half"
-    ]
+    assert data["accuracy"].shape == (4, 2)
+    assert list(data["method"].values[:2]) == ["one", "two & a half"]
     for x in ("step", "epoch", "bytes"):
         made = study.plot("consensus_distance", x, out=here / f"{x}.png")
         assert len(made.axes[0].lines) == 4 and (here / f"{x}.png").stat().st_size > 5000
@@ -476,18 +486,6 @@ def test_a_table_says_what_its_figures_are_and_what_was_lost():
     one = study_of([[told(0.9)]]).table("latex")
     assert one.startswith("% one seed, no intervals; n = 3, 40 steps\n% bold: the best accuracy\n")
     assert r"$\mathbf{0.9000}$" in one
-
-
-def test_the_command_writes_tables_and_curves(here, capsys):
-    Path("study.toml").write_text(
-        f'job = "job.toml"\nnodes = 2\nseeds = 2\nsettings = {SMALL!r}\n'
-        '[grid]\nalgorithm.name = ["dsgd", "dmsgd"]\n'.replace("'", '"')
-    )
-    assert cli.main(["study", "study.toml", "--out", "found"]) == 0
-    said = capsys.readouterr().out
-    assert "best by accuracy: " in said and "dmsgd" in said
-    there = {path.name for path in Path("found").iterdir() if path.is_file()}
-    assert there == {"lock", "table.csv", "table.tex", "accuracy.png", "loss.png"}
 
 
 @pytest.mark.parametrize(

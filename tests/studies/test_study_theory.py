@@ -8,6 +8,8 @@ import mpigossip
 from mpigossip.config import JobError
 from mpigossip.studies.theory import meeting
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 JOB = """
 [task]
 name = "quadratics"

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from mpigossip.store.log import Column, LogWriter
+from tests.launch import warmed
 from tools.labs.forge import lookup3
 
 REPO = Path(__file__).resolve().parents[2]
@@ -33,5 +34,5 @@ def test_a_log_whose_index_counts_wrongly_is_refused_in_words(tmp_path):
             data[at + 34 : at + 38] = lookup3(bytes(data[at : at + 34])).to_bytes(4, "little")
     path.write_bytes(data)
     words = [sys.executable, "-m", "mpigossip", "log", "show", str(path)]
-    left = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    left = subprocess.run(warmed(words, {}), capture_output=True, text=True, timeout=120)
     assert left.returncode in (1, 2) and left.stderr.startswith("mpigossip: "), left

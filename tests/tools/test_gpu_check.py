@@ -22,7 +22,7 @@ def check(*args, **env):
     )
 
 
-def test_without_a_gpu_it_says_so_and_ends_with_3():
+def test_without_a_gpu_it_says_so_and_ends_with_3(warm):
     done = check(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
     assert done.returncode == 3, done.stdout + done.stderr
     assert "no GPU was found" in done.stdout and "nothing was tested or measured" in done.stdout
