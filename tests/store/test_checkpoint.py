@@ -394,10 +394,8 @@ while True:
 
 def run_writer(run, code=WRITER):
     here = Path(__file__).parents[2]
-    command = warmed([sys.executable, "-c", code, str(run), str(here), str(here.parent)]
-    return subprocess.Popen(
-        warmed(command, {}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = warmed([sys.executable, "-c", code, str(run), str(here), str(here.parent)], {})
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 LIMITED = """

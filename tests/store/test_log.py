@@ -369,10 +369,8 @@ while True:
 
 def start(path):
     here = Path(__file__).parents[2]
-    command = warmed([sys.executable, "-c", WRITER, str(path), str(here), str(here.parent)]
-    return subprocess.Popen(
-        warmed(command, {}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = warmed([sys.executable, "-c", WRITER, str(path), str(here), str(here.parent)], {})
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_read_while_a_run_writes(tmp_path):
