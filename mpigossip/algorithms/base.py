@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from mpigossip.config.toml import Limit
+from mpigossip.config.limits import Chance
 from mpigossip.mixing.base import Kind
 
-Decay = Annotated[float, Limit(lambda v: 0 <= v < 1, "must be at least 0 and below 1")]
+Decay = Chance
 """Type of options, checked when a job is read: momenta and running means."""
-
 
 NEEDS = (
     "static", "symmetric", "row-stochastic", "column-stochastic", "doubly", "above -1/3",

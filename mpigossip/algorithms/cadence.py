@@ -8,7 +8,6 @@ from mpigossip.algorithms.base import Empty
 from mpigossip.config import Part
 from mpigossip.config.limits import Count, NotNegative, Period, Positive, Share
 from mpigossip.config.toml import Limit
-from mpigossip.graphs import Graph
 from mpigossip.mixing.base import Kind
 
 ByNode = Annotated[tuple[Period, ...], Limit(bool, "must name a number for each node")]
@@ -278,14 +277,6 @@ def gossip_aga(*, period: Period = 4, warmup: Positive = 4, longest: Positive = 
     )
 
 
-class Known(NamedTuple):
-    """Known values that unset options follow from (`Part.follows`)."""
-
-    graph: Graph | None
-    total: int | None
-    """steps of the run"""
-
-
 BUILDERS: dict[str, Part | Callable[..., Cadence]] = {
     "always": always,
     "global": globally,
@@ -295,6 +286,6 @@ BUILDERS: dict[str, Part | Callable[..., Cadence]] = {
     "adpsgd": Part(adpsgd, follows={"total": lambda known: known.total}),
     "gossip-pga": gossip_pga,
     "gossip-aga": gossip_aga,
-    "halves": Part(halves, follows={"length": lambda known: known.graph and known.graph.period}),
+    "halves": Part(halves, follows={"length": lambda known: known.graph.period}),
 }
 """Every cadence by name: builder(*, option=…) -> Cadence."""

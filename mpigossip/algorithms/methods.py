@@ -27,8 +27,10 @@ class Known(NamedTuple):
 
     graph: Graph
     options: Mapping[str, Any]
-    """the other options of the algorithm"""
+    """the other options of the algorithm or cadence"""
     node: NodeSection | None = None
+    total: int | None = None
+    """steps of the run"""
 
 
 def _bearable(known: Known) -> float | None:

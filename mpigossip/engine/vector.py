@@ -91,10 +91,7 @@ class Flat:
 
     def views(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as views of one row (P,)."""
-        places = zip(self.offsets, self.shapes, self.strides, strict=True)
-        return [
-            row[at : at + prod(shape)].as_strided(shape, strides) for at, shape, strides in places
-        ]
+        return [view[0] for view in self.stacked(row[None])]
 
     def stacked(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The parameters as views (rows, …) of all rows (rows, P)."""

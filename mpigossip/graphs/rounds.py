@@ -89,12 +89,10 @@ class Circulant:
         return np.fft.fft(self.row())
 
     def row_sums(self) -> np.ndarray:
-        """Sum of the weights in each row, (n,)."""
+        """Sum of the weights in each row, and each column, (n,)."""
         return np.full(self.n, self.own + self._weights.sum())
 
-    def column_sums(self) -> np.ndarray:
-        """Sum of the weights in each column, (n,)."""
-        return self.row_sums()
+    column_sums = row_sums
 
     def smallest(self) -> float:
         """The least weight, own weights included."""

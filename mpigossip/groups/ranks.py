@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.collectives import close_window, open_window
+from mpigossip.cluster.collectives import close_window
 from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.cluster.world import World
 from mpigossip.groups.base import Group, GroupError, added, phase
 from mpigossip.mixing.combine import combine
+from mpigossip.mixing.host import shared_areas
 
 SUMMED = 1 << 16
 """Columns that are summed at once, in the cache, before they overwrite a term of the sum."""
@@ -22,8 +23,6 @@ SENT = 1 << 30
 TAG = 31
 LINE = 64
 """Bytes of a cache line: each rank writes into lines of its own."""
-PAGE = 4096
-"""Bytes of a page: the memory of each rank begins on one."""
 CAPACITY = 4096
 """Float64 values that a rank can give at once."""
 
@@ -33,12 +32,8 @@ class SharedMemory:
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int):
         """Allocate zeroed arrays of ``nbytes`` bytes; collective."""
-        rounded = -(-nbytes // PAGE) * PAGE
-        self._comm, self.window = comm, open_window(MPI.Win.Allocate_shared, rounded, comm)
-        self.arrays = [
-            torch.frombuffer(self.window.Shared_query(rank)[0], dtype=torch.uint8)[:nbytes]
-            for rank in range(comm.size)
-        ]
+        self._comm, (self.window, areas) = comm, shared_areas(comm, nbytes)
+        self.arrays = [area[:nbytes] for area in areas]
         self.arrays[comm.rank].zero_()  # by its owner: pages lie near who touches them first
 
     def free(self) -> None:

@@ -8,8 +8,8 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.world import World
-from mpigossip.mixing.base import Layout, Mixer
-from mpigossip.mixing.combine import combine
+from mpigossip.mixing.base import Layout, Mixer, Segments
+from mpigossip.mixing.combine import add_up, combine
 from mpigossip.mixing.device.memory import current
 from mpigossip.mixing.notifications import called, everybody, wait_all
 
@@ -83,13 +83,29 @@ def average_message(
     return waited
 
 
-def gather(rank: int, own: Arrays, everyone: Arrays, swap: Swap) -> float:
-    """Fill ``everyone``, for each slot (n, bytes) by rank, with all ranks' ``own``, uint8.
+def average_codes(
+    layout: Layout,
+    rank: int,
+    own: Arrays,
+    everyone: Arrays,
+    out: Segments,
+    result: Segments,
+    swap: Swap,
+    on: Callable[[int], AbstractContextManager] = nullcontext,
+) -> float:
+    """The exact average of encoded messages: all come to all, and are summed; seconds waited.
 
-    Seconds waited. The row of this rank is left as it is.
+    For each slot ``own`` codes, uint8, room for ``everyone``'s (n, bytes) by rank, of which this
+    rank's row stays as it is, and what the own ones decode to, ``out``.
     """
-    keys = [(j, s) for s in range(len(own)) for j in range(len(everyone[0])) if j != rank]
-    return swap({(j, s): own[s] for j, s in keys}, {(j, s): everyone[s][j] for j, s in keys})
+    n = len(everyone[0])
+    keys = [(j, s) for s in range(len(own)) for j in range(n) if j != rank]
+    waited = swap({(j, s): own[s] for j, s in keys}, {(j, s): everyone[s][j] for j, s in keys})
+    for s, codes in enumerate(everyone):
+        sources = [out[s] if j == rank else codes[j] for j in range(n)]
+        with on(s):
+            add_up(layout, [1 / n] * n, sources, result[s], layout.fields)
+    return waited
 
 
 def raw(memory: torch.Tensor) -> MPI.buffer:

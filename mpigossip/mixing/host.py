@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window
-from mpigossip.mixing.averages import average_message, gather
+from mpigossip.mixing.averages import average_codes, average_message
 from mpigossip.mixing.base import Layout, Segments
 from mpigossip.mixing.combine import Source, add_up, combine
 from mpigossip.mixing.notifications import DONE, HALF, READY, REDUCED, Notifications
@@ -26,6 +26,16 @@ ALIGN = 4096
 def rounded(nbytes: int) -> int:
     """Bytes of an area for so many."""
     return -(-nbytes // ALIGN) * ALIGN
+
+
+def shared_areas(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win, list[torch.Tensor]]:
+    """Open a window of so many bytes a rank; return all ranks' areas, uint8. Collective on a host.
+
+    Areas are whole pages: each begins on one.
+    """
+    window = open_window(MPI.Win.Allocate_shared, rounded(nbytes), comm)
+    memory = [window.Shared_query(rank)[0] for rank in range(comm.size)]
+    return window, [torch.frombuffer(area, dtype=torch.uint8) for area in memory]
 
 
 class SharedMemory:
@@ -44,17 +54,12 @@ class SharedMemory:
         self.places = {rank: place for place, rank in enumerate(ranks)}
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         room = rounded(nbytes)
-        self._window = open_window(MPI.Win.Allocate_shared, 2 * room, comm)
+        self._window, areas = shared_areas(comm, 2 * room)
         self._notifications = Notifications(comm, timeout_s)
-        areas = [self._area(rank) for rank in range(comm.size)]
         self.outboxes = [area[:nbytes] for area in areas]
         self._results = [area[room : room + nbytes] for area in areas]
         self.own, self.result = self.outboxes[self.rank], self._results[self.rank]
         self._halves: dict[int, list[tuple[torch.Tensor, ...]]] = {}
-
-    def _area(self, rank: int) -> torch.Tensor:
-        memory, _ = self._window.Shared_query(rank)
-        return torch.frombuffer(memory, dtype=torch.uint8)
 
     @property
     def waited(self) -> float:
@@ -265,11 +270,8 @@ class HostBuffers:
         if self.codes is None or n * layout.sent_bytes >= 2 * layout.nbytes:
             return average_message(layout, rank, n, self._by_slot, result, transport.swap)
         everyone = torch.empty(layout.slots, n, layout.slot_sent_bytes, dtype=torch.uint8)
-        waited = gather(rank, self.codes, list(everyone), transport.swap)
-        for slot, (own, out) in enumerate(zip(self.out, self.result, strict=True)):
-            sources = [own if j == rank else everyone[slot, j] for j in range(n)]
-            add_up(layout, [1 / n] * n, sources, out, layout.fields)
-        return waited
+        given = self.codes, list(everyone), self.out, self.result
+        return average_codes(layout, rank, *given, transport.swap)
 
     def complete(self) -> None:
         """Nothing: all is done at once."""

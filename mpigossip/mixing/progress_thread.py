@@ -79,7 +79,7 @@ class ProgressThread:
         future: Future = Future()
         if self.threaded:
             self._jobs.put((work, future))
-            self.wake()
+            self._bell.ring()
         else:
             self._run(work, future)
             future.result()
@@ -147,19 +147,16 @@ class ProgressThread:
         return self._jobs.get()
 
     def rest(self, requests: Iterable[MPI.Request] = (), **pauses: Any) -> bool:
-        """Until one of the requests is complete, or :meth:`wake`, or a while; whether it could."""
+        """Until a request is complete, or a job is there, or a while is over; whether it could."""
         if self.threaded and threading.current_thread() is not self._thread:
             return rest(requests, need=1, **pauses)
         rested = rest([*requests, *self._never], need=1, wake=self._bell.wake, **pauses)
         self._bell.heard()
         return rested
 
-    def wake(self) -> None:
-        self._bell.ring()
-
     def _leave(self, limit: float = LEAVE_S) -> None:
         self._jobs.put(None)
-        self.wake()
+        self._bell.ring()
         self._thread.join(limit)
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """Checks of the arguments of `Gossip`, and one-time reports about them."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +14,6 @@ from mpigossip.engine.vector import check_type
 from mpigossip.optim.inner import Together, check_free
 
 OVERLAPS = ("auto", "never")
-
-
-def told_to_all(world: Any) -> AbstractContextManager:
-    """Return a context manager whose errors reach all ranks, if there is a world."""
-    return world.together(JobError) if hasattr(world, "together") else nullcontext()
 
 
 def one_module(model: Any, name: str = "model") -> nn.Module:

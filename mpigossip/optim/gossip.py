@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,7 +109,7 @@ class Gossip(WithFolder):
             ``run``, ``steps``, the whole loop's
         :raises JobError: on all ranks, with all that doesn't fit, each as in a job
         """
-        with arguments.told_to_all(world):
+        with world.together(JobError) if hasattr(world, "together") else nullcontext():
             optimizer = arguments.one_optimizer(optimizer)
             arguments.check(world, model, optimizer)
         super().__init__(optimizer)

@@ -170,14 +170,14 @@ class RankState(NamedTuple):
 
     def marks(self) -> dict[str, str]:
         """Return a digest of each kept object."""
-        return {name: self._mark(name) for name in self.kept}
-
-    def _mark(self, name: str) -> str:
-        sha = hashlib.sha256(json.dumps(self.kept[name]).encode())
-        for path in sorted(self.arrays):
-            if path == f"own/{name}" or path.startswith(f"own/{name}/"):
-                sha.update(self.arrays[path].tobytes())
-        return sha.hexdigest()
+        found = {}
+        for name, one in self.kept.items():
+            sha = hashlib.sha256(json.dumps(one).encode())
+            for path in sorted(self.arrays):
+                if path == f"own/{name}" or path.startswith(f"own/{name}/"):
+                    sha.update(self.arrays[path].tobytes())
+            found[name] = sha.hexdigest()
+        return found
 
     def beside(self, first: Mapping[str, str]) -> RankState:
         """Return it without kept objects of these marks: those that the first rank has alike."""

@@ -141,31 +141,25 @@ class Recorder(Hook):
 
     def step(self, progress, record: Record) -> None:
         ones = np.ones(self._rows)
-        per_node = progress.samples_per_step / progress.nodes or np.nan
-        samples = ones * per_node
+        samples = ones * (progress.samples_per_step / progress.nodes or np.nan)
         samples[list(record.rested)] = 0.0
-        self._kept.append(
-            {
-                "step": record.index,
-                "loss": record.loss.numpy(),
-                "lr": ones * record.lr,
-                "kind": ones * record.kind.value,
-                "gradient_norm": record.gradient_norm.numpy(),
-                "mixed_distance": record.mixed_distance.numpy(),
-                "consensus_distance": ones * record.consensus_distance,
-                "samples_per_second": samples / sum(record.seconds.values()),
-                "staleness": np.array(record.staleness),
-                "bytes_sent": np.array(record.bytes_sent),
-            }
-            | {name: ones * value for name, value in record.seconds.items()}
-            | {name: ones * np.asarray(value) for name, value in record.figures.items()}
-            | self._passed(record)
-        )
-
-    def _passed(self, record: Record) -> dict[str, np.ndarray]:
-        if self._clock is None:
-            return {}
-        return {VIRTUAL: self._clock.step(record.index, record.kind)[list(self._nodes)]}
+        row = {
+            "step": record.index,
+            "loss": record.loss.numpy(),
+            "lr": ones * record.lr,
+            "kind": ones * record.kind.value,
+            "gradient_norm": record.gradient_norm.numpy(),
+            "mixed_distance": record.mixed_distance.numpy(),
+            "consensus_distance": ones * record.consensus_distance,
+            "samples_per_second": samples / sum(record.seconds.values()),
+            "staleness": np.array(record.staleness),
+            "bytes_sent": np.array(record.bytes_sent),
+        }
+        row |= {name: ones * value for name, value in record.seconds.items()}
+        row |= {name: ones * np.asarray(value) for name, value in record.figures.items()}
+        if self._clock is not None:
+            row[VIRTUAL] = self._clock.step(record.index, record.kind)[list(self._nodes)]
+        self._kept.append(row)
 
     def evaluation(self, progress, step: int, found: Evaluation) -> None:
         row = {

@@ -86,24 +86,8 @@ class Captured:
     def replay(self, batches: Sequence[Nested]) -> torch.Tensor:
         """Gradients of all replicas on these batches; their figures, float64 (rows, slots, k).
 
-        Everything is launched before the first figure is waited for.
-        """
-        self.launch(batches)
-        values = torch.stack([self._value(index) for index in range(len(self._found))])
-        return values.view(self.rows, self.slots, -1)
-
-    def _value(self, index: int) -> torch.Tensor:
-        try:
-            return self._found[index].cpu()
-        except RuntimeError as error:  # what went wrong on the device is raised here
-            where = self._found[index].device
-            error.add_note(f"in slot {index % self.slots} of this node, on {where}")
-            raise
-
-    def launch(self, batches: Sequence[Nested]) -> None:
-        """Begin a pass of all replicas on each device's current stream.
-
-        CannotCapture, before anything has begun, where a batch has other shapes.
+        Everything is launched, on each device's current stream, before the first figure is waited
+        for. CannotCapture, before anything has begun, where a batch has other shapes.
         """
         pairs = []
         for fixed, batch in zip(self._inputs, batches, strict=True):
@@ -119,6 +103,16 @@ class Captured:
                 for place, value in zip(places, values, strict=True):
                     place.copy_(value, non_blocking=True)
                 graph.replay()
+        values = torch.stack([self._value(index) for index in range(len(self._found))])
+        return values.view(self.rows, self.slots, -1)
+
+    def _value(self, index: int) -> torch.Tensor:
+        try:
+            return self._found[index].cpu()
+        except RuntimeError as error:  # what went wrong on the device is raised here
+            where = self._found[index].device
+            error.add_note(f"in slot {index % self.slots} of this node, on {where}")
+            raise
 
 
 def put_right(device: int, pool: tuple[int, int]) -> None:

@@ -12,6 +12,7 @@ from mpigossip.algorithms import Algorithm
 from mpigossip.algorithms import cadence as cadences
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.local import STILL, Local
+from mpigossip.algorithms.methods import Known
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, Part
 from mpigossip.engine.fragments import Fragmented, Fragments
@@ -164,7 +165,7 @@ def _cadence(job: Job, method: Algorithm, graph: Graph, total: int | None) -> Ca
     if method.always_global:
         return cadences.globally()
     part, options = Part.of(cadences.BUILDERS, job.cadence.name), job.cadence.options
-    return part(**options | part.following(options, cadences.Known(graph, total)))
+    return part(**options | part.following(options, Known(graph, options, total=total)))
 
 
 def _over_wire(method: Algorithm, coding: Wire, cadence: Cadence) -> Algorithm:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from mpigossip import mixing
 from mpigossip.cluster.ranks import Alone
@@ -44,7 +45,8 @@ def allocated(mixer):
     found = list(transport.memory) if transport else []
     host = getattr(buffers, "host", None) or buffers
     if shared:
-        found.append(shared._area(shared.rank))
+        area, _ = shared._window.Shared_query(shared.rank)
+        found.append(torch.frombuffer(area, dtype=torch.uint8))
     else:
         found += [host.own, vars(host).get("memory", host.own)]
     found += host.codes or []

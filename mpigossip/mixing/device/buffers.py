@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mpigossip.mixing.averages import ByRank, average, gather
+from mpigossip.mixing.averages import ByRank, average, average_codes
 from mpigossip.mixing.base import Layout, Segments
 from mpigossip.mixing.combine import Source, add_up
 from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, current, pin
@@ -120,20 +120,18 @@ class DeviceBuffers:
     def average(self, transport: Transport) -> float:
         """On the devices where the transport reaches them, else in host memory."""
         if self._n == 1:
-            return self._alone()
+            for own, mixed, each in zip(self._own, self._mixed, self._streams, strict=True):
+                with each.incoming():
+                    mixed.copy_(own)
+            return 0.0
         if self.host:
             return self._on_host(self.host, transport)
         layout, rank, n = self._layout, self._rank, self._n
-        swap, slots = self._swap(transport), range(layout.slots)
+        swap, on = self._swap(transport), lambda s: self._streams[s].incoming()
         if self._gathers:
             size = layout.slot_sent_bytes
             rows = [room[: n * size].view(n, size) for room in self._rooms]
-            waited = gather(rank, self.sent, rows, swap)
-            for s in slots:
-                with self._streams[s].incoming():
-                    sources = [self.out[s] if j == rank else rows[s][j] for j in range(n)]
-                    add_up(layout, [1 / n] * n, sources, self.result[s], layout.fields)
-            return waited
+            return average_codes(layout, rank, self.sent, rows, self.out, self.result, swap, on)
         waited = 0.0
         for dtype, part in layout.slot_parts:
             own, out = (
@@ -141,17 +139,8 @@ class DeviceBuffers:
             )
             rooms = [room[: self._share].view(dtype) for room in self._rooms]
             share = len(rooms[0]) // n
-            waited += average(
-                rank, n, own, out, swap, share=share, rooms=rooms,
-                on=lambda s: self._streams[s].incoming(),
-            )  # fmt: skip
+            waited += average(rank, n, own, out, swap, share=share, rooms=rooms, on=on)
         return waited
-
-    def _alone(self) -> float:
-        for own, mixed, each in zip(self._own, self._mixed, self._streams, strict=True):
-            with each.incoming():
-                mixed.copy_(own)
-        return 0.0
 
     def _on_host(self, host: HostBuffers, transport: Transport) -> float:
         layout = self._layout
