@@ -81,15 +81,19 @@ def exchanges(method: str, n: int, total: int) -> Exchanges:
 
 
 def ends(
-    method: str, met: Sequence[int], steps: int, n: int, on: Machine, seed: int
-) -> list[float]:
-    """Seconds at the end of each step, of the node that is last; ``met``: steps with exchanges."""
+    method: str, met: Sequence[int], steps: int, n: int, on: Machine, seed: int,
+    until: float = math.inf,
+) -> list[float]:  # fmt: skip
+    """Seconds at the end of each step, of the node that is last; ``met``: steps with exchanges.
+
+    Of a training of ``steps``, up to step ``until``.
+    """
     made = exchanges(method, n, steps)
     plain, hidden = Clock(Timing(made, on)), Clock(Hidden(made, on))
     overlapped = steps if method == "parallel" else WARM if method == "DiLoCo warm" else 0
     random, times, there, t = np.random.default_rng(seed), [], {*met}, 0
     gossip = Kind.GOSSIP in made.parts.cadence.kinds
-    for step in range(steps):
+    for step in range(int(min(steps, until))):
         pace = np.where(random.random((1, n)) < SLOW, TIMES, 1.0)
         kind = Kind.LOCAL if step not in there else Kind.GOSSIP if gossip else Kind.GLOBAL
         clock, other = (hidden, plain) if step < overlapped else (plain, hidden)
@@ -124,7 +128,7 @@ def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
                 line = own[seed]
                 steps[seed] = reached(line, goal)
                 last = line["curve"][-1][0]
-                times = ends(method, line["exchanges"], last, CELL.nodes, on, seed)
+                times = ends(method, line["exchanges"], last, CELL.nodes, on, seed, steps[seed])
                 seconds[seed] = times[int(steps[seed]) - 1] if steps[seed] <= last else math.inf
             if method == "parallel":
                 base = seconds

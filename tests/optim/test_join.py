@@ -23,7 +23,7 @@ from tests.launch import environment, warmed
 from tests.mixing.members.storm import chunks_of
 
 PROGRAM = "jobs/loops/member.py"
-CHUNKS = 24
+CHUNKS = 12
 
 
 def parts(seed=0, width=4):

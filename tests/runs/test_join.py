@@ -83,11 +83,11 @@ def test_waiting_for_a_chunk_is_no_part_of_a_round(tmp_path, monkeypatch):
 
     def late(live):
         asked.append(1)
-        time.sleep(6.1 * (len(asked) == 2))
+        time.sleep(2.1 * (len(asked) == 2))
         return chunk(live)
 
     monkeypatch.setattr(Live, "chunk", late)
-    assert join(tmp_path / "run", job(), lease_s=30.0, poll_s=0.05)["finished"]
+    assert join(tmp_path / "run", job(), lease_s=10.0, poll_s=0.05)["finished"]
     lease_of = joining.check_lease
     monkeypatch.setattr(joining, "check_lease", lambda _, round_s: lease_of(0.0, round_s))
     with pytest.raises(JobError, match="others would take this member for dead"):

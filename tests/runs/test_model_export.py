@@ -26,11 +26,11 @@ from mpigossip.store.log_export import to_tensorboard
 from mpigossip.training import assemble
 from mpigossip.training.evaluate import averaged_model
 from tests.cases import some
+from tests.launch import PYTHON, warmed
 
 pytestmark = pytest.mark.usefixtures("warm")
 
 REPO = Path(__file__).resolve().parents[2]
-MAIN = [sys.executable, "-m", "mpigossip"]
 MODULE = '''
 import torch
 from torch import nn
@@ -165,7 +165,8 @@ def test_a_model_that_the_checkpoint_names_is_not_imported_by_itself(trained, su
     folder, summary = trained
     (tmp_path / "own_net.py").write_text("open('imported', 'w')\n" + MODULE)
     out = tmp_path / f"model{suffix}"
-    command = [*MAIN, "checkpoint", "export", summary["checkpoint"], "--out", out.name]
+    words = ["checkpoint", "export", summary["checkpoint"], "--out", out.name]
+    command = warmed([PYTHON, "-m", "mpigossip", *words], {})
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}"}
     facts = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
     done = subprocess.run(command, timeout=100, **facts)

@@ -46,7 +46,7 @@ def wrong_rounds(comm, staged, wire):
         for name, made in graphs_for(comm.size, GRAPHS):
             mixer = Surviving(made, layout, world, timeout_s=30, on_devices=staged)
             reference, t, wrong = Simulated(made, layout), 0, 0
-            for step, kind in enumerate(kinds_of(20, seed=1)):
+            for step, kind in enumerate(kinds_of(12, seed=1)):
                 mine, everyone = mixer.outbox(t), reference.outbox(t)
                 fill(mine, step, [comm.rank])
                 fill(everyone, step, range(comm.size))

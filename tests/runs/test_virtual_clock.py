@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +44,16 @@ def trained(folder, *settings):
     return summary, read(Path(folder) / "log.h5")
 
 
-def test_digests_and_columns_are_those_of_a_run_without(tmp_path):
-    bare, without = trained(tmp_path / "bare")
-    timed, log = trained(tmp_path / "timed", *UNEVEN)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with runs without a clock, with one of uneven nodes, and the latter's 10 steps."""
+    folder = tmp_path_factory.mktemp("clock")
+    given = {"bare": (), "timed": UNEVEN, "begun": (*UNEVEN, "run.steps=10")}
+    return folder, {name: trained(folder / name, *more) for name, more in given.items()}
+
+
+def test_digests_and_columns_are_those_of_a_run_without(runs):
+    (bare, without), (timed, log) = (runs[1][name] for name in ("bare", "timed"))
     assert timed["digest"] == bare["digest"] and timed["bytes_sent"] == bare["bytes_sent"]
     assert VIRTUAL not in without.steps and log.steps.keys() - without.steps.keys() == {VIRTUAL}
     for name in COLUMNS.keys() - {"samples_per_second"}:
@@ -71,15 +79,15 @@ def test_without_jitter_it_is_what_plan_says(tmp_path, graph, cadence):
     np.testing.assert_allclose(log.steps[VIRTUAL][-1], 24 * step, rtol=1e-9, err_msg=cadence)
 
 
-def test_a_stopped_run_goes_on_at_its_time(tmp_path):
-    _, whole = trained(tmp_path / "whole", *UNEVEN)
-    trained(tmp_path / "parts", *UNEVEN, "run.steps=10")
+def test_a_stopped_run_goes_on_at_its_time(runs, tmp_path):
+    folder, (_, whole) = runs[0], runs[1]["timed"]
+    for name in ("parts", "fewer"):
+        shutil.copytree(folder / "begun", tmp_path / name)
     with Alone() as alone:
         launch.resume(tmp_path / "parts", ["run.steps=24"], alone, None)
     parts = read(tmp_path / "parts/log.h5")
     np.testing.assert_array_equal(parts.steps[VIRTUAL], whole.steps[VIRTUAL])
     with Alone() as alone:  # other nodes go on when the slowest was through
-        trained(tmp_path / "fewer", *UNEVEN, "run.steps=10")
         launch.resume(tmp_path / "fewer", ["run.steps=14"], alone, 3)
     fewer = read(tmp_path / "fewer/log.h5").steps[VIRTUAL]
     assert (fewer[10, :3] > whole.steps[VIRTUAL][9].max()).all() and np.isnan(fewer[10, 3])
@@ -107,16 +115,14 @@ def test_a_straggler_that_makes_fewer_steps_holds_nobody_up(tmp_path):
     assert kept.steps[VIRTUAL][-1].max() == pytest.approx(end, rel=1e-9)
 
 
-def test_pictures_have_virtual_time_as_an_axis(tmp_path):
-    trained(tmp_path / "a", *UNEVEN)
-    trained(tmp_path / "b", *UNEVEN, "graph.name=ring")
-    trained(tmp_path / "c")
-    timed, mixed = load([tmp_path / "a", tmp_path / "b"]), load([tmp_path / "a", tmp_path / "c"])
+def test_pictures_have_virtual_time_as_an_axis(runs):
+    folder, _ = runs
+    timed, mixed = (load([folder / "timed", folder / name]) for name in ("begun", "bare"))
     assert "virtual" in panels.clock(timed).label and "virtual" not in panels.clock(mixed).label
     end = timed[0].log.steps[VIRTUAL][-1].mean()
     assert timed[0].virtual_seconds(np.array([0, 24])) == pytest.approx([0, end])
-    short = read(tmp_path / "a/log.h5", points=6).steps  # means of four steps each
-    folded = load([tmp_path / "a"])[0]
+    short = read(folder / "timed/log.h5", points=6).steps  # means of four steps each
+    folded = load([folder / "timed"])[0]
     folded.log.steps.update(short)
     assert folded.virtual_seconds(np.array([12])) == pytest.approx(
         timed[0].virtual_seconds(np.array([12])), rel=0.15
@@ -125,11 +131,11 @@ def test_pictures_have_virtual_time_as_an_axis(tmp_path):
     picture = io.BytesIO()
     plot.figure(timed).savefig(picture)
     assert picture.tell() > 20_000
-    run = Found(read(tmp_path / "a/log.h5"))
+    run = Found(read(folder / "timed/log.h5"))
     assert run.so_far("virtual_s")[-1] == pytest.approx(end)
     assert _places(run, "time") == pytest.approx(run.so_far("virtual_s"))
     with pytest.raises(JobError, match="clock.network=10gbit"):
-        _places(Found(read(tmp_path / "c/log.h5")), "time")
+        _places(Found(read(folder / "bare/log.h5")), "time")
 
 
 def test_a_machine_is_a_name_or_a_file(tmp_path):
