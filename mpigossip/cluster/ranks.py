@@ -286,6 +286,5 @@ def shrunken(comms: "Sequence[MPI.Intracomm]", timeout_s: float) -> "MPI.Intraco
     comm = found[0]
     if isinstance(comm, BaseException):
         raise comm
-    assert isinstance(comm, MPI.Intracomm)
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     return comm

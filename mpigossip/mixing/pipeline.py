@@ -169,5 +169,4 @@ class Pipeline:
         return sorted(numbers(self._transport.comm, self._awaited(r)))
 
     def _late(self, r: Round) -> str:
-        awaited: Any = self._awaited(r)
-        return self._transport.late(r, awaited)
+        return self._transport.late(r, self._awaited(r))

@@ -63,16 +63,14 @@ class ProgressThread:
         self.busy = 0.0
         """seconds that jobs took so far, their waiting for other nodes included"""
         self._bell = Bell()
-        self._never = [self._to_come()] if threaded and poll else []
+        # a message from itself, sent when the thread closes: looking for it keeps MPI moving
+        mine = np.empty(1, np.uint8), comm.rank, IDLE
+        self._never = [comm.Irecv(*mine)] if threaded and poll else []
         self._thread = threading.Thread(target=self._work, name=PROGRESS, daemon=True)
         if threaded:
             self._thread.start()
             # before MPI is finalized, should nobody close it
             atexit.register(self._leave)
-
-    def _to_come(self) -> MPI.Request:
-        """A message from itself, sent when the thread closes: looking for it keeps MPI moving."""
-        return self._comm.Irecv(np.empty(1, np.uint8), self._comm.rank, IDLE)
 
     def submit(self, work: Callable[[], object]) -> Future:
         """Queue a job; without a thread it is done when this returns, and its error raised."""

@@ -198,7 +198,6 @@ class Synchronous(OfRank):
     def _start_average(self, r: Round) -> None:
         transport, buffers, thread = self._transport, self._buffers, self._thread
         if transport is None or thread is None:
-            assert self._shared
             self._shared.publish(self._shared.places.keys() - {self.rank}, r.t)
         elif transport.in_main:
             buffers.average(transport)
@@ -208,7 +207,6 @@ class Synchronous(OfRank):
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[Segments, Segments]:
         r = self._round
-        assert r
         r.finished = True
         plan, buffers = r.plan, self._buffers
         if plan.kind is Kind.LOCAL:
@@ -219,10 +217,8 @@ class Synchronous(OfRank):
             # waits for the partner's outbox, then for its half of the one result
             parts, weight = self.layout.parts, plan.weights[0]
             r.halved = True
-            shared: Any = self._shared
-            return buffers.out, buffers.segments(
-                shared.average_pair(parts, weight, plan.partner, r.t)
-            )
+            average = self._shared.average_pair(parts, weight, plan.partner, r.t)
+            return buffers.out, buffers.segments(average)
         if self._shared:  # the sources on this host: their outboxes are complete
             self._shared.wait_ready(plan.sources, r.t)
         if r.future or r.inline:  # the others: their messages are here, the own ones sent
@@ -235,9 +231,8 @@ class Synchronous(OfRank):
 
     def _finish_average(self, r: Round) -> Segments:
         if self._transport is None:
-            shared: Any = self._shared
-            shared.average(self.layout.parts, r.t)
-            return self._buffers.segments(shared.result)
+            self._shared.average(self.layout.parts, r.t)
+            return self._buffers.segments(self._shared.result)
         if r.future:
             self._waited += self._pipeline.wait(r)
         else:
@@ -247,13 +242,11 @@ class Synchronous(OfRank):
 
     def _sum(self, r: Round, into: torch.Tensor | None) -> None:
         """Sum the outboxes on this host and what was sent, in the graph's order."""
-        shared: Any = self._shared
-        received, far = [], r.plan.far
+        shared, received, far = self._shared, [], r.plan.far
         for j in r.plan.sources:
             if j in shared.places:
                 received.append(self._buffers.segments(shared.outbox(j)))
             else:
-                assert self._transport
                 received.append(self._transport.received(r, far.index(j)))
         target = None if into is None else [(into,)]
         self._buffers.add(r.plan.weights, received, self._whole, target)

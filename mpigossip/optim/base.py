@@ -37,6 +37,7 @@ class Wrapper(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's."""
         return self._inner.param_groups
 
     @param_groups.setter
@@ -45,10 +46,12 @@ class Wrapper(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
+        """The inner optimizer's."""
         return self._inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's."""
         return self._inner.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:

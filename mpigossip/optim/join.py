@@ -265,11 +265,9 @@ def _check_figures(chunks: int, lease_s: float) -> None:
         raise JobError([f"lease_s = {lease_s!r}: give seconds of silence, such as 600"])
     if distributed.is_available() and distributed.is_initialized():
         raise JobError(
-            [
-                f"torch.distributed joins {distributed.get_world_size()} processes here, "
-                "and a member is one process with a model of its own (no DDP, no FSDP2): "
-                "start the program once for each member, without init_process_group"
-            ]
+            f"torch.distributed joins {distributed.get_world_size()} processes here, and a member "
+            "is one process with a model of its own (no DDP, no FSDP2): start the program once "
+            "for each member, without init_process_group"
         )
 
 

@@ -82,20 +82,17 @@ def check_late(model: nn.Module, world: World | None = None) -> None:
 
 def _check_groups(wrappers: Iterable[DistributedDataParallel], world: World | None) -> None:
     for wrapper in wrappers:
-        several, group = wrapper.process_group.size(), wrapper.process_group
-        node = _node(world)
+        group, node = wrapper.process_group, _node(world)
+        told = "DistributedDataParallel around the model sums the gradients of "
+        told += f"{group.size()} processes"
         if node and distributed.get_process_group_ranks(group) != node:
+            remedy = "give it process_group=world.node_group()"
+            raise JobError(f"{told}, and this node has {len(node)} ranks: {remedy}")
+        if not node and group.size() > 1:
             raise JobError(
-                [f"DistributedDataParallel around the model sums the gradients of {several} "
-                 f"processes, and this node has {len(node)} ranks: give it "
-                 "process_group=world.node_group()"]
-            )  # fmt: skip
-        if not node and several > 1:
-            raise JobError(
-                [f"DistributedDataParallel around the model sums the gradients of {several} "
-                 "processes at every step, and each of them is a node: leave it away, Gossip "
-                 "takes its place, or make them one by mpigossip.world(ranks_per_node=…)"]
-            )  # fmt: skip
+                f"{told} at every step, and each of them is a node: leave it away, Gossip takes "
+                "its place, or make them one by mpigossip.world(ranks_per_node=…)"
+            )
 
 
 def _sharded(model: nn.Module, world: World | None) -> bool:

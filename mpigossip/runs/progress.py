@@ -58,6 +58,7 @@ class Progress:
         self.warnings.append(text)
 
     def epoch(self, step: int) -> float:
+        """Return the epochs done at ``step``."""
         return (step - self.shift) / self.steps_per_epoch
 
     @property

@@ -40,10 +40,12 @@ class Evaluation(NamedTuple):
 
     @property
     def loss(self) -> float:
+        """Of the averaged model."""
         return self.averaged["loss"]
 
     @property
     def accuracy(self) -> float:
+        """Of the averaged model, where the task counts it."""
         return self.averaged["accuracy"]
 
 

@@ -76,8 +76,7 @@ class DeviceBuffers:
         """Encode on the slots' own streams; let those of copies and sums follow them."""
         for slot, parts in enumerate(self.out if self.codes else ()):
             with current(self._streams[slot].device):
-                codes = self.codes[slot] if self.codes else None
-                encode_slot(self._layout, slot, parts, [self._rank], number, codes)
+                encode_slot(self._layout, slot, parts, [self._rank], number, self.codes[slot])
         self._ready, self._copied = [each.ready() for each in self._streams], []
         for each, event in zip(self._streams, self._ready, strict=True):
             each.follow(event)

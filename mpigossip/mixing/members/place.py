@@ -227,7 +227,6 @@ class Place:
             self.claim_name, self.claim, self.left = claimed
             self._own.add(self.claim_name)
             self._remove_old()
-        assert self.claim is not None
         return self.claim.chunk + self.round - self.claim.first
 
     def trained(self, name: str, claim: Claim, count: int) -> tuple[int, bool]:
@@ -250,7 +249,6 @@ class Place:
 
     def draft(self, step: int) -> Round:
         """The record of the round that ends now, without its model; counts the round."""
-        assert self.claim is not None
         chunk, peer = self.claim.chunk + self.round - self.claim.first, self.peer
         self.age = 1 + max(self.age, peer.age if peer else 0)
         self.progress = max(self.progress, chunk + 1, peer.progress if peer else 0)
