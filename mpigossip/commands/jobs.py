@@ -89,7 +89,7 @@ def _ranks(job: Job, site: Site, given: int | None) -> int:
 
     asked = job.node.ranks_per_node
     if given is not None and given < 1:
-        raise JobError([f"--ranks {given}: a node has at least one; give 1 or more"])
+        raise JobError(f"--ranks {given}: a node has at least one; give 1 or more")
     if _is_auto(job):  # a rank for each GPU
         return given or (site.gpus if job.node.devices == "auto" else 1) or 1
     ranks = given or (asked if isinstance(asked, int) else site.gpus)
@@ -118,7 +118,7 @@ def _venv(given: Path | None) -> str | None:
     if given is None:
         return sys.prefix if sys.prefix != sys.base_prefix else None
     if not (given / "bin" / "activate").exists():
-        raise JobError([f'--venv "{given}" is no virtual environment: it has no bin/activate'])
+        raise JobError(f'--venv "{given}" is no virtual environment: it has no bin/activate')
     return str(given.absolute())
 
 

@@ -192,8 +192,10 @@ def _plan(options) -> None:
     from mpigossip.training.shape import with_ranks
 
     if options.members and options.bandwidth is None:
-        raise JobError(["--members: give --bandwidth, the bytes a second of the folder's file "
-                        "system, such as 5GB/s"])  # fmt: skip
+        raise JobError(
+            "--members: give --bandwidth, the bytes a second of the folder's file "
+            "system, such as 5GB/s"
+        )
     with world() if (launched() or 1) > 1 else Alone() as ranks:
         with ranks.together(JobError):
             job = assemble.load(options.job, options.settings)

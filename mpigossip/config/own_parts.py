@@ -30,14 +30,14 @@ def imported(setting: str, name: str, form: str) -> Callable:
         found = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise JobError(
-            [f'{setting} = "{name}": {module} can\'t be imported ({error}); is its folder on '
-             "PYTHONPATH?"]
-        ) from error  # fmt: skip
+            f'{setting} = "{name}": {module} can\'t be imported ({error}); is its folder on '
+            "PYTHONPATH?"
+        ) from error
     except AttributeError as error:
-        raise JobError([f'{setting} = "{name}": {module} has no {attribute}']) from error
+        raise JobError(f'{setting} = "{name}": {module} has no {attribute}') from error
     if not callable(found):
         raise JobError(
-            [f'{setting} = "{name}" is a {type(found).__name__}; it should be a function of {form}']
+            f'{setting} = "{name}" is a {type(found).__name__}; it should be a function of {form}'
         )
     return found
 
@@ -75,10 +75,10 @@ def made(setting: str, name: str, kind: type, make: Callable, *given: Any, **opt
         raise
     except (Exception, SystemExit) as error:
         told = f" with the options {options}" if options else ""
-        raise JobError([f'{setting} = "{name}"{told}: {raised(error)}']) from error
+        raise JobError(f'{setting} = "{name}"{told}: {raised(error)}') from error
     if not isinstance(found, kind):
         what = f"returned {type(found).__name__}; it should return a"
-        raise JobError([f'{setting}: "{name}" {what} {kind.__module__}.{kind.__qualname__}'])
+        raise JobError(f'{setting}: "{name}" {what} {kind.__module__}.{kind.__qualname__}')
     return found
 
 

@@ -28,7 +28,7 @@ def find(inside: str) -> Path:
     for folder in folders():
         if (folder / inside).exists():
             return folder / inside
-    raise JobError([f'"{inside}" is in none of {", ".join(map(str, folders()))}: install again'])
+    raise JobError(f'"{inside}" is in none of {", ".join(map(str, folders()))}: install again')
 
 
 def examples(patterns: Sequence[str] = EXAMPLES) -> dict[str, Path]:
@@ -58,11 +58,11 @@ def copy(name: str, folder: Path) -> list[Path]:
     """Copy an example into a folder, with the module that it needs; never over a file."""
     known = examples()
     if name not in known:
-        raise JobError([f'example "{name}" is unknown; {near(name, known)}'])
+        raise JobError(f'example "{name}" is unknown; {near(name, known)}')
     top = find("digits.toml").parent
     files = [path for inside in FOLDERS for path in (top / inside).glob(f"{name}.*")]
     there = [folder / path.name for path in files if (folder / path.name).exists()]
     if there:
-        raise JobError([f"{there[0]} exists; name another folder with --to"])
+        raise JobError(f"{there[0]} exists; name another folder with --to")
     folder.mkdir(parents=True, exist_ok=True)
     return [Path(shutil.copyfile(path, folder / path.name)) for path in sorted(files)]

@@ -69,14 +69,14 @@ def read(source: Path | str | Mapping) -> dict[str, Any]:
             try:
                 text = path.read_text("utf-8-sig")
             except FileNotFoundError:
-                raise JobError([f"{where}: no such file; {_beside(path)}"]) from None
+                raise JobError(f"{where}: no such file; {_beside(path)}") from None
             except (OSError, ValueError) as error:
-                raise JobError([f"{where} can't be read as text: {error}"]) from None
+                raise JobError(f"{where} can't be read as text: {error}") from None
         try:
             tables = tomllib.loads(str(text))
         except (ValueError, RecursionError) as error:
             hint = "text needs quotes, sections stand in [brackets]"
-            raise JobError([f"{where} is not TOML: {error}; {hint}"]) from None
+            raise JobError(f"{where} is not TOML: {error}; {hint}") from None
     return {str(n): dict(t) if isinstance(t, Mapping) else t for n, t in tables.items()}
 
 

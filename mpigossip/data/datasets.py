@@ -51,7 +51,7 @@ class Datasets:
 
     def mistake(self, text: str) -> JobError:
         """A mistake in the function, or in what it returned."""
-        return JobError([f'data.source = "{self.name}": {text}'])
+        return JobError(f'data.source = "{self.name}": {text}')
 
     @property
     def train_size(self) -> int:
@@ -130,11 +130,11 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
     try:
         found = [made(node) for node in (rows if own else rows[:1])]
     except TypeError as error:
-        raise JobError([f'data.source = "{data.source}": {error}; {WANTED}']) from error
+        raise JobError(f'data.source = "{data.source}": {error}; {WANTED}') from error
     except (Mistake, Failure, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        raise JobError([f'data.source = "{data.source}": {raised(error)}']) from error
+        raise JobError(f'data.source = "{data.source}": {raised(error)}') from error
     first = found[0]
     if not isinstance(first, Mapping):
         return first
@@ -144,7 +144,7 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
 
 def _check(found: Mapping, data: Data, own: bool) -> None:
     def mistake(text: str) -> JobError:
-        return JobError([f'data.source = "{data.source}": {text}'])
+        return JobError(f'data.source = "{data.source}": {text}')
 
     extra = found.keys() - {*SPLITS, "collate"}
     if extra or not found.keys() >= set(SPLITS):

@@ -213,20 +213,16 @@ class Images:
             return self.recipe.image_size, self.recipe.image_size
         if self.random:
             raise JobError(
-                [
-                    'data.augment = "resized-crop" needs a side in pixels to scale to: '
-                    "set data.image_size, for example to 224"
-                ]
+                'data.augment = "resized-crop" needs a side in pixels to scale to: '
+                "set data.image_size, for example to 224"
             )
         sizes = np.concatenate([self.data.train.sizes, self.data.test.sizes])
         low, high = sizes.min(0), sizes.max(0)
         if (low != high).any():
             raise JobError(
-                [
-                    f"the images of {self.recipe.path} are of {low[0]}x{low[1]} to "
-                    f"{high[0]}x{high[1]} pixels: set data.image_size, the side in pixels "
-                    "that all are brought to"
-                ]
+                f"the images of {self.recipe.path} are of {low[0]}x{low[1]} to "
+                f"{high[0]}x{high[1]} pixels: set data.image_size, the side in pixels "
+                "that all are brought to"
             )
         return int(low[0]), int(low[1])
 

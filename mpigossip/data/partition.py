@@ -35,10 +35,8 @@ def partition(
     labels = np.asarray(labels)
     if n > len(labels):
         raise JobError(
-            [
-                f"{n} nodes can't share {len(labels)} training samples: use at most "
-                f"{len(labels)} nodes or more data"
-            ]
+            f"{n} nodes can't share {len(labels)} training samples: use at most "
+            f"{len(labels)} nodes or more data"
         )
     if kind == "dirichlet":
         return _dirichlet(labels, n, seed, alpha)
@@ -50,7 +48,7 @@ def partition(
             mixed = round(len(labels) * shuffled_percent / 100)
             order[:mixed] = order[permutation(mixed, seed, SPLIT)]
     else:
-        raise JobError([f'data.partition = "{kind}" is not one of {", ".join(PARTITIONS)}'])
+        raise JobError(f'data.partition = "{kind}" is not one of {", ".join(PARTITIONS)}')
     return np.array_split(order, n)
 
 
@@ -153,11 +151,11 @@ def make_orders(
     if data.streams:
         steps = data.train_size // n // per_step
         if not steps:
-            raise JobError([
+            raise JobError(
                 f"an epoch of {data.train_size} samples (data.samples, or the stream's own length) "
                 f"has no step of {n} nodes x {per_step}: make data.samples larger, or data.batch "
                 "smaller"
-            ])  # fmt: skip
+            )
         return [Share(node, n, steps, per_step) for node in range(n)]
     fraction, alpha = section.shuffled_percent, section.dirichlet_alpha
     parts = partition(data.train_labels, n, section.partition, seed, fraction, alpha)
@@ -172,10 +170,8 @@ def orders(parts: Sequence[np.ndarray], seed: int, batch: int) -> list[Order]:
     smallest = min(len(part) for part in parts)
     if smallest < batch:
         raise JobError(
-            [
-                f"a node has {smallest} training samples but takes {batch} per step "
-                "(slots × data.batch × algorithm.accumulate): make data.batch smaller, or "
-                "use fewer nodes or more data"
-            ]
+            f"a node has {smallest} training samples but takes {batch} per step "
+            "(slots × data.batch × algorithm.accumulate): make data.batch smaller, or "
+            "use fewer nodes or more data"
         )
     return [Order(part, node, seed, batch, smallest // batch) for node, part in enumerate(parts)]

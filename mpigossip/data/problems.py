@@ -74,7 +74,7 @@ def _spread(
     elif arrangement == "random":
         drawn = random.standard_normal((nodes, *shape))
     else:
-        raise JobError([f'data.arrangement = "{arrangement}": choose "random" or "smooth"'])
+        raise JobError(f'data.arrangement = "{arrangement}": choose "random" or "smooth"')
     drawn -= drawn.mean(axis=0)
     norm = math.sqrt(float((drawn**2).sum()) / nodes)
     return drawn * (size / norm) if nodes > 1 else np.zeros_like(drawn)
@@ -128,7 +128,7 @@ def logistic(
     """
     _check(dimension=dimension, points=points, heterogeneity=heterogeneity, steps=steps)
     if not ridge > 0:
-        raise JobError([f"data.ridge = {ridge}: needs to be above 0, or there is no optimum"])
+        raise JobError(f"data.ridge = {ridge}: needs to be above 0, or there is no optimum")
     random = np.random.default_rng((draw, 2))
     features = random.standard_normal((nodes, points, dimension)) / math.sqrt(dimension)
     true = 3 * random.standard_normal(dimension)

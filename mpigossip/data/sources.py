@@ -193,7 +193,7 @@ class TextSource(Source):
                 ends = split.offsets // data.tokenizer.width
                 begins = _apart(ends, context) if windows == "apart" else _joined(ends, context)
                 if not len(begins):
-                    raise JobError([_short(name, path, ends, context, windows)])
+                    raise JobError(_short(name, path, ends, context, windows))
                 begins = begins[:: every if name == "train" else 1]
                 self._begins[name] = begins
                 labels[name] = np.searchsorted(ends, begins, side="right") - 1
@@ -242,7 +242,7 @@ def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> AnyData:
     form = "that returns torch Datasets or a Source"
     made = call(imported("data.source", data.source, form), data, seed, rows, n)
     if not isinstance(made, Source | Datasets):
-        raise JobError([f'data.source = "{data.source}" returned {type(made).__name__}; {WANTED}'])
+        raise JobError(f'data.source = "{data.source}" returned {type(made).__name__}; {WANTED}')
     made.name = made.name or data.source
     return made
 
@@ -256,7 +256,7 @@ def _synthetic(data: config.Data, seed: int) -> Source:
 def _check_no_images(data: config.Data, need: str) -> None:
     if data.augment != "none":
         said = f'data.augment = "{data.augment}" is for images; {need} data.augment = "none"'
-        raise JobError([said])
+        raise JobError(said)
 
 
 SOURCES: dict[str, Callable[..., Any]] = {
@@ -288,10 +288,8 @@ def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1)
         return _own(data, seed, rows, n)
     known = ", ".join(f'"{name}"' for name in SOURCES)
     raise JobError(
-        [
-            f'data.source = "{data.source}" is neither {known} nor a file here; make one with: '
-            "mpigossip data pack FOLDER OUT.h5"
-        ]
+        f'data.source = "{data.source}" is neither {known} nor a file here; make one with: '
+        "mpigossip data pack FOLDER OUT.h5"
     )
 
 
@@ -302,11 +300,11 @@ def check_alike(name: str, data: AnyData, world: "World") -> None:
     with world.together(JobError):
         for rank, (train, test) in enumerate(told or ()):
             if (train, test) != mine:
-                raise JobError([
+                raise JobError(
                     f'data.source = "{name}": rank 0 on {world.hosts[0]} has {mine[0]:,} training '
                     f"and {mine[1]:,} test samples, rank {rank} on {world.hosts[rank]} has "
                     f"{train:,} and {test:,}; all ranks need the same data"
-                ])  # fmt: skip
+                )
 
 
 def _packed(path: Path, data: config.Data) -> Source:
@@ -319,10 +317,8 @@ def _packed(path: Path, data: config.Data) -> Source:
     made = TextSource(str(path), data.context, data.windows, data.every)
     if data.tokenizer not in (None, made.tokenizer.name):
         raise JobError(
-            [
-                f'data.tokenizer = "{data.tokenizer}": the tokens of {path} are those of '
-                f'"{made.tokenizer.name}", which mean other text; name the pack that the model '
-                "was trained on, or leave data.tokenizer out to begin anew"
-            ]
+            f'data.tokenizer = "{data.tokenizer}": the tokens of {path} are those of '
+            f'"{made.tokenizer.name}", which mean other text; name the pack that the model '
+            "was trained on, or leave data.tokenizer out to begin anew"
         )
     return made

@@ -168,11 +168,11 @@ def started(loader: DataLoader, name: str) -> Iterator[Nested]:
     except Exception as error:
         if not loader.num_workers:
             raise
-        raise JobError([
+        raise JobError(
             f'data.source = "{name}": what it returned can\'t be sent to the '
             f"{loader.num_workers} loading processes ({raised(error)}); define its classes and "
             "functions at the top of a module, or load in the training process: data.workers = 0"
-        ]) from error  # fmt: skip
+        ) from error
 
 
 @contextlib.contextmanager

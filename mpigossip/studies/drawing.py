@@ -63,7 +63,7 @@ class Picture(Figure):
 def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
     """A figure of the averaged model against steps, epochs or bytes."""
     if x not in AXES:
-        raise JobError([f'x = "{x}": choose one of {", ".join(AXES)}'])
+        raise JobError(f'x = "{x}": choose one of {", ".join(AXES)}')
     if theory and (y, x) != ("gradient_square", "step"):
         raise JobError(
             f'theory = True: rates are of y = "gradient_square" against x = "step", not of "{y}" '
@@ -178,7 +178,7 @@ def _places(run: Found, x: str) -> np.ndarray:
         return run.so_far(VIRTUAL)
     except KeyError:
         remedy = 'give clock.network and clock.compute_s, such as settings=["clock.network=10gbit"'
-        raise JobError([f'x = "time": the logs have no virtual time; {remedy}, …]']) from None
+        raise JobError(f'x = "time": the logs have no virtual time; {remedy}, …]') from None
 
 
 def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: str) -> None:
@@ -191,7 +191,7 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
     try:
         mean, half = interval(np.stack([run.curve(y) for run in runs]))
     except KeyError:
-        raise JobError([f'y = "{y}": the logs have no such figure at evaluations']) from None
+        raise JobError(f'y = "{y}": the logs have no such figure at evaluations') from None
     at = np.mean([_places(run, x) for run in runs], axis=0)
     low, high = mean - half, mean + half
     if "accuracy" in y:  # Student's t knows no ends

@@ -45,7 +45,7 @@ def cells_of(
 ) -> tuple[list[Cell], dict[str, str]]:
     """All points, and those left out with the reason; JobError with every mistake at once."""
     if not nodes or min(nodes) < 1:
-        raise JobError([f"nodes = {list(nodes)}: a study needs whole numbers of at least 1"])
+        raise JobError(f"nodes = {list(nodes)}: a study needs whole numbers of at least 1")
     axes = [_points(axis, values) for axis, values in grid.items()]
     cells, unfit = [], {}
     for n, point in itertools.product(nodes, itertools.product(*axes)):
@@ -60,7 +60,7 @@ def cells_of(
     if unfit and (not skip or not cells):
         raise JobError([f"{name}: {why}" for name, why in unfit.items()])
     if len({cell.name for cell in cells}) < len(cells):
-        raise JobError(["two points of the grid have the same labels; give each its own"])
+        raise JobError("two points of the grid have the same labels; give each its own")
     return cells, unfit
 
 
@@ -94,9 +94,9 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
         given = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         remedy = "a study is a TOML file with job, grid, nodes, seeds"
-        raise JobError([f"{path} doesn't exist: {remedy}"]) from None
+        raise JobError(f"{path} doesn't exist: {remedy}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError([f"{path} is no TOML: {error}"]) from None
+        raise JobError(f"{path} is no TOML: {error}") from None
     known = {*inspect.signature(study).parameters, *more}
     wrong = [
         f"{path}: {removed.of_argument(key) or f'{key} is unknown; {near(key, known)}'}"
@@ -108,7 +108,7 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
         raise JobError(wrong)
     grid = given.get("grid", {})
     if not isinstance(grid, dict):
-        raise JobError([f"{path}: grid = {grid!r}: needs to be a table, [grid], an axis a line"])
+        raise JobError(f"{path}: grid = {grid!r}: needs to be a table, [grid], an axis a line")
     beside = path.parent / str(given["job"])
     job = beside if beside.exists() else Path(given["job"])
     return given | {"job": job, "grid": _axes(grid)}

@@ -132,7 +132,7 @@ class Results:
             writer.writerows(map(cells, [self.rows[0], *(row.values() for row in self.rows)]))
             return out.getvalue()
         if form not in ("text", "latex"):
-            raise JobError([f'table("{form}"): choose one of text, csv, latex'])
+            raise JobError(f'table("{form}"): choose one of text, csv, latex')
         left, rates = len(self.axes), ["lr"] * ("lr" in self.rows[0])
         heads = [axis.removesuffix(".name").rpartition(".")[2] for axis in self.axes]
         heads += [f"lr{self._per()}" for _ in rates] + [*self.figures, "MB a node"]

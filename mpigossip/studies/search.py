@@ -45,7 +45,7 @@ def chosen(
         own = {cell: assemble.load(runner.job, cell.settings).schedule.lr for cell in cells}
         candidates = {cell: [own[cell] * factor for factor in FACTORS] for cell in cells}
     elif isinstance(rates, str) or not rates or not all(rate > 0 for rate in rates):
-        raise JobError([f'rates = {rates!r}: give learning rates above 0, "search" or "fine"'])
+        raise JobError(f'rates = {rates!r}: give learning rates above 0, "search" or "fine"')
     elif len({*rates}) == 1:
         return dict.fromkeys(cells, float(rates[0])), []  # nothing to be chosen
     else:
@@ -71,7 +71,7 @@ def figure_of(found: Iterable[Found], judge: str | None) -> str:
     metrics = metrics_of(whole.summary)
     if judge is not None and judge not in {*whole.summary, *DERIVED}:
         known = ", ".join(dict.fromkeys([*metrics, "loss", *DERIVED]))
-        raise JobError([f'judge = "{judge}": the runs have no such figure; choose one of {known}'])
+        raise JobError(f'judge = "{judge}": the runs have no such figure; choose one of {known}')
     return judge or metrics[0]
 
 

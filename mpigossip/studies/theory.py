@@ -58,10 +58,10 @@ def _meet(study: Results, cell: Cell, beside: Cell, y: str, within: float) -> fl
     try:
         means = [np.mean([run.curve(y) for run in runs], axis=0) for runs in both]
     except KeyError:
-        raise JobError([f'y = "{y}": the logs have no such figure at evaluations']) from None
+        raise JobError(f'y = "{y}": the logs have no such figure at evaluations') from None
     steps, others = (runs[0].curve("step") for runs in both)
     if not np.array_equal(steps, others):
-        raise JobError([f"{cell.name} and {beside.name} are evaluated at other steps"])
+        raise JobError(f"{cell.name} and {beside.name} are evaluated at other steps")
     return meeting(steps, means[0], means[1], within)
 
 

@@ -189,7 +189,7 @@ def table(
         found = (predict(what, machine, choice, n, epochs, period) for choice in every)
         at = [row for row in found if row is not None]
         if not at:
-            raise JobError([f"--nodes {n}: no graph fits the job's algorithm with {n} nodes"])
+            raise JobError(f"--nodes {n}: no graph fits the job's algorithm with {n} nodes")
         rows += at
     return rows
 

@@ -69,10 +69,10 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
     found = Advice(members, model, step_s, rate, steps, period)
     if found.least * members * ROUNDS > steps:
         raise JobError(
-            [f"{members:,} members that share {size(rate)}/s need H = {found.least:,} steps "
-             f"between exchanges of {size(model)}, and the training has {steps:,} steps: fewer "
-             f"than {ROUNDS} rounds each; take at most {_most(found):,} members, or train longer"]
-        )  # fmt: skip
+            f"{members:,} members that share {size(rate)}/s need H = {found.least:,} steps "
+            f"between exchanges of {size(model)}, and the training has {steps:,} steps: fewer "
+            f"than {ROUNDS} rounds each; take at most {_most(found):,} members, or train longer"
+        )
     return found
 
 
