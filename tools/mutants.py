@@ -190,9 +190,8 @@ MUTANTS = [
     Mutant("receivers are the senders", "receivers",
            "return (j - self._offsets) % self.n", "return (j + self._offsets) % self.n", "graphs"),
     # data
-    Mutant("another epoch, the same order", "_permutation",
-           "permutation(len(self.part), self.seed, ORDER, epoch, self.node)",
-           "permutation(len(self.part), self.seed, ORDER, 0, self.node)", "data"),
+    Mutant("another epoch, the same order", "draw_together",
+           "late[0].seed, ORDER, epoch, nodes", "late[0].seed, ORDER, 0, nodes", "data"),
     Mutant("seed + 1", "partition",
            "order = permutation(len(labels), seed, SPLIT)",
            "order = permutation(len(labels), seed + 1, SPLIT)", "data"),

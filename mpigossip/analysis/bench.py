@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count as numbers
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,12 @@ def room_for_messages(world: World) -> int:
 
 def sizes_that_fit(world: World, options) -> list[int]:
     """The sizes of messages that memory has room for; a note names the others."""
-    room, ranks = room_for_messages(world), max(map(world.hosts.count, world.hosts))
-    fits = [size for size in options.sizes if size <= room]
-    if world.rank == 0 and len(fits) < len(options.sizes):
-        left = ", ".join(f"{size:,}" for size in options.sizes if size > room)
-        note(f"left out: {left} bytes; {ranks} ranks a host have room for {room:,}")
-    return fits
+    room = room_for_messages(world)
+    left = [f"{size:,}" for size in options.sizes if size > room]
+    if world.rank == 0 and left:
+        ranks = max(map(world.hosts.count, world.hosts))
+        note(f"left out: {', '.join(left)} bytes; {ranks} ranks a host have room for {room:,}")
+    return [size for size in options.sizes if size <= room]
 
 
 def _opened(made: Graph, size: int, world: World, options) -> tuple[Mixer, int]:
@@ -122,11 +123,16 @@ def _opened(made: Graph, size: int, world: World, options) -> tuple[Mixer, int]:
     return mixer, count
 
 
-def one_round(mixer: Mixer, clock: Iterator[int], work: Callable[[], None] = lambda: None) -> None:
+def one_round(
+    mixer: Mixer,
+    clock: Iterator[int],
+    work: Callable[[], None] = lambda: None,
+    kind: Kind = Kind.GOSSIP,
+) -> None:
     """The clock's next round, with work while it is in flight."""
     t = next(clock)
     mixer.outbox(t)
-    mixer.start(Kind.GOSSIP, t)
+    mixer.start(kind, t)
     work()
     mixer.finish()
 
@@ -161,15 +167,11 @@ def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
         mixer, count = _opened(made, size, world, options)
         own, total = np.ones(count, np.float32), np.empty(count, np.float32)
 
-        def ours(mixer=mixer) -> None:
-            mixer.outbox(0)
-            mixer.start(Kind.GLOBAL, 0)
-            mixer.finish()
-
         def library(own=own, total=total) -> None:
             world.comm.Allreduce(own, total)
             np.multiply(total, 1 / world.size, out=total)
 
+        ours = partial(one_round, mixer, repeat(0), kind=Kind.GLOBAL)
         works: list[Callable[[], None]] = [ours, library, limit_memory(count)]
         times, theirs, limit = alternate(world.comm, works, options.seconds)
         mixer.close()
@@ -184,7 +186,7 @@ def overlap(world: World, options) -> Iterator[dict[str, Any]]:
         mixer, count = _opened(made, size, world, options)
         exchange_alone = partial(one_round, mixer, clock := numbers())
         (first,) = alternate(world.comm, [exchange_alone], options.seconds / 4)
-        compute = _compute(world.comm, statistics.median(first))
+        compute = arithmetic(world.comm, statistics.median(first))
         works: list[Callable[[], None]] = [exchange_alone, compute]
         works.append(partial(one_round, mixer, clock, compute))
         alone, pure, together = alternate(world.comm, works, options.seconds)
@@ -195,7 +197,7 @@ def overlap(world: World, options) -> Iterator[dict[str, Any]]:
         mixer.close()
 
 
-def _compute(comm: MPI.Comm, seconds: float) -> Callable[[], None]:
+def arithmetic(comm: MPI.Comm, seconds: float) -> Callable[[], None]:
     """So many products of matrices as take that long on the slowest rank, all at work at once."""
     matrix = torch.ones(192, 192)
 
@@ -216,23 +218,19 @@ def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
     for size in options.sizes:
         values = np.ones(size // 4, np.float32)
         state = store.NodeState(values, ("x",), ((values.size,),), {}, {})
-        folder = Path(tempfile.mkdtemp(dir=options.folder))
-
-        def ours(folder=folder, state=state) -> None:
-            store.write_node(folder, world.rank, state)
-
-        def plain(folder=folder, values=values) -> None:
-            with (folder / f"plain-{world.rank}.new").open("wb") as file:
-                file.write(values.data)
-                file.flush()
-                os.fsync(file.fileno())
-            (folder / f"plain-{world.rank}.new").replace(folder / f"plain-{world.rank}")
-
-        times, limit = alternate(world.comm, [ours, plain], options.seconds)
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            ours = partial(store.write_node, Path(folder), world.rank, state)
+            plain = partial(_plainly, Path(folder) / "plain", values)
+            times, limit = alternate(world.comm, [ours, plain], options.seconds)
         yield row("checkpoint", size, times, limit)
+
+
+def _plainly(path: Path, values: np.ndarray) -> None:
+    with path.with_suffix(".new").open("wb") as file:
+        file.write(values.data)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".new").replace(path)
 
 
 MEASURES = {"exchange": exchange, "allreduce": allreduce, "overlap": overlap,

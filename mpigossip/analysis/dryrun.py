@@ -5,7 +5,7 @@ import textwrap
 
 from mpigossip import config
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import size
+from mpigossip.config.readable import counted, size
 from mpigossip.groups.devices import local_rank
 from mpigossip.mixing.base import Kind, traffic
 from mpigossip.training import assemble, costs, shape
@@ -16,8 +16,10 @@ NODES = 8
 
 def describe(job: Job, nodes: int | None) -> str:
     """The job with all defaults, then what a step of it moves and holds. Raises JobError."""
-    job, per = _of_launcher(job)
     ranks = launched()
+    job = shape.with_ranks(job, local_rank()[1]) if ranks else job
+    asked = job.node.ranks_per_node
+    per = asked if isinstance(asked, int) else 1
     n = nodes or (ranks // per if ranks else NODES)
     found = [m for m in assemble.mistakes(job, n) if not m.startswith("node.devices")]
     if found:
@@ -49,13 +51,6 @@ def _row(label: str, words: str) -> list[str]:
     )  # fmt: skip
 
 
-def _of_launcher(job: Job) -> tuple[Job, int]:
-    """The job with as many ranks a node as a launcher has started, and how many those are."""
-    job = shape.with_ranks(job, local_rank()[1]) if launched() else job
-    asked = job.node.ranks_per_node
-    return job, asked if isinstance(asked, int) else 1
-
-
 def launched() -> int | None:
     """The number of processes that a launcher's environment tells."""
     from mpigossip.cluster.launcher import LAUNCHERS
@@ -83,11 +78,11 @@ def _traffic(job: Job, made: costs.Exchanges, what: costs.Subject) -> list[str]:
     ring = traffic(made.parts.graph, Kind.GLOBAL, 0, 0, 4 * what.flat.size)
     average = made.bytes_per_step
     ratio = f"{average / ring:.2f} x" if ring else "against"
-    vectors = made.parts.method.vectors
+    vectors = counted(made.parts.method.vectors, "vector")
     return _row(
         "traffic",
-        f"{size(average)} a node and step between nodes ({vectors} vector{'s' * (vectors > 1)}, "
-        f"{job.node.wire}); {ratio} the {size(ring)} of a ring all-reduce",
+        f"{size(average)} a node and step between nodes ({vectors}, {job.node.wire}); {ratio} the "
+        f"{size(ring)} of a ring all-reduce",
     )
 
 

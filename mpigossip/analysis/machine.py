@@ -177,19 +177,6 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
     return tuple(fitted), where
 
 
-def _work(world: World, seconds: float) -> Callable[[], None]:
-    """Arithmetic that takes a core about so long, at most `LONGEST_S`; the same on all ranks."""
-    a = torch.randn(128, 128)
-    each = statistics.fmean(world.broadcast(world.gather(_best(lambda: a @ a, 25))))
-    repeats = round(min(seconds, LONGEST_S) / each)
-
-    def work() -> None:
-        for _ in range(repeats):
-            a @ a
-
-    return work
-
-
 def _rounds(
     world: World, what: Subject, count: int, budget_s: float, work_s: float
 ) -> dict[Kind, float]:
@@ -199,6 +186,7 @@ def _rounds(
     With work of ``work_s`` before each, as in a step: where cores are few the exchange waits for
     them, and for the slowest of those who compute.
     """
+    from mpigossip.analysis.bench import arithmetic
     from mpigossip.graphs import graph
 
     node = what.job.node
@@ -207,8 +195,7 @@ def _rounds(
         same_host=node.same_host, timeout_s=node.timeout_s,
     )  # fmt: skip
     clock = iter(range(1 << 60))
-
-    work = _work(world, work_s)
+    work = arithmetic(world.comm, min(work_s, LONGEST_S)) if work_s else lambda: None
 
     def burst(kind: Kind, rounds: int) -> float:
         began = time.perf_counter()

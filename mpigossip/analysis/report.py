@@ -2,10 +2,10 @@
 
 import base64
 import difflib
-import html
 import io
 import json
 from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -144,8 +144,8 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
     title = ", ".join(run.name for run in runs) if few else f"{len(runs)} runs"
     about = dict.fromkeys(description(run.log) for run in runs)
     parts = [
-        f"<h1>{_text(title)}</h1>",
-        f'<p class="about">{_text("; ".join(about))}</p>',
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="about">{escape("; ".join(about))}</p>',
         "<h2>Result</h2>", _result(runs),
         "<h2>Figures</h2>", _picture(runs),
     ]  # fmt: skip
@@ -157,7 +157,7 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
     parts += ["<h2>Job</h2>", *_jobs(runs), "<h2>Environment</h2>"]
     parts += [_environment(run) for run in runs]
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
         '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
     )
@@ -174,7 +174,7 @@ def _result(runs: Sequence[LoggedRun]) -> str:
     tested = dict.fromkeys([*(name for run in runs for name in run.metrics), "loss"])
     columns = {n: (f"test {n}", "{:.4g}") for n in tested} | COLUMNS
     head = "".join(
-        f"<th>{_text(name)}</th>" for name in ["run", "what", *(c for c, _ in columns.values())]
+        f"<th>{escape(name)}</th>" for name in ["run", "what", *(c for c, _ in columns.values())]
     )
     rows = []
     for run in runs:
@@ -185,8 +185,8 @@ def _result(runs: Sequence[LoggedRun]) -> str:
         ]
         if not summary.get("finished", 0) and not of_members(run.log):  # they log no end
             cells[-1] = "<td>not finished</td>"
-        about = _text(description(run.log))
-        rows.append(f"<tr><td>{_text(run.name)}</td><td>{about}</td>{''.join(cells)}</tr>")
+        about = escape(description(run.log))
+        rows.append(f"<tr><td>{escape(run.name)}</td><td>{about}</td>{''.join(cells)}</tr>")
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
@@ -229,20 +229,16 @@ def _findings(run: Path) -> list[dict]:
 def _doctor(run: LoggedRun, found: Sequence[dict]) -> str:
     rows = []
     for one in found:
-        name, text, level, remedy = (_text(one[k]) for k in ("name", "text", "level", "remedy"))
+        name, text, level, remedy = (escape(one[k]) for k in ("name", "text", "level", "remedy"))
         text += f"<br>→ {remedy}" if remedy else ""
         rows.append(f'<tr class="{level}"><td>{name}</td><td>{text}</td></tr>')
-    return f'<h3>{_text(run.name)}</h3><div class="wide"><table>{"".join(rows)}</table></div>'
+    return f'<h3>{escape(run.name)}</h3><div class="wide"><table>{"".join(rows)}</table></div>'
 
 
 def _folded(title: str, text: str, opened: bool) -> str:
     state = " open" if opened else ""
-    return f"<details{state}><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
+    return f"<details{state}><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
 
 
 def _environment(run: LoggedRun) -> str:
     return _folded(run.name, aligned(run.log.environment.items(), left=(0, 1)), opened=True)
-
-
-def _text(text: str) -> str:
-    return html.escape(text)

@@ -188,7 +188,6 @@ def _targets(world: World, tried: Graph, t: int) -> list[tuple[int, int]]:
 def _round(world: World, tried: Graph, t: int, size: int, window) -> list:
     """(from, to, seconds of a small put, of a large one): the best of some repeats."""
     message = np.full(size, (world.rank + t) % 251, np.uint8)
-    links = []
     targets = _targets(world, tried, t)
     best = {target: [float("inf"), float("inf")] for target in targets}
     for _ in range(REPEATS):
@@ -200,9 +199,7 @@ def _round(world: World, tried: Graph, t: int, size: int, window) -> list:
                 window.Flush(target)
                 spent = time.perf_counter() - begin
                 best[target, place][at] = min(best[target, place][at], spent)
-    for (target, _), (small, large) in best.items():
-        links.append((world.rank, target, small, large))
-    return links
+    return [(world.rank, target, *seconds) for (target, _), seconds in best.items()]
 
 
 def _check(world: World, tried: Graph, t: int, size: int, memory: np.ndarray) -> list[str]:

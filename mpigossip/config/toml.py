@@ -136,20 +136,11 @@ def converter() -> cattrs.Converter:
     needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     for kind, words in needs.items():
         made.register_structure_hook(kind, functools.partial(_scalar, words))
-    made.register_structure_hook_factory(
-        lambda kind: typing.get_origin(kind) is Literal, lambda kind: _choice
-    )
-    made.register_structure_hook_factory(
-        lambda kind: kind is tuple or typing.get_origin(kind) is tuple, lambda kind: _tuple
-    )
-    made.register_structure_hook_factory(
-        lambda kind: typing.get_origin(kind) in (typing.Union, types.UnionType), lambda kind: _union
-    )
-    made.register_structure_hook_factory(
-        lambda kind: (
-            typing.get_origin(kind) is Annotated and isinstance(kind.__metadata__[0], Limit)
-        ),
-        lambda kind: _limited,
+    hooks = {Literal: _choice, tuple: _tuple, typing.Union: _union, types.UnionType: _union,
+             Annotated: _limited}  # fmt: skip
+    made.register_structure_hook_func(
+        lambda kind: typing.get_origin(kind) in hooks,
+        lambda value, kind: hooks[typing.get_origin(kind)](value, kind),
     )
     return made
 
@@ -178,8 +169,6 @@ def _tuple(value: Any, kind: Any) -> tuple:
     if not isinstance(value, list | tuple):
         raise BadValue(value, "needs a list")
     items = typing.get_args(kind)
-    if not items:
-        return tuple(value)
     if items[-1] is Ellipsis:
         items = items[:1] * len(value)
     if len(items) != len(value):

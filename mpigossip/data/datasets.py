@@ -4,6 +4,8 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +21,16 @@ from mpigossip.data.pytree import Nested, leaves
 SPLITS = ("train", "test")
 TRAIN, TEST = 0, 1
 """Uses of random numbers: a batch of training, or of a test."""
+EMPTY = 'its "{}" has no sample; nothing can be done with it'
 WANTED = (
     'it should return a mpigossip.data.sources.Source, or {"train": …, "test": …} of torch '
     "Datasets (and \"collate\", a function that makes a batch of samples where torch's own doesn't)"
 )
+
+
+def mistake(name: str, text: str) -> JobError:
+    """A mistake in the function that `data.source` names, or in what it returned."""
+    return JobError(f'data.source = "{name}": {text}')
 
 
 class Datasets:
@@ -45,13 +53,9 @@ class Datasets:
         self.in_memory = all(isinstance(one, TensorDataset) for one in (self.train, self.test))
         for split, one in zip(SPLITS, (self.train, self.test), strict=True):
             if _length(one) == 0:
-                raise self.mistake(f'its "{split}" has no sample; nothing can be done with it')
+                raise mistake(self.name, EMPTY.format(split))
         first = next(leaves(self.sample("train")), torch.empty(0))
         self.shape, self.classes, self.dtype = tuple(first.shape[1:]), data.classes, None
-
-    def mistake(self, text: str) -> JobError:
-        """A mistake in the function, or in what it returned."""
-        return JobError(f'data.source = "{self.name}": {text}')
 
     @property
     def train_size(self) -> int:
@@ -76,32 +80,30 @@ class Datasets:
         found = getattr(self.train, "targets", None)
         if found is not None and len(found) == self.train_size:
             return np.asarray(found)
-        if self.section.partition not in ("shuffled",):
-            raise self.mistake(
+        if self.section.partition != "shuffled":
+            raise mistake(
+                self.name,
                 f'data.partition = "{self.section.partition}" goes by labels, and its "train" has '
-                'no `targets` (one number for each sample); add them, or use "shuffled"'
+                'no `targets` (one number for each sample); add them, or use "shuffled"',
             )
         return np.zeros(self.train_size, np.int64)
 
     def sample(self, split: str) -> Nested:
         """A batch of one sample, made here and now: what a task and a model are tried on."""
         one = self.train if split == "train" else self.test
-        with drawing(Draws(self.seed)):
-            try:
-                found = next(iter(one), NONE) if isinstance(one, IterableDataset) else one[0]
-                if found is NONE:
-                    raise self.mistake(f'its "{split}" has no sample; nothing can be done with it')
-                return self.collate([found])
-            except JobError:
-                raise
-            except Exception as error:
-                raise self.mistake(f'a first sample of "{split}": {raised(error)}') from error
+        try:
+            with drawing(Draws(self.seed)):
+                found = [*islice(one, 1)] if isinstance(one, IterableDataset) else [one[0]]
+                if not found:
+                    raise mistake(self.name, EMPTY.format(split))
+                return self.collate(found)
+        except JobError:
+            raise
+        except Exception as error:
+            raise mistake(self.name, f'a first sample of "{split}": {raised(error)}') from error
 
     def close(self) -> None:
         """Nothing to close."""
-
-
-NONE = object()
 
 
 def _length(one: Dataset) -> int | None:
@@ -130,11 +132,11 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
     try:
         found = [made(node) for node in (rows if own else rows[:1])]
     except TypeError as error:
-        raise JobError(f'data.source = "{data.source}": {error}; {WANTED}') from error
+        raise mistake(data.source, f"{error}; {WANTED}") from error
     except (Mistake, Failure, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        raise JobError(f'data.source = "{data.source}": {raised(error)}') from error
+        raise mistake(data.source, raised(error)) from error
     first = found[0]
     if not isinstance(first, Mapping):
         return first
@@ -143,32 +145,30 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
 
 
 def _check(found: Mapping, data: Data, own: bool) -> None:
-    def mistake(text: str) -> JobError:
-        return JobError(f'data.source = "{data.source}": {text}')
-
+    wrong = partial(mistake, data.source)
     extra = found.keys() - {*SPLITS, "collate"}
     if extra or not found.keys() >= set(SPLITS):
-        raise mistake(f"returned {{{', '.join(map(repr, found))}}}; {WANTED}")
+        raise wrong(f"returned {{{', '.join(map(repr, found))}}}; {WANTED}")
     for split in SPLITS:
         if not isinstance(found[split], Dataset):
-            raise mistake(f'"{split}" is {type(found[split]).__name__}, no torch Dataset; {WANTED}')
+            raise wrong(f'"{split}" is {type(found[split]).__name__}, no torch Dataset; {WANTED}')
     if own and not isinstance(found["train"], IterableDataset):
-        raise mistake(
+        raise wrong(
             "asks for `node` and returns a Dataset with a length: leave `node` out and return the "
             "samples of all nodes (data.partition shares them out), or return an IterableDataset"
         )
     if isinstance(found["train"], IterableDataset) and data.partition != "shuffled":
-        raise mistake(
+        raise wrong(
             f'data.partition = "{data.partition}": a stream can\'t be sorted; its function takes '
             "`node` and `nodes` and shares it out, or its rows go to the nodes in turn"
         )
     if data.augment != "none":
-        raise mistake(
+        raise wrong(
             f'data.augment = "{data.augment}" is for packed images; a Dataset changes its samples '
             'itself: use data.augment = "none"'
         )
     if not callable(found.get("collate", default_collate)):
-        raise mistake(f'"collate" is {type(found["collate"]).__name__}, no function')
+        raise wrong(f'"collate" is {type(found["collate"]).__name__}, no function')
 
 
 class Draws(NamedTuple):

@@ -214,8 +214,8 @@ class Loader:
         return started(self._by_request(requests), self.data.name)
 
     def _of_step(self, step: int) -> Iterator[Request]:
-        draw_together(self.orders, step)
         own, epoch = isinstance(self.data, Source), self.orders[0].epoch(step)
+        draw_together(self.orders, epoch)
         for order in self.orders:
             cuts = np.split(order.batch_indices(step), self.slots)
             for slot in self.mine:

@@ -94,7 +94,7 @@ class Order:
     ) -> None:
         self.part, self.node, self.seed = part, node, seed
         self.batch, self.steps_per_epoch = batch, steps_per_epoch
-        self._latest = -1, part
+        self.latest = -1, part  # an epoch, and the samples in its order
 
     def epoch(self, step: int) -> int:
         """Return the epoch, from 0, that a step belongs to."""
@@ -103,32 +103,17 @@ class Order:
     def batch_indices(self, step: int) -> np.ndarray:
         """Return the samples of a step: (slots × accumulate × batch,) int64."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        permuted = self._permutation(epoch)
-        return permuted[place * self.batch : (place + 1) * self.batch]
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if self._latest[0] != epoch:
-            self.take(epoch, permutation(len(self.part), self.seed, ORDER, epoch, self.node))
-        return self._latest[1]
-
-    def take(self, epoch: int, drawn: np.ndarray) -> None:
-        """Store the permutation of an epoch."""
-        self._latest = epoch, self.part[drawn]
-
-    def knows(self, epoch: int) -> bool:
-        """Return whether the permutation of an epoch is drawn already."""
-        return self._latest[0] == epoch
+        draw_together([self], epoch)
+        return self.latest[1][place * self.batch : (place + 1) * self.batch]
 
 
-def draw_together(orders: Sequence[Order], step: int) -> None:
-    """The permutations of many nodes, where a step begins an epoch: one draw takes as long as n."""
-    epoch, seed = orders[0].epoch(step), orders[0].seed
-    if len(orders) == 1 or all(order.knows(epoch) for order in orders):
-        return
-    lengths = [len(order.part) for order in orders]
-    drawn = permutations(lengths, seed, ORDER, epoch, [order.node for order in orders])
-    for order, one in zip(orders, drawn, strict=True):
-        order.take(epoch, one)
+def draw_together(orders: Sequence[Order], epoch: int) -> None:
+    """Draw the permutations of many nodes in an epoch: one draw takes as long as n."""
+    if late := [order for order in orders if order.latest[0] != epoch]:
+        lengths, nodes = [len(order.part) for order in late], [order.node for order in late]
+        drawn = permutations(lengths, late[0].seed, ORDER, epoch, nodes)
+        for order, one in zip(late, drawn, strict=True):
+            order.latest = epoch, order.part[one]
 
 
 class Share(NamedTuple):

@@ -53,8 +53,7 @@ def words(
 
 def permutation(length: int, seed: int, purpose: int, epoch: int = 0, block: int = 0) -> np.ndarray:
     """Return a random order of 0 … length − 1, int64: the order of 64-bit draws."""
-    drawn = words(seed, purpose, np.arange(length, dtype=np.uint64), epoch, block)
-    return np.argsort(drawn[0] << HALF | drawn[1], kind="stable")
+    return permutations([length], seed, purpose, epoch, [block])[0]
 
 
 def permutations(

@@ -19,17 +19,14 @@ from torch import Tensor
 from mpigossip import config
 from mpigossip.config import JobError
 from mpigossip.config.own_parts import imported, is_own
-from mpigossip.data.datasets import WANTED, Datasets, call
+from mpigossip.data.datasets import WANTED, Datasets, call, mistake
 from mpigossip.data.images import Images, Recipe
-from mpigossip.data.partition import Order, orders, partition
 from mpigossip.data.philox import NOISE, words
 from mpigossip.data.problems import Problem, factorization, logistic, quadratics
 from mpigossip.store.dataset import open_dataset
 
 if TYPE_CHECKING:
     from mpigossip.cluster.world import World
-
-__all__ = ["Order", "Source", "orders", "partition", "source"]
 
 DIGITS = Path(__file__).with_name("digits.h5")
 
@@ -224,13 +221,10 @@ def _apart(ends: np.ndarray, context: int) -> np.ndarray:
 
 
 def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -> str:
-    """Return the message on a text without a window."""
     has, more = f"has {ends[-1]} tokens", ""
     if windows == "apart":
-        has, more = (
-            f"has no document of more than {np.diff(ends).max()} tokens",
-            (', data.windows = "joined"'),
-        )
+        has = f"has no document of more than {np.diff(ends).max()} tokens"
+        more = ', data.windows = "joined"'
     return (
         f"the {name} text of {path} {has}, less than one window of data.context + 1 = "
         f"{context + 1}: make data.context smaller{more} or pack more text"
@@ -242,21 +236,21 @@ def _own(data: config.Data, seed: int, rows: Sequence[int], n: int) -> AnyData:
     form = "that returns torch Datasets or a Source"
     made = call(imported("data.source", data.source, form), data, seed, rows, n)
     if not isinstance(made, Source | Datasets):
-        raise JobError(f'data.source = "{data.source}" returned {type(made).__name__}; {WANTED}')
+        raise mistake(data.source, f"returned {type(made).__name__}; {WANTED}")
     made.name = made.name or data.source
     return made
 
 
 def _synthetic(data: config.Data, seed: int) -> Source:
-    """Samples of `data.shape` that can be learned."""
     _check_no_images(data, "synthetic samples need")
     return SyntheticSource(tuple(data.shape), data.classes, data.samples, data.test_samples, seed)
 
 
 def _check_no_images(data: config.Data, need: str) -> None:
     if data.augment != "none":
-        said = f'data.augment = "{data.augment}" is for images; {need} data.augment = "none"'
-        raise JobError(said)
+        raise JobError(
+            f'data.augment = "{data.augment}" is for images; {need} data.augment = "none"'
+        )
 
 
 SOURCES: dict[str, Callable[..., Any]] = {
@@ -308,7 +302,6 @@ def check_alike(name: str, data: AnyData, world: "World") -> None:
 
 
 def _packed(path: Path, data: config.Data) -> Source:
-    """A packed file: images or text."""
     with open_dataset(path) as opened:
         kind = opened.kind
     if kind != "text":

@@ -188,10 +188,7 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
     if not runs:
         axes.plot([], [], label=label, **style)
         return
-    try:
-        mean, half = interval(np.stack([run.curve(y) for run in runs]))
-    except KeyError:
-        raise JobError(f'y = "{y}": the logs have no such figure at evaluations') from None
+    mean, half = interval(np.stack([run.curve(y) for run in runs]))
     at = np.mean([_places(run, x) for run in runs], axis=0)
     low, high = mean - half, mean + half
     if "accuracy" in y:  # Student's t knows no ends

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpigossip import config
 from mpigossip.cluster.process import end_with
-from mpigossip.config.errors import Failure, NotFinite
+from mpigossip.config.errors import Failure, JobError, NotFinite
 from mpigossip.config.readable import tell
 from mpigossip.runs.lock import lock
 from mpigossip.store import StoreError
@@ -87,15 +87,15 @@ class Found:
 
         "train_loss" is the mean of the steps since the evaluation before.
         """
-        assert self.log is not None
         if name == "train_loss":
             return self._trained()
+        if name not in self.log.evaluations:
+            raise JobError(f'y = "{name}": the logs have no such figure at evaluations')
         values = np.asarray(self.log.evaluations[name], float)
         return values if values.ndim == 1 else values.mean(1)
 
     def _trained(self) -> np.ndarray:
         """Mean training loss of the steps since the evaluation before; NaN without steps."""
-        assert self.log is not None
         steps, loss = self.log.steps["step"], np.nanmean(self.log.steps["loss"], axis=1)
         ends = np.searchsorted(steps, self.log.evaluations["step"])
         parts = [loss[low:high] for low, high in pairwise([0, *ends])]
@@ -103,7 +103,6 @@ class Found:
 
     def so_far(self, name: str) -> np.ndarray:
         """A column that counts from the beginning, before each evaluation, mean over nodes."""
-        assert self.log is not None
         total = self.log.steps[name].mean(1)
         at = np.searchsorted(self.log.steps["step"], self.log.evaluations["step"]) - 1
         return np.where(at >= 0, total[np.maximum(at, 0)], 0.0)

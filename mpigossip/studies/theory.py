@@ -1,7 +1,7 @@
 """Transient iterations measured in a study; rates and lower bounds in its plots."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -55,10 +55,7 @@ def _meet(study: Results, cell: Cell, beside: Cell, y: str, within: float) -> fl
     both = [study.ended(one) for one in (cell, beside)]
     if not all(both):
         return float("inf")
-    try:
-        means = [np.mean([run.curve(y) for run in runs], axis=0) for runs in both]
-    except KeyError:
-        raise JobError(f'y = "{y}": the logs have no such figure at evaluations') from None
+    means = [np.mean([run.curve(y) for run in runs], axis=0) for runs in both]
     steps, others = (runs[0].curve("step") for runs in both)
     if not np.array_equal(steps, others):
         raise JobError(f"{cell.name} and {beside.name} are evaluated at other steps")
@@ -69,24 +66,17 @@ def _orders(study: Results, cell: Cell) -> dict[str, float]:
     runs = study.ended(cell)
     if not runs:
         return {}
-    iid, non_iid = theory.transient_iterations(_known(runs[0].log).graph)
+    iid, non_iid = theory.transient_iterations(_known(runs[0].log)[0])
     return {"iid": iid, "non_iid": non_iid}
 
 
-class Known(NamedTuple):
+def _known(log: Log) -> tuple[Graph, Problem | None, float]:
     """Graph, problem and noise of a run."""
-
-    graph: Graph
-    problem: Problem | None
-    noise: float
-
-
-def _known(log: Log) -> Known:
     job = assemble.load(log.job)
     graph = make_graph(job, log.nodes)
     noise = job.task.options.get("noise", 0.0)
     made = SOURCES.get(job.data.source) if "noise" in job.task.options else None
-    return Known(graph, made(log.nodes, **job.data.options) if made else None, noise)
+    return graph, made(log.nodes, **job.data.options) if made else None, noise
 
 
 def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
@@ -96,20 +86,18 @@ def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
     low, high = axes.get_ylim()
     for cell, colour in colours.items():
         for run in study.ended(cell)[:1]:
-            known = _known(run.log)
-            problem, n = known.problem, cell.nodes
+            (graph, problem, noise), n = _known(run.log), cell.nodes
             if problem is None or not np.isfinite(problem.gap):
                 raise JobError(
                     f"theory = True: the constants of {cell.name} aren't known; use task.name = "
                     '"quadratics" or "logistic"'
                 )
             steps = run.curve("step")
-            constants = problem.gap, problem.smoothness, known.noise
-            whole = known.graph.complete
-            gap = float("inf") if whole else theory.averaging_gap(known.graph)
+            constants = problem.gap, problem.smoothness, noise
+            gap = float("inf") if graph.complete else theory.averaging_gap(graph)
             rate = theory.gossip_rate(steps, *constants, problem.heterogeneity, n, gap)
             axes.plot(steps, rate, color=colour, linestyle=":", lw=1.2)
-            across = theory.diameter(known.graph)
+            across = theory.diameter(graph)
             floors[across or 0] = theory.gradient_floor(steps, *constants, n, 1, across)
     for across, floor in sorted(floors.items()):
         axes.plot(steps, floor, color="#888888", lw=0.8, label=f"lower bound, diameter {across}")

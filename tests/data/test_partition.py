@@ -17,7 +17,7 @@ def test_orders_take_what_was_drawn_for_the_epoch_of_a_step():
     parts = np.array_split(np.arange(50), 4)
     apart, joined = orders(parts, 3, 4), orders(parts, 3, 4)
     for step in (0, 1, 2, 3, 11, 2):
-        draw_together(joined, step)
-        assert all(order.knows(order.epoch(step)) for order in joined)
+        draw_together(joined, joined[0].epoch(step))
+        assert all(order.latest[0] == order.epoch(step) for order in joined)
         for one, other in zip(apart, joined, strict=True):
             assert (one.batch_indices(step) == other.batch_indices(step)).all()

@@ -22,8 +22,9 @@ from mpigossip.data.images import (
     resample,
 )
 from mpigossip.data.loader import Batch, Carrier, DataError, Loader
+from mpigossip.data.partition import orders, partition
 from mpigossip.data.philox import CROP, ORDER, permutation, philox, words
-from mpigossip.data.sources import Source, SyntheticSource, orders, partition, source
+from mpigossip.data.sources import Source, SyntheticSource, source
 from mpigossip.store import StoreError
 from mpigossip.store.dataset import pack
 from tests.cases import on_each
