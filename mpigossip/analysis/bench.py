@@ -31,7 +31,7 @@ from mpigossip.store.hdf5 import create, replacing
 GRAPHS = ("one-peer-hypercube", "one-peer-exponential", "exponential", "ring", "complete")
 
 
-def limit_memory(count: int) -> Callable[[], None]:
+def limit_memory(count: int) -> Callable[[], object]:
     """The memory bus at work: blocked in-place average a ← (a + b)/2 of two private arrays."""
     a, b = torch.ones(count), torch.ones(count)
 
@@ -42,7 +42,7 @@ def limit_memory(count: int) -> Callable[[], None]:
     return work
 
 
-def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[[], None]:
+def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[[], object]:
     """The wire at work: a plain stream to the neighbour of the first round."""
     out, into = np.ones(count, np.float32), np.empty(count, np.float32)
 
@@ -54,7 +54,7 @@ def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[
     return work
 
 
-def timed(comm: MPI.Comm, work: Callable[[], None]) -> float:
+def timed(comm: MPI.Comm, work: Callable[[], object]) -> float:
     """Seconds until the slowest rank is through, all beginning together."""
     comm.Barrier()
     began = time.perf_counter()
@@ -65,7 +65,7 @@ def timed(comm: MPI.Comm, work: Callable[[], None]) -> float:
     return float(slowest)
 
 
-def alternate(comm: MPI.Comm, works: Sequence[Callable[[], None]], seconds: float) -> list[list]:
+def alternate(comm: MPI.Comm, works: Sequence[Callable[[], object]], seconds: float) -> list[list]:
     """Time the works in turn for about so many seconds, each at least five times."""
     times: list[list[float]] = [[] for _ in works]
     for work in works:
@@ -126,7 +126,7 @@ def _opened(made: Graph, size: int, world: World, options) -> tuple[Mixer, int]:
 def one_round(
     mixer: Mixer,
     clock: Iterator[int],
-    work: Callable[[], None] = lambda: None,
+    work: Callable[[], object] = lambda: None,
     kind: Kind = Kind.GOSSIP,
 ) -> None:
     """The clock's next round, with work while it is in flight."""
@@ -172,7 +172,7 @@ def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
             np.multiply(total, 1 / world.size, out=total)
 
         ours = partial(one_round, mixer, repeat(0), kind=Kind.GLOBAL)
-        works: list[Callable[[], None]] = [ours, library, limit_memory(count)]
+        works: list[Callable[[], object]] = [ours, library, limit_memory(count)]
         times, theirs, limit = alternate(world.comm, works, options.seconds)
         mixer.close()
         yield row("global average", 4 * count, times, limit)
@@ -187,7 +187,7 @@ def overlap(world: World, options) -> Iterator[dict[str, Any]]:
         exchange_alone = partial(one_round, mixer, clock := numbers())
         (first,) = alternate(world.comm, [exchange_alone], options.seconds / 4)
         compute = arithmetic(world.comm, statistics.median(first))
-        works: list[Callable[[], None]] = [exchange_alone, compute]
+        works: list[Callable[[], object]] = [exchange_alone, compute]
         works.append(partial(one_round, mixer, clock, compute))
         alone, pure, together = alternate(world.comm, works, options.seconds)
         line = row("one-peer-exponential", 4 * count, together, pure)
@@ -197,7 +197,7 @@ def overlap(world: World, options) -> Iterator[dict[str, Any]]:
         mixer.close()
 
 
-def arithmetic(comm: MPI.Comm, seconds: float) -> Callable[[], None]:
+def arithmetic(comm: MPI.Comm, seconds: float) -> Callable[[], object]:
     """So many products of matrices as take that long on the slowest rank, all at work at once."""
     matrix = torch.ones(192, 192)
 
