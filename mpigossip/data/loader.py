@@ -267,12 +267,9 @@ class Loader:
     def _received(self, batches: Iterator[Nested], what: str) -> Nested:
         """The next batch; `Refused` at the end. DataError for what is none."""
         try:
-            try:
-                batch = next(batches, Refused)
-            except (EOFError, OSError):  # it died; torch's handler of SIGCHLD may raise, too
-                unwatch(batches)
-                raise
+            batch = next(batches, Refused)
         except (RuntimeError, EOFError, OSError) as error:  # a process that died or hangs
+            unwatch(batches)  # torch's handler of SIGCHLD may raise, too
             raise DataError(
                 f'data.source = "{self.data.name}": a loading process ended or gives nothing '
                 f"for node.timeout_s = {self.timeout_s:g} s at {what} ({raised(error)}); with "

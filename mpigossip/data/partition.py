@@ -8,8 +8,6 @@ import numpy as np
 from mpigossip.config import Data, JobError
 from mpigossip.data.philox import ORDER, SPLIT, permutation, permutations
 
-PARTITIONS = ("shuffled", "sorted", "mixed", "dirichlet")
-
 
 def partition(
     labels: np.ndarray,
@@ -42,13 +40,11 @@ def partition(
         return _dirichlet(labels, n, seed, alpha)
     if kind == "shuffled":
         order = permutation(len(labels), seed, SPLIT)
-    elif kind in ("sorted", "mixed"):
+    else:
         order = np.argsort(labels, kind="stable")
         if kind == "mixed":
             mixed = round(len(labels) * shuffled_percent / 100)
             order[:mixed] = order[permutation(mixed, seed, SPLIT)]
-    else:
-        raise JobError(f'data.partition = "{kind}" is not one of {", ".join(PARTITIONS)}')
     return np.array_split(order, n)
 
 

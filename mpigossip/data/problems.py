@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from mpigossip.config import JobError
+from mpigossip.config.limits import AboveZero, NotNegative, OneOrMore, Positive
 
 Arrangement = Literal["random", "smooth"]
 """Differences between nodes: drawn, or cos(2π i/n), which a ring averages worst."""
@@ -71,10 +71,8 @@ def _spread(
     if arrangement == "smooth":
         wave = np.cos(2 * np.pi * np.arange(nodes) / nodes)
         drawn = np.multiply.outer(wave, random.standard_normal(shape))
-    elif arrangement == "random":
-        drawn = random.standard_normal((nodes, *shape))
     else:
-        raise JobError(f'data.arrangement = "{arrangement}": choose "random" or "smooth"')
+        drawn = random.standard_normal((nodes, *shape))
     drawn -= drawn.mean(axis=0)
     norm = math.sqrt(float((drawn**2).sum()) / nodes)
     return drawn * (size / norm) if nodes > 1 else np.zeros_like(drawn)
@@ -83,21 +81,19 @@ def _spread(
 def quadratics(
     nodes: int,
     *,
-    dimension: int = 20,
-    heterogeneity: float = 1.0,
-    condition: float = 10.0,
-    bend: float = 0.0,
+    dimension: Positive = 20,
+    heterogeneity: NotNegative = 1.0,
+    condition: OneOrMore = 10.0,
+    bend: NotNegative = 0.0,
     arrangement: Arrangement = "random",
     draw: int = 0,
-    steps: int = 100,
+    steps: Positive = 100,
 ) -> Problem:
     """f_i(x) = ½ Σ_k a_ik (x_k − b_ik)², ‖x*‖ = 1, x_0 = 0.
 
     The curvatures of f go from 1/``condition`` to 1 in equal ratios. ``bend``: deviation of
     log a_ik between nodes; with 0 all nodes have the same a, and x̄ moves as parallel SGD does.
     """
-    _check(dimension=dimension, heterogeneity=heterogeneity, condition=condition, bend=bend,
-           steps=steps)  # fmt: skip
     random = np.random.default_rng((draw, 1))
     curvature = np.geomspace(1 / condition, 1, dimension) if condition > 1 else np.ones(dimension)
     each = curvature * np.exp(bend * random.standard_normal((nodes, dimension)))
@@ -113,12 +109,12 @@ def quadratics(
 def logistic(
     nodes: int,
     *,
-    dimension: int = 10,
-    points: int = 50,
-    heterogeneity: float = 1.0,
-    ridge: float = 0.01,
+    dimension: Positive = 10,
+    points: Positive = 50,
+    heterogeneity: NotNegative = 1.0,
+    ridge: AboveZero = 0.01,
     draw: int = 0,
-    steps: int = 100,
+    steps: Positive = 100,
 ) -> Problem:
     """f_i(x) = mean_m log(1 + exp(−y_m h_mᵀ x)) + ridge/2 ‖x‖² over ``points`` of node i, x_0 = 0.
 
@@ -126,9 +122,6 @@ def logistic(
     ``heterogeneity`` is the deviation of those here; ζ of the gradients is measured. The optimum
     is Newton's.
     """
-    _check(dimension=dimension, points=points, heterogeneity=heterogeneity, steps=steps)
-    if not ridge > 0:
-        raise JobError(f"data.ridge = {ridge}: needs to be above 0, or there is no optimum")
     random = np.random.default_rng((draw, 2))
     features = random.standard_normal((nodes, points, dimension)) / math.sqrt(dimension)
     true = 3 * random.standard_normal(dimension)
@@ -175,34 +168,21 @@ def _newton(signed: np.ndarray, ridge: float) -> np.ndarray:
 def factorization(
     nodes: int,
     *,
-    height: int = 12,
-    width: int = 10,
-    rank: int = 3,
-    heterogeneity: float = 1.0,
+    height: Positive = 12,
+    width: Positive = 10,
+    rank: Positive = 3,
+    heterogeneity: NotNegative = 1.0,
     draw: int = 0,
-    steps: int = 100,
+    steps: Positive = 100,
 ) -> Problem:
     """f_i(U, V) = ½ ‖A_i − U Vᵀ‖², mean_i A_i = A of this rank and largest singular value 1.
 
     f − ½ ‖A − U Vᵀ‖² is constant, so the least is known where U Vᵀ = A. Not convex. ζ² here is
     mean_i ‖A_i − A‖².
     """
-    _check(height=height, width=width, rank=rank, heterogeneity=heterogeneity, steps=steps)
     random = np.random.default_rng((draw, 3))
     left, right = random.standard_normal((height, rank)), random.standard_normal((width, rank))
     whole = left @ right.T
     whole /= np.linalg.norm(whole, 2)
     each = whole + _spread(nodes, (height, width), heterogeneity, "random", random)
     return Problem((each,), (whole,), math.nan, 2.0, heterogeneity, steps)
-
-
-def _check(**given: float) -> None:
-    """JobError for sizes below 1 and knobs below 0."""
-    knobs = ("heterogeneity", "bend")
-    wrong = [
-        f"data.{name} = {value:g}: needs to be at least {0 if name in knobs else 1}"
-        for name, value in given.items()
-        if not value >= (0 if name in knobs else 1)
-    ]
-    if wrong:
-        raise JobError(wrong)

@@ -6,6 +6,7 @@ import torch
 
 from mpigossip.config import JobError
 from mpigossip.data.problems import factorization, logistic, quadratics
+from mpigossip.training import assemble
 from mpigossip.training.problems import Logistic, Quadratics
 from tests.cases import on_each
 
@@ -66,9 +67,11 @@ def test_another_draw_is_another_problem_and_a_factorization_has_its_mean():
 
 
 def test_mistakes_are_said():
-    with pytest.raises(JobError, match=r"data.dimension = 0: .* at least 1"):
-        quadratics(4, dimension=0)
-    with pytest.raises(JobError, match=r"data.heterogeneity = -1: .* at least 0"):
-        logistic(4, heterogeneity=-1)
-    with pytest.raises(JobError, match=r"data.ridge = 0"):
-        logistic(4, ridge=0)
+    for source, wrong, need in (
+        ("quadratics", "data.dimension=0", "data.dimension = 0: must be at least 1"),
+        ("logistic", "data.heterogeneity=-1", "data.heterogeneity = -1.0: must be 0, or at least"),
+        ("logistic", "data.ridge=0", "data.ridge = 0.0: must be greater than 0"),
+        ("quadratics", "data.arrangement=rough", 'must be "random" or "smooth"'),
+    ):
+        with pytest.raises(JobError, match=need):
+            assemble.load({"data": {"source": source}}, [wrong])

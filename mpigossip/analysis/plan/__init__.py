@@ -8,7 +8,7 @@ from typing import Any
 
 from mpigossip.analysis.machine import coding_seconds
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError, LocalSection
-from mpigossip.graphs import Graph, GraphError
+from mpigossip.graphs import GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
 from mpigossip.mixing.base import Kind
 from mpigossip.training.costs import Exchanges, Subject, exchanges
@@ -171,9 +171,7 @@ def _transient(made: Exchanges, alike: bool) -> float:
     return found[0] if alike else found[1]
 
 
-@lru_cache(maxsize=256)
-def _gap(graph: Graph) -> float:
-    return averaging_gap(graph)
+_gap = lru_cache(maxsize=256)(averaging_gap)
 
 
 def table(
