@@ -6,6 +6,7 @@ Boxes are (left, top, right, bottom) in pixels, as Pillow has them, and may lie 
 
 import io
 import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -113,13 +114,13 @@ class Images:
         self.data: Dataset = open_dataset(recipe.path)
         self.random = recipe.augment == "resized-crop"
         self._ready: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self._stored: dict[int, Image.Image] = {}
         self._arrays: dict[str, np.ndarray] = {}
         self._drawn: tuple[tuple[int, int], np.ndarray] = (-1, -1), np.empty(0)
         try:
             self.size = self._size()
             self.shape = (self.data.channels, *self.size)
             self.cached = self._caches()
+            self._original = cache(self._image) if self.cached else self._image
             self._prepare_cache()
         except BaseException:
             self.data.close()
@@ -130,7 +131,7 @@ class Images:
         if split == "train" and self.random:
             out = np.empty((len(indices), *self.shape), np.uint8)
             for row, index in enumerate(indices.tolist()):
-                image = self._original(index)
+                image = self._original(split, index)
                 box, mirror = random_box(image.width, image.height, index, *key)
                 out[row] = resample(image, box, self.size, mirror)
             return out
@@ -181,15 +182,6 @@ class Images:
         if fraction == 1.0 and (image.height, image.width) == self.size:
             box = (0, 0, image.width, image.height)
         return resample(image, box, self.size, False)
-
-    def _original(self, index: int) -> Image.Image:
-        """Return a training image as it was stored."""
-        image = self._stored.get(index)
-        if image is None:
-            image = self._image("train", index)
-            if self.cached:
-                self._stored[index] = image
-        return image
 
     def _image(self, split: str, index: int) -> Image.Image:
         """Decode one image, as gray or RGB like the rest of the data set."""

@@ -87,7 +87,7 @@ class Carrier:
         return there.batch
 
 
-class Loader:
+class Loader(contextlib.AbstractContextManager):
     """The batches of some nodes, each with L slots; a context manager.
 
     orders: of the nodes that live here (one on a rank, n in the simulator); seed: of the random
@@ -168,9 +168,6 @@ class Loader:
             end(one)
         self._batches = self._test = None
         self._there.clear()
-
-    def __enter__(self) -> Loader:
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

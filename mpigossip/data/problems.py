@@ -44,9 +44,10 @@ class Problem:
     def samples(self) -> dict[str, Any]:
         """As data sets: each node's function as often as an epoch has steps."""
         nodes = len(self.train[0])
-        train = Functions(*(_repeated(array, self.steps) for array in self.train))
+        train = Functions(*(_float32(np.repeat(one, self.steps, axis=0)) for one in self.train))
         train.targets = np.repeat(np.arange(nodes), self.steps)
-        return {"train": train, "test": Functions(*(_all(array, nodes) for array in self.test))}
+        test = Functions(*(one.expand(nodes, *one.shape) for one in map(_float32, self.test)))
+        return {"train": train, "test": test}
 
 
 class Functions(TensorDataset):
@@ -55,13 +56,8 @@ class Functions(TensorDataset):
     targets: np.ndarray
 
 
-def _repeated(array: np.ndarray, times: int) -> torch.Tensor:
-    return torch.from_numpy(np.repeat(array, times, axis=0).astype(np.float32))
-
-
-def _all(array: np.ndarray, nodes: int) -> torch.Tensor:
-    whole = torch.from_numpy(np.asarray(array, np.float32))
-    return whole.expand(nodes, *whole.shape)
+def _float32(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(array, np.float32))
 
 
 def _spread(

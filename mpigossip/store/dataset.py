@@ -30,6 +30,7 @@ import io
 import math
 import os
 import zlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(AbstractContextManager):
     """An open data set; a context manager. Each process opens its own."""
 
     path: Path
@@ -159,9 +160,6 @@ class Dataset:
     def close(self) -> None:
         """Close the file; what was read stays valid. A second call does nothing."""
         self.train.file.close()
-
-    def __enter__(self) -> "Dataset":
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

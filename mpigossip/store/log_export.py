@@ -7,8 +7,9 @@ import os
 import socket
 import time
 from collections.abc import Collection, Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
 
 def to_tensorboard(log: Log, folder: Path) -> None:
     """Write event files that TensorBoard shows: the columns of `TENSORBOARD` and evaluations."""
-    with writing(folder), Events(folder) as writer:
+    with writing(folder), closing(Events(folder)) as writer:
         for name in [name for name in log.steps if name not in HIDDEN]:
             values = log.steps[name]
             known = np.isfinite(values).any(axis=1)
@@ -128,9 +129,3 @@ class Events:
     def close(self) -> None:
         """Flush, and close the file."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -150,8 +150,8 @@ def read(path: Path) -> Manifest:
             f"{path} is damaged or not a manifest: its checksum differs; "
             "resume from an older checkpoint or copy it again"
         )
-    about = {"views": ("parameters",)}
-    with reading(path), guard.opened(io.BytesIO(data), **about) as (file, found):
+    opened = guard.opened(io.BytesIO(data), views=("parameters",))
+    with reading(path), opened as (file, found):
         return _content(file, found)
 
 
