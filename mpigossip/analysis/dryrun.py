@@ -53,10 +53,9 @@ def _row(label: str, words: str) -> list[str]:
 
 def launched() -> int | None:
     """The number of processes that a launcher's environment tells."""
-    from mpigossip.cluster.launcher import LAUNCHERS
+    from mpigossip.cluster.launcher import places
 
-    sizes = [os.environ.get(count, "") for _, count in LAUNCHERS]
-    return next((int(value) for value in sizes if value.isdigit()), None)
+    return next((ranks for _, ranks, _ in places(os.environ)), None)
 
 
 def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:

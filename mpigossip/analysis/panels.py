@@ -137,12 +137,11 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
         falls = name != "accuracy" and bool((last < np.mean(axes.get_ylim())).any())
         _note(axes, OWN_PART, right=True, above=falls)
     thin = [_sample("training", lw=0.9)] * bool(trained)
-    long = len(name) > LONG and bool(trained)
-    if long:  # the legend is as wide as the axes without its name: below the title
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=22)
     if shown:
         tested = _sample("averaged model", lw=1.8, marker="o", ms=3.5)
-        _key(axes, [tested, *bands, *thin], left=long)
+        _key(axes, [tested, *bands, *thin])
+    if len(name) > LONG and trained:  # the legend is as wide as the axes without its name
+        key_below_title(axes)
 
 
 def _wide(axes: Axes, values: np.ndarray) -> None:
@@ -293,8 +292,8 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         layer.set(hatch=hatch, edgecolor="white", lw=0.3)
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
-    axes.set_title("Step time", loc="left", fontsize=11, fontweight="bold", pad=22)
-    _key(axes, layers, left=True)  # as wide as the axes: below the title
+    _key(axes, layers)
+    key_below_title(axes)  # it is as wide as the axes
 
 
 def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
@@ -341,11 +340,10 @@ def _dress(axes: Axes, title: str, label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _key(axes: Axes, handles: Iterable, left: bool = False) -> None:
+def _key(axes: Axes, handles: Iterable) -> None:
     """A legend above the axes, beside the title, where no line runs."""
     axes.legend(
-        handles=list(handles), loc="lower left" if left else "lower right",
-        bbox_to_anchor=(0 if left else 1, 0.99), ncols=4, frameon=False,
+        handles=list(handles), loc="lower right", bbox_to_anchor=(1, 0.99), ncols=4, frameon=False,
         fontsize=8.5, borderaxespad=0.2, columnspacing=0.9, handlelength=1.4, handletextpad=0.4,
     )  # fmt: skip
 
@@ -356,8 +354,7 @@ def key_below_title(axes: Axes) -> None:
         legend.set_loc("lower left")
         legend.set_bbox_to_anchor((0, 0.99))
         legend.set_in_layout(False)  # it is about as wide as the axes, which it would make narrower
-        title = axes.get_title(loc="left")
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=22)
+        axes.set_title(axes.get_title("left"), loc="left", fontsize=11, fontweight="bold", pad=22)
 
 
 def _sample(label: str, **style: Any) -> Any:

@@ -52,15 +52,13 @@ def _job(options) -> None:
     from mpigossip.training import assemble
 
     site = batch.read_site(options.site)
-    found = []
     job = assemble.load(options.job, options.settings, resolve=False)
     ranks = _ranks(job, site, options.ranks)
     job = replace(job, node=replace(job.node, ranks_per_node=ranks)) if _is_auto(job) else job
     asked = job.node.ranks_per_node
     nodes = options.nodes * ranks // (asked if isinstance(asked, int) else ranks)
-    if options.nodes > 0:
-        elsewhere = ("node.devices", "node.cuda_graphs")
-        found = [m for m in assemble.mistakes(job, nodes) if not m.startswith(elsewhere)]
+    elsewhere = ("node.devices", "node.cuda_graphs")
+    found = [m for m in assemble.mistakes(job, nodes) if not m.startswith(elsewhere)]
     devices = [d for d in slots_of(job.node.devices) if d.startswith("cuda")]
     if site.gpus and len(devices) > site.gpus:
         found.append(
@@ -88,8 +86,6 @@ def _ranks(job: Job, site: Site, given: int | None) -> int:
     from mpigossip.config import JobError
 
     asked = job.node.ranks_per_node
-    if given is not None and given < 1:
-        raise JobError(f"--ranks {given}: a node has at least one; give 1 or more")
     if _is_auto(job):  # a rank for each GPU
         return given or (site.gpus if job.node.devices == "auto" else 1) or 1
     ranks = given or (asked if isinstance(asked, int) else site.gpus)
