@@ -44,12 +44,7 @@ class Place:
     """ranks that MPI shares memory with, this one included"""
 
 
-def seen(
-    world: World,
-    slots: Sequence[str],
-    environ: Mapping[str, str] = os.environ,
-    system: Path = SYSTEM,
-) -> Place:
+def seen(world: World, slots: Sequence[str]) -> Place:
     """Of this rank; collective."""
     from mpi4py import MPI
 
@@ -58,11 +53,11 @@ def seen(
     near.Free()
     visible, mine, buses = _gpus(slots)
     cores = tuple(sorted(allowed()))
-    given, driver = environ.get("SLURM_GPUS_ON_NODE", ""), system / "proc/driver/nvidia/gpus"
+    given, driver = os.environ.get("SLURM_GPUS_ON_NODE", ""), SYSTEM / "proc/driver/nvidia/gpus"
     there = max(visible, len(list(driver.glob("*"))), int(given) if given.isdigit() else 0)
     return Place(
-        world.hosts[world.rank], mine, visible, there, _hidden(visible, there, environ), cores,
-        memory_of(cores, system), nodes_of(buses, system), sharing,
+        world.hosts[world.rank], mine, visible, there, _hidden(visible, there, os.environ), cores,
+        memory_of(cores), nodes_of(buses), sharing,
     )  # fmt: skip
 
 
