@@ -36,11 +36,6 @@ class LoggedRun:
         return self.style | {"marker": None}
 
     @property
-    def points(self) -> dict[str, Any]:
-        """Colour and marker without the line."""
-        return self.style | {"linestyle": ""}
-
-    @property
     def last(self) -> int:
         """Steps that the log knows of."""
         return int(self.log.steps["step"].max(initial=-1)) + 1
@@ -66,11 +61,7 @@ class LoggedRun:
     @property
     def metrics(self) -> list[str]:
         """Names of the task's metrics besides the loss; accuracy first, where it is one."""
-        return metrics_in(self.log.evaluations) or [
-            name
-            for name in self.log.steps
-            if name not in ("step", VIRTUAL, *COLUMNS, *MEMBER_COLUMNS)
-        ]
+        return metrics_in(self.log.evaluations) or own_columns(self.log)
 
     def unit(self, name: str) -> str:
         """The unit of a column in parentheses; empty where it is a plain number."""
@@ -145,6 +136,11 @@ def description(log: Log) -> str:
     return ", ".join([*names, f"{log.nodes} {who}{'s' * (log.nodes > 1)}"])
 
 
+def own_columns(log: Log) -> list[str]:
+    """Columns of the steps that a task or a custom loop has added."""
+    return [n for n in log.steps if n not in ("step", VIRTUAL, *COLUMNS, *MEMBER_COLUMNS)]
+
+
 def of_members(log: Log) -> bool:
     """Return whether members made this training that come and go (`mpigossip join`)."""
     return "time" in log.steps
@@ -159,14 +155,12 @@ def over_nodes(function: Callable, values: np.ndarray) -> np.ndarray:
 
 def smooth(values: np.ndarray) -> np.ndarray:
     """Mean over a window of 1/25 of the rows, shorter at the ends, of what is finite."""
-    half = len(values) // 50
-    known = np.isfinite(values)
-    total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    count = np.concatenate([[0], np.cumsum(known)])
-    index = np.arange(len(values))
-    first, last = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    known, window = np.isfinite(values), np.ones(2 * (len(values) // 50) + 1)
+    if not len(values):
+        return values
     with np.errstate(invalid="ignore"):
-        return (total[last] - total[first]) / (count[last] - count[first])
+        total = np.convolve(np.where(known, values, 0.0), window, "same")
+        return total / np.convolve(known, window, "same")
 
 
 def mean_ms(log: Log, part: str) -> float:

@@ -81,7 +81,7 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         found = run.log.evaluations
         if "loss" in found:
             at = axis.at(run, found["step"])
-            axes.plot(at, found["loss"], ms=4.5, mfc="white", **run.points)
+            axes.plot(at, found["loss"], ms=4.5, mfc="white", **run.style | {"linestyle": ""})
             _interval(axes, run, "loss", at)
         shown += [smoothed, found.get("loss", smoothed)]
     values = np.concatenate(shown)

@@ -18,6 +18,7 @@ from mpigossip.analysis.compared import (
     mean_ms,
     of_members,
     over_nodes,
+    own_columns,
     shares,
 )
 from mpigossip.analysis.plot import figure
@@ -25,8 +26,7 @@ from mpigossip.config.readable import aligned
 from mpigossip.config.toml import show
 from mpigossip.runs.summary import describe, number
 from mpigossip.store.hdf5 import reading, replacing
-from mpigossip.store.log import COLUMNS as MEASURED
-from mpigossip.store.log import MEMBER_COLUMNS, VIRTUAL, Log
+from mpigossip.store.log import Log
 from mpigossip.store.log_reading import metrics_in
 from mpigossip.studies.seeds import CURVES, settings
 
@@ -95,9 +95,9 @@ def table(log: Log) -> str:
 
 def _logged(log: Log) -> list[Sequence[str]]:
     """Return rows of the steps' own metrics: at most 20 steps at which all of them are known."""
-    measured = MEASURED.keys() - {"loss"} | MEMBER_COLUMNS.keys() | {"step", VIRTUAL}
-    values = {n: over_nodes(np.nanmean, log.steps[n]) for n in log.steps.keys() - measured}
-    values = {n: of for n, of in sorted(values.items()) if np.isfinite(of).any()}
+    names = sorted(["loss", *own_columns(log)])
+    values = {name: over_nodes(np.nanmean, log.steps[name]) for name in names}
+    values = {name: of for name, of in values.items() if np.isfinite(of).any()}
     known = np.flatnonzero(np.all([np.isfinite(of) for of in values.values()], axis=0))
     if not values or not len(known):
         return []
