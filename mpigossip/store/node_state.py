@@ -105,24 +105,19 @@ def average(
     ValueError where parts differ in names or shapes. Names that begin with one of ``loose`` are
     left out where a part lacks them, or has them in another shape.
     """
-    total: dict[str, np.ndarray] = {}
-    count = 0
-    for count, part in enumerate(parts, 1):
-        if loose and count > 1:
-            part = {k: a for k, a in part.items() if k in total or not k.startswith(loose)}
-            for name in [name for name in total if name.startswith(loose)]:
-                if name not in part or part[name].shape != total[name].shape:
-                    total.pop(name)
-                    part.pop(name, None)
-        if count > 1 and part.keys() != total.keys():
-            raise ValueError(f"they differ in {', '.join(sorted(part.keys() ^ total.keys()))}")
-        for name, array in part.items():
-            if count > 1 and array.shape != total[name].shape:
-                raise ValueError(f'"{name}" is {array.shape} and {total[name].shape}')
-            if count == 1:
-                total[name] = array.astype(np.float64) if is_floating(array) else array
-            elif is_floating(array):
-                total[name] += array
+    rest, count = iter(parts), 1
+    total = {k: a.astype(np.float64) if is_floating(a) else a for k, a in next(rest, {}).items()}
+    for part in rest:
+        count += 1
+        mine, others = ({k: a.shape for k, a in one.items()} for one in (total, part))
+        odd = sorted({name for name, _ in mine.items() ^ others.items()})
+        if wrong := [name for name in odd if not name.startswith(loose)]:
+            raise ValueError(f"they differ in {', '.join(wrong)}")
+        for name in odd:
+            total.pop(name, None)
+        for name, array in total.items():
+            if is_floating(array):
+                array += part[name]
     for array in total.values():
         if is_floating(array):
             array *= 1 / count
