@@ -85,7 +85,9 @@ def table(log: Log) -> str:
     if log.nodes > 1 and np.isfinite(local).any():
         lines += [f"* {first} of the nodes, each on its own 1/{log.nodes} of the test samples;",
                   "  beside the averaged model's on the same samples"]  # fmt: skip
-    lines += ["", _time_line(log)]
+    total = sum(mean_ms(log, part) for part in PARTS)
+    spent = f"a step takes {total:.3g} ms: {', '.join(shares(log, list(PARTS)))}"
+    lines += ["", spent if total else "no steps yet"]
     if "finished" in log.summary:
         lines += ["", describe(log.summary)]
     elif log.summary:
@@ -110,13 +112,6 @@ def _logged(log: Log) -> list[Sequence[str]]:
 def _ranges(values: np.ndarray, form: Callable[[float], str], unit: str = "") -> list[str]:
     pairs = zip(over_nodes(np.nanmin, values), over_nodes(np.nanmax, values), strict=True)
     return [f"{form(a)} – {form(b)}{unit}" if a == a else "–" for a, b in pairs]
-
-
-def _time_line(log: Log) -> str:
-    total = sum(mean_ms(log, part) for part in PARTS)
-    if not total:
-        return "no steps yet"
-    return f"a step takes {total:.3g} ms: {', '.join(shares(log, list(PARTS)))}"
 
 
 def _cells(values: np.ndarray | None, form: str = "") -> list[str]:
@@ -155,7 +150,9 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
     parts += ["<h2>Evaluations</h2>"]
     parts += [_folded(run.name, table(run.log), opened=len(runs) == 1) for run in runs]
     parts += ["<h2>Job</h2>", *_jobs(runs), "<h2>Environment</h2>"]
-    parts += [_environment(run) for run in runs]
+    for run in runs:
+        about_it = aligned(run.log.environment.items(), left=(0, 1))
+        parts.append(_folded(run.name, about_it, opened=True))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
         '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -203,16 +200,14 @@ def _jobs(runs: Sequence[LoggedRun]) -> list[str]:
     first, *others = runs
     parts = [_folded(first.name, first.log.job, opened=not others)]
     for run in others:
-        before, now = _settings(first.log.job), _settings(run.log.job)
+        before, now = (
+            [f"{key} = {show(value)}" for key, value in settings(one.log.job).items()]
+            for one in (first, run)
+        )
         lines = difflib.unified_diff(before, now, first.name, run.name, n=0, lineterm="")
         changed = [line for line in lines if not line.startswith("@@")]
         parts.append(_folded(run.name, "\n".join(changed) or "the same job", opened=True))
     return parts
-
-
-def _settings(job: str) -> list[str]:
-    """The settings of a job, a line each: `graph.name = "ring"`."""
-    return [f"{key} = {show(value)}" for key, value in settings(job).items()]
 
 
 def _findings(run: Path) -> list[dict]:
@@ -238,7 +233,3 @@ def _doctor(run: LoggedRun, found: Sequence[dict]) -> str:
 def _folded(title: str, text: str, opened: bool) -> str:
     state = " open" if opened else ""
     return f"<details{state}><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
-
-
-def _environment(run: LoggedRun) -> str:
-    return _folded(run.name, aligned(run.log.environment.items(), left=(0, 1)), opened=True)

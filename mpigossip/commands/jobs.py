@@ -54,8 +54,9 @@ def _job(options) -> None:
     site = batch.read_site(options.site)
     job = assemble.load(options.job, options.settings, resolve=False)
     ranks = _ranks(job, site, options.ranks)
-    job = replace(job, node=replace(job.node, ranks_per_node=ranks)) if _is_auto(job) else job
     asked = job.node.ranks_per_node
+    if asked == "auto":  # the launcher on the compute nodes decides
+        asked, job = ranks, replace(job, node=replace(job.node, ranks_per_node=ranks))
     nodes = options.nodes * ranks // (asked if isinstance(asked, int) else ranks)
     elsewhere = ("node.devices", "node.cuda_graphs")
     found = [m for m in assemble.mistakes(job, nodes) if not m.startswith(elsewhere)]
@@ -86,7 +87,7 @@ def _ranks(job: Job, site: Site, given: int | None) -> int:
     from mpigossip.config import JobError
 
     asked = job.node.ranks_per_node
-    if _is_auto(job):  # a rank for each GPU
+    if asked == "auto":  # a rank for each GPU
         return given or (site.gpus if job.node.devices == "auto" else 1) or 1
     ranks = given or (asked if isinstance(asked, int) else site.gpus)
     if ranks < 1:
@@ -100,11 +101,6 @@ def _ranks(job: Job, site: Site, given: int | None) -> int:
             "multiple of it"
         )
     return ranks
-
-
-def _is_auto(job: Job) -> bool:
-    """Return whether the compute nodes' launcher decides how many ranks a node has."""
-    return job.node.ranks_per_node == "auto"
 
 
 def _venv(given: Path | None) -> str | None:

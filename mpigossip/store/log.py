@@ -28,6 +28,7 @@ from mpigossip.store.log_reading import FORMAT, Log, opened, read
 
 __all__ = ["Column", "EVALUATION_COLUMNS", "Log", "LogWriter", "read"]
 
+MESSAGES = logging.getLogger("mpigossip")
 EMPTY = "holds no step"
 SIGNATURE = b"\x89HDF\r\n\x1a\n"  # of every HDF5 file
 ALONE, AMONG = 24_000, 3_000  # bytes of a text among few and among many attributes
@@ -122,7 +123,7 @@ class LogWriter:
         self.next_step = first_step
         with writing(self.path):
             if recover(self.path):
-                _message(f"{self.path}: finished what a killed run was writing")
+                MESSAGES.warning("%s: finished what a killed run was writing", self.path)
             problem = _refused(self.path, first_step)
             if problem == EMPTY:
                 self.path.unlink()
@@ -260,11 +261,7 @@ def _move_aside(path: Path, problem: str) -> None:
     while (aside := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     path.rename(aside)
-    _message(f"{path} {problem}; moved aside to {aside.name}, a new log begins")
-
-
-def _message(text: str) -> None:
-    logging.getLogger("mpigossip").warning(text)
+    MESSAGES.warning("%s %s; moved aside to %s, a new log begins", path, problem, aside.name)
 
 
 def _data(group: h5py.Group) -> list[h5py.Dataset]:
