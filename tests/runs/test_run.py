@@ -386,16 +386,15 @@ BAD = {
 
 def poisoned(patch):
     """Make the gradient of node 1 bad at step 3, its loss being a number."""
-    gradients = Trainer._gradients
+    check = Trainer._check  # of the losses, when gradients are there
 
-    def bad(self):
-        figures = gradients(self)
-        if self.index == 3 and 1 in self.mixer.rows:
+    def bad(self, figures, rested):
+        if self.engine.index == 3 and 1 in self.mixer.rows:
             flat, row = self.replicas.flat, self.mixer.rows.index(1)
             self.replicas.grads[0][row, flat.offsets[flat.names.index("3.bias")]] = np.nan
-        return figures
+        check(self, figures, rested)
 
-    patch.setattr(Trainer, "_gradients", bad)
+    patch.setattr(Trainer, "_check", bad)
 
 
 def test_a_bad_gradient_names_its_node_and_leaves_the_last_good_checkpoint(tmp_path):

@@ -32,7 +32,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     step = Trainer.step
 
     def stepping(self):
-        if self.index >= 9:
+        if self.engine.index >= 9:
             later.set()
         return step(self)
 
