@@ -64,15 +64,13 @@ def trained(world, n, settings, steps):
 
 
 def cases(n):
-    """Every algorithm with a graph, every graph with an algorithm, for n nodes."""
-    for algorithm in ALGORITHMS:
-        yield [algorithm]
-    yield ["algorithm.name=parallel"]
-    for graph in GRAPHS:
+    """Algorithms with a graph for n = 3, graphs with an algorithm for n = 4, both for others."""
+    if n != 4:
+        yield from [[algorithm] for algorithm in [*ALGORITHMS, "algorithm.name=parallel"]]
+        yield from [["algorithm.name=dsgd", order] for order in ORDERS]
+    for graph in GRAPHS if n != 3 else ():
         if graph != "one-peer-hypercube" or not n & (n - 1):
             yield ["algorithm.name=dmsgd", f"graph.name={graph}"]
-    for order in ORDERS:
-        yield ["algorithm.name=dsgd", order]
 
 
 def all_cases_on_ranks(comm, slots, same_host):
@@ -131,7 +129,7 @@ def test_parallel_sgd_is_a_plain_loop_on_the_joined_batch(local, slots):
         plain = torch.optim.SGD(module.parameters(), 1.0, momentum=0.9, weight_decay=1e-3)
     else:  # weight_decay is part of the gradient, as in torch's Adam
         plain = torch.optim.Adam(module.parameters(), 1.0, weight_decay=1e-3)
-    for step in range(50):
+    for step in range(20):
         batches = assembly.loader.step(step)
         inputs = torch.cat([b.inputs for b in batches])
         targets = torch.cat([b.targets for b in batches])
@@ -212,7 +210,7 @@ def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
     settings = [
         "algorithm.name=dsgd",
         f"local.name={local}",
-        "run.epochs=8",
+        "run.epochs=5",
         f"schedule.lr={lr}",
         "data.batch=8",
         "model.name=mlp",
@@ -222,9 +220,9 @@ def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
     with contextlib.redirect_stdout(io.StringIO()) as told:
         launch.resume(folder, ["run.steps=46"], Alone(), 3)
     assert "exact average of 8 nodes" in told.getvalue() and "averaged: " in told.getvalue()
-    for n, extra, until in ((5, [], 150), (5, ["node.devices=cpu:2"], "none")):
+    for n, extra, until in ((5, [], 110), (5, ["node.devices=cpu:2"], "none")):
         summary = quietly(launch.resume, folder, [f"run.steps={until}", *extra], Alone(), n)
-    assert summary["finished"] and abs(summary["epochs"] - 8) < 1e-9
+    assert summary["finished"] and abs(summary["epochs"] - 5) < 1e-9
     assert summary["accuracy"] > 0.9
     assert len(read(folder / "log.h5").steps["loss"]) == summary["steps"]
 
