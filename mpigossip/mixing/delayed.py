@@ -142,8 +142,7 @@ class Delayed(Simulated):
             for node in self.rows:
                 self.bytes_sent[node] += traffic(self.graph, kind, t, node, self.layout.nbytes)
             self._take_in(t - 1, np.zeros((self.n, self.n), np.int64), _flat(self._out))
-            return super().finish()
-        if kind is Kind.LOCAL:
+        if kind is not Kind.GOSSIP:
             return super().finish()
         self._open = None
         ages, past = self._ages(t), dict(self._past)

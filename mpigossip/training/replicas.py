@@ -91,13 +91,21 @@ class Replicas:
         """
         slots = len(self.group.mine)
 
-        def one(row: int, slot: int, batch: Nested) -> torch.Tensor:
+        def one(row: int, slot: int, batch: Nested) -> torch.Tensor:  # waits for no GPU
+            gradient, module = self.grads[slot][row], self.modules[row][slot]
+            found = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
             if row in resting:
-                width, device = self.objective.width, self.grads[slot].device
-                return torch.zeros(width, dtype=torch.float64, device=device)
+                return found
             if seeds and self.graphs == "never":  # never inside a capture
-                draw_from(self.grads[slot].device, seeds[row * slots + slot])
-            return self._one(row, slot, batch, accumulate, precision)
+                draw_from(gradient.device, seeds[row * slots + slot])
+            gradient.zero_()
+            module.train()
+            for part in parts(batch, accumulate):
+                with precision.autocast():
+                    loss, metrics = self.objective(module, part)
+                precision.scaled(loss / accumulate, row, slot).backward()
+                found += self.objective.figures(loss, metrics, accumulate)
+            return found
 
         def work(slot: int) -> torch.Tensor:
             if self.together:
@@ -113,23 +121,6 @@ class Replicas:
         figures = self.group.sum_scalars(self.group.run(work) if per_slot is None else per_slot)
         figures[:, 0] /= self.group.slots
         return figures
-
-    def _one(
-        self, row: int, slot: int, batch: Nested, accumulate: int, precision: Precision
-    ) -> torch.Tensor:
-        """One replica's gradient; mean loss, sums and counts, float64 (1 + 2 metrics,).
-
-        Nothing here waits for a GPU.
-        """
-        gradient = self.grads[slot][row].zero_()
-        module = self.modules[row][slot].train()
-        found = torch.zeros(self.objective.width, dtype=torch.float64, device=gradient.device)
-        for part in parts(batch, accumulate):
-            with precision.autocast():
-                loss, metrics = self.objective(module, part)
-            precision.scaled(loss / accumulate, row, slot).backward()
-            found += self.objective.figures(loss, metrics, accumulate)
-        return found
 
     def _replayed(self, one: Pass, batches: Sequence[Nested]) -> list[torch.Tensor] | None:
         """Figures of the CUDA graphs, recorded at the first step; None: a thread a slot."""
@@ -148,7 +139,7 @@ class Replicas:
     def _vectorized(
         self, slot: int, cuts: Sequence[Sequence[Nested]], precision: Precision
     ) -> torch.Tensor:
-        """Gradients of a slot's replicas in all rows, by one vmap; metrics as `_one` has them.
+        """Gradients of a slot's replicas in all rows, by one vmap; figures (rows, 1 + 2 metrics).
 
         ``cuts``: of each row the parts whose gradients are averaged.
         """

@@ -312,16 +312,15 @@ def test_graphs_of_a_device_share_a_pool_and_replay_in_their_order(monkeypatch):
     assert fake.log == ["synchronize", "capture into pool 0"] * 2
     assert graphs.replay([(inputs + 1, targets)] * 2).shape == (1, 2, 1)
     assert fake.log[-2:] == ["replay"] * 2
+    for fixed, _ in graphs._inputs:
+        assert torch.equal(fixed, inputs + 1), "new values lie where the graph reads them"
     graphs._found[1] = Lost()
     with pytest.raises(RuntimeError, match="off the bus") as caught:
         graphs.replay([(inputs, targets)] * 2)
     assert caught.value.__notes__ == ["in slot 1 of this node, on cuda:1"]
-    graphs.launch([(inputs + 1, targets)] * 2)
-    for fixed, _ in graphs._inputs:
-        assert torch.equal(fixed, inputs + 1), "new values lie where the graph reads them"
     done = list(fake.log)
     with pytest.raises(capture.CannotCapture, match=r'\(1, 2\).*\(3, 2\).*cuda_graphs = "never"'):
-        graphs.launch([(inputs, targets), (inputs[:1], targets[:1])])
+        graphs.replay([(inputs, targets), (inputs[:1], targets[:1])])
     assert fake.log == done, "what goes on without graphs begins at the first replica"
 
 
