@@ -26,9 +26,13 @@ def command(
     return made
 
 
-def family(commands, name: str, members: str, summary: str, examples: str):
-    """Add a command that has commands of its own, `members` by name; what to add those to."""
-    made = _parser(commands, name, summary, examples)
+def family(commands, name: str, members: str, summary: str, *examples: str):
+    """Add a command that has commands of its own, `members` by name; what to add those to.
+
+    Of some members' `examples` it shows the first lines.
+    """
+    firsts = "\n".join(each.strip().splitlines()[0] for each in examples)
+    made = _parser(commands, name, summary, firsts)
     return made.add_subparsers(metavar=members, required=True)
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from mpigossip.commands.arguments import command, family, many, run_named, tell
 from mpigossip.config.errors import OK, WRONG
 
-DATA = "mpigossip data pack imagenet imagenet.h5 --image-size 256"
-PACK = f"""
-{DATA}
+PACK = """
+mpigossip data pack imagenet imagenet.h5 --image-size 256
 mpigossip data pack cifar10 cifar10.h5 --decoded
 mpigossip data pack books books.h5 --text
 mpigossip data pack books books.h5 --text --tokenizer bpe --vocabulary 8192
@@ -22,7 +21,7 @@ def add(commands) -> None:
 
 
 def _add_data(commands) -> None:
-    data = family(commands, "data", "pack|show", "image folders and text to HDF5", DATA)
+    data = family(commands, "data", "pack|show", "image folders and text to HDF5", PACK)
     pack = command(
         data, "pack", _pack, "pack train/CLASS/*.jpg and test/CLASS/*.jpg into HDF5", PACK
     )
@@ -67,10 +66,6 @@ PLOT = """
 mpigossip log plot runs/digits
 mpigossip log plot runs/ring runs/digits --out compare.png
 """
-LOG = """
-mpigossip log show runs/digits
-mpigossip log plot runs/ring runs/digits --out compare.png
-"""
 EXPORT = """
 mpigossip log export runs/digits --csv digits.csv
 mpigossip log export runs/digits --tensorboard events
@@ -82,7 +77,7 @@ mpigossip report runs/ring runs/digits --html report.html
 
 
 def _add_log(commands) -> None:
-    log = family(commands, "log", "show|export|plot", "show, export and plot logs", LOG)
+    log = family(commands, "log", "show|export|plot", "show, export and plot logs", PLOT, EXPORT)
     summary = "a run's evaluations and summary as a table"
     show = command(log, "show", _show_log, summary, "mpigossip log show runs/digits")
     show.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run, or a log")
@@ -141,10 +136,6 @@ def _beside(run: Path, name: str) -> Path:
     return (run if run.is_dir() else run.parent) / name
 
 
-CHECKPOINT = """
-mpigossip checkpoint verify runs/digits
-mpigossip checkpoint export runs/digits --out model.safetensors
-"""
 MODEL = """
 mpigossip checkpoint export runs/digits --out model.safetensors
 mpigossip checkpoint export runs/digits --out node2.pt --node 2
@@ -152,11 +143,9 @@ mpigossip checkpoint export runs/digits --out node2.pt --node 2
 
 
 def _add_checkpoint(commands) -> None:
-    checkpoint = family(
-        commands, "checkpoint", "show|verify|export", "look into checkpoints, export models",
-        CHECKPOINT,
-    )  # fmt: skip
     told = "mpigossip checkpoint {} runs/digits".format
+    members, summary = "show|verify|export", "look into checkpoints, export models"
+    checkpoint = family(commands, "checkpoint", members, summary, told("verify"), MODEL)
     summary = "what a checkpoint holds"
     show = command(checkpoint, "show", _show_checkpoint, summary, told("show"))
     summary = "read all of it and compare checksums"

@@ -28,10 +28,6 @@ FIGURES = (
 """(key, heading, meaning) of the figures of `show` and `compare`."""
 
 
-EXAMPLES = """
-mpigossip graph show one-peer-exponential --nodes 8
-mpigossip graph compare ring exponential base-2 --nodes 12
-"""
 SHOW = """
 mpigossip graph show one-peer-exponential --nodes 8
 mpigossip graph show file:searched.json --nodes 16 --json
@@ -50,7 +46,9 @@ DRAW = "mpigossip graph draw base-3 --nodes 9 --out base-3.png"
 def add(commands) -> None:
     """Add show, compare, draw and search to the parser."""
     members = "show|compare|draw|search"
-    group = family(commands, "graph", members, "show, compare, draw and search graphs", EXAMPLES)
+    group = family(
+        commands, "graph", members, "show, compare, draw and search graphs", SHOW, COMPARE
+    )
     summary = "facts of a graph, and its matrices where they are small"
     show = command(group, "show", _show, summary, SHOW)
     show.add_argument("name", help=f"one of {', '.join(BUILDERS)}, file:PATH, module:function")
