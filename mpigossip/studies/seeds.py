@@ -134,12 +134,8 @@ def parted(logs: Sequence[Log]) -> dict[str, list[int]]:
             found.append(parts)
     if found:
         return min(found, key=len)
-    firsts = range(0, count, CURVES)
-    return {
-        f"runs {first + 1} to {min(first + CURVES, count)}":
-        list(range(first, min(first + CURVES, count)))
-        for first in firsts
-    }  # fmt: skip
+    cuts = [list(range(count))[first : first + CURVES] for first in range(0, count, CURVES)]
+    return {f"runs {cut[0] + 1} to {cut[-1] + 1}": cut for cut in cuts}
 
 
 def differences(logs: Sequence[Log]) -> list[str]:
