@@ -68,9 +68,14 @@ class Mutant(NamedTuple):
         path.write_text(text[:begin] + self.new.replace("\n", f"\n{indent}") + text[end:])
 
 
+parsed = functools.cache(ast.parse)
+
+
 @functools.cache
 def definitions(text: str, name: str) -> list[tuple[int, int]]:
     """Where functions and variables of a name (`f`, `C.f`) begin and end in a source text."""
+    if not all(part in text for part in name.split(".")):
+        return []
     starts = [0, *(match.end() for match in re.finditer("\n", text)), len(text)]
     found = []
 
@@ -83,8 +88,7 @@ def definitions(text: str, name: str) -> list[tuple[int, int]]:
             if isinstance(inner, ast.ClassDef | ast.FunctionDef):
                 walk(inner, path)
 
-    if all(part in text for part in name.split(".")):
-        walk(ast.parse(text), "")
+    walk(parsed(text), "")
     return found
 
 

@@ -65,7 +65,7 @@ def wrong_rounds(comm, staged, wire):
 
 
 @pytest.mark.parametrize(
-    "n, staged, wire", [(1, None, "fp32"), (3, True, "qsgd"), (4, None, "fp32")]
+    "n, staged, wire", [every(1, None, "fp32"), (3, True, "qsgd"), (4, None, "fp32")]
 )
 def test_plain_messages_equal_the_simulator(ranks, n, staged, wire):
     for found in ranks(n)(wrong_rounds, staged, wire):

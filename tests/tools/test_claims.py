@@ -249,8 +249,7 @@ def test_a_queue_goes_on_where_it_was(tmp_path):
     assert run_queue.lines(tmp_path / "runs.jsonl") == [{"seed": 1}]
 
 
-@on_each("model", ["mlp", "lenet"])
-@on_each("accumulate", [1, 2])
+@on_each(("model", "accumulate"), [("mlp", 1), ("lenet", 2)])
 def test_vmap_takes_the_steps_of_the_loop(model, accumulate):
     ends = []
     for vmap in (False, True):
