@@ -84,8 +84,8 @@ def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
     """The places of the matrices that Muon takes. JobError where there is none, or no Muon."""
     if not hasattr(torch.optim, "Muon"):
         raise JobError(
-            [f'local.name = "muon": torch {torch.__version__} has no torch.optim.Muon, which came '
-             'with 2.9; install a newer torch, or use "adamw"']
+            f'local.name = "muon": torch {torch.__version__} has no torch.optim.Muon, which came '
+            'with 2.9; install a newer torch, or use "adamw"'
         )  # fmt: skip
     found = [
         name

@@ -117,13 +117,13 @@ def read_site(name: str) -> Site:
     known = sites()
     path = Path(name) if name.endswith(".toml") else known.get(name)
     if path is None:
-        raise JobError([f'site "{name}" is unknown: {near(name, known)}, or the path of a .toml'])
+        raise JobError(f'site "{name}" is unknown: {near(name, known)}, or the path of a .toml')
     try:
         raw = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise JobError([f'site "{path}" can\'t be read: {error.strerror}']) from None
+        raise JobError(f'site "{path}" can\'t be read: {error.strerror}') from None
     except ValueError as error:
-        raise JobError([f'site "{path}" is not TOML: {error}']) from None
+        raise JobError(f'site "{path}" is not TOML: {error}') from None
     try:
         site = converter().structure(raw, Site)
     except Exception as error:  # cattrs raises groups; _explained() sorts them out
@@ -158,10 +158,10 @@ def seconds_of(text: str) -> int:
         seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
     else:
         raise JobError(
-            [f'--time "{text}": give minutes, or a form such as 30m, 2h, 4:00:00, 1-12:00:00']
+            f'--time "{text}": give minutes, or a form such as 30m, 2h, 4:00:00, 1-12:00:00'
         )
     if not 60 <= seconds <= 366 * 86400:
-        raise JobError([f'--time "{text}": must be from one minute to a year'])
+        raise JobError(f'--time "{text}": must be from one minute to a year')
     return seconds
 
 
@@ -266,7 +266,7 @@ def _words(command: str) -> str:
     try:
         return " ".join(map(_word, shlex.split(command)))
     except ValueError as error:
-        raise JobError([f"launcher {command!r}: {error}"]) from None
+        raise JobError(f"launcher {command!r}: {error}") from None
 
 
 def _word(text: str) -> str:

@@ -94,9 +94,9 @@ def places(
     if ranks_per_node == "host" and len(set(on.values())) > 1:
         most, least = max(on, key=on.__getitem__), min(on, key=on.__getitem__)
         raise JobError(
-            [f"{says}: {called[most]} has {on[most]} ranks and {called[least]} has {on[least]}, "
-             "but every node has equally many slots; start as many on each (srun "
-             f"--ntasks-per-node={on[least]}, mpirun --map-by ppr:{on[least]}:node)"]
+            f"{says}: {called[most]} has {on[most]} ranks and {called[least]} has {on[least]}, "
+            "but every node has equally many slots; start as many on each (srun "
+            f"--ntasks-per-node={on[least]}, mpirun --map-by ppr:{on[least]}:node)"
         )  # fmt: skip
     size = on[host[0]] if ranks_per_node == "host" else int(ranks_per_node)
     odd = next((number for number in on if on[number] % size), None)
@@ -104,8 +104,8 @@ def places(
         whole = on[odd] // size * size
         fitting = f"{whole} or {whole + size}" if whole else f"{size}"
         raise JobError(
-            [f"{says}: {called[odd]} has {counted(on[odd], 'rank')}, no nodes of {size}; start "
-             f"{fitting} there, or set {SETTING} to a divisor of {on[odd]}"]
+            f"{says}: {called[odd]} has {counted(on[odd], 'rank')}, no nodes of {size}; start "
+            f"{fitting} there, or set {SETTING} to a divisor of {on[odd]}"
         )  # fmt: skip
     found: list[tuple[int, int]] = []
     seen: Counter[int] = Counter()
@@ -149,8 +149,8 @@ def _from_scheduler(told: Sequence[str]) -> list[str]:
     missing = [rank for rank, address in enumerate(told) if not address]
     if missing:
         raise JobError(
-            [f'graph.placement = "scheduler": {VARIABLE} is not set on rank {missing[0]}; Slurm '
-             'sets it where its topology plugin is configured; use "hostnames" or "file:PATH"']
+            f'graph.placement = "scheduler": {VARIABLE} is not set on rank {missing[0]}; Slurm '
+            'sets it where its topology plugin is configured; use "hostnames" or "file:PATH"'
         )  # fmt: skip
     return [address.rpartition(".")[0] or address for address in told]
 
@@ -159,17 +159,17 @@ def _from_file(path: Path, hosts: Sequence[str]) -> list[str]:
     try:
         lines = [line.split() for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise JobError([f'graph.placement = "file:{path}": it can\'t be read: {error}']) from None
+        raise JobError(f'graph.placement = "file:{path}": it can\'t be read: {error}') from None
     wrong = [" ".join(line) for line in lines if len(line) != 2]
     if wrong:
         raise JobError(
-            [f'graph.placement = "file:{path}": the line "{wrong[0]}" isn\'t a host and its rack']
+            f'graph.placement = "file:{path}": the line "{wrong[0]}" isn\'t a host and its rack'
         )
     found = dict(lines)
     absent = sorted({host for host in hosts if host not in found}, key=natural)
     if absent:
         raise JobError(
-            [f'graph.placement = "file:{path}" names no rack of host {absent[0]} '
-             f"({len(absent)} missing); add a line: {absent[0]} RACK"]
+            f'graph.placement = "file:{path}" names no rack of host {absent[0]} '
+            f"({len(absent)} missing); add a line: {absent[0]} RACK"
         )  # fmt: skip
     return [found[host] for host in hosts]

@@ -113,9 +113,9 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
         with world.together(JobError):
             if (dist.get_rank(), dist.get_world_size()) != (rank, size):
                 raise JobError(
-                    [f"torch.distributed has {dist.get_world_size()} ranks and calls this one "
-                     f"{dist.get_rank()}, but its world has to be this node, whose rank {rank} of "
-                     f"{size} this is: leave init_process_group to world.node_group()"]
+                    f"torch.distributed has {dist.get_world_size()} ranks and calls this one "
+                    f"{dist.get_rank()}, but its world has to be this node, whose rank {rank} of "
+                    f"{size} this is: leave init_process_group to world.node_group()"
                 )  # fmt: skip
         same = dist.get_backend() == backend
         return dist.group.WORLD if same else dist.new_group(timeout=limit, backend=backend)

@@ -78,7 +78,7 @@ class Parameters:
         """JobError where the module holds another Parameter now."""
         module, key = self._owners[row][k]
         if module._parameters.get(key) is not self.rows[row][k]:
-            raise JobError([left(self.flat.names[k])])
+            raise JobError(left(self.flat.names[k]))
 
     @contextmanager
     def bind_to(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
@@ -153,7 +153,7 @@ class Parameters:
         """Copy a parameter's new memory into its own, and lay it there; whether values differ."""
         p, own = self.rows[row][k], self._own[row][k]
         if (p.dtype, p.shape, p.device) != (own.dtype, own.shape, own.device):
-            raise JobError([unlike(self.flat.names[k], own, p)])
+            raise JobError(unlike(self.flat.names[k], own, p))
         changed = not torch.equal(p.data, own)
         own.copy_(p.data)
         p.data = own

@@ -145,9 +145,9 @@ def planned(model: nn.Module) -> Flat:
     for name, parameter in trained:
         if parameter.dtype != torch.float32:
             raise JobError(
-                [f"the model's parameter {name} is {parameter.dtype} and sharded: float32 is kept "
-                 "and exchanged; shard it as float32, with fully_shard(mp_policy="
-                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16)) for 16-bit arithmetic"]
+                f"the model's parameter {name} is {parameter.dtype} and sharded: float32 is kept "
+                "and exchanged; shard it as float32, with fully_shard(mp_policy="
+                "MixedPrecisionPolicy(param_dtype=torch.bfloat16)) for 16-bit arithmetic"
             )  # fmt: skip
         (placement,) = parameter.placements
         offsets.append(at)
@@ -317,7 +317,7 @@ class Shards(Parameters):
             self._check_owner(0, k)
             now = local(p)
             if (now.dtype, now.shape, now.device) != (view.dtype, view.shape, view.device):
-                raise JobError([unlike(self.flat.names[k], view, now)])
+                raise JobError(unlike(self.flat.names[k], view, now))
             stretch = self._stretches[k]
             if stretch is None:
                 moved = self._mark(p) != self._seen[k]

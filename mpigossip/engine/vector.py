@@ -163,9 +163,9 @@ def check_type(name: str, parameter: torch.Tensor, types: Collection[torch.dtype
     if parameter.dtype not in types:
         need = " or ".join(str(one).removeprefix("torch.") for one in types)
         raise JobError(
-            [f"parameter {name} has unsupported dtype {parameter.dtype} (need {need}): call "
-             "model.float(); to train in float64, step with torch's optimizer and average the "
-             "parameters by mpigossip.Averager (mpigossip/optim/README.md)"]
+            f"parameter {name} has unsupported dtype {parameter.dtype} (need {need}): call "
+            "model.float(); to train in float64, step with torch's optimizer and average the "
+            "parameters by mpigossip.Averager (mpigossip/optim/README.md)"
         )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def flatten(
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not trained:
         raise JobError(
-            ["the model has no parameter to train: requires_grad is False for all; set it for some"]
+            "the model has no parameter to train: requires_grad is False for all; set it for some"
         )
     for name, parameter in trained:
         check_type(name, parameter, types)

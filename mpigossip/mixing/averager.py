@@ -63,8 +63,8 @@ class Averager:
                 or not _full(like)
             ):
                 raise JobError(
-                    [f"like is {_told(like)}: arrays of numpy and torch are averaged, dense, of "
-                     "float32 or float64 in the processor's byte order, without a mask; convert it"]
+                    f"like is {_told(like)}: arrays of numpy and torch are averaged, dense, of "
+                    "float32 or float64 in the processor's byte order, without a mask; convert it"
                 )  # fmt: skip
             self.graph = make_graph(graph, world.size, **options)
         self._dtype, self._shape, self._tensor = like.dtype, like.shape, torch.is_tensor(like)
@@ -76,7 +76,7 @@ class Averager:
             for what in mine:
                 if mine[what] != first[what]:
                     raise JobError(
-                        [f"{what} {mine[what]}, on rank 0 {first[what]}: all ranks average alike"]
+                        f"{what} {mine[what]}, on rank 0 {first[what]}: all ranks average alike"
                     )
         self._device = like.device if self._tensor else torch.device("cpu")
         layout = Layout((max(1, self._count),), devices=(str(self._device),), dtype=kind)
@@ -102,14 +102,14 @@ class Averager:
         mixer = self._ready("start", x)
         if self._open:
             raise JobError(
-                [f"start: the exchange of round {self.round} is under way; finish() comes first"]
+                f"start: the exchange of round {self.round} is under way; finish() comes first"
             )
         if self._ordered < len(self._every):  # once after another one was made
             last, first = self._world.agree(self._number), -self._world.agree(-self._number)
             if last != first:
                 raise JobError(
-                    [f"start: some ranks call Averager {first} here and others Averager {last}, "
-                     "numbered as they were made; call them in the same order on all ranks"]
+                    f"start: some ranks call Averager {first} here and others Averager {last}, "
+                    "numbered as they were made; call them in the same order on all ranks"
                 )  # fmt: skip
             self._ordered = len(self._every)
         (out,) = mixer.outbox(self.round)
@@ -125,7 +125,7 @@ class Averager:
         """
         mixer = self._ready("finish", out=out)
         if not self._open:
-            raise JobError(["finish: no exchange is under way; start(x) begins one"])
+            raise JobError("finish: no exchange is under way; start(x) begins one")
         deadline.steps = self.round
         with self._finishing:
             _, (mixed,) = mixer.finish()
@@ -158,7 +158,7 @@ class Averager:
     def _ready(self, what: str, array: Any = None, out: Any = None) -> Any:
         """Return the mixer; JobError where this is closed, or an array isn't like the first."""
         if self._mixer is None:
-            raise JobError([f"{what}: this Averager is closed, as its world is; make another"])
+            raise JobError(f"{what}: this Averager is closed, as its world is; make another")
         for one in (array, out):
             if one is not None and (
                 torch.is_tensor(one) is not self._tensor
@@ -167,14 +167,14 @@ class Averager:
                 or not _full(one)
             ):
                 raise JobError(
-                    [f"{what}: an array is {_told(one)}; this Averager was made for "
-                     f"{'torch' if self._tensor else 'numpy'} arrays of {self._dtype} and shape "
-                     f"{tuple(self._shape)}"]
+                    f"{what}: an array is {_told(one)}; this Averager was made for "
+                    f"{'torch' if self._tensor else 'numpy'} arrays of {self._dtype} and shape "
+                    f"{tuple(self._shape)}"
                 )  # fmt: skip
         if out is not None and (
             torch._debug_has_internal_overlap(out) == 1 if self._tensor else not out.flags.writeable
         ):
-            raise JobError([f"{what}: out is read-only or expanded; give a copy of it"])
+            raise JobError(f"{what}: out is read-only or expanded; give a copy of it")
         return self._mixer
 
     def _shaped(self, row: torch.Tensor) -> Any:

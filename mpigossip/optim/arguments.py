@@ -25,7 +25,7 @@ def one_module(model: Any, name: str = "model") -> nn.Module:
         more = "; torch.nn.ModuleList([…]) makes one of several"
     if type(model).__module__ == "numpy" or isinstance(model, torch.Tensor):
         more = "; arrays are averaged by mpigossip.Averager"
-    raise JobError([f"{name} is a {type(model).__name__}: give a torch.nn.Module{more}"])
+    raise JobError(f"{name} is a {type(model).__name__}: give a torch.nn.Module{more}")
 
 
 def one_optimizer(optimizer: Any) -> Any:
@@ -34,8 +34,8 @@ def one_optimizer(optimizer: Any) -> Any:
         return optimizer
     if wrong := [one for one in optimizer if not isinstance(one, torch.optim.Optimizer)]:
         raise JobError(
-            [f"optimizer has a {type(wrong[0]).__name__} among its {len(optimizer)}: give "
-             "torch.optim optimizers, such as [Muon(matrices), AdamW(others)]"]
+            f"optimizer has a {type(wrong[0]).__name__} among its {len(optimizer)}: give "
+            "torch.optim optimizers, such as [Muon(matrices), AdamW(others)]"
         )  # fmt: skip
     return optimizer[0] if len(optimizer) == 1 else Together(optimizer)
 
@@ -44,20 +44,20 @@ def check(world: Any, model: Any, optimizer: Any) -> None:
     """JobError unless world, model and optimizer are what Gossip takes."""
     if not hasattr(world, "together"):
         raise JobError(
-            [f"world is a {type(world).__name__}: give what mpigossip.world() returns, as in "
-             "Gossip(world, model, optimizer)"]
+            f"world is a {type(world).__name__}: give what mpigossip.world() returns, as in "
+            "Gossip(world, model, optimizer)"
         )  # fmt: skip
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise JobError(
-            [f"optimizer is {what}: give a torch.optim optimizer that is made already, such as "
-             "torch.optim.AdamW(model.parameters())"]
+            f"optimizer is {what}: give a torch.optim optimizer that is made already, such as "
+            "torch.optim.AdamW(model.parameters())"
         )  # fmt: skip
     check_free(optimizer)
     for name, p in one_module(model).named_parameters():
         if p.device.type == "meta":
-            raise JobError([f"the model's parameter {name} is on the meta device, without values: "
-                            "call model.to_empty(device=…) and initialize it"])  # fmt: skip
+            raise JobError(f"the model's parameter {name} is on the meta device, without values: "
+                           "call model.to_empty(device=…) and initialize it")  # fmt: skip
         if p.requires_grad:
             check_type(name, p, (torch.float32, *LOW))
 
@@ -66,19 +66,19 @@ def check_overlap(overlap: Any) -> None:
     """JobError for an unknown ``overlap``."""
     if overlap not in OVERLAPS:
         gone = f"; {removed.of_argument('overlap')}" if overlap == "layers" else ""
-        raise JobError([f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}{gone}'])
+        raise JobError(f'overlap = "{overlap}": choose one of {", ".join(OVERLAPS)}{gone}')
 
 
 def check_callback(job: Job, on_change: object) -> None:
     """JobError where one of the two is missing that survival in a loop takes."""
     if job.run.survive and not callable(on_change):
         raise JobError(
-            [f"survive = True with on_change = {on_change!r}: after a loss the loader is to be "
-             "made anew for the nodes that are left, which only the program can; give on_change, "
-             "a function of the world that is called then"]
+            f"survive = True with on_change = {on_change!r}: after a loss the loader is to be "
+            "made anew for the nodes that are left, which only the program can; give on_change, "
+            "a function of the world that is called then"
         )  # fmt: skip
     if on_change is not None and not job.run.survive:
-        raise JobError(["on_change is called after a loss, with survive = True only; give both"])
+        raise JobError("on_change is called after a loss, with survive = True only; give both")
 
 
 def say(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

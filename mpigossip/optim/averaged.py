@@ -28,8 +28,8 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
     """
     module = node.model if twin is None else twin
     if batches is not None and not norms(module):
-        raise JobError(["averaged(recalibrate=…): the model has no BatchNorm whose running mean "
-                        "and variance could be found anew; leave recalibrate out"])  # fmt: skip
+        raise JobError("averaged(recalibrate=…): the model has no BatchNorm whose running mean "
+                       "and variance could be found anew; leave recalibrate out")  # fmt: skip
     with torch.no_grad(), deadline.calling("averaged()"):
         _wait_ready(node, "averaged()")
         with node.noticed():
@@ -88,7 +88,7 @@ def distance(node: LoopNode) -> float:
 def _wait_ready(node: LoopNode, call: str) -> None:
     """Wait for all nodes, with the parameters in the vector and no exchange in flight."""
     if node.looking:
-        raise JobError([f"{call} inside averaged(): all nodes are alike there; leave it first"])
+        raise JobError(f"{call} inside averaged(): all nodes are alike there; leave it first")
     node.not_serving(call)
     node.check()
     node.check_known()
@@ -113,8 +113,8 @@ def paused(node: LoopNode) -> Iterator[None]:
     serves = node.laid_out and not node.mixer.synchronous and getattr(node.mixer, "threaded", False)
     if serves and node.looking:
         raise JobError(
-            ["paused() inside averaged(): an asynchronous node would go on exchanging, with the "
-             "average for its own model; evaluate a copy of it (copy.deepcopy) behind averaged()"]
+            "paused() inside averaged(): an asynchronous node would go on exchanging, with the "
+            "average for its own model; evaluate a copy of it (copy.deepcopy) behind averaged()"
         )  # fmt: skip
     with deadline.paused(), node.engine.clock.uncounted() if node.laid_out else nullcontext():
         if not serves:

@@ -70,7 +70,7 @@ class Wrapper(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """JobError, for `copy` and `pickle`."""
-        raise JobError(["Gossip can't be copied or pickled; take optimizer.state_dict() instead"])
+        raise JobError("Gossip can't be copied or pickled; take optimizer.state_dict() instead")
 
     def _run_hooks(self, name: str, *arguments: Any) -> Any:
         value = None

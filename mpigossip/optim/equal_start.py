@@ -62,7 +62,7 @@ def agree(world: World, facts: Facts) -> None:
     with world.together(JobError):
         for mine, theirs in zip_longest(facts, first):
             if mine != theirs:
-                raise JobError([_difference(mine, theirs)])
+                raise JobError(_difference(mine, theirs))
 
 
 def _difference(mine: tuple[str, str] | None, first: tuple[str, str] | None) -> str:

@@ -34,8 +34,8 @@ def open_run(world: World, job: Job) -> Run:
     with world.together(Mistake):
         if path is not None and checkpoint.read_manifest(path).meta.get("door") != "loop":
             raise JobError(
-                [f'run: "{folder}" holds the run of a job: go on with it by `mpigossip resume '
-                 f"{folder}`, or name another folder"]
+                f'run: "{folder}" holds the run of a job: go on with it by `mpigossip resume '
+                f"{folder}`, or name another folder"
             )  # fmt: skip
     return Run(world, job, path, world.resources)
 
@@ -57,9 +57,9 @@ def _check_loaded(run: Run, path: Path) -> None:
     if step < manifest.step or manifest.n != n:
         loaded = f"a state of step {step} was loaded" if step else "nothing was loaded"
         raise JobError(
-            [f'run: "{run.folder}" holds a run that has {path.name} as its newest checkpoint, '
-             f"of {counted(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to go "
-             "on from there, or name another folder"]
+            f'run: "{run.folder}" holds a run that has {path.name} as its newest checkpoint, '
+            f"of {counted(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to go "
+            "on from there, or name another folder"
         )  # fmt: skip
     run.take_over(checkpoint.read_node(path, run.node.mixer.rows[0]).numbers)
     run.saved_at = step if step == manifest.step else None
@@ -95,9 +95,9 @@ class WithFolder(Wrapper):
         at = step if step is not None else open_steps[0] if open_steps else None
         if at is not None and open_steps and at not in open_steps:
             raise JobError(
-                [f"log: step {at} is not open: {done} steps are made, counted from 0 by "
-                 f"optimizer.step(), and {' or '.join(map(str, open_steps))} can be logged (a step "
-                 "is written when the next begins, and by save(): log before that)"]
+                f"log: step {at} is not open: {done} steps are made, counted from 0 by "
+                f"optimizer.step(), and {' or '.join(map(str, open_steps))} can be logged (a step "
+                "is written when the next begins, and by save(): log before that)"
             )  # fmt: skip
         of_step = run.figures.setdefault(-1 if at is None else at, {})
         for name, value in figures.items():
@@ -105,7 +105,7 @@ class WithFolder(Wrapper):
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
                 wrong = "is no name of a column, which has letters, digits, _, . and -"
             if wrong:
-                raise JobError([f'log: "{name}" {wrong}; give the figure another name'])
+                raise JobError(f'log: "{name}" {wrong}; give the figure another name')
             of_step[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def keep(self, **things: Any) -> None:
@@ -134,7 +134,7 @@ class WithFolder(Wrapper):
         """
         run, _ = self._own_run("resume"), self._laid_out()
         if run.begun:
-            raise JobError(["resume() comes before the first step, and before save() and log()"])
+            raise JobError("resume() comes before the first step, and before save() and log()")
         if run.newest is not None:
             self._node.begin_anew()
         step = run.resume()
@@ -181,13 +181,13 @@ class WithFolder(Wrapper):
         if name in LIGHTNING:
             return _of_lightning(framework)
         raise JobError(
-            [f"callback({name}): give transformers, lightning or pytorch_lightning; in a custom "
-             "loop call optimizer.exit_if_stopping() after each step"]
+            f"callback({name}): give transformers, lightning or pytorch_lightning; in a custom "
+            "loop call optimizer.exit_if_stopping() after each step"
         )  # fmt: skip
 
     def _own_run(self, call: str) -> Run:
         if self._run is None:
-            raise JobError([f'{call}: needs the folder of a run: give Gossip run="runs/mine"'])
+            raise JobError(f'{call}: needs the folder of a run: give Gossip run="runs/mine"')
         return self._run
 
 
@@ -197,8 +197,8 @@ def _ours(optimizer: Any) -> Any:
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
             raise JobError(
-                [f"callback: the trainer's optimizer is {type(optimizer).__name__}; give it "
-                 'mpigossip.Gossip(…, run="runs/mine")']
+                f"callback: the trainer's optimizer is {type(optimizer).__name__}; give it "
+                'mpigossip.Gossip(…, run="runs/mine")'
             )  # fmt: skip
         optimizer = inner
     return optimizer

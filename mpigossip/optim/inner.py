@@ -64,8 +64,8 @@ class Together(torch.optim.Optimizer):
         counts = Counter(id(p) for one in parts for g in one.param_groups for p in g["params"])
         if twice := sum(count > 1 for count in counts.values()):
             raise JobError(
-                [f"optimizer: {twice} parameters are in two of the {len(parts)} optimizers, and "
-                 "would take two steps; give each parameter to one of them"]
+                f"optimizer: {twice} parameters are in two of the {len(parts)} optimizers, and "
+                "would take two steps; give each parameter to one of them"
             )  # fmt: skip
         super().__init__([group for one in parts for group in one.param_groups], {})
         for one in parts:
@@ -88,8 +88,8 @@ class Together(torch.optim.Optimizer):
         """Reject the group: nothing says which part is to have it."""
         if self._parts:
             raise JobError(
-                ["add_param_group: there are several optimizers, and nothing says which of them is "
-                 "to have it; give Gossip optimizers that have all groups"]
+                "add_param_group: there are several optimizers, and nothing says which of them is "
+                "to have it; give Gossip optimizers that have all groups"
             )  # fmt: skip
         super().add_param_group(param_group)
 
@@ -143,25 +143,25 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not own & moved:
         raise JobError(
-            ["the optimizer has none of the model's parameters; make it from "
-             "model.parameters() of the model that is given to Gossip"]
+            "the optimizer has none of the model's parameters; make it from "
+            "model.parameters() of the model that is given to Gossip"
         )  # fmt: skip
     if moved - own:
         raise JobError(
-            [f"the optimizer has {len(moved - own)} parameters that are not the model's: they "
-             "would not be exchanged; give Gossip torch.nn.ModuleList([…]) of all that it trains"]
+            f"the optimizer has {len(moved - own)} parameters that are not the model's: they "
+            "would not be exchanged; give Gossip torch.nn.ModuleList([…]) of all that it trains"
         )  # fmt: skip
     if any(isinstance(one, torch.optim.LBFGS) for one in parts_of(optimizer)):
         raise JobError(
-            ["LBFGS evaluates its closure several times a step, and averaging invalidates its "
-             "curvature pairs: train with torch.optim.Adam on all nodes, export the average "
-             "(optimizer.averaged() or `mpigossip checkpoint export`), and run LBFGS on that alone"]
+            "LBFGS evaluates its closure several times a step, and averaging invalidates its "
+            "curvature pairs: train with torch.optim.Adam on all nodes, export the average "
+            "(optimizer.averaged() or `mpigossip checkpoint export`), and run LBFGS on that alone"
         )  # fmt: skip
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise JobError(["differentiable = True: no gradient passes through an exchange, nor does "
-                        "torch step leaf parameters so; make the optimizer without"])  # fmt: skip
+        raise JobError("differentiable = True: no gradient passes through an exchange, nor does "
+                       "torch step leaf parameters so; make the optimizer without")  # fmt: skip
     if any(isinstance(one, Wrapper) for one in parts_of(optimizer)):
-        raise JobError(["the optimizer is a Gossip already: pass the torch optimizer, not Gossip"])
+        raise JobError("the optimizer is a Gossip already: pass the torch optimizer, not Gossip")
 
 
 def check_group(known: Container[int], group: dict[str, Any]) -> None:
@@ -170,9 +170,9 @@ def check_group(known: Container[int], group: dict[str, Any]) -> None:
     group["params"] = given = [given] if torch.is_tensor(given) else list(given)
     if foreign := sum(id(p[1] if isinstance(p, tuple) else p) not in known for p in given):
         raise JobError(
-            [f"add_param_group: {foreign} parameters that are not the model's, or joined it later, "
-             "would not be exchanged; build all that is to be trained before Gossip(…), as one "
-             "module, frozen (requires_grad = False) until then"]
+            f"add_param_group: {foreign} parameters that are not the model's, or joined it later, "
+            "would not be exchanged; build all that is to be trained before Gossip(…), as one "
+            "module, frozen (requires_grad = False) until then"
         )  # fmt: skip
 
 
@@ -184,8 +184,8 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
             has = f"has {key} = {group[key]}" if group[key] else has
     if has is not None:
         raise JobError(
-            [f'algorithm.name = "{algorithm}" takes learning rate and weight decay of a plain '
-             f"torch.optim.SGD and replaces its step; this optimizer {has}"]
+            f'algorithm.name = "{algorithm}" takes learning rate and weight decay of a plain '
+            f"torch.optim.SGD and replaces its step; this optimizer {has}"
         )  # fmt: skip
 
 
@@ -197,8 +197,8 @@ def check_method(parts: Parts, optimizer: torch.optim.Optimizer) -> None:
     sparse = any(isinstance(one, torch.optim.SparseAdam) for one in parts_of(optimizer))
     if sparse and not parts.method.raw:
         raise JobError(
-            [f'algorithm.name = "{name}" exchanges gradients as dense arrays, which '
-             'SparseAdam does not take; use torch.optim.Adam, or algorithm="dsgd"']
+            f'algorithm.name = "{name}" exchanges gradients as dense arrays, which '
+            'SparseAdam does not take; use torch.optim.Adam, or algorithm="dsgd"'
         )  # fmt: skip
 
 
@@ -224,13 +224,13 @@ def one_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> fl
     lr, one = rate(optimizer)
     if not one and (algorithm in DIVIDES or not takes_local(algorithm)):
         raise JobError(
-            [f'algorithm.name = "{algorithm}" has one learning rate for all parameters; the '
-             "optimizer's groups have several: give them the same"]
+            f'algorithm.name = "{algorithm}" has one learning rate for all parameters; the '
+            "optimizer's groups have several: give them the same"
         )  # fmt: skip
     if lr == 0 and algorithm in DIVIDES:
         raise JobError(
-            [f'algorithm.name = "{algorithm}" divides by the learning rate, which is 0 at step '
-             f"{index}: begin the warm-up above it"]
+            f'algorithm.name = "{algorithm}" divides by the learning rate, which is 0 at step '
+            f"{index}: begin the warm-up above it"
         )  # fmt: skip
     return lr
 
@@ -256,8 +256,8 @@ def check_free(optimizer: torch.optim.Optimizer) -> None:
     for one in parts_of(optimizer):
         hooks = getattr(one, "_optimizer_step_pre_hooks", {}).values()  # not of a wrapper
         if any(isinstance(getattr(hook, "__self__", None), StepGuard) for hook in hooks):
-            raise JobError([f"the {type(one).__name__} is inside another Gossip; make a torch "
-                            "optimizer for each, or close() the other Gossip first"])  # fmt: skip
+            raise JobError(f"the {type(one).__name__} is inside another Gossip; make a torch "
+                           "optimizer for each, or close() the other Gossip first")  # fmt: skip
 
 
 class StepGuard:
@@ -280,8 +280,8 @@ class StepGuard:
     def _check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._inside:
             raise JobError(
-                [f"{type(optimizer).__name__}.step() was called directly, but Gossip calls it: "
-                 "call step() of the Gossip optimizer, and pass that to GradScaler.step()"]
+                f"{type(optimizer).__name__}.step() was called directly, but Gossip calls it: "
+                "call step() of the Gossip optimizer, and pass that to GradScaler.step()"
             )  # fmt: skip
 
     def release(self) -> None:
@@ -332,6 +332,6 @@ class Stale:
         if self._added:
             self._added = False
             raise JobError(
-                ["backward() accumulated into the previous step's gradients; call "
-                 "optimizer.zero_grad() first"]
+                "backward() accumulated into the previous step's gradients; call "
+                "optimizer.zero_grad() first"
             )  # fmt: skip

@@ -260,9 +260,9 @@ def join(
 
 def _check_figures(chunks: int, lease_s: float) -> None:
     if not isinstance(chunks, int) or chunks < 1:
-        raise JobError([f"chunks = {chunks!r}: give the chunks of the whole training, 1 or more"])
+        raise JobError(f"chunks = {chunks!r}: give the chunks of the whole training, 1 or more")
     if not lease_s > 0:
-        raise JobError([f"lease_s = {lease_s!r}: give seconds of silence, such as 600"])
+        raise JobError(f"lease_s = {lease_s!r}: give seconds of silence, such as 600")
     if distributed.is_available() and distributed.is_initialized():
         raise JobError(
             f"torch.distributed joins {distributed.get_world_size()} processes here, and a member "
@@ -274,8 +274,8 @@ def _check_figures(chunks: int, lease_s: float) -> None:
 def _job(disk: Disk, model: nn.Module, chunks: int, replay: bool) -> Job:
     """What stands for a job in the folder; begins it, but for a replay."""
     if replay and not disk.exists(LOOP):
-        raise JobError([f'"{disk.root}" has no {LOOP}: no program has begun a training there that '
-                        "it could repeat"])  # fmt: skip
+        raise JobError(f'"{disk.root}" has no {LOOP}: no program has begun a training there that '
+                       "it could repeat")  # fmt: skip
     about_run = {"output": str(disk.root), "name": disk.root.name or "run", "steps": chunks}
     job = load({"run": about_run, "cadence": {"name": "every", "period": 1}})
     trained = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}

@@ -190,8 +190,8 @@ class LoopNode:
         check(self.model, self.inner)
         new = [(n, p) for n, p in self.model.named_parameters() if id(p) not in self.known]
         if late := [n for n, p in new if p.requires_grad]:
-            raise JobError([f"{named(late)} joined the model after Gossip was made, and would "
-                            "never be exchanged; add them before Gossip(…)"])  # fmt: skip
+            raise JobError(f"{named(late)} joined the model after Gossip was made, and would "
+                           "never be exchanged; add them before Gossip(…)")  # fmt: skip
 
     def _build(self) -> None:
         self.local = local_step_from_optimizers(self.vector, [self.inner], self.guard)
@@ -267,8 +267,8 @@ class LoopNode:
         """
         if self.looking:
             raise JobError(
-                ["step() inside averaged(): all that is done to the model there is taken back when "
-                 "the block ends; leave it first"]
+                "step() inside averaged(): all that is done to the model there is taken back when "
+                "the block ends; leave it first"
             )  # fmt: skip
         self.not_serving("step()")
         if any(id(p) not in self.known for g in self.inner.param_groups for p in g["params"]):
@@ -279,8 +279,8 @@ class LoopNode:
             changed = False
         if self._sent and (changed or self._sent != self.vector.versions()):
             raise JobError(
-                ["parameters were changed between steps while they were being sent to "
-                 'neighbours; give Gossip overlap="never", or leave them alone']
+                "parameters were changed between steps while they were being sent to "
+                'neighbours; give Gossip overlap="never", or leave them alone'
             )  # fmt: skip
         self._sent = []
 
@@ -304,13 +304,13 @@ class LoopNode:
         self.not_serving("average()")
         if not self.parts.cadence.fragment_schedule.plain:
             raise JobError(
-                ["average(): with fragments or a delay, the step decides what is sent; leave the "
-                 "call out, or Gossip's fragments and delay"]
+                "average(): with fragments or a delay, the step decides what is sent; leave the "
+                "call out, or Gossip's fragments and delay"
             )  # fmt: skip
         if self.engine.under_way:  # its readers would wait for this node, and it for them
             raise JobError(
-                ["average(): the next step's exchange is in flight, as this method sends before "
-                 'the gradient is there; give Gossip overlap="never"']
+                "average(): the next step's exchange is in flight, as this method sends before "
+                'the gradient is there; give Gossip overlap="never"'
             )  # fmt: skip
         self.vector.gather()
         self.engine.average(rate(self.inner)[0])
@@ -320,8 +320,8 @@ class LoopNode:
         """JobError where :func:`~mpigossip.optim.averaged.paused` exchanges in a thread."""
         if self.serving:
             raise JobError(
-                [f"{what} inside paused(): an asynchronous node goes on exchanging there, in a "
-                 "thread; leave the block first"]
+                f"{what} inside paused(): an asynchronous node goes on exchanging there, in a "
+                "thread; leave the block first"
             )  # fmt: skip
 
     def close(self, together: bool) -> None:

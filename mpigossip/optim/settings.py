@@ -49,9 +49,9 @@ def settings(
     """Return the parts of a job that means the same; JobError with all that doesn't fit."""
     drawn = graph is not None and not isinstance(graph, str)
     if is_network(algorithm) or algorithm in graphs.BUILDERS.keys() - algorithms.BUILDERS.keys():
-        raise JobError([f"the fourth argument is the algorithm now: write graph={algorithm!r}"])
+        raise JobError(f"the fourth argument is the algorithm now: write graph={algorithm!r}")
     if "local" in options:
-        raise JobError([f"local = {options['local']!r}: the optimizer is the local step here"])
+        raise JobError(f"local = {options['local']!r}: the optimizer is the local step here")
     plain = {section: set(keys) for section, keys in KEYS.items()}
     for section, keys in OF_RUN.items() if folder else ():
         plain[section] = plain.get(section, set()).union(keys)
@@ -75,7 +75,7 @@ def settings(
         else:
             made = make_graph(job, world.nodes.count)
     except GraphError as error:
-        raise JobError([f"graph.name: {error}"]) from error
+        raise JobError(f"graph.name: {error}") from error
     parts = make_parts(job, made, local=STAND_IN)
     found = unfit(parts) + _unseen(parts) + _of_several(job, world)
     if drawn and job.run.survive:
@@ -132,9 +132,9 @@ def _sections(
         homes = [section for section, keys in known.items() if key in keys]
         if not homes:
             if any(key in keys for keys in OF_RUN.values()):
-                raise JobError([f'{key}: goes with a run\'s folder: give Gossip run="runs/mine"'])
+                raise JobError(f'{key}: goes with a run\'s folder: give Gossip run="runs/mine"')
             unknown = f"{key}: unknown; {near(key, set().union(*known.values()))}"
-            raise JobError([removed.of_argument(key) or unknown])
+            raise JobError(removed.of_argument(key) or unknown)
         for section in homes:
             sections[section][key] = value
     return sections

@@ -289,8 +289,8 @@ def packed(value: Any, at: str, arrays: dict[str, np.ndarray]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise JobError(
-        [f"save: {at} is a {type(value).__name__}; a checkpoint takes tensors, numbers, texts, "
-         "lists and tables of these"]
+        f"save: {at} is a {type(value).__name__}; a checkpoint takes tensors, numbers, texts, "
+        "lists and tables of these"
     )  # fmt: skip
 
 

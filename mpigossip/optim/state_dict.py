@@ -66,8 +66,8 @@ def _check(state: Any, flat: Flat) -> None:
         arrays, numbers = state["arrays"], state["numbers"]
         if list(names) != list(flat.names) or list(map(tuple, shapes)) != list(flat.shapes):
             raise JobError(
-                ["load_state_dict: the state is of a model with other parameters: "
-                 f"{', '.join(map(str, names[:3]))} …; load the state of this model"]
+                "load_state_dict: the state is of a model with other parameters: "
+                f"{', '.join(map(str, names[:3]))} …; load the state of this model"
             )  # fmt: skip
         _array("model", model, flat.count)
         for name, array in arrays.items():
@@ -78,7 +78,7 @@ def _check(state: Any, flat: Flat) -> None:
         raise
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise JobError([f"load_state_dict: this is no state of Gossip's: {what}"]) from error
+        raise JobError(f"load_state_dict: this is no state of Gossip's: {what}") from error
 
 
 def _array(name: str, array: Any, size: int, kind: torch.dtype = torch.float32) -> None:
@@ -97,8 +97,8 @@ def check_step(world: World, mine: dict[str, Any] | None) -> None:
         at = ["the start" if step is None else f"step {step}" for step in steps]
         other = next(rank for rank, step in enumerate(at) if step != at[0])
         raise JobError(
-            [f"load_state_dict: rank 0 goes on from {at[0]}, rank {other} from {at[other]}: load "
-             "the states of one step on all nodes, the last one that each of them has"]
+            f"load_state_dict: rank 0 goes on from {at[0]}, rank {other} from {at[other]}: load "
+            "the states of one step on all nodes, the last one that each of them has"
         )  # fmt: skip
 
 
@@ -110,8 +110,8 @@ def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
         ours = {name: (a.shape, a.dtype) for name, a in own.items()}
         if arrays != ours or engine.numbers().keys() != state["numbers"].keys() - {"bytes_sent"}:
             raise JobError(
-                ["load_state_dict: the state is of another algorithm or cadence; give Gossip those "
-                 "that it was saved with"]
+                "load_state_dict: the state is of another algorithm or cadence; give Gossip those "
+                "that it was saved with"
             )  # fmt: skip
 
 

@@ -45,23 +45,23 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
     home = kind.__module__.partition(".")[0]
     if home in FRAMEWORKS:
         raise JobError(
-            [f"the optimizer has been wrapped by {home} already ({kind.__name__}), which would "
-             "leave out steps that neighbours wait for: give Gossip the torch optimizer, and what "
-             "comes back to the framework"]
+            f"the optimizer has been wrapped by {home} already ({kind.__name__}), which would "
+            "leave out steps that neighbours wait for: give Gossip the torch optimizer, and what "
+            "comes back to the framework"
         )  # fmt: skip
     if kind.__name__ in SHARING:
         raise JobError(
-            [f"the optimizer is a {kind.__name__}, which joins ranks by torch.distributed: give "
-             "Gossip the optimizer inside it"]
+            f"the optimizer is a {kind.__name__}, which joins ranks by torch.distributed: give "
+            "Gossip the optimizer inside it"
         )  # fmt: skip
     shards = _sharded(model, world)
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     several = world.nodes.per_node if world and not shards else 1
     if several > 1 and not any(isinstance(m, DistributedDataParallel) for m in _layers(model)):
         raise JobError(
-            [f"ranks_per_node: a node has {several} ranks, whose gradients nobody averages: wrap "
-             "the model as DistributedDataParallel(model, process_group=world.node_group()), or "
-             "cut it by fully_shard(model, mesh=world.node_mesh()), before it is given to Gossip"]
+            f"ranks_per_node: a node has {several} ranks, whose gradients nobody averages: wrap "
+            "the model as DistributedDataParallel(model, process_group=world.node_group()), or "
+            "cut it by fully_shard(model, mesh=world.node_mesh()), before it is given to Gossip"
         )  # fmt: skip
     _check_groups(wrappers, world)
 
@@ -102,8 +102,8 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
     """
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise JobError(
-            ["the model is in FullyShardedDataParallel, whose flat parameters are its own: cut it "
-             "by fully_shard(model, mesh=world.node_mesh()) inside the node, or leave it away"]
+            "the model is in FullyShardedDataParallel, whose flat parameters are its own: cut it "
+            "by fully_shard(model, mesh=world.node_mesh()) inside the node, or leave it away"
         )  # fmt: skip
     modules = fully_sharded(model)
     reshard(modules)
@@ -113,9 +113,9 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
     whole = [n for n, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
     if cut and whole:
         raise JobError(
-            [f"{named(whole)} aren't sharded, where others are: nobody averages their gradients "
-             "inside the node; call fully_shard(model, mesh=world.node_mesh()) on the whole model, "
-             "too, after its layers"]
+            f"{named(whole)} aren't sharded, where others are: nobody averages their gradients "
+            "inside the node; call fully_shard(model, mesh=world.node_mesh()) on the whole model, "
+            "too, after its layers"
         )  # fmt: skip
     return bool(cut)
 
@@ -128,14 +128,14 @@ def _of_node(name: str, parameter: Any, world: World | None) -> None:
     if on != node:
         they = "rank" if len(node) == 1 else "ranks"
         raise JobError(
-            [f"parameter {name} is cut between the ranks {', '.join(map(str, on))}, and this node "
-             f"is the {they} {', '.join(map(str, node))}: fully_shard(model, "
-             "mesh=world.node_mesh()) cuts it inside the node, whose ranks "
-             "mpigossip.world(ranks_per_node=…) joins"]
+            f"parameter {name} is cut between the ranks {', '.join(map(str, on))}, and this node "
+            f"is the {they} {', '.join(map(str, node))}: fully_shard(model, "
+            "mesh=world.node_mesh()) cuts it inside the node, whose ranks "
+            "mpigossip.world(ranks_per_node=…) joins"
         )  # fmt: skip
     if more or not first.is_shard() or type(first).__name__ != "Shard":
         raise JobError(
-            [f"parameter {name} is a DTensor placed {parameter.placements}: inside the node "
-             "fully_shard alone can cut it, not parallelize_module or replicas (HSDP), whose place "
-             "gossip takes"]
+            f"parameter {name} is a DTensor placed {parameter.placements}: inside the node "
+            "fully_shard alone can cut it, not parallelize_module or replicas (HSDP), whose place "
+            "gossip takes"
         )  # fmt: skip

@@ -132,8 +132,8 @@ def _made(name: str, world: World) -> Hook:
     where = HOOKS.get(name, name)
     if not is_own(where):
         raise JobError(
-            [f'log.hooks: "{name}" is none of {", ".join(HOOKS)} and not of the form '
-             '"package.module:factory"']
+            f'log.hooks: "{name}" is none of {", ".join(HOOKS)} and not of the form '
+            '"package.module:factory"'
         )  # fmt: skip
     factory = imported("log.hooks", where, "(world) that returns a Hook")
     return made("log.hooks", name, Hook, factory, world)

@@ -83,14 +83,14 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
     """
     with world.together(Mistake):
         if not folder.is_dir():
-            raise JobError([f'"{folder}" is no run directory: there is no such folder'])
+            raise JobError(f'"{folder}" is no run directory: there is no such folder')
     with locked(folder, world):
         found = newest(folder, world)
         with world.together(Mistake):
             if found is None:
                 raise JobError(
-                    [f'no complete checkpoint in "{folder}"; start the run with '
-                     "`mpigossip train JOB.toml`"]
+                    f'no complete checkpoint in "{folder}"; start the run with '
+                    "`mpigossip train JOB.toml`"
                 )  # fmt: skip
             manifest = _of_a_job(found)
             job = load(manifest.job, overrides)
@@ -106,8 +106,8 @@ def _of_a_job(path: Path) -> Manifest:
     manifest = checkpoint.read_manifest(path)
     if manifest.meta.get("door") == "loop":
         raise JobError(
-            [f'"{path.parents[1]}" holds the run of a custom training loop: start that program '
-             "again, its optimizer.resume() continues (`mpigossip checkpoint show` prints which)"]
+            f'"{path.parents[1]}" holds the run of a custom training loop: start that program '
+            "again, its optimizer.resume() continues (`mpigossip checkpoint show` prints which)"
         )  # fmt: skip
     return manifest
 
@@ -120,16 +120,16 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
     manifest = _of_a_job(newest)
     if n != asked_of(manifest):
         raise JobError(
-            [f'run.output: "{job.run.folder}" holds a run of {asked_of(manifest)} nodes, here are '
-             f"{n}; name another folder with run.output=…, or change the number by `mpigossip "
-             f"resume {job.run.folder}` on {n} ranks (simulated: with --simulate --nodes {n})"]
+            f'run.output: "{job.run.folder}" holds a run of {asked_of(manifest)} nodes, here are '
+            f"{n}; name another folder with run.output=…, or change the number by `mpigossip "
+            f"resume {job.run.folder}` on {n} ranks (simulated: with --simulate --nodes {n})"
         )  # fmt: skip
     if found := differing(job, load(manifest.job)):
         folder = job.run.folder
         raise JobError(
-            [f'run.output: "{folder}" holds a run of another job ({"; ".join(found[:4])}); '
-             f"name another folder with run.output=…, or go on with it by `mpigossip resume "
-             f"{folder} section.key=value`"]
+            f'run.output: "{folder}" holds a run of another job ({"; ".join(found[:4])}); '
+            f"name another folder with run.output=…, or go on with it by `mpigossip resume "
+            f"{folder} section.key=value`"
         )  # fmt: skip
 
 

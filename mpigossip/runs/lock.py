@@ -40,7 +40,7 @@ def lock(folder: Path, setting: str = SETTING) -> TextIO:
         handle = (folder / "lock").open("a+")
     except OSError as error:
         raise JobError(
-            [f'{setting}: can\'t write into "{folder}": {error.strerror}; name another folder']
+            f'{setting}: can\'t write into "{folder}": {error.strerror}; name another folder'
         ) from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,7 +49,7 @@ def lock(folder: Path, setting: str = SETTING) -> TextIO:
         holder = handle.read().strip() or "another job"
         handle.close()
         raise JobError(
-            [f'{setting}: "{folder}" is in use by {holder}; wait for it, or name another folder']
+            f'{setting}: "{folder}" is in use by {holder}; wait for it, or name another folder'
         ) from None
     except OSError:
         return handle
@@ -59,8 +59,8 @@ def lock(folder: Path, setting: str = SETTING) -> TextIO:
         with contextlib.suppress(OSError):  # closing writes what is left once more
             handle.close()
         raise JobError(
-            [f'{setting}: can\'t write into "{folder}": {error.strerror}; make room there, or '
-             "name another folder"]
+            f'{setting}: can\'t write into "{folder}": {error.strerror}; make room there, or '
+            "name another folder"
         ) from None  # fmt: skip
     return handle
 

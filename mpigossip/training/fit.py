@@ -56,8 +56,8 @@ def check_rounds(job: Job, graph: Graph, world: World) -> None:
     with world.together(JobError):
         if mine != first:
             raise JobError(
-                [f'graph.name = "{job.graph.name}": its first 64 rounds differ from those of rank '
-                 "0: a function may use only n, seed and t, and files have to be alike"]
+                f'graph.name = "{job.graph.name}": its first 64 rounds differ from those of rank '
+                "0: a function may use only n, seed and t, and files have to be alike"
             )  # fmt: skip
 
 
@@ -248,16 +248,16 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
         return
     if any(getattr(part, "recompute", False) for part in module.modules()):
         raise JobError(
-            ["node.vmap = true: model.recompute = true keeps what backward needs by hooks, which "
-             "can't be vectorized over nodes; leave one of them out"]
+            "node.vmap = true: model.recompute = true keeps what backward needs by hooks, which "
+            "can't be vectorized over nodes; leave one of them out"
         )  # fmt: skip
     tried = copy.deepcopy(module).train()
     with torch.random.fork_rng(devices=()), torch.no_grad(), contextlib.suppress(Exception):
         objective(tried, batch)  # one sample is too few for some norms, which have counted it
     if not all(map(torch.equal, tried.buffers(), module.buffers())):
         raise JobError(
-            [f'node.vmap = true: model "{job.model.name}" changes its buffers in training (norm '
-             "statistics, averages), which can't be vectorized over nodes; leave node.vmap out"]
+            f'node.vmap = true: model "{job.model.name}" changes its buffers in training (norm '
+            "statistics, averages), which can't be vectorized over nodes; leave node.vmap out"
         )  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def named(section: ClockSection) -> Machine:
     if name in NETWORKS:
         if compute_s is None:
             remedy = "say how long forward and backward of a step take on the device"
-            raise JobError([f'clock.compute_s is not set for clock.network = "{name}": {remedy}'])
+            raise JobError(f'clock.compute_s is not set for clock.network = "{name}": {remedy}')
         wire = NETWORKS[name]
         machine = Machine(compute_s, 0.0, 0.0, *wire, *wire, SUM_RATE, where=name)
         machine = machine.given({"coding_rate": CODING_RATE})
@@ -101,9 +101,9 @@ def _read(name: str) -> Machine:
         return Machine(**json.loads(Path(name).read_text("utf-8")))
     except FileNotFoundError:
         raise JobError(
-            [f'clock.network: "{name}" is no file that `mpigossip plan … --save FILE` wrote, and '
-             f"no network by name; {near(name, {*NETWORKS, OFF})}"]
+            f'clock.network: "{name}" is no file that `mpigossip plan … --save FILE` wrote, and '
+            f"no network by name; {near(name, {*NETWORKS, OFF})}"
         ) from None  # fmt: skip
     except (ValueError, TypeError, OSError) as error:
         told = f"clock.network: {name} is not what `mpigossip plan --save` writes: {error}"
-        raise JobError([told]) from None
+        raise JobError(told) from None

@@ -106,16 +106,16 @@ def check_alike(job: Job, world: World) -> None:
     if len(set(counts)) > 1:
         most, least = counts.index(max(counts)), counts.index(min(counts))
         raise JobError(
-            [f'node.devices = "{job.node.devices}": rank {most} on {world.hosts[most]} has '
-             f"{max(counts)} slots, rank {least} on {world.hosts[least]} has {min(counts)}; every "
-             "rank needs as many: name them, or have the scheduler give each rank as many GPUs"]
+            f'node.devices = "{job.node.devices}": rank {most} on {world.hosts[most]} has '
+            f"{max(counts)} slots, rank {least} on {world.hosts[least]} has {min(counts)}; every "
+            "rank needs as many: name them, or have the scheduler give each rank as many GPUs"
         )  # fmt: skip
     if len(set(kinds)) > 1:  # slots of one kind sum by NCCL, of the other in shared memory
         cpu, gpu = kinds.index("cpu"), kinds.index("cuda")
         raise JobError(
-            [f'node.devices = "{job.node.devices}": rank {gpu} on {world.hosts[gpu]} has a GPU, '
-             f"rank {cpu} on {world.hosts[cpu]} sees none; every rank needs one where nodes have "
-             'several: have the scheduler give each rank a GPU, or use node.devices = "cpu:1"']
+            f'node.devices = "{job.node.devices}": rank {gpu} on {world.hosts[gpu]} has a GPU, '
+            f"rank {cpu} on {world.hosts[cpu]} sees none; every rank needs one where nodes have "
+            'several: have the scheduler give each rank a GPU, or use node.devices = "cpu:1"'
         )  # fmt: skip
     if kinds[0] == "cuda":
         _check_gpus(job, world, found[world.rank])
@@ -134,10 +134,10 @@ def _check_gpus(job: Job, world: World, mine: tuple[str, ...]) -> None:
             if other != rank or gpus.count(gpu) > 1:
                 both = f"ranks {other} and {rank}" if other != rank else f"two slots of rank {rank}"
                 raise JobError(
-                    [f'node.devices = "{job.node.devices}": {both} on {world.hosts[rank]} '
-                     f"have the same GPU ({gpu}), and NCCL joins slots on GPUs of their own; start "
-                     "one rank for each GPU, have the scheduler give each rank its own, or use "
-                     "node.ranks_per_node = 1"]
+                    f'node.devices = "{job.node.devices}": {both} on {world.hosts[rank]} '
+                    f"have the same GPU ({gpu}), and NCCL joins slots on GPUs of their own; start "
+                    "one rank for each GPU, have the scheduler give each rank its own, or use "
+                    "node.ranks_per_node = 1"
                 )  # fmt: skip
 
 

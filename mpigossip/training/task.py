@@ -192,19 +192,19 @@ class Objective:
             with torch.random.fork_rng(devices=()), torch.no_grad():
                 _, metrics = self(model.eval(), batch)
         except TaskError as error:
-            raise JobError([str(error)]) from error
+            raise JobError(str(error)) from error
         finally:
             model.train(training)
         names = tuple(name for name in metrics if name != "loss")
         for name in names:
             if name in TAKEN:
-                raise JobError([self._says(f'its metric "{name}" has the name of a column that '
-                                           "every log has; choose another name")])  # fmt: skip
+                raise JobError(self._says(f'its metric "{name}" has the name of a column that '
+                                          "every log has; choose another name"))  # fmt: skip
             if re.fullmatch(NAME, name) is None:
-                raise JobError([self._says(
+                raise JobError(self._says(
                     f'its metric "{name}" has a name that no column can have: letters, digits and '
                     "_ . - only, at most 32, not local_… or share_…"
-                )])  # fmt: skip
+                ))  # fmt: skip
         return Objective(self.task, self.name, names)
 
     def _says(self, text: str) -> str:
@@ -218,10 +218,10 @@ def make(section: config.TaskSection) -> Objective:
     factory = imported("task.name", section.name, "(**options) that returns a task")
     task = made("task.name", section.name, object, factory, **section.options)
     if not callable(getattr(task, "loss", None)):
-        raise JobError([
+        raise JobError(
             f'task.name = "{section.name}" returned {type(task).__name__}; it should return '
             "something with loss(model, batch) -> (loss, {name: (sum, count)})"
-        ])  # fmt: skip
+        )
     return Objective(task, section.name)
 
 

@@ -241,36 +241,36 @@ def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB, parameter
         _begin(folder, job, disk, name, here)
     about = folder.stat()
     if not disk.shared and (about.st_mode & 0o022 or about.st_uid != os.getuid()):
-        raise JobError([f'others may write to "{folder}" and put anything into the average: '
-                        f"`chmod go-w {folder}`, or give --shared"])  # fmt: skip
+        raise JobError(f'others may write to "{folder}" and put anything into the average: '
+                       f"`chmod go-w {folder}`, or give --shared")  # fmt: skip
     there = job_there(disk, job is not None, name)
     begun = (disk.read(name) or b"").decode(errors="replace").partition("\n")[0]
     if not begun.startswith(here):
         other = begun[2:] if begun.startswith("# ") else "its job doesn't say which"
         text = f'"{folder}" was begun with another version or model ({other}; here {here[2:]})'
-        raise JobError([f"{text}: join with the same ones, or name another folder"])
+        raise JobError(f"{text}: join with the same ones, or name another folder")
     if job is None:
         return there
     wrong = differing(job, there, OWN)
     if wrong:
-        raise JobError([f'"{folder}" holds the training of another job ({"; ".join(wrong[:4])}); '
-                        "leave JOB.toml out to join it, or name another folder"])  # fmt: skip
+        raise JobError(f'"{folder}" holds the training of another job ({"; ".join(wrong[:4])}); '
+                       "leave JOB.toml out to join it, or name another folder")  # fmt: skip
     return job
 
 
 def _begin(folder: Path, job: Job | None, disk: Disk, name: str, head: str) -> None:
     if job is None:
-        raise JobError([none_there(disk)])
+        raise JobError(none_there(disk))
     names = set(disk.names(""))
     if names - {*FOLDERS, "STOP"} and name not in names:  # another may have begun it now
-        raise JobError([f'"{folder}" is a folder of something else; name a new one'])
+        raise JobError(f'"{folder}" is a folder of something else; name a new one')
     for one in FOLDERS:
         disk.make(one)
     try:
         disk.publish(name, f"{head}\n{config.dump(job)}".encode())
     except OSError as error:
-        raise JobError([f'"{folder}" takes no hard links ({error.strerror}), which members need; '
-                        "choose a folder on another file system"]) from None  # fmt: skip
+        raise JobError(f'"{folder}" takes no hard links ({error.strerror}), which members need; '
+                       "choose a folder on another file system") from None  # fmt: skip
 
 
 def none_there(disk: Disk) -> str:
@@ -294,18 +294,18 @@ def job_there(disk: Disk, trusted: bool = False, name: str = JOB) -> Job:
         and not value.startswith(("file:", "cpu:", "cuda:"))
     ]  # fmt: skip
     if named and not trusted:
-        raise JobError([f"{disk.root}/job.toml imports {', '.join(named)}: to run that code give "
-                        f"your own copy: `mpigossip join {disk.root} JOB.toml`"])  # fmt: skip
+        raise JobError(f"{disk.root}/job.toml imports {', '.join(named)}: to run that code give "
+                       f"your own copy: `mpigossip join {disk.root} JOB.toml`")  # fmt: skip
     return load(text)
 
 
 def check_lease(lease_s: float, round_s: float) -> None:
     """Raise JobError for a lease under five rounds: others would close members that work."""
     if lease_s < 5 * round_s:
-        raise JobError([f"a round takes {round_s:.3g} s here, and a lease is {lease_s:g} s: others "
-                        "would take this member for dead; it needs five rounds or more: begin "
-                        f"another folder with a lease of {5 * round_s:.0f} s (members.lease_s; in "
-                        "a program lease_s), or with fewer steps in a round"])  # fmt: skip
+        raise JobError(f"a round takes {round_s:.3g} s here, and a lease is {lease_s:g} s: others "
+                       "would take this member for dead; it needs five rounds or more: begin "
+                       f"another folder with a lease of {5 * round_s:.0f} s (members.lease_s; in "
+                       "a program lease_s), or with fewer steps in a round")  # fmt: skip
 
 
 def check_fit(job: Job) -> None:

@@ -186,8 +186,8 @@ def wanted_of(script: Script, place: int | None, rounds: tuple[int, int] | None)
         there = [one.round for one in script.rounds if place in (None, one.place)]
         most = f"at most {max(there)} rounds" if there else "no rounds"
         who = "they have" if place is None else f"place {place} has"
-        raise JobError([f'"{script.place.disk.root}" has {len(script.starts)} places, from 0; '
-                        f"{who} {most}"])  # fmt: skip
+        raise JobError(f'"{script.place.disk.root}" has {len(script.starts)} places, from 0; '
+                       f"{who} {most}")  # fmt: skip
     return found
 
 
@@ -199,7 +199,7 @@ def replay(folder: Path, place: int | None = None, rounds: tuple[int, int] | Non
     """
     disk = Disk(folder, shared=True)
     if not disk.exists(JOB):
-        raise JobError([none_there(disk)])
+        raise JobError(none_there(disk))
     with Alone() as world:
         assembly = assemble(job_there(disk), world, 1)
         try:
