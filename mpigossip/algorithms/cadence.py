@@ -29,6 +29,7 @@ class FragmentSchedule(NamedTuple):
 
     @property
     def plain(self) -> bool:
+        """Return whether the whole model is sent at once, and waited for."""
         return self.fragments == 1 and not self.delay
 
     def due(self, index: int) -> int | None:

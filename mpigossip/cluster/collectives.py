@@ -12,6 +12,8 @@ from mpi4py import MPI
 from mpigossip.cluster.deadline import Deadline, LateError, numbers
 from mpigossip.cluster.process import TIMEOUT_S
 
+PAGE = 4096
+"""Bytes: each rank's shared memory begins on a page, so that whole cache lines are written."""
 LEAST_S = 10.0
 """Seconds that a call has at least: to open windows takes longer than an exchange."""
 
@@ -75,6 +77,17 @@ def open_window(make: Callable[..., MPI.Win], memory: Any, comm: Any) -> MPI.Win
         window = make(memory, 1, comm=comm)
         window.Lock_all()
     return window
+
+
+def whole_pages(nbytes: int) -> int:
+    """As many bytes as fill whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def open_shared(comm: Any, nbytes: int) -> tuple[MPI.Win, list[MPI.buffer]]:
+    """A window of so many bytes a rank, and the memory of all ranks; collective on a host."""
+    window = open_window(MPI.Win.Allocate_shared, whole_pages(nbytes), comm)
+    return window, [window.Shared_query(rank)[0] for rank in range(comm.size)]
 
 
 def close_window(window: MPI.Win, comm: MPI.Comm) -> None:

@@ -122,6 +122,7 @@ class Deadline:
         self.renew()
 
     def renew(self) -> None:
+        """Count the seconds from now on."""
         self._start = time.monotonic()
 
     def wait(

@@ -106,6 +106,7 @@ class Roll:
         return True
 
     def excused(self) -> bool:
+        """Return whether a rank is paused, as far as was heard."""
         self.listen()
         return PAUSED in self._heard.values()
 

@@ -156,6 +156,7 @@ class Nodes:
 
     @property
     def per_node(self) -> int:
+        """Ranks in each of them."""
         return self.inside.size if self.inside else 1
 
     @property

@@ -165,6 +165,7 @@ class Parameters:
         return [name for name, p in self.frozen.items() if p.requires_grad]
 
     def versions(self) -> list[int]:
+        """Return the version counters of all parameters: in-place changes from outside."""
         return [p._version for parameters in self.rows for p in parameters]
 
 

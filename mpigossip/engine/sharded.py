@@ -86,6 +86,7 @@ class ShardedLayout(Flat):
         return _rows(self.shapes[k][self.dims[k]], self.slots, slot)
 
     def shape(self, k: int, slot: int) -> tuple[int, ...]:
+        """Of a slot's piece of parameter k."""
         whole, dim = self.shapes[k], self.dims[k]
         return (*whole[:dim], self.rows(k, slot)[1], *whole[dim + 1 :])
 

@@ -62,6 +62,7 @@ class Budget:
 
     @property
     def elapsed(self) -> float:
+        """Seconds since the start."""
         return time.monotonic() - self.started
 
     def spent(self) -> float:

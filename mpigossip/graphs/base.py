@@ -59,6 +59,7 @@ class Cycle:
         return self.rounds[t % len(self.rounds)]
 
     def mapped(self, change: Callable[[Round], Round]) -> "Cycle":
+        """The same with each round changed."""
         return Cycle(tuple(change(r) for r in self.rounds))
 
 

@@ -36,6 +36,7 @@ class OnOff:
 
     @property
     def anew(self) -> float:
+        """The probability r."""
         return 1 / (self.rounds * (1 - self.share)) if self.rounds else 1.0
 
     def off(self, t: int) -> np.ndarray:
@@ -121,6 +122,7 @@ class Faulty:
         return _round_at(self, t)
 
     def mapped(self, change: Callable[[Round], Round]) -> Faulty:
+        """The same with each round changed before it is reweighted."""
         return replace(self, change=lambda r: change(self.change(r)))
 
 

@@ -46,6 +46,7 @@ class Circulant:
 
     @property
     def edge_count(self) -> int:
+        """Directed edges."""
         return self.n * len(self.offsets)
 
     def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:
@@ -216,6 +217,7 @@ class Sparse:
         return self.own + np.bincount(self.edge_receivers, self.weights, self.n)
 
     def column_sums(self) -> np.ndarray:
+        """Sum of the weights in each column, (n,)."""
         return self.own + np.bincount(self.indices, self.weights, self.n)
 
     def smallest(self) -> float:

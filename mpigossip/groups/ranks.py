@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.collectives import close_window
+from mpigossip.cluster.collectives import close_window, open_shared
 from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.cluster.world import World
 from mpigossip.groups.base import Group, GroupError, added, phase
 from mpigossip.mixing.combine import combine
-from mpigossip.mixing.host import shared_areas
 
 SUMMED = 1 << 16
 """Columns that are summed at once, in the cache, before they overwrite a term of the sum."""
@@ -32,8 +31,8 @@ class SharedMemory:
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int):
         """Allocate zeroed arrays of ``nbytes`` bytes; collective."""
-        self._comm, (self.window, areas) = comm, shared_areas(comm, nbytes)
-        self.arrays = [area[:nbytes] for area in areas]
+        self._comm, (self.window, memory) = comm, open_shared(comm, nbytes)
+        self.arrays = [torch.frombuffer(one, dtype=torch.uint8)[:nbytes] for one in memory]
         self.arrays[comm.rank].zero_()  # by its owner: pages lie near who touches them first
 
     def free(self) -> None:

@@ -46,6 +46,7 @@ class Layout:
 
     @property
     def slots(self) -> int:
+        """Number of the node's slots that this process sends for."""
         return len(self.widths)
 
     def begin(self, slot: int) -> int:
@@ -165,6 +166,7 @@ class Mixer:
 
     @property
     def wait_seconds(self) -> float:
+        """Seconds spent waiting for other nodes so far."""
         return self._waited
 
     def outbox(self, t: int) -> Segments:

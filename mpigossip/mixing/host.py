@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.collectives import close_window, open_window
+from mpigossip.cluster.collectives import close_window, open_shared, whole_pages
 from mpigossip.mixing.averages import average_codes, average_message
 from mpigossip.mixing.base import Layout, Segments
 from mpigossip.mixing.combine import Source, add_up, combine
@@ -18,24 +18,6 @@ from mpigossip.mixing.notifications import DONE, HALF, READY, REDUCED, Notificat
 from mpigossip.mixing.plan import Chunk
 from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.wire import encode
-
-ALIGN = 4096
-"""Bytes that each area begins at a multiple of: a page, so that whole cache lines are written."""
-
-
-def rounded(nbytes: int) -> int:
-    """Bytes of an area for so many."""
-    return -(-nbytes // ALIGN) * ALIGN
-
-
-def shared_areas(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win, list[torch.Tensor]]:
-    """Open a window of so many bytes a rank; return all ranks' areas, uint8. Collective on a host.
-
-    Areas are whole pages: each begins on one.
-    """
-    window = open_window(MPI.Win.Allocate_shared, rounded(nbytes), comm)
-    memory = [window.Shared_query(rank)[0] for rank in range(comm.size)]
-    return window, [torch.frombuffer(area, dtype=torch.uint8) for area in memory]
 
 
 class SharedMemory:
@@ -53,8 +35,9 @@ class SharedMemory:
         self.size, self.rank = comm.size, comm.rank
         self.places = {rank: place for place, rank in enumerate(ranks)}
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
-        room = rounded(nbytes)
-        self._window, areas = shared_areas(comm, 2 * room)
+        room = whole_pages(nbytes)
+        self._window, memory = open_shared(comm, 2 * room)
+        areas = [torch.frombuffer(one, dtype=torch.uint8) for one in memory]
         self._notifications = Notifications(comm, timeout_s)
         self.outboxes = [area[:nbytes] for area in areas]
         self._results = [area[room : room + nbytes] for area in areas]
@@ -63,6 +46,7 @@ class SharedMemory:
 
     @property
     def waited(self) -> float:
+        """Seconds spent waiting for other ranks."""
         return self._notifications.waited
 
     def _here(self, ranks: Iterable[int]) -> list[int]:

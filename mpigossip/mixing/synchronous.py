@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.collectives import whole_pages
 from mpigossip.cluster.cores import own_core
 from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import OfRank
 from mpigossip.mixing.base import Kind, Layout, Segments
-from mpigossip.mixing.host import HostBuffers, SharedMemory, rounded, share_memory
+from mpigossip.mixing.host import HostBuffers, SharedMemory, share_memory
 from mpigossip.mixing.notifications import wait_all
 from mpigossip.mixing.pipeline import Pipeline
 from mpigossip.mixing.plan import (
@@ -136,7 +137,7 @@ class Synchronous(OfRank):
         """
         lossy, gpu = not layout.wire.exact, bool(set(layout.devices) - {"cpu"})
         shared, sends = bool(near and near[node]), not near or len(near[node]) < graph.n
-        area = rounded(layout.nbytes) if shared else layout.nbytes
+        area = whole_pages(layout.nbytes) if shared else layout.nbytes
         averages = averages or not sums_in_inbox(graph, node)
         separate = shared or averages or lossy
         inbox = sends * layout.sent_bytes * inbox_buffers(graph, node, near)

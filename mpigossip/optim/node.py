@@ -124,6 +124,7 @@ class LoopNode:
 
     @property
     def sharded(self) -> bool:
+        """Return whether each rank of the node has a shard of the model."""
         return isinstance(self.flat, ShardedLayout)
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:

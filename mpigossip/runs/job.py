@@ -49,11 +49,13 @@ class JobNode:
 
     @property
     def total_steps(self) -> int:
+        """The step at which the job ends."""
         whole = self.assembly.steps_per_epoch * self.job.run.epochs + self.shift
         return whole if self.job.run.steps is None else min(whole, self.job.run.steps)
 
     @property
     def finished(self) -> bool:
+        """Return whether no step is left."""
         return self.engine.index >= self.total_steps
 
     def average(self) -> None:

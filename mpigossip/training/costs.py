@@ -114,10 +114,12 @@ class Exchanges:
 
     @cached_property
     def counted(self) -> Counter[tuple[Kind, int | None]]:
+        """Their number of occurrences."""
         return Counter(self.rounds())
 
     @property
     def asynchronous(self) -> bool:
+        """Return whether nodes never wait for each other."""
         return self.parts.job.node.mixer == "asynchronous"
 
     @property

@@ -60,12 +60,14 @@ class Precision:
         self._values, self._clean = [FIRST_SCALE] * rows, [0] * rows
 
     def autocast(self) -> contextlib.AbstractContextManager:
+        """The context of a forward pass."""
         if self.name == "fp32":
             return contextlib.nullcontext()
         dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
         return torch.autocast(self._kind, dtype)
 
     def scaled(self, loss: torch.Tensor, row: int, slot: int) -> torch.Tensor:
+        """The loss that is differentiated."""
         return loss * self.scales[slot][row, 0] if self._scales else loss
 
     def numbers(self, row: int) -> dict[str, float]:

@@ -47,6 +47,7 @@ class Streams:
             stream.wait_event(event)
 
     def copied_out(self) -> torch.cuda.Event | None:
+        """An event behind the copies out."""
         return _behind(self.out)
 
     def drain(self) -> None:
@@ -62,5 +63,6 @@ class Streams:
 
     @contextlib.contextmanager
     def outgoing(self) -> Iterator[None]:
+        """Launch on the stream of copies out."""
         with launching, current(self.device), torch.cuda.stream(self.out):
             yield

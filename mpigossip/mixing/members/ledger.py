@@ -57,6 +57,7 @@ class Ledger:
 
     @property
     def finished(self) -> bool:
+        """Return whether every block is done."""
         return all(done for _, _, done in self._blocks())
 
     def _unclaimed(self, member: Any) -> tuple[list[Rest], Rest | None]:

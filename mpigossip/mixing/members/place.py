@@ -214,6 +214,7 @@ class Place:
                 yield version
 
     def took(self, version: Round) -> None:
+        """This version was averaged."""
         self.peer, self.averaged[version.place] = version, version.round
 
     # -- chunks -----------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ class Disk:
             return []
 
     def exists(self, name: str) -> bool:
+        """Return whether a name is there."""
         return os.path.lexists(self.path(name))
 
     def read(self, name: str) -> bytes | None:
@@ -108,9 +109,11 @@ class Disk:
         return True
 
     def link(self, beside: Path, path: Path) -> None:
+        """Give a finished file a second name, in one step."""
         os.link(beside, path)
 
     def sync(self, folder: str) -> None:
+        """Bring a folder's names to the disk."""
         descriptor = os.open(self.path(folder), os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -118,6 +121,7 @@ class Disk:
             os.close(descriptor)
 
     def make(self, folder: str) -> None:
+        """A folder and those above it."""
         self.path(folder).mkdir(parents=True, exist_ok=True)
 
     def remove(self, name: str) -> None:
