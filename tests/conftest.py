@@ -65,9 +65,13 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 
 def pytest_configure() -> None:
-    """SIGTERM (of `timeout`, of a scheduler) ends the session like Ctrl-C: fixtures clear up."""
+    """SIGTERM (of `timeout`, of a scheduler) ends the session like Ctrl-C: fixtures clear up.
+
+    And what tests start hears Ctrl-C, which a shell has what it starts in the background ignore.
+    """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -234,7 +235,9 @@ def one_waits(comm, algorithm):
     for _ in range(60 if comm.rank == 0 else 0):
         trainer.average()
         time.sleep(1e-3)
-    wait_for_nodes(trainer, world)
+    group = trainer.engine.group
+    waiting = SimpleNamespace(mixer=trainer.mixer, group=group, average=trainer.average)
+    wait_for_nodes(waiting, world)
     pending = trainer.mixer.pending()[0][0][0].numpy()
     behind, index = x[0].numpy().copy(), trainer.engine.index
     assembly.close()
