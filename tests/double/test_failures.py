@@ -292,7 +292,8 @@ def test_train_says_the_way_and_why_it_is_not_the_other(mpirun, tmp_path):
     assert digests[0] == digests[1]
 
 
-def test_a_job_ends_though_a_rank_stands_in_a_call_of_the_proof(mpirun, tmp_path):
+@pytest.mark.every  # a minute of waiting
+def test_a_job_ends_though_a_rank_waits_in_a_call_of_the_proof(mpirun, tmp_path):
     """Rank 0 waits for rank 1 in MPI_Win_create until its process ends."""
     done, _ = train(mpirun, tmp_path, "proof window@1", "auto", warm=False)
     assert done.returncode == 0 and "digest" in done.stdout, done.stdout + done.stderr
