@@ -118,7 +118,7 @@ MUTANTS = [
      "[hang-cuda:{rank}-a round of nccl failed: round 0: NCCL isn]"),
     ("a slot that does not finish on a CPU has no limit", "mpigossip.groups.threads",
      "first, min(SOONER * timeout_s, threading.TIMEOUT_MAX)", "first, threading.TIMEOUT_MAX",
-     "tests/groups/test_groups.py::test_a_slot_that_stands_still_is_named_in_time"),
+     "tests/groups/test_groups.py::test_a_slot_that_does_not_finish_is_named_in_time"),
     ("2: messages of GPU memory are never tried", PROBE,
      'WAYS = "windows", "messages", "nccl", "host"', 'WAYS = "windows", "nccl", "host"', REFUSED),
     ("3: the progress thread has no context", "mpigossip.mixing.progress_thread",
@@ -136,7 +136,7 @@ MUTANTS = [
      "[window-no windows: MPI_ERR_RMA_RANGE]"),
     ("6: MPI is finalized though a thread stands in it", "mpigossip.cluster.process",
      "        if stuck[0]:", "        if False:",
-     f"{FAILURES}::test_a_job_ends_though_a_rank_stands_in_a_call_of_the_proof"),
+     f"{FAILURES}::test_a_job_ends_though_a_rank_waits_in_a_call_of_the_proof"),
     ("6: others aren't told of a call that failed", "mpigossip.mixing.progress_thread",
      "for rank in others if wrong and not waits]", "for rank in others if False]",
      f"{FAILURES}::test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way"
