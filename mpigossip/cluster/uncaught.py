@@ -103,7 +103,7 @@ def once(error: LaunchError) -> Callable:
         if error.rank == 0:
             say(told(error))
         else:
-            time.sleep(ALL_S)  # launchers end all at the first that fails
+            time.sleep(5 * ALL_S)  # launchers end all at the first that fails
         raise SystemExit(WRONG)
 
     return hook
