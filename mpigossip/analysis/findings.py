@@ -54,7 +54,9 @@ SIGN = {"good": "ok", "note": "note", "wrong": "WRONG"}
 def as_text(found: Sequence[Finding]) -> str:
     """A line for each finding, then what is wrong and what to do."""
     lines = [f"{SIGN[one.level]:5}  {one.name:9}  {one.text}" for one in found]
-    notes = [f"note: {one.name}: {one.remedy}" for one in found if one.level == "note"]
+    notes = [
+        f"note: {one.name}: {one.remedy}" for one in found if one.level == "note" and one.remedy
+    ]
     wrong = [f"wrong: {one.name}: {one.remedy}" for one in found if one.level == "wrong"]
     end = [*wrong, "not ready"] if wrong else ["ready"]
     return "\n".join([*lines, "", *notes, *end])

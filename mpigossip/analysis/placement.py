@@ -142,7 +142,8 @@ def _hosts(places: Sequence[Place]) -> dict[str, list[int]]:
 
 def _memory(places: Sequence[Place], per_node: int) -> Finding:
     """Ranks of a host share memory: sums inside a node, and neighbours on a host, go through it."""
-    text = f"MPI shares memory between {max(place.sharing for place in places)} ranks at most"
+    most = max(place.sharing for place in places)
+    text = f"MPI shares memory between {counted(most, 'rank')} at most"
     data = {"sharing": [place.sharing for place in places]}
     for host, ranks in _hosts(places).items():
         if per_node > 1 and places[ranks[0]].sharing < len(ranks):

@@ -113,8 +113,7 @@ def rates(
         try:
             spent, off = _timed(world, tried, some, size, way, now)
         except MemoryRefused as error:
-            remedy = f"{error}; training takes the fastest of the other ways"
-            return Finding("exchange", f"{way}: not proven", "note", remedy, data)
+            return Finding("exchange", f"{way}: not proven: {error}", "note", data=data)
         worst, each = max(worst, off), spent / total
         found[name] = total / spent
         shown.append(f"{name} {total / spent / 1e9:.2f} GB/s")
@@ -210,9 +209,8 @@ def routes(
         text += f"; exchanges of {size >> 20} MiB: {spent * 1e3:.1f} ms each"
     if worst > ROUNDING:
         return Finding("routes", text, "wrong", OFF.format(worst), data)
-    slow = [way for way in counts if way.startswith("host")]
-    if slow:
-        remedy = "messages of GPU memory pass through host memory: " + "; ".join(slow)
+    if any(way.startswith("host") for way in counts):
+        remedy = "messages of GPU memory pass through host memory"
         return Finding("routes", text, "note", remedy, data)
     return Finding("routes", text, data=data)
 

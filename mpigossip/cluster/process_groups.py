@@ -1,6 +1,6 @@
 """torch process groups of MPI's ranks, or of the slots in them, made without a server.
 
-NCCL on GPUs, gloo on CPUs. Untested on GPUs.
+NCCL on GPUs (untested on more than one), gloo on CPUs.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """Slots that are ranks of a torch process group, each a thread or a process: NCCL between GPUs.
 
-On CPUs, over gloo, for tests only: threads and shared memory are faster there. Untested on GPUs.
+On CPUs, over gloo, for tests only: threads and shared memory are faster there. Untested on several
+GPUs.
 """
 
 import threading

@@ -1,5 +1,6 @@
 """The summary of a run as text, for its end and for its log."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ def metrics_of(summary: dict[str, Any]) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Format a number of any size in about the same width."""
-    return f"{value:.4f}" if 0.01 <= abs(value) < 1e4 or not value else f"{value:.3g}"
+    """Format a positive number of any size in seven characters, as columns have them."""
+    if 0.01 <= abs(value) < 1e4 or not value:
+        return f"{value:.4f}"
+    small = 1e-3 <= abs(value) < 0.01
+    return f"{value:.3g}" if small else re.sub(r"e([+-])0", r"e\1", f"{value:.2e}")
 
 
 def mean(values: Any) -> float:

@@ -66,7 +66,7 @@ def test_nccl_that_goes_wrong_between_nodes_is_named_in_time(what, named):
     "what, device, named",
     [
         ("initRank", "cuda:{rank}", "unhandled system error"),
-        ("", "cuda:0", "ranks 0 and 1 share GPU GPU-0"),
+        ("", "cuda:0", "ranks 0 and 1 share a GPU"),
         ("hang", "cuda:{rank}", "a round of nccl failed: round 0: NCCL isn"),
     ],
 )

@@ -64,7 +64,7 @@ def ways(place: Place, w):
             found[window] = f"refused: {error}"
     print(json.dumps(found, indent=1))
     text = ", ".join(f"{asked}: {way.partition(' ')[0]}" for asked, way in found.items())
-    return text, not found["auto"].startswith(("host", "refused"))
+    return text, place.bar(not found["auto"].startswith(("host", "refused")))
 
 
 def cold(place: Place, w, window: str):

@@ -1,7 +1,7 @@
 """Memory that MPI may reach: private or torch's on a GPU, or of the host and pinned.
 
 Torch's caching allocator hands out pieces of larger blocks, over which no window can be opened
-safely: windows take private allocations, CuPy's. Messages and NCCL take torch's. Untested on GPUs.
+safely: windows take private allocations, CuPy's. Messages and NCCL take torch's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ UNIT = 2 << 20
 """cudaMalloc cuts smaller sizes out of shared blocks."""
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for the contexts of all devices."""
+ALREADY = 712
+"""cudaErrorHostMemoryAlreadyRegistered: UCX locks windows itself."""
 
 
 class MemoryRefused(RuntimeError):
@@ -135,11 +137,16 @@ def pin(memory: Sequence[torch.Tensor], device: torch.device) -> Callable[[], No
     for address, nbytes in pages([(m.data_ptr(), m.numel()) for m in memory if m.numel()]):
         with current(device):
             code = int(runtime.cudaHostRegister(address, nbytes, PORTABLE))
+        if code == ALREADY and all(
+            m.is_pinned() for m in memory if address <= m.data_ptr() < address + nbytes
+        ):
+            _forget_error()
+            continue
         if code:
             _forget_error()
             undo()
             raise MemoryRefused(
-                f"cudaHostRegister of {nbytes >> 20} MiB for {device} failed with code {code}: "
+                f"cudaHostRegister of {nbytes:,} bytes for {device} failed with code {code}: "
                 "copies go through pageable memory and are slower; `ulimit -l unlimited` may help"
             )
         locked.append(address)

@@ -64,7 +64,7 @@ def proven(
     said = asked(comm)
     names = [name for name, yes in said.items() if yes]
     if not all(comm.allgather(bool(names))):
-        return False, f"this MPI doesn't say that it is GPU-aware ({', '.join(said)})"
+        return False, "this MPI says that it moves no GPU memory"
     ucx = ucx_version()
     over = f" over UCX {'.'.join(map(str, ucx))}" if ucx else ""
     says = f"{' and '.join(names)} says GPU-aware{over}"

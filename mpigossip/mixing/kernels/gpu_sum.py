@@ -3,7 +3,7 @@
 An accelerator only: without CuPy torch's operations give the same bits in several passes. CuPy
 compiles with denormals flushed to zero and products fused into sums; the kernel's arithmetic is
 single PTX instructions instead, each rounded by itself with denormals kept: the CPU's bits.
-Untested on a GPU; the tests read its machine code, and compile it for the CPU and run it.
+Without a GPU the tests read its machine code, and compile it for the CPU and run it.
 """
 
 import warnings

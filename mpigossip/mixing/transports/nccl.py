@@ -3,7 +3,7 @@
 Both ends of a round know their partners from the graph, so all that a slot sends and receives is
 one group of calls. Groups of calls are begun by the main thread, as the node's own collectives
 are: kernels that wait for other GPUs must be in the same order on all of them, or two could wait
-for each other. Gloo runs the same code on CPUs. Untested on GPUs.
+for each other. Gloo runs the same code on CPUs. Untested between GPUs.
 """
 
 from collections.abc import Sequence
@@ -184,7 +184,7 @@ def _shared(comm: MPI.Intracomm, streams: Sequence[Streams]) -> str:
             if (first := seen.setdefault(gpu, rank)) != rank:
                 a, b = numbers(comm, [first, rank])
                 return (
-                    f"ranks {a} and {b} share GPU {gpu}, which NCCL can't join with itself: give "
-                    "each rank GPUs of its own"
+                    f"ranks {a} and {b} share a GPU, which NCCL can't join with itself: give each "
+                    "rank GPUs of its own"
                 )
     return ""
