@@ -76,6 +76,6 @@ def test_nccl_that_cannot_be_had_is_refused_or_left(ranks, what, device, named):
         for said, _ in ranks(2)(by_nccl, what, limit_s, device, window, timeout=120):
             assert named in said, said
             if window == "auto":
-                assert "no windows, messages: this MPI doesn" in said  # quotes are escaped
+                assert "no windows, messages: this MPI says that it moves no" in said
             else:
                 assert 'node.exchange = "nccl"' in said
