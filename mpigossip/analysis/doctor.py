@@ -144,7 +144,17 @@ def versions() -> Finding:
     return Finding("versions", text, data=data)
 
 
-COMPUTE = "import sys, torch; [torch.ones(1, device=d).sum().item() for d in sys.argv[1:]]"
+COMPUTE = """
+import sys, torch
+from concurrent.futures import ThreadPoolExecutor
+def compute(device):
+    torch.cuda.set_device(device)
+    torch.ones(1, device=device).sum().item()
+for device in sys.argv[1:]:
+    compute(device)
+    ThreadPoolExecutor(1).submit(compute, device).result()
+"""
+"""A context in each thread: exchanges have one of their own."""
 
 
 def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
@@ -172,6 +182,7 @@ def gpus(setting: str, slots: Sequence[str], limit_s: float = 60.0) -> Finding:
     if how:
         remedy = f"{', '.join(named)} can't compute: {how}; see nvidia-smi"
         return Finding("slots", text, "wrong", remedy, data)
+    text += "; the main thread and another compute on each" if named else ""
     return Finding("slots", text, data=data)
 
 

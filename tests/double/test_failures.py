@@ -335,3 +335,4 @@ def test_doctor_measures_each_way_with_one_slot_and_with_all_at_once(mpirun, tmp
         rates = rf"{way}: 1 MB x 1 [\d.]+ GB/s, 1 MB x 2 [\d.]+ GB/s"
         assert re.search(rates, done.stdout), done.stdout + done.stderr
     assert "windows: not proven" in done.stdout and "MPI_ERR_RMA_RANGE" in done.stdout
+    assert "the main thread and another compute on each" in done.stdout
