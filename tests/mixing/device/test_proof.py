@@ -85,7 +85,9 @@ def answers(comm, what):
         proof.asked, proof.tried, proof.ucx_version = kept
 
 
-@on_each("what, named", [("no", "moves no GPU memory"), ("crash", "it crashed"), ("old", "here are 2")])
+@on_each(
+    "what, named", [("no", "moves no GPU memory"), ("crash", "it crashed"), ("old", "here are 2")]
+)
 def test_ranks_with_different_answers_agree(ranks, what, named):
     for able, why in ranks(2)(answers, what):
         assert not able and named in why
