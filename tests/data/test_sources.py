@@ -409,6 +409,7 @@ def test_a_worker_that_ends_or_is_silent_is_named(varied, opened):
     with loader_of(data, 1) as loader:
         fetched(loader, [0])
         (victim,) = loader._batches._workers
+        loader._batches._timeout = 5  # of a fork torch isn't told that it ended
         victim.kill()
         with pytest.raises(DataError, match=r"process ended or gives nothing .* at step \d"):
             fetched(loader, range(1, 30))
