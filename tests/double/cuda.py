@@ -163,7 +163,7 @@ def install() -> None:
         default_stream=lambda device=None: Stream(device, number=0),
         default_generators=[generator] * COUNT,
         get_device_properties=lambda device: SimpleNamespace(
-            uuid=f"GPU-{_get_device_index(device)}"
+            uuid=f"GPU-{os.environ.get('MPIGOSSIP_DOUBLE_HOST', '')}{_get_device_index(device)}"
         ),
         set_device=lambda device: exchange_device(_get_device_index(device)),
         _exchange_device=exchange_device, _maybe_exchange_device=exchange_device,
