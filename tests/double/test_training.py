@@ -166,9 +166,7 @@ def differing_rounds(comm, slots):
     return found, wrong
 
 
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 48, reason="takes half an hour: MPIGOSSIP_DOUBLE=48"
-)
+@pytest.mark.skipif(torch.cuda.device_count() < 48, reason="takes six minutes: MPIGOSSIP_DOUBLE=48")
 @pytest.mark.parametrize("slots", [1, 2, 8])
 @pytest.mark.parametrize("n", [2, 3, 4, 6])
 def test_every_way_and_wire_equals_the_simulator(ranks, n, slots):
