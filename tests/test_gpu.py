@@ -11,7 +11,7 @@ from mpigossip.mixing.combine import combine
 from mpigossip.mixing.kernels import gpu_sum
 from mpigossip.training import assemble
 from mpigossip.training.capture import Captured
-from tests.cases import on_each
+from tests.cases import every, on_each
 from tests.double import active
 from tests.mixing.device.test_windows import compare
 
@@ -88,8 +88,9 @@ def worst(ranks, n, model, slots, names, *more):
     return differences[name], name
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("memory", ["auto", "host"])
+@pytest.mark.parametrize(
+    ("slots", "memory"), [(1, "host"), (2, "auto"), every(1, "auto"), every(2, "host")]
+)
 def test_training_on_a_shared_gpu_is_the_cpus_within_rounding(ranks, slots, memory):
     names = ["dmsgd", "dsgt", "sgp", "parallel"]
     value, name = worst(ranks, 2, "lenet", slots, names, f"node.exchange={memory}")
@@ -144,7 +145,11 @@ def test_bf16_of_the_wire_is_summed_with_the_cpus_bits(weights):
     assert torch.equal(out.cpu(), expected)
 
 
-@on_each(("model", "precision"), [("lenet", "fp32"), ("resnet20", "bf16"), ("lenet", "fp16")])
+@on_each(
+    ("model", "precision"),
+    [("lenet", "fp32"), ("resnet20", "bf16"), ("lenet", "fp16")],
+    few=[("lenet", "fp32")],
+)
 def test_captured_replicas_train_as_eager_ones(model, precision):
     def run(graphs):
         settings = [f"node.cuda_graphs={graphs}", f"node.precision={precision}"]

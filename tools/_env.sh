@@ -4,8 +4,9 @@
 set -euo pipefail
 exec </dev/null
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# Settings of another Python or MPI would reach into the environment.
-unset PYTHONHOME MPI4PY_LIBMPI MPI4PY_MPIABI
+# Settings of another Python or MPI would reach into the environment; and without bytecode kept,
+# each of the hundreds of processes that tests start would compile the package for itself.
+unset PYTHONHOME MPI4PY_LIBMPI MPI4PY_MPIABI PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
 # One thread per device: ranks and slots are what runs side by side here.
 export OMP_NUM_THREADS=1
@@ -60,7 +61,8 @@ from importlib.metadata import version; print(version("torch"))' 2>/dev/null || 
     fi
     "$venv/bin/python" -m pip install -qq --no-compile -c "$venv/constraints.txt" -e ".[$extras]" ||
         die "pip could not install; the lines above say why. Run this script again afterwards"
-    # on all cores, where pip takes one; in tests a warning of a package's syntax would be an error
-    "$venv/bin/python" -W ignore -m compileall -qq -j 0 "$venv/lib" || true
+    # On all cores, where pip takes one; in tests a warning of a package's syntax would be an error.
+    # In the background: who runs what is installed waits for it.
+    "$venv/bin/python" -W ignore -m compileall -qq -j 0 "$venv/lib" &
     printf '%s\n' "$wanted" >"$stamp"
 }

@@ -7,6 +7,7 @@ run=runs/quickstart
 
 say "1/3 Environment: .venv"
 install_into .venv mpich,study,tensorboard # what the READMEs' commands need
+wait
 export PATH="$PWD/.venv/bin:$PATH"
 
 rm -rf "$run" # this script's own folder: each time anew

@@ -87,17 +87,21 @@ stage "ruff check" ruff check .
 stage "ruff format" ruff format --check .
 stage "codespell" codespell
 stage "mypy" mypy
+wait # for compileall of install_into
 stage "tests with MPICH" tests -n 2 --dist worksteal "$@"
 if [ ${#all[@]} -gt 0 ]; then
-    # Gradients and updates, where kernels differ most, with three instruction sets; the rest with one.
+    # Gradients and updates, where kernels differ most, with three instruction sets; the rest, and
+    # every combination, with one.
     computing=(tests/algorithms tests/models tests/training)
     stage "what computes, with another processor's bits: SSE" \
         elsewhere default SSE41 COMPATIBLE SSE4_2 Sandybridge "$@" \
         tests/graphs tests/mixing "${computing[@]}" --ignore=tests/mixing/kernels/test_gpu_sum.py
+    every=("${all[@]}") all=()
     stage "what computes, with another processor's bits: AVX2" \
         elsewhere avx2 AVX2 AVX2 AVX2 Haswell "$@" "${computing[@]}"
     ! grep -qw avx512f /proc/cpuinfo || stage "what computes, with another processor's bits: AVX-512" \
         elsewhere avx512 AVX512_CORE AVX512 AVX512 SkylakeX "$@" "${computing[@]}"
+    all=("${every[@]}")
 fi
 # What needs a GPU, on CUDA's names over the CPU's memory; arguments select among the tests above.
 [ "$selected" -gt 0 ] || stage "tests for GPUs, on the double" twice python -m tests.double -n 2 \

@@ -42,13 +42,7 @@ def alone(folder):
         every("none", alone, ["--folder", "/proc"], 1, "wrong: disk: "),
         every("none", one_core, ["--devices", "cpu:8"], 1, "wrong: cores: the launcher pins"),
         every("none", other_torch, [], 1, "wrong: alike: ranks 0 and 1 have different versions"),
-        (
-            "stop",
-            alone,
-            ["--timeout", "10"],
-            1,
-            "no end of the test of put within 10 s",
-        ),
+        every("stop", alone, ["--timeout", "10"], 1, "no end of the test of put within 10 s"),
         every("early", alone, ["--timeout", "10"], 1, "wrong: ranks: "),
     ],
 )

@@ -131,7 +131,7 @@ def timed(comm, what):
 @pytest.mark.parametrize(
     "what, named",
     [
-        ("hanging put", ", but a put of GPU memory on cuda:0 (rank 0) doesn't return"),
+        every("hanging put", ", but a put of GPU memory on cuda:0 (rank 0) doesn't return"),
         # the others wait inside MPI_Win_create and are left there
         ("proof window", ", but MPI_Win_create of GPU memory failed on cuda:0 (rank 0): MPI_ERR"),
         every("window", "no windows: MPI_ERR_RMA_RANGE"),

@@ -180,7 +180,7 @@ def windows(comm, window):
         return compare(comm, GRAPHS, window, 8, "fp32", 4096, 0, "cuda:0")
 
 
-@pytest.mark.parametrize("window", WAYS)
+@pytest.mark.parametrize("window", some(WAYS, ["host", "windows"]))
 def test_the_battery_of_windows_equals_the_simulator(ranks, window):
     for found, routes in ranks(3)(windows, window, timeout=150):
         assert found and not any(found.values()), found

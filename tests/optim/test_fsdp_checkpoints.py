@@ -1,8 +1,7 @@
 """Checkpoints of models cut inside nodes: whole in files, and resumed by other numbers of ranks."""
 
-import shutil
-
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -53,30 +52,14 @@ def same(one, other):
     return all(np.array_equal(one[name], other[name]) for name in names)
 
 
-def other_numbers_go_on(ranks, folder):
-    """Every node with its own model and optimizer; what is saved again at once is the same."""
-    wanted = states(folder)
-    for per, ddp in ((3, False), (1, True)):
-        for start, *_ in ranks(NODES * per)(trained, folder, per, HALF, ddp, True):
-            assert start == HALF
-        assert all(map(same, wanted, states(folder))), (per, ddp)
-    assert [start for start, *_ in ranks(2)(trained, folder, 1, HALF + 1)] == [HALF] * 2
-
-
 def test_a_checkpoint_is_whole_and_goes_on_to_the_bit(ranks, tmp_path):
     unbroken = ranks(4)(trained, tmp_path / "whole", 2, STEPS)
     ranks(4)(trained, tmp_path / "parts", 2, HALF)
-    other_numbers_go_on(ranks, shutil.copytree(tmp_path / "parts", tmp_path / "other"))
     parts = ranks(4)(trained, tmp_path / "parts", 2, STEPS)
     for (_, _, mine), (start, _, again) in zip(unbroken, parts, strict=True):
         assert start == HALF
         assert (mine == again).all()
     assert len({drawn for _, drawn, _ in parts}) == 4, "each rank has its own generator back"
-    # the files are those of whole models: ranks that hold the model each have the same digest
-    ranks(4)(trained, tmp_path / "ddp", 2, 1, True)
-    ranks(4)(trained, tmp_path / "cut", 2, 1)
-    assert all(map(same, states(tmp_path / "ddp"), states(tmp_path / "cut")))
-
     out = tmp_path / "model.safetensors"
     export(checkpoint.latest(tmp_path / "whole"), out)
     model = GPT(9)
@@ -84,3 +67,18 @@ def test_a_checkpoint_is_whole_and_goes_on_to_the_bit(ranks, tmp_path):
     assert (missing.missing_keys, missing.unexpected_keys) == (["head.weight"], [])
     models = [torch.from_numpy(found).double() for _, _, found in (unbroken[0], unbroken[2])]
     assert torch.equal(whole(model), (sum(models) / 2).float())
+
+
+@pytest.mark.every
+def test_files_are_those_of_whole_models_and_other_numbers_of_ranks_go_on(ranks, tmp_path):
+    """Every node with its own model and optimizer; what is saved again at once is the same."""
+    ranks(4)(trained, tmp_path / "ddp", 2, HALF, True)
+    ranks(4)(trained, tmp_path / "cut", 2, HALF)
+    wanted = states(tmp_path / "cut")
+    assert all(map(same, states(tmp_path / "ddp"), wanted))
+    for per, ddp in ((3, False), (1, True)):
+        for start, *_ in ranks(NODES * per)(trained, tmp_path / "cut", per, HALF, ddp, True):
+            assert start == HALF
+        assert all(map(same, wanted, states(tmp_path / "cut"))), (per, ddp)
+    found = ranks(2)(trained, tmp_path / "cut", 1, HALF + 1)
+    assert [start for start, *_ in found] == [HALF] * 2

@@ -213,6 +213,7 @@ def test_the_life_after_a_loss_has_all_ranks_again(tolerant, tmp_path):
     assert read(tmp_path / "log.h5").summary["nodes"] == 3
 
 
+@pytest.mark.every
 def test_survivors_remember_an_agreed_stop(tolerant, tmp_path):
     """Rank 1 dies in the step after which all have agreed, when the file STOP is gone."""
     (tmp_path / "STOP").touch()
@@ -222,7 +223,7 @@ def test_survivors_remember_an_agreed_stop(tolerant, tmp_path):
 
 
 # neighbours may be a fragment's turn, 3 steps, behind who is lost behind its seventh
-@pytest.mark.parametrize(("name", "least"), [every("diloco", 6), ("gasloc", 4)])
+@pytest.mark.parametrize(("name", "least"), [every("diloco", 6), every("gasloc", 4)])
 def test_a_kill_loses_the_open_exchange_of_a_fragment_at_most(tolerant, tmp_path, name, least):
     settings = [f"algorithm.name={name}", "cadence.period=6", "cadence.fragments=2"]
     settings += ["graph.name=complete"]  # a neighbour's neighbour may be two turns behind

@@ -106,12 +106,12 @@ def compared(
     return found, routes
 
 
-SHOWN = [(2, "host"), (3, "windows"), (3, "messages"), (4, "nccl")]
+SHOWN = [(2, "host"), (3, "windows"), (3, "messages"), (3, "nccl")]
 MORE = [pair for pair in itertools.product((3, 6, 8), MEMORIES) if pair not in SHOWN]
 
 
 @pytest.mark.parametrize(
-    ("n", "memory"), some([*SHOWN, (1, "host"), (4, "messages"), *MORE], SHOWN)
+    ("n", "memory"), some([*SHOWN, (1, "host"), (4, "messages"), (4, "nccl"), *MORE], SHOWN)
 )
 def test_device_windows_equal_the_simulator_under_random_delays(ranks, n, memory):
     for found, routes in ranks(n)(compare, GRAPHS, memory, 12, timeout=150):
