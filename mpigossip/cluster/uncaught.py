@@ -49,6 +49,7 @@ def told(error: BaseException, rank: str = "", every: str = "", where: str = "")
     if isinstance(error, KeyboardInterrupt | Mistake | Failure):
         frame = None if isinstance(error, KeyboardInterrupt) else user_frame(error)
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{error}"
+        text = "; ".join([text, *getattr(error, "__notes__", ())])
         text += f" ({Path(frame.filename).name}, line {frame.lineno})" if frame else ""
         return ": ".join(filter(None, ["mpigossip", rank, text]))
     trace = "".join(traceback.format_exception(error)).rstrip()

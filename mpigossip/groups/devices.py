@@ -58,16 +58,34 @@ def resolved(
     if devices == "auto" and not count:
         devices = "cpu:1"
     elif devices == "auto":
-        slurm = environ.get("SLURM_GPUS_ON_NODE", "")
-        dealt_out = slurm.isdigit() and int(slurm) > count
-        if any(name in environ for name in VISIBLE):
-            there = len([*Path("/dev").glob("nvidia[0-9]*")]) if on_host is None else on_host
-            dealt_out |= there >= ranks * count
+        dealt_out = _dealt_out(environ, count, ranks, on_host)
         several = ranks > 1 and (dealt_out or count >= ranks)
         devices = f"gpu:{count if ranks == 1 or dealt_out else max(1, count // ranks)}"
     if ranks_per_node == "auto":
         ranks_per_node = ranks if several else 1
     return devices, ranks_per_node
+
+
+def _dealt_out(environ: Mapping[str, str], count: int, ranks: int, on_host: int | None) -> bool:
+    """Return whether the launcher gives each rank GPUs of its own; ``count``: those it sees."""
+    slurm = environ.get("SLURM_GPUS_ON_NODE", "")
+    if slurm.isdigit() and int(slurm) > count:
+        return True
+    there = _on_host() if on_host is None else on_host
+    return any(name in environ for name in VISIBLE) and there >= ranks * count
+
+
+def _on_host() -> int:
+    """Return how many GPUs this host has, whatever the launcher shows: NVIDIA's, and AMD's."""
+    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
+    return len([*Path("/dev").glob("nvidia[0-9]*")]) + sum(map(_is_gpu, nodes))
+
+
+def _is_gpu(gpu_id: Path) -> bool:
+    try:
+        return gpu_id.read_text().strip() != "0"  # a processor's
+    except OSError:
+        return True  # a GPU that isn't this rank's
 
 
 def slots_of(
@@ -93,7 +111,7 @@ def beside(devices: Sequence[str], environ: Mapping[str, str] = os.environ) -> s
     """A note on GPUs that torch sees beside these, or that ranks of this host share; else ""."""
     count, used = torch.cuda.device_count(), len(set(devices) - {"cpu"})
     ranks = local_rank(environ)[1]
-    if used and ranks > count > 0 and not any(name in environ for name in VISIBLE):
+    if used and ranks > count > 0 and not _dealt_out(environ, count, ranks, None):
         return f"; {ranks} ranks share {count} GPU{'s' * (count > 1)}"
     return f"; torch sees {count} GPU{'s' * (count > 1)}" if count > used else ""
 

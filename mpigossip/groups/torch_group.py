@@ -71,7 +71,7 @@ class TorchGroup:
             for slot, device in zip(self.mine, self.devices, strict=True)
         ]
         self._groups = open_groups(node, places, timeout_s)
-        self._watchdog = Watchdog(timeout_s, REMEDY)
+        self._watchdog = Watchdog(timeout_s, REMEDY, device=self.devices[0])
         if self._on_gpus:
             self._watchdog.start()
         full = self.zeros(1, self.slots)
@@ -207,8 +207,12 @@ class TorchGroup:
 class Watchdog:
     """A thread that ends the job if a collective fails or isn't done in time."""
 
-    def __init__(self, timeout_s: float, remedy: str, end: Callable[[str], None] | None = None):
-        """``end``: called at last; None: :func:`end_job`."""
+    def __init__(
+        self, timeout_s: float, remedy: str, end: Callable[[str], None] | None = None,
+        device: str = "cpu",
+    ):  # fmt: skip
+        """``end``: called at last; None: :func:`end_job`. ``device``: current in the thread."""
+        self._device = device
         self.timeout_s, self._remedy, self._end = timeout_s, remedy, end or end_job
         self._calls: deque[tuple[str, float, Sequence[tuple[str, Any]]]] = deque()
         self._failure = ""
@@ -254,6 +258,8 @@ class Watchdog:
         return ""
 
     def _watch(self) -> None:
+        if is_gpu(self._device):
+            torch.cuda.set_device(self._device)
         while not self._stop.wait(EVERY_S):
             self._failure = self.look(time.monotonic())
             if self._failure:

@@ -20,6 +20,9 @@ from mpigossip.mixing.plan import Chunk, Round
 from mpigossip.mixing.progress_thread import ProgressThread
 from mpigossip.mixing.transports import Transport
 
+REMEDY = 'models went by {} of GPU memory: if MPI can\'t do that here, use node.exchange = "host"'
+"""What an error of such a round says besides."""
+
 
 class Buffers(Protocol):
     """A rank's messages in the memory of its slots, and the sums of them: on the host or on GPUs.
@@ -99,11 +102,17 @@ class Pipeline:
             raise
 
     def wait(self, r: Round) -> float:
-        """Wait until the round has been run; seconds waited."""
-        if r.future:
-            return self._thread.wait(r.future, f"round {r.t}")
+        """Wait until the round has been run; seconds waited. Errors of GPU memory say a remedy."""
         began = time.perf_counter()
-        self.run(r)
+        try:
+            if r.future:
+                return self._thread.wait(r.future, f"round {r.t}")
+            self.run(r)
+        except Exception as error:
+            if self._transport.on_device and not self._transport.in_main:  # NCCL's have their own
+                way = type(self._transport).__name__.lower()
+                error.add_note(REMEDY.format(way))
+            raise
         return time.perf_counter() - began
 
     def _over(self, r: Round) -> bool:

@@ -12,6 +12,7 @@ from mpigossip.cluster import deadline
 from mpigossip.config import JobError
 from mpigossip.engine.measurements import consensus_distance
 from mpigossip.engine.sharded import fully_sharded, local, reshard
+from mpigossip.mixing.device.memory import current
 from mpigossip.optim import equal_start
 from mpigossip.optim.inner import rate
 from mpigossip.optim.node import LoopNode
@@ -130,10 +131,11 @@ def paused(node: LoopNode) -> Iterator[None]:
 def _serving(node: LoopNode) -> Iterator[None]:
     done, failed = threading.Event(), list[BaseException]()
     node.vector.gather()  # its memory is there
+    device = next(node.model.parameters()).device
 
     def serve() -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), current(device):
                 while not done.wait(IDLE_S):
                     node.engine.average(rate(node.inner)[0])
         except BaseException as error:  # noqa: BLE001 - raised by who waits for it

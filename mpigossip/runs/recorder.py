@@ -71,6 +71,8 @@ class Recorder(Hook):
         self._columns = COLUMNS | {"loss": COLUMNS["loss"]._replace(unit=task.unit("loss"))}
         self._metrics = {name: Column(task.unit(name), about.format(name)) for name in task.metrics}
         self._metrics |= MEMBER_COLUMNS | {VIRTUAL: VIRTUAL_COLUMN}
+        routes = getattr(assembly.engine.mixer, "routes", {})  # of vectors on GPUs: alike on all
+        self._ways = {"exchange": "; ".join(dict.fromkeys(routes.values()))} if routes else {}
         self._goes_on = progress.job.log.on_error == "continue"
 
         def warning() -> str:
@@ -112,7 +114,7 @@ class Recorder(Hook):
             job=progress.text,
             columns=self._columns,
             evaluation_columns=evaluation_columns(progress.objective),
-            environment=environment() | lost,
+            environment=environment() | self._ways | lost,
             first_step=first_step,
         )
 

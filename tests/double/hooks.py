@@ -145,7 +145,7 @@ def streams(module) -> None:
         @contextlib.contextmanager
         def entered(self):
             with original(self):
-                if torch_nccl.several() and not torch_nccl.launching.locked():
+                if torch_nccl.several() and not torch_nccl.launching.mine():
                     raise RuntimeError("a CUDA call may fall into another thread's NCCL group")
                 tensors.copies.at_once = True
                 try:

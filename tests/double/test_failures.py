@@ -311,6 +311,8 @@ def test_a_put_that_fails_on_one_rank_in_training_ends_the_job_in_words(mpirun, 
     done, seconds = train(mpirun, tmp_path, "exchange put:3@1")
     assert done.returncode != 0 and seconds < 60
     assert "rank 1" in done.stderr and "MPI_ERR_RMA_RANGE" in done.stderr
+    assert "models went by windows of GPU memory" in done.stderr
+    assert 'node.exchange = "host"' in done.stderr
 
 
 def test_a_slot_that_stands_still_ends_the_job_with_its_name(mpirun, tmp_path):

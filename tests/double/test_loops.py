@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mpigossip.store.log import read
 from tests.cases import every
 from tests.double import active
 from tests.double.test_training import NCCL, aware, same
@@ -17,6 +18,7 @@ from tests.optim.in_node import Case, mixed
 from tests.optim.in_node import on_ranks as in_nodes
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
+JOB = Path(__file__).parents[2] / "jobs/digits.toml"
 WAYS = ["host", "messages", "nccl"]
 """All but windows, whose memory is CuPy's."""
 
@@ -118,6 +120,14 @@ def job_without_cupy(comm, *arguments):
 def test_a_job_has_the_cpus_bits(ranks, way):
     settings = [f"node.exchange={way}", *NCCL[1:]]
     same(ranks, 2, 2, 2, ["dmsgd", "sgp"], *settings, train=job_without_cupy)
+
+
+@pytest.mark.parametrize("way", ["host", every("messages")])
+def test_the_log_says_which_way_was_taken(pooled, tmp_path, way):
+    words = [f"node.exchange={way}", "node.devices=cuda:0", "run.steps=2", "run.output=run"]
+    done = pooled(2, "train", JOB, *words)
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path / "run/log.h5").environment["exchange"].startswith(way)
 
 
 def fsdp(comm, cases, per):

@@ -25,6 +25,28 @@ devices: dict[int, set] = defaultdict(set)
 """Those of groups that were opened together, by their store."""
 
 
+class Launching:
+    """The package's lock, which knows the thread that holds it."""
+
+    def __init__(self):
+        self._lock, self._holder = threading.Lock(), None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, *_) -> None:
+        self._holder = None
+        self._lock.release()
+
+    def locked(self) -> bool:
+        return self._lock.locked()
+
+    def mine(self) -> bool:
+        """Whether the calling thread holds it: a group that another one has open won't do."""
+        return self._holder == threading.get_ident()
+
+
 def several() -> bool:
     """Whether groups of several devices were opened together in this process."""
     return any(len(each) > 1 for each in devices.values())
@@ -246,7 +268,7 @@ DOUBLE = "doubled_nccl"
 def install(module) -> None:
     """Let the package make these."""
     global torch_connected, launching, torch_world
-    launching = module.launching
+    launching = module.launching = Launching()
     torch_connected, module._connected = module._connected, connected
     torch_world, dist.init_process_group = dist.init_process_group, as_world
     get_backend = dist.get_backend

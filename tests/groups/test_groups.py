@@ -307,18 +307,37 @@ def test_devices_that_cannot_be_had(setting, visible, said):
 
 
 @on_each(
-    "slots, environ, count, note",
+    "slots, environ, count, on_host, note",
     [
-        (("cpu",), {}, 0, ""),
-        (("cuda:0",), {}, 1, ""),
-        (("cuda:0",), {}, 4, "; torch sees 4 GPUs"),
-        (("cuda:1",), slurm(3, "4"), 2, "; 4 ranks share 2 GPUs"),
-        (("cuda:0",), slurm(3, "4") | CUDA, 1, ""),  # dealt out
+        (("cpu",), {}, 0, 0, ""),
+        (("cuda:0",), {}, 1, 1, ""),
+        (("cuda:0",), {}, 4, 4, "; torch sees 4 GPUs"),
+        (("cuda:1",), slurm(3, "4"), 2, 2, "; 4 ranks share 2 GPUs"),
+        (("cuda:0",), slurm(3, "4") | CUDA, 1, 4, ""),  # dealt out
+        (("cuda:0",), slurm(3, "4") | CUDA, 1, 1, "; 4 ranks share 1 GPU"),
     ],
 )
-def test_gpus_beside_those_in_use_are_reported(monkeypatch, slots, environ, count, note):
+def test_gpus_beside_those_in_use_are_reported(monkeypatch, slots, environ, count, on_host, note):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(devices, "_on_host", lambda: on_host)
     assert devices.beside(slots, environ) == note
+
+
+def test_gpus_of_a_host_are_counted_whatever_is_shown(monkeypatch, tmp_path):
+    """NVIDIA's device files; AMD's nodes of the topology, of which processors have the id 0."""
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    for node, number in enumerate(("0", "4098", "4099")):
+        place = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        place.mkdir(parents=True)
+        (place / "gpu_id").write_text(f"{number}\n")
+    monkeypatch.setattr(devices, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert devices._on_host() == 4
+    nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
+    (nodes / "2/gpu_id").unlink()
+    (nodes / "2/gpu_id").mkdir()  # can't be read: another's
+    assert devices._on_host() == 4
 
 
 def test_devices_that_can_be_had():

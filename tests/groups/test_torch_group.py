@@ -160,8 +160,9 @@ def test_a_thread_that_keeps_the_interpreter_costs_a_round_less(one_thread):
         sys.setswitchinterval(PYTHONS_S)
         sharp_timers()
         assert sys.getswitchinterval() <= 1e-4
-        _, pythons, ours = beside_a_hog(group, full, sys.getswitchinterval())
+        quiet, pythons, ours = beside_a_hog(group, full, sys.getswitchinterval())
     finally:
         sys.setswitchinterval(before)
     assert ours < 0.9 * pythons, (pythons, ours)  # a quiet machine: 0.6
+    assert ours < 3 * quiet, (quiet, ours)  # 1.3 to 1.7 at a load of 4; what is promised is 2
     group.close()

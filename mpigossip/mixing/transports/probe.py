@@ -164,7 +164,16 @@ def open_way(
             times[way] = probe.seconds(way)
         except MemoryRefused as error:
             refused.setdefault(str(error), []).append(way)
-    found = probe.open(fastest(times), buffers)
+    found = None
+    while found is None:
+        way = fastest(times)
+        try:
+            found = probe.open(way, buffers)
+        except MemoryRefused as error:  # of all sources' buffers, where one source's were timed
+            if way == "host":
+                raise
+            del times[way]
+            refused.setdefault(str(error), []).append(way)
     measured = [f"{way} {seconds * 1e3:.3g} ms" for way, seconds in times.items()]
     gone = [f"no {', '.join(ways)}: {reason}" for reason, ways in refused.items()]
     why = "; ".join([*measured, *gone])
