@@ -40,6 +40,8 @@ def lost(row: Mapping[str, Any]) -> list[str]:
 def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     """Means ± half their intervals, all to two digits of those' median, else four of the least."""
     halves = [row[f"{name}_high"] - row[name] for row in rows]
+    tiny = [1e-9 * abs(row[name]) for row in rows]  # what rounding leaves of equal values
+    halves = [half if half > least else 0.0 for half, least in zip(halves, tiny, strict=True)]
     known = [half for half in halves if half > 0]
     least = min((abs(row[name]) for row in rows if abs(row[name]) > 0), default=1.0)
     size, shown = (median(known), 2) if known else (least, 4)

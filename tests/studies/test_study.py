@@ -247,6 +247,13 @@ def test_a_run_that_diverges_late_is_told_from_one_that_converged():
     assert _best(tried, "accuracy") == 0.1 and _best(tried[1:], "accuracy") == 0.2
 
 
+def test_what_rounding_leaves_of_equal_values_is_no_interval():
+    rows = [{"MB": 227.08224, "MB_high": 227.08224 + 3e-14}, {"MB": 99.34848, "MB_high": 99.34848}]
+    assert tables.column(rows, "MB") == ["227.08", "99.35"]
+    rows[0]["MB_high"] = 228.0
+    assert tables.column(rows, "MB") == ["227.08 ± 0.92", "99.35"]
+
+
 def test_labels_as_latex_has_to_have_them():
     row = tables.Row(["κ^2~{50 %}_\\", "1"], 1, "", False)
     words = tables.latex(["graph", "loss"], [row], 1)
