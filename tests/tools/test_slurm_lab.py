@@ -171,6 +171,12 @@ def test_a_loop_of_ones_own_queues_itself_and_ends_with_the_same_bits(lab, tmp_p
     assert cut.summary["digest"] == whole.summary["digest"]
 
 
+def test_the_doctor_finds_two_nodes_ready(lab, tmp_path):
+    words = ["srun", "-N2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *MAIN, "doctor"]
+    said = lab(*words, cwd=tmp_path, timeout=120)  # exit code 0
+    assert "2 ranks" in said and "20 steps of 2 nodes" in said and said.endswith("\nready\n"), said
+
+
 def test_a_job_that_is_cancelled_stays_so(lab, tmp_path):
     job = submit(lab, tmp_path, *SMALL, "run.epochs=100000")
     output = tmp_path / f"digits-{job}.out"
