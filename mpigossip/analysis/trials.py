@@ -93,7 +93,7 @@ def _wait(group: Group) -> None:
 def rates(
     options, world: World, tried: Graph, slots: Sequence[str], way: str, now: list[str]
 ) -> Finding:
-    """GB/s of exchanges by one way at each size, of a slot alone and of all slots at once.
+    """GB/s of exchanges by one way at each size, of all slots at once and of a slot alone.
 
     On CPUs by the mixer that training uses, compared with the mixing matrix; between GPUs as the
     choice of a way times them, where one that isn't proven is an answer.
@@ -102,7 +102,7 @@ def rates(
     found: dict[str, float] = {}
     data: dict[str, Any] = {"way": way, "bytes_per_second": found}
     shown: list[str] = []
-    for size, some in product(options.sizes, dict.fromkeys((tuple(slots[:1]), tuple(slots)))):
+    for size, some in product(options.sizes, dict.fromkeys((tuple(slots), tuple(slots[:1])))):
         name, total = f"{size / 1e6:,.0f} MB x {len(some)}", size * len(some)
         now.append(f"exchanges of {name} by {way}")
         late = ROUNDS_TIMED * each * total > options.timeout / 4

@@ -51,15 +51,13 @@ LAUNCHED = re.compile(
 
 def proven(
     comm: MPI.Intracomm, devices: Sequence[torch.device], way: str = "windows",
-    timeout_s: float = 0.0,
+    timeout_s: float = PROOF_S,
 ) -> tuple[bool, str]:  # fmt: skip
     """Return whether MPI moves memory of all slots' devices on all ranks, and why (not).
 
     Collective; the answer is that of all ranks. ``way``: puts ("windows") or "messages". A library
     that says no anywhere is believed: a put into a GPU's memory would kill the process.
-    ``timeout_s``: unset, `PROOF_S`.
     """
-    timeout_s = timeout_s or PROOF_S
     comm = limited(comm, max(2 * timeout_s, getattr(comm, "timeout_s", 0)))  # `tried` takes that
     said = asked(comm)
     names = [name for name, yes in said.items() if yes]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from mpi4py import MPI
@@ -37,7 +38,9 @@ AS_FAST = 1.1
 ROUNDS = 3
 """Rounds that are timed, after one that opens connections."""
 LIMIT_S = 60.0
-"""Seconds that each wait may take meanwhile, at most: one that hangs costs minutes."""
+"""Seconds that a wait or a proof's own process may take at most; `mpigossip doctor` sets fewer."""
+PROVEN: WeakKeyDictionary[World, dict[tuple, tuple[bool, str]]] = WeakKeyDictionary()
+"""What was proven between the ranks of a world, by way and devices: a proof starts a process."""
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Probe:
         """``buffers``: sources of a round at most; ``on_host``: opens the way through the host."""
         self._comm, self._layout, self._world, self._on_host = comm, layout, world, on_host
         self._many, self._limit_s = buffers, getattr(comm, "timeout_s", world.timeout_s)
-        self._proven: dict[str, tuple[bool, str]] = {}
+        self._proven = PROVEN.setdefault(world, {})
         names = layout.devices or ("cpu",) * layout.slots
         self._devices = [torch.device(name) for name in names]
         self._streams = [Streams(device) for device in self._devices]
@@ -74,9 +77,10 @@ class Probe:
         given: Any = comm, layout, many, min(self._limit_s, most_s)
         why = ""
         if way in ("windows", "messages"):
-            if way not in self._proven:
-                self._proven[way] = proven(comm, self._devices, way)
-            able, why = self._proven[way]
+            key = way, comm.size, *self._devices  # fewer ranks after a rank failure
+            if not all(comm.allgather(key in self._proven)):
+                self._proven[key] = proven(comm, self._devices, way, LIMIT_S / 2)
+            able, why = self._proven[key]
             if not able:
                 raise MemoryRefused(f"{why}; use a GPU-aware MPI")
         if way == "windows":

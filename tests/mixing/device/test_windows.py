@@ -69,7 +69,7 @@ def compared(
     synchronous.STAGED, buffers.SHARE = chunk, 6000
     able = {memory} & {"windows", "messages"} if proofs is None else proofs
     if device == "cpu":  # it stands in for a device: MPI reads and writes its memory
-        probe.proven = lambda comm, devices, way: (way in able, "the CPU stands in")
+        probe.proven = lambda comm, devices, way, limit_s: (way in able, "the CPU stands in")
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
     layout = Layout(WIDTHS, **options)
     device = device.format(rank=comm.rank)
@@ -168,6 +168,30 @@ def refused(comm):
 def test_device_windows_are_refused_where_mpi_is_not_proven(ranks):
     for message in ranks(2)(refused):
         assert 'node.exchange = "windows"' in message and "GPU-aware" in message
+
+
+def proofs(comm):
+    """Ways that are proven for two mixers between the same ranks, then for one in another world."""
+    from mpigossip.cluster.ranks import World
+    from mpigossip.graphs import graph
+    from mpigossip.mixing.synchronous import Synchronous
+    from mpigossip.mixing.transports import probe
+
+    given, done = probe.proven, []
+    probe.proven = lambda comm, devices, way, limit_s: (True, done.append((way, limit_s)))
+    try:
+        for mixers in (2, 1):
+            with World(comm) as world:
+                for _ in range(mixers):
+                    ways = {"exchange": "messages", "on_devices": True}
+                    Synchronous(graph("ring", comm.size), Layout(WIDTHS), world, **ways).close()
+    finally:
+        probe.proven = given
+    return done
+
+
+def test_a_way_is_proven_once_between_the_ranks_of_a_world(ranks):
+    assert ranks(2)(proofs) == [[("messages", 30.0)] * 2] * 2
 
 
 def put_into_neighbour(comm):
