@@ -128,16 +128,18 @@ def usable(device: torch.device) -> bool:
     # a denormal, whose half is one too, and a length with a rest after fours
     x = torch.tensor([[1.0, 3e-39, -2.5, 7.0, 0.1]], device=device)
     y = torch.empty_like(x)
+    remedy = "pip install mpigossip[gpu], or [gpu-cuda12], mends it"
     try:
         _launch([0.5], [x], y)
         said = "" if torch.equal(y.cpu(), x.cpu() * 0.5) else "it gave other bits than the CPU"
     except Exception as error:  # noqa: BLE001 - whatever it is, torch's own operations go on
+        if isinstance(error, OSError):  # CuPy keeps kernels in files
+            remedy = "let CUPY_CACHE_DIR name a folder that you can write to"
         said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if said:
         warnings.warn(
             f"the kernel that sums models is off on {device}: {said}; torch's operations take its "
-            "place, in several passes over memory (pip install mpigossip[gpu], or [gpu-cuda12], "
-            "mends it)",
+            f"place, in several passes over memory ({remedy})",
             stacklevel=2,
         )
     return not said

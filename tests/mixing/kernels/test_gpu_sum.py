@@ -18,6 +18,7 @@ import torch
 
 from mpigossip.mixing.combine import combine
 from mpigossip.mixing.kernels import gpu_sum
+from tests.cases import on_each
 from tests.mixing.kernels import on_cpu
 
 FLOAT, CODE = torch.float32, torch.bfloat16
@@ -72,14 +73,22 @@ def test_what_it_cannot_do_is_left_to_torch(on_the_cpu):
     assert not gpu_sum.combine([1 / 65] * 65, [one] * 65, two)
 
 
-def test_a_device_whose_kernels_fail_is_left_to_torch_with_a_warning(monkeypatch):
+@on_each(
+    ("error", "said"),
+    [
+        (RuntimeError("CuPy failed to load libnvrtc.so.12\nand a long story"),
+         "RuntimeError: CuPy failed to load .*so.12;.*pip install"),
+        (PermissionError(13, "Permission denied", "/home/me/.cupy"), ".*let CUPY_CACHE_DIR name"),
+    ],
+)  # fmt: skip
+def test_a_device_whose_kernels_fail_is_left_to_torch_with_a_warning(monkeypatch, error, said):
     def fails(*_):
-        raise RuntimeError("CuPy failed to load libnvrtc.so.12\nand a long story")
+        raise error
 
     monkeypatch.setattr(gpu_sum, "_launch", fails)
     monkeypatch.setattr(torch, "tensor", lambda values, device: torch.Tensor(values))
     gpu_sum.usable.cache_clear()
-    with pytest.warns(UserWarning, match="cuda:0: RuntimeError: CuPy failed to load .*so.12;"):
+    with pytest.warns(UserWarning, match=f"cuda:0: {said}"):
         assert not gpu_sum.usable(torch.device("cuda:0"))
     assert not gpu_sum.usable(torch.device("cuda:0")), "said once"
     gpu_sum.usable.cache_clear()
