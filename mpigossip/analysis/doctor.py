@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import mpigossip
-from mpigossip.analysis.findings import Finding, merged, report
+from mpigossip.analysis.findings import GRACE_S, Finding, Findings, merged, report, watched
 from mpigossip.cluster.launcher import LaunchError
 from mpigossip.cluster.ranks import Alone, World, world
 from mpigossip.config.errors import Failure
@@ -30,8 +30,7 @@ from mpigossip.config.readable import counted
 from mpigossip.groups import devices
 from mpigossip.mixing.kernels import native
 
-GRACE_S = 5.0
-"""Seconds that rank 0 has to report before others end a job in which a rank doesn't answer."""
+HANGS = "a driver hangs (see nvidia-smi), or a file system: name another folder by --folder DIR"
 LOW_DISK = 10**9
 """Free bytes below which the disk is worth a word."""
 PACKAGES = ("torch", "numpy", "mpi4py", "h5py", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12",
@@ -53,7 +52,7 @@ class Machine:
 
 def examine(options) -> int:
     """Check everything and print the report on rank 0; return 0 if the machine is ready, else 1."""
-    first: list[Finding] = []
+    found = Findings()
     ranks: Alone | World = Alone()
     try:
         ranks = world(options.timeout)
@@ -61,9 +60,10 @@ def examine(options) -> int:
         if error.rank:
             return 1
         # alone from here on: the rest of the machine can still be looked at
-        first = [Finding("mpi", "can't be used", "wrong", str(error))]
+        found.append(Finding("mpi", "can't be used", "wrong", str(error)))
     with ranks:
-        mine, found = _local(options), first
+        with watched(ranks, options, "host", found, HANGS) as now:
+            mine = _local(options, now)
         try:
             found += merged(ranks.gather(mine))
             _together(options, ranks, found)
@@ -79,14 +79,16 @@ def examine(options) -> int:
         return ranks.agree(int(any(one.level == "wrong" for one in found)))
 
 
-def _local(options) -> list[Finding]:
+def _local(options, now: list[str]) -> list[Finding]:
+    now.append("looking for GPUs")
     setting, _ = devices.resolved(options.devices, options.ranks_per_node)
     slots = devices.slots_of(setting)
-    found = gpus(setting, slots, options.timeout)
-    return [versions(), kernel(), found, cards(slots), disk(options), hdf5(options.folder)]
+    found = [versions(), kernel(), gpus(setting, slots, options.timeout / 2), cards(slots)]
+    now.append(f'writing into "{options.folder}"')
+    return [*found, disk(options), hdf5(options.folder)]
 
 
-def _together(options, ranks, found: list[Finding]) -> None:
+def _together(options, ranks, found: Findings) -> None:
     """Add what takes all ranks; complete on rank 0."""
     setting, ranks_per_node = devices.resolved(options.devices, options.ranks_per_node)
     slots = devices.slots_of(setting)

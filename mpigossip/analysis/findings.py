@@ -1,13 +1,19 @@
 """Findings of the doctor: merged over ranks, printed as text or JSON."""
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpigossip.cluster.world import World
 from mpigossip.config.readable import tell
+
+GRACE_S = 10.0
+"""Seconds that other ranks wait longer than rank 0, which prints what was found."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,21 @@ class Finding:
     """good; note: works, but slower or with less; wrong: has to be fixed"""
     remedy: str = ""
     data: dict[str, Any] = field(default_factory=dict)
+
+
+SIGN = {"good": "ok", "note": "note", "wrong": "WRONG"}
+
+
+class Findings(list[Finding]):
+    """Findings, of which the first ``shown`` are printed."""
+
+    shown = 0
+
+    def show(self) -> None:
+        """Print a line for each that isn't, at once: the next test may end the process."""
+        for one in self[self.shown :]:
+            tell(f"{SIGN[one.level]:5}  {one.name:9}  {one.text}", flush=True)
+        self.shown = len(self)
 
 
 def merged(everyone: Sequence[Sequence[Finding]] | None) -> list[Finding]:
@@ -48,23 +69,21 @@ def _some(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"
 
 
-SIGN = {"good": "ok", "note": "note", "wrong": "WRONG"}
-
-
-def as_text(found: Sequence[Finding]) -> str:
-    """A line for each finding, then what is wrong and what to do."""
-    lines = [f"{SIGN[one.level]:5}  {one.name:9}  {one.text}" for one in found]
+def verdict(found: Sequence[Finding]) -> str:
+    """Return what is wrong, what to do about it, and whether the machine is ready."""
     notes = [
         f"note: {one.name}: {one.remedy}" for one in found if one.level == "note" and one.remedy
     ]
     wrong = [f"wrong: {one.name}: {one.remedy}" for one in found if one.level == "wrong"]
     end = [*wrong, "not ready"] if wrong else ["ready"]
-    return "\n".join([*lines, "", *notes, *end])
+    return "\n".join(["", *notes, *end])
 
 
-def report(found: Sequence[Finding], json_asked: bool) -> None:
-    """Print the findings."""
-    tell(as_json(found) if json_asked else as_text(found), flush=True)
+def report(found: Findings, json_asked: bool) -> None:
+    """Print the findings, and the verdict."""
+    if not json_asked:
+        found.show()
+    tell(as_json(found) if json_asked else verdict(found), flush=True)
 
 
 def as_json(found: Sequence[Finding]) -> str:
@@ -78,3 +97,36 @@ def complain(text: str) -> None:
     """One line on stderr in one write, so that ranks don't mix."""
     sys.stderr.flush()
     os.write(2, f"mpigossip doctor: {text}\n".encode(errors="replace"))
+
+
+@contextlib.contextmanager
+def watched(
+    world: World, options, name: str, found: Findings, hint="look at the network between hosts"
+) -> Iterator[list[str]]:
+    """End the job when the block takes longer, saying the last thing put into the list.
+
+    There is no other way out of MPI and NCCL: what waits for a host that doesn't answer never
+    returns. Rank 0, which waits for all others in every test, prints what was found before.
+    """
+    now = ["starting"]
+
+    def late() -> None:
+        said = f"no end of {now[-1]} within {options.timeout:g} s"
+        complain(f"rank {world.rank} on {world.hosts[world.rank]}: {said}; ending the job")
+        if world.rank == 0:
+            found.append(Finding(name, said, "wrong", f"{hint}, or give --timeout SECONDS"))
+            report(found, options.json)
+        if world.comm is not None:
+            from mpi4py import MPI
+
+            if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+                world.abort()  # which leaves the launcher the time to pass the line on
+        os._exit(1)
+
+    timer = threading.Timer(options.timeout + GRACE_S * (world.rank > 0), late)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield now
+    finally:
+        timer.cancel()

@@ -3,12 +3,10 @@
 All functions are collective; findings are complete on rank 0.
 """
 
-import contextlib
 import os
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigossip.analysis import trials
-from mpigossip.analysis.findings import Finding, complain, report
+from mpigossip.analysis.findings import Finding, Findings, watched
 from mpigossip.cluster.ranks import World
 from mpigossip.config.errors import Failure
 from mpigossip.config.readable import counted
@@ -25,8 +23,6 @@ from mpigossip.mixing.device.proof import asked
 from mpigossip.mixing.transports import probe
 
 REPEATS = 5
-GRACE_S = 10.0
-"""Seconds that other ranks wait longer than rank 0, which prints what was found."""
 SMALL = 8
 """Bytes of the message whose time is the latency."""
 SLOW = 3.0
@@ -34,14 +30,12 @@ SLOW = 3.0
 LEVELS = "SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"
 
 
-def all_tests(
-    options, world: World, slots: Sequence[str], devices: str, found: list[Finding]
-) -> None:
+def all_tests(options, world: World, slots: Sequence[str], devices: str, found: Findings) -> None:
     """Add the findings of everything that needs MPI, what could end the process last.
 
     ``slots``: of this rank; ``devices``: as `node.devices`. Each test has a limit, not a process of
-    its own: a rank can't be started twice in a job. At the limit rank 0 prints all that was found,
-    and the job ends.
+    its own: a rank can't be started twice in a job. Rank 0 prints what was found before each; at
+    the limit the job ends.
     """
     found.append(library(world))
     probe.LIMIT_S = min(probe.LIMIT_S, options.timeout / 3)  # a way that hangs is an answer
@@ -50,6 +44,8 @@ def all_tests(
     several, on_gpus = world.size > 1, not world.agree(int(not slots[0].startswith("cuda")))
 
     def test(name: str, work: Callable[[list[str]], Finding]) -> None:
+        if world.rank == 0 and not options.json:
+            found.show()
         with watched(world, options, name, found) as now:
             now.append(f"the test of {name}")
             found.append(attempted(world, name, lambda: work(now)))
@@ -57,15 +53,15 @@ def all_tests(
     test("put", partial(puts, world, tried, size))
     if len(slots) * world.nodes.per_node > 1:
         test("node", lambda now: sums(world, slots, options.timeout))
-    if several and world.nodes.count > 1:
-        test("training", lambda now: trials.compared(
-            world, devices, options.graph, options.timeout
-        ))  # fmt: skip
     test("gpu-aware", lambda now: gpu_awareness(world, on_gpus))
     for way in (probe.WAYS if on_gpus else ("read", "put")) if several else ():
         test("exchange", partial(trials.rates, options, world, tried, slots, way))
     if several:
         test("routes", partial(trials.routes, world, tried, slots, options.sizes[0]))
+    if several and world.nodes.count > 1:
+        test("training", lambda now: trials.compared(
+            world, devices, options.graph, options.timeout
+        ))  # fmt: skip
 
 
 def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
@@ -95,34 +91,6 @@ def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
     shown = ", ".join(f'{rate / 1e9:.1f} GB/s (node.sums = "{o}")' for o, rate in rates.items())
     text = f"{count} slots a node, right sums, out of each slot {shown}"
     return Finding("node", text, data={"slots": count, "bytes_per_second": rates})
-
-
-@contextlib.contextmanager
-def watched(world: World, options, name: str, found: list[Finding]) -> Iterator[list[str]]:
-    """End the job when the block takes longer, saying the last thing put into the list.
-
-    There is no other way out of MPI and NCCL: what waits for a host that doesn't answer never
-    returns. Rank 0, which waits for all others in every test, prints what was found before.
-    """
-    now = ["starting"]
-
-    def late() -> None:
-        said = f"no end of {now[-1]} within {options.timeout:g} s"
-        remedy = "look at the network between these hosts, or give --timeout SECONDS"
-        complain(f"rank {world.rank} on {world.hosts[world.rank]}: {said}; ending the job")
-        if world.rank == 0:
-            report([*found, Finding(name, said, "wrong", remedy)], options.json)
-        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-            world.abort()  # which leaves the launcher the time to pass the line on
-        os._exit(1)
-
-    timer = threading.Timer(options.timeout + GRACE_S * (world.rank > 0), late)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield now
-    finally:
-        timer.cancel()
 
 
 def library(world: World) -> Finding:

@@ -6,18 +6,21 @@
 | link | what rank 1 puts takes 0.2 s |
 | stop | rank 1 stops in the test of puts |
 | early | rank 1 stops before the ranks meet |
+| folder | no write ends |
+| killed | rank 1 is killed in the training |
 | none | nothing |
 """
 
 import os
 import signal
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
 from mpi4py import MPI
 
-from mpigossip.analysis import doctor, selftest
+from mpigossip.analysis import doctor, selftest, trials
 from mpigossip.cli import main
 
 
@@ -45,6 +48,11 @@ def stop(*_, **__):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def kill():
+    if MPI.COMM_WORLD.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def before(module, name, first):
     original = getattr(module, name)
     setattr(module, name, lambda *given: (first(), original(*given))[1])
@@ -63,4 +71,8 @@ elif fault == "stop":
     before(selftest, "puts", stop)
 elif fault == "early":
     before(doctor, "_local", stop)
+elif fault == "folder":
+    before(doctor, "disk", threading.Event().wait)
+elif fault == "killed":
+    before(trials, "compared", kill)
 sys.exit(main(["doctor", *words]))

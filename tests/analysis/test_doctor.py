@@ -12,7 +12,7 @@ import torch
 
 from mpigossip.analysis import doctor
 from mpigossip.analysis.doctor import Machine
-from mpigossip.analysis.findings import Finding, as_json, as_text, merged
+from mpigossip.analysis.findings import Finding, as_json, merged, verdict
 from tests.cases import every
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -192,7 +192,7 @@ def test_ranks_that_find_the_same_are_said_once():
     assert len(merged([[good]] * 3)) == 1
     found = merged([[good], [bad], [good], [bad]])
     assert [one.text for one in found] == ["2 ranks (0, 2): fast", "2 ranks (1, 3): gone"]
-    assert as_text(found).endswith("wrong: disk: mend it\nnot ready")
+    assert verdict(found).endswith("wrong: disk: mend it\nnot ready")
     assert json.loads(as_json(found))["wrong"] == ["disk"]
     assert merged(None) == []
 
