@@ -80,6 +80,7 @@ def test_on_ranks_every_neighbour_is_put_to(pooled, n, graph):
     }  # fmt: skip
 
 
+@pytest.mark.every
 def test_the_wrong_launcher_is_named_and_the_rest_still_looked_at(tmp_path):
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
     done = alone(*QUICK, cwd=tmp_path, **env)

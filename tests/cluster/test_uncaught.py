@@ -11,9 +11,6 @@ from mpigossip.cluster.launcher import LaunchError, check_alone
 from tests import launch
 from tests.cases import every, on_each
 
-pytestmark = pytest.mark.both
-
-
 HEAD = """
 import sys, time
 import mpigossip
@@ -31,6 +28,7 @@ def program(tmp_path, body):
     return [sys.executable, str(path)]
 
 
+@pytest.mark.both
 def test_a_mistake_of_all_ranks_is_one_paragraph_and_nothing_else(mpirun, tmp_path):
     done = mpirun(3, program(tmp_path, "world = mpigossip.world()\nmistake()\n"), timeout=30)
     where = f"loop.py, line {HEAD.splitlines().index('    raise JobError([text])') + 1}"
@@ -38,6 +36,7 @@ def test_a_mistake_of_all_ranks_is_one_paragraph_and_nothing_else(mpirun, tmp_pa
     assert own_words(done) == f"mpigossip: give more, 3 is not enough ({where})\n"
 
 
+@pytest.mark.both
 def test_a_mistake_of_one_rank_is_said_by_it_and_ends_all(mpirun, tmp_path):
     body = (
         "with mpigossip.world() as world:\n    if world.rank == 1: mistake()\n    world.barrier()\n"
@@ -49,6 +48,7 @@ def test_a_mistake_of_one_rank_is_said_by_it_and_ends_all(mpirun, tmp_path):
     assert said[0].startswith("mpigossip: rank 1 of 3 on ") and "3 is not enough" in said[0]
 
 
+@pytest.mark.both
 def test_an_exception_of_all_ranks_has_one_traceback(mpirun, tmp_path):
     body = "with mpigossip.world() as world:\n    raise ValueError(f'wrong {world.rank}')\n"
     done = mpirun(3, program(tmp_path, body), timeout=30)
@@ -58,6 +58,7 @@ def test_an_exception_of_all_ranks_has_one_traceback(mpirun, tmp_path):
     assert own_words(done).endswith("ValueError: wrong 0\n")
 
 
+@pytest.mark.both
 def test_a_mistake_ends_with_its_code_however_long_mpi_takes_to_end(mpirun, tmp_path):
     body = (
         "from mpi4py import MPI\nfrom mpigossip.cluster import process, uncaught\n"
@@ -78,6 +79,7 @@ def own_words(done):
     return text
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("inside", [True, every(False)], ids=["all wait", "one waits"])
 def test_ctrl_c_is_said_once(mpistart, tmp_path, inside):
     waits = "while True: time.sleep(0.05)"
@@ -131,6 +133,7 @@ def test_torchrun_is_refused_by_one_paragraph(mpirun, tmp_path):
     assert done.stderr.count("mpigossip: 2 processes were started by torchrun") == 1
 
 
+@pytest.mark.both
 def test_spawned_processes_are_refused(mpirun, tmp_path):
     body = """
 def node(number):

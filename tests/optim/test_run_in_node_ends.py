@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import mpigossip
 from mpigossip.config.errors import STOPPED
 from mpigossip.store import checkpoint
-from tests.cases import some
 from tests.optim.test_run_in_node import NODES, PER, loss_of, network, several
 
 EVERY = 4
@@ -56,7 +55,8 @@ def goes_on_to_the_bit(ranks, folder):
     assert checkpoint.digest(found[0]) == checkpoint.digest(found[1])
 
 
-@pytest.mark.parametrize("how", some(["STOP", "SIGTERM"], ["SIGTERM"]))
+@pytest.mark.every
+@pytest.mark.parametrize("how", ["STOP", "SIGTERM"])
 def test_a_loop_of_nodes_of_ranks_stops_together(mpistart, ranks, tmp_path, how):
     run = tmp_path / "run"
     call = f"from {__name__} import program; program({str(run)!r})"

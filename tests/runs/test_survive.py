@@ -199,6 +199,7 @@ def test_the_log_is_whole_after_losses(tolerant, tmp_path):
     assert not list(tmp_path.glob("log.h5.*"))
 
 
+@pytest.mark.every
 def test_the_life_after_a_loss_has_all_ranks_again(tolerant, tmp_path):
     """As a batch script starts it: `train` on as many ranks as at first."""
     (tmp_path / "STOP").touch()
