@@ -59,8 +59,8 @@ not explained: ADPSGD's 1.27 at 100 Gbit/s. Jitter gives some 1.13 whatever the 
 
 @functools.cache
 def protocol(*settings: str) -> Subject:
-    """ResNet-50's job with settings."""
-    return subject(assemble.load(JOB, list(settings)))[0]
+    """ResNet-50's job with settings, on nodes of eight GPUs."""
+    return subject(assemble.load(JOB, ["node.devices=cuda:0-7", *settings]))[0]
 
 
 def hours(machine: Machine = EXPONENTIAL) -> dict[str, list[float]]:

@@ -159,6 +159,21 @@ def streams(module) -> None:
         setattr(module.Streams, name, guarded(getattr(module.Streams, name)))
 
 
+def loader(module) -> None:
+    """Batches are copied from locked memory, beside what the host does."""
+    bring = module.Carrier.bring
+
+    def bringing(self, batch, finish):
+        def there(copied):
+            tensors.copies.of_batches = False
+            return finish(copied)
+
+        tensors.copies.of_batches = self.stream is not None
+        return bring(self, batch, there)
+
+    module.Carrier.bring = bringing
+
+
 def gpu_sum(module) -> None:
     """What a kernel reads and writes is known where it is launched."""
 
@@ -171,7 +186,7 @@ def gpu_sum(module) -> None:
 def install() -> None:
     """Let these see their modules of `mpigossip` once they are loaded."""
     watched = {
-        "mixing.averages": averages, "mixing.device.buffers": buffers,
+        "data.loader": loader, "mixing.averages": averages, "mixing.device.buffers": buffers,
         "mixing.transports.windows": of_transport("Windows"),
         "mixing.transports.messages": of_transport("Messages"),
         "mixing.device.memory": memory, "mixing.device.streams": streams,

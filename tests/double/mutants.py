@@ -148,6 +148,8 @@ MUTANTS = [
     ("8: host memory isn't locked", PROBE, "why = buffers.pin(transport.memory)", 'why = ""',
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[pin-host-False-cudaHost"
      "Register]"),
+    ("8: batches are copied from pageable memory", LOADER,
+     "pinned = mapped(Tensor.pin_memory, batch)", "pinned = batch", TRAINING + "[host]"),
     ("8: copies out keep the host waiting", BUFFERS,
      "there[span].copy_(source[span], non_blocking=True)", "there[span].copy_(source[span])", HOST),
     ("9: GPUs that the launcher has dealt out are divided again", "mpigossip.groups.devices",

@@ -29,6 +29,7 @@ class _Recording(threading.local):
 
 class _Copies(threading.local):
     at_once = False
+    of_batches = False
 
 
 copies = _Copies()
@@ -163,6 +164,8 @@ def perform(func, args, kwargs):
         tell()
         if recording.into is not None:
             recording.into.append(again)
+        if copies.of_batches and func in COPIES and not all(hasattr(t, "locked") for t in on_host):
+            raise RuntimeError("a batch that isn't in locked memory keeps the host waiting")
         # what the host gets, or gives from memory that it may change at once, is waited for
         if not named.get("non_blocking") and (target is None or (func in COPIES and on_host)):
             message = any(one.dtype == torch.uint8 for one in written)
@@ -197,6 +200,14 @@ def _target(func, named: dict, there: list[int]) -> int | None:
 def install() -> None:
     """Let torch make tensors of the devices, in every thread; before torch is asked for them."""
     torch.__future__.set_overwrite_module_params_on_conversion(True)
+    pin = torch.Tensor.pin_memory
+
+    def pin_memory(tensor, *arguments):
+        found = pin(tensor, *arguments)
+        found.locked = True
+        return found
+
+    torch.Tensor.pin_memory = pin_memory
     made = (aten.empty.memory_format, aten.empty_strided.default)
     for func in (*made, aten.copy_.default, aten._local_scalar_dense.default):
         _library.impl(func, lambda *args, func=func, **kwargs: perform(func, args, kwargs))
