@@ -238,7 +238,7 @@ def test_graphs_are_compared_also_in_bytes(alone, tmp_path):
 
 def test_the_imagenet_job_is_printed_dry(alone, tmp_path):
     job = Path(JOB).with_name("imagenet-resnet50.toml")
-    done = alone("train", job, "--dry-run", "--nodes", 32)
+    done = alone("train", job, "node.devices=cuda:0-7", "--dry-run", "--nodes", 32)
     assert done.returncode == 0, done.stderr
     for text in (
         "epochs = 90",
