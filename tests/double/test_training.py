@@ -124,7 +124,7 @@ def test_every_wire_by_nccl_has_the_cpus_bits(ranks, wire):
     same(ranks, 2, 2, 2, ["choco"], *NCCL, f"node.wire={wire}")
 
 
-@pytest.mark.parametrize("n, wire", [(3, "bf16"), every(4, "fp32"), (4, "top-k")])
+@pytest.mark.parametrize("n, wire", [(3, "bf16"), every(4, "fp32"), every(4, "top-k")])
 def test_windows_by_nccl_equal_the_simulator(ranks, n, wire):
     graphs = ["one-peer-exponential", "ring", "star", "complete"]
     args = (graphs, "nccl", 12, wire, 4096, 0, "cuda:{rank}")
