@@ -110,8 +110,9 @@ class Pipeline:
             self.run(r)
         except Exception as error:
             if self._transport.on_device and not self._transport.in_main:  # NCCL's have their own
-                way = type(self._transport).__name__.lower()
-                error.add_note(REMEDY.format(way))
+                note = REMEDY.format(type(self._transport).__name__.lower())
+                if note not in getattr(error, "__notes__", ()):  # raised for each round after it
+                    error.add_note(note)
             raise
         return time.perf_counter() - began
 
