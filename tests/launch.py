@@ -161,35 +161,33 @@ def warmed(args: list[str], env: dict[str, str]) -> list[str]:
     return [PYTHON, "-IS", str(REPO / "tests" / "warmstub.py"), _server(), *args[1:]]
 
 
-@functools.cache
 def warm_python() -> str:
-    """A program that runs `-m MODULE`, scripts and runs of a study as `warmed`, else as Python."""
-    file = Path(_server()).with_name("python")
-    stub = shlex.join([PYTHON, "-IS", str(REPO / "tests" / "warmstub.py"), _server()])
-    plain = shlex.quote(PYTHON)
-    file.write_text(
-        '#!/bin/sh\ncase "$1 $2" in "-m "*|*".py "*|"-c import mpigossip.studies."*) '
-        f'exec {stub} "$@";; *) exec {plain} "$@";; esac\n'
-    )
-    file.chmod(0o755)
-    return str(file)
+    """A program that runs `-m MODULE`, scripts and what the package starts as `warmed`."""
+    return str(Path(_server()).with_name("python"))
 
 
 @functools.cache
 def _server() -> str:
     """The address of tests/warmserver.py, which ends with this process."""
     folder = tempfile.mkdtemp(prefix="warm-")
+    file, address = Path(folder, "python"), f"{folder}/server"
+    stub = shlex.join([PYTHON, "-IS", str(REPO / "tests" / "warmstub.py"), address])
+    file.write_text(
+        '#!/bin/sh\ncase "$MPIGOSSIP_DOUBLE_NO_CUPY$1 $2" in "-m "*|*".py "*|"-c "*" mpigossip."*) '
+        f'exec {stub} "$@";; *) exec {shlex.quote(PYTHON)} "$@";; esac\n'
+    )
+    file.chmod(0o755)
     env = environment("") | {"TMPDIR": folder}
     del env[TOKEN]
-    command = [PYTHON, str(REPO / "tests" / "warmserver.py"), f"{folder}/server"]
+    command = [PYTHON, str(REPO / "tests" / "warmserver.py"), address]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.communicate)
     deadline = time.monotonic() + 60
-    while not Path(folder, "server").exists():
+    while not Path(address).exists():
         assert server.poll() is None and time.monotonic() < deadline, "the warm server didn't start"
         time.sleep(0.02)
-    return f"{folder}/server"
+    return address
 
 
 class Launch:

@@ -49,6 +49,7 @@ def become(order: dict, files: list[int]) -> None:
     os.getppid = lambda: order["parent"]
     os.environ.clear()
     os.environ.update(order["environment"])
+    sys.executable = str(Path(sys.argv[1]).with_name("python"))  # what it starts is a fork, too
 
 
 def run(arguments: list[str]) -> None:
@@ -172,9 +173,9 @@ def reap(stubs: dict[int, socket.socket | None], ready: selectors.BaseSelector) 
 def end() -> None:
     """End as Python does, but for taking torch's modules apart, which takes a second.
 
-    Not where MPI was: MPICH's launcher kills ranks that end at almost the same time.
+    Not in ranks: MPICH's launcher kills those that end at almost the same time.
     """
-    if "mpi4py.MPI" in sys.modules:
+    if "mpi4py.MPI" in sys.modules and {"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():
         return
     threading._shutdown()
     atexit._run_exitfuncs()

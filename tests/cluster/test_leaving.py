@@ -47,14 +47,15 @@ LEFT = r"rank 1 on \S+ has come to the end of its "
             "with world() as w:\n    if w.rank == 1: sys.exit(0)\n    w.barrier()",
             *(1, f"{LEFT}program"),
         ),
-        every("with world() as w:\n    if w.rank == 0: w.barrier()", 1, f"{LEFT}world"),
-        (LOOP, 1, rf"in step\(\), which all ranks have to call; {LEFT}loop after 3 steps"),
+        every("with world() as w:\n    if w.rank == 0: w.barrier()", None, f"{LEFT}world"),
+        (LOOP, None, rf"in step\(\), which all ranks have to call; {LEFT}loop after 3 steps"),
     ],
     ids=["exit", "exit in a block", "end of a block", "break"],
 )
 def test_a_rank_that_leaves_early_ends_the_job_by_its_code(mpirun, body, code, words):
-    done = mpirun(2, [sys.executable, "-c", HEAD + body], timeout=60, warm=False)
-    assert done.returncode == code, done.stderr
+    # a fork's exit code isn't always its stub's
+    done = mpirun(2, [sys.executable, "-c", HEAD + body], timeout=60, warm=code is None)
+    assert done.returncode == code if code else done.returncode, done.stderr
     assert re.search(words, done.stderr) and "world.agree(done)" in done.stderr, done.stderr
 
 
@@ -128,7 +129,7 @@ with world() as w, Stopper(w, Path("nowhere")):
 
 
 def test_sigterm_ends_a_job_that_waits(mpistart):
-    job = mpistart(2, [sys.executable, "-c", HEAD + TERM])
+    job = mpistart(2, [sys.executable, "-c", HEAD + TERM], warm=True)
     until = time.monotonic() + 90
     while job.output()[0].count("ready") < 2 and time.monotonic() < until:
         time.sleep(0.05)
