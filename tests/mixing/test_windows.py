@@ -260,7 +260,7 @@ def test_a_mutant_of_a_faster_way_is_seen(ranks, mutate, same_host, name):
 
 
 def slow_reader(comm, waits):
-    """Rank 1 reads the average of a pair slowly; that it is another's, or a wait too long, is seen."""
+    """Rank 1 reads a pair's average slowly; that it is another, or a wait too long, is seen."""
     from mpigossip.cluster.deadline import LateError
     from mpigossip.cluster.ranks import World
     from mpigossip.mixing.synchronous import Synchronous
