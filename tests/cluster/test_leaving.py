@@ -129,7 +129,7 @@ with world() as w, Stopper(w, Path("nowhere")):
 
 
 def test_sigterm_ends_a_job_that_waits(mpistart):
-    job = mpistart(2, [sys.executable, "-c", HEAD + TERM], warm=True)
+    job = mpistart(2, [sys.executable, "-c", HEAD + TERM])
     until = time.monotonic() + 90
     while job.output()[0].count("ready") < 2 and time.monotonic() < until:
         time.sleep(0.05)
