@@ -42,7 +42,8 @@ def digest(done):
         (2, ["node.devices=cpu:2", "node.same_host=put"]),
         every(3, ["graph.name=ring", "algorithm.name=dsgd"]),
         every(4, ["graph.name=exponential", "node.same_host=put"]),
-        (6, ["algorithm.name=parallel", "graph.name=complete"]),
+        every(6, ["algorithm.name=parallel", "graph.name=complete"]),
+        (3, ["algorithm.name=parallel", "graph.name=complete"]),
     ],
 )
 def test_simulate_and_ranks_print_the_same_digest(pooled, alone, tmp_path, n, settings):

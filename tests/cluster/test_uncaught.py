@@ -125,6 +125,7 @@ def test_one_node_on_purpose_is_left_alone(size, env, child):
     check_alone(size, env, child)
 
 
+@pytest.mark.every
 def test_torchrun_is_refused_by_one_paragraph(mpirun, tmp_path):
     words = program(tmp_path, "mpigossip.world()\nprint('trained alone')\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

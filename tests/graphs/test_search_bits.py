@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mpigossip.graphs.annealing import Plan, Screen, Task
-from tests.cases import on_each, some
+from tests.cases import every, on_each
 
 SEARCHES = """
 import os, sys
@@ -74,7 +74,7 @@ def searched(core=None, **more):
     return ast.literal_eval(child.stdout)
 
 
-@pytest.mark.parametrize("core", some(NEEDS, ["Nehalem"]))
+@pytest.mark.parametrize("core", [*map(every, NEEDS)])
 def test_search_finds_the_same_graph_on_every_processor(core):
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip(f"{core} is an x86 processor, and this one is {platform.machine()}")
@@ -94,8 +94,9 @@ def test_search_finds_the_same_graph_without_vector_instructions():
     assert plain[:2] == searched()[:2]
 
 
+@pytest.mark.every
 def test_core_types_have_bits_of_their_own():
-    """Else the tests above would compare one arithmetic with itself."""
+    """Else the test by core types would compare one arithmetic with itself."""
     able = [core for core, needs in NEEDS.items() if set(needs.split()) <= flags()]
     if len(able) < 2:
         pytest.skip("no two core types that this processor can be")

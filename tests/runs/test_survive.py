@@ -187,6 +187,7 @@ def tolerant(mpirun, tmp_path, monkeypatch):
     return train
 
 
+@pytest.mark.every
 def test_the_log_is_whole_after_losses(tolerant, tmp_path):
     """Rank 0 dies before the log's first flush, another one too, then the writer in a flush."""
     done = tolerant(4, "0@2 2@4 1@13!", "log.flush_steps=10", "run.steps=20")
