@@ -9,6 +9,7 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 300.0  # seconds; the default of `node.timeout_s`
 ABORT_S = 3.0  # seconds that MPI has to end this rank
+READ_S = 0.1  # seconds that a launcher has to read what was said: Open MPI's drops the rest
 LEAVE_S = 10.0  # seconds that a rank with a bad exit code waits for the others to end too
 PROGRESS = "mpigossip-progress"  # the name of threads that call MPI
 
@@ -96,6 +98,7 @@ def abort(comm: "MPI.Comm", code: int) -> None:
     from mpi4py import MPI
 
     sys.stdout.flush()
+    time.sleep(READ_S)
     watch = threading.Timer(ABORT_S, os._exit, (code,))
     watch.daemon = True
     watch.start()
