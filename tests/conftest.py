@@ -74,6 +74,13 @@ def pytest_configure() -> None:
             signal.signal(number, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --both most files have nothing to run: to import them takes longer than some tests."""
+    if config.option.both and collection_path.name.startswith("test_"):
+        return "mark.both" not in collection_path.read_text("utf-8") or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what needs an MPI launcher; leaves out what `--all`, or `--both`, doesn't run."""
     for item in items:
