@@ -170,12 +170,13 @@ def reap(stubs: dict[int, socket.socket | None], ready: selectors.BaseSelector) 
             stub.close()
 
 
-def end() -> None:
+def end(given: dict[str, str]) -> None:
     """End as Python does, but for taking torch's modules apart, which takes a second.
 
-    Not in ranks: MPICH's launcher kills those that end at almost the same time.
+    Not in ranks, as the environment ``given`` at first shows: MPICH's launcher kills those that end
+    at almost the same time.
     """
-    if "mpi4py.MPI" in sys.modules and {"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():
+    if "mpi4py.MPI" in sys.modules and {"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & given.keys():
         return
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -193,4 +194,4 @@ if __name__ == "__main__":
     except SystemExit as left:
         if left.code:
             raise
-    end()
+    end(found[0]["environment"])
