@@ -38,6 +38,7 @@ def all_tests(options, world: World, slots: Sequence[str], devices: str, found: 
     the limit the job ends.
     """
     found.append(library(world))
+    probe.LIMIT_S = min(probe.LIMIT_S, options.timeout / 3)  # a way that hangs is an answer
     tried = graph(options.graph, world.size)
     size = max(options.megabytes << 20, 1 << 20)
     several, on_gpus = world.size > 1, not world.agree(int(not slots[0].startswith("cuda")))

@@ -38,7 +38,7 @@ AS_FAST = 1.1
 ROUNDS = 3
 """Rounds that are timed, after one that opens connections."""
 LIMIT_S = 60.0
-"""Seconds that a wait may take at most, or a third of the world's limit; a proof has half of it."""
+"""Seconds that a wait or a proof's own process may take at most; `mpigossip doctor` sets fewer."""
 PROVEN: WeakKeyDictionary[World, dict[tuple, tuple[bool, str]]] = WeakKeyDictionary()
 """What was proven between the ranks of a world, by way and devices: a proof starts a process."""
 
@@ -62,7 +62,6 @@ class Probe:
         """``buffers``: sources of a round at most; ``on_host``: opens the way through the host."""
         self._comm, self._layout, self._world, self._on_host = comm, layout, world, on_host
         self._many, self._limit_s = buffers, getattr(comm, "timeout_s", world.timeout_s)
-        self._most_s = min(LIMIT_S, world.timeout_s / 3)  # a way that hangs is an answer
         self._proven = PROVEN.setdefault(world, {})
         names = layout.devices or ("cpu",) * layout.slots
         self._devices = [torch.device(name) for name in names]
@@ -80,7 +79,7 @@ class Probe:
         if way in ("windows", "messages"):
             key = way, comm.size, *self._devices  # fewer ranks after a rank failure
             if not all(comm.allgather(key in self._proven)):
-                self._proven[key] = proven(comm, self._devices, way, self._most_s / 2)
+                self._proven[key] = proven(comm, self._devices, way, LIMIT_S / 2)
             able, why = self._proven[key]
             if not able:
                 raise MemoryRefused(f"{why}; use a GPU-aware MPI")
@@ -111,7 +110,7 @@ class Probe:
         """
         comm = limited(self._comm, 2 * self._limit_s)  # one that hangs gives up after the others
         many = max(1, self._many)
-        opened = agreed(comm, lambda: self.open(way, many, self._most_s), (RuntimeError,))
+        opened = agreed(comm, lambda: self.open(way, many, LIMIT_S), (RuntimeError,))
         rank, n = comm.rank, comm.size
         left, right = (rank - 1) % n, (rank + 1) % n
         plan = Plan(Kind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),))
