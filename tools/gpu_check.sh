@@ -16,7 +16,7 @@ export OMP_NUM_THREADS=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python3} site="$PWD/build/gpu-site"
 if compgen -G "tools/gpu/wheels/*.whl" >/dev/null; then
     # --prefix, so that mpich's programs and libraries come along
-    "$python" -m pip install -q --no-index --no-deps --no-warn-script-location --prefix "$site" \
+    "$python" -m pip install -q --no-index --no-deps --no-warn-script-location --ignore-installed --prefix "$site" \
         tools/gpu/wheels/*.whl || exit 1
     beside=$("$python" -c "import sys, sysconfig
 print(sysconfig.get_path('purelib', 'posix_prefix', {'base': sys.argv[1]}))" "$site")

@@ -199,6 +199,11 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     return [cell for name in options.study or STUDIES for cell in STUDIES[name]()]
 
 
+def clock(text: str) -> str:
+    """A time of day with two digits each, as `queue` compares it."""
+    return datetime.strptime(text, "%H:%M").strftime("%H:%M")
+
+
 def queue(options: argparse.Namespace) -> int:
     """Do what is missing, cell after cell, until the time is over; how many runs were done."""
     done = lines(options.out)
@@ -255,7 +260,7 @@ def main(given: list[str] | None = None) -> int:
     add("--scratch", type=Path, required=True, help="folder for logs that aren't kept")
     add("--out", type=Path, default=RUNS, help="lines of JSON; default: runs.jsonl beside this")
     add("--study", action="append", choices=[*STUDIES], help="repeatable; default: all in order")
-    add("--until", metavar="HH:MM", help="no run begins after that time of today")
+    add("--until", metavar="HH:MM", type=clock, help="no run begins after that time of today")
     add("--again", type=int, default=0, metavar="N", help="repeat N runs, compare their digests")
     add("--estimate", action="store_true", help="print what there is and what is missing")
     options = parser.parse_args(given)

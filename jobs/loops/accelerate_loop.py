@@ -10,6 +10,7 @@ step, and with exit code 75; the last line says which step to resume.
 
 import argparse
 import hashlib
+import math
 from pathlib import Path
 
 import torch
@@ -48,7 +49,8 @@ def train(world, options):
     )
     if options.resume:
         accelerator.load_state(out / str(options.resume))
-    step, a_pass = options.resume, len(loader) // ACCUMULATE
+    loss, step = torch.tensor(math.nan), options.resume
+    a_pass = math.ceil(len(loader) / ACCUMULATE)  # the last of an odd number is a step, too
     while step < options.steps:
         loader.set_epoch(step // a_pass)
         for inputs, targets in accelerator.skip_first_batches(loader, step % a_pass * ACCUMULATE):

@@ -125,6 +125,7 @@ def main():
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         draw.set_state(saved["draw"])
+    loss = float("nan")  # of a run that is at its end
     for step in range(options.resume, options.steps):
         loss = train_step(model, optimizer, data, draw, get_lr(step, options.steps))
         if rank == 0 and step % 10 == 0:

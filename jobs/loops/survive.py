@@ -54,6 +54,7 @@ def main():
         )  # fmt: skip
         if options.out:
             optimizer.resume()
+        loss = torch.tensor(float("nan"))  # of a run that is at its end
         while optimizer.steps < options.steps:  # <-
             inputs, targets = loader.batch(optimizer.steps)
             optimizer.zero_grad()

@@ -416,7 +416,7 @@ def test_ready_made_scripts_can_be_read(name):
 def test_a_sweep_takes_its_line_as_words(execute):
     (execute.work / "s.txt").write_text("graph.name=ring\nrun.seed=$(id) a.b=*\n")
     squeue = execute.work.parent / "stubs" / "squeue"
-    squeue.write_text("#!/bin/bash\necho N/A\n")
+    squeue.write_text('#!/bin/bash\necho "$@" >asked; echo N/A\n')
     squeue.chmod(0o755)
     path = REPO / "jobs" / "sweep.sbatch"
     text = f"set -- jobs/digits.toml s.txt\n{path.read_text()}"
@@ -426,6 +426,11 @@ def test_a_sweep_takes_its_line_as_words(execute):
     assert words[at + 1 : at + 5] == ["jobs/digits.toml", "run.output=runs/digits-2",
                                       "run.seed=$(id)", "a.b=*"]  # fmt: skip
     assert execute(text, SLURM_ARRAY_TASK_ID="3")[0].returncode == 2
+    # the last task of an array has the array's own number: to requeue that requeues all
+    ids = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    words = execute(text, CODE=str(STOPPED), **ids)[1]
+    assert words[words.index("scontrol") :][:3] == ["scontrol", "requeue", "7_2"]
+    assert "7_2" in (execute.work / "asked").read_text().split()
 
 
 @pytest.mark.parametrize("code, tries", [(OK, 1), (WRONG, 1), (STOPPED, 1), (1, 3), (137, 3)])

@@ -1,7 +1,7 @@
 """Steps a second, utilization and bytes over shaped links, beside what plan predicts.
 
-    tools/bench/atlas.py --out FILE.jsonl             what is missing is measured; needs root
-    tools/bench/atlas.py --out FILE.jsonl --show      the table
+    python tools/bench/atlas.py --out FILE.jsonl             what is missing is measured; needs root
+    python tools/bench/atlas.py --out FILE.jsonl --show      the table
 
 Four hosts (tools/labs/net.sh), 1.05 M parameters, 200 ms of computing, slept. Each network is
 started once; a cell that FILE has isn't measured again. The machine is calibrated by rounds of
@@ -31,6 +31,8 @@ HOSTS, COMPUTE_S, SLOW_TIMES = 4, 0.2, 3.0
 SLOW_GBIT = 0.02
 NOMINAL = 119e6
 """Bytes/s of TCP's payload over a link of 1 Gbit/s."""
+BASE = "1 Gbit/s"
+"""Links of other rates are predicted from the machine that was measured with these."""
 WIDTH, LAYERS = 512, 4
 """4 layers of 512 x 512: 1.05 M parameters with the first and the last."""
 SECONDS = 6.0
@@ -267,10 +269,12 @@ def fill(out: Path, networks: list[str], methods: dict[str, str]) -> None:
     there = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     have = {(row.get("network"), row.get("cell")) for row in there}
     measured_on = {row["network"] for row in there if "machine" in row}
+    if BASE not in {*networks, *measured_on}:
+        raise SystemExit(f"links of other rates are predicted from {BASE}: measure it, too")
     for network in networks:
         links = NETWORKS[network]
         missing = [name for name in methods if (network, name) not in have]
-        unknown = not measured_on or (links.latency != "0" and network not in measured_on)
+        unknown = network not in measured_on and (network == BASE or links.latency != "0")
         if not missing and not unknown:
             continue
         own = ["--ranks", ";".join(missing), "--slow", links.slow, *["--calibrate"] * unknown]
@@ -308,7 +312,7 @@ def rows_of(out: Path) -> list[dict]:
 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     machines = {line["network"]: Machine(**line["machine"]) for line in lines if "machine" in line}
-    first, rows = next(iter(machines.values())), []
+    first, rows = machines[BASE], []
     for line in lines:
         if "cell" in line:
             links = NETWORKS[line["network"]]

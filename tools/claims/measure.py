@@ -2,7 +2,7 @@
 
     python tools/claims/measure.py --quick     # graphs, limits, speed: about a minute
     python tools/claims/measure.py --estimate  # runs and hours of the training claims
-    python tools/claims/measure.py --data cifar10.h5 --out jobs/claims/RESULTS.md       # all of it
+    python tools/claims/measure.py --data cifar10.h5 --out table.md   # all of it
     python tools/claims/measure.py --only slack --rehearse      # a claim of training in little
 
 The columns: claim, its source, what is expected, what was measured, whether it holds. The table

@@ -97,6 +97,9 @@ def main(words: list[str] | None = None) -> None:
         raise SystemExit(f"{options.folder} is not empty; name a new folder")
     if options.megabytes <= 0:
         raise SystemExit(f"--megabytes {options.megabytes:g}: give a number above 0")
+    if options.archive and not options.archive.is_file():
+        raise SystemExit(f"--archive {options.archive}: no such file")
+    options.folder.resolve().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder.resolve().parent) as within:
         archive = options.archive or fetched(options.package, Path(within))
         options.folder.mkdir(exist_ok=True)

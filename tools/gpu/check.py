@@ -120,7 +120,9 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.gpus and not options.double:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(options.gpus)))
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")  # those of the job
+        every = given.split(",") if given else map(str, range(options.gpus))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*every][: options.gpus])
     with tempfile.TemporaryDirectory() as folder:
         if options.double:
             from tests.double.__main__ import environment
