@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,11 @@ import peers
 import torch
 from peers import WAIT_S, say, timed
 
+from mpigossip.analysis.bench import limit_memory
 from mpigossip.cluster.ranks import World, world
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.combine import BLOCK
 from mpigossip.training import assemble
 from mpigossip.training.evaluate import averaged_model, measure
 
@@ -73,24 +74,10 @@ class Ours:
         return float(self.x.min()), float(self.x.max())
 
 
-class Limit:
-    """The memory bus at work: blocked in-place average of two private arrays, none sent."""
-
-    name = "limit: average of private arrays"
-
-    def __init__(self, count: int):
-        """Two arrays."""
-        self.a, self.b = torch.ones(count), torch.ones(count)
-
-    def round(self) -> None:
-        """Average the two in place, a ← ½ (a + b)."""
-        for a, b in zip(self.a.split(BLOCK), self.b.split(BLOCK), strict=True):
-            torch.add(a, b, out=a).mul_(0.5)
-
-
 def contenders(ranks: World, count: int) -> list[Any]:
     """Ours and theirs; of bucket sizes the best of three, tried beforehand."""
-    found: list[Any] = [Limit(count)]
+    limit = SimpleNamespace(name="limit: average of private arrays", round=limit_memory(count))
+    found: list[Any] = [limit]
     for name in ("one-peer-hypercube", "one-peer-exponential"):
         found += [Ours(ranks, count, name), Ours(ranks, count, name, copies=True)]
     found.append(Ours(ranks, count, "complete", Kind.GLOBAL))
