@@ -47,7 +47,7 @@ def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[
     out, into = np.ones(count, np.float32), np.empty(count, np.float32)
 
     def work() -> None:
-        pending = {0: comm.Irecv(into, source), 1: comm.Isend(out, to)}
+        pending = {(source, 0): comm.Irecv(into, source), (to, 1): comm.Isend(out, to)}
         # sleeps between looks: on hosts that share cores, spinning would slow the limit itself
         wait_all(pending, 300.0, lambda _: "plain stream: the neighbour doesn't answer")
 

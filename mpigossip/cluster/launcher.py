@@ -178,7 +178,9 @@ def terminal_of_launcher() -> str | None:
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """What torchrun sets, and wrappers of srun and mpirun that imitate it."""
-MISREAD = (*TORCH, *(name for pair in LAUNCHERS for name in pair), "SLURM_NTASKS", "SLURM_NPROCS")
+# FLUX_JOB_SIZE alone says how many of a host's ranks share its GPUs
+OF_RANKS = [name for pair in LAUNCHERS for name in pair if name != "FLUX_JOB_SIZE"]
+MISREAD = (*TORCH, *OF_RANKS, "SLURM_NTASKS", "SLURM_NPROCS")
 """From these, Accelerate and the Trainer conclude that torch.distributed is to join all ranks,
 which fails, or sums all gradients in silence; Lightning, that Slurm's tasks are its own. What says
 which of a host's ranks this is stays, and so does all that tells of the allocation."""

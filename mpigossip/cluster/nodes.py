@@ -72,7 +72,8 @@ def arranged(world: World, ranks_per_node: int | str) -> Nodes:
     near = limited(world.comm, world.timeout_s).Split_type(MPI.COMM_TYPE_SHARED)
     first = near.bcast(world.rank)
     near.Free()
-    where = places(world.comm.allgather(first), world.hosts, ranks_per_node)
+    every = limited(world.comm, world.timeout_s).allgather(first)
+    where = places(every, world.hosts, ranks_per_node)
     if max(place for _, place in where) == 0:
         return Nodes.of_ranks(world)
     node, place = where[world.rank]

@@ -127,7 +127,7 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
     store = store or dist.TCPStore("127.0.0.1", port, size, False, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     # not earlier than MPI, which it needs to go together
-    world.resources.callback(dist.destroy_process_group)
+    world.resources.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
     return dist.group.WORLD
 
 

@@ -10,14 +10,13 @@ import os
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpigossip.cluster import deadline, process, uncaught
 from mpigossip.cluster.agreement import Communicator, limited
-from mpigossip.cluster.deadline import Deadline, sharp_timers
+from mpigossip.cluster.deadline import Deadline, LateError, sharp_timers
 from mpigossip.cluster.launcher import (
     LaunchError,
     check_alone,
@@ -31,7 +30,7 @@ from mpigossip.cluster.process import TIMEOUT_S, ending
 from mpigossip.cluster.waits import Roll
 from mpigossip.cluster.world import Alone as Alone
 from mpigossip.cluster.world import Nodes
-from mpigossip.config.errors import Failure
+from mpigossip.config.errors import FAILED, Failure
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,7 +60,8 @@ class World(Communicator):
         from mpi4py import MPI
 
         host = MPI.Get_processor_name() or socket.gethostname()
-        super().__init__(comm.Dup(), tuple(limited(comm, timeout_s).allgather(host)), timeout_s)
+        own = limited(comm, timeout_s).Dup()
+        super().__init__(own.plain, tuple(own.allgather(host)), timeout_s)
         self.launched = bool(places(os.environ))
         self.fault_tolerant = fault_tolerant(MPI.Get_library_version(), os.environ)
         self.names = tuple(range(self.size))
@@ -129,7 +129,8 @@ class World(Communicator):
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
-        group, device = self.node_group(backend), "cuda" if torch.cuda.is_available() else "cpu"
+        group = self.node_group(backend)
+        device = "cpu" if torch.distributed.get_backend(group) == "gloo" else "cuda"
         return DeviceMesh.from_group(group, device, mesh_dim_names=("node",))
 
     def abort(self, code: int = 1) -> None:
@@ -164,7 +165,7 @@ class World(Communicator):
             self.close()
         else:
             ending.code = uncaught.code(error)
-            ending.cause = traceback.format_exception_only(error)[-1].strip()
+            ending.cause = f"{kind.__name__}: {error}"
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -208,6 +209,12 @@ def world(timeout_s: float = TIMEOUT_S) -> World:
     except LaunchError as error:
         sys.excepthook = uncaught.once(error)
         raise
+    except LateError as error:  # the end of MPI would wait, too
+        from mpi4py import MPI
+
+        uncaught.say(f"mpigossip.world(): {error}; ending the job")
+        process.abort(MPI.COMM_WORLD, FAILED)
+        raise
 
 
 def _world(timeout_s: float) -> World:
@@ -226,7 +233,7 @@ def _world(timeout_s: float) -> World:
     if ours:
         check_library(MPI.Get_library_version(), os.environ)
         process.init()
-    ending.prepare(finalize=ours)
+    ending.prepare(ours, timeout_s)
     check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)
     check_alone(MPI.COMM_WORLD.size, os.environ, multiprocessing.current_process()._identity)
     made = World(MPI.COMM_WORLD, timeout_s)

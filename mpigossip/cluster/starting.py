@@ -24,6 +24,7 @@ LOOK_S = 0.5
 """Seconds between two looks at the other ranks."""
 SAID = "said"
 """The file of the rank that says why the job ends: who makes it speaks."""
+FAULT = "all ranks wait for it, so the network between them may be at fault"
 STALE_S = 3600.0
 """Age from which on a folder of another launch was left by ranks that were killed."""
 
@@ -87,7 +88,9 @@ class Start:
             waits = time.monotonic() - (self._began if missing else self._entered)
             if waits >= self._timeout_s and not self._over.is_set():
                 why = f"MPI has not started within {self._timeout_s:g} s (node.timeout_s)"
-                self._end(f"{why}: {missing or self._late()}")
+                self._end(f"{why}: {'; '.join(filter(None, [self._late(), missing])) or FAULT}")
+        for ended in self._living:
+            os.close(ended)
 
     def _end(self, why: str) -> None:
         """End this rank; says why unless another has."""
@@ -120,12 +123,11 @@ class Start:
     def _missing(self) -> str:
         begun = self._begun()
         names = [str(rank) for rank in range(self._size) if rank not in begun]
-        which = f"{few(names, 8)} (in {self._folder})"
+        which = f"{few(names, 8)} (in {self._folder}, as far as hosts share it)"
         return f"nothing is seen of {len(names)} of {self._size} ranks: {which}" if names else ""
 
     def _late(self) -> str:
         late = {r: rest for r, rest in sorted(self._begun().items()) if not rest.endswith(ENTERED)}
-        if late:
-            names = few([f"{rank} on {rest.partition('.')[2]}" for rank, rest in late.items()], 8)
-            return f"{len(late)} of {self._size} ranks have begun but not come so far: {names}"
-        return f"all {self._size} ranks wait for it, so the network between them may be at fault"
+        names = few([f"{rank} on {rest.partition('.')[2]}" for rank, rest in late.items()], 8)
+        which = f"{len(late)} of {self._size} ranks have begun but not come so far: {names}"
+        return which if late else ""

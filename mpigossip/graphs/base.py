@@ -211,7 +211,7 @@ class Graph:
     def complete(self) -> bool:
         """Return whether every round is the exact average, W = 11ᵀ/n."""
         edges = self.n * (self.n - 1)
-        known = self.doubly_stochastic and not self.stated
+        known = self.doubly_stochastic and self.period is not None  # all rounds, not the first ones
         return known and all(
             r.edge_count == edges and abs(r.smallest() - 1 / self.n) <= TOLERANCE
             for r in self.schedule.rounds

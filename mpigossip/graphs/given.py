@@ -43,7 +43,11 @@ def _round(network: Any, weights: str | None, order: Sequence[object]) -> Round:
     to, source = np.array(list(given), np.int64).reshape(-1, 2).T
     n = len(order)
     if weights is None and given and None not in given.values():
-        return Sparse.from_edges(n, to, source, np.array(list(given.values()), np.float64))
+        try:
+            values = np.array(list(given.values()), np.float64)
+        except (TypeError, ValueError) as error:
+            raise GraphError(f'an edge\'s "weight" has to be a number: {error}') from None
+        return Sparse.from_edges(n, to, source, values)
     chosen = weights or ("uniform" if network.is_directed() else "metropolis-hastings")
     return rule(chosen)(Sparse.from_edges(n, to, source, 1.0))
 
@@ -229,4 +233,8 @@ def _network(path: Path) -> Any:
 
     reader = getattr(networkx, f"read_{path.suffix[1:]}")
     with _opened(path) as file:
-        return networkx.convert_node_labels_to_integers(reader(file), ordering="sorted")
+        network = reader(file)
+    number = {label: int(label) for label in network if str(label).isdecimal()}
+    if sorted(number.values()) == [*range(len(network))]:  # texts in most formats: "10" < "2"
+        return networkx.relabel_nodes(network, number)
+    return networkx.convert_node_labels_to_integers(network, ordering="sorted")

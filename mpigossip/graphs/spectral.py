@@ -1,7 +1,7 @@
 """Averaging speed of a graph: spectral gap, consensus rate, rounds to the exact average.
 
 Circulant rounds are treated by FFT (they commute, so products of matrices are products of
-eigenvalues); other graphs densely up to DENSE nodes and by scipy's iterations above.
+eigenvalues); other graphs densely while n is small, and by scipy's iterations above.
 J = 11ᵀ/n throughout, and Π W = W(t−1) … W(1) W(0).
 """
 
@@ -20,7 +20,7 @@ LARGE = 512
 """Nodes above which a run doesn't compute its graph's gap: that takes a while."""
 
 DENSE = 1024
-"""Largest n for which non-circulant products are formed as dense matrices."""
+"""Largest n for which non-circulant products are formed as dense matrices; for a gap twice that."""
 
 COLUMNS = 32
 """Columns from which the effective number of neighbours is estimated for large n."""

@@ -6,6 +6,7 @@ with eigenvalues λ_1 ≥ … ≥ λ_{n−1} > λ_n = 0.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -194,7 +195,7 @@ def reweighted(graph: Graph, name: str) -> Graph:
             f'weights = "{name}" out'
         )
     options = {**dict(graph.options), "weights": name}
-    made = Graph(graph.schedule.mapped(change))
+    made = replace(graph, schedule=graph.schedule.mapped(change))
     return made.renamed(graph.name, **options)
 
 

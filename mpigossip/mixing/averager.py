@@ -57,6 +57,8 @@ class Averager:
         :raises JobError: on all ranks, for what can't be averaged or differs between ranks
         """
         with world.together(Mistake):
+            if same_host not in ("read", "put"):
+                raise JobError(f'same_host = "{same_host}": give "read" or "put"')
             if (
                 getattr(like, "dtype", None) not in TYPES
                 or not isinstance(like, np.ndarray | torch.Tensor)

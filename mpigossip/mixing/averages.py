@@ -11,7 +11,7 @@ from mpigossip.cluster.world import World
 from mpigossip.mixing.base import Layout, Mixer, Segments
 from mpigossip.mixing.combine import add_up, combine
 from mpigossip.mixing.device.memory import current
-from mpigossip.mixing.notifications import called, everybody, wait_all
+from mpigossip.mixing.notifications import abandoned, called, everybody, wait_all
 
 AVERAGE = 21
 CUT = 1 << 30
@@ -116,17 +116,27 @@ def raw(memory: torch.Tensor) -> MPI.buffer:
 def swap_by_messages(comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank) -> float:
     """Send arrays to other ranks and receive theirs by MPI's messages; seconds waited."""
 
-    def late(key: tuple[int, int]) -> str:
+    def late(key: tuple[int, int, int]) -> str:
         return f"global average: {called(comm, key[0])} doesn't answer"
 
     def begin(call: Callable, memory: torch.Tensor, rank: int) -> MPI.Request:
         with current(memory.device):
             return call(raw(memory), rank, AVERAGE)
 
-    received = {key: begin(comm.Irecv, memory, key[0]) for key, memory in into.items()}
-    sent = {key: begin(comm.Isend, memory, key[0]) for key, memory in out.items()}
-    waited = wait_all(received, timeout_s, late, comm=comm)
-    return waited + wait_all(sent, timeout_s, late, comm=comm)
+    def begun(call: Callable, arrays: ByRank) -> dict[tuple[int, int, int], MPI.Request]:
+        return {
+            (*key, k): begin(call, part, key[0])
+            for key, memory in arrays.items()
+            for k, part in enumerate(memory.view(torch.uint8).split(CUT))
+        }
+
+    received, sent = begun(comm.Irecv, into), begun(comm.Isend, out)
+    try:
+        waited = wait_all(received, timeout_s, late, comm=comm)
+        return waited + wait_all(sent, timeout_s, late, comm=comm)
+    except BaseException:
+        abandoned.append((out, into))  # MPI may still write there
+        raise
 
 
 class OfRank(Mixer):

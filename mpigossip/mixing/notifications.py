@@ -102,7 +102,7 @@ def called(comm: MPI.Comm, rank: int) -> str:
 
 
 abandoned: list[Any] = []
-"""Requests given up at a deadline: MPI may still write into their buffers, which they hold."""
+"""Requests given up at a deadline, and buffers: MPI may still write into them."""
 
 
 def ranks_of(keys: Iterable[Any]) -> set[int]:

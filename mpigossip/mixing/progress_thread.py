@@ -104,7 +104,7 @@ class ProgressThread:
         """
         began = time.perf_counter()
         # the job's own waits are shorter: they name the late rank, this names only the round
-        limit = self._timeout_s * 2.5 + 5
+        limit = min(self._timeout_s * 2.5 + 5, threading.TIMEOUT_MAX)
         while True:
             try:
                 error = future.exception(limit)
@@ -155,7 +155,7 @@ class ProgressThread:
     def _leave(self, limit: float = LEAVE_S) -> None:
         self._jobs.put(None)
         self._bell.ring()
-        self._thread.join(limit)
+        self._thread.join(min(limit, threading.TIMEOUT_MAX))
 
     def close(self) -> None:
         """End the thread after the jobs in its queue."""

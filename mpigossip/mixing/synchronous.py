@@ -324,10 +324,8 @@ def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
     for _ in range(2):  # the first opens connections
         comm.Barrier()
         began = time.perf_counter()
-        pending = {
-            0: comm.Irecv(into, (comm.rank - 1) % comm.size),
-            1: comm.Isend(out, (comm.rank + 1) % comm.size),
-        }
+        source, to = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        pending = {(source, 0): comm.Irecv(into, source), (to, 1): comm.Isend(out, to)}
         wait_all(pending, timeout_s, lambda _: SLOW, comm=comm)
         slowest = comm.allreduce(time.perf_counter() - began, MPI.MAX)
     return SMALLEST / slowest

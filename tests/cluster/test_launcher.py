@@ -7,6 +7,7 @@ from mpigossip.cluster import launcher
 RANK = {
     "PMI_RANK": "1",
     "PMI_SIZE": "4",
+    "FLUX_TASK_RANK": "1",
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "4",
     "SLURM_PROCID": "1",
@@ -20,6 +21,7 @@ KEPT = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "MPI_LOCALRANKID": "1",
     "SLURM_LOCALID": "1",
+    "FLUX_JOB_SIZE": "4",
     "SLURM_STEP_TASKS_PER_NODE": "4",
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_END_TIME": "9",

@@ -95,3 +95,17 @@ def test_groups_of_an_opening_that_failed_are_cut_off(monkeypatch):
     with pytest.raises(Failure, match="no route to a host"):
         process_groups.open_groups(Alone(), places, 10)
     assert cut == [(["cpu"], True)]
+
+
+def destroyed(comm):
+    from mpigossip.cluster.ranks import World
+
+    with World(comm) as world:
+        world.arrange(2)
+        assert world.node_mesh("gloo").device_type == "cpu"
+        dist.destroy_process_group()
+    return dist.is_initialized()
+
+
+def test_a_loop_may_destroy_the_nodes_group_itself(ranks, monkeypatch):
+    assert ranks(2)(destroyed) == [False, False]

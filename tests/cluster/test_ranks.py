@@ -296,6 +296,21 @@ def test_world_joins_an_mpi_that_runs_already(mpirun):
     assert done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_world_that_not_all_ranks_open_ends_the_job(mpirun):
+    done = mpirun(
+        2,
+        script(
+            "from mpi4py import MPI",
+            "from mpigossip.cluster import collectives",
+            "collectives.LEAST_S = 0.5",
+            "if MPI.COMM_WORLD.rank == 0: mpigossip.world(timeout_s=0.5)",
+        ),
+        timeout=30,
+    )
+    assert done.returncode != 0
+    assert "mpigossip.world(): not all ranks came to MPI's Dup" in done.stderr
+
+
 def test_world_without_a_launcher_is_one_rank(mpirun):
     code = "with mpigossip.world() as world: print(world.size, world.agree(4)); 1 / 0"
     done = mpirun(0, script(code), timeout=30)

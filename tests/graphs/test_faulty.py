@@ -7,6 +7,7 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.graphs import graph
 from mpigossip.graphs.faulty import Links, OnOff, faulty
+from mpigossip.mixing.base import is_average
 from mpigossip.training import assemble
 from tests.cases import on_each
 
@@ -38,6 +39,13 @@ def test_pairs_lose_what_they_share_and_nothing_else():
         expected = graph("ring", 10).matrix(0) * alive
         np.fill_diagonal(expected, 0)
         assert np.allclose(w - np.diag(w.diagonal()), expected)
+
+
+@on_each("seed", range(4))
+def test_rare_losses_are_no_exact_average_although_the_first_rounds_are(seed):
+    made = faulty(graph("complete", 4), Links(4, seed, lost=0.01))
+    assert not made.complete
+    assert {is_average(made, t) for t in range(200)} == {True, False}
 
 
 def test_a_lazy_one_is_mended_likewise():

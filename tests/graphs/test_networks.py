@@ -57,6 +57,14 @@ def test_values_of_all_kinds_are_graphs():
     assert graph(f"{HERE}:drawn", 5, seed=2, period=4, scale=2).period == 4
 
 
+def test_nodes_of_a_file_keep_their_numbers(tmp_path):
+    """As text, 10 would come before 2."""
+    network = nx.path_graph(12)
+    for suffix in ("graphml", "gml", "edgelist"):
+        getattr(nx, f"write_{suffix}")(network, path := tmp_path / f"path.{suffix}")
+        assert graph(f"file:{path}", 12) == graph(network, 12), suffix
+
+
 def test_a_function_gives_each_round_when_its_time_comes():
     g = graph(f"{HERE}:drawn", 6, seed=3, degree=1)
     assert g.period is None and g.degree == 1 and g.doubly_stochastic
@@ -100,6 +108,7 @@ def test_wrong_functions_and_rounds_are_refused():
     for value, says in [
         (["ring", "star"], "mixing matrix 0 is no array of numbers"),
         (3, "a int is no graph"),
+        (nx.Graph([(0, 1, {"weight": "far"})]), '"weight" has to be a number'),
         (drawn, "state degree=….* beside its name .module:function."),
         (lambda t: A, "mpigossip.graph\\(function, n, period=…\\)"),
         (lambda n: 1 / 0, "called with {'n': 3, 'seed': 0}: ZeroDivisionError at .*test_networks"),

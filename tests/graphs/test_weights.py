@@ -127,3 +127,8 @@ def test_convex_optimum_of_a_circulant_is_circulant():
     g = graph("ring-lattice", 12, weights="fdla")
     assert isinstance(g.round(0), Circulant)
     assert spectral_gap(g) >= spectral_gap(graph("ring-lattice", 12, weights="laplacian")) - 1e-7
+
+
+def test_repeated_rounds_stay_repeated():
+    slow = graph(graph("ring", 6).slowed(3), 6, weights="laplacian")
+    assert slow.times == 3 and slow == graph("ring", 6, weights="laplacian").slowed(3)

@@ -151,6 +151,7 @@ def mistaken(world):
     tell(make, world, "ring", like=np.zeros(4, int))
     tell(make, world, "ring", like=torch.zeros(4, dtype=torch.bfloat16))
     tell(make, world, "ring", like=x.astype(">f8"))
+    tell(make, world, "ring", like=x, same_host="shared")
     tell(make, world, "rong", like=x)
     tell(make, world, graphs.graph("ring", world.size + 1), like=x)
     tell(make, world, "ring", like=np.zeros(3 + world.rank))
@@ -188,6 +189,7 @@ def test_mistakes_are_told_in_words_on_every_rank(ranks):
         "like is int64 of shape (4,) (ndarray)",
         "like is torch.bfloat16 of shape (4,) (Tensor, torch.strided on cpu)",
         "like is >f8 of shape (4,) (ndarray)",
+        'same_host = "shared": give "read" or "put"',
         'graph "rong" is unknown; did you mean "ring"?',
         'graph "ring" has 3 nodes, and 2 are asked for',
         "rank 1 on {host}: shape (4,), on rank 0 (3,)",

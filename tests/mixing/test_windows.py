@@ -352,6 +352,13 @@ def test_without_a_compiler_the_sum_is_pure_and_the_reason_is_told(monkeypatch, 
         assert native.library.__wrapped__() is None
     assert not list(tmp_path.rglob("*.so"))
 
+    def denied(_):
+        raise PermissionError(13, "a folder above may not be entered")
+
+    monkeypatch.setattr(native, "_safe", denied)
+    monkeypatch.delenv("MPIGOSSIP_NATIVE")
+    assert "no cache folder" in native.status() and native.library.__wrapped__() is None
+
 
 def test_a_library_that_others_may_write_is_not_loaded(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

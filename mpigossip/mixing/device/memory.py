@@ -17,6 +17,7 @@ import torch
 
 from mpigossip.cluster.deadline import LateError
 from mpigossip.cluster.process import libraries
+from mpigossip.config.errors import Failure
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,7 +30,7 @@ ALREADY = 712
 """cudaErrorHostMemoryAlreadyRegistered: UCX locks windows itself."""
 
 
-class MemoryRefused(RuntimeError):
+class MemoryRefused(Failure, RuntimeError):
     """Memory that can't be had or shared: device, call and remedy are named."""
 
 

@@ -102,10 +102,10 @@ def _load() -> Any:
         raise NoKernel("MPIGOSSIP_NATIVE=0")
     try:
         place = _place()
-    except RuntimeError as error:  # no home
+        cache, there = place.parent, _safe(place.parent) and _safe(place)
+    except (RuntimeError, OSError) as error:  # no home, or one that may not be entered
         raise NoKernel(f"no cache folder: {error}; XDG_CACHE_HOME names one") from error
-    cache = place.parent
-    if not (_safe(cache) and _safe(place)):
+    if not there:
         place = _build(place)
     try:
         kernel = ctypes.CDLL(str(place))

@@ -285,9 +285,12 @@ class Place:
 
     def leave(self) -> None:
         """Close the own chain: what is claimed and not trained is others'."""
-        record = Closed(place=self.number, round=self.round, why="left", by=self.number)
-        if self.disk.publish(record_name(self.number, self.round), record.encode()):
-            self._hint_closed(self.number, self.age)
+        # the last round's own name where its model could not be written, or isn't yet
+        for number in range(max(self.round - 1, 0), self.round + 1):
+            record = Closed(place=self.number, round=number, why="left", by=self.number)
+            if self.disk.publish(record_name(self.number, number), record.encode()):
+                self._hint_closed(self.number, self.age)
+                return
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ of typed fields.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 LARGEST = 1 << 20
 """Bytes of a record at most."""
 TRIES = 3
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
+"""A file system's errors that say nothing about the file."""
 
 
 class Unusable(Exception):
@@ -60,6 +63,8 @@ class Disk:
         except OSError as error:
             if path.is_symlink():
                 raise Unusable(f"{path} is a symbolic link") from None
+            if error.errno in PASSING:  # what is there isn't damaged
+                raise
             raise Unusable(f"{path} can't be read: {error.strerror}") from None
         try:
             about = os.fstat(descriptor)

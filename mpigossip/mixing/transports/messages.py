@@ -88,7 +88,8 @@ class Messages(Transport):
             )  # fmt: skip
 
     def pending(self, r: Round) -> list[MPI.Request]:
-        return [request for requests in self._receives.values() for request in requests]
+        # without those that are complete, which would end each rest at once
+        return [one for requests in self._receives.values() for one in requests if one]
 
     def late(self, r: Round, ranks: Sequence[int]) -> str:
         return self._named(min(ranks), f"sends no model of round {r.t}")

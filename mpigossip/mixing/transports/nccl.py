@@ -15,7 +15,7 @@ from mpi4py import MPI
 from mpigossip.cluster.deadline import Deadline, numbers
 from mpigossip.cluster.process_groups import Place, close_groups, launching, open_groups
 from mpigossip.cluster.world import World
-from mpigossip.config.errors import Failure
+from mpigossip.config.errors import Failure, JobError
 from mpigossip.mixing.averages import ByRank
 from mpigossip.mixing.base import Layout
 from mpigossip.mixing.device.memory import MemoryRefused, current
@@ -54,7 +54,7 @@ class Nccl(Transport):
             raise MemoryRefused(shared)
         try:
             self._groups = open_groups(world, places, timeout_s)
-        except Failure as error:
+        except (Failure, JobError) as error:
             raise MemoryRefused(f"NCCL didn't join the nodes: {error}") from error
         self._works: list[Any] = []
         super().__init__(comm, layout, buffers, timeout_s)

@@ -6,6 +6,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window
+from mpigossip.cluster.deadline import numbers
 from mpigossip.mixing.averages import CUT, raw
 from mpigossip.mixing.base import Layout
 from mpigossip.mixing.device.memory import MemoryRefused, arrived_whole, create, current, private
@@ -134,7 +135,7 @@ class Windows(Transport):
             return self.notifications.late(rank, FREE, self.number(r))
         if (count := r.arrived.get(rank, many)) < many:
             return self.notifications.late(rank, ARRIVED, self.number(r, self.chunks[count]))
-        return f"a put to ranks {ranks} doesn't complete (round {r.t})"
+        return f"a put to ranks {numbers(self.comm, ranks)} doesn't complete (round {r.t})"
 
     def close(self, coming: Sequence[tuple[int, Plan]] = ()) -> None:
         for index, plan in coming:

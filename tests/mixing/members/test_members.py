@@ -1,6 +1,8 @@
 """The protocol of members that join and leave, with models of four numbers on bad disks."""
 
 import contextlib
+import errno
+import os
 import random
 import threading
 from pathlib import Path
@@ -231,6 +233,32 @@ def test_models_of_places_that_closed_long_ago_are_removed(tmp_path):
     assert how == "end" and len(list((root / "places").iterdir())) > 15
     assert most < 40
     assert right(root, plan)
+
+
+def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_path, monkeypatch):
+    begin(root := tmp_path / "run")
+    plan, write = Plan(8, 2, 60.0), checkpoint.write_state
+
+    def full(path, node, state):
+        if state.numbers["index"] == 3:
+            raise StoreError("no space left")
+        return write(path, node, state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "write_state", full)
+        assert member(Bad(root, random.Random(1)), plan) == "failed"
+    assert Place(Disk(root), plan).record(0, 2).why == "left"
+    assert member(Bad(root, random.Random(2)), plan) == "end"
+    assert right(root, plan)
+
+
+def test_a_passing_error_of_the_file_system_is_not_a_damaged_record(tmp_path, monkeypatch):
+    def stale(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "open", stale)
+    with pytest.raises(OSError, match="Stale"):
+        Disk(tmp_path).read("ledger/0000/0.0")
 
 
 def test_a_member_that_finds_no_readable_model_leaves_a_whole_chain(tmp_path):
