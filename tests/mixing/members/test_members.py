@@ -247,7 +247,7 @@ def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "write_state", full)
         assert member(Bad(root, random.Random(1)), plan) == "failed"
-    assert Place(Disk(root), plan).record(0, 2).why == "left"
+    assert Place(Disk(root), plan).refresh(0).closed.round == 3
     assert member(Bad(root, random.Random(2)), plan) == "end"
     assert right(root, plan)
 
