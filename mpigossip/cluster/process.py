@@ -123,18 +123,16 @@ class Ending:
         """that the program exits with, as far as it is known here"""
         self._prepared = False
 
-    def prepare(self, finalize: bool, timeout_s: float) -> None:
-        """Collective; the first call counts. `finalize`: MPI was initialized here."""
-        from mpi4py import MPI
+    def prepare(self, finalize: bool, comm: Any) -> None:
+        """Collective over ``comm``, with a limit; the first call counts.
 
-        from mpigossip.cluster.collectives import Comm
-
+        `finalize`: MPI was initialized here.
+        """
         if not self._prepared:
             self._prepared = True
             # atexit isn't told the status, which ranks that wait for this one end by
             vars(sys)["exit"] = partial(self._exit, sys.exit)
-            comm = Comm.of(MPI.COMM_WORLD, timeout_s).Dup().plain
-            atexit.register(self._leave, comm, finalize)
+            atexit.register(self._leave, comm.Dup().plain, finalize)
 
     def _exit(self, plain: Callable[[Any], NoReturn], status: Any = None) -> NoReturn:
         self.status = status

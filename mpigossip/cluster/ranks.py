@@ -233,7 +233,7 @@ def _world(timeout_s: float) -> World:
     if ours:
         check_library(MPI.Get_library_version(), os.environ)
         process.init()
-    ending.prepare(ours, timeout_s)
+    ending.prepare(ours, limited(MPI.COMM_WORLD, timeout_s))
     check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)
     check_alone(MPI.COMM_WORLD.size, os.environ, multiprocessing.current_process()._identity)
     made = World(MPI.COMM_WORLD, timeout_s)

@@ -89,8 +89,8 @@ class Start:
             if waits >= self._timeout_s and not self._over.is_set():
                 why = f"MPI has not started within {self._timeout_s:g} s (node.timeout_s)"
                 self._end(f"{why}: {'; '.join(filter(None, [self._late(), missing])) or FAULT}")
-        for ended in self._living:
-            os.close(ended)
+        for descriptor in self._living:
+            os.close(descriptor)
 
     def _end(self, why: str) -> None:
         """End this rank; says why unless another has."""

@@ -209,9 +209,9 @@ class Graph:
 
     @cached_property
     def complete(self) -> bool:
-        """Return whether every round is the exact average, W = 11ᵀ/n."""
+        """Return whether every round is known to be the exact average, W = 11ᵀ/n."""
         edges = self.n * (self.n - 1)
-        known = self.doubly_stochastic and self.period is not None  # all rounds, not the first ones
+        known = self.doubly_stochastic and isinstance(self.schedule, Cycle | Shuffled)
         return known and all(
             r.edge_count == edges and abs(r.smallest() - 1 / self.n) <= TOLERANCE
             for r in self.schedule.rounds

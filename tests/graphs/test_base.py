@@ -16,7 +16,7 @@ from mpigossip.graphs import (
     from_sequence,
     graph,
 )
-from mpigossip.graphs.base import Cycle
+from mpigossip.graphs.base import Cycle, Drawn
 from mpigossip.graphs.rounds import Circulant, Sparse, paired
 from tests.cases import on_each
 
@@ -65,7 +65,8 @@ def test_facts_are_true_of_the_matrices(name, n):
     assert "static" not in g.facts or all((m == matrices[0]).all() for m in matrices)
     # every graph by name keeps the mean, but for the factors, which keep the sum
     assert g.doubly_stochastic or name == "spanning-tree" and "column-stochastic" in g.facts
-    assert g.complete == all(np.allclose(m, 1 / n) for m in matrices)
+    known = not isinstance(g.schedule, Drawn)
+    assert g.complete == (known and all(np.allclose(m, 1 / n) for m in matrices))
 
 
 @on_each("name", BUILDERS)
