@@ -88,8 +88,6 @@ def distance(node: LoopNode) -> float:
 
 def _wait_ready(node: LoopNode, call: str) -> None:
     """Wait for all nodes, with the parameters in the vector and no exchange in flight."""
-    if node.looking:
-        raise JobError(f"{call} inside averaged(): all nodes are alike there; leave it first")
     node.not_serving(call)
     node.check()
     node.check_known()

@@ -156,7 +156,9 @@ class WithFolder(Wrapper):
 
     def exit(self) -> NoReturn:
         """Save, and exit with code 75, on which batch scripts requeue a job; on all ranks."""
-        self._own_run("exit").stopped = True
+        run = self._own_run("exit")
+        self._node.not_serving("exit()")
+        run.stopped = True
         self._world.close()
         raise SystemExit(STOPPED)
 

@@ -266,11 +266,6 @@ class LoopNode:
 
         Collective where parameters were thawed since it was laid out.
         """
-        if self.looking:
-            raise JobError(
-                "step() inside averaged(): all that is done to the model there is taken back when "
-                "the block ends; leave it first"
-            )  # fmt: skip
         self.not_serving("step()")
         if any(id(p) not in self.known for g in self.inner.param_groups for p in g["params"]):
             self.check_known()
@@ -318,7 +313,12 @@ class LoopNode:
         self.publish()
 
     def not_serving(self, what: str) -> None:
-        """JobError where :func:`~mpigossip.optim.averaged.paused` exchanges in a thread."""
+        """JobError inside averaged(), and where paused() exchanges in a thread."""
+        if self.looking:
+            raise JobError(
+                f"{what} inside averaged(): the model, or its twin, is the average there, and is "
+                "put back when the block ends; leave it first"
+            )  # fmt: skip
         if self.serving:
             raise JobError(
                 f"{what} inside paused(): an asynchronous node goes on exchanging there, in a "

@@ -474,17 +474,19 @@ def test_steps_without_a_gradient_are_reported_once(capsys):
     assert err.count("step() on rank 0 without any gradient") == 1 and "on the model given" in err
 
 
-def test_training_inside_averaged_is_refused():
-    model = make()
-    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+def test_training_and_saving_inside_averaged_are_refused(tmp_path):
+    world, model = Alone(), make()
+    optimizer = mpigossip.Gossip(world, model, sgd(model), run=tmp_path)
     with optimizer.averaged():
         with pytest.raises(JobError, match=r"step\(\) inside averaged\(\)"):
             train(optimizer, model, 0, range(1))
-        with pytest.raises(JobError, match=r"consensus_distance\(\) inside averaged\(\)"):
-            optimizer.consensus_distance()
+        for name in ("consensus_distance", "state_dict", "average", "save", "exit"):
+            with pytest.raises(JobError, match=rf"{name}\(\) inside averaged\(\)"):
+                getattr(optimizer, name)()
         with pytest.raises(JobError, match=r"averaged\(\) inside averaged"), optimizer.averaged():
             pass
     train(optimizer, model, 0, range(1))
+    world.close()
 
 
 # -- what is given in another form -----------------------------------------------------------------
