@@ -124,6 +124,9 @@ LOCALS: dict[str, Part] = {
 One that takes whole parameters has a second argument, the vector's layout. The length of adaptive
 steps does not follow that of the gradient: their rates are not scaled with the batch."""
 
+DIVIDES = {"slowmo", "qg-dmsgd", "decentlam"}
+"""Methods that divide by the learning rate."""
+
 
 def takes_local(name: str) -> bool:
     """Return whether a method of this name takes a local step; the others have their own."""

@@ -14,7 +14,6 @@ from mpigossip.engine.measurements import consensus_distance
 from mpigossip.engine.sharded import fully_sharded, local, reshard
 from mpigossip.mixing.device.memory import current
 from mpigossip.optim import equal_start
-from mpigossip.optim.inner import rate
 from mpigossip.optim.node import LoopNode
 from mpigossip.runs.node import IDLE_S, wait_for_nodes
 from mpigossip.training.evaluate import average_buffers, average_into, norms, recalibrating
@@ -135,7 +134,7 @@ def _serving(node: LoopNode) -> Iterator[None]:
         try:
             with torch.no_grad(), current(device):
                 while not done.wait(IDLE_S):
-                    node.engine.average(rate(node.inner)[0])
+                    node.exchange()
         except BaseException as error:  # noqa: BLE001 - raised by who waits for it
             failed.append(error)
 

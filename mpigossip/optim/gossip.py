@@ -216,6 +216,9 @@ class Gossip(WithFolder):
 
     def _laid_out(self) -> Engine:
         """The engine, where it is to go on from."""
+        if self._node.closed:
+            raise JobError("this Gossip is closed, as its world is: call it inside the block "
+                           "`with mpigossip.world() as world:`")  # fmt: skip
         first = not self._node.laid_out
         anew = first or self._loaded is not None
         if anew and self.mixer.synchronous:
@@ -293,6 +296,7 @@ class Gossip(WithFolder):
 
     def average(self) -> None:
         """Exchange without a step, while waiting for others (asynchronous mixers)."""
+        self._laid_out()
         self._node.average()
 
     def paused(self) -> AbstractContextManager[None]:

@@ -8,9 +8,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from mpigossip.algorithms import takes_local
 from mpigossip.algorithms.base import Empty, Step, no_state
 from mpigossip.algorithms.local import Local
+from mpigossip.algorithms.methods import DIVIDES, takes_local
 from mpigossip.config import JobError
 from mpigossip.config.readable import note_once
 from mpigossip.engine.module import Parameters
@@ -21,8 +21,6 @@ from mpigossip.optim.base import Wrapper
 from mpigossip.store import StoreError
 from mpigossip.training.parts import Parts
 
-DIVIDES = {"slowmo", "qg-dmsgd", "decentlam"}
-"""Methods that divide by the learning rate."""
 BESIDE = {"params", "param_names", *(f"{name}_lr" for name in ("initial", "max", "min", "swa")),
           "base_momentum", "max_momentum"}  # fmt: skip
 """Keys of a group that are no settings of its optimizer: torch's schedulers add some."""

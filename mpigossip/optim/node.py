@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from mpigossip import config
-from mpigossip.algorithms import takes_local
 from mpigossip.algorithms.base import no_state
 from mpigossip.algorithms.local import Local
+from mpigossip.algorithms.methods import DIVIDES, takes_local
 from mpigossip.cluster.process import report_unused
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
@@ -71,7 +71,7 @@ class LoopNode:
         self.job, self.graph = parts.job, parts.graph
         self._overlap, self._every = overlap, measure_every
         self._sent: list[int] = []
-        self.laid_out = self.looking = self.serving = False
+        self.laid_out = self.looking = self.serving = self.closed = False
         self._facts = equal_start.layout(model)
         equal_start.agree(world, [*equal_start.settings_of(self.job), *self._facts])
         check_rounds(self.job, self.graph, world)
@@ -309,8 +309,14 @@ class LoopNode:
                 'the gradient is there; give Gossip overlap="never"'
             )  # fmt: skip
         self.vector.gather()
-        self.engine.average(rate(self.inner)[0])
+        self.exchange()
         self.publish()
+
+    def exchange(self) -> None:
+        """Exchange without a step, unless the method would divide by a learning rate of 0."""
+        lr, _ = rate(self.inner)
+        if lr or self.job.algorithm.name not in DIVIDES:
+            self.engine.average(lr)
 
     def not_serving(self, what: str) -> None:
         """JobError inside averaged(), and where paused() exchanges in a thread."""
@@ -329,6 +335,7 @@ class LoopNode:
         self.guard.release()
         if together:
             self._shut()
+            self.closed = self.world.comm is not None
 
 
 def loop_text(

@@ -489,6 +489,30 @@ def test_training_and_saving_inside_averaged_are_refused(tmp_path):
     world.close()
 
 
+@with_world
+def after_its_world(world):
+    model = make()
+    optimizer = mpigossip.Gossip(world, model, sgd(model))
+    world.close()
+    with pytest.raises(JobError, match="this Gossip is closed, as its world is: call it inside"):
+        train(optimizer, model, 0, range(1))
+
+
+def test_a_step_behind_the_end_of_its_world_is_refused(ranks):
+    ranks(2)(after_its_world)
+
+
+def test_an_exchange_without_a_step_comes_first_or_at_a_rate_of_0():
+    model = make()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mpigossip.Gossip(Alone(), model, inner, "qg-dmsgd")
+    optimizer.average()
+    inner.param_groups[0]["lr"] = 0.0  # as a schedule ends
+    optimizer.average()
+    assert optimizer.engine.round == 1
+    assert all(bool(part.isfinite().all()) for (part,) in optimizer.engine.parts().values())
+
+
 # -- what is given in another form -----------------------------------------------------------------
 
 
