@@ -6,7 +6,7 @@ import atexit
 import json
 import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -134,6 +134,9 @@ class LoopNode:
         nodes = self.world.nodes
         arrays: dict[str, np.ndarray] = {}
         numbers: dict[str, Number] = {"ranks": nodes.per_node}
+        with suppress(JobError):  # a model that was converted since is saved as of the last step
+            if self.vector.check() and self._sent:
+                self._sent = [-1]  # no version: step() rejects the change
         with world.together(JobError):
             mine = state.of_rank(self.model, self.keeps)
             if nodes.first and not self.sharded:

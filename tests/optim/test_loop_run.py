@@ -215,6 +215,21 @@ def test_what_does_not_fit_a_folder_is_refused(tmp_path, wrong, said):
         wrong(tmp_path / "run")
 
 
+def test_a_checkpoint_has_what_was_put_in_a_parameters_place(tmp_path):
+    with Alone() as world:
+        model, gossip, draw, schedule = begin(world, tmp_path)
+        train(model, gossip, draw, schedule, range(1))
+        model[0].weight.data = model[0].weight.data * 0  # as pruning does
+        gossip.save()
+        wanted = [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
+        train(model, gossip, draw, schedule, range(1))
+        wanted += [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
+        model.double()  # for an export: the last step is saved all the same
+    for step, values in enumerate(wanted, 1):
+        saved = checkpoint.read_node(tmp_path / f"checkpoints/step-{step:08}", 0)
+        assert np.array_equal(saved.parameters, values), step
+
+
 def test_a_step_that_is_written_takes_no_more_figures(tmp_path):
     with Alone() as world:
         model, gossip, draw, schedule = begin(world, tmp_path)
