@@ -1,7 +1,7 @@
 """Calls of an optimizer whose loop has a run directory: log, checkpoints, stops, callbacks."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -65,6 +65,16 @@ def _check_loaded(run: Run, path: Path) -> None:
     run.saved_at = step if step == manifest.step else None
 
 
+def check_names(figures: Iterable[str], measured: Collection[str]) -> None:
+    """JobError for a metric with the name of a ``measured`` column, or one that none can have."""
+    for name in figures:
+        wrong = "is measured already" if name in measured else ""
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+            wrong = "is no name of a column, which has letters, digits, _, . and -"
+        if wrong:
+            raise JobError(f'log: "{name}" {wrong}; give the figure another name')
+
+
 class WithFolder(Wrapper):
     """Log, checkpoints and stopping of an optimizer that was given ``run``."""
 
@@ -99,22 +109,25 @@ class WithFolder(Wrapper):
                 f"optimizer.step(), and {' or '.join(map(str, open_steps))} can be logged (a step "
                 "is written when the next begins, and by save(): log before that)"
             )  # fmt: skip
+        check_names(figures, MEASURED)
         of_step = run.figures.setdefault(-1 if at is None else at, {})
         for name, value in figures.items():
-            wrong = "is measured already" if name in MEASURED else ""
-            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-                wrong = "is no name of a column, which has letters, digits, _, . and -"
-            if wrong:
-                raise JobError(f'log: "{name}" {wrong}; give the figure another name')
             of_step[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def keep(self, **things: Any) -> None:
         """Add objects to checkpoints; before :meth:`resume`.
 
         :param things: by name: objects with ``state_dict`` and ``load_state_dict``, or generators
-            of torch (``get_state``)
+            of torch (``get_state`` and ``set_state``)
         """
         self._own_run("keep")
+        pairs = ("state_dict", "load_state_dict"), ("get_state", "set_state")
+        for name, thing in things.items():
+            if not any(all(hasattr(thing, one) for one in pair) for pair in pairs):
+                raise JobError(
+                    f"keep: {name} is a {type(thing).__name__}; give an object with state_dict() "
+                    "and load_state_dict(), or with get_state() and set_state()"
+                )  # fmt: skip
         self._node.keeps |= things
 
     def save(self) -> None:

@@ -19,6 +19,7 @@ from mpigossip.mixing.members.live import POLL_S, Leaving, Live, layout
 from mpigossip.mixing.members.place import Place, Plan
 from mpigossip.mixing.members.records import Disk
 from mpigossip.optim import arguments, unwrapped
+from mpigossip.optim.folder import check_names
 from mpigossip.optim.inner import check
 from mpigossip.optim.node import loop_text
 from mpigossip.optim.state import read_optimizer, write_optimizer
@@ -78,6 +79,7 @@ class Member:
 
     def log(self, **figures: float | torch.Tensor) -> None:
         """Add the chunk's metrics to the member's log; "loss" and "lr" are those of a job."""
+        check_names(figures, ("step", "node"))
         self._figures |= {
             name: float(torch.as_tensor(one).detach()) for name, one in figures.items()
         }

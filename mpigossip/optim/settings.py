@@ -118,7 +118,7 @@ def _sections(
     sections: dict[str, dict[str, Any]] = {"run": {}, "algorithm": {"name": algorithm}}
     sections |= {"graph": {}, "cadence": {}, "node": {}, "checkpoint": {}, "log": {}}
     for section, name in (("graph", graph), ("cadence", cadence)):
-        if isinstance(name, str):
+        if isinstance(name, str) or (section == "cadence" and name is not None):
             sections[section]["name"] = name
     part = part_of(algorithms.BUILDERS, algorithm)
     brought = part.brings if part else {}

@@ -115,6 +115,13 @@ def test_rejected(tmp_path, given, words):
         train(tmp_path / "run", *parts(), **given)
 
 
+def test_names_that_no_log_can_have_are_rejected(tmp_path):
+    with mpigossip.join(tmp_path / "run", *parts(), chunks=2, poll_s=0.02) as member:
+        for name, words in (("step", "is measured already"), ("train/loss", "no name of a column")):
+            with pytest.raises(JobError, match=f'log: "{name}" .*{words}'):
+                member.log(**{name: 1.0})
+
+
 def test_a_member_is_one_process(tmp_path):
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

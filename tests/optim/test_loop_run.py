@@ -206,7 +206,8 @@ def make_run(folder):
         (lambda run: alone(run)[1].log(nod="x"), "could not convert"),
         (lambda run: alone(run)[1].log(bytes_sent=1), "bytes_sent.*measured already"),
         (lambda run: alone(run)[1].log({"a/b": 1}), "no name of a column"),
-        (lambda run: alone(run)[1].keep(draw=3) or alone(run)[1].resume(), "in use by process"),
+        (lambda run: alone(run)[1].keep(epoch=3), "keep: epoch is a int; give an object"),
+        (lambda run: alone(run)[1].keep(draw=torch.Generator()) or alone(run), "in use by process"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_a_folder_is_refused(tmp_path, wrong, said):

@@ -248,6 +248,7 @@ def test_what_does_not_go_is_refused_in_words():
     refused(r"needs the models of its own round", "choco", graph="ring", mixer="asynchronous")
     refused(r'node\.wire = "sign"', wire="sign")
     refused(r"write graph='ring'", "ring")
+    refused(r"cadence\.name = 4: needs text", cadence=4)
     refused(r'perio: unknown; did you mean "period"', "gossip-pga", perio=3)
     refused(r"the optimizer is the local step here", local="adamw")
     refused(r"1 parameters that are not the model's", make=lambda p: torch.optim.SGD(
