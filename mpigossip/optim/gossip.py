@@ -14,6 +14,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config import JobError, removed
 from mpigossip.engine.measurements import Record
 from mpigossip.engine.module import Parameters
+from mpigossip.engine.sharded import planned
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Mixer
 from mpigossip.optim import arguments, unwrapped
@@ -286,7 +287,9 @@ class Gossip(WithFolder):
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         given = dict(state_dict)
         mine = given.pop("gossip", None)
-        told = states.load(given, mine, self._inner, self._node.model, self._node.flat.own)
+        # before the first step the model may have changed since it was planned
+        flat = self._node.flat if self._node.laid_out else planned(self._node.model)
+        told = states.load(given, mine, self._inner, self._node.model, flat.own)
         if told and self._world.rank == 0:
             printer.say(f"load_state_dict: {'; '.join(told)}")
         self._loaded = mine

@@ -118,9 +118,9 @@ def check_method(world: World, state: dict[str, Any], engine: Engine) -> None:
 def restore(state: dict[str, Any], engine: Engine, vector: Parameters) -> None:
     """Put vector, method and counters where they stood; the mixer begins its rounds anew."""
     flat, numbers = vector.flat.own, state["numbers"]
-    split(state["model"].numpy(), vector.x, 0, flat)
+    split(state["model"].cpu().numpy(), vector.x, 0, flat)
     for name, parts in engine.parts().items():
-        split(state["arrays"][name].numpy(), parts, 0, flat)
+        split(state["arrays"][name].cpu().numpy(), parts, 0, flat)
     engine.count_from(numbers)
     engine.restore_cadence(numbers)
     engine.mixer.bytes_sent[0] = int(numbers["bytes_sent"])

@@ -1,6 +1,7 @@
 """Training without CuPy on the double: custom loops, FSDP2, jobs, checkpoints, resume."""
 
 import contextlib
+import copy
 import re
 import sys
 from pathlib import Path
@@ -10,12 +11,14 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mpigossip.cluster.ranks import Alone
 from mpigossip.store.log import read
 from tests.cases import every
 from tests.double import active
 from tests.double.test_training import NCCL, aware, same
 from tests.optim.in_node import Case, mixed
 from tests.optim.in_node import on_ranks as in_nodes
+from tests.optim.test_saved import momenta, put, stepped
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
 JOB = Path(__file__).parents[2] / "jobs/digits.toml"
@@ -82,6 +85,22 @@ def loops(comm, kept, way, options):
 def test_a_loop_saved_and_resumed_has_the_cpus_bits(ranks, tmp_path, way, style):
     options = {"algorithm": "dsgd", "style": style}
     assert ranks(3)(loops, str(tmp_path), way, options, timeout=120) == [True] * 3
+
+
+def test_a_state_may_lie_in_the_gpus_memory():
+    """As torch.load(map_location=device) gives it."""
+
+    def moved(array):
+        return array.to("cuda:0")
+
+    with Alone() as world:
+        optimizer = stepped(world)
+        state, before = copy.deepcopy(optimizer.state_dict()), optimizer.vector.x[0].clone()
+        for change in (put("model", moved), momenta(moved)):
+            change(state)
+        optimizer.load_state_dict(state)
+        optimizer.consensus_distance()  # by which it is there
+        assert torch.equal(optimizer.vector.x[0], before)
 
 
 def test_windows_are_refused_without_cupy_and_auto_takes_another_way(ranks, tmp_path):

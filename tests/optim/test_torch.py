@@ -289,6 +289,21 @@ def test_an_exchange_under_way_bears_no_change():
     gossip.step()
 
 
+def test_a_state_fits_a_model_that_was_changed_before_the_first_step():
+    model, gossip = ready()
+    other = net().to(memory_format=torch.contiguous_format)
+    other.conv.requires_grad_(False)
+    again = mpigossip.Gossip(Alone(), other, torch.optim.SGD(other.parameters(), lr=0.1))
+    other.requires_grad_(True).frozen.requires_grad_(False)
+    other.to(memory_format=torch.channels_last)
+    again.load_state_dict(copy.deepcopy(gossip.state_dict()))
+    for one, stepper in ((model, gossip), (other, again)):
+        stepper.zero_grad()
+        backward(one, 0, 1)
+        stepper.step()
+    assert same([values(model)], [other])
+
+
 METHODS = {
     "dsgd": {}, "dsgd awc": {"style": "awc"}, "d2": {}, "dsgt awc": {"style": "awc"},
     "slowmo": {"period": 2}, "dmsgd": {}, "choco": {"graph": "ring"}, "sgp": {"wire": "bf16"},
