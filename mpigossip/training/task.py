@@ -99,6 +99,7 @@ class LanguageModel:
         counted = wanted != self.IGNORED
         count = counted.sum()
         loss = functional.cross_entropy(found, wanted, ignore_index=self.IGNORED)
+        loss = loss.where(count > 0, 0.0)  # no token counts: 0/0
         right = ((found.detach().argmax(-1) == wanted) & counted).sum()
         return loss, {"loss": (loss.detach().double() * count, count), "accuracy": (right, count)}
 

@@ -272,6 +272,9 @@ def test_a_language_model_takes_what_tokenizers_and_transformers_give():
     wanted = F.cross_entropy(table(tokens[:, :3]).flatten(0, 1), tokens[:, 1:4].flatten())
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)  # sums of 11 terms
     assert int(metrics["accuracy"][1]) == int(metrics["loss"][1]) == 9
+    loss, metrics = task.LanguageModel().loss(model, batch | {"labels": labels.fill_(-100)})
+    loss.backward()
+    assert loss == 0 == table.weight.grad.abs().max() and metrics["loss"] == (0, 0)
 
 
 def test_the_mean_loss_weighs_batches_by_their_samples_or_as_the_task_says():
