@@ -228,17 +228,22 @@ def is_average(graph, t: int) -> bool:
     return True
 
 
-def traffic(graph, kind: Kind, t: int, node: int, nbytes: int, raw: int | None = None) -> int:
+def traffic(
+    graph, kind: Kind, t: int, node: int, nbytes: int, raw: int | None = None, waits: bool = True
+) -> int:
     """Bytes that a node sends in one exchange of a message of ``nbytes`` bytes on the wire.
 
     Gossip: one message a receiver. Global, and rounds whose W is 11ᵀ/n: reduce-scatter and
-    all-gather, 2(n−1)/n messages. Of
-    an encoded message, ``raw`` bytes when decoded, that is what decoded values cost; encoded they
-    go to all others, n − 1 messages, as a sum of codes has no code. The cheaper is done.
+    all-gather, 2(n−1)/n messages. Of an encoded message, ``raw`` bytes when decoded, that is what
+    decoded values cost; encoded they go to all others, n − 1 messages, as a sum of codes has no
+    code. The cheaper is done. Where nobody ``waits``, gossip fetches a copy from each neighbour and
+    puts a deposit there.
     """
     n = graph.n
     if kind is Kind.LOCAL:
         return 0
+    if kind is Kind.GOSSIP and not waits:
+        return 2 * len(graph.receivers(t, node)) * nbytes
     if kind is Kind.GLOBAL or is_average(graph, t):
         summed = 2 * (n - 1) * (raw or nbytes) // n
         return summed if raw is None else min(summed, (n - 1) * nbytes)

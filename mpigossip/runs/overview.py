@@ -153,17 +153,18 @@ def _listed(nodes: list[int]) -> str:
 
 def _traffic(engine: Engine, graph: Graph, world: World) -> str:
     """Describe bytes of a round, the mean over a period, beside those of an all-reduce."""
-    n, method, layout = graph.n, engine.method, engine.mixer.layout
+    n, method, mixer = graph.n, engine.method, engine.mixer
+    layout, waits = mixer.layout, mixer.synchronous
     if n == 1:
         return "none"
     kind = Kind.GOSSIP if _gossips(engine) else Kind.GLOBAL
     rounds = range(min(graph.period or ROUNDS, ROUNDS))
     sent = [
-        traffic(graph, kind, t, engine.mixer.rows[0], layout.sent_bytes, layout.raw_bytes)
+        traffic(graph, kind, t, mixer.rows[0], layout.sent_bytes, layout.raw_bytes, waits)
         for t in rounds
     ]
-    per, messages = world.nodes.per_node, 1 if engine.mixer.synchronous else 2
-    average = per * messages * float(np.mean(sent))
+    per = world.nodes.per_node
+    average = per * float(np.mean(sent))
     ring = per * 2 * (n - 1) * 4 * sum(layout.widths) / n
     always = len(engine.cadence.kinds) == 1
     when = "step" if always else "gossip step" if kind is Kind.GOSSIP else "averaging step"

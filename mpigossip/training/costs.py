@@ -91,12 +91,13 @@ class Exchanges:
     def carried_out(self, kind: Kind, t: int | None) -> tuple[Kind, int | None]:
         """Kind of an exchange and its round within the graph's period, if it is gossip.
 
-        A round of gossip that is the exact average is carried out as a global one.
+        A round of gossip that is the exact average is carried out as a global one, unless nodes
+        don't wait for each other.
         """
         graph = self.parts.graph
         if kind is Kind.GOSSIP and t is not None:
             t = t % graph.period if graph.period else t
-            if not is_average(graph, t):
+            if self.asynchronous or not is_average(graph, t):
                 return kind, t
             kind = Kind.GLOBAL
         return kind, None
@@ -127,11 +128,9 @@ class Exchanges:
         """Bytes that node 0 sends in an average step."""
         layout = self.parts.layout
         sent, raw = layout.sent_bytes, layout.raw_bytes
-        total = 0
-        for (kind, t), count in self.counted.items():
-            # asynchronously a copy is fetched and a deposit put for each neighbour
-            messages = 2 if self.asynchronous and kind is Kind.GOSSIP else 1
-            total += count * messages * traffic(self.parts.graph, kind, t or 0, 0, sent, raw)
+        graph, waits = self.parts.graph, not self.asynchronous
+        each = self.counted.items()
+        total = sum(k * traffic(graph, kind, t or 0, 0, sent, raw, waits) for (kind, t), k in each)
         return total / self.steps
 
 

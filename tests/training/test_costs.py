@@ -54,6 +54,14 @@ def test_a_wire_changes_the_factor_and_not_the_growth(wire):
     assert len({counted("one-peer-exponential", n, wire)[0] for n in NODES}) == 1
 
 
+def test_asynchronous_nodes_send_to_each_neighbour_of_a_complete_graph():
+    nodes = {"node": {"mixer": "asynchronous"}}
+    what, _ = subject(assemble.load({**SMALL, "graph": {"name": "complete"}, **nodes}))
+    made = exchanges(what, 4)
+    assert {kind for kind, _ in made.counted} == {Kind.GOSSIP}
+    assert made.bytes_per_step == 2 * 3 * 4 * what.flat.size  # a copy from each, a deposit there
+
+
 def started(name, n):
     """All that a rank asks of its graph before and in the steps of one period."""
     g = graph(name, n)
