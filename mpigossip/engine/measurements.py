@@ -5,7 +5,7 @@ Norms have bits that don't depend on an array's shape.
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,23 +96,6 @@ def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) ->
     return total / size if size else 0.0
 
 
-def node_averages(
-    names: Iterable[str], mixer: Mixer, kind: Kind, loss: torch.Tensor, apart: torch.Tensor
-) -> dict[str, float]:
-    """The node averages that the cadence asks for, equal on all nodes; of GLOBAL steps only.
-
-    At any other step they would make all nodes wait for each other.
-    """
-    if kind is not Kind.GLOBAL:
-        return {}
-    wanted = {"loss": loss, "variance": apart**2}
-    values = {name: wanted[name] for name in sorted(names)}
-    if not values:
-        return {}
-    means = mixer.mean_scalars(torch.stack(list(values.values()), dim=1))
-    return dict(zip(values, means.tolist(), strict=True))
-
-
 def measured(
     engine: Any, now: Any, loss: torch.Tensor | None, norm: torch.Tensor | None
 ) -> tuple[Record, dict[str, float]]:
@@ -121,7 +104,12 @@ def measured(
     loss, norm = (unmeasured(rows) if value is None else value for value in (loss, norm))
     if apart is None:
         apart = unmeasured(rows, 0.0 if engine.measuring else NAN)  # nothing was exchanged
-    averages = node_averages(engine.cadence.measures, mixer, now.kind, loss, apart)
+    averages: dict[str, float] = {}
+    names = sorted(engine.cadence.measures)
+    if names and now.kind is Kind.GLOBAL:  # at any other step all nodes would wait for each other
+        wanted = {"loss": loss, "variance": apart**2}
+        means = mixer.mean_scalars(torch.stack([wanted[name] for name in names], dim=1))
+        averages = dict(zip(names, means.tolist(), strict=True))
     distance = NAN
     if engine.measuring and mixer.synchronous:  # others don't meet for it: evaluations do it
         distance = consensus_distance(engine.vector.x, mixer, engine.group)

@@ -38,12 +38,6 @@ class Vector(Protocol):
     def gather(self) -> None:
         """Bring the parameters' gradients into ``g``: asked for only where a method reads them."""
 
-    def check(self) -> bool:
-        """Make the parameters views of ``full`` again, with their values; whether those changed.
-
-        JobError where it isn't clear what is meant.
-        """
-
 
 @dataclass(frozen=True)
 class Flat:

@@ -32,7 +32,7 @@ from mpigossip.training.parts import Parts, make_graph, make_parts
 from mpigossip.training.precision import Precision, arranged, resolved
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.schedule import schedule
-from mpigossip.training.task import CLASSIFICATION, Objective
+from mpigossip.training.task import Objective
 
 
 @dataclass
@@ -158,7 +158,7 @@ def make_replicas(
     flat: Flat,
     rows: int,
     group: Group,
-    objective: Objective = CLASSIFICATION,
+    objective: Objective,
 ) -> Replicas:
     """The copies of the model, compiled and captured where the job asks for it."""
     node = job.node

@@ -13,7 +13,7 @@ from mpigossip.engine.vector import Flat
 from mpigossip.groups.base import Group, held, shards
 from mpigossip.training.capture import CannotCapture, Captured, Pass
 from mpigossip.training.precision import Precision
-from mpigossip.training.task import CLASSIFICATION, Objective
+from mpigossip.training.task import Objective
 
 
 class Replicas:
@@ -30,9 +30,9 @@ class Replicas:
         rows: int,
         group: Group,
         *,
-        together: bool = False,
-        graphs: str = "never",
-        objective: Objective = CLASSIFICATION,
+        together: bool,
+        graphs: str,
+        objective: Objective,
     ):
         """Copy ``module`` to every row and slot; all begin with its parameters.
 
@@ -69,9 +69,6 @@ class Replicas:
 
     def gather(self) -> None:
         self.g = self.group.reduce_scatter_mean(self.grads)
-
-    def check(self) -> None:
-        """Nothing: nobody else has these modules."""
 
     def gradients(
         self,

@@ -256,4 +256,4 @@ def _double(value: Any, beside: Tensor) -> Tensor:
 
 
 CLASSIFICATION = Objective(Classification(), metrics=("accuracy",))
-"""Default task of replicas."""
+"""Default task of a run's progress."""
