@@ -55,14 +55,20 @@ def few(cases: Iterable[str]) -> list[str]:
     return found
 
 
-def with_world(function: Callable) -> Callable:
-    """For pools of ranks: `function(world, …)` with a World of their own, closed at its end."""
+def with_world(function: Callable | None = None, *, per: int | str = 1, **limits) -> Callable:
+    """For pools of ranks: `function(world, …)` with a World of their own, closed at its end.
+
+    ``per``: as many ranks are a node; ``limits``: World's `timeout_s`.
+    """
+    if function is None:
+        return functools.partial(with_world, per=per, **limits)
 
     @functools.wraps(function)
     def on_rank(comm, *args, **options):
         from mpigossip.cluster.ranks import World
 
-        with World(comm) as world:
+        with World(comm, **limits) as world:
+            world.arrange(per)
             return function(world, *args, **options)
 
     return on_rank

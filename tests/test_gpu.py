@@ -11,7 +11,7 @@ from mpigossip.mixing.combine import combine
 from mpigossip.mixing.kernels import gpu_sum
 from mpigossip.training import assemble
 from mpigossip.training.capture import Captured
-from tests.cases import every, on_each
+from tests.cases import every, on_each, with_world
 from tests.double import active
 from tests.mixing.device.test_windows import compare
 
@@ -62,17 +62,13 @@ def difference(found, reference, others=0.0):
     return float(kept.norm() / reference.double().norm())
 
 
-def on_ranks(comm, model, names, devices, more):
+@with_world
+def on_ranks(world, model, names, devices, more):
     """Each algorithm trained on ranks that share the GPU."""
-    from mpigossip.cluster.ranks import World
-
-    world = World(comm)
-    found = [
-        trained(world, comm.size, model, devices, [*settings_of(name), *more]).numpy()
+    return [
+        trained(world, world.size, model, devices, [*settings_of(name), *more]).numpy()
         for name in names
     ]
-    world.close()
-    return found
 
 
 def worst(ranks, n, model, slots, names, *more):

@@ -20,7 +20,7 @@ from mpigossip.training.fit import lacking
 from mpigossip.training.parts import make_graph
 from tests import battery, launch
 from tests.battery import Driver, driven, on_ranks
-from tests.cases import every, few, on_each
+from tests.cases import every, few, on_each, with_world
 
 CASES = list(battery.cases())
 FEW = few(CASES)
@@ -47,14 +47,10 @@ def never_apart(case):
 OTHERS = [case for case in CASES if case not in FEW]
 
 
-def some_cases(comm, cases, same_host, steps):
-    from mpigossip.cluster.ranks import World
-
-    world = World(comm)
+@with_world
+def some_cases(world, cases, same_host, steps):
     drivers = on_ranks(cases, world, same_host, steps)
-    found = [(driver.whole().numpy(), driver.mixer.bytes_sent[0]) for driver in drivers]
-    world.close()
-    return found
+    return [(driver.whole().numpy(), driver.mixer.bytes_sent[0]) for driver in drivers]
 
 
 @pytest.mark.both

@@ -152,30 +152,28 @@ def test_wrong_lists_are_refused(settings, message):
         assemble.load(JOB, settings.split())
 
 
-def loops(comm):
+@with_world
+def loops(world):
     """What a loop of one's own says to numbers by node: a list, numbers by rank, the same free."""
     import mpigossip
-    from mpigossip.cluster.ranks import World
 
-    found = []
-    with World(comm) as world:
-        own = 2 + world.rank
-        for mixer, period in (("synchronous", [2, 3]), ("synchronous", own), ("asynchronous", own)):
-            model = torch.nn.Linear(4, 2)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            try:
-                gossip = mpigossip.Gossip(
-                    world, model, optimizer, algorithm="gasloc", period=period, mixer=mixer
-                )
-            except JobError as error:
-                found.append(str(error))
-                continue
-            for _ in range(6):
-                gossip.zero_grad()
-                model(torch.ones(3, 4)).square().mean().backward()
-                gossip.step()
-            found.append(gossip.engine.round)
-            gossip.close()
+    found, own = [], 2 + world.rank
+    for mixer, period in (("synchronous", [2, 3]), ("synchronous", own), ("asynchronous", own)):
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            gossip = mpigossip.Gossip(
+                world, model, optimizer, algorithm="gasloc", period=period, mixer=mixer
+            )
+        except JobError as error:
+            found.append(str(error))
+            continue
+        for _ in range(6):
+            gossip.zero_grad()
+            model(torch.ones(3, 4)).square().mean().backward()
+            gossip.step()
+        found.append(gossip.engine.round)
+        gossip.close()
     return found
 
 

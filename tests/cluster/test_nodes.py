@@ -4,7 +4,7 @@ import pytest
 
 from mpigossip.cluster.nodes import places
 from mpigossip.config import JobError
-from tests.cases import on_each
+from tests.cases import on_each, with_world
 
 pytestmark = pytest.mark.both
 
@@ -49,10 +49,8 @@ def test_ranks_that_make_no_nodes_are_refused_in_one_paragraph(host, per, words)
         assert word in text
 
 
-def columns(comm, per):
-    from mpigossip.cluster.ranks import World
-
-    world = World(comm)
+@with_world
+def columns(world, per):
     world.arrange(per)
     nodes = world.nodes
     found = {
@@ -67,7 +65,6 @@ def columns(comm, per):
             with pytest.raises(RuntimeError) as refused:
                 alone()
             found["says"].append(str(refused.value))
-    world.close()
     return found
 
 
@@ -90,16 +87,11 @@ def test_columns_join_the_ranks_of_equal_place(ranks, per):
             assert one["inside"] == list(range(rank, rank + each))
 
 
-def refused(comm):
-    from mpigossip.cluster.ranks import World
-
-    world = World(comm)
-    try:
+@with_world
+def refused(world):
+    with pytest.raises(JobError) as found:
         world.arrange(2)
-    except JobError as error:
-        return error.messages
-    finally:
-        world.close()
+    return found.value.messages
 
 
 def test_all_ranks_learn_that_one_is_too_many(ranks):

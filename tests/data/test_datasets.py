@@ -18,7 +18,7 @@ from mpigossip.data import pytree
 from mpigossip.data.loader import DataError, Loader
 from mpigossip.data.partition import Share, make_orders
 from mpigossip.data.sources import source
-from tests.cases import every, on_each
+from tests.cases import every, on_each, with_world
 
 
 class Squares(Dataset):
@@ -324,19 +324,18 @@ def test_labels_of_a_data_set_are_its_targets(mine):
     assert not even.any() and odd.all()
 
 
-def sizes(comm):
+@with_world
+def sizes(world):
     """What each rank says of data that differ."""
     from types import SimpleNamespace
 
-    from mpigossip.cluster.ranks import World
     from mpigossip.data.sources import check_alike
 
-    with World(comm) as world:
-        check_alike("mine:same", SimpleNamespace(train_size=8, test_size=2), world)
-        differing = SimpleNamespace(train_size=8 + comm.rank // 2, test_size=2)
-        with pytest.raises(JobError) as caught:
-            check_alike("mine:other", differing, world)
-        return str(caught.value)
+    check_alike("mine:same", SimpleNamespace(train_size=8, test_size=2), world)
+    differing = SimpleNamespace(train_size=8 + world.rank // 2, test_size=2)
+    with pytest.raises(JobError) as caught:
+        check_alike("mine:other", differing, world)
+    return str(caught.value)
 
 
 def test_data_that_differ_between_ranks_are_named_on_all(ranks):

@@ -8,7 +8,7 @@ import torch
 
 from mpigossip.groups.base import GroupError, Single, Whole, held, shards
 from mpigossip.groups.threads import Threads
-from tests.cases import some
+from tests.cases import some, with_world
 
 pytestmark = pytest.mark.both
 
@@ -68,17 +68,15 @@ def beside(group, size, rows, steps=3, rest=lambda: None):
     return wrong
 
 
-def on_ranks(comm, own, rows, size, delay):
+@with_world(per="host", timeout_s=30)
+def on_ranks(world, own, rows, size, delay):
     """`beside` of a group of ranks, which come late at times."""
-    from mpigossip.cluster.ranks import World
     from mpigossip.groups.ranks import Ranks
 
-    with World(comm, timeout_s=30) as world:
-        world.arrange(comm.size)
-        delays = random.Random(comm.rank)
-        group = Ranks(host_of(own), world.nodes.inside)
-        found = beside(group, size, rows, 3, lambda: time.sleep(delays.random() * delay))
-        group.close()
+    delays = random.Random(world.rank)
+    group = Ranks(host_of(own), world.nodes.inside)
+    found = beside(group, size, rows, 3, lambda: time.sleep(delays.random() * delay))
+    group.close()
     return found
 
 
@@ -90,28 +88,25 @@ def test_ranks_have_the_bits_of_threads(ranks, ranks_here, own):
         assert found == [RIGHT] * ranks_here, (rows, width)
 
 
-def mistakes(comm):
+@with_world(per="host", timeout_s=0.3)
+def mistakes(world):
     from mpigossip.cluster.deadline import LateError
-    from mpigossip.cluster.ranks import World
     from mpigossip.groups.ranks import Ranks
 
-    world = World(comm, timeout_s=0.3)
-    world.arrange(comm.size)
     group, said = Ranks(Single(), world.nodes.inside), []
     try:
         group.reduce_scatter_mean([torch.zeros(1, 8)])
     except GroupError as error:
         said.append(str(error))
-    if comm.rank == 0:
+    if world.rank == 0:
         try:
             group.sum_scalars([torch.zeros(1, 1, dtype=torch.float64)])
         except LateError as error:
             said.append(str(error))
-    comm.Barrier()  # without a limit
-    if comm.rank:  # takes in what rank 0 has shown
+    world.comm.Barrier()  # without a limit
+    if world.rank:  # takes in what rank 0 has shown
         group.sum_scalars([torch.zeros(1, 1, dtype=torch.float64)])
     group.close()
-    world.close()
     return said
 
 
@@ -121,18 +116,16 @@ def test_foreign_arrays_and_a_rank_that_stays_away_are_named(ranks):
     assert "sums over the node's slots: rank 1 of this node didn't come" in first[1]
 
 
-def working(comm, signs):
+@with_world(per="host", timeout_s=30)
+def working(world, signs):
     """Rank 0 has work of 4 limits' length before it meets rank 1."""
     from mpigossip.cluster.deadline import LateError
-    from mpigossip.cluster.ranks import World
     from mpigossip.groups.ranks import Ranks
 
-    world = World(comm, timeout_s=30)
-    world.arrange(comm.size)
     node = world.nodes.inside
     group, late = Ranks(Single(), node), ""
     node.timeout_s = 0.25  # Barrier waits twice as long
-    if comm.rank == 0:
+    if world.rank == 0:
         until = time.monotonic() + 2
         while time.monotonic() < until:
             time.sleep(0.05)
@@ -142,10 +135,9 @@ def working(comm, signs):
         group.sum_scalars([torch.ones(1, 1, dtype=torch.float64)])
     except LateError as error:
         late = str(error)
-    comm.Barrier()
+    world.comm.Barrier()
     node.timeout_s = 30
     group.close()
-    world.close()
     return late
 
 

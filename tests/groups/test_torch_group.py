@@ -15,6 +15,7 @@ from mpigossip.groups import threads
 from mpigossip.groups.base import GroupError, Single
 from mpigossip.groups.threads import Threads
 from mpigossip.groups.torch_group import TorchGroup
+from tests.cases import with_world
 from tests.groups.test_ranks import RIGHT, beside, host_of, numbers
 
 pytestmark = pytest.mark.both
@@ -28,16 +29,14 @@ def test_threads_have_the_bits_of_threads(slots, one_thread):
     group.close()
 
 
-def across(comm, own):
-    from mpigossip.cluster.ranks import World
+@with_world(per="host", timeout_s=20)
+def across(world, own):
     from mpigossip.groups.ranks import Ranks
 
-    with World(comm, timeout_s=20) as world:
-        world.arrange(comm.size)
-        node = world.nodes.inside
-        group = TorchGroup(Ranks(host_of(own), node), node, timeout_s=20)
-        found = beside(group, group.slots * 513, 1)
-        group.close()
+    node = world.nodes.inside
+    group = TorchGroup(Ranks(host_of(own), node), node, timeout_s=20)
+    found = beside(group, group.slots * 513, 1)
+    group.close()
     return found
 
 
@@ -80,27 +79,24 @@ def test_a_slot_that_stays_away_is_named_in_time(monkeypatch):
     group._host.close()
 
 
-def one_is_late(comm):
-    from mpigossip.cluster.ranks import World
+@with_world(per="host", timeout_s=20)
+def one_is_late(world):
     from mpigossip.groups.ranks import Ranks
 
-    world = World(comm, timeout_s=20)
-    world.arrange(comm.size)
     node, said = world.nodes.inside, ""
     group = TorchGroup(Ranks(Single(), node), node, timeout_s=20)
     full = group.zeros(1, 8)
     node.timeout_s = 0.3
-    if comm.rank == 0:
+    if world.rank == 0:
         try:
             group.reduce_scatter_mean(full)
         except LateError as error:
             said = str(error)
-    comm.Barrier()
+    world.comm.Barrier()
     node.timeout_s = 20
-    if comm.rank:
+    if world.rank:
         group._barrier("reduce-scatter")
     group.close()
-    world.close()
     return said
 
 

@@ -14,7 +14,7 @@ from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.delayed import OLDEST, Faults
 from mpigossip.training import assemble, costs
-from tests.cases import on_each
+from tests.cases import on_each, with_world
 
 ROUNDS = 100
 DEVICES = ("cpu",)
@@ -56,32 +56,30 @@ def allocated(mixer):
     return held(*[one for one in found if one.numel()])
 
 
-def opened(comm, asked, survives, name, wire_name, averages, **options):
+@with_world
+def opened(world, asked, survives, name, wire_name, averages, **options):
     """Bytes said by the opened mixer and by its class, and bytes allocated after two periods."""
-    from mpigossip.cluster.ranks import World
+    made, layout = graph(name, world.size), layout_of(wire_name)
+    world.survives = survives
+    if "exchange" in options:
+        from mpigossip.mixing.synchronous import Synchronous
 
-    made, layout = graph(name, comm.size), layout_of(wire_name)
-    with World(comm) as world:
-        world.survives = survives
-        if "exchange" in options:
-            from mpigossip.mixing.synchronous import Synchronous
-
-            layout = replace(layout, devices=DEVICES)
-            mixer = Synchronous(made, layout, world, timeout_s=30, on_devices=True, **options)
-            mixer.layout = replace(layout, devices=("cuda",))  # as a GPU's, whose place it takes
-        else:
-            mixer = mixing.open_mixer(made, layout, world, asked, timeout_s=30, **options)
-        for t in range(2 * made.period):
-            for kind in [Kind.GOSSIP] + [Kind.GLOBAL] * averages:
-                for segment in mixer.outbox(t):
-                    for part in segment:
-                        part.fill_(1.0)
-                mixer.start(kind, t)
-                mixer.finish()
-        said, real = mixer.memory(averages), allocated(mixer)
-        planned = mixer.estimate_memory(made, mixer.layout, comm.rank, mixer._near, averages)
-        mixer.close()
-        world.survives = False
+        layout = replace(layout, devices=DEVICES)
+        mixer = Synchronous(made, layout, world, timeout_s=30, on_devices=True, **options)
+        mixer.layout = replace(layout, devices=("cuda",))  # as a GPU's, whose place it takes
+    else:
+        mixer = mixing.open_mixer(made, layout, world, asked, timeout_s=30, **options)
+    for t in range(2 * made.period):
+        for kind in [Kind.GOSSIP] + [Kind.GLOBAL] * averages:
+            for segment in mixer.outbox(t):
+                for part in segment:
+                    part.fill_(1.0)
+            mixer.start(kind, t)
+            mixer.finish()
+    said, real = mixer.memory(averages), allocated(mixer)
+    planned = mixer.estimate_memory(made, mixer.layout, world.rank, mixer._near, averages)
+    mixer.close()
+    world.survives = False
     return said == planned, sum(said.values()), real
 
 
@@ -151,30 +149,28 @@ def test_copies_to_outlive_a_lost_rank_are_counted():
     assert "copies to outlive a lost rank" not in counted[0]
 
 
-def left_to_the_collector(comm, width, same_host):
+@with_world
+def left_to_the_collector(world, width, same_host):
     """Objects in circles of references that some rounds leave behind, the least of three times.
 
     What happens once (a kernel that is loaded, a wait that gets long) leaves some, too.
     """
-    from mpigossip.cluster.ranks import World
-
     found = []
-    with World(comm) as world:
-        made = graph("exponential", comm.size)
-        mixer = mixing.open_mixer(made, Layout((width,)), world, same_host=same_host, timeout_s=30)
-        gc.disable()
-        try:
-            for t in range(3 * ROUNDS):
-                if t % ROUNDS == 0:
-                    gc.collect()
-                mixer.outbox(t)
-                mixer.start(Kind.GOSSIP, t)
-                mixer.finish()
-                if t % ROUNDS == ROUNDS - 1:
-                    found.append(gc.collect())
-        finally:
-            gc.enable()
-        mixer.close()
+    made = graph("exponential", world.size)
+    mixer = mixing.open_mixer(made, Layout((width,)), world, same_host=same_host, timeout_s=30)
+    gc.disable()
+    try:
+        for t in range(3 * ROUNDS):
+            if t % ROUNDS == 0:
+                gc.collect()
+            mixer.outbox(t)
+            mixer.start(Kind.GOSSIP, t)
+            mixer.finish()
+            if t % ROUNDS == ROUNDS - 1:
+                found.append(gc.collect())
+    finally:
+        gc.enable()
+    mixer.close()
     return min(found)
 
 

@@ -13,18 +13,18 @@ import torch
 from mpigossip import graphs
 from mpigossip.mixing.base import Kind, Layout
 from mpigossip.mixing.plan import Plan, chunks, inbox_buffers
-from tests.cases import on_each
+from tests.cases import on_each, with_world
 
 LAYOUT, ROUNDS = Layout((1024, 1024), vectors=2, scalars=1), 5
 
 
-def opened(comm, world, way):
+def opened(world, way):
     from mpigossip.mixing.device.streams import Streams
     from mpigossip.mixing.transports.messages import Messages
     from mpigossip.mixing.transports.nccl import Nccl
     from mpigossip.mixing.transports.windows import Windows
 
-    cpu = torch.device("cpu")
+    cpu, comm = torch.device("cpu"), world.comm
     if way == "nccl":
         streams = [Streams(cpu) for _ in LAYOUT.widths]
         return Nccl(comm, LAYOUT, 1, 20, world=world, streams=streams)
@@ -40,41 +40,41 @@ def filled(areas, rank, t):
         area.fill_((31 * rank + 7 * t + k) % 251 + 1)
 
 
-def kept(comm, way):
+@with_world
+def kept(world, way):
     """Rounds to the right and from the left; what went against the contract."""
-    from mpigossip.cluster.ranks import World
     from mpigossip.mixing.plan import Round
 
+    comm = world.comm
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     plan = Plan(Kind.GOSSIP, False, 0, (left,), (0.5, 0.5), (right,), (left,), ((right, 0),))
-    with World(comm) as world:
-        transport = opened(comm, world, way)
-        size = LAYOUT.slot_sent_bytes
-        areas, wanted = (
-            [torch.zeros(size, dtype=torch.uint8) for _ in LAYOUT.widths] for _ in range(2)
-        )
-        wrong = []
-        for t in range(ROUNDS):
-            r = Round(plan, t, t, t)
-            filled(areas, comm.rank, t)
-            filled(wanted, left, t)
-            transport.begin(r, areas)
-            comm.Barrier()
-            if transport.arrived(r, left, transport.chunks[0]) and way != "nccl":
-                wrong.append(f"arrived before it was sent, round {t}")
-            comm.Barrier()
-            for chunk in transport.chunks:
-                flying = transport.send(r, chunk, areas)
-                while any(request for request in flying if not request.Test()):
-                    pass
-                transport.notify(r, chunk)
-                awaited(partial(transport.arrived, r, left, chunk))
-                for area, whole in zip(transport.received(r, 0), wanted, strict=True):
-                    if not torch.equal(area[chunk.span], whole[chunk.span]):
-                        wrong.append(f"bytes of round {t}, chunk {chunk.number}")
-            wrong += freed(comm, transport, plan, right, t)
-            transport.free(r, plan)
-        transport.close([(ROUNDS + 1, plan)])  # of round ROUNDS it has been heard
+    transport = opened(world, way)
+    size = LAYOUT.slot_sent_bytes
+    areas, wanted = (
+        [torch.zeros(size, dtype=torch.uint8) for _ in LAYOUT.widths] for _ in range(2)
+    )
+    wrong = []
+    for t in range(ROUNDS):
+        r = Round(plan, t, t, t)
+        filled(areas, comm.rank, t)
+        filled(wanted, left, t)
+        transport.begin(r, areas)
+        comm.Barrier()
+        if transport.arrived(r, left, transport.chunks[0]) and way != "nccl":
+            wrong.append(f"arrived before it was sent, round {t}")
+        comm.Barrier()
+        for chunk in transport.chunks:
+            flying = transport.send(r, chunk, areas)
+            while any(request for request in flying if not request.Test()):
+                pass
+            transport.notify(r, chunk)
+            awaited(partial(transport.arrived, r, left, chunk))
+            for area, whole in zip(transport.received(r, 0), wanted, strict=True):
+                if not torch.equal(area[chunk.span], whole[chunk.span]):
+                    wrong.append(f"bytes of round {t}, chunk {chunk.number}")
+        wrong += freed(comm, transport, plan, right, t)
+        transport.free(r, plan)
+    transport.close([(ROUNDS + 1, plan)])  # of round ROUNDS it has been heard
     return wrong
 
 

@@ -13,7 +13,7 @@ from mpigossip.mixing.base import Kind, Layout, traffic
 from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import BUCKET, decode, encode
-from tests.cases import on_each
+from tests.cases import on_each, with_world
 
 ALL = [
     "bf16", "qsgd", "qsgd-7", "qsgd-1", "fp4", "sign", "top-k", "top-k-int2", "random-k",
@@ -337,14 +337,14 @@ def by_numpy(layout, number, kind, t):
     return found
 
 
-def opened(comm, world, layout, ways, device):
+def opened(world, layout, ways, device):
     """Mixers by name, one at a time; ``ways``: same_host and exchange, None on the CPU."""
     from mpigossip.mixing.synchronous import Surviving, Synchronous
 
     along = from_matrices(MATRICES)
     yield "simulated", Simulated(along, layout)
     yield "messages", Surviving(along, layout, world, timeout_s=30)
-    there = replace(layout, devices=(device.format(rank=comm.rank),) * len(layout.widths))
+    there = replace(layout, devices=(device.format(rank=world.rank),) * len(layout.widths))
     for same_host, window in ways:
         ways = {"same_host": same_host, "timeout_s": 30, "on_devices": window is not None}
         ways |= {"exchange": window} if window else {}
@@ -354,15 +354,14 @@ def opened(comm, world, layout, ways, device):
         )
 
 
-def differing(comm, ways, device="cpu"):
+@with_world
+def differing(world, ways, device="cpu"):
     """Wires, mixers and exchanges whose values aren't NumPy's."""
-    from mpigossip.cluster.ranks import World
-
-    world, wrong = World(comm), set()
+    wrong = set()
     for name in ("fp32", *ALL):
         layout = Layout((1024, 1024), vectors=2, scalars=1, wire=made(name))
         wanted = {number: by_numpy(layout, number, *now) for number, now in EXCHANGES.items()}
-        for way, mixer in opened(comm, world, layout, ways, device):
+        for way, mixer in opened(world, layout, ways, device):
             rows = list(mixer.rows)
             for number, (kind, t) in EXCHANGES.items():
                 out = mixer.outbox(t)
@@ -377,7 +376,6 @@ def differing(comm, ways, device="cpu"):
                         if (arrays[slot][part].cpu().numpy() != value[rows]).any():
                             wrong.add((name, way, number))
             mixer.close()
-    world.close()
     return sorted(wrong)
 
 

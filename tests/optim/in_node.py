@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.cases import with_world
+
 VOCABULARY, CONTEXT, WIDTH, BATCH = 51, 12, 20, 4
 """A vocabulary that 2 and 3 don't divide, a width that 3 doesn't."""
 SGD = ("dmsgd", "qg-dmsgd", "decentlam", "detag", "defacto")
@@ -139,16 +141,12 @@ def trained(world, case: Case, per: int) -> torch.Tensor:
     return found
 
 
-def on_ranks(comm, cases: list[Case], per: int):
+@with_world(timeout_s=60)
+def on_ranks(world, cases: list[Case], per: int):
     """Of each case the node and its parameters; called on every rank."""
-    from mpigossip.optim.world import World
-
-    world = World(comm, timeout_s=60)
     world.arrange(per)
     found = [trained(world, case, per).cpu().numpy() for case in cases]
-    node = world.nodes.column.rank
-    world.close()
-    return node, found
+    return world.nodes.column.rank, found
 
 
 def mixed(n: int, per: int, case: Case) -> torch.Tensor:

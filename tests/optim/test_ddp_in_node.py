@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpigossip.config import JobError
-from tests.cases import every
+from tests.cases import every, with_world
 
 STEPS, BATCH, PER = 6, 8, 2
 SETTINGS = [
@@ -58,11 +58,8 @@ def stepped(world, settings, node, slots, wrap):
     return found.numpy(), record
 
 
-def several(comm, settings):
-    from mpigossip.optim.world import World
-
-    world = World(comm, timeout_s=30)
-    world.arrange(PER)
+@with_world(per=PER, timeout_s=30)
+def several(world, settings):
     group, nodes = world.node_group(), world.nodes
     found = [
         stepped(
@@ -72,7 +69,6 @@ def several(comm, settings):
         for one in settings
     ]  # fmt: skip
     mesh = world.node_mesh()
-    world.close()
     return nodes.column.rank, found, (mesh.size(), mesh.mesh_dim_names)
 
 
@@ -99,13 +95,11 @@ def test_ddp_inside_the_node_has_the_bits_of_one_rank_a_node(ranks, n, count):
             assert sent * PER == pytest.approx(all_sent, rel=0.02), settings
 
 
-def refused(comm):
+@with_world(per=PER, timeout_s=30)
+def refused(world):
     from mpigossip.optim.gossip import Gossip
-    from mpigossip.optim.world import World
 
-    world, said = World(comm, timeout_s=30), []
-    world.arrange(PER)
-    model = network(0)
+    model, said = network(0), []
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     group, alone = world.node_group(), torch.distributed.new_subgroups(1)[0]
     for whole, more in (
@@ -117,7 +111,6 @@ def refused(comm):
             Gossip(world, whole, made, **more)
         except JobError as error:
             said.append(" ".join(error.messages))
-    world.close()
     return said
 
 

@@ -8,36 +8,35 @@ from torch import nn
 
 from mpigossip.runs.model_export import export
 from mpigossip.store import checkpoint
+from tests.cases import with_world
 from tests.optim.in_node import GPT, Case, batch, optimizer_of, whole, wrapped
 
 NODES, HALF, STEPS = 2, 2, 4
 
 
-def trained(comm, folder, per, steps, ddp=False, save=False):
+@with_world(timeout_s=30)
+def trained(world, folder, per, steps, ddp=False, save=False):
     """On nodes of ``per`` ranks; the step gone on from, and the parameters at the end."""
     import mpigossip
-    from mpigossip.optim.world import World
 
-    with World(comm, timeout_s=30) as world:
-        world.arrange(per)
-        model = GPT(world.nodes.column.rank)
-        made = model if ddp and per == 1 else wrapped(world, model, Case(ddp=ddp))
-        optimizer = mpigossip.Gossip(
-            world, made, optimizer_of(model, "d2"), "d2", "ring", lazy=True, run=folder
-        )
-        draw = torch.Generator().manual_seed(world.rank)
-        optimizer.keep(draw=draw)
-        start = optimizer.resume()
-        drawn = float(torch.rand((), generator=draw))
-        for step in range(start, steps):
-            optimizer.zero_grad()
-            made(*batch(world.nodes.column.rank, world.nodes.place, step)).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        if save:
-            optimizer.save()
-        found = whole(model)
-    return start, drawn, found.numpy()
+    world.arrange(per)
+    model = GPT(world.nodes.column.rank)
+    made = model if ddp and per == 1 else wrapped(world, model, Case(ddp=ddp))
+    optimizer = mpigossip.Gossip(
+        world, made, optimizer_of(model, "d2"), "d2", "ring", lazy=True, run=folder
+    )
+    draw = torch.Generator().manual_seed(world.rank)
+    optimizer.keep(draw=draw)
+    start = optimizer.resume()
+    drawn = float(torch.rand((), generator=draw))
+    for step in range(start, steps):
+        optimizer.zero_grad()
+        made(*batch(world.nodes.column.rank, world.nodes.place, step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    if save:
+        optimizer.save()
+    return start, drawn, whole(model).numpy()
 
 
 def states(folder):

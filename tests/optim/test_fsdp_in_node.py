@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mpigossip.config import JobError
-from tests.cases import every
+from tests.cases import every, with_world
 from tests.optim.in_node import GPT, Case, batch, mixed, on_ranks, optimizer_of, whole, wrapped
 
 RING = (("graph", "ring"),)
@@ -75,16 +75,7 @@ def step(world, model, optimizer, index):
     optimizer.step()
 
 
-def several(comm, function):
-    from mpigossip.optim.world import World
-
-    world = World(comm, timeout_s=30)
-    world.arrange(2)
-    found = function(world)
-    world.close()
-    return found
-
-
+@with_world(per=2, timeout_s=30)
 def looks(world):
     """Evaluated inside averaged(), and without: the same training afterwards."""
     found = []
@@ -107,7 +98,7 @@ def looks(world):
 
 
 def test_averaged_and_consensus_are_of_the_whole_models(ranks):
-    of_ranks = ranks(4)(several, looks)
+    of_ranks = ranks(4)(looks)
     (_, [_, (first, _)]), _, (_, [_, (second, _)]), _ = of_ranks
     for at in range(0, len(first), 5):
         models = [torch.from_numpy(seen[at]).double() for seen in (first, second)]
@@ -126,6 +117,7 @@ def test_averaged_and_consensus_are_of_the_whole_models(ranks):
         assert (plain == looked).all()
 
 
+@with_world(per=2, timeout_s=30)
 def resumed(world):
     """state_dict() of every rank through torch.save, halfway, against an unbroken training."""
     model, optimizer = made(world, algorithm="d2")
@@ -147,7 +139,7 @@ def resumed(world):
 
 
 def test_the_state_of_every_rank_goes_on_to_the_bit(ranks):
-    assert ranks(4)(several, resumed) == [True] * 4
+    assert ranks(4)(resumed) == [True] * 4
 
 
 def moved(model):
@@ -190,13 +182,14 @@ def trapped(world, known, *between):
     return found
 
 
+@with_world(per=2, timeout_s=30)
 def taken_back(world):
     given = moved, loaded, set_back, doubled
     return trapped(world, True, *[None] * 4), [trapped(world, one, *given) for one in (True, False)]
 
 
 def test_parameters_that_were_given_other_memory_are_taken_back(ranks):
-    for plain, (known, copied) in ranks(4)(several, taken_back):
+    for plain, (known, copied) in ranks(4)(taken_back):
         for (wanted, far), (values, apart) in zip(plain[:4], known[:4], strict=True):
             assert far > 0 and apart == far
             assert (values == wanted).all()
@@ -204,6 +197,7 @@ def test_parameters_that_were_given_other_memory_are_taken_back(ranks):
         assert all((a == b).all() for (a, _), (b, _) in zip(known, copied, strict=True))
 
 
+@with_world(per=2, timeout_s=30)
 def scaled(world):
     """With a GradScaler, and an overflow on one node at one step; the steps that were taken."""
     model, optimizer = made(world)
@@ -223,13 +217,14 @@ def scaled(world):
 
 
 def test_an_overflow_in_one_rank_skips_its_nodes_step(ranks):
-    for node, stepped, finite in ranks(4)(several, scaled):
+    for node, stepped, finite in ranks(4)(scaled):
         assert finite
         assert [one[0] for one in stepped] == [1, 2, 3, 4]
         assert [one[1] for one in stepped] == ([1, 2, 2, 3] if node == 0 else [1, 2, 3, 4])
         assert stepped[-1][2] == (128.0 if node == 0 else 256.0)
 
 
+@with_world(per=2, timeout_s=30)
 def refused(world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -260,7 +255,7 @@ def refused(world):
 
 
 def test_what_is_cut_otherwise_is_refused_in_words(ranks):
-    for said in ranks(4)(several, refused):
+    for said in ranks(4)(refused):
         others, hybrid, partly, low, mixer = said
         assert "and this node is the ranks 0, 1: fully_shard(model, mesh=world" in others
         assert "not parallelize_module or replicas (HSDP)" in hybrid

@@ -9,6 +9,7 @@ import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from mpigossip.optim.inner import Together
+from tests.cases import with_world
 from tests.optim import in_node
 from tests.optim.in_node import GPT, Case, batch, whole, wrapped
 from tests.optim.test_torch import mix
@@ -32,17 +33,15 @@ def values(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def looped(comm):
-    from mpigossip.cluster.ranks import World
-
-    with World(comm) as world:
-        model = GPT(0)
-        optimizer = mpigossip.Gossip(world, model, both(model))
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            backward(model, world.rank, step)
-            optimizer.step()
-        return values(model)
+@with_world
+def looped(world):
+    model = GPT(0)
+    optimizer = mpigossip.Gossip(world, model, both(model))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, world.rank, step)
+        optimizer.step()
+    return values(model)
 
 
 def test_the_bits_are_those_of_both_optimizers_mixed(ranks):
@@ -126,12 +125,9 @@ def test_what_several_optimizers_cannot_be_is_refused():
             part.step()
 
 
-def cut(comm, ddp):
+@with_world(per=2, timeout_s=60)
+def cut(world, ddp):
     """Nodes of two ranks: FSDP2 or DDP inside."""
-    from mpigossip.optim.world import World
-
-    world = World(comm, timeout_s=60)
-    world.arrange(2)
     node, place = world.nodes.column.rank, world.nodes.place
     model = GPT(node)
     made = wrapped(world, model, Case(ddp=ddp))
@@ -144,8 +140,6 @@ def cut(comm, ddp):
         return node, whole(model).numpy()
     except JobError as error:
         return node, str(error)
-    finally:
-        world.close()
 
 
 @pytest.mark.parametrize("ddp", [True, False])

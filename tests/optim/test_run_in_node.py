@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpigossip
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
+from tests.cases import with_world
 
 NODES, PER, HALF, STEPS, BATCH = 2, 2, 4, 7, 8
 
@@ -38,30 +39,28 @@ def begun(world, folder, node, model, whole, **more):
     return gossip, schedule
 
 
-def several(comm, folder, steps, save_at=(), after=None, per=PER, norm=True):
+@with_world(timeout_s=30)
+def several(world, folder, steps, save_at=(), after=None, per=PER, norm=True):
     """On ranks of which PER are a node; what ``after`` finds, and the steps resumed from."""
-    from mpigossip.optim.world import World
-
-    with World(comm, timeout_s=30) as world:
-        world.arrange(per)
-        node, slot = world.nodes.column.rank, world.nodes.place
-        whole = model = network(node, norm)
-        if per > 1:
-            whole = DistributedDataParallel(model, process_group=world.node_group())
-        gossip, schedule = begun(world, folder, node, model, whole)
-        draw = torch.Generator().manual_seed(world.rank)
-        gossip.keep(draw=draw, schedule=schedule)
-        start = gossip.resume()
-        for step in range(start, steps):
-            gossip.zero_grad()
-            loss = loss_of(whole, draw, node, slot, step)
-            loss.backward()
-            gossip.step()
-            schedule.step()
-            gossip.log(loss=loss, samples=BATCH, slot=slot)
-            if step + 1 in save_at:
-                gossip.save()
-        found = after(world, gossip, whole) if after else None
+    world.arrange(per)
+    node, slot = world.nodes.column.rank, world.nodes.place
+    whole = model = network(node, norm)
+    if per > 1:
+        whole = DistributedDataParallel(model, process_group=world.node_group())
+    gossip, schedule = begun(world, folder, node, model, whole)
+    draw = torch.Generator().manual_seed(world.rank)
+    gossip.keep(draw=draw, schedule=schedule)
+    start = gossip.resume()
+    for step in range(start, steps):
+        gossip.zero_grad()
+        loss = loss_of(whole, draw, node, slot, step)
+        loss.backward()
+        gossip.step()
+        schedule.step()
+        gossip.log(loss=loss, samples=BATCH, slot=slot)
+        if step + 1 in save_at:
+            gossip.save()
+    found = after(world, gossip, whole) if after else None
     return (
         start,
         [p.detach().numpy().copy() for p in (*model.parameters(), *model.buffers())],
@@ -69,27 +68,25 @@ def several(comm, folder, steps, save_at=(), after=None, per=PER, norm=True):
     )
 
 
-def one_rank(comm, folder):
+@with_world(timeout_s=30)
+def one_rank(world, folder):
     """The same steps on one rank a node, which averages the gradients of two replicas by itself."""
-    from mpigossip.cluster.ranks import World
-
-    with World(comm, timeout_s=30) as world:
-        model = network(world.rank)
-        gossip, schedule = begun(world, folder, world.rank, model, model)
-        replicas = [model, copy.deepcopy(model)]
-        draws = [torch.Generator().manual_seed(PER * world.rank + slot) for slot in range(PER)]
-        for step in range(STEPS):
-            for slot, replica in enumerate(replicas):
-                replica.zero_grad()
-                loss_of(replica, draws[slot], world.rank, slot, step).backward()
-            pairs = list(zip(*(replica.parameters() for replica in replicas), strict=True))
+    model = network(world.rank)
+    gossip, schedule = begun(world, folder, world.rank, model, model)
+    replicas = [model, copy.deepcopy(model)]
+    draws = [torch.Generator().manual_seed(PER * world.rank + slot) for slot in range(PER)]
+    for step in range(STEPS):
+        for slot, replica in enumerate(replicas):
+            replica.zero_grad()
+            loss_of(replica, draws[slot], world.rank, slot, step).backward()
+        pairs = list(zip(*(replica.parameters() for replica in replicas), strict=True))
+        for p, other in pairs:
+            p.grad.add_(other.grad).div_(PER)
+        gossip.step()
+        schedule.step()
+        with torch.no_grad():
             for p, other in pairs:
-                p.grad.add_(other.grad).div_(PER)
-            gossip.step()
-            schedule.step()
-            with torch.no_grad():
-                for p, other in pairs:
-                    other.copy_(p)
+                other.copy_(p)
 
 
 def same(one, other):

@@ -15,7 +15,7 @@ from mpigossip.groups.base import Single
 from mpigossip.optim.inner import check_plain_sgd, decay, local_step_from_optimizers
 from mpigossip.optim.settings import settings
 from mpigossip.training.parts import make_parts
-from tests.cases import every
+from tests.cases import every, with_world
 
 STEPS = 6
 WIRES = ("fp32", "bf16", "qsgd", "sign", "top-k", "random-k")
@@ -51,25 +51,21 @@ def flat(made):
     return torch.cat([p.detach().reshape(-1) for p in made.parameters()])
 
 
-def trained(comm, cases):
+@with_world
+def trained(world, cases):
     """This rank's parameters after each case."""
-    from mpigossip.cluster.ranks import World
-
     torch.set_num_threads(1)
     found = []
-    with World(comm) as world:
-        for name, inner, mixer, wire in cases:
-            made, more = model(world.rank), OPTIONS.get(name, {})
-            inside = optimizer(inner, made)
-            gossip = mpigossip.Gossip(
-                world, made, inside, name, wire=wire, mixer=mixer, seed=3, **more
-            )
-            for step in range(STEPS):
-                backward(made, world.rank, step)
-                gossip.step()
-            world.barrier()
-            gossip.close()
-            found.append(flat(made))
+    for name, inner, mixer, wire in cases:
+        made, more = model(world.rank), OPTIONS.get(name, {})
+        inside = optimizer(inner, made)
+        gossip = mpigossip.Gossip(world, made, inside, name, wire=wire, mixer=mixer, seed=3, **more)
+        for step in range(STEPS):
+            backward(made, world.rank, step)
+            gossip.step()
+        world.barrier()
+        gossip.close()
+        found.append(flat(made))
     return found
 
 

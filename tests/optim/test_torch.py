@@ -102,20 +102,18 @@ def same(got, models):
     return all(torch.equal(a, b) for one, two in pairs for a, b in zip(one, two, strict=True))
 
 
-def every_optimizer(comm):
-    from mpigossip.cluster.ranks import World
-
+@with_world
+def every_optimizer(world):
     found = {}
-    with World(comm) as world:
-        for name, options in OPTIMIZERS.items():
-            model = net(world.rank)
-            gossip = mpigossip.Gossip(world, model, optimizer(model, name, **options))
-            for step in range(STEPS):
-                gossip.zero_grad()
-                backward(model, world.rank, step)
-                gossip.step()
-            assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
-            found[name] = values(model)
+    for name, options in OPTIMIZERS.items():
+        model = net(world.rank)
+        gossip = mpigossip.Gossip(world, model, optimizer(model, name, **options))
+        for step in range(STEPS):
+            gossip.zero_grad()
+            backward(model, world.rank, step)
+            gossip.step()
+        assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        found[name] = values(model)
     return found
 
 
@@ -312,37 +310,35 @@ METHODS = {
 }  # fmt: skip
 
 
-def gone_on(comm):
+@with_world
+def gone_on(world):
     """Six steps; three, and the rest in a new Gossip; and the rest again in the first one."""
-    from mpigossip.cluster.ranks import World
-
     found = {}
-    with World(comm) as world:
-        for name, options in METHODS.items():
+    for name, options in METHODS.items():
 
-            def begin(name=name, options=options):
-                model = net()
-                inner = "SGD" if name in ("dmsgd", "detag") else "AdamW"
-                one = getattr(torch.optim, inner)(model.parameters(), lr=0.01)
-                return model, mpigossip.Gossip(world, model, one, name.split()[0], **options)
+        def begin(name=name, options=options):
+            model = net()
+            inner = "SGD" if name in ("dmsgd", "detag") else "AdamW"
+            one = getattr(torch.optim, inner)(model.parameters(), lr=0.01)
+            return model, mpigossip.Gossip(world, model, one, name.split()[0], **options)
 
-            def train(model, gossip, first, last):
-                for step in range(first, last):
-                    gossip.zero_grad()
-                    backward(model, world.rank, step)
-                    gossip.step()
-                return values(model)
+        def train(model, gossip, first, last):
+            for step in range(first, last):
+                gossip.zero_grad()
+                backward(model, world.rank, step)
+                gossip.step()
+            return values(model)
 
-            model, gossip = begin()
-            train(model, gossip, 0, 3)
-            kept = copy.deepcopy((model.state_dict(), gossip.state_dict()))
-            ends = [train(model, gossip, 3, 6)]
-            other, fresh = begin()
-            for one, stepper in ((other, fresh), (model, gossip)):
-                one.load_state_dict(kept[0])
-                stepper.load_state_dict(copy.deepcopy(kept[1]))
-                ends.append(train(one, stepper, 3, 6))
-            found[name] = ends
+        model, gossip = begin()
+        train(model, gossip, 0, 3)
+        kept = copy.deepcopy((model.state_dict(), gossip.state_dict()))
+        ends = [train(model, gossip, 3, 6)]
+        other, fresh = begin()
+        for one, stepper in ((other, fresh), (model, gossip)):
+            one.load_state_dict(kept[0])
+            stepper.load_state_dict(copy.deepcopy(kept[1]))
+            ends.append(train(one, stepper, 3, 6))
+        found[name] = ends
     return found
 
 

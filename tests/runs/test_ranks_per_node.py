@@ -13,7 +13,7 @@ from mpigossip.runs.model_export import export
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
-from tests.cases import every
+from tests.cases import every, with_world
 
 BASE = ["data.batch=2", "run.epochs=1", "log.consensus_every=2", "schedule.scale=none",
         "node.timeout_s=30"]  # fmt: skip
@@ -39,16 +39,12 @@ def trained(world, n, settings, steps=4):
     return found, seen
 
 
-def in_shape(comm, per, own, settings):
-    from mpigossip.cluster.ranks import World
-
-    world = World(comm)
+@with_world
+def in_shape(world, per, own, settings):
     world.arrange(per)
     shape = [f"node.ranks_per_node={per}", f"node.devices=cpu:{own}"]
     found = [trained(world, world.nodes.count, [*one, *shape]) for one in settings]
-    node = world.nodes.column.rank
-    world.close()
-    return node, found
+    return world.nodes.column.rank, found
 
 
 CASES = [
@@ -92,11 +88,9 @@ def test_a_simulated_job_counts_the_ranks_of_a_node():
     assert np.array_equal(found, expected)
 
 
-def whole_runs(comm, folder, per, own, second, files):
+@with_world
+def whole_runs(world, folder, per, own, second, files):
     """A run of 6 steps, and one that goes on from where the other shape stopped at 3."""
-    from mpigossip.cluster.ranks import World
-
-    world = World(comm)
     settings = ["run.steps=6", "checkpoint.every_steps=3", "log.flush_steps=3",
                 "run.evaluate_every=0", "checkpoint.keep=5", "model.name=resnet20",
                 "model.width=4", *files]  # fmt: skip
@@ -109,7 +103,6 @@ def whole_runs(comm, folder, per, own, second, files):
     else:
         half = job("run.steps=3", *settings[1:], *shape, folder=f"{folder}/other")
         launch.train(half, world)
-    world.close()
     return summary
 
 
@@ -162,14 +155,12 @@ def test_runs_go_on_in_the_other_shape_to_the_bit(ranks, tmp_path, first, second
     assert len({(tmp_path / f"{name}.safetensors").read_bytes()[-1000:] for name in names}) == 1
 
 
-def evaluated(comm):
+@with_world(per=2)
+def evaluated(world):
     """An evaluation of 4 times the time that ranks of a node wait for each other."""
-    from mpigossip.cluster.ranks import World
     from mpigossip.data import loader
     from mpigossip.training.evaluate import evaluate
 
-    world = World(comm)
-    world.arrange(2)
     shape = ["node.ranks_per_node=2", "node.devices=cpu:1", "data.batch=64"]
     assembly = assemble.assemble(job(*shape), world, 2)
     replicas, node = assembly.trainer.replicas, world.nodes.inside
@@ -189,7 +180,6 @@ def evaluated(comm):
     found = evaluate(replicas, assembly.trainer.mixer, assembly.loader)
     spent, node.timeout_s, loader.TEST_BATCH = time.monotonic() - began, 30, whole
     assembly.close()
-    world.close()
     return found.accuracy, spent, len(batches)
 
 
@@ -201,16 +191,13 @@ def test_the_ranks_of_a_node_wait_for_a_long_evaluation(ranks):
     assert [bool(count) for _, _, count in found] == [True, False] * 2
 
 
-def refusals(comm, settings):
-    from mpigossip.cluster.ranks import World
-
-    world, said = World(comm), []
+@with_world
+def refusals(world, folder, settings):
+    said = []
     for each in settings:
-        try:
-            launch.train(job(*each, folder="/nonexistent"), world)
-        except JobError as error:
-            said.append(error.messages)
-    world.close()
+        with pytest.raises(JobError) as found:
+            launch.train(job(*each, folder=folder), world)
+        said.append(found.value.messages)
     return said
 
 
@@ -223,12 +210,8 @@ REFUSED = [
 
 
 def test_shapes_that_cant_be_are_refused_in_a_paragraph(ranks, tmp_path):
-    said = ranks(6)(refusals_in, tmp_path, [settings for settings, _ in REFUSED])
+    said = ranks(6)(refusals, tmp_path, [settings for settings, _ in REFUSED])
     for rank in said:
         assert len(rank) == len(REFUSED)
         for messages, (_, words) in zip(rank, REFUSED, strict=True):
             assert any(words in text for text in messages), messages
-
-
-def refusals_in(comm, folder, settings):
-    return refusals(comm, [[*one, f"run.output={folder}"] for one in settings])

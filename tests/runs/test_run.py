@@ -24,7 +24,7 @@ from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from mpigossip.training.loop import NotFinite, Trainer
-from tests.cases import every, on_each
+from tests.cases import every, on_each, with_world
 from tests.store.test_checkpoint import flipped
 
 ALGORITHMS = [
@@ -413,14 +413,13 @@ def test_a_bad_gradient_names_its_node_and_leaves_the_last_good_checkpoint(tmp_p
         assert again["digest"] == expected, settings
 
 
-def bad_on_a_rank(comm, folder):
-    from mpigossip.cluster.ranks import World
-
-    with World(comm) as world, pytest.MonkeyPatch.context() as patch:
+@with_world
+def bad_on_a_rank(world, folder):
+    with pytest.MonkeyPatch.context() as patch:
         poisoned(patch)
         settings = ["algorithm.name=cpsgd", "model.name=mlp", "model.hidden=[4]"]
         more = ["data.batch=8", "checkpoint.every_steps=1", "run.steps=4"]
-        assembly = assemble.assemble(job(*settings, *more, folder=folder), world, comm.size)
+        assembly = assemble.assemble(job(*settings, *more, folder=folder), world, world.size)
         with pytest.raises(NotFinite) as found:
             quietly(train, JobNode(assembly, world))
         assembly.close()
@@ -477,12 +476,11 @@ def test_what_does_not_fit_is_refused(settings, n, message):
         assemble.assemble(job(settings), Alone(), n)
 
 
-def memory_growth(comm, same_host, graph):
+@with_world
+def memory_growth(world, same_host, graph):
     """Growth of the rank's PSS in a run of steps after start-up, in bytes, and what is allowed."""
     from mpigossip.algorithms import build
-    from mpigossip.cluster.ranks import World
 
-    world = World(comm)
     count = 25_000_000
     made = job(
         "model.name=mlp",
@@ -495,7 +493,7 @@ def memory_growth(comm, same_host, graph):
     )
     before = pss()
     world.barrier()
-    assembly = assemble.assemble(made, world, comm.size)
+    assembly = assemble.assemble(made, world, world.size)
     for _ in range(3):
         assembly.trainer.step()
     world.barrier()
@@ -506,7 +504,6 @@ def memory_growth(comm, same_host, graph):
     allowed = 4 * flat.size * (1 + 1 + 1 + method.vectors * (1 + 2 * degree))
     world.barrier()
     assembly.close()
-    world.close()
     return grown, allowed, flat.count
 
 

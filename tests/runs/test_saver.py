@@ -12,6 +12,7 @@ from mpigossip.runs import launch
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
+from tests.cases import with_world
 
 
 def job(folder, *settings):
@@ -112,13 +113,12 @@ def test_checkpoints_that_are_deleted_while_one_is_written_end_no_run(
     assert checkpoint.steps(tmp_path) == [18, 24]
 
 
-def under_mpi(comm, folder):
-    from mpigossip.cluster.ranks import World
-
-    with World(comm) as world, pytest.MonkeyPatch.context() as patch:
+@with_world
+def under_mpi(world, folder):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_node", failing(12))
         with pytest.raises(ValueError) as raised:
-            quietly(launch.train, job(folder), world, comm.size)
+            quietly(launch.train, job(folder), world, world.size)
         return str(raised.value)
 
 
