@@ -1,7 +1,5 @@
 """Asynchronous gossip: the mean stays, no torn copy is used, delays from a table repeat."""
 
-import contextlib
-import io
 import json
 import random
 import time
@@ -136,18 +134,21 @@ def test_methods_go_on_well_with_old_copies(name, n):
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def rounds_under_delays(comm, count, width, checked=True):
-    """Random rounds, each published in two halves: (torn copies used, torn, skipped, …)."""
-    from mpigossip.cluster.ranks import World
+@with_world
+def rounds_under_delays(world, count, width, checked=True):
+    """Random rounds, each published in two halves: (torn copies used, torn, skipped, …).
+
+    As many as ``count``, and up to 20 times as many until a torn copy has been seen.
+    """
     from mpigossip.mixing.asynchronous import Asynchronous
 
-    world, draw = World(comm), random.Random(comm.rank)
-    mixer = Asynchronous(graph("one-peer-exponential", comm.size), Layout((width,)), world)
+    draw = random.Random(world.rank)
+    mixer = Asynchronous(graph("one-peer-exponential", world.size), Layout((width,)), world)
     if not checked:
         mixer._is_whole = lambda done, begun: done > 0
-    used, x = 0, torch.full((1, width), float(comm.rank))
-    stale = []
-    for t in range(count):
+    used, x = 0, torch.full((1, width), float(world.rank))
+    stale, t = [], 0
+    while t < count or (not (mixer.torn or used) and t < 20 * count):
         ((out,),) = mixer.outbox(t)
         out[:, : width // 2] = x[:, : width // 2]
         if draw.random() < 0.1:
@@ -159,9 +160,9 @@ def rounds_under_delays(comm, count, width, checked=True):
         used += int(mixed.min() != mixed.max())
         x.fill_(float(mixed[0, 0]) + draw.choice((-1, 1)))
         stale.append(mixer.staleness[0])
+        t += 1
     found = used, mixer.torn, mixer.skipped, float(np.nanmax(np.abs(stale)))
     mixer.close()
-    world.close()
     return found
 
 
@@ -177,16 +178,16 @@ def test_without_the_second_counter_torn_copies_are_used(ranks):
     assert sum(used for used, *_ in found) > 0, found
 
 
-def mean_under_delays(comm, name, count):
-    from mpigossip.cluster.ranks import World
+@with_world
+def mean_under_delays(world, name, count):
     from mpigossip.mixing.asynchronous import Asynchronous
 
-    world, draw = World(comm), random.Random(comm.rank)
+    draw = random.Random(world.rank)
     layout = Layout((512, 512), vectors=1, scalars=1)
-    mixer = Asynchronous(graph(name, comm.size), layout, world, timeout_s=60)
+    mixer = Asynchronous(graph(name, world.size), layout, world, timeout_s=60)
     x = [
         tuple(part.float() if part.shape[1] > 1 else part for part in s)
-        for s in start(mixer, comm.rank)
+        for s in start(mixer, world.rank)
     ]
     begin = [tuple(part.clone() for part in s) for s in x]
     for t in range(count):
@@ -200,7 +201,6 @@ def mean_under_delays(comm, name, count):
     ]
     sent = mixer.bytes_sent[0]
     mixer.close()
-    world.close()
     return (*sums, sent)
 
 
@@ -220,19 +220,18 @@ def test_the_mean_stays_on_ranks_under_random_delays(ranks, n, name):
     assert all(count > 0 for count in sent) or n == 1
 
 
-def one_waits(comm, algorithm):
+@with_world
+def one_waits(world, algorithm):
     """Rank 0 makes 60 exchanges, the others only wait: models before and behind."""
-    from mpigossip.cluster.ranks import World
     from mpigossip.runs.node import wait_for_nodes
 
-    world = World(comm)
     job = assemble.load(JOB, f"algorithm.name={algorithm}".split())
-    assembly = assemble.assemble(job, world, comm.size)
+    assembly = assemble.assemble(job, world, world.size)
     trainer = assembly.trainer
     x = trainer.replicas.x[0]
-    x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(comm.rank)))
+    x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(world.rank)))
     before = x[0].numpy().copy()
-    for _ in range(60 if comm.rank == 0 else 0):
+    for _ in range(60 if world.rank == 0 else 0):
         trainer.average()
         time.sleep(1e-3)
     group = trainer.engine.group
@@ -241,7 +240,6 @@ def one_waits(comm, algorithm):
     pending = trainer.mixer.pending()[0][0][0].numpy()
     behind, index = x[0].numpy().copy(), trainer.engine.index
     assembly.close()
-    world.close()
     return before, behind, pending, index
 
 
@@ -268,18 +266,17 @@ class Late(Hook):
             time.sleep(1.0)
 
 
-def exchanges_while_waiting(comm, folder):
+@with_world
+def exchanges_while_waiting(world, folder):
     """How often this rank has exchanged without a step, in a job."""
-    from mpigossip.cluster.ranks import World
     from mpigossip.training.loop import Trainer
 
     settings = [f"run.output={folder}", "log.flush_steps=4", "run.steps=6"]
     job = assemble.load(JOB, [*settings, f'log.hooks=["{__name__}:Late"]'])
     average, count = Trainer.average, []
-    with World(comm) as world, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "average", lambda self: count.append(average(self)))
-        with contextlib.redirect_stdout(io.StringIO()):
-            launch.train(job, world)
+        launch.train(job, world)
     return len(count)
 
 
@@ -316,8 +313,7 @@ def test_a_simulated_run_repeats_itself_and_logs_staleness(tmp_path):
 
 @with_world
 def trained_on_ranks(world, folder):
-    with contextlib.redirect_stdout(io.StringIO()):
-        launch.train(assemble.load(JOB, [f"run.output={folder}"]), world)
+    launch.train(assemble.load(JOB, [f"run.output={folder}"]), world)
 
 
 def test_a_run_on_ranks_logs_staleness(ranks, tmp_path):
