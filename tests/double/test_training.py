@@ -14,7 +14,7 @@ from mpigossip.mixing.kernels import gpu_sum
 from tests.cases import every, some
 from tests.double import active
 from tests.mixing.device.test_windows import compare
-from tests.mixing.test_windows import GRAPHS, fill
+from tests.mixing.test_windows import GRAPHS, beside
 from tests.mixing.test_wire import differing
 from tests.test_gpu import on_ranks, settings_of, trained
 
@@ -139,7 +139,6 @@ def differing_rounds(comm, slots):
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import Kind, Layout
     from mpigossip.mixing.compressors import wire
-    from mpigossip.mixing.simulated import Simulated
     from mpigossip.mixing.synchronous import Synchronous
 
     found, wrong, ring = 0, [], graph("ring", comm.size)
@@ -149,19 +148,9 @@ def differing_rounds(comm, slots):
             os.environ["MPIGOSSIP_DOUBLE_HOST"] = f"{comm.rank}-" if way == "nccl" else ""
             layout = Layout((1024,) * slots, wire=wire(name, 127, 0.1, 3))
             there = replace(layout, devices=tuple(f"cuda:{k}" for k in range(slots)))
-            mixer, t, off = Synchronous(ring, there, world, exchange=way, timeout_s=90), 0, False
-            reference = Simulated(ring, layout)
-            for step, kind in enumerate([Kind.GOSSIP, Kind.GLOBAL, Kind.GOSSIP, Kind.GOSSIP]):
-                fill(mixer.outbox(t), step, [comm.rank])
-                fill(reference.outbox(t), step, range(comm.size))
-                for one in (mixer, reference):
-                    one.start(kind, t, step)
-                pairs = zip(mixer.finish()[1], reference.finish()[1], strict=True)
-                for (array,), (rows,) in pairs:
-                    off |= not torch.equal(array[0].cpu(), rows[comm.rank])
-                t += kind is Kind.GOSSIP
-            mixer.close()
-            found, wrong = found + 1, wrong + [(way, name)] * off
+            mixer = Synchronous(ring, there, world, exchange=way, timeout_s=90)
+            off = beside(mixer, [Kind.GOSSIP, Kind.GLOBAL, Kind.GOSSIP, Kind.GOSSIP], layout)
+            found, wrong = found + 1, wrong + [(way, name)] * bool(off)
     del os.environ["MPIGOSSIP_DOUBLE_HOST"]
     return found, wrong
 

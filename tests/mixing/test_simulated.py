@@ -11,7 +11,7 @@ from tests.cases import on_each
 NAMES = [
     ("ring", {}), ("exponential", {}), ("one-peer-exponential", {}), ("grid", {}), ("base-2", {}),
     ("one-peer-exponential", {"order": "uniform"}), ("random-regular", {"degree": 4}),
-    ("complete", {}),
+    ("complete", {}), ("star", {}), ("identity", {}), ("random-matching", {}), ("base-3", {}),
 ]  # fmt: skip
 
 
@@ -23,7 +23,7 @@ def exchanged(mixer, x, t, kind=Kind.GOSSIP):
 
 
 @on_each(("name", "options"), NAMES)
-@on_each("n", [6, 12])
+@on_each("n", [6, 7, 12])
 def test_rows_at_once_have_the_bits_of_rows_one_by_one(name, options, n):
     made = graphs.graph(name, n, **options)
     layout = Layout((96,), scalars=1)

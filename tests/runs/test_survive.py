@@ -1,24 +1,20 @@
 """Survival of lost ranks: plain messages, shrinking, the log and checkpoints of the survivors."""
 
 import os
-import random
 import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from mpigossip.cluster import ranks as world_ranks
 from mpigossip.cluster.deadline import LateError
 from mpigossip.cluster.ranks import Alone
 from mpigossip.mixing.base import Kind, Layout
-from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs import recorder, survive
 from mpigossip.runs.progress import Progress
 from mpigossip.store import checkpoint
@@ -26,7 +22,7 @@ from mpigossip.store.log import read
 from mpigossip.training import assemble
 from tests import launch
 from tests.cases import every, with_world
-from tests.mixing.test_windows import GRAPHS, LAYOUT, fill, graphs_for, kinds_of
+from tests.mixing.test_windows import GRAPHS, LAYOUT, beside, graphs_for, kinds_of
 
 pytestmark = pytest.mark.both
 
@@ -34,67 +30,49 @@ pytestmark = pytest.mark.both
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
-def wrong_rounds(comm, staged, wire):
-    """Rank-rounds in which plain messages differ from the simulator."""
-    from mpigossip.cluster.ranks import World
+@with_world
+def differing(world, staged, wire):
+    """How much plain messages differ from the simulator, by graph."""
     from mpigossip.mixing.compressors import wire as made_wire
     from mpigossip.mixing.synchronous import Surviving
 
     layout = Layout(LAYOUT.widths, LAYOUT.vectors, LAYOUT.scalars, wire=made_wire(wire))
-    found, delays = {}, random.Random(comm.rank)
-    with World(comm) as world:
-        for name, made in graphs_for(comm.size, GRAPHS):
-            mixer = Surviving(made, layout, world, timeout_s=30, on_devices=staged)
-            reference, t, wrong = Simulated(made, layout), 0, 0
-            for step, kind in enumerate(kinds_of(12, seed=1)):
-                mine, everyone = mixer.outbox(t), reference.outbox(t)
-                fill(mine, step, [comm.rank])
-                fill(everyone, step, range(comm.size))
-                for one in (mixer, reference):
-                    one.start(kind, t, step)
-                time.sleep(delays.random() * 0.004 * (delays.random() < 0.2))
-                (_, mixed), (_, expected) = mixer.finish(), reference.finish()
-                for segment, wanted in zip(mixed, expected, strict=True):
-                    for array, rows in zip(segment, wanted, strict=True):
-                        wrong += not torch.equal(array[0], rows[comm.rank])
-                t += kind is Kind.GOSSIP
-            wrong += mixer.bytes_sent[0] != reference.bytes_sent[comm.rank]
-            mixer.close()
-            found[name] = wrong
-    return found
+    options = {"timeout_s": 30, "on_devices": staged}
+    return {
+        name: beside(Surviving(made, layout, world, **options), kinds_of(12, seed=1))
+        for name, made in graphs_for(world.size, GRAPHS)
+    }
 
 
 @pytest.mark.parametrize(
     "n, staged, wire", [every(1, None, "fp32"), (3, True, "qsgd"), (4, None, "fp32")]
 )
 def test_plain_messages_equal_the_simulator(ranks, n, staged, wire):
-    for found in ranks(n)(wrong_rounds, staged, wire):
+    for found in ranks(n)(differing, staged, wire):
         assert len(found) >= 8 and not any(found.values()), found
 
 
-def late_neighbour(comm):
-    from mpigossip.cluster.ranks import World
+@with_world
+def late_neighbour(world):
     from mpigossip.graphs import graph
     from mpigossip.mixing.synchronous import Surviving
 
-    world = World(comm)
-    mixer = Surviving(graph("ring", comm.size), Layout((512,)), world, timeout_s=0.3)
+    mixer = Surviving(graph("ring", world.size), Layout((512,)), world, timeout_s=0.3)
     text = None
     for t in range(3):
-        if (comm.rank, t) == (1, 2):
-            comm.recv(source=0)
+        if (world.rank, t) == (1, 2):
+            world.comm.recv(source=0)
         mixer.outbox(t)
         mixer.start(Kind.GOSSIP, t)
-        mixer._transport.timeout_s = 0.3 if comm.rank == 0 and t == 2 else 30
+        mixer._transport.timeout_s = 0.3 if world.rank == 0 and t == 2 else 30
         try:
             mixer.finish()
         except LateError as late:
             text = str(late)
-            comm.send(None, dest=1)
+            world.comm.send(None, dest=1)
             mixer._transport.timeout_s = 30
             mixer.finish()
     mixer.close()
-    world.close()
     return text
 
 

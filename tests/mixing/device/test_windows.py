@@ -5,21 +5,18 @@ What needs a GPU is in tests/test_gpu.py, the kernels' arithmetic in tests/mixin
 
 import contextlib
 import itertools
-import random
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mpigossip.mixing.base import Kind, Layout
+from mpigossip.mixing.base import Layout
 from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.device import memory
 from mpigossip.mixing.device.streams import Streams
-from mpigossip.mixing.simulated import Simulated
-from tests.cases import on_each, some
-from tests.mixing.test_windows import GRAPHS, fill, graphs_for, kinds_of
+from tests.cases import on_each, some, with_world
+from tests.mixing.test_windows import GRAPHS, beside, graphs_for, kinds_of
 
 MEMORIES = ["host", "windows", "messages", "nccl"]
 WIDTHS = (2048, 2048)
@@ -39,28 +36,22 @@ def compare(*args, **kwargs):
         synchronous.STAGED, buffers.SHARE = sizes
 
 
-def same_means(mixer, reference, step, comm, device):
-    """Whether vectors of odd lengths have the simulator's average; some lie on the CPU."""
+def other_mean(mixer, reference, step, on_its_way):
+    """In some steps, whether a vector of odd length has another average; some lie on the CPU."""
+    if step % 6 != (1 if on_its_way else 4):
+        return False
+    device = mixer.layout.devices[0]
     size, place = ((1, "cpu"), (2501, device), (7, device))[step // 2 % 3]
-    rows = torch.randn(comm.size, size, generator=torch.Generator().manual_seed(step))
-    got = mixer.mean(rows[comm.rank].unsqueeze(0).to(place))
-    return got.device == torch.device(place) and torch.equal(got.cpu(), reference.mean(rows))
+    rows = torch.randn(mixer.n, size, generator=torch.Generator().manual_seed(step))
+    got = mixer.mean(rows[list(mixer.rows)].to(place))
+    return got.device != torch.device(place) or not torch.equal(got.cpu(), reference.mean(rows))
 
 
+@with_world
 def compared(
-    comm,
-    names,
-    memory,
-    steps,
-    wire_name="fp32",
-    chunk=4096,
-    first=0,
-    device="cpu",
-    mutate=None,
-    proofs=None,
+    world, names, memory, steps, wire_name="fp32", chunk=4096, first=0, device="cpu", proofs=None
 ):
-    """Rank-rounds, by graph, that differ from the simulator; the ways to the neighbours."""
-    from mpigossip.cluster.ranks import World
+    """How much differs from the simulator, by graph; the ways to the neighbours."""
     from mpigossip.mixing import synchronous
     from mpigossip.mixing.device import buffers
     from mpigossip.mixing.synchronous import Synchronous
@@ -72,42 +63,18 @@ def compared(
         probe.proven = lambda comm, devices, way, limit_s: (way in able, "the CPU stands in")
     options = {"vectors": 2, "scalars": 1, "wire": wire(wire_name, 127, 0.1, 3)}
     layout = Layout(WIDTHS, **options)
-    device = device.format(rank=comm.rank)
-    there = replace(layout, devices=(device,) * len(WIDTHS))
-    world, delays, found, routes = World(comm), random.Random(comm.rank), {}, {}
-    for name, made in graphs_for(comm.size, names):
+    there = replace(layout, devices=(device.format(rank=world.rank),) * len(WIDTHS))
+    found, routes = {}, {}
+    for name, made in graphs_for(world.size, names):
         mixer = Synchronous(made, there, world, exchange=memory, timeout_s=30, on_devices=True)
-        if mutate is not None:
-            mutate(mixer)
         routes |= mixer.routes
-        reference, t, wrong = Simulated(made, layout), first, 0
-        for step, kind in enumerate(kinds_of(steps, seed=2)):
-            mine, every = mixer.outbox(t), reference.outbox(t)
-            fill(mine, step, [comm.rank])
-            fill(every, step, range(comm.size))
-            for one in (mixer, reference):
-                one.start(kind, t, step)
-                time.sleep(delays.random() * 0.004 * (delays.random() < 0.2))
-            if step % 6 == 1:  # with a round on its way or without one
-                wrong += not same_means(mixer, reference, step, comm, device)
-            pairs = [*zip(mixer.finish(), reference.finish(), strict=True)]
-            for got, wanted in pairs:
-                for segment, rows in zip(got, wanted, strict=True):
-                    for array, row in zip(segment, rows, strict=True):
-                        wrong += not torch.equal(array[0].cpu(), row[comm.rank])
-            t += kind is Kind.GOSSIP
-            if step % 6 == 4:
-                wrong += not same_means(mixer, reference, step, comm, device)
-        wrong += mixer.bytes_sent[0] != reference.bytes_sent[comm.rank]
-        mixer.close()
-        mixer.close()
-        found[name] = wrong
-    world.close()
+        found[name] = beside(mixer, kinds_of(steps, seed=2), layout, first, also=other_mean)
+        mixer.close()  # once more
     return found, routes
 
 
 SHOWN = [(2, "host"), (3, "messages")]
-"""The double (tests/double) runs them all, by default."""
+"""By default; on the double (tests/double) "host", "windows" and "nccl" between three ranks are."""
 MORE = [pair for pair in itertools.product((3, 6, 8), MEMORIES) if pair not in SHOWN]
 
 
@@ -151,19 +118,16 @@ def test_large_encoded_messages_are_averaged_decoded(ranks, memory):
         assert found and not any(found.values()), found
 
 
-def refused(comm):
-    from mpigossip.cluster.ranks import World
+@with_world
+def refused(world):
     from mpigossip.graphs import graph
     from mpigossip.mixing.device.memory import MemoryRefused
     from mpigossip.mixing.synchronous import Synchronous
 
-    world, ways = World(comm), {"exchange": "windows", "on_devices": True}
-    try:
-        Synchronous(graph("ring", comm.size), Layout(WIDTHS), world, **ways)
-    except MemoryRefused as error:
-        return str(error)
-    finally:
-        world.close()
+    ways = {"exchange": "windows", "on_devices": True}
+    with pytest.raises(MemoryRefused) as found:
+        Synchronous(graph("ring", world.size), Layout(WIDTHS), world, **ways)
+    return str(found.value)
 
 
 def test_device_windows_are_refused_where_mpi_is_not_proven(ranks):
@@ -207,28 +171,6 @@ def test_the_proof_is_a_message_and_a_library_that_says_no_is_believed(ranks):
     for wrong, (able, why) in ranks(3)(put_into_neighbour):
         assert wrong == ["", ""] and not able
         assert "says that it moves no GPU memory" in why
-
-
-def without_waiting_for_chunks(mixer):
-    """The first chunk's notification is taken for all of them."""
-    transport, arrived = mixer._transport, mixer._transport.arrived
-    transport.arrived = lambda r, source, chunk: chunk.number > 0 or arrived(r, source, chunk)
-
-
-def without_waiting_for_readers(mixer):
-    mixer._transport.is_free = lambda r, rank: True
-
-
-def caught(comm, mutate):
-    from mpigossip.cluster.deadline import LateError
-    from mpigossip.mixing.notifications import ProtocolError
-
-    graphs = ["one-peer-exponential", "exponential"]
-    try:
-        found, _ = compare(comm, graphs, "host", 40, mutate=mutate)
-    except (LateError, ProtocolError) as error:
-        raise AssertionError(f"seen: {error}") from None
-    assert not any(found.values()), f"seen: {found}"
 
 
 @pytest.mark.parametrize("own_stream", [False, True])
