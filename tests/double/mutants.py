@@ -7,12 +7,12 @@ the double has to fail: by an unordered access, wrong bits, or an error.
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.double.__main__ import environment
+from tools.mutants import REPO, copy_of, run_tests
 
 BUFFERS, STREAMS = "mpigossip.mixing.device.buffers", "mpigossip.mixing.device.streams"
 MIXER, WINDOWS = "mpigossip.mixing.synchronous", "mpigossip.mixing.transports.windows"
@@ -107,7 +107,8 @@ MUTANTS = [
      "pass", EAGER),
     # what issue 4/7 says would break at the first contact with GPUs, by its rows
     ("1: a probe that fails ends the job", PROBE,
-     "refused.setdefault(str(error), []).append(way)", "raise",
+     "            refused.setdefault(str(error), []).append(way)\n    found = None",
+     "            raise\n    found = None",
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[put-auto-True-MPI_ERR_RMA"
      "_RANGE]"),
     ("1: ranks don't agree on what a probe found", "mpigossip.mixing.progress_thread",
@@ -169,25 +170,26 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-REPO = Path(__file__).resolve().parents[2]
-
-
-def caught(mutant: tuple, folder: Path) -> str:
-    """What gave the mutant away, in a copy of the sources; "" where nothing did."""
-    name, module, old, new, test = mutant
-    place = folder / f"{module.replace('.', '/')}.py"
-    whole = place.read_text()
-    if (there := whole.count(old)) != 1:
+def planted(mutant: tuple, tree: Path) -> tuple[Path, str]:
+    """The file of the mutant's module in a tree, and its text with the fault."""
+    name, module, old, new, _ = mutant
+    place = tree / f"{module.replace('.', '/')}.py"
+    text = place.read_text()
+    if (there := text.count(old)) != 1:
         raise ValueError(f"{name}: {there} times {old!r} in {module}")
-    place.write_text(whole.replace(old, new))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--all", test]
-    env = os.environ | {"PYTHONPATH": f"{folder / 'tests/double/site'}:{folder}"}
+    return place, text.replace(old, new)
+
+
+def caught(mutant: tuple) -> str:
+    """What gave the mutant away, in a copy of the sources; "" where nothing did."""
+    name, *_, test = mutant
+    tree = copy_of(REPO)
     try:
-        done = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, timeout=600
-        )
+        place, text = planted(mutant, tree)
+        place.write_text(text)
+        done = run_tests(tree, test)
     finally:
-        place.write_text(whole)
+        shutil.rmtree(tree, ignore_errors=True)
     if done.returncode == 0:
         return ""
     if done.returncode != 1:
@@ -201,15 +203,12 @@ def caught(mutant: tuple, folder: Path) -> str:
 def main(wanted: str = "") -> int:
     """Try them all, or those whose text has a word; how many weren't caught."""
     missed = 0
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "copy")
-        shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".*"))
-        os.environ.update(environment(Path(folder)))
+        os.environ.update(environment(Path(folder)), PYTEST_ADDOPTS="--all")
         print("| taken away | found by |\n|---|---|")
         for mutant in MUTANTS:
             if wanted in mutant[0]:
-                how = caught(mutant, copy)
+                how = caught(mutant)
                 missed += not how
                 print(f"| {mutant[0]} | {how or '**not caught**'} |", flush=True)
     return missed

@@ -1,10 +1,12 @@
-"""The faults of tools/mutants.py can be planted in the code as it is."""
+"""The faults of tools/mutants.py and of the double can be planted in the code as it is."""
 
 import ast
 import runpy
 from pathlib import Path
 
 import pytest
+
+from tests.double.mutants import MUTANTS, planted
 
 REPO = Path(__file__).resolve().parent.parent.parent
 TOOL = runpy.run_path(str(REPO / "tools/mutants.py"))
@@ -26,6 +28,20 @@ def test_every_mutant_applies_and_names_tests_that_exist(monkeypatch):
         ast.parse(text)
         assert text != path.read_text(), one
         assert all((REPO / "tests" / part.split("::")[0]).exists() for part in one.tests.split())
+    assert not lost, "\n".join(lost)
+
+
+def test_every_mutant_of_the_double_applies_and_names_a_test_that_exists():
+    lost = []
+    for one in MUTANTS:
+        file, _, name = one[-1].partition("::")
+        assert f"def {name.partition('[')[0]}(" in (REPO / file).read_text(), one
+        try:
+            _, text = planted(one, REPO)
+        except ValueError as error:
+            lost.append(str(error))
+        else:
+            ast.parse(text)
     assert not lost, "\n".join(lost)
 
 
