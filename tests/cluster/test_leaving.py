@@ -11,6 +11,7 @@ import pytest
 from mpigossip.cluster import deadline, waits
 from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.ranks import world
+from tests import launch
 from tests.cases import every
 
 pytestmark = pytest.mark.both
@@ -130,9 +131,7 @@ with world() as w, Stopper(w, Path("nowhere")):
 
 def test_sigterm_ends_a_job_that_waits(mpistart):
     job = mpistart(2, [sys.executable, "-c", HEAD + TERM])
-    until = time.monotonic() + 90
-    while job.output()[0].count("ready") < 2 and time.monotonic() < until:
-        time.sleep(0.05)
+    launch.until(lambda: job.output()[0].count("ready") == 2, 90, "both are ready")
     for pid in job.ranks():
         os.kill(pid, signal.SIGTERM)
     done = job.finish(timeout=90)

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 
 import pytest
 
@@ -86,9 +85,7 @@ def test_ctrl_c_is_said_once(mpistart, tmp_path, inside):
     other = waits if inside else "world.comm.barrier() if world.rank == 1 else time.sleep(60)"
     body = f"with mpigossip.world() as world:\n    print('ready', flush=True)\n    {other}\n"
     job = mpistart(2, program(tmp_path, body), warm=True)
-    until = time.monotonic() + 30
-    while job.output()[0].count("ready") < 2 and time.monotonic() < until:
-        time.sleep(0.05)
+    launch.until(lambda: job.output()[0].count("ready") == 2, 30, "both are ready")
     for pid in job.ranks():
         os.kill(pid, signal.SIGINT)
     done = job.finish(timeout=20)

@@ -19,6 +19,7 @@ from mpigossip.cluster.ranks import Alone, World
 from mpigossip.config import JobError
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
+from tests import launch
 from tests.cases import with_world
 from tests.rankpool import RankError
 
@@ -326,19 +327,12 @@ def last_line(result):
     return re.search(r"digest +([0-9a-f]{64})", result.stdout)[1]
 
 
-def wait_for(path, launched):
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < until and launched.process.poll() is None
-        time.sleep(0.02)
-
-
 @pytest.mark.both
 def test_a_loop_is_killed_stopped_and_goes_on_to_the_same_digest(mpistart, pooled, tmp_path):
     few = [str(SCRIPT), "--steps", "60", "--save-every", "20", "--out"]
     whole = last_line(pooled(2, *few, "whole"))
     killed = mpistart(2, [sys.executable, *few, "part"], cwd=tmp_path, warm=True)
-    wait_for(tmp_path / "part/checkpoints/step-00000020", killed)
+    launch.until((tmp_path / "part/checkpoints/step-00000020").exists, 60, "a first checkpoint")
     for pid in killed.ranks():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

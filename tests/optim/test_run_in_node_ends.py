@@ -1,4 +1,4 @@
-"""A loop on nodes of several ranks that is stopped: files are whole. A job loses ranks likewise."""
+"""A loop on nodes of several ranks that is stopped: it goes on from whole files."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpigossip
 from mpigossip.config.errors import STOPPED
 from mpigossip.store import checkpoint
+from tests import launch
 from tests.optim.test_run_in_node import NODES, PER, loss_of, network, several
 
 EVERY = 4
@@ -61,9 +62,7 @@ def test_a_loop_of_nodes_of_ranks_stops_together(mpistart, ranks, tmp_path, how)
     run = tmp_path / "run"
     call = f"from {__name__} import program; program({str(run)!r})"
     launched = mpistart(NODES * PER, [sys.executable, "-c", call], warm=True)
-    until = time.monotonic() + WAIT_S
-    while checkpoint.latest(run) is None and time.monotonic() < until:
-        time.sleep(0.01)
+    launch.until(lambda: checkpoint.latest(run), WAIT_S, "a first checkpoint")
     if how == "STOP":
         (run / "STOP").touch()
     else:

@@ -16,8 +16,9 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.config import load
 from mpigossip.runs.alarms import CadenceWarning, Divergence, Straggler, watchers
 from mpigossip.runs.stopper import Reserve, Stopper, end_of_allocation
+from mpigossip.store import checkpoint
 from mpigossip.store.log import read
-from tests.launch import is_open_mpi, warmed
+from tests import launch
 
 pytestmark = pytest.mark.both
 
@@ -140,7 +141,9 @@ print(any(found), any(stopper.wants_stop(done) for done in range(10, 30)))
 
 def test_a_clock_that_is_set_forward_is_no_long_step():
     """900 s of it would be kept for stopping twice over, of 2,000 s that there are."""
-    done = subprocess.run(warmed([sys.executable, "-c", JUMP], {}), capture_output=True, text=True)
+    done = subprocess.run(
+        launch.warmed([sys.executable, "-c", JUMP], {}), capture_output=True, text=True
+    )
     assert done.stdout == "False False\n", done.stderr
 
 
@@ -181,18 +184,17 @@ def parent(process):
 def test_ranks_end_with_a_checkpoint_where_their_launcher_is_killed(mpistart, tmp_path):
     words = [*SHORT, "model.name=mlp", "run.epochs=100000", "checkpoint.every_steps=4"]
     run = mpistart(2, [*MAIN, "train", JOB, *words, f"run.output={tmp_path}"], cwd=tmp_path)
-    until = time.monotonic() + 60
-    while not [*tmp_path.glob("checkpoints/step-????????")] and time.monotonic() < until:
-        time.sleep(0.05)
+    launch.until(lambda: checkpoint.latest(tmp_path), 60, "a first checkpoint")
     ranks = run.ranks()
+    assert len(ranks) == 2
     for process in {parent(rank) for rank in ranks}:
         os.kill(process, signal.SIGKILL)
-    until = time.monotonic() + 60
-    while set(ranks) & set(run.ranks()) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert len(ranks) == 2 and not set(ranks) & set(run.ranks())
-    if not is_open_mpi():  # whose library ends them
-        assert "the launcher's process is gone" in read(tmp_path / "log.h5").summary["warnings"]
+    launch.until(lambda: not set(ranks) & set(run.ranks()), 60, "the ranks' end")
+    if not launch.is_open_mpi():  # whose library ends them
+        log, newest = read(tmp_path / "log.h5"), checkpoint.latest(tmp_path)
+        assert "the launcher's process is gone" in log.summary["warnings"]
+        assert checkpoint.verify(newest) == []
+        assert checkpoint.read_manifest(newest).step == log.steps["step"][-1] + 1
 
 
 def test_ranks_stop_short_of_the_end_and_go_on_to_the_same_bits(pooled, alone):

@@ -29,6 +29,7 @@ from mpigossip.studies.grid import Cell, arguments, cells_of
 from mpigossip.studies.running import Found, Runner
 from mpigossip.studies.search import Tried, _best, chosen
 from mpigossip.studies.seeds import interval, many_to_one
+from tests import launch
 from tests.cases import on_each
 from tests.launch import REPO
 
@@ -131,10 +132,7 @@ def test_runs_end_with_a_study_that_is_killed(here):
         assert len(programs(here)) >= 3
         going.kill()
         going.wait()
-        until = time.monotonic() + 60
-        while programs(here) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert not programs(here)
+        launch.until(lambda: not programs(here), 60, "the programs' end")
     finally:
         for each in programs(here):
             os.kill(each, signal.SIGKILL)

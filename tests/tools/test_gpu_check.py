@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import launch
+
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
@@ -92,10 +94,7 @@ def test_a_measurement_that_hangs_is_ended_with_its_children(tool, capsys):
     with pytest.raises(tool.NotRun, match="2 s were not enough"):
         tool.finished([sys.executable, "-c", LEAVES], 2)
     child = int(capsys.readouterr().out.split()[0])  # what it said so far is shown
-    ends = time.monotonic() + 20
-    while _lives(child):
-        assert time.monotonic() < ends, "a child was left running"
-        time.sleep(0.02)
+    launch.until(lambda: not _lives(child), 20, "the end of a child that was left running")
 
 
 def _lives(pid):
