@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,13 +51,10 @@ def test_a_staged_fault_is_named_in_time(mpirun, tmp_path, fault, before, words,
     if before is one_core and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     command = [*before(tmp_path), sys.executable, str(FAULTS), fault, *QUICK, *words]
-    began = time.monotonic()
     warm = fault not in ("stop", "early")  # the launcher has to end the process that stopped
     env = {"OTHER": str(tmp_path)}
     done = mpirun(2, command, timeout=LIMIT_S, cwd=tmp_path, env=env, warm=warm)
-    spent = time.monotonic() - began
     assert (done.returncode != 0) == bool(code), done.stdout + done.stderr
-    assert spent < LIMIT_S
     here = done.stdout.partition("rank on 1 host: ")[2].partition(" x")[0] or os.uname().nodename
     assert says.format(here) in done.stdout, done.stdout + done.stderr
     if fault != "killed":  # that leaves what was found before

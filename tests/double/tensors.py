@@ -33,10 +33,10 @@ class _Copies(threading.local):
 
 
 copies = _Copies()
+"""Whether this thread may not wait for a copy between host and device."""
 context = threading.local()
 """has ``made`` where this thread has done something on a device, or chosen another one than it had:
 else libraries find none in it"""
-"""Whether this thread may not wait for a copy between host and device."""
 recording = _Recording()
 """Where a capture of this thread's operations goes, and whether it has failed."""
 

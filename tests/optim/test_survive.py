@@ -64,9 +64,13 @@ def test_survivors_have_the_exact_values(tolerant, victims):
 @pytest.mark.parametrize("folder", [False, True])
 def test_whoever_is_behind_others_that_are_done_ends_alone(tolerant, tmp_path, folder):
     """Rank 2 dies before it sends its last message, to rank 0; 1 and 3 exchange with each other."""
-    done = tolerant({2: f"{STEPS - 1}s"}, *(["--out", tmp_path] if folder else []))
-    if "3 nodes go on" in done.stderr:
-        pytest.skip("the others noticed the loss before they were done, and went on together")
+    for attempt in range(3):
+        out = tmp_path / str(attempt)
+        done = tolerant({2: f"{STEPS - 1}s"}, *(["--out", out] if folder else []))
+        if "3 nodes go on" not in done.stderr:
+            break
+    else:
+        pytest.fail("three times the others saw the loss before they were done, and went on")
     found = survivors.digests(done.stdout)
     whole = survivors.expected(N, STEPS)
     assert [found[1], found[3]] == [whole[1], whole[3]], done.stderr
@@ -75,7 +79,7 @@ def test_whoever_is_behind_others_that_are_done_ends_alone(tolerant, tmp_path, f
     assert found[0] == first.digest(), done.stderr
     assert "the others have left their loops" in done.stderr
     if folder:  # which all three have ended
-        log, path = read(tmp_path / "log.h5"), checkpoint.latest(tmp_path)
+        log, path = read(out / "log.h5"), checkpoint.latest(out)
         assert (path.name, log.summary["nodes"]) == (f"step-{STEPS:08d}", N - 1)
         assert log.steps["step"].tolist() == list(range(STEPS)) and not checkpoint.verify(path)
         states = [checkpoint.read_node(path, node).parameters for node in range(N - 1)]

@@ -93,7 +93,7 @@ def short(comm):
     from mpigossip.mixing.synchronous import INLINE
 
     layout = Layout(widths=(64, 64), vectors=2, scalars=1)
-    assert layout.nbytes <= INLINE < LAYOUT.nbytes  # those of test_mixing wake the thread
+    assert layout.nbytes <= INLINE < LAYOUT.nbytes  # those of test_windows wake the thread
     return compare(comm, GRAPHS, "put", 40, layout=layout)
 
 
