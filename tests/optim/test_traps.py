@@ -187,46 +187,37 @@ def test_all_begin_with_the_model_of_node_0_and_one_says_where_others_differed(r
 # -- what differs between ranks --------------------------------------------------------------------
 
 
-def wide(rank):
-    return nn.Sequential(nn.Linear(20, 1 + rank)), {}
-
-
-def ordered(rank):
-    names = ["a", "b"] if rank != 1 else ["b", "a"]
-    return nn.ModuleDict({name: nn.Linear(3, 3) for name in names}), {}
-
-
-def longer(rank):
-    return nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3)] * (rank == 2)), {}
-
-
-def typed(rank):
-    return nn.Linear(3, 3).to(torch.bfloat16 if rank == 1 else torch.float32), {}
-
-
-def frozen(rank):
-    return nn.Linear(3, 3).requires_grad_(rank != 1), {}
-
-
-def methods(rank):
-    return nn.Linear(3, 3), {"graph": "ring" if rank == 1 else "complete"}
-
-
-DIFFERENT = {
-    "wide": r"rank 1 on .*: parameter 0\.weight is \(2, 20\) float32, on rank 0 \(1, 20\) float32",
-    "ordered": r"rank 1 on .*: parameter b\.weight .* stands where rank 0 has parameter a\.weight",
-    "longer": r"rank 2 on .*: parameter 1\.weight .* is there on this rank only",
-    "typed": r"rank 1 on .*: parameter weight is \(3, 3\) bfloat16, on rank 0 \(3, 3\) float32",
-    "methods": r"rank 1 on .*: graph\.name is 'ring', on rank 0 'complete'",
+DIFFERENT = {  # a rank's model, and what is said
+    "wide": (
+        lambda rank: nn.Sequential(nn.Linear(20, 1 + rank)),
+        r"rank 1 on .*: parameter 0\.weight is \(2, 20\) float32, on rank 0 \(1, 20\) float32",
+    ),
+    "ordered": (
+        lambda rank: nn.ModuleDict({k: nn.Linear(3, 3) for k in ("ba" if rank == 1 else "ab")}),
+        r"rank 1 on .*: parameter b\.weight .* stands where rank 0 has parameter a\.weight",
+    ),
+    "longer": (
+        lambda rank: nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3)] * (rank == 2)),
+        r"rank 2 on .*: parameter 1\.weight .* is there on this rank only",
+    ),
+    "typed": (
+        lambda rank: nn.Linear(3, 3).to(torch.bfloat16 if rank == 1 else torch.float32),
+        r"rank 1 on .*: parameter weight is \(3, 3\) bfloat16, on rank 0 \(3, 3\) float32",
+    ),
+    "graph": (
+        lambda _: nn.Linear(3, 3),
+        r"rank 1 on .*: graph\.name is 'ring', on rank 0 'complete'",
+    ),
 }
 
 
 @with_world
 def started(world, name):
-    model, options = globals()[name](world.rank)
+    model = DIFFERENT[name][0](world.rank)
+    graph = "ring" if name == "graph" and world.rank == 1 else "complete"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        mpigossip.Gossip(world, model, optimizer, **options, timeout_s=5)
+        mpigossip.Gossip(world, model, optimizer, graph=graph, timeout_s=5)
     except JobError as error:
         return str(error)
     return ""
@@ -235,7 +226,7 @@ def started(world, name):
 @on_each("name", DIFFERENT)
 def test_what_differs_between_ranks_is_named_at_the_start(ranks, name):
     for told in ranks(N)(started, name):
-        assert re.search(DIFFERENT[name], told), told
+        assert re.search(DIFFERENT[name][1], told), told
 
 
 @with_world

@@ -118,7 +118,7 @@ def test_controls_fail(tmp_path, monkeypatch, control):
         monkeypatch.setattr(live_models, "digest", lambda _: "0" * 64)
     else:
         monkeypatch.setattr(Place, "fence", held_back)
-    compared, wrong = live_models.digest, 0
+    wrong = 0
     for seed in range(4):
         if wrong == 2:
             break
@@ -130,7 +130,7 @@ def test_controls_fail(tmp_path, monkeypatch, control):
             ends = storm(root, seed, chunks=60, **ILLS)
             wrong -= not ends["alive"] and right(root, Plan(60, 4, 0.3))
         wrong += 1
-    assert compared and wrong >= 2
+    assert wrong >= 2
 
 
 def operations_a_round(root, members: int) -> float:
@@ -191,29 +191,6 @@ def test_differences_seen_late_are_made_up_for_once():
     assert moved(new, now, then, 0) is new
     assert moved(new, now, then, 1).parameters.tolist() == [4 + 5 / 2, 9 + 5 / 2]
     assert moved(new, now, then, 2).parameters.tolist() == pytest.approx([4 + 5 / 3, 9 + 5 / 3])
-
-
-def test_everybody_leaves_and_the_next_goes_on(tmp_path):
-    begin(root := tmp_path / "run")
-    plan = Plan(40, 4, 60.0)
-    for seed in range(3):
-        count = [0]
-
-        def stop(count=count):
-            count[0] += 1
-            return count[0] > 10
-
-        disk = Bad(root, random.Random(seed))
-        place = Place(disk, plan, chance=disk.chance)
-        live = Live(place, stop)
-        tiny = Tiny(sleep=lambda stop=stop: stop() and leave())
-        tiny.begin(live.begin({}))
-        with contextlib.suppress(Gone):
-            tiny.train(live)
-        live.leave()
-        live.close()
-    assert member(Bad(root, random.Random(9)), plan) == "end"
-    assert right(root, plan)
 
 
 def test_models_of_places_that_closed_long_ago_are_removed(tmp_path):
@@ -306,14 +283,6 @@ def test_models_of_other_parameters_are_passed_over(tmp_path):
     assert "it has other parameters than this member's model" in told[0]
     assert len(live.begin({"layout": layout(["x"], [[4]])})) == 1
     live.close()
-
-
-class Gone(Exception):
-    pass
-
-
-def leave():
-    raise Gone
 
 
 @pytest.mark.parametrize("bad", ["cut", "huge", "link", "folder", "foreign"])
