@@ -13,8 +13,6 @@ from mpigossip.config import JobError
 from mpigossip.engine.vector import joined, leaves, of_rows, split
 from mpigossip.graphs import from_matrices
 from mpigossip.mixing.base import Kind
-from mpigossip.store import checkpoint
-from mpigossip.store.checkpoint import NodeState
 from mpigossip.training import assemble
 from mpigossip.training.fit import lacking
 from mpigossip.training.parts import make_graph
@@ -349,37 +347,6 @@ def test_quasi_global_momentum_is_that_of_its_paper():
 
 
 # -- state, resume --------------------------------------------------------------------------------
-
-
-@on_each("case", CASES, FEW)
-def test_state_through_hdf5_resumes_to_the_bit(case, tmp_path):
-    whole = Driver(case, 2, noise=0.2).run(13)
-    first, second = Driver(case, 2, noise=0.2).run(6), Driver(case, 2, noise=0.2)
-    folder = tmp_path / str(CASES.index(case))
-    entries, beside = [], checkpoint.begin(folder, 6)
-    for node in range(2):
-        arrays = {
-            f"{slot}/{name}": array[node].numpy()
-            for name, parts in first.parts().items()
-            for slot, array in enumerate(parts)
-        }
-        numbers = {"round": first.round, "local_steps": first.counts[node]}
-        numbers |= first.cadence_state._asdict()
-        flat = first.whole()[node].numpy()
-        state = NodeState(flat, ("x",), ((flat.size,),), arrays, numbers)
-        entries.append(checkpoint.write_node(beside, node, state))
-    path = checkpoint.commit(beside, folder, 6, entries, "", {})
-    for node in range(2):
-        saved = checkpoint.read_node(path, node)
-        second.counts[node] = saved.numbers["local_steps"]
-        for slot in range(2):
-            second.x[slot][node] = torch.from_numpy(saved.parameters.reshape(2, -1)[slot])
-            for name, parts in second.parts().items():
-                parts[slot][node] = torch.from_numpy(saved.arrays[f"{slot}/{name}"])
-    second.index, second.round = 6, saved.numbers["round"]
-    rhythm = type(second.cadence_state)
-    second.cadence_state = rhythm(*(saved.numbers[field] for field in rhythm._fields))
-    assert (second.run(7).whole() == whole.whole()).all()
 
 
 def test_padding_stays_zero_so_that_files_may_leave_it_out(monkeypatch):

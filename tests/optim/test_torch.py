@@ -306,7 +306,9 @@ METHODS = {
     "dsgd": {}, "dsgd awc": {"style": "awc"}, "d2": {}, "dsgt awc": {"style": "awc"},
     "slowmo": {"period": 2}, "dmsgd": {}, "choco": {"graph": "ring"}, "sgp": {"wire": "bf16"},
     "detag": {"cadence": "every", "period": 2},
+    # in the third step, after which a state is taken, an exchange of either is open
     "choco late": {"graph": "ring", "cadence": "every", "period": 2, "fragments": 1, "delay": 2},
+    "diloco late": {"period": 4, "fragments": 2, "delay": 2},
 }  # fmt: skip
 
 
@@ -332,6 +334,8 @@ def gone_on(world):
         model, gossip = begin()
         train(model, gossip, 0, 3)
         kept = copy.deepcopy((model.state_dict(), gossip.state_dict()))
+        if name == "diloco late":
+            assert "state/fragments/received" in kept[1]["gossip"]["arrays"]
         ends = [train(model, gossip, 3, 6)]
         other, fresh = begin()
         for one, stepper in ((other, fresh), (model, gossip)):
