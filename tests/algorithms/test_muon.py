@@ -1,8 +1,5 @@
 """Muon as a local step: torch's bits on matrices, our AdamW's on the rest; simulated = ranks."""
 
-import contextlib
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -143,18 +140,14 @@ def test_ranks_have_the_simulators_bits(ranks, n):
 
 
 def test_a_run_goes_on_to_the_bit(tmp_path):
-    def run(function, *arguments):
-        with contextlib.redirect_stdout(io.StringIO()):
-            return function(*arguments)
-
     def made(folder, steps):
         return method_job("diloco cadence.period=3", f"run.output={folder}", f"run.steps={steps}")
 
-    whole = run(launch.train, made(tmp_path / "whole", 9), Alone(), 3)
+    whole = launch.train(made(tmp_path / "whole", 9), Alone(), 3)
     for stop in (4, 5, 6):
         folder = tmp_path / f"{stop}"
-        run(launch.train, made(folder, stop), Alone(), 3)
-        again = run(launch.resume, folder, ["run.steps=9"], Alone(), None)
+        launch.train(made(folder, stop), Alone(), 3)
+        again = launch.resume(folder, ["run.steps=9"], Alone(), None)
         assert again["digest"] == whole["digest"] and again["loss"] == whole["loss"], stop
 
 

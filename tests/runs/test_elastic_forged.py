@@ -12,8 +12,8 @@ from mpigossip.runs import launch
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store import manifest as manifests
 from mpigossip.training import assemble
-from tests.runs.test_run import quietly
-from tests.store.test_guard import resigned
+from tests.store.test_dataset import edit
+from tests.store.test_guard import numbers, resigned
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def run(tmp_path_factory):
     """Two nodes, four steps, with momentum."""
     folder = tmp_path_factory.mktemp("forged") / "run"
     settings = ["model.name=mlp", "model.hidden=[4]", "run.steps=4", "data.batch=8"]
-    quietly(launch.train, assemble.load({}, [*settings, f"run.output={folder}"]), Alone(), 2)
+    launch.train(assemble.load({}, [*settings, f"run.output={folder}"]), Alone(), 2)
     return folder
 
 
@@ -35,31 +35,18 @@ def without(name):
     return lambda path: resigned(path, change, node=1)
 
 
-def other_momentum(file):
-    del file["arrays/state/momentum"]
-    file["arrays/state/momentum"] = np.zeros(3, np.float32)
+def facts(**changed):
+    def change(path):
+        manifest = checkpoint.read_manifest(path)
+        forged = replace(manifest, meta=manifest.meta | changed)
+        manifests.write(path / "checkpoint.h5", forged)
 
-
-def no_steps(path):
-    manifest = checkpoint.read_manifest(path)
-    forged = replace(manifest, meta=manifest.meta | {"steps_per_epoch": 0})
-    manifests.write(path / "checkpoint.h5", forged)
-
-
-def asked(path):
-    manifest = checkpoint.read_manifest(path)
-    forged = replace(manifest, meta=manifest.meta | {"asked": "many"})
-    manifests.write(path / "checkpoint.h5", forged)
+    return change
 
 
 def spent(path):
-    def change(file):
-        found = json.loads(file["numbers"][()]) | {"spent/compute_s": "all of it"}
-        del file["numbers"]
-        file["numbers"] = np.bytes_(json.dumps(found))
-
     for node in range(2):
-        resigned(path, change, node=node)
+        resigned(path, numbers(**{"spent/compute_s": "all of it"}), node)
 
 
 def nan_momentum(file):
@@ -72,11 +59,14 @@ FORGED = {
         r"node-0001\.h5 has 1 NaN or infinite values in arrays/state/momentum, the first in "
         r".*\.weight.*: mv .*step-00000004 .*step-00000004\.damaged",
     ),
-    "asked": (asked, "2 nodes says that the run was started with many"),
+    "asked": (facts(asked="many"), "2 nodes says that the run was started with many"),
     "spent": (spent, "spent/compute_s = all of it: must be 0 or more"),
     "bytes_sent": (without("bytes_sent"), "bytes_sent"),
-    "momentum": (lambda path: resigned(path, other_momentum, node=1), "another copy|checkpoint"),
-    "steps": (no_steps, "steps_per_epoch = 0, must be 1 or more"),
+    "momentum": (
+        lambda path: resigned(path, edit("arrays/state/momentum", np.zeros(3, np.float32)), 1),
+        "another copy|checkpoint",
+    ),
+    "steps": (facts(steps_per_epoch=0), "steps_per_epoch = 0, must be 1 or more"),
 }
 
 
@@ -88,4 +78,4 @@ def test_what_no_run_leaves_is_refused(run, tmp_path, forged, nodes):
     shutil.copytree(run, folder)
     change(checkpoint.latest(folder))
     with pytest.raises(StoreError, match=message):
-        quietly(launch.resume, folder, ["run.steps=6", f"run.output={folder}"], Alone(), nodes)
+        launch.resume(folder, ["run.steps=6", f"run.output={folder}"], Alone(), nodes)

@@ -13,7 +13,6 @@ from tests.cases import with_world
 from tests.optim.test_fsdp_checkpoints import trained as sharded
 from tests.optim.test_loop_run import loop
 from tests.optim.test_run_in_node import several
-from tests.runs.test_run import quietly
 
 JOB = ["data.batch=2", "run.steps=3", "log.flush_steps=2", "run.evaluate_every=0"]
 MLP = ["model.name=mlp", "model.hidden=[4]"]
@@ -52,7 +51,7 @@ def words(*texts):
 
 def train(folder, *settings, world=None):
     job = assemble.load({}, [*JOB, *settings, f"run.output={folder}"])
-    quietly(launch.train, job, world or Alone(), None if world else 2)
+    launch.train(job, world or Alone(), None if world else 2)
 
 
 BUFFERS = {"num_batches_tracked": "int64", "running_mean": "float32", "running_var": "float32"}

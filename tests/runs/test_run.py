@@ -148,11 +148,6 @@ def test_parallel_sgd_is_a_plain_loop_on_the_joined_batch(local, slots):
     assembly.close()
 
 
-def quietly(function, *args):
-    with contextlib.redirect_stdout(io.StringIO()):
-        return function(*args)
-
-
 DETERMINISTIC = [
     "loss",
     "lr",
@@ -182,11 +177,11 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, settings, stops):
         steps = read(folder / "log.h5").steps
         return [one.arrays for one in states] + [{name: steps[name] for name in DETERMINISTIC}]
 
-    summary = quietly(launch.train, job(*settings, folder=tmp_path / "whole"), Alone(), 2)
+    summary = launch.train(job(*settings, folder=tmp_path / "whole"), Alone(), 2)
     for stop in stops:
         cut = tmp_path / f"cut-{stop}"
-        quietly(launch.train, job(*settings, f"run.steps={stop}", folder=cut), Alone(), 2)
-        again = quietly(launch.resume, cut, [f"run.steps={summary['steps']}"], Alone(), None)
+        launch.train(job(*settings, f"run.steps={stop}", folder=cut), Alone(), 2)
+        again = launch.resume(cut, [f"run.steps={summary['steps']}"], Alone(), None)
         assert again["digest"] == summary["digest"], stop
         for one, other in zip(ended(tmp_path / "whole"), ended(cut), strict=True):
             assert one.keys() == other.keys(), stop
@@ -198,10 +193,10 @@ def test_a_run_stops_at_the_file_stop_and_goes_on(tmp_path):
     made = job("run.epochs=2", "model.name=mlp", "data.batch=16", folder=tmp_path / "run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
-    summary = quietly(launch.train, made, Alone(), 2)
+    summary = launch.train(made, Alone(), 2)
     assert not summary["finished"] and summary["steps"] < 20
     assert not (tmp_path / "run" / "STOP").exists()
-    assert quietly(launch.train, made, Alone(), 2)["finished"]
+    assert launch.train(made, Alone(), 2)["finished"]
 
 
 @pytest.mark.parametrize("local, lr", [every("momentum", 0.1), ("adamw", 0.01)])
@@ -216,12 +211,12 @@ def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
         "model.name=mlp",
     ]
     folder, summary = tmp_path / "run", {}
-    quietly(launch.train, job(*settings, "run.steps=45", folder=folder), Alone(), 8)
+    launch.train(job(*settings, "run.steps=45", folder=folder), Alone(), 8)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         launch.resume(folder, ["run.steps=46"], Alone(), 3)
     assert "exact average of 8 nodes" in told.getvalue() and "averaged: " in told.getvalue()
     for n, extra, until in ((5, [], 110), (5, ["node.devices=cpu:2"], "none")):
-        summary = quietly(launch.resume, folder, [f"run.steps={until}", *extra], Alone(), n)
+        summary = launch.resume(folder, [f"run.steps={until}", *extra], Alone(), n)
     assert summary["finished"] and abs(summary["epochs"] - 5) < 1e-9
     assert summary["accuracy"] > 0.9
     assert len(read(folder / "log.h5").steps["loss"]) == summary["steps"]
@@ -229,16 +224,16 @@ def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
 
 def test_another_batch_goes_on_at_the_same_part_of_the_epoch(tmp_path):
     settings = ["model.name=mlp", "data.batch=8", "run.epochs=3"]
-    quietly(launch.train, job(*settings, "run.steps=45", folder=tmp_path), Alone(), 2)
+    launch.train(job(*settings, "run.steps=45", folder=tmp_path), Alone(), 2)
     change = ["data.batch=16", "run.steps=none"]
-    summary = quietly(launch.resume, tmp_path, change, Alone(), None)
+    summary = launch.resume(tmp_path, change, Alone(), None)
     # 1437 samples: 89 steps an epoch before, 44 now; 45 steps are half an epoch
     assert summary["epochs"] == 3 and summary["steps"] == 45 + 3 * 44 - round(44 * 45 / 89)
 
 
 def test_the_summary_is_of_both_lives_and_shown_as_it_was_printed(tmp_path):
     settings = ["model.name=mlp", "data.batch=8"]
-    first = quietly(launch.train, job(*settings, "run.steps=30", folder=tmp_path), Alone(), 2)
+    first = launch.train(job(*settings, "run.steps=30", folder=tmp_path), Alone(), 2)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         second = launch.resume(tmp_path, ["run.steps=32"], Alone(), None)
     log = read(tmp_path / "log.h5")
@@ -257,14 +252,14 @@ def test_a_run_killed_before_its_summary_gets_one(tmp_path, monkeypatch):
     made = job("model.name=mlp", "run.steps=4", folder=tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(LogWriter, "summary", lambda self, values: None)
-        first = quietly(launch.train, made, Alone(), 2)
-    again = quietly(launch.train, made, Alone(), 2)
+        first = launch.train(made, Alone(), 2)
+    again = launch.train(made, Alone(), 2)
     assert again["digest"] == first["digest"] and again["accuracy"] == first["accuracy"]
     assert read(tmp_path / "log.h5").summary["digest"] == first["digest"]
 
 
 def test_a_method_with_other_state_begins_anew_and_says_so(tmp_path):
-    quietly(launch.train, job("run.steps=3", folder=tmp_path), Alone(), 2)
+    launch.train(job("run.steps=3", folder=tmp_path), Alone(), 2)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         change = ["algorithm.name=dsgd", "local.name=adamw", "run.steps=5"]
         launch.resume(tmp_path, change, Alone(), None)
@@ -274,7 +269,7 @@ def test_a_method_with_other_state_begins_anew_and_says_so(tmp_path):
 
 
 def test_another_job_is_kept_out_of_a_run_directory(tmp_path):
-    quietly(launch.train, job("run.steps=2", folder=tmp_path), Alone(), 1)
+    launch.train(job("run.steps=2", folder=tmp_path), Alone(), 1)
     with pytest.raises(ValueError, match=r"another job.*data\.batch = 3.*run\.output"):
         launch.train(job("run.steps=2", "data.batch=3", folder=tmp_path), Alone(), 1)
     with launch.locked(tmp_path, Alone()), pytest.raises(ValueError, match="in use by process"):
@@ -283,10 +278,10 @@ def test_another_job_is_kept_out_of_a_run_directory(tmp_path):
 
 def test_the_number_of_nodes_is_part_of_the_job(tmp_path):
     made = job("run.steps=2", "model.name=mlp", folder=tmp_path)
-    quietly(launch.train, made, Alone(), 2)
+    launch.train(made, Alone(), 2)
     with pytest.raises(ValueError, match=r"run of 2 nodes, here are 3;.*resume.*--nodes 3"):
         launch.train(made, Alone(), 3)
-    assert quietly(launch.resume, tmp_path, ["run.steps=4"], Alone(), 3)["nodes"] == 3
+    assert launch.resume(tmp_path, ["run.steps=4"], Alone(), 3)["nodes"] == 3
     with pytest.raises(ValueError, match="run of 3 nodes, here are 2"):
         launch.train(job("run.steps=4", "model.name=mlp", folder=tmp_path), Alone(), 2)
 
@@ -295,7 +290,7 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     folder, place = tmp_path / "run", tmp_path / "run/checkpoints"
     words = ["model.name=mlp", "model.hidden=[4]", "checkpoint.every_steps=2", "run.steps=6"]
     made = job(*words, "checkpoint.keep=3", folder=folder)
-    digest = quietly(launch.train, made, Alone(), 2)["digest"]
+    digest = launch.train(made, Alone(), 2)["digest"]
     paths = [place / f"step-0000000{step}" for step in (2, 4, 6)]
     flipped(paths[2] / "checkpoint.h5")
     (paths[1] / "node-0001.h5").unlink()
@@ -331,7 +326,7 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
         launch.train(made, Alone(), 2)
     subprocess.run(command.split(), check=True)
     (place / "step-00000002.writing").mkdir(parents=True)  # a first save that was cut off
-    assert quietly(launch.train, made, Alone(), 2)["digest"] == digest
+    assert launch.train(made, Alone(), 2)["digest"] == digest
 
 
 def custom_loop(folder):
@@ -356,7 +351,7 @@ def test_after_a_loss_the_next_life_has_all_nodes_again_and_says_what_it_cost(
     (tmp_path / "run" / "STOP").touch()
     with monkeypatch.context() as patch:
         patch.setattr(run, "named_hooks", lambda *_: [Lost()])
-        assert not quietly(launch.train, made, Alone(), 3)["finished"]
+        assert not launch.train(made, Alone(), 3)["finished"]
     with pytest.raises(ValueError, match="run of 4 nodes, here are 3"):
         launch.train(made, Alone(), 3)
     with contextlib.redirect_stdout(io.StringIO()) as told:
@@ -370,7 +365,7 @@ def test_after_a_loss_the_next_life_has_all_nodes_again_and_says_what_it_cost(
 def test_a_loss_that_is_no_number_names_step_and_node(tmp_path):
     made = job("schedule.lr=1e15", "algorithm.name=dsgd", folder=tmp_path)
     with pytest.raises(NotFinite, match=r"loss of node \d is .* at step \d+"):
-        quietly(launch.train, made, Alone(), 2)
+        launch.train(made, Alone(), 2)
 
 
 BAD = {
@@ -401,15 +396,15 @@ def test_a_bad_gradient_names_its_node_and_leaves_the_last_good_checkpoint(tmp_p
         whole = job(settings, *small, "run.steps=6", folder=tmp_path / f"whole-{at}")
         more = [*small, "run.steps=4", "checkpoint.every_steps=1"]
         cut = job(settings, *more, folder=tmp_path / f"cut-{at}")
-        expected = quietly(launch.train, whole, Alone(), 4)["digest"]
+        expected = launch.train(whole, Alone(), 4)["digest"]
         with pytest.MonkeyPatch.context() as patch, pytest.raises(NotFinite) as found:
             poisoned(patch)
-            quietly(launch.train, cut, Alone(), 4)
+            launch.train(cut, Alone(), 4)
         assert re.search(f"{words}.* the first in 3.bias", str(found.value)), settings
         path = checkpoint.latest(cut.run.folder)
         assert path.name in ("step-00000002", "step-00000003"), settings
         assert checkpoint.verify(path) == [], settings
-        again = quietly(launch.resume, cut.run.folder, ["run.steps=6"], Alone(), 4)
+        again = launch.resume(cut.run.folder, ["run.steps=6"], Alone(), 4)
         assert again["digest"] == expected, settings
 
 
@@ -421,7 +416,7 @@ def bad_on_a_rank(world, folder):
         more = ["data.batch=8", "checkpoint.every_steps=1", "run.steps=4"]
         assembly = assemble.assemble(job(*settings, *more, folder=folder), world, world.size)
         with pytest.raises(NotFinite) as found:
-            quietly(train, JobNode(assembly, world))
+            train(JobNode(assembly, world))
         assembly.close()
     return str(found.value)
 

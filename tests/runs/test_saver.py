@@ -1,7 +1,5 @@
 """Checkpoints in the background: they don't hold up training, and a failing disk is handled."""
 
-import contextlib
-import io
 import shutil
 import threading
 
@@ -18,11 +16,6 @@ from tests.cases import with_world
 def job(folder, *settings):
     base = ["data.batch=8", "run.steps=24", "checkpoint.every_steps=6", f"run.output={folder}"]
     return assemble.load({"model": {"name": "mlp"}}, [*base, *settings])
-
-
-def quietly(function, *args):
-    with contextlib.redirect_stdout(io.StringIO()):
-        return function(*args)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
@@ -44,10 +37,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Trainer, "step", stepping)
     monkeypatch.setattr(checkpoint, "write_node", held)
-    quietly(launch.train, job(tmp_path / "a", "checkpoint.keep=9"), Alone(), 2)
+    launch.train(job(tmp_path / "a", "checkpoint.keep=9"), Alone(), 2)
     assert seen[:2] == [6, 6] and checkpoint.steps(tmp_path / "a") == [6, 12, 18, 24]
     monkeypatch.undo()
-    quietly(launch.train, job(tmp_path / "b", "run.steps=6"), Alone(), 2)
+    launch.train(job(tmp_path / "b", "run.steps=6"), Alone(), 2)
     early, late = (checkpoint.folder(tmp_path / name, 6) for name in "ab")
     assert checkpoint.digest(early) == checkpoint.digest(late)
 
@@ -60,7 +53,7 @@ def test_snapshots_use_one_memory_over_and_over(tmp_path, monkeypatch):
         return write(folder, node, state)
 
     monkeypatch.setattr(checkpoint, "write_node", noting)
-    quietly(launch.train, job(tmp_path, "checkpoint.keep=9"), Alone(), 2)
+    launch.train(job(tmp_path, "checkpoint.keep=9"), Alone(), 2)
     assert len(places) == 2 and {rest for *_, rest in places} == {0}
     assert len({checkpoint.digest(checkpoint.folder(tmp_path, at)) for at in (6, 12, 18)}) == 3
 
@@ -79,11 +72,11 @@ def failing(at):
 def test_a_full_disk_stops_the_run_and_earlier_checkpoints_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "write_node", failing(12))
     with pytest.raises(ValueError, match=r"step 12.*No space left.*on_error"):
-        quietly(launch.train, job(tmp_path), Alone(), 2)
+        launch.train(job(tmp_path), Alone(), 2)
     newest = checkpoint.latest(tmp_path)
     assert newest == checkpoint.folder(tmp_path, 6) and not checkpoint.verify(newest)
     monkeypatch.undo()
-    assert quietly(launch.train, job(tmp_path), Alone(), 2)["finished"]
+    assert launch.train(job(tmp_path), Alone(), 2)["finished"]
 
 
 def test_a_full_disk_is_said_and_survived_where_the_job_wants_so(tmp_path, monkeypatch, capsys):
@@ -118,7 +111,7 @@ def under_mpi(world, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_node", failing(12))
         with pytest.raises(ValueError) as raised:
-            quietly(launch.train, job(folder), world, world.size)
+            launch.train(job(folder), world, world.size)
         return str(raised.value)
 
 

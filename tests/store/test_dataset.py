@@ -180,7 +180,8 @@ def test_cut_short(packed):
 
 def edit(name, value):
     def change(file):
-        del file[name]
+        if name in file:
+            del file[name]
         file[name] = value
 
     return change

@@ -16,7 +16,7 @@ from mpigossip.store.dataset import open_dataset
 from mpigossip.store.log import read
 from mpigossip.store.packing import checksum_of
 from tests.store.test_checkpoint import write
-from tests.store.test_dataset import folder_of_images, pack
+from tests.store.test_dataset import edit, folder_of_images, pack
 from tests.store.test_log import fill
 
 
@@ -34,19 +34,6 @@ def resigned(path, change, node=0):
     manifests.write(path / "checkpoint.h5", changed)
 
 
-def external(file):
-    del file["parameters"]
-    file["parameters"] = h5py.ExternalLink("node-0001.h5", "/parameters")
-
-
-def soft(file):
-    file["arrays/again"] = h5py.SoftLink("/parameters")
-
-
-def twice(file):
-    file["arrays/again"] = file["parameters"]
-
-
 def virtual(file):
     del file["parameters"]
     layout = h5py.VirtualLayout((1006,), "<f4")
@@ -59,14 +46,6 @@ def raw(file):
     file.create_dataset("parameters", (1006,), "<f4", external=[("node-0001.h5", 0, 4024)])
 
 
-def committed(file):
-    file["arrays/type"] = np.dtype("<f8")
-
-
-def reference(file):
-    file["arrays/reference"] = np.array([file.ref], h5py.ref_dtype)
-
-
 def squeezed(file):
     file.create_dataset("arrays/bomb", data=np.zeros(1 << 24), compression="gzip")
 
@@ -76,31 +55,13 @@ def endless(file):
     file.create_dataset("parameters", (1 << 40,), "<f4")
 
 
-def wide(file):
-    del file["parameters"]
-    file["parameters"] = np.zeros(1006)
-
-
 def long_text(file):
     del file["numbers"]
     file.create_dataset("numbers", (), h5py.string_dtype("utf-8", (1 << 31) - 1))
 
 
-def deep(file):
-    del file["numbers"]
-    file["numbers"] = np.bytes_(b"[" * 100_000)
-
-
-def cycle(file):
-    file["arrays/arrays"] = file["arrays"]
-
-
 def another(file):
     file.attrs["node"] = 1
-
-
-def stranger(file):
-    file["further"] = np.zeros(3)
 
 
 def layout(**fields):
@@ -127,26 +88,32 @@ FORGED = {
     "later": (numbers(index=2), "index = 2, but the checkpoint is of step 3"),
     "round": (numbers(round=1 << 60), "round = 1152921504606846976"),
     "seconds": (numbers(seconds=float("nan")), "seconds = nan"),
-    "external link": (external, '"parameters" is a link'),
-    "soft link": (soft, '"arrays/again" is a link'),
-    "hard link twice": (twice, "one and the same"),
-    "cycle": (cycle, "one and the same"),
+    "external link": (
+        edit("parameters", h5py.ExternalLink("node-0001.h5", "/parameters")),
+        '"parameters" is a link',
+    ),
+    "soft link": (edit("arrays/again", h5py.SoftLink("/parameters")), '"arrays/again" is a link'),
+    "hard link twice": (lambda f: edit("arrays/again", f["parameters"])(f), "one and the same"),
+    "cycle": (lambda f: edit("arrays/arrays", f["arrays"])(f), "one and the same"),
     "virtual": (virtual, "lies in other files"),
     "external data": (raw, "lies in other files"),
-    "committed type": (committed, "neither a group nor an array"),
-    "reference": (reference, "no numbers or texts"),
+    "committed type": (edit("arrays/type", np.dtype("<f8")), "neither a group nor an array"),
+    "reference": (
+        lambda f: edit("arrays/reference", np.array([f.ref], h5py.ref_dtype))(f),
+        "no numbers or texts",
+    ),
     "compressed": (squeezed, "not stored in one piece"),
     "2^40 parameters": (endless, "isn't whole in a file of"),
     "text of 2 GB": (long_text, "no numbers or texts of fixed length"),
-    "nested": (deep, "recursion"),
+    "nested": (edit("numbers", np.bytes_(b"[" * 100_000)), "recursion"),
     "node": (another, "it says .*'node': 1.*, not node 0"),
-    "stranger": (stranger, "further"),
+    "stranger": (edit("further", np.zeros(3)), "further"),
     "names": (layout(name=(1, b"conv.weight")), "2 of 3 parameters"),
     "negative shape": (layout(shape=(1, (-5, 0))), "doesn't follow"),
     "negative offset": (layout(offset=(1, -1)), "doesn't follow"),
     "no parameters": (lambda file: file.__delitem__("parameters"), "parameters"),
     "no group": (lambda file: file.__delitem__("arrays"), "arrays"),
-    "float64": (wide, "parameters"),
+    "float64": (edit("parameters", np.zeros(1006)), "parameters"),
     "dimensions": (layout(ndim=(1, 1 << 40)), "doesn't follow"),
 }
 
@@ -273,25 +240,17 @@ def packed_column(file):
     file.create_dataset("steps/loss", (20, 3), "f8", chunks=(20, 3), compression="gzip")
 
 
-def outside_column(file):
-    file["steps/other"] = h5py.ExternalLink("/etc/passwd", "/x")
-
-
 def unnumbered(file):
     file["steps/step"][3] = 2
-
-
-def of_one(file):
-    file["steps/one"] = np.zeros(20)
 
 
 LOGS = {
     "2^27 rows": (rows, "ascend|too many"),
     "scattered": (scattered, "tables claim"),
     "compressed": (packed_column, "filters that this program doesn't use"),
-    "external": (outside_column, "is a link"),
+    "external": (edit("steps/other", h5py.ExternalLink("/etc/passwd", "/x")), "is a link"),
     "order": (unnumbered, "doesn't ascend"),
-    "shape": (of_one, r"steps/one.*not of \(20, 3\)"),
+    "shape": (edit("steps/one", np.zeros(20)), r"steps/one.*not of \(20, 3\)"),
     "group": (lambda file: file.__delitem__("evaluations"), "evaluations/at_step"),
 }
 
@@ -315,10 +274,7 @@ def sized(file):
 
 
 SETS = {
-    "external": (
-        lambda f: (f.pop("classes"), f.__setitem__("classes", h5py.ExternalLink("x.h5", "/x"))),
-        "is a link",
-    ),
+    "external": (edit("classes", h5py.ExternalLink("x.h5", "/x")), "is a link"),
     "labels": (
         lambda f: (f["train"].pop("labels"), f.create_dataset("train/labels", (1 << 36,), "i8")),
         "isn't whole",

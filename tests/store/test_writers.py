@@ -9,7 +9,6 @@ from mpigossip.cluster.ranks import Alone
 from mpigossip.runs import launch
 from mpigossip.training import assemble
 from tests.launch import environment, warmed
-from tests.runs.test_run import quietly
 
 REPO = Path(__file__).resolve().parents[2]
 COMMANDS = {
@@ -40,7 +39,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     """All commands in one process, each with room for 300 bytes in place of its file."""
     settings = ["model.name=mlp", "model.hidden=[4]", "run.steps=3", "data.batch=8"]
     job = assemble.load({}, [*settings, f"run.output={tmp_path / 'run'}"])
-    quietly(launch.train, job, Alone(), 2)
+    launch.train(job, Alone(), 2)
     asked = []
     for number, (text, out) in enumerate(COMMANDS.items()):
         name = out.replace("OUT", str(number))

@@ -1,7 +1,6 @@
 """bfloat16 and float16 arithmetic, the loss scale of a node, captured replicas' housekeeping."""
 
 import contextlib
-import io
 import warnings
 from types import SimpleNamespace
 
@@ -167,14 +166,12 @@ def test_a_node_that_overflows_still_joins_the_round():
 
 def test_a_resumed_fp16_run_goes_on_with_its_loss_scales(tmp_path):
     def run(name, *more):
-        with contextlib.redirect_stdout(io.StringIO()):
-            made = job("node.precision=fp16", f"run.output={tmp_path}/{name}", *more)
-            return launch.train(made, Alone(), 2)
+        made = job("node.precision=fp16", f"run.output={tmp_path}/{name}", *more)
+        return launch.train(made, Alone(), 2)
 
     run("whole", "run.steps=6")
     run("halves", "run.steps=3")
-    with contextlib.redirect_stdout(io.StringIO()):
-        launch.resume(tmp_path / "halves", ["run.steps=6"], Alone(), None)
+    launch.resume(tmp_path / "halves", ["run.steps=6"], Alone(), None)
     ends = [checkpoint.latest(tmp_path / name) for name in ("whole", "halves")]
     one, other = (checkpoint.read_node(end, 1) for end in ends)
     assert one.numbers["clean_steps"] == other.numbers["clean_steps"] == 6
