@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import on_each
-
 LOOPS = Path(__file__).parents[2] / "jobs/loops"
 # What each loop needs; its options for a short run on the CPU.
 FRAMEWORKS = {
@@ -25,7 +23,6 @@ FRAMEWORKS = {
         ["--cpu", "--steps", "12", "--save-every", "5"],
     ),
 }
-LINES = 5
 # What a batch script often exports, and what Slurm leaves in a rank's environment: beside the
 # launcher's own variables, the first lets Accelerate join all ranks in silence, and Lightning
 # refuses the second.
@@ -49,13 +46,6 @@ def run(mpirun, name, n, out, *more, code=0):
         int(rank): (loss, digest)
         for rank, loss, digest in re.findall(r"rank (\d): loss (\S+), ([0-9a-f]{64})", done.stdout)
     }
-
-
-@on_each("name", FRAMEWORKS)
-def test_a_loop_changes_few_lines(name):
-    changed = [line for line in (LOOPS / name).read_text().splitlines() if line.endswith("# <-")]
-    assert 0 < len(changed) <= LINES
-    assert all(re.search("gossip|world", line) for line in changed)
 
 
 @pytest.mark.every

@@ -1,16 +1,32 @@
-"""A whole script of a user's own, killed and resumed."""
+"""Whole scripts of a user's own: lines that change, a kill, other ranks per node, one average."""
 
 import os
 import re
 import signal
 import sys
-import time
-from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-SCRIPT = Path(__file__).parents[2] / "jobs/loops/gpt.py"
+from mpigossip.runs.model_export import export
+from mpigossip.store import checkpoint
+from mpigossip.store.log import read
+from tests import launch
+from tests.cases import on_each
+
+SCRIPTS = launch.REPO / "jobs/loops"
 N, STEPS = 4, 7
+CHANGED = {
+    "gpt.py": 6, "fsdp.py": 5, "accelerate_loop.py": 5, "lightning_loop.py": 5, "trainer.py": 5
+}  # fmt: skip
+"""How many lines of a script may be marked as changed."""
+
+
+@on_each(("name", "most"), CHANGED.items())
+def test_a_script_changes_few_lines(name, most):
+    changed = [line for line in (SCRIPTS / name).read_text().splitlines() if line.endswith("# <-")]
+    assert 0 < len(changed) <= most
+    assert all(re.search(r"gossip|world|^ *\)", line) for line in changed)
 
 
 def digests(text):
@@ -18,30 +34,52 @@ def digests(text):
     return [found[str(rank)] for rank in range(N)]
 
 
-def run(start, out, *more):
-    return start(N, [sys.executable, str(SCRIPT), "--out", str(out), *more])
-
-
-def test_the_script_changes_six_lines_at_most():
-    changed = [line for line in SCRIPT.read_text().splitlines() if line.endswith("# <-")]
-    assert 0 < len(changed) <= 6
-    assert all("mpigossip" in line or "world" in line for line in changed)
-
-
 @pytest.mark.every
 def test_gpt_goes_on_to_the_bit_after_a_kill(mpirun, mpistart, tmp_path):
-    steps = ["--steps", str(STEPS), "--save-every", "3"]
-    whole = run(mpirun, tmp_path / "whole", *steps)
+    def run(start, out, *more):
+        words = ["--out", tmp_path / out, "--save-every", 3, *more]
+        return start(N, [sys.executable, SCRIPTS / "gpt.py", *words])
+
+    whole = run(mpirun, "whole", "--steps", STEPS)
     assert whole.returncode == 0, whole.stderr
     assert len(set(digests(whole.stdout))) == N
     # as long as the warm-up lasts, the schedule doesn't depend on the number of steps
-    killed = run(mpistart, tmp_path / "part", "--steps", "100000", "--save-every", "3")
-    until = time.monotonic() + 60
-    while time.monotonic() < until and len(list((tmp_path / "part").glob("3-*.pt"))) < N:
-        time.sleep(0.02)
+    killed = run(mpistart, "part", "--steps", 100000)
+    part = tmp_path / "part"
+    launch.until(lambda: len([*part.glob("3-*.pt")]) == N, 60, "a checkpoint of all ranks")
     for pid in killed.ranks():
         os.kill(pid, signal.SIGKILL)
     killed.finish()
-    again = run(mpirun, tmp_path / "part", *steps, "--resume", "3")
+    again = run(mpirun, "part", "--steps", STEPS, "--resume", 3)
     assert again.returncode == 0, again.stderr
     assert digests(again.stdout) == digests(whole.stdout)
+
+
+@pytest.mark.every
+def test_the_loop_of_a_cut_model_goes_on_with_another_number_of_ranks(mpirun, tmp_path):
+    def run(n, per, steps, *more):
+        words = ["--ranks-per-node", per, "--steps", steps, "--save-every", 4, *more]
+        script = [sys.executable, SCRIPTS / "fsdp.py", "--out", tmp_path]
+        done = mpirun(n, [*script, *words], timeout=120)
+        assert done.returncode == 0, done.stderr
+        return float(re.search(r"averaged model (\S+)", done.stdout)[1])
+
+    first = run(4, 2, 8)
+    assert checkpoint.latest(tmp_path).name == "step-00000008"
+    assert run(6, 3, 16) < first < 6.0  # ln 256 = 5.5 and the head's first scores
+    losses = read(tmp_path / "log.h5").steps["loss"]
+    assert losses.shape == (16, 2)
+    assert losses[-1].max() < losses[0].min()
+    export(checkpoint.latest(tmp_path), tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["tokens.weight"].shape == (256, 64)
+    run(4, 2, 20, "--bf16")
+
+
+@pytest.mark.every
+def test_a_resnet_with_ema_and_batchnorm_has_one_average_on_all_ranks(mpirun):
+    done = mpirun(3, [sys.executable, SCRIPTS / "resnet.py", "--steps", 12], timeout=120)
+    assert done.returncode == 0, done.stderr
+    for name in ("averaged", "EMA averaged"):
+        found = re.findall(rf", {name} (\d\.\d{{4}})", done.stdout)
+        assert len(found) == 3 and len(set(found)) == 1, done.stdout
