@@ -67,16 +67,16 @@ def weighted(columns, weights, dtype=torch.float32):
     return sums
 
 
-def mixed(nodes, t):
-    """Every node's model after round t: own term first."""
-    made = graph("one-peer-exponential", len(nodes))
+def mix(models, t):
+    """Of each node a list of tensors, which become those after round t: own term first."""
+    made = graph("one-peer-exponential", len(models))
     found = []
-    for i, node in enumerate(nodes):
+    for i, model in enumerate(models):
         sources, weights, own = made.neighbours(t, i)
-        columns = [node.values(), *(nodes[j].values() for j in sources)]
+        columns = [model, *(models[j] for j in sources)]
         found.append(weighted(columns, [float(own), *map(float, weights)]))
-    for node, new in zip(nodes, found, strict=True):
-        for value, after in zip(node.values(), new, strict=True):
+    for model, new in zip(models, found, strict=True):
+        for value, after in zip(model, new, strict=True):
             value.copy_(after)
 
 
@@ -100,7 +100,7 @@ def after(n, steps, losses=()):
                 become_average(nodes, Node.momentum, torch.float64)
         for rank, node in enumerate(nodes):
             node.step(rank, len(nodes), step)
-        mixed(nodes, t)
+        mix([node.values() for node in nodes], t)
         t += 1
     return nodes
 

@@ -149,14 +149,41 @@ def on_ranks(world, cases: list[Case], per: int):
     return world.nodes.column.rank, found
 
 
-def mixed(n: int, per: int, case: Case) -> torch.Tensor:
-    """The reference: (n, parameters)."""
+def simulated(job, graph, models, optimizers, steps: int, backward) -> None:
+    """Train the nodes' models by the engine, over rows and the simulator's mixer.
+
+    ``backward(model, node, step)`` leaves a node's gradient.
+    """
+    from mpigossip.algorithms import takes_local
     from mpigossip.cluster.ranks import Alone
     from mpigossip.engine.module import Parameters
     from mpigossip.groups.base import Single
     from mpigossip.optim.inner import decay, local_step_from_optimizers
+    from mpigossip.training.parts import make_parts
+
+    vector = Parameters(models)
+    local = local_step_from_optimizers(vector, optimizers)
+    parts = make_parts(job, graph, vector.flat, devices=("cpu",), local=local)
+    with torch.no_grad():
+        vector.x[0][1:] = vector.x[0][:1]  # all begin with node 0's model
+    engine = parts.make_engine(parts.open_mixer(Alone()), Single(), vector, 0)
+    decayed = () if takes_local(job.algorithm.name) else optimizers
+    for step in range(steps):
+        for node, model in enumerate(models):
+            model.zero_grad()
+            backward(model, node, step)
+        with torch.no_grad():
+            if not engine.method.raw:
+                vector.gather()
+                for node, one in enumerate(decayed):
+                    decay(vector, one, node)
+            engine.step(optimizers[0].param_groups[0]["lr"])
+
+
+def mixed(n: int, per: int, case: Case) -> torch.Tensor:
+    """The reference: (n, parameters)."""
     from mpigossip.training import assemble
-    from mpigossip.training.parts import make_graph, make_parts
+    from mpigossip.training.parts import make_graph
 
     homes = {"graph": ("graph", "name"), "cadence": ("cadence", "name"),
              "exchange": ("node", "exchange"), "period": ("cadence", "period"),
@@ -167,25 +194,14 @@ def mixed(n: int, per: int, case: Case) -> torch.Tensor:
         sections.setdefault(section, {})[name] = value
     job = assemble.load(sections)
     models = [GPT(node) for node in range(n)]
-    vector = Parameters(models)
     optimizers = [optimizer_of(model, case.algorithm) for model in models]
-    local = local_step_from_optimizers(vector, optimizers)
-    parts = make_parts(job, make_graph(job, n), vector.flat, devices=("cpu",), local=local)
-    with torch.no_grad():
-        vector.x[0].copy_(vector.x[0][:1].clone().expand_as(vector.x[0]))  # node 0's
-    engine = parts.make_engine(parts.open_mixer(Alone()), Single(), vector, 0)
-    for step in range(case.steps):
-        for node, model in enumerate(models):
-            model.zero_grad()
-            _gradient(model, node, per, step, case.bf16)
-            if case.clip:
-                clip(model, case.clip, 1 if case.ddp else per)
-        with torch.no_grad():
-            if not engine.method.raw:
-                vector.gather()
-                for node, one in enumerate(optimizers if case.algorithm in SGD else ()):
-                    decay(vector, one, node)
-            engine.step(optimizers[0].param_groups[0]["lr"])
+
+    def backward(model, node, step):
+        _gradient(model, node, per, step, case.bf16)
+        if case.clip:
+            clip(model, case.clip, 1 if case.ddp else per)
+
+    simulated(job, make_graph(job, n), models, optimizers, case.steps, backward)
     return torch.stack([whole(model) for model in models])
 
 

@@ -11,6 +11,7 @@ import torch
 import mpigossip
 from mpigossip.cluster.ranks import Alone
 from tests.cases import with_world
+from tests.optim.in_node import whole
 
 STEPS = 7
 
@@ -26,10 +27,6 @@ def batch(node, step, slot=0):
     return torch.from_numpy(draw.standard_normal((8, 6), np.float32))
 
 
-def vector(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
 @with_world
 def looked_at(world, often):
     """An exchange is in flight between steps; a look at all nodes takes it in first."""
@@ -41,9 +38,9 @@ def looked_at(world, often):
         gossip.step()
         if often:
             with gossip.averaged() as averaged:
-                mean = vector(averaged)
-            assert gossip.consensus_distance() >= 0 and not torch.equal(mean, vector(model))
-    return vector(model).numpy(), gossip.record.consensus_distance
+                mean = whole(averaged)
+            assert gossip.consensus_distance() >= 0 and not torch.equal(mean, whole(model))
+    return whole(model).numpy(), gossip.record.consensus_distance
 
 
 def test_looking_at_all_nodes_changes_nothing_of_an_exchange_under_way(ranks):

@@ -10,12 +10,11 @@ import mpigossip
 from mpigossip import algorithms
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
-from mpigossip.engine.module import Parameters
-from mpigossip.groups.base import Single
-from mpigossip.optim.inner import check_plain_sgd, decay, local_step_from_optimizers
+from mpigossip.optim.inner import check_plain_sgd
 from mpigossip.optim.settings import settings
-from mpigossip.training.parts import make_parts
 from tests.cases import every, with_world
+from tests.optim import in_node
+from tests.optim.in_node import whole
 
 STEPS = 6
 WIRES = ("fp32", "bf16", "qsgd", "sign", "top-k", "random-k")
@@ -47,10 +46,6 @@ def backward(made, node, step):
     made(torch.randn(8, 6, generator=draw)).square().mean().backward()
 
 
-def flat(made):
-    return torch.cat([p.detach().reshape(-1) for p in made.parameters()])
-
-
 @with_world
 def trained(world, cases):
     """This rank's parameters after each case."""
@@ -65,7 +60,7 @@ def trained(world, cases):
             gossip.step()
         world.barrier()
         gossip.close()
-        found.append(flat(made))
+        found.append(whole(made))
     return found
 
 
@@ -82,21 +77,8 @@ def simulated(n, name, inner, wire):
     parts = read(n, name, "synchronous", wire)
     models = [model(node) for node in range(n)]
     inners = [optimizer(inner, made) for made in models]
-    vector = Parameters(models)
-    local = local_step_from_optimizers(vector, inners)
-    parts = make_parts(parts.job, parts.graph, vector.flat, devices=("cpu",), local=local)
-    vector.x[0][1:] = vector.x[0][:1]  # all begin with node 0's model
-    engine = parts.make_engine(parts.open_mixer(Alone()), Single(), vector, 0)
-    for step in range(STEPS):
-        for node, made in enumerate(models):
-            backward(made, node, step)
-        with torch.no_grad():
-            if not parts.method.raw:
-                vector.gather()
-                for node in range(n) if not algorithms.takes_local(name) else ():
-                    decay(vector, inners[node], node)
-            engine.step(0.05)
-    return list(map(flat, models))
+    in_node.simulated(parts.job, parts.graph, models, inners, STEPS, backward)
+    return list(map(whole, models))
 
 
 def taken(n):

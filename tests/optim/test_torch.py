@@ -9,8 +9,7 @@ from torch import nn
 import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
-from mpigossip.graphs import graph
-from mpigossip.mixing.combine import combine
+from tests import survivors
 from tests.cases import with_world
 
 N, STEPS = 2, 5
@@ -85,16 +84,8 @@ def values(model):
 
 @torch.no_grad()
 def mix(models, t):
-    """Trained parameters by W(t): own term first."""
-    weights = graph("one-peer-exponential", N).matrix(t)
-    for together in zip(*(m.parameters() for m in models), strict=True):
-        if together[0].requires_grad:
-            rows = [p.reshape(1, -1).clone() for p in together]
-            for i, p in enumerate(together):
-                order = [i, *(j for j in range(N) if j != i and weights[i, j])]
-                out = torch.empty_like(rows[i])
-                combine([weights[i, j] for j in order], [rows[j] for j in order], out)
-                p.copy_(out.view(p.shape))
+    """Trained parameters by W(t)."""
+    survivors.mix([[p for p in model.parameters() if p.requires_grad] for model in models], t)
 
 
 def same(got, models):

@@ -12,6 +12,7 @@ import mpigossip
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import JobError
 from tests.cases import on_each
+from tests.optim.in_node import whole
 
 N = 2
 
@@ -36,10 +37,6 @@ def train(forward, optimizer, steps=3, rank=0, after=lambda: None):
         forward(batch).square().mean().backward()
         optimizer.step()
         after()
-
-
-def values(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def test_each_parameter_is_a_storage_of_its_own(tmp_path):
@@ -93,12 +90,12 @@ def test_what_stands_around_the_model_changes_no_bit_before_or_after(one_thread)
                 given = wrap(model) if before else model
                 optimizer = mpigossip.Gossip(Alone(), given, adamw(given))
                 train(given if before else wrap(model), optimizer)
-                found[name, before] = values(model)
+                found[name, before] = whole(model)
                 assert {*optimizer.state_dict()["gossip"]["names"]} == {
                     name for name, _ in model.named_parameters()
                 }
     bare = found.pop(("bare", True))
-    assert not torch.equal(bare, values(net()))
+    assert not torch.equal(bare, whole(net()))
     assert {key for key, got in found.items() if not torch.equal(got, bare)} == set()
 
 
@@ -142,10 +139,10 @@ def test_a_state_goes_on_with_and_without_compile(tmp_path, first):
     other = again if first else compiled(again)
     resumed = mpigossip.Gossip(Alone(), other, adamw(other))
     resumed.load_state_dict(torch.load(tmp_path / "saved", weights_only=True))
-    assert torch.equal(values(again), values(model))
+    assert torch.equal(whole(again), whole(model))
     train(other, resumed, rank=1)
     train(given, optimizer, rank=1)
-    assert torch.equal(values(again), values(model))
+    assert torch.equal(whole(again), whole(model))
 
 
 # -- averages over steps --------------------------------------------------------------------------
@@ -172,6 +169,6 @@ def test_a_models_average_over_steps_is_that_of_the_plain_optimizer(ema):
         train(model, optimizer, rank=1, after=after)
         update_bn(batches(2), late)
         kept.append([model.state_dict(), early.state_dict(), late.state_dict()])
-        assert not torch.equal(values(late), values(model))
+        assert not torch.equal(whole(late), whole(model))
     for plain, ours in zip(*kept, strict=True):
         assert all(torch.equal(ours[name], value) for name, value in plain.items())
