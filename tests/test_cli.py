@@ -11,12 +11,11 @@ import time
 from pathlib import Path
 
 import h5py
-import numpy as np
 import pytest
-from PIL import Image
 
 from mpigossip.graphs.search import search
 from tests.cases import every, on_each
+from tests.store.test_dataset import folder_of_images
 
 JOB = str(Path(__file__).parents[1] / "jobs" / "digits.toml")
 SHORT = ["run.steps=6", "data.batch=4"]
@@ -267,13 +266,7 @@ def test_a_dry_simulation_prints_the_job_and_writes_nothing(alone, tmp_path):
 
 def test_the_imagenet_job_runs_small_on_a_packed_folder(alone, tmp_path):
     """The founding protocol's path at 224x224: JPEGs, decoding processes, resized crops."""
-    draw = np.random.default_rng(0)
-    for split, count in (("train", 4), ("val", 2)):
-        for label in ("cat", "dog"):
-            (tmp_path / "images" / split / label).mkdir(parents=True)
-            for k in range(count):
-                pixels = draw.integers(0, 256, (240, 260, 3), np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{k}.jpg")
+    folder_of_images(tmp_path / "images", "val", sides=(240, 260), count=3, suffix="jpg")
     assert alone("data", "pack", "images", "i.h5").returncode == 0
     job = Path(JOB).with_name("imagenet-resnet50.toml")
     small = [

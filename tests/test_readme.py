@@ -8,12 +8,12 @@ import sys
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mpigossip import cli
 from mpigossip.commands.arguments import every
 from tests.cases import on_each
+from tests.store.test_dataset import folder_of_images
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -134,15 +134,7 @@ def test_a_few_lines_load_the_exported_model(tmp_path, monkeypatch):
 
 def test_the_commands_of_the_jobs_page_run(shell, tmp_path):
     """Those that need no scheduler and no network; PATH, SITE and RUN mean something here."""
-    from PIL import Image
-
-    draw = np.random.default_rng(0)
-    for split in ("train", "test"):
-        for label in ("cat", "dog"):
-            (tmp_path / "images" / split / label).mkdir(parents=True)
-            for k in range(40):
-                pixels = draw.integers(0, 256, (32, 32, 3), np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "images" / split / label / f"{k}.jpg")
+    folder_of_images(tmp_path / "images", sides=(32, 32), count=40, suffix="jpg")
     done = []
     for line in commands("jobs/README.md"):
         if line in commands("README.md"):

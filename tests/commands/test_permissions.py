@@ -8,13 +8,12 @@ import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from mpigossip import cli
 from mpigossip.store import checkpoint
 from mpigossip.store.dataset import pack
+from tests.store.test_dataset import folder_of_images
 
 TINY = ["model.name=mlp", "model.hidden=[4]", "data.batch=8", "data.workers=0"]
 ANY = 1 << 1 | 1 << 2  # Linux: to write, to read and search whatever the rights are
@@ -44,12 +43,7 @@ def originals(tmp_path_factory):
     """A job, a run of two checkpoints, images, a data set, a graph."""
     top = tmp_path_factory.mktemp("rights")
     (top / "job.toml").write_text('[run]\nname = "x"\n')
-    draw = np.random.default_rng(0)
-    for place in (top / "images" / s / c for s in ("train", "test") for c in ("ape", "bee")):
-        place.mkdir(parents=True)
-        for number in range(2):
-            pixels = draw.integers(0, 256, (9, 9, 3), np.uint8)
-            Image.fromarray(pixels).save(place / f"{number}.png")
+    folder_of_images(top / "images", sides=(9, 9), count=4)
     (top / "text" / "deep").mkdir(parents=True)
     (top / "text" / "a.txt").write_text("some text " * 40)
     pack(top / "images", top / "data.h5")
@@ -70,7 +64,7 @@ CASES = [
     ("data.h5", f"{SIMULATE} data.source=data.h5", "data.h5 can't be read: Perm"),
     ("data.h5", "data show data.h5", "data.h5 can't be read: Permission denied; ask its owner"),
     ("images/train/ape", "data pack images o.h5", "images/train/ape can't be read: Permission"),
-    ("images/test/bee/1.png", "data pack images o.h5", "1 of 8 .*bee/1.png .*Permission denied"),
+    ("images/test/bee/1.png", "data pack images o.h5", "1 of 18 .*bee/1.png .*Permission denied"),
     ("text/deep", "data pack text o.h5 --text", "text/deep can't be read: Permission denied"),
     ("text/a.txt", "data pack text o.h5 --text", "a.txt can't be read: Permission denied"),
     ("ro", "data pack images ro/o.h5", "ro/o.h5 can't be written: Permission denied; ask its"),

@@ -98,25 +98,6 @@ def test_a_fragment_is_the_method_on_its_columns_alone(name, n):
         assert not torch.equal(parts.whole(), whole.whole())
 
 
-def test_columns_of_a_fragment_go_as_if_the_model_were_they():
-    """Each fragment gossips along the graph's own rounds, whatever the others do."""
-    settings = "algorithm.name=dsgd cadence.name=every cadence.period=2 cadence.fragments=2"
-    cut_up, whole = Driver(settings, 4), Driver(settings.rpartition(" ")[0], 4)
-    last = [c for k in range(2) for c in cut_up.fragments.cuts[k][1]]
-    assert last
-    for _ in range(6):
-        cut_up.advance()
-        whole.advance()
-        for k in range(2):
-            for c in cut_up.fragments.cuts[k][1]:  # the fragment of the period's last step
-                assert torch.equal(cut_up.x[k][:, c], whole.x[k][:, c])
-    for _ in range(30):
-        cut_up.advance()
-    apart = cut_up.whole() - cut_up.whole().mean(0)
-    whole.run(30)
-    assert apart.norm() < 3 * (whole.whole() - whole.whole().mean(0)).norm()
-
-
 def streaming_diloco(driver, steps, period, count, delay, blend):
     """Algorithm 2 of arXiv 2501.18512 on the driver's quadratics, inner SGD, in float64."""
     cuts = driver.fragments.cuts

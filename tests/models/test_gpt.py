@@ -10,7 +10,6 @@ from mpigossip.models import loss_and_correct, model
 from mpigossip.models.gpt import turned, turns
 from mpigossip.training import assemble
 from tests.cases import on_each
-from tests.models.counting import learns_to_count
 
 LATER = {"positions": "rotary", "norm": "rms", "bias": False}
 SMALL = {"layers": 2, "heads": 2, "width": 32}
@@ -57,18 +56,37 @@ def test_products_of_turned_vectors_know_their_distance_only():
     assert np.allclose(queries.numpy(), np.hstack([wanted.real, wanted.imag]), atol=1e-5)
 
 
-def test_later_parts_learn_and_look_back_only():
-    network = made(**LATER)
-    names = {name for name, _ in network.named_parameters()}
-    assert not any("bias" in name or "places" in name for name in names)
-    assert sum(p.numel() for p in network.parameters()) == 64 * 32 + 2 * (12 * 32**2 + 64) + 32
+def learns_to_count(network):
+    """Whether 80 steps are enough for a text that counts."""
+    optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
+    text = torch.arange(17).repeat(4, 1)
+    for _ in range(80):
+        loss, correct = loss_and_correct(network(text[:, :-1]), text[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach()) < 1 and int(correct) > 50
+
+
+def test_later_parts_have_fewer_parameters():
+    named = dict(made(**LATER).named_parameters())
+    assert not any("bias" in name or "places" in name for name in named)
+    assert sum(p.numel() for p in named.values()) == 64 * 32 + 2 * (12 * 32**2 + 64) + 32
+
+
+@on_each("options", [{}, LATER])
+def test_it_learns_and_looks_back_only(options):
+    network = made(**options)
     tokens = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
     changed[0, 9:] = 0
     before, after = network(tokens), network(changed)
+    assert before.shape == (1, 16, 64)
+    loss, _ = loss_and_correct(before, 63 - tokens)
+    assert abs(float(loss.detach()) - np.log(64)) < 0.1  # begins by guessing
     assert torch.allclose(before[:, :9], after[:, :9], atol=1e-6)
     assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-3)
-    # only the order tells these apart, and nothing but rotary positions shows it
+    # only the order tells these apart, and nothing but positions shows it
     mirrored = network(torch.tensor([[1, 2, 3, 4, 9]]))[0, -1]
     assert not torch.allclose(network(torch.tensor([[4, 3, 2, 1, 9]]))[0, -1], mirrored, atol=1e-4)
     assert learns_to_count(network)

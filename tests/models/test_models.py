@@ -10,7 +10,6 @@ from torch import nn
 from mpigossip.config import JobError
 from mpigossip.models import BUILDERS, decayed, loss_and_correct, model
 from tests.cases import on_each
-from tests.models.counting import learns_to_count
 
 
 def wrong_width(shape, classes):
@@ -53,19 +52,6 @@ def test_sizes(name, shape, classes, options, count):
     assert count is None or parameters(network) == count
     assert network(torch.randn(2, *shape)).shape == (2, classes)
     assert network.training
-
-
-def test_gpt_learns_and_looks_back_only():
-    network = model("gpt", (16,), 256, 0, torch.int64, layers=2, heads=2, width=32)
-    assert network(torch.zeros(3, 16, dtype=torch.int64)).shape == (3, 16, 256)
-    tokens = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[0, 9:] = 0
-    before, after = network(tokens), network(changed)
-    assert torch.equal(before[:, :9], after[:, :9]) and not torch.equal(before[:, 9:], after[:, 9:])
-    loss, _ = loss_and_correct(before, 255 - tokens)
-    assert abs(float(loss.detach()) - np.log(256)) < 0.1  # begins by guessing
-    assert learns_to_count(network)
 
 
 @on_each("name", ["lenet", "resnet20"])

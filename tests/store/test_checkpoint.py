@@ -378,26 +378,6 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path):
         checkpoint.prune(tmp_path, 0)
 
 
-WRITER = """
-import sys, pathlib
-sys.path[:0] = sys.argv[2:]
-from mpigossip.store import checkpoint
-from tests.store.test_checkpoint import write
-run = pathlib.Path(sys.argv[1])
-print("go", flush=True)
-while True:
-    for step in (1, 2, 2, 3):
-        write(run, step, size=100_000)
-        checkpoint.prune(run, 2)
-"""
-
-
-def run_writer(run, code=WRITER):
-    here = Path(__file__).parents[2]
-    command = warmed([sys.executable, "-c", code, str(run), str(here), str(here.parent)], {})
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 LIMITED = """
 import resource, sys, pathlib
 sys.path[:0] = sys.argv[2:]
@@ -420,14 +400,12 @@ print(checkpoint.verify(checkpoint.latest(run)))
 
 
 def test_a_full_disk_is_a_clear_error_and_harms_nothing(tmp_path):
-    with run_writer(tmp_path, LIMITED) as writer:
-        out, err = writer.communicate(timeout=60)
-    lines = out.splitlines()
-    assert len(lines) == 3 and lines[2] == "[]", (out, err)
-    assert all("can't be written" in line and "free space" in line for line in lines[:2]), (
-        out,
-        err,
-    )
+    here = Path(__file__).parents[2]
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(here), str(here.parent)]
+    done = subprocess.run(warmed(command, {}), capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and lines[2] == "[]", (lines, done.stderr)
+    assert all("can't be written" in line and "free space" in line for line in lines[:2]), lines
     assert checkpoint.steps(tmp_path) == [1]
     write(tmp_path, 2)
     assert checkpoint.steps(tmp_path) == [1, 2]

@@ -14,17 +14,20 @@ from mpigossip.store.dataset import open_dataset, pack, show
 from mpigossip.store.packing import SPLITS, checksum_of
 
 
-def folder_of_images(root: Path, test: str = "test", mode: str = "RGB", sides=(20, 30)) -> Path:
+def folder_of_images(
+    root: Path, test: str = "test", mode: str = "RGB", sides=(20, 30), count=6, suffix="png"
+) -> Path:
+    """Of each of three classes so many images for training, and half as many for the test."""
     rng = np.random.default_rng(0)
-    for split, count in (("train", 6), (test, 3)):
+    for split, several in (("train", count), (test, count // 2)):
         for name in ("ape", "bee", "cat"):
             place = root / split / name
             place.mkdir(parents=True)
-            for number in range(count):
+            for number in range(several):
                 height, width = rng.integers(*sides, 2, endpoint=True)
                 shape = (height, width, 3) if mode == "RGB" else (height, width)
                 pixels = rng.integers(0, 256, shape, dtype=np.uint8)
-                Image.fromarray(pixels).save(place / f"{number}.png")
+                Image.fromarray(pixels).save(place / f"{number}.{suffix}")
     return root
 
 
