@@ -78,6 +78,22 @@ def submit(lab, folder, *settings, options=(), time_limit="5m", nodes=4):
     return lab("sbatch", "--parsable", *options, "job.sbatch", cwd=folder).strip()
 
 
+def requeued(lab, job, life, said, name="USR2"):
+    """Signals a job, waits until it has queued itself, and lets it start soon."""
+    lab("scancel", f"--signal={name}", job)
+    wait_for(lambda: state(lab, job) == ("PENDING", life), 120, said)
+    # Slurm lets a requeued job wait for two minutes; at once it would find its credential revoked
+    time.sleep(5)
+    lab("scontrol", "update", f"JobId={job}", "StartTime=now+5")
+
+
+def same(folder, name):
+    """The losses of a run that was cut, and of the whole one, which has the same digest."""
+    cut, whole = (read(folder / each / "log.h5") for each in (name, "whole"))
+    assert cut.summary["digest"] == whole.summary["digest"]
+    return cut.steps["loss"], whole.steps["loss"]
+
+
 def test_a_job_that_is_signalled_queues_itself_and_ends_with_the_same_bits(lab, tmp_path):
     settings = [*SMALL, "run.steps=400", "run.evaluate_every=0"]
     job = submit(lab, tmp_path, *settings)
@@ -89,21 +105,15 @@ def test_a_job_that_is_signalled_queues_itself_and_ends_with_the_same_bits(lab, 
         return output.read_text() if output.exists() else ""
 
     wait_for(lambda: "lenet, " in said(), 90, lambda: f"start of training: {said()}")
-    lab("scancel", "--signal=USR2", job)
-    wait_for(lambda: "the next attempt goes on there" in said(), 60, said)
-    wait_for(lambda: state(lab, job) == ("PENDING", 1), 60, lambda: f"requeue: {state(lab, job)}")
+    requeued(lab, job, 1, said)
+    assert "the next attempt goes on there" in said()
     assert state(lab, report)[0] == "PENDING"  # a requeue isn't an end
-    # Slurm lets a requeued job wait for two minutes; at once it would find its credential revoked
-    time.sleep(5)
-    lab("scontrol", "update", f"JobId={job}", "StartTime=now+5")
     wait_for(lambda: state(lab, job)[0] == "COMPLETED", 120, said)
     assert said().count("going on at step") == 1 and "batch: training is done" in said()
     whole = [*settings, "run.output=whole"]
     bash(*MAIN, "simulate", REPO / "jobs" / "digits.toml", "--nodes", 4, *whole, cwd=tmp_path)
-    cut, whole = (read(tmp_path / name / "log.h5") for name in ("runs/digits", "whole"))
-    assert cut.summary["digest"] == whole.summary["digest"]
-    assert cut.steps["loss"].shape == (400, 4)
-    assert np.array_equal(cut.steps["loss"], whole.steps["loss"])
+    cut, whole = same(tmp_path, "runs/digits")
+    assert cut.shape == (400, 4) and np.array_equal(cut, whole)
 
 
 def test_two_ranks_a_node_queue_themselves_and_one_a_node_goes_on(lab, tmp_path):
@@ -117,10 +127,7 @@ def test_two_ranks_a_node_queue_themselves_and_one_a_node_goes_on(lab, tmp_path)
 
     for life, begun in ((1, "2 a node: 2 nodes, 2 slots each"), (2, "going on at step")):
         wait_for(lambda: begun in said(), 90, said)  # noqa: B023 - called here and now
-        lab("scancel", "--signal=USR2", job)
-        wait_for(lambda: state(lab, job) == ("PENDING", life), 60, said)  # noqa: B023
-        time.sleep(5)  # as above
-        lab("scontrol", "update", f"JobId={job}", "StartTime=now+5")
+        requeued(lab, job, life, said)
         if life == 2:
             lab("scancel", job)
     assert said().count("the next attempt goes on there") == 2
@@ -132,9 +139,7 @@ def test_two_ranks_a_node_queue_themselves_and_one_a_node_goes_on(lab, tmp_path)
     assert "2 slots each" in done
     whole = [*settings, "node.devices=cpu:2", "run.output=whole"]
     bash(*MAIN, "simulate", REPO / "jobs" / "digits.toml", "--nodes", 2, *whole, cwd=tmp_path)
-    cut, whole = (read(tmp_path / name / "log.h5") for name in ("runs/digits", "whole"))
-    assert cut.summary["digest"] == whole.summary["digest"]
-    assert np.array_equal(cut.steps["loss"], whole.steps["loss"])
+    assert np.array_equal(*same(tmp_path, "runs/digits"))
 
 
 def test_the_time_limit_is_seen_coming(lab, tmp_path):
@@ -158,17 +163,13 @@ def test_a_loop_of_ones_own_queues_itself_and_ends_with_the_same_bits(lab, tmp_p
     output = tmp_path / f"loop-{job}.out"
     wait_for(lambda: output.exists() and "files " in output.read_text(), 90, lambda: "start")
     time.sleep(2)
-    lab("scancel", "--signal=USR1", job)
-    wait_for(lambda: state(lab, job) == ("PENDING", 1), 60, lambda: f"requeue: {state(lab, job)}")
+    requeued(lab, job, 1, output.read_text, "USR1")
     assert "stopped, to be resumed at step" in output.read_text()
-    time.sleep(5)
-    lab("scontrol", "update", f"JobId={job}", "StartTime=now+5")
     wait_for(lambda: state(lab, job)[0] == "COMPLETED", 180, output.read_text)
     assert output.read_text().count("going on at step") == 1
     whole = queued("whole")
     wait_for(lambda: state(lab, whole)[0] == "COMPLETED", 180, lambda: "end of the other")
-    cut, whole = (read(tmp_path / name / "log.h5") for name in ("cut", "whole"))
-    assert cut.summary["digest"] == whole.summary["digest"]
+    same(tmp_path, "cut")
 
 
 def test_the_doctor_finds_two_nodes_ready(lab, tmp_path):
