@@ -238,15 +238,16 @@ class Recorder(Hook):
 
     def _write(self, gathered: list, evaluations: list[dict]) -> None:
         blocks = [block for block, _ in gathered]
-        longest = max(blocks, key=lambda block: len(block.get("step", ())))
-        if longest:
-            step = longest["step"]
+        steps = [block["step"] for block in blocks if block]
+        if steps:  # asynchronous nodes may be at different ones
+            first = min(step[0] for step in steps)
+            shape = max(step[-1] for step in steps) + 1 - first, self._rows
             names = dict.fromkeys(name for block in blocks for name in block)
             self._writer.widen(self._others(names))
             # what an attempt that failed later on has written is there already
-            there = max(0, self._writer.next_step - step[0])
+            there = max(0, self._writer.next_step - first)
             rows = {
-                name: _beside(blocks, name, (len(step), self._rows), column)[there:]
+                name: _beside(blocks, name, first, shape, column)[there:]
                 for name, column in self._writer.columns.items()
             }
             self._writer.append(rows)
@@ -279,13 +280,14 @@ def _clock_at(log: Path, first_step: int, nodes: int) -> np.ndarray:
 
 
 def _beside(
-    blocks: Sequence[Mapping[str, np.ndarray]], name: str, shape: tuple[int, int], column: Column
-) -> np.ndarray:
-    """Join a column of all ranks; missing rows are unknown."""
+    blocks: Sequence[Mapping[str, np.ndarray]],
+    name: str, first: int, shape: tuple[int, int], column: Column,
+) -> np.ndarray:  # fmt: skip
+    """Join a column of all ranks, of the steps from ``first`` on; missing rows are unknown."""
     parts = [np.full(shape, column.unknown) for _ in blocks]
     for part, block in zip(parts, blocks, strict=True):
-        values = block.get(name, part[:0])
-        part[: len(values)] = values
+        if name in block:
+            part[block["step"] - first] = block[name]
     return np.concatenate(parts, axis=1)
 
 

@@ -37,6 +37,8 @@ def snapshot(
     its memory is used again, as fresh pages cost more time than the copy.
     """
     engine = node.engine
+    # one of before the vector was laid out again is shorter
+    spare = [one for one in spare if one.names == engine.vector.flat.names]
     counters = engine.numbers() | {"shift": node.shift, **numbers}
     every = [
         counters | {"bytes_sent": sent, "local_steps": count}

@@ -132,6 +132,24 @@ def test_figures_of_the_program_are_columns_beside_the_engines(ranks, tmp_path):
     assert log.summary["digest"] == checkpoint.digest(checkpoint.latest(tmp_path / "run"))
 
 
+def test_layers_that_were_unfrozen_after_a_save_are_in_the_next(tmp_path):
+    model, _ = make(0)
+    model[0].requires_grad_(False)
+    with Alone() as world:
+        inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+        gossip = mpigossip.Gossip(world, model, inner, run=tmp_path)
+        for _ in range(2):
+            gossip.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            gossip.step()
+            gossip.save()
+            if not model[0].weight.requires_grad:
+                model[0].requires_grad_(True)
+                gossip.add_param_group({"params": model[0].parameters()})
+    names = checkpoint.read_node(checkpoint.latest(tmp_path), 0).names
+    assert set(names) == {name for name, _ in model.named_parameters()}
+
+
 def test_a_failed_last_checkpoint_is_not_in_the_summary(tmp_path, monkeypatch, capsys):
     write = checkpoint.write_node
 
@@ -389,19 +407,21 @@ def test_a_rank_may_work_beyond_the_limit(ranks, tmp_path, mixer):
 
 
 def ahead_of_a_save(comm, folder):
-    """Rank 0 saves two steps before rank 1, and then makes them; parameters at the end."""
+    """Rank 0 saves two steps before rank 1, and then makes two more; parameters at the end."""
     with World(comm) as world:
         model, gossip, draw, schedule = begin(world, folder, mixer="asynchronous", flush_steps=50)
         train(model, gossip, draw, schedule, range(2 + 2 * world.rank))
         gossip.save()
-        train(model, gossip, draw, schedule, range(2 - 2 * world.rank))
+        train(model, gossip, draw, schedule, range(3 - 2 * world.rank))
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()
 
 
 def test_steps_after_a_save_at_unequal_steps_are_saved_too(ranks, tmp_path):
     models = ranks(2)(ahead_of_a_save, tmp_path)
     path = checkpoint.latest(tmp_path)
-    assert path.name == "step-00000004"
+    assert path.name == "step-00000005"
+    known = np.isfinite(read(tmp_path / "log.h5").steps["loss"])
+    assert known.tolist() == [[True, True]] * 2 + [[False, True]] * 2 + [[True, True]]
     for node, model in enumerate(models):
         assert np.array_equal(checkpoint.read_node(path, node).parameters, model)
 
