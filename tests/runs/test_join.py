@@ -11,6 +11,7 @@ import pytest
 from mpigossip import cli
 from mpigossip.config import JobError
 from mpigossip.mixing.members.live import Live
+from mpigossip.mixing.members.records import Disk
 from mpigossip.runs.members import join as joining
 from mpigossip.runs.members.join import join
 from mpigossip.runs.members.replay import Differs, replay
@@ -213,9 +214,22 @@ def test_folders_that_are_refused(tmp_path):
             join(folder, lease_s=30.0)
     (folder / "job.toml").unlink()
     (folder / "job.toml").write_text(text.replace('name = "mlp"', 'name = "os:system"'))
-    for call in (join, replay):
-        with pytest.raises(JobError, match='imports model.name = "os:system"'):
+    for call, said in ((join, "to run that code give"), (replay, "replay runs no code")):
+        with pytest.raises(JobError, match=f'imports model.name = "os:system": {said}'):
             call(folder)
+    (folder / "job.toml").write_text(text.replace('"cpu:1"', '"gpu:1"'))
+    assert joining.job_there(Disk(folder)).node.devices == "gpu:1"
+    (folder / "job.toml").write_text(text)
+    (folder / "END").write_text("{}")
+    with pytest.raises(StoreError, match="END is no record"):
+        replay(folder)
+    (folder / "job.toml").rename(tmp_path / "moved")
+    (folder / "job.toml").symlink_to(tmp_path / "moved")
+    for call in (join, replay):
+        with pytest.raises(StoreError, match="is a symbolic link"):
+            call(folder)
+    with pytest.raises(JobError, match='moved" is a file; name a folder'):
+        join(tmp_path / "moved", job())
 
 
 def test_stop_ends_all_and_the_end_is_said(tmp_path, capsys):

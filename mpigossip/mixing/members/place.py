@@ -312,7 +312,7 @@ class Place:
     def ended(self) -> End | None:
         """The end, if it is there; raises Unusable."""
         content = self.disk.read("END")
-        return None if content is None else parse(content, "END", End)
+        return None if content is None else parse(content, f"{self.disk.root}/END", End)
 
     # -- names ------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpigossip.store import StoreError
+
 LARGEST = 1 << 20
 """Bytes of a record at most."""
 TRIES = 3
@@ -24,7 +26,7 @@ PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 """A file system's errors that say nothing about the file."""
 
 
-class Unusable(Exception):
+class Unusable(StoreError):
     """A name that is there and can't be taken for what it should be; says why."""
 
 
@@ -62,10 +64,10 @@ class Disk:
             return None
         except OSError as error:
             if path.is_symlink():
-                raise Unusable(f"{path} is a symbolic link") from None
+                raise Unusable(f"{path} is a symbolic link; put the file there") from None
             if error.errno in PASSING:  # what is there isn't damaged
                 raise
-            raise Unusable(f"{path} can't be read: {error.strerror}") from None
+            raise Unusable(f"{path} can't be read: {error.strerror}; ask its owner") from None
         try:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode):

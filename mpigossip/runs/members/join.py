@@ -39,6 +39,7 @@ JOB, LOOP = "job.toml", "loop.toml"
 OWN = {"checkpoint", "log", "run.output", "run.name", "data.workers", "data.cache",
        "node.timeout_s"}  # fmt: skip
 """Sections and settings in which members may differ."""
+OWN_COPY = "to run that code give your own copy: `mpigossip join {folder} JOB.toml`"
 
 
 def join(
@@ -261,6 +262,8 @@ def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB, parameter
 def _begin(folder: Path, job: Job | None, disk: Disk, name: str, head: str) -> None:
     if job is None:
         raise JobError(none_there(disk))
+    if folder.is_file():
+        raise JobError(f'"{folder}" is a file; name a folder')
     names = set(disk.names(""))
     if names - {*FOLDERS, "STOP"} and name not in names:  # another may have begun it now
         raise JobError(f'"{folder}" is a folder of something else; name a new one')
@@ -282,7 +285,7 @@ def none_there(disk: Disk) -> str:
     return f'"{disk.root}" holds no training yet; begin one: {begin}'
 
 
-def job_there(disk: Disk, trusted: bool = False, name: str = JOB) -> Job:
+def job_there(disk: Disk, trusted: bool = False, name: str = JOB, remedy: str = OWN_COPY) -> Job:
     """The job that stands in the folder; only ``trusted`` does it import code that it names."""
     text = (disk.read(name) or b"").decode(errors="replace") + "\n"
     tables = config.as_dict(config.load(text))
@@ -291,11 +294,11 @@ def job_there(disk: Disk, trusted: bool = False, name: str = JOB) -> Job:
         for section, table in tables.items()
         for key, value in table.items()
         if isinstance(value, str) and ":" in value
-        and not value.startswith(("file:", "cpu:", "cuda:"))
+        and not value.startswith("file:") and (section, key) != ("node", "devices")
     ]  # fmt: skip
     if named and not trusted:
-        raise JobError(f"{disk.root}/job.toml imports {', '.join(named)}: to run that code give "
-                       f"your own copy: `mpigossip join {disk.root} JOB.toml`")  # fmt: skip
+        told = remedy.format(folder=disk.root)
+        raise JobError(f"{disk.root}/job.toml imports {', '.join(named)}: {told}")
     return load(text)
 
 

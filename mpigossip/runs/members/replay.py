@@ -22,6 +22,7 @@ from mpigossip.training.assemble import assemble
 
 BITS = ("mpigossip", "torch", "processor", "machine", "threads")
 """What a model's bits may depend on, as a first record has it."""
+BUILT_IN = "replay runs no code that a folder names; it repeats jobs of built-in parts alone"
 
 
 class Differs(Exception):
@@ -201,7 +202,7 @@ def replay(folder: Path, place: int | None = None, rounds: tuple[int, int] | Non
     if not disk.exists(JOB):
         raise JobError(none_there(disk))
     with Alone() as world:
-        assembly = assemble(job_there(disk), world, 1)
+        assembly = assemble(job_there(disk, remedy=BUILT_IN), world, 1)
         try:
             script = Script(Place(disk, plan_of(assembly), tell=note))
             return repeat(script, wanted_of(script, place, rounds), Member(assembly))
