@@ -22,6 +22,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -73,6 +74,18 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
     fits = flat.shape == (length,) if slot is None else flat.ndim == 1 and flat.size <= length
     if flat.dtype != np.float32 or not fits or len(state.names) != len(state.shapes):
         raise ValueError(f"parameters {flat.dtype} {flat.shape} don't fit {length} in the layout")
+    stored, numbers = state.stored(), json.dumps(state.numbers, default=lambda v: v.item())
+    names = [*stored, "arrays", "layout", "numbers"]
+    objects = {path for name in names for path in accumulate(name.split("/"), "{}/{}".format)}
+    for count, what, most in (
+        (len(objects), "groups and arrays", guard.OBJECTS),
+        (len(numbers), "bytes of counters and texts", guard.TEXT),
+    ):
+        if count > most:
+            raise StoreError(
+                f"{path} would have {count:,} {what}, of which {most:,} can be read again; save "
+                "fewer parameters or kept objects"
+            )
     with writing(path):
         large = []
         with create(path, **direct.LAYOUT) as file:
@@ -82,7 +95,7 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
             if slot is not None:
                 file.attrs["slot"] = slot
                 file.create_group("pieces")
-            for name, array in state.stored().items():
+            for name, array in stored.items():
                 if np.asarray(array).dtype.hasobject or {"", ".", ".."} & set(name.split("/")):
                     raise ValueError(f'array "{name}" of {array.dtype} has no place in HDF5')
                 if array.nbytes >= direct.LARGE:
@@ -90,7 +103,7 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
                 else:
                     file.create_dataset(name, data=array)
             file.create_dataset("layout", data=node_state.table(state.names, state.shapes))
-            write_text(file, "numbers", json.dumps(state.numbers, default=lambda v: v.item()))
+            write_text(file, "numbers", numbers)
         checksum = direct.fill(path, large)
     return Entry(node, path.name, path.stat().st_size, checksum, flat.size)
 

@@ -219,7 +219,7 @@ def test_large_arrays_go_past_the_page_cache_where_that_is_possible(tmp_path, mo
     same(checkpoint.read_node(path, 0), node)
 
 
-def test_wrong_calls_are_refused(tmp_path):
+def test_wrong_calls_are_refused(tmp_path, monkeypatch):
     temporary = checkpoint.begin(tmp_path, 1)
     good = state(0)
     with pytest.raises(ValueError, match="don't fit"):
@@ -235,6 +235,11 @@ def test_wrong_calls_are_refused(tmp_path):
             checkpoint.write_node(
                 temporary, 0, NodeState(good.parameters, good.names, good.shapes, {name: array}, {})
             )
+    for limit, value, said in (("OBJECTS", 15, "16 groups"), ("TEXT", 60, "109 bytes of")):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.guard, limit, value)
+            with pytest.raises(StoreError, match=f"would have {said}"):
+                checkpoint.write_node(temporary, 0, good)
     entries = [checkpoint.write_node(temporary, i, good) for i in (0, 2)]
     for wrong in ([], entries, entries[:1] * 2):
         with pytest.raises(ValueError, match="its table"):
