@@ -150,7 +150,7 @@ class JobNode:
         epoch, over = divmod(done - self.shift, self.assembly.steps_per_epoch)
         due = over == 0 and asked.evaluate_every and epoch % asked.evaluate_every == 0
         steps = asked.evaluate_steps
-        return done == self.total_steps or bool(due or (steps and done % steps == 0))
+        return self.finished or bool(due or (steps and done % steps == 0))
 
     def evaluate(self, run: Run) -> None:
         """Test the averaged model and the nodes' own; waits for all nodes."""
@@ -236,7 +236,7 @@ def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
     with world.together(StoreError):
         if world.rank == 0:
             found = read(folder / "log.h5").summary
-            if "finished" in found:
+            if found.get("finished"):
                 summary = found
                 say(f"{folder}: nothing is left to train\n{describe(summary)}")
     return world.broadcast(summary)

@@ -124,7 +124,8 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
             f"{n}; name another folder with run.output=…, or change the number by `mpigossip "
             f"resume {job.run.folder}` on {n} ranks (simulated: with --simulate --nodes {n})"
         )  # fmt: skip
-    if found := differing(job, load(manifest.job)):
+    # `resume` has saved the folder in place of its pattern
+    if found := differing(job, load(manifest.job), {"run.output"}):
         folder = job.run.folder
         raise JobError(
             f'run.output: "{folder}" holds a run of another job ({"; ".join(found[:4])}); '

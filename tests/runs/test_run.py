@@ -196,6 +196,9 @@ def test_a_run_stops_at_the_file_stop_and_goes_on(tmp_path):
     summary = launch.train(made, Alone(), 2)
     assert not summary["finished"] and summary["steps"] < 20
     assert not (tmp_path / "run" / "STOP").exists()
+    fewer = [f"run.steps={summary['steps'] - 1}"]  # ends it here
+    ended = launch.resume(tmp_path / "run", fewer, Alone(), None)
+    assert ended["finished"] and ended["steps"] == summary["steps"] and "accuracy" in ended
     assert launch.train(made, Alone(), 2)["finished"]
 
 
@@ -274,6 +277,14 @@ def test_another_job_is_kept_out_of_a_run_directory(tmp_path):
         launch.train(job("run.steps=2", "data.batch=3", folder=tmp_path), Alone(), 1)
     with launch.locked(tmp_path, Alone()), pytest.raises(ValueError, match="in use by process"):
         launch.train(job("run.steps=2", folder=tmp_path), Alone(), 1)
+
+
+def test_train_goes_on_with_what_resume_has_resumed(tmp_path):
+    words = ["model.name=mlp", "run.name=named"]
+    for call, steps in ((launch.train, 2), (launch.resume, 3), (launch.train, 3)):
+        made = job(*words, f"run.steps={steps}", folder=tmp_path / "{name}")
+        given = [tmp_path / "named", [f"run.steps={steps}"]] if call is launch.resume else [made]
+        assert call(*given, Alone(), 1)["steps"] == steps
 
 
 def test_the_number_of_nodes_is_part_of_the_job(tmp_path):
