@@ -67,7 +67,7 @@ class Run:
         self.hooks: list[Hook] = [self._recorder, Printer(world)]
         self.hooks += named_hooks(job.log.hooks, world)
         end = end_of_allocation(job.checkpoint.wall_clock_s)
-        lag = Stopper.LAG if self._together else job.log.flush_steps
+        lag = Stopper.LAG if self._together else 1  # in calls: asynchronous nodes' are rounds
         self.stopper = resources.enter_context(Stopper(world, self.folder, end, lag))
         self.hooks.append(self.stopper)
         self.tally, self._before_s = Tally(), 0.0

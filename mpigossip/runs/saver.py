@@ -1,5 +1,6 @@
 """Checkpoints written in the background, from snapshots in memory."""
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,7 +95,7 @@ class Saver:
                 self.last = now.commit.result() or self.last
             except (OSError, StoreError) as wrong:
                 error = str(wrong)
-            error, gone = self._world.broadcast((error, not now.beside.is_dir()))
+            error, gone = self._world.broadcast((error, not os.access(now.beside, os.F_OK)))
             if error is not None:
                 self._failed(now.step, [error], gone)
         self._now = None
@@ -107,7 +108,7 @@ class Saver:
             found = ((), wrong)
         gathered = self._world.gather(found)
         errors = None if gathered is None else [error for _, error in gathered if error]
-        errors, gone = self._world.broadcast((errors, not now.beside.is_dir()))
+        errors, gone = self._world.broadcast((errors, not os.access(now.beside, os.F_OK)))
         if errors:
             if self._world.rank == 0:
                 shutil.rmtree(now.beside, ignore_errors=True)

@@ -41,7 +41,7 @@ class Reserve:
     """
 
     def __init__(self, end: float | None, lag: int = 0, now=time.monotonic):
-        """``end``: seconds from now on, None for never; ``lag``: steps that an agreement takes.
+        """``end``: seconds from now on, None for never; ``lag``: calls that an agreement takes.
 
         ``now``: a clock that nobody sets: a wall clock that jumps would look like a long step.
         """
@@ -87,8 +87,8 @@ class Stopper(Hook):
     def __init__(self, world: World, folder: Path, end: float | None = None, lag: int = LAG):
         """Signals only set a flag; ``folder / "STOP"`` is looked for by rank 0.
 
-        ``end``: seconds from now on after which all must be over, None for never. ``lag``: steps
-        that the ranks may be apart.
+        ``end``: seconds from now on after which all must be over, None for never. ``lag``: calls
+        of :meth:`wants_stop`, one a step or one a round, that the ranks may be apart.
         """
         self._lag = lag
         self._world, self._file = world, folder / "STOP"
@@ -136,7 +136,8 @@ class Stopper(Hook):
             return True
         now = time.monotonic()
         if self._world.rank == 0 and now - self._looked > 1.0:
-            self._looked, self._asked = now, self._asked or self._file.exists()
+            # not exists(), which raises where the disk fails for a moment
+            self._looked, self._asked = now, self._asked or os.access(self._file, os.F_OK)
         self._pending = self._world.start_agree(int(self._asked))
         return False
 

@@ -216,11 +216,12 @@ class LogWriter:
     @contextmanager
     def _changing(self) -> Iterator[h5py.File]:
         """The file for a change; LogGone where it isn't the log any more."""
-        try:
-            with self.path.open("rb") as file:
-                there = file.read(len(SIGNATURE)) == SIGNATURE
-        except FileNotFoundError:
-            there = False
+        with writing(self.path):
+            try:
+                with self.path.open("rb") as file:
+                    there = file.read(len(SIGNATURE)) == SIGNATURE
+            except FileNotFoundError:
+                there = False
         if not there:
             raise LogGone(f"{self.path} was deleted or overwritten while the run goes on")
         with transaction(self.path) as changed:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config import load
 from mpigossip.runs.alarms import CadenceWarning, Divergence, Straggler, watchers
+from mpigossip.runs.run import Run
 from mpigossip.runs.stopper import Reserve, Stopper, end_of_allocation
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
@@ -59,6 +61,15 @@ def test_the_reserve_grows_with_steps_saves_and_agreement():
     assert clock(100_000.0, [10.0] * 20_000) == pytest.approx(99_860, abs=10)  # 2 min at most
     slow_save = [1.0] * 100 + [40.0] + [1.0] * 2000
     assert clock(1000.0, slow_save) == pytest.approx(870, abs=2)
+
+
+def test_asynchronous_nodes_keep_back_rounds_not_as_many_as_these_have_steps(tmp_path):
+    made = load({"run": {"output": str(tmp_path)}, "node": {"mixer": "asynchronous"}})
+    with Alone() as world, ExitStack() as resources:
+        world.comm = object()
+        lag = Run(world, made, None, resources).stopper._clock._lag
+        world.comm = None
+    assert clock(10_000.0, [50.0] * 300, lag) == pytest.approx(9680, abs=50)
 
 
 def rows(compute, idle=None):
@@ -163,6 +174,11 @@ def test_every_wish_to_stop_is_heard_at_a_step_boundary(tmp_path, capsys, how):
     assert (tmp_path / "STOP").exists() == (how == "folder")
     assert ("STOP can't be removed" in capsys.readouterr().err) == (how == "folder")
     assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_a_file_system_that_fails_for_a_moment_stops_nothing():
+    with Stopper(Alone(), Path("long" * 100)) as stopper:
+        assert not any(stopper.wants_stop(done) for done in range(1, 20))
 
 
 def test_a_rank_whose_launcher_is_gone_stops(tmp_path, monkeypatch):

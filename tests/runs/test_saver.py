@@ -1,7 +1,9 @@
 """Checkpoints in the background: they don't hold up training, and a failing disk is handled."""
 
+import errno
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +60,12 @@ def test_snapshots_use_one_memory_over_and_over(tmp_path, monkeypatch):
     assert len({checkpoint.digest(checkpoint.folder(tmp_path, at)) for at in (6, 12, 18)}) == 3
 
 
+def stale(path, is_dir=Path.is_dir):
+    if path.suffix == ".writing":
+        raise OSError(errno.ESTALE, "Stale file handle")
+    return is_dir(path)
+
+
 def failing(at):
     write = checkpoint.write_node
 
@@ -86,6 +94,12 @@ def test_a_full_disk_is_said_and_survived_where_the_job_wants_so(tmp_path, monke
     assert capsys.readouterr().err.count("training goes on") == 3
     assert checkpoint.steps(tmp_path) == [6]
     assert len(read(tmp_path / "log.h5").steps["loss"]) == 24
+
+
+def test_a_file_system_that_fails_for_a_moment_costs_a_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Path, "is_dir", stale)
+    assert launch.train(job(tmp_path, "checkpoint.on_error=continue"), Alone(), 2)["finished"]
+    assert "Stale file handle; training goes on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("at", ["write_node", "commit"])

@@ -206,6 +206,10 @@ def test_files_that_are_no_logs(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="can't be written"):
         writer(tmp_path / "file/log.h5")
+    out = writer(tmp_path / "log.h5")
+    out.path = tmp_path / ("long" * 100)  # an error that isn't that there is no such file
+    with pytest.raises(StoreError, match="can't be written"):
+        out.append(values(range(5), 3))
 
 
 def test_columns_and_points(tmp_path):
