@@ -32,6 +32,8 @@ class Straggler:
         compute = rows["compute_s"]
         # of the steps that a node takes: idle ones compute nothing, and have no loss
         worked = ~np.isnan(rows["loss"])
+        # a program may log no loss at all
+        worked |= ~worked.any(axis=1, keepdims=True) & ~np.isnan(compute)
         mean = np.where(worked, compute, 0.0).sum(axis=0) / np.maximum(worked.sum(axis=0), 1)
         awake = np.sort(mean[worked.any(axis=0)])
         if len(awake) < 2 or not self._times:

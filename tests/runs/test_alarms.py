@@ -107,6 +107,9 @@ def test_who_rests_makes_no_straggler_of_the_others():
     assert Straggler(1.5, 1.0).see(0, told) == []  # node 1 computes in every other step
     told["loss"][:, 1] = nan
     assert Straggler(1.5, 1.0).see(0, told) == []  # and here in none
+    told["loss"][:] = nan  # of a program that logs no loss: all compute
+    (line,) = Straggler(1.5, 1.0).see(0, told)
+    assert line.startswith("node 0 is a straggler")
 
 
 def distances(values):
