@@ -23,7 +23,8 @@ from mpigossip.store import checkpoint
 from mpigossip.store.log import COLUMNS
 
 MEASURED = COLUMNS.keys() - {"loss", "lr", "gradient_norm"} | {"step", "node"}
-"""Columns that a program can't fill."""
+MEASURED |= {"steps", "evaluations", "summary"}
+"""Columns that a program can't fill, and the groups of a log."""
 
 
 def open_run(world: World, job: Job) -> Run:

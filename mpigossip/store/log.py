@@ -177,7 +177,8 @@ class LogWriter:
             raise ValueError(f"steps must ascend from {self.next_step}, got {step}")
         with self._changing() as file:
             group = file["steps"]
-            start = len(group["step"])
+            # a write that failed is there nevertheless if its journal was complete
+            start = len(group["step"]) - int(np.sum(group["step"][-rows:] >= step[0]))
             _resize(group, start + rows)
             group["step"][start:] = step
             for name, values in columns.items():
@@ -191,10 +192,10 @@ class LogWriter:
         with self._changing() as file:
             group = file["evaluations"]
             known = group["at_step"][()]
-            if len(known) and step < known[-1]:
+            if len(known) and step < known[-1] and step not in known:
                 raise ValueError(f"evaluations must ascend from step {known[-1]}, got {step}")
-            index = len(known) - (step in known)
-            _resize(group, index + 1)
+            index = int(np.searchsorted(known, step))
+            _resize(group, max(len(known), index + 1))
             group["at_step"][index] = step
             for name, value in values.items():
                 kind = self.evaluation_columns.get(name, Column("", ""))

@@ -28,7 +28,7 @@ TAKEN = frozenset(
     ("step", "at_step", "node", "epoch", "epochs", "seconds", "lr", "kind", "gradient_norm",
      "mixed_distance", "consensus_distance", "samples_per_second", "staleness", "bytes_sent",
      "compute_s", "node_s", "exchange_s", "idle_s", "finished", "steps", "nodes", "slots", "lost",
-     "warnings", "metrics", "checkpoint", "digest")
+     "evaluations", "summary", "warnings", "metrics", "checkpoint", "digest")
 )  # fmt: skip
 """Names of columns and of lines of the summary that are no task's own."""
 NAME = r"(?!local_|share_)[A-Za-z][A-Za-z0-9_.-]{0,31}"

@@ -224,6 +224,7 @@ def make_run(folder):
         (lambda run: alone(run, width=7)[1].resume(), r"another model, as 0\.weight shows"),
         (lambda run: alone(run)[1].log(nod="x"), "could not convert"),
         (lambda run: alone(run)[1].log(bytes_sent=1), "bytes_sent.*measured already"),
+        (lambda run: alone(run)[1].log(steps=1), "steps.*measured already"),
         (lambda run: alone(run)[1].log({"a/b": 1}), "no name of a column"),
         (lambda run: alone(run)[1].keep(epoch=3), "keep: epoch is a int; give an object"),
         (lambda run: alone(run)[1].keep(draw=torch.Generator()) or alone(run), "in use by process"),

@@ -135,6 +135,22 @@ def test_the_same_evaluation_again_replaces_it(tmp_path):
         out.evaluation(evaluation(9, 3))
     got = read(tmp_path / "log.h5").evaluations
     assert got["step"].tolist() == [10] and got["accuracy"].tolist() == [0.9]
+    for step in (20, 10, 20):  # as after a write that failed
+        out.evaluation(evaluation(step, 3))
+    got = read(tmp_path / "log.h5").evaluations
+    assert got["step"].tolist() == [10, 20] and got["accuracy"].tolist() == [0.01, 0.02]
+
+
+def test_rows_of_a_write_that_failed_after_its_journal_are_there_once(tmp_path, monkeypatch):
+    path = tmp_path / "log.h5"
+    out = writer(path)
+    out.append(values(range(5), 3))
+    with monkeypatch.context() as patch, pytest.raises(StoreError):
+        patch.setattr(journal, "_apply", lambda *_: (tmp_path / "gone").stat())
+        out.append(values(range(5, 8), 3))
+    out.append(values(range(5, 10), 3))
+    assert read(path).steps["step"].tolist() == list(range(10))
+    np.testing.assert_array_equal(read(path).steps["loss"], values(range(10), 3)["loss"])
 
 
 def test_going_on_with_other_nodes_and_columns(tmp_path):
