@@ -345,12 +345,13 @@ def loop_text(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, names: Collection[str]
 ) -> str:
     """Return a loop's settings as TOML, with its program's; ``names``: trained parameters."""
-    kept = {name for name, _ in model.named_buffers()} | set(names)
+    buffers, saved = {name for name, _ in model.named_buffers()}, model.state_dict().keys()
     loop = {
         "program": " ".join(sys.argv),
         "model": type(model).__name__,
         "optimizer": title(optimizer),
-        "left_out": len(model.state_dict().keys() - kept),
+        "left_out": len(saved - buffers - set(names)),
+        "temporary": sorted(buffers - saved),
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in loop.items()]
     return config.dump(job, SECTIONS) + "\n".join(["\n[loop]", *lines, ""])

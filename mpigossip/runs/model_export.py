@@ -82,13 +82,15 @@ def _as_saved(
     try:
         job = tomllib.loads(manifest.job)
         name = str(job.get("model", {}).get("name", ""))  # a forged one may be a list
-        left_out = job.get("loop", {}).get("left_out")
-    except (tomllib.TOMLDecodeError, AttributeError):
+        loop = job.get("loop", {})
+        left_out, temporary = loop.get("left_out"), set(loop.get("temporary", ()))
+    except (tomllib.TOMLDecodeError, AttributeError, TypeError):
         name, left_out = "?", None
     if left_out is not None:  # a user's own program
         note = (
             "frozen parameters and second names of tied ones are left out: load with strict=False"
         )
+        values = {name: value for name, value in values.items() if name not in temporary}
         return _tensors(values), note if left_out else ""
     note = (
         f'frozen parameters and second names of tied ones are left out: model.name = "{name}" is '
@@ -124,6 +126,11 @@ def _completed(
     own = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
         for name, value in tensors.items():
+            if name not in own or own[name].numel() != value.numel():
+                raise StoreError(
+                    f'"{name}" {tuple(value.shape)} of the checkpoint is no array of the model as '
+                    "it is made now: restore the model's code, or leave --trust-model out"
+                )
             own[name].copy_(value.view(own[name].shape))
     # tied arrays become equal ones: safetensors holds no array twice under two names
     return {name: value.detach().clone() for name, value in module.state_dict().items()}, ""

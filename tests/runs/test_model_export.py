@@ -184,7 +184,7 @@ def test_a_name_of_a_wrong_type_in_a_stored_job_is_no_known_model():
     assert list(tensors) == ["w"] and "['mlp']" in note
 
 
-def test_what_cant_be_exported_is_said(trained):
+def test_what_cant_be_exported_is_said(trained, tmp_path, monkeypatch):
     folder, summary = trained
     path = Path(summary["checkpoint"])
     with pytest.raises(StoreError, match=r"\.safetensors or \.pt"):
@@ -194,6 +194,13 @@ def test_what_cant_be_exported_is_said(trained):
     with pytest.raises(StoreError, match="make its folder first"):
         export(path, folder / "no" / "bare.pt")
     assert not [p for p in folder.iterdir() if p.name.startswith(".")]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for was, now in (("self.first", "self.begin"), ("8, 3, padding=1", "8, 5, padding=2")):
+        (tmp_path / "own_net.py").write_text(MODULE.replace(was, now))
+        monkeypatch.delitem(sys.modules, "own_net", raising=False)
+        with pytest.raises(StoreError, match=r'"first.weight" \(8, 1, 3, 3\) of the checkpoint'):
+            export(path, folder / "model.pt", trust_model=True)
 
 
 def test_xarray_opens_the_log_itself_without_a_group(trained):
