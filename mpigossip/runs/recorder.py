@@ -47,11 +47,7 @@ def evaluation_columns(objective: Objective) -> dict[str, Column]:
                 objective.unit(name), f"{name} of the averaged model on the node's test samples"
             ),
         }
-    known = {
-        name: column._replace(unit=found[name].unit if name in found else column.unit)
-        for name, column in EVALUATION_COLUMNS.items()
-    }
-    return found | known
+    return found | EVALUATION_COLUMNS
 
 
 class Recorder(Hook):

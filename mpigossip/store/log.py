@@ -79,15 +79,10 @@ MEMBER_COLUMNS = {
 EVALUATION_COLUMNS = {
     "at_step": Column("step", "steps done at the evaluation", "int64"),
     "epoch": Column("epoch", "passes over the training samples done"),
-    "loss": Column("nat", "mean test loss of the averaged model"),
-    "accuracy": Column("1", "fraction of test samples that the averaged model gets right"),
-    "local_loss": Column("nat", "mean test loss of each node's model"),
-    "local_accuracy": Column("1", "fraction of its own test samples that each node gets right"),
-    "share_accuracy": Column("1", "share of the same samples that the averaged model gets right"),
     "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
     "seconds": Column("s", "time since the start of the run"),
 }
-"""Units and descriptions of what every evaluation may hold; other names go without."""
+"""Of every evaluation; `recorder.evaluation_columns` adds those of the task."""
 
 
 NODE = Column("1", "index of the node", "int64")

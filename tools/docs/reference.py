@@ -258,7 +258,10 @@ def files_page() -> str:
     ):  # fmt: skip
         lines += ["", title, "", *head("column", "unit", "meaning")]
         lines += [cells(f"`{n}`", c.unit, c.description) for n, c in columns.items()]
-    lines += ["", "A task's metrics are further columns.", "", "## Layout of a checkpoint", ""]
+    lines += ["", "A task's metrics are further columns. Evaluations have its loss, too:"]
+    lines += ["`NAME` of the averaged model, `local_NAME` of each node's model on test samples"]
+    lines += ["of its own, `share_NAME` of the averaged model on these.", ""]
+    lines += ["## Layout of a checkpoint", ""]
     lines += [inspect.getdoc(checkpoint).split("\n", 2)[2], "", "Of a node:", ""]
     lines += [inspect.getdoc(checkpoint.NodeState), "", "## Exit codes", ""]
     lines += head("code", "meaning")
