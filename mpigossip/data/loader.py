@@ -239,7 +239,7 @@ class Loader(contextlib.AbstractContextManager):
         turn, of = (node, n) if data.dealt else (0, 1)
         try:
             with drawing(Draws(data.seed, (TEST, node))):
-                rows = itertools.islice(one, turn, data.section.test_samples, of)
+                rows = itertools.islice(one, turn, data.test_size, of)
                 found = list(rows)
                 batches = [data.collate(found[i : i + size]) for i in range(0, len(found), size)]
         except Exception as error:
@@ -258,7 +258,8 @@ class Loader(contextlib.AbstractContextManager):
         """Settings of all loaders; their own generator leaves the program's numbers alone."""
         made: dict[str, Any] = {"num_workers": self.workers, "generator": torch.Generator()}
         if self.workers:
-            made |= {"multiprocessing_context": "spawn", "timeout": self.timeout_s}
+            limit = min(self.timeout_s, 1e6)  # poll() counts milliseconds in 32 bits
+            made |= {"multiprocessing_context": "spawn", "timeout": limit}
         return made
 
     def _received(self, batches: Iterator[Nested], what: str) -> Nested:

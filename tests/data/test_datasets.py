@@ -70,6 +70,13 @@ class Counts(IterableDataset):
             yield torch.tensor([float(number), torch.rand(()).item()])
 
 
+class Known(Counts):
+    """Numbers up to an end, of which the length is known."""
+
+    def __len__(self):
+        return self.end
+
+
 def squares(samples=64):
     return {"train": Squares(samples), "test": Squares(10)}
 
@@ -183,6 +190,7 @@ def test_loading_processes_know_no_launcher(mine, monkeypatch):
     import mpi4py.MPI  # noqa: F401  what a rank has loaded
 
     with opened("launched", workers=1) as loader:
+        loader.timeout_s = 1e9  # more than poll() takes
         known, mpi, hidden = loader.step(0)[0].unbind(1)
     assert not known.any() and not mpi.any() and hidden.all()
     assert os.environ["PMI_RANK"] == "0", "this process keeps them"
@@ -234,6 +242,13 @@ def test_a_stream_of_each_node(mine):
         assert first == [[0, 1, 2, 3], [2000, 2001, 2002, 2003]]
         assert loader.orders[1] == Share(2, 3, 4, 4)
         assert next(loader.share(2, 3))[:, 0].tolist() == [12, 13, 14, 15]
+
+
+def test_a_test_stream_whose_length_is_known_is_tested_to_its_end(mine):
+    mine(known=given(Counts(), Known(9)))
+    with opened("known", test_samples=5) as loader:
+        tests = [torch.cat(list(loader.share(node, 2)))[:, 0].tolist() for node in range(2)]
+    assert tests == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
 
 
 def test_samples_in_memory_need_no_process(mine):
