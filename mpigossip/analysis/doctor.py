@@ -102,6 +102,8 @@ def _together(options, ranks, found: Findings) -> None:
     several = ranks_per_node != 1
     found += [] if machines is None else [hosts(machines, several), cores(machines)]
     found += alike(ranks.gather(versions().text))
+    if ranks.agree(int(bool(devices.mistakes(setting)))):  # a finding of that rank's slots
+        setting, slots = "cpu:1", ("cpu",)  # MPI and the network can still be tested
     if ranks.comm is not None:
         from mpigossip.analysis import placement, selftest
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpigossip.analysis import trials
 from mpigossip.analysis.findings import Finding, Findings, watched
 from mpigossip.cluster.ranks import World
-from mpigossip.config.errors import Failure
+from mpigossip.config.errors import Failure, Mistake
 from mpigossip.config.readable import counted
 from mpigossip.graphs import Graph, graph
 from mpigossip.mixing.device.proof import asked
@@ -72,7 +72,7 @@ def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
     found, failed = Finding(name, ""), ""
     try:
         found = work()
-    except (MPI.Exception, Failure, RuntimeError, OSError) as error:
+    except (MPI.Exception, Failure, Mistake, RuntimeError, OSError) as error:
         failed = str(error).splitlines()[0] or type(error).__name__
     every = world.gather(failed) or []
     ranks = [rank for rank, text in enumerate(every) if text]

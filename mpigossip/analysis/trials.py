@@ -22,7 +22,7 @@ from mpigossip.config import Job
 from mpigossip.config.readable import counted
 from mpigossip.graphs import Graph
 from mpigossip.groups.base import Group, GroupError
-from mpigossip.groups.devices import make_group
+from mpigossip.groups.devices import make_group, slots_of
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import Kind, Layout, Mixer
 from mpigossip.mixing.device.memory import MemoryRefused
@@ -220,6 +220,8 @@ def routes(
 STEPS = 20
 MOST = 64
 """Nodes that rank 0 simulates, at most."""
+DIGITS = 1437
+"""Training samples of "digits"."""
 
 
 def compared(world: World, devices: str, graph: str, timeout_s: float) -> Finding:
@@ -230,6 +232,9 @@ def compared(world: World, devices: str, graph: str, timeout_s: float) -> Findin
     settings = [f"node.devices={devices}", f"node.ranks_per_node={world.nodes.per_node}"]
     settings += [f"graph.name={graph}", f"node.timeout_s={timeout_s}", "node.precision=fp32"]
     settings += ["data.batch=4", "run.epochs=1", "schedule.scale=none", "log.consensus_every=0"]
+    a_step = 4 * n * world.nodes.per_node * len(slots_of(devices))
+    if a_step > DIGITS:
+        settings += ["data.source=synthetic", "data.shape=[1,8,8]", f"data.samples={a_step}"]
     job = assemble.load({"model": {"name": "mlp"}}, settings)
     begin = time.perf_counter()
     mine = _trained(job, world, n)

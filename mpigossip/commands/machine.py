@@ -1,7 +1,9 @@
 """Commands that look at a machine: `mpigossip doctor`, `bench` and `plan`."""
 
+import argparse
 import json
 from pathlib import Path
+from typing import get_args
 
 from mpigossip.commands.arguments import (
     BYTES_A_SECOND,
@@ -38,8 +40,9 @@ def _add_doctor(commands) -> None:
     doctor = command(commands, "doctor", _doctor, summary, DOCTOR)
     doctor.add_argument("--graph", default="one-peer-exponential", help="whose neighbours to try")
     doctor.add_argument(
-        "--devices", default="auto", help="slots of a node, as node.devices; default: %(default)s"
-    )
+        "--devices", type=_devices, default="auto",
+        help="slots of a node, as node.devices; default: %(default)s",
+    )  # fmt: skip
     doctor.add_argument(
         "--ranks-per-node", type=_ranks, default="auto", metavar="K",
         help='as node.ranks_per_node: a number, "host" or "auto"; default: %(default)s',
@@ -57,6 +60,16 @@ def _add_doctor(commands) -> None:
     )
     doctor.add_argument("--timeout", type=amount, default=60.0, help="seconds that a test may take")
     doctor.add_argument("--json", action="store_true", help="for programs")
+
+
+def _devices(text: str) -> str:
+    """Read a value of node.devices."""
+    from mpigossip.config.limits import Devices
+
+    limit = get_args(Devices)[1]
+    if not limit.holds(text):
+        raise argparse.ArgumentTypeError(f'"{text}": {limit.words}')
+    return text
 
 
 def _ranks(text: str) -> int | str:

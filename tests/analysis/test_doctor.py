@@ -13,6 +13,7 @@ import torch
 from mpigossip.analysis import doctor
 from mpigossip.analysis.doctor import Machine
 from mpigossip.analysis.findings import Finding, as_json, merged, verdict
+from mpigossip.config import JobError
 from tests.cases import every
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -78,6 +79,13 @@ def test_on_ranks_every_neighbour_is_put_to(pooled, n, graph):
     assert set(named(found, "gpu-aware")[0]["data"]) >= {
         "mpi_memory_alloc_kinds", "MPIX_Query_cuda_support", "MPICH_GPU_SUPPORT_ENABLED"
     }  # fmt: skip
+
+
+def test_slots_that_are_not_there_are_wrong_and_mpi_is_still_tested(pooled):
+    done = pooled(2, *DOCTOR, *QUICK, "--devices", "cuda:99", "--json", timeout=120)
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and found["wrong"] == ["slots"], done.stdout + done.stderr
+    assert named(found, "routes") and named(found, "training")
 
 
 @pytest.mark.every
@@ -247,7 +255,7 @@ def test_the_way_to_each_neighbour_is_said_with_its_reason(ranks):
 
 
 def no_window(comm):
-    """A test that raises on one rank, and one that raises on none."""
+    """Tests that raise: on one rank, a mistake on all, none."""
     from mpigossip.analysis import selftest
     from mpigossip.cluster.ranks import world
 
@@ -256,17 +264,20 @@ def no_window(comm):
             raise RuntimeError("MPI_ERR_WIN: invalid window\nand a list of calls")
         return Finding("put", "fast")
 
+    def mistake():
+        raise JobError("too few samples")
+
     with world() as ranks:
-        found = [
-            selftest.attempted(ranks, "put", work) for work in (fail, lambda: Finding("a", "b"))
-        ]
+        works = fail, mistake, lambda: Finding("a", "b")
+        found = [selftest.attempted(ranks, "put", work) for work in works]
     return [(one.level, one.text, one.remedy) for one in found]
 
 
 def test_a_test_that_raises_on_one_rank_is_wrong_and_names_it(ranks):
-    (failed, good), *_ = ranks(2)(no_window)
+    (failed, mistaken, good), *_ = ranks(2)(no_window)
     assert failed[:2] == ("wrong", "failed")
     assert failed[2].startswith("rank 1 on ") and failed[2].endswith("MPI_ERR_WIN: invalid window")
+    assert mistaken[0] == "wrong" and mistaken[2].endswith("too few samples")
     assert good == ("good", "b", "")
 
 
@@ -289,6 +300,25 @@ def test_training_on_ranks_is_compared_with_the_simulator(ranks, one_thread):
         assert level == "good" and exact
     ((level, exact), _) = ranks(2)(trial, 1.001)
     assert level == "wrong" and not exact
+
+
+def samples(comm, nodes):
+    """What a trial on so many nodes of 8 GPUs trains on."""
+    from mpigossip.analysis import trials
+
+    seen, original = [], trials._trained
+    trials._trained = lambda job, *_: seen.append((job.data.source, job.data.samples))
+    shape = Namespace(count=nodes, per_node=1, first=False)
+    try:
+        trials.compared(Namespace(nodes=shape, gather=lambda _: None), "cuda:0-7", "ring", 30.0)
+    finally:
+        trials._trained = original
+    return seen[0]
+
+
+def test_a_trial_has_samples_for_a_step_of_all_nodes(ranks):
+    assert ranks(2)(samples, 44)[0][0] == "digits"
+    assert ranks(2)(samples, 45)[0] == ("synthetic", 45 * 8 * 4)
 
 
 def trial(comm, factor):
