@@ -121,8 +121,13 @@ def _with_data(job: Job, what: Subject) -> Job:
     """The job; where its data aren't here, on such that are made up, as many as its steps need."""
     found, missing = data_or_stand_in(job)
     found.close()
+    if missing and found.dtype == torch.int64:
+        raise JobError(
+            f"{missing}; tokens can't be made up: give a packed text, or say how long forward and "
+            "backward take: --compute 80ms"
+        )
     count = max(job.data.samples, what.per_step * (WARM_UP + MOST))
-    made_up = replace(job.data, source="synthetic", samples=count)
+    made_up = replace(job.data, source="synthetic", samples=count, augment="none")
     return replace(job, data=made_up) if missing else job
 
 

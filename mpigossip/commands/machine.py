@@ -209,6 +209,8 @@ def _plan(options) -> None:
             "--members: give --bandwidth, the bytes a second of the folder's file "
             "system, such as 5GB/s"
         )
+    if (options.members and options.json) or ((options.members or options.best) and options.out):
+        raise JobError("--members takes no --json and no --out, --best no --out: leave them out")
     with world() if (launched() or 1) > 1 else Alone() as ranks:
         with ranks.together(JobError):
             job = assemble.load(options.job, options.settings)
@@ -229,7 +231,7 @@ def _plan(options) -> None:
             machine.save(options.save)
         epochs = what.job.run.epochs if options.epochs is None else options.epochs
         if options.best:
-            _best(options, what, machine)
+            _best(options, what, machine, epochs)
             return
         if options.members:
             _members(options, what, machine, epochs)
@@ -252,10 +254,11 @@ def _members(options, what, machine, epochs) -> None:
     tell(text(what, [advise(what, n, step_s, rate, epochs) for n in options.nodes]))
 
 
-def _best(options, what, machine) -> None:
+def _best(options, what, machine, epochs) -> None:
     from mpigossip.analysis.plan.best import as_json, proposals, text
 
-    each = {n: proposals(options.job, options.settings, what, machine, n) for n in options.nodes}
+    given = options.job, options.settings, what, machine
+    each = {n: proposals(*given, n, epochs) for n in options.nodes}
     if options.json:
         tell(json.dumps({n: as_json(*found) for n, found in each.items()}))
         return

@@ -11,6 +11,7 @@ import torch
 from mpigossip.algorithms.base import Step
 from mpigossip.algorithms.cadence import Cadence, fixed
 from mpigossip.config import Job, JobError
+from mpigossip.data.problems import Functions
 from mpigossip.data.sources import SOURCES, AnyData, SyntheticSource, source
 from mpigossip.engine.vector import Flat, leaves
 from mpigossip.mixing import mixer_class
@@ -39,6 +40,8 @@ class Subject:
     slots: int
     samples: int
     """for training, over all nodes"""
+    shared: bool = True
+    """unless each node has as many, of a problem of theory"""
 
     @property
     def per_step(self) -> int:
@@ -47,7 +50,7 @@ class Subject:
 
     def steps_per_epoch(self, n: int) -> int:
         """Steps in which n nodes go through the samples once."""
-        return self.samples // n // self.per_step
+        return self.samples // (n if self.shared else 1) // self.per_step
 
 
 def subject(job: Job) -> tuple[Subject, str]:
@@ -57,7 +60,8 @@ def subject(job: Job) -> tuple[Subject, str]:
     slots = shape.slots(job)
     flat = assemble.lay_out(job, module, slots)
     told = "; ".join(filter(None, (note, shape.assumed(job))))
-    return Subject(job, flat, slots, data.train_size), told
+    shared = not isinstance(getattr(data, "train", None), Functions)
+    return Subject(job, flat, slots, data.train_size, shared), told
 
 
 def data_or_stand_in(job: Job) -> tuple[AnyData, str]:

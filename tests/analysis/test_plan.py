@@ -126,11 +126,21 @@ def test_the_command_plans_alone(alone, tmp_path):
         ([JOB, "--nodes", "4,x"], "whole numbers"),
         ([JOB, "--nodes", "4", "--bandwidth", "25"], "GB/s"),
         ([JOB, "--nodes", "4", "node.devices=cuda:0"], "--compute"),
+        ([JOB.with_name("text-gpt.toml"), "--nodes", "4"], "tokens can't be made up"),
+        ([JOB, "--nodes", "4", "--best", "--out", "p.png"], "leave them out"),
+        ([JOB, "--nodes", "4", "--members", "--bandwidth", "1GB/s", "--json"], "leave them out"),
     ],
 )
 def test_wrong_words_are_explained(alone, words, says):
     done = alone("plan", *words)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_images_that_are_not_here_are_made_up(alone):
+    settings = ["data.source=none.h5", "data.augment=crop-flip", "data.batch=1", "model.name=mlp"]
+    done = alone("plan", JOB, "--nodes", "2", "--seconds", "0", "--json", *settings)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["machine"]["sources"]["compute"] == "measured"
 
 
 def test_under_a_launcher_the_network_is_measured(pooled):

@@ -66,6 +66,13 @@ def test_every_proposal_can_be_pasted(what, n):
     assert all(f"left out: {label}" in said for label in left_out)
 
 
+def test_a_proposal_is_for_the_epochs_and_the_slots_that_are_planned(what):
+    wide = replace(what, slots=4)
+    for one in proposals(JOB, [], wide, machine(1e7), N, 3)[0]:
+        assert one.row.steps_per_epoch == wide.steps_per_epoch(N) < what.steps_per_epoch(N)
+        assert one.row.total_s == pytest.approx(3 * one.row.epoch_s)
+
+
 def test_the_longer_the_period_the_fewer_the_bytes(what):
     found = {one.label: one.row for one in offered(what, 1e7)[0]}
     sent = [found[f"diloco, H = {period}"].bytes_per_step for period in (8, 32, 128)]

@@ -49,6 +49,11 @@ def test_the_static_exponential_graph_costs_log2_n():
     assert first == 2 * vector
 
 
+def test_an_epoch_of_a_problem_of_theory_is_as_long_on_any_number_of_nodes():
+    what, _ = subject(assemble.load({"task": {"name": "quadratics"}, "data": {"steps": 30}}))
+    assert [what.steps_per_epoch(n) for n in (1, 8, 64)] == [30] * 3
+
+
 @on_each("wire", ["bf16", "qsgd"])
 def test_a_wire_changes_the_factor_and_not_the_growth(wire):
     assert len({counted("one-peer-exponential", n, wire)[0] for n in NODES}) == 1

@@ -11,7 +11,7 @@ from mpigossip.analysis.plan import ALL_REDUCE, GOSSIP, NEAR, Choice, Row, alway
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned
 from mpigossip.training import assemble
-from mpigossip.training.costs import Subject, subject
+from mpigossip.training.costs import Subject
 from mpigossip.training.machines import Machine
 
 PERIODS = (8, 32, 128)
@@ -86,15 +86,16 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
 
 
 def proposals(
-    path: Path, settings: Sequence[str], what: Subject, machine: Machine, n: int
+    path: Path, settings: Sequence[str], what: Subject, machine: Machine, n: int, epochs: float = 1
 ) -> tuple[list[Proposal], dict[str, str]]:
     """All that can be pasted behind a job's file and settings, and what can't, with the reason."""
     found, left_out = [], {}
+    ranks = f"node.ranks_per_node={what.job.node.ranks_per_node}"
     for way in _ways(what.job, n):
         graph = "complete" if way.graph == ALL_REDUCE else way.graph
         pasted = (*way.settings, f"graph.name={graph}")
         try:
-            job = assemble.load(path, [*settings, *pasted])
+            job = assemble.load(path, [*settings, *pasted, ranks])
             wrong = [m for m in assemble.mistakes(job, n) if not m.startswith("node.devices")]
             if wrong:
                 raise JobError(wrong)
@@ -102,7 +103,7 @@ def proposals(
             left_out[way.label] = str(error)
             continue
         choice = Choice(way.graph, job.cadence.name, job.node.wire)
-        row = predict(subject(job)[0], machine, choice, n, job.run.epochs)
+        row = predict(replace(what, job=job), machine, choice, n, epochs)
         if row is None:
             left_out[way.label] = f"the graph doesn't exist for {n} nodes, or the parts don't fit"
         else:
