@@ -250,11 +250,11 @@ def _study(options) -> None:
     for name, text in (("table.csv", found.table("csv")), ("table.tex", found.table("latex"))):
         with replacing(found.folder / name) as beside:
             beside.write_text(text, encoding="utf-8")
-    for y in found.figures:
+    for y in found.curves:
         found.plot(y, out=found.folder / f"{y}.png")
     for name, why in found.left_out.items():
         tell(f"left out: {name}: {why}")
     best, ties = found.best(), len(found.ties())
     word = ", ".join(str(best[axis]) for axis in found.axes) or "the job"
     tell(f"best by {found.judge}: {word}" + (f"; {ties} can't be told from it" if ties else ""))
-    tell(f"{found.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in found.figures)}")
+    tell(f"{found.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in found.curves)}")

@@ -286,8 +286,8 @@ def write(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, int | float):
-        return repr(value)
+    if isinstance(value, int | float):  # NumPy's repr is no TOML
+        return repr(float(value) if isinstance(value, float) else value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(write(item) for item in value) + "]"
     if isinstance(value, Mapping):

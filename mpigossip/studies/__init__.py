@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mpigossip.config import JobError
 from mpigossip.studies.grid import Axis, cells_of
 from mpigossip.studies.results import Results
 from mpigossip.studies.running import Runner
@@ -105,15 +108,18 @@ def study(
     :raises Failure: where a run ends with an error; with ``processes=0``, where one is missing
     """
     path = Path(job)
-    cells, left_out = cells_of(path, grid or {}, _listed(nodes), settings, skip)
+    cells, left_out = cells_of(path, grid or {}, _listed("nodes", nodes), settings, skip)
     folder = Path(output) if output is not None else Path("runs") / f"study-{path.stem}"
     runner = Runner(path, folder, processes)
+    numbers = _listed("seeds", range(seeds) if isinstance(seeds, Integral) else seeds)
     rate_of, tried = chosen(cells, rates, judge, runner)
-    numbers = _listed(range(seeds) if isinstance(seeds, int) else seeds)
     wanted = [(cell, rate_of[cell], seed) for cell in cells for seed in numbers]
     found = runner.fill(wanted)
     return Study(cells, rate_of, numbers, found, judge, tried, left_out, folder)
 
 
-def _listed(value: Any) -> list[int]:
-    return [value] if isinstance(value, int) else list(dict.fromkeys(value))
+def _listed(name: str, value: Any) -> list[int]:
+    try:
+        return list(dict.fromkeys(map(index, [value] if isinstance(value, Integral) else value)))
+    except TypeError:
+        raise JobError(f"{name} = {value!r}: needs a whole number or a list of them") from None

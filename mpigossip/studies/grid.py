@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mpigossip.config import JobError, packaged, removed
 from mpigossip.config.toml import near, show
 from mpigossip.training import assemble
@@ -66,7 +68,7 @@ def cells_of(
 
 def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
     """Label and settings of each value."""
-    if isinstance(values, str) or not len(values):
+    if isinstance(values, str) or not hasattr(values, "__len__") or not len(values):
         raise JobError(
             f"grid: {axis} = {values!r}: an axis is a list of values, or labels with settings"
         )
@@ -81,6 +83,7 @@ def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
 
 
 def _plain(value: Any) -> str:
+    value = value.item() if isinstance(value, np.generic) else value
     return value if isinstance(value, str) else show(value)
 
 
@@ -92,9 +95,10 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
     try:
         path = packaged.given(path)
         given = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
+        what = "is a folder" if path.is_dir() else "doesn't exist"
         remedy = "a study is a TOML file with job, grid, nodes, seeds"
-        raise JobError(f"{path} doesn't exist: {remedy}") from None
+        raise JobError(f"{path} {what}: {remedy}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise JobError(f"{path} is no TOML: {error}") from None
     known = {*inspect.signature(study).parameters, *more}

@@ -67,6 +67,13 @@ class Results:
         names = metrics_of(logs[0].summary) if logs else []
         return list(dict.fromkeys([self.judge, *names, "loss"]))
 
+    @property
+    def curves(self) -> list[str]:
+        """Names of those figures that the logs have at each evaluation."""
+        logs = [run.log for run in self._found.values() if run.log is not None]
+        known = [{"train_loss", *log.evaluations} for log in logs]
+        return [name for name in self.figures if all(name in names for names in known)]
+
     def _row(self, cell: Cell) -> dict[str, Any]:
         ended = self.ended(cell)
         row: dict[str, Any] = dict(cell.labels) | {"nodes": cell.nodes}
@@ -180,26 +187,6 @@ class Results:
         spread = f"{half} (Student's t)" if len(self.seeds) > 1 else "one seed, no intervals"
         late = ["diverged late: lost again over half of what they had learnt"]
         return [f"{spread}; {made}", *late * any(row["late"] for row in self.rows)]
-
-    def frame(self) -> Any:
-        """Return the rows as a DataFrame of pandas."""
-        import pandas
-
-        return pandas.DataFrame(self.rows)
-
-    def dataset(self) -> Any:
-        """Return all seeds as an xarray.Dataset over ("point", "seed"), labels as coordinates."""
-        import xarray
-
-        points = ("point", "seed")
-        values = {
-            name: (points, [[run.last(name) for run in self.runs(cell)] for cell in self.cells])
-            for name in [*self.figures, "bytes_sent"]
-        }
-        labels = {axis: ("point", [cell.label(axis) for cell in self.cells]) for axis in self.axes}
-        if "lr" in self.rows[0]:
-            labels["lr"] = ("point", [row["lr"] for row in self.rows])
-        return xarray.Dataset(values, labels | {"seed": self.seeds})
 
     def __repr__(self) -> str:
         return self.table()

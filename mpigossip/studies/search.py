@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mpigossip.config import JobError
 from mpigossip.runs.summary import metrics_of
 from mpigossip.studies.grid import Cell
@@ -41,6 +43,8 @@ def chosen(
     """The rate of each point, None for the job's own; and all that was tried."""
     if rates is None:
         return dict.fromkeys(cells), []
+    if not isinstance(rates, str):
+        rates = np.ravel(rates).tolist()
     if isinstance(rates, str) and rates in SEARCHES:
         own = {cell: assemble.load(runner.job, cell.settings).schedule.lr for cell in cells}
         candidates = {cell: [own[cell] * factor for factor in FACTORS] for cell in cells}
@@ -72,7 +76,7 @@ def figure_of(found: Iterable[Found], judge: str | None) -> str:
     if judge is not None and judge not in {*whole.summary, *DERIVED}:
         known = ", ".join(dict.fromkeys([*metrics, "loss", *DERIVED]))
         raise JobError(f'judge = "{judge}": the runs have no such figure; choose one of {known}')
-    return judge or metrics[0]
+    return judge or next(iter(metrics), "loss")
 
 
 def larger_is_better(name: str) -> bool:

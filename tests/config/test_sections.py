@@ -3,6 +3,7 @@ import pickle
 import random
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from mpigossip import config
@@ -132,7 +133,7 @@ def test_dump_is_complete_and_loads_back():
 
 def test_options_of_any_plain_kind_round_trip():
     options = {"a": [1, 2.5, ["x"]], "b": {"c d": True, "e": []}, "f": 1e-12, "g.h": "none"}
-    job = load({"model": options})
+    job = load({"model": options | {"h": np.float64(0.9)}})
     assert job.model.options["a"] == (1, 2.5, ("x",))
     assert load(dump(job)) == job
 

@@ -280,9 +280,6 @@ def test_tables_and_curves_of_the_command_and_of_python(here, capsys):
     assert (r"\mathbf" in latex) == (len(study.ties()) < 3)
     header, *lines = study.table("csv").splitlines()
     assert header.startswith("method,nodes,seeds,diverged,late,accuracy,") and len(lines) == 4
-    data = study.dataset()
-    assert data["accuracy"].shape == (4, 2)
-    assert list(data["method"].values[:2]) == ["one", "two & a half"]
     for x in ("step", "epoch", "bytes"):
         made = study.plot("consensus_distance", x, out=here / f"{x}.png")
         assert len(made.axes[0].lines) == 4 and (here / f"{x}.png").stat().st_size > 5000
@@ -454,6 +451,17 @@ settings = ["data.source=synthetic", "schedule.lr=0.5"]
     assert arguments(Path("jobs/study.toml"), mpigossip.study)["job"] == Path("jobs/job.toml")
 
 
+def test_a_task_without_metrics_is_judged_by_its_loss_and_what_has_no_curve_is_not_drawn():
+    (one,) = runs = [told(0.9)]
+    study = study_of([runs])
+    assert study.curves == study.figures == ["accuracy", "loss"]
+    study.judge = "exchanges"
+    assert study.figures == ["exchanges", "accuracy", "loss"]
+    assert study.curves == ["accuracy", "loss"]
+    one.log.summary["metrics"] = ""
+    assert study_of([runs]).judge == "loss"
+
+
 def test_a_table_says_what_its_figures_are_and_what_was_lost():
     good, tie = [told(0.9, 0.25), told(0.91, 0.25)], [told(0.88), told(0.92)]
     late = [told(0.5, late=True), told(0.52, late=True)]
@@ -499,10 +507,13 @@ def test_a_table_says_what_its_figures_are_and_what_was_lost():
         ({"graph.weight": ["ring"]}, {}, "graph.weight"),
         ({"method": ["dsgd"]}, {}, '"method" is no setting'),
         ({"graph.name": "ring"}, {}, "an axis is a list"),
+        ({"algorithm.beta": 0.9}, {}, "beta = 0.9: an axis is a list"),
+        ({}, {"nodes": "8"}, "nodes = '8': needs a whole number"),
+        ({}, {"seeds": 2.5}, "seeds = 2.5: needs a whole number"),
         ({"algorithm.name": ["decentlam", "dsgd"]}, {}, "static"),
         ({}, {"nodes": [0]}, "at least 1"),
         ({}, {"rates": "best"}, '"search"'),
-        ({}, {"rates": [0.1, -1]}, "above 0"),
+        ({}, {"rates": np.array([0.1, -1])}, "above 0"),
         ({"run.epochs": [1, 1]}, {}, "the same labels"),
     ],
 )
@@ -510,6 +521,12 @@ def test_mistakes_are_found_before_anything_runs(here, grid, options, words):
     with pytest.raises(JobError, match=words):
         small(grid, **options)
     assert not Path("runs").exists()
+
+
+def test_numbers_of_numpy_are_numbers(here):
+    grid = {"schedule.lr": np.geomspace(0.01, 1, 3), "data.batch": np.array([4, 8])}
+    found, _ = cells_of(Path("job.toml"), grid, [2], [], False)
+    assert found[0].settings == ("schedule.lr=0.01", "data.batch=4") and len(found) == 6
 
 
 def test_points_that_do_not_go_together_can_be_left_out(here):
