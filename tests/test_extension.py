@@ -146,6 +146,8 @@ def own(tmp_path, monkeypatch):
     import sys
 
     (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "wrong.py").write_text("import os\nos.nothing")
+    (tmp_path / "typo.py").write_text("def net(:")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     sys.modules.pop("mine", None)
@@ -292,6 +294,8 @@ def test_a_round_of_more_neighbours_than_stated_is_not_sent(ranks, tmp_path):
         ({"algorithm": {"name": "mine:three"}}, "is a int; it should be a function"),
         ({"algorithm": {"name": "mine:demanding"}}, 'needs has "unsigned"; did you mean'),
         ({"algorithm": {"name": "nowhere:thing"}}, "on PYTHONPATH"),
+        ({"model": {"name": "wrong:net"}}, "AttributeError at .*wrong.py:2: module 'os' has no"),
+        ({"data": {"source": "typo:data"}}, "SyntaxError: .*typo.py, line 1"),
         ({"data": {"source": "mine:wrong"}}, "returned int; it should return a .*Source"),
         ({"data": {"source": "mine:Plain"}}, "returned Plain; it should return a .*Source"),
         ({"data": {"source": "mine:three"}}, "is a int; it should be a function"),

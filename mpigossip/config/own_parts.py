@@ -27,14 +27,19 @@ def imported(setting: str, name: str, form: str) -> Callable:
     """
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        there = importlib.import_module(module)
     except ImportError as error:
         raise JobError(
             f'{setting} = "{name}": {module} can\'t be imported ({error}); is its folder on '
             "PYTHONPATH?"
         ) from error
-    except AttributeError as error:
-        raise JobError(f'{setting} = "{name}": {module} has no {attribute}') from error
+    except PermissionError:
+        raise  # the command line has a remedy
+    except (Exception, SystemExit) as error:
+        raise JobError(f'{setting} = "{name}": {raised(error)}') from error
+    if not hasattr(there, attribute):
+        raise JobError(f'{setting} = "{name}": {module} has no {attribute}')
+    found = getattr(there, attribute)
     if not callable(found):
         raise JobError(
             f'{setting} = "{name}" is a {type(found).__name__}; it should be a function of {form}'
