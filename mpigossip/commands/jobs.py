@@ -61,7 +61,7 @@ def _job(options) -> None:
     elsewhere = ("node.devices", "node.cuda_graphs")
     found = [m for m in assemble.mistakes(job, nodes) if not m.startswith(elsewhere)]
     devices = [d for d in slots_of(job.node.devices) if d.startswith("cuda")]
-    if site.gpus and len(devices) > site.gpus:
+    if job.node.devices != "auto" and site.gpus and len(devices) > site.gpus:
         found.append(
             f'node.devices = "{job.node.devices}": {site.title} has {site.gpus} GPUs a node; '
             f"add node.devices=cuda:0-{site.gpus - 1}"

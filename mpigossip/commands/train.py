@@ -58,9 +58,12 @@ def _train(options) -> int:
         )
     if options.dry_run:
         from mpigossip.analysis.dryrun import describe
+        from mpigossip.cluster import process
         from mpigossip.training import assemble
 
-        tell(describe(assemble.load(options.job, options.settings), options.nodes))
+        text = describe(assemble.load(options.job, options.settings), options.nodes)
+        if process.speaks():
+            tell(text)
         return OK
     limit = _begin(options.job, options.settings)
     from mpigossip.cluster.ranks import world

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mpigossip.cluster import batch
 from mpigossip.cluster.batch import BatchRequest, read_site, script, seconds_of, sites
@@ -159,6 +160,13 @@ def test_the_command_counts_ranks_and_nodes(alone, settings, more, says):
     given = ["--nodes", "3", "--time", "2h", "--account", "a", "--qos", "b"]
     done = alone("job", "perlmutter", JOB, *given, *more, *settings)
     assert says in done.stdout + done.stderr
+
+
+def test_gpus_of_this_machine_are_not_those_of_a_site(alone, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    words = ["--nodes", "3", "--time", "2h", "--account", "a", "--qos", "b", "node.devices=auto"]
+    done = alone("job", "perlmutter", JOB, *words)
+    assert done.returncode == 0 and "--ntasks-per-node=4" in done.stdout, done.stderr
 
 
 @on_each(
