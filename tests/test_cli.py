@@ -8,11 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
+from unittest.mock import patch
 
 import h5py
 import pytest
 
+from mpigossip.cluster.ranks import Alone
+from mpigossip.config.errors import Failure
 from mpigossip.graphs.search import search
 from tests.cases import every, on_each
 from tests.store.test_dataset import folder_of_images
@@ -26,6 +30,7 @@ def test_a_number_of_nodes_is_said_to_the_launcher(pooled):
     done = pooled(2, "train", JOB, "--nodes", "4")
     assert done.returncode == 2 and done.stderr.count("mpigossip: --nodes 4 goes with") == 1
     assert "mpirun -n 4" in done.stderr and "simulate" in done.stderr
+    assert pooled(2, "train", JOB, "--dry-run").stdout.count("# planned for 2 nodes") == 1
 
 
 def digest(done):
@@ -116,6 +121,9 @@ SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
         (["simulate", JOB, "--nodes", "0"], "at least 1"),
         (["simulate", JOB, "--nodes", "2000"], "2000"),
         (["log", "show", "nowhere"], 'no run "nowhere"; `mpigossip train'),
+        (["study", ".."], ".. is a folder"),
+        (["examples", "copy", "gpt", "--to", JOB], "a file is in its place"),
+        (["doctor", "--devices", "gpu"], 'argument --devices: "gpu": must be "auto"'),
         (["plot", "runs/digits"], "did you mean `mpigossip log plot`?"),
         (["simulat", JOB], 'did you mean "simulate"?'),
         (["log", "plot", JOB], "digits.toml"),
@@ -196,6 +204,15 @@ def test_a_standard_output_without_room_is_said_and_ends_no_training(
     says = "mpigossip: standard output can't be written: No space left on device"
     assert done.stderr.startswith(says) and done.stderr.count("\n") == 1
     assert bool(list(tmp_path.glob("runs/*/checkpoints/step-00000006"))) == (code == 0)
+
+
+def test_who_closes_the_pipe_has_enough():
+    read, write = os.pipe()
+    os.close(read)
+    env = os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run([*MAIN, "examples"], stdout=write, stderr=subprocess.PIPE, env=env)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def catches(pid, number):
@@ -300,3 +317,21 @@ def test_bench_prints_rows_and_writes_them_and_leaves_out_what_has_no_room(poole
     with h5py.File(tmp_path / "rows.h5") as file:
         assert file.attrs["measured"] == "exchange" and file.attrs["ranks"] == 2
         assert file["seconds"][0] == row["seconds"] and file["seconds"].attrs["units"] == "s"
+
+
+def full(comm, folder):
+    """What `bench checkpoint` says on a full disk."""
+    from mpigossip.analysis import bench
+
+    error, options = OSError(28, "No space left"), Namespace(folder=folder, sizes=[1000], seconds=0)
+    broken = patch.object(bench, "alternate", side_effect=error)
+    with Alone() as alone, broken, pytest.raises(Failure) as caught:
+        next(bench.checkpoint(alone, options))
+    return str(caught.value)
+
+
+def test_bench_says_that_a_checkpoint_has_no_place_or_room(pooled, ranks, tmp_path):
+    done = pooled(2, "bench", "checkpoint", "--folder", "none", "--sizes", "1KB")
+    assert done.returncode == 2 and done.stderr.count("make its folder first") == 1, done.stderr
+    assert f'--folder "{tmp_path}" on ' in (said := ranks(2)(full, tmp_path)[0])
+    assert said.endswith("No space left; free space there or name another")

@@ -19,6 +19,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.world import World
+from mpigossip.config.errors import Failure
 from mpigossip.config.readable import note
 from mpigossip.graphs import Graph, GraphError, graph
 from mpigossip.mixing import open_mixer
@@ -26,7 +27,8 @@ from mpigossip.mixing.base import Kind, Layout, Mixer
 from mpigossip.mixing.combine import BLOCK
 from mpigossip.mixing.kernels import native
 from mpigossip.mixing.notifications import wait_all
-from mpigossip.store.hdf5 import create, replacing
+from mpigossip.store import StoreError
+from mpigossip.store.hdf5 import create, replacing, writing
 
 GRAPHS = ("one-peer-hypercube", "one-peer-exponential", "exponential", "ring", "complete")
 
@@ -218,10 +220,16 @@ def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
     for size in options.sizes:
         values = np.ones(size // 4, np.float32)
         state = store.NodeState(values, ("x",), ((values.size,),), {}, {})
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with world.together(StoreError), writing(options.folder / "checkpoint"):
+            made = tempfile.TemporaryDirectory(dir=options.folder)
+        with made as folder:
             ours = partial(store.write_node, Path(folder), world.rank, state)
             plain = partial(_plainly, Path(folder) / "plain", values)
-            times, limit = alternate(world.comm, [ours, plain], options.seconds)
+            try:
+                times, limit = alternate(world.comm, [ours, plain], options.seconds)
+            except (OSError, StoreError) as error:  # on this rank alone, perhaps
+                where = f'--folder "{options.folder}" on {world.hosts[world.rank]}'
+                raise Failure(f"{where}: {error}; free space there or name another") from error
         yield row("checkpoint", size, times, limit)
 
 

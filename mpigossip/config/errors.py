@@ -38,20 +38,19 @@ def output_fails(error: OSError | None = None) -> str:
     """Return why standard output can't be written (a full disk behind it); "" where it can.
 
     ``error``: what a write has raised. From then on what is printed goes nowhere, so that nothing
-    fails again, at exit neither.
+    fails again, at exit neither. A closed pipe is no failure: who read it has enough.
     """
     try:
         if error is not None and error.errno in FULL and error.filename is None:
             raise error
         sys.stdout.flush()
-    except BrokenPipeError:
-        raise  # who read it has enough
     except OSError as failed:
         with contextlib.suppress(OSError, ValueError):  # no file behind it
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
-        return failed.strerror or str(failed)
+        broken = isinstance(failed, BrokenPipeError)
+        return "" if broken else failed.strerror or str(failed)
     return ""
 
 

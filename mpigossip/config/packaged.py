@@ -64,5 +64,8 @@ def copy(name: str, folder: Path) -> list[Path]:
     there = [folder / path.name for path in files if (folder / path.name).exists()]
     if there:
         raise JobError(f"{there[0]} exists; name another folder with --to")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise JobError(f"--to {folder}: a file is in its place; name another folder") from None
     return [Path(shutil.copyfile(path, folder / path.name)) for path in sorted(files)]
