@@ -188,6 +188,26 @@ class Results:
         late = ["diverged late: lost again over half of what they had learnt"]
         return [f"{spread}; {made}", *late * any(row["late"] for row in self.rows)]
 
+    def frame(self) -> Any:
+        """Return the rows as a DataFrame of pandas."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    def dataset(self) -> Any:
+        """Return all seeds as an xarray.Dataset over ("point", "seed"), labels as coordinates."""
+        import xarray
+
+        points = ("point", "seed")
+        values = {
+            name: (points, [[run.last(name) for run in self.runs(cell)] for cell in self.cells])
+            for name in [*self.figures, "bytes_sent"]
+        }
+        labels = {axis: ("point", [cell.label(axis) for cell in self.cells]) for axis in self.axes}
+        if "lr" in self.rows[0]:
+            labels["lr"] = ("point", [row["lr"] for row in self.rows])
+        return xarray.Dataset(values, labels | {"seed": self.seeds})
+
     def __repr__(self) -> str:
         return self.table()
 

@@ -280,6 +280,10 @@ def test_tables_and_curves_of_the_command_and_of_python(here, capsys):
     assert (r"\mathbf" in latex) == (len(study.ties()) < 3)
     header, *lines = study.table("csv").splitlines()
     assert header.startswith("method,nodes,seeds,diverged,late,accuracy,") and len(lines) == 4
+    data = study.dataset()
+    assert data["accuracy"].shape == (4, 2)
+    assert list(data["method"].values[:2]) == ["one", "two & a half"]
+    assert study.frame()["method"][0] == "one"
     for x in ("step", "epoch", "bytes"):
         made = study.plot("consensus_distance", x, out=here / f"{x}.png")
         assert len(made.axes[0].lines) == 4 and (here / f"{x}.png").stat().st_size > 5000
