@@ -33,7 +33,6 @@ def make(rank, width=5, inner="AdamW"):
         torch.nn.Linear(6, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout(0.3),
         torch.nn.Linear(width, 2),
     )  # fmt: skip
-    model.register_buffer("mask", torch.ones(3), persistent=False)
     narrow = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": narrow, "lr": 0.03}, {"params": [model[0].weight, model[3].weight]}]
     return model, getattr(torch.optim, inner)(groups if inner == "AdamW" else narrow, lr=0.02)
@@ -215,6 +214,7 @@ def test_what_was_dropped_is_said(tmp_path, ranks, capsys):
 def make_run(folder):
     with Alone() as world:
         model, gossip, draw, schedule = begin(world, folder)
+        model.register_buffer("mask", torch.ones(3), persistent=False)
         train(model, gossip, draw, schedule, range(2))
 
 
