@@ -349,28 +349,29 @@ def test_quasi_global_momentum_is_that_of_its_paper():
 # -- state, resume --------------------------------------------------------------------------------
 
 
-def test_padding_stays_zero_so_that_files_may_leave_it_out(monkeypatch):
+@on_each("case", CASES, FEW)
+def test_padding_stays_zero_so_that_files_may_leave_it_out(case, monkeypatch):
     """In x and state of every method over every wire; a resumed run has the bits of one go."""
     shapes = tuple((width - 13,) for width in battery.LAYERS)
     flat = replace(battery.FLAT, shapes=shapes)
     full = torch.zeros(1, flat.size)
     flat.unpack(torch.ones(flat.count), full[0])
     masks, drawn = full.chunk(2, 1), Driver._drawn
-    monkeypatch.setattr(battery, "FLAT", flat)
     padded = lambda self, key, *more: drawn(self, key, *more) * masks[key[1]]  # noqa: E731
-    monkeypatch.setattr(Driver, "_drawn", padded)
-    for case in FEW:
+    with monkeypatch.context() as patch:
+        patch.setattr(battery, "FLAT", flat)
+        patch.setattr(Driver, "_drawn", padded)
         driver, resumed = Driver(case, 3, noise=0.2).run(5), Driver(case, 3, noise=0.2)
         parts = {"x": driver.x} | driver.parts()
         for name, arrays in parts.items():
             for array, mask in zip(arrays, masks, strict=True):
-                assert of_rows(array) or not array[:, mask[0] == 0].any(), (case, name)
+                assert of_rows(array) or not array[:, mask[0] == 0].any(), name
             for row in range(3):
                 into = {"x": resumed.x} | resumed.parts()
                 split(joined(arrays, row, flat), into[name], row, flat)
         resumed.index, resumed.counts = driver.index, list(driver.counts)
         resumed.round, resumed.cadence_state = driver.round, driver.cadence_state
-        assert (resumed.run(3).whole() == driver.run(3).whole()).all(), case
+        assert (resumed.run(3).whole() == driver.run(3).whole()).all()
 
 
 @on_each("case", WHOLE, FEW)

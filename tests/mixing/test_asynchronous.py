@@ -138,7 +138,7 @@ def test_methods_go_on_well_with_old_copies(name, n):
 def rounds_under_delays(world, count, width, checked=True):
     """Random rounds, each published in two halves: (torn copies used, torn, skipped, …).
 
-    As many as ``count``, and up to 20 times as many until a torn copy has been seen.
+    As many as ``count``, and up to 20 times as many until some rank has seen a torn copy.
     """
     from mpigossip.mixing.asynchronous import Asynchronous
 
@@ -147,8 +147,10 @@ def rounds_under_delays(world, count, width, checked=True):
     if not checked:
         mixer._is_whole = lambda done, begun: done > 0
     used, x = 0, torch.full((1, width), float(world.rank))
-    stale, t = [], 0
-    while t < count or (not (mixer.torn or used) and t < 20 * count):
+    stale: list[float] = []
+    for t in range(20 * count):
+        if t and t % count == 0 and world.agree(int(bool(mixer.torn or used))):
+            break
         ((out,),) = mixer.outbox(t)
         out[:, : width // 2] = x[:, : width // 2]
         if draw.random() < 0.1:
@@ -160,7 +162,6 @@ def rounds_under_delays(world, count, width, checked=True):
         used += int(mixed.min() != mixed.max())
         x.fill_(float(mixed[0, 0]) + draw.choice((-1, 1)))
         stale.append(mixer.staleness[0])
-        t += 1
     found = used, mixer.torn, mixer.skipped, float(np.nanmax(np.abs(stale)))
     mixer.close()
     return found

@@ -166,17 +166,18 @@ def in_pieces(comm):
     from mpigossip.mixing import averages
     from mpigossip.mixing.transports.messages import Messages
 
-    whole, averages.CUT = averages.CUT, 1000
+    (whole, averages.CUT), raw, sizes = (averages.CUT, 1000), averages.raw, []
+    averages.raw = lambda memory: sizes.append(memory.numel()) or raw(memory)
     keys = [(j, slot) for j in range(comm.size) if j != comm.rank for slot in range(2)]
     into = {key: torch.zeros(1500) for key in keys}
     out = {(j, slot): torch.full((1500,), 10.0 * comm.rank + slot) for j, slot in keys}
     averages.swap_by_messages(comm, 20, out, into)
-    averages.CUT = whole
+    averages.CUT, averages.raw = whole, raw
     half_there = Messages.__new__(Messages)
     half_there._receives = {(0, 0): [False, True]}  # as complete and open requests are
     wrong = [key for key, got in into.items() if not bool((got == 10 * key[0] + key[1]).all())]
-    return wrong, half_there.pending(None)
+    return wrong, max(sizes), half_there.pending(None)
 
 
 def test_long_messages_are_cut_and_what_is_complete_is_not_waited_for(ranks):
-    assert ranks(3)(in_pieces) == [([], [True])] * 3
+    assert ranks(3)(in_pieces) == [([], 1000, [True])] * 3
