@@ -19,6 +19,9 @@ def is_own(name: str) -> bool:
     return re.fullmatch(OWN, name) is not None
 
 
+MISSING = object()
+
+
 def imported(setting: str, name: str, form: str) -> Callable:
     """The callable that "package.module:factory" names.
 
@@ -27,7 +30,7 @@ def imported(setting: str, name: str, form: str) -> Callable:
     """
     module, _, attribute = name.partition(":")
     try:
-        there = importlib.import_module(module)
+        found = getattr(importlib.import_module(module), attribute, MISSING)
     except ImportError as error:
         raise JobError(
             f'{setting} = "{name}": {module} can\'t be imported ({error}); is its folder on '
@@ -37,9 +40,8 @@ def imported(setting: str, name: str, form: str) -> Callable:
         raise  # the command line has a remedy
     except (Exception, SystemExit) as error:
         raise JobError(f'{setting} = "{name}": {raised(error)}') from error
-    if not hasattr(there, attribute):
+    if found is MISSING:
         raise JobError(f'{setting} = "{name}": {module} has no {attribute}')
-    found = getattr(there, attribute)
     if not callable(found):
         raise JobError(
             f'{setting} = "{name}" is a {type(found).__name__}; it should be a function of {form}'

@@ -93,7 +93,7 @@ class Data:
     samples: Positive = 1024
     """Training samples (synthetic); samples of an epoch (a stream whose length isn't known)."""
     test_samples: Positive = 256
-    """Test samples (synthetic); test samples at most (a stream)."""
+    """Test samples (synthetic); test samples at most (a stream whose length isn't known)."""
     shape: Shape = (3, 32, 32)
     """Shape of one sample: channels, height, width (synthetic only)."""
     classes: Positive = 10

@@ -65,7 +65,7 @@ class Datasets:
 
     @property
     def test_size(self) -> int:
-        """Test samples; of a stream at most so many."""
+        """Test samples; of a stream whose length isn't known at most so many."""
         known = _length(self.test)
         if not isinstance(self.test, IterableDataset):
             return known or 0

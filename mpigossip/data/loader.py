@@ -239,9 +239,9 @@ class Loader(contextlib.AbstractContextManager):
         turn, of = (node, n) if data.dealt else (0, 1)
         try:
             with drawing(Draws(data.seed, (TEST, node))):
-                rows = itertools.islice(one, turn, data.test_size, of)
-                found = list(rows)
-                batches = [data.collate(found[i : i + size]) for i in range(0, len(found), size)]
+                rows, batches = itertools.islice(one, turn, data.test_size, of), []
+                while part := list(itertools.islice(rows, size)):
+                    batches.append(data.collate(part))
         except Exception as error:
             batches = [Refused(f'data.source = "{data.name}": the stream of "test": '
                                f"{raised(error)}")]  # fmt: skip

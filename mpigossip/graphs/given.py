@@ -234,7 +234,7 @@ def _network(path: Path) -> Any:
     reader = getattr(networkx, f"read_{path.suffix[1:]}")
     with _opened(path) as file:
         network = reader(file)
-    number = {label: int(label) for label in network if str(label).isdecimal()}
-    if sorted(number.values()) == [*range(len(network))]:  # texts in most formats: "10" < "2"
-        return networkx.relabel_nodes(network, number)
-    return networkx.convert_node_labels_to_integers(network, ordering="sorted")
+        number = {label: int(label) for label in network if str(label).isdecimal()}
+        if sorted(number.values()) == [*range(len(network))]:  # texts in most formats: "10" < "2"
+            return networkx.relabel_nodes(network, number)
+        return networkx.convert_node_labels_to_integers(network, ordering="sorted")

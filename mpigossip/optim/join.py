@@ -79,7 +79,7 @@ class Member:
 
     def log(self, **figures: float | torch.Tensor) -> None:
         """Add the chunk's metrics to the member's log; "loss" and "lr" are those of a job."""
-        check_names(figures, ("step", "node"))
+        check_names(figures, ("step", "node", "steps", "evaluations", "summary"))
         self._figures |= {
             name: float(torch.as_tensor(one).detach()) for name, one in figures.items()
         }

@@ -203,7 +203,9 @@ class LoopNode:
 
     def begin_anew(self) -> None:
         """Let exchanges begin at round 0, with none in flight; on all nodes."""
-        if self.engine.index or self._sent:  # the mixer's rounds are consecutive
+        # the mixer's rounds are consecutive; asynchronous ones need not be
+        waits = self.mixer.synchronous
+        if self.engine.index or self._sent or (waits and self.engine.round):
             self._shut()
             self._open()
             self.engine.group = self._segments

@@ -1,6 +1,5 @@
 """Checkpoints written in the background, from snapshots in memory."""
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -95,7 +94,7 @@ class Saver:
                 self.last = now.commit.result() or self.last
             except (OSError, StoreError) as wrong:
                 error = str(wrong)
-            error, gone = self._world.broadcast((error, not os.access(now.beside, os.F_OK)))
+            error, gone = self._world.broadcast((error, _gone(now.beside)))
             if error is not None:
                 self._failed(now.step, [error], gone)
         self._now = None
@@ -108,7 +107,7 @@ class Saver:
             found = ((), wrong)
         gathered = self._world.gather(found)
         errors = None if gathered is None else [error for _, error in gathered if error]
-        errors, gone = self._world.broadcast((errors, not os.access(now.beside, os.F_OK)))
+        errors, gone = self._world.broadcast((errors, _gone(now.beside)))
         if errors:
             if self._world.rank == 0:
                 shutil.rmtree(now.beside, ignore_errors=True)
@@ -162,3 +161,14 @@ def _write(folder: Path, states: Sequence[tuple[int, NodeState]]) -> list[Entry]
         if wrong := state.not_finite():
             raise NotFinite(f"node {node} has {wrong}")
     return [checkpoint.write_node(folder, node, state) for node, state in states]
+
+
+def _gone(folder: Path) -> bool:
+    """Return whether somebody removed it; an error of the file system says nothing."""
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False

@@ -100,6 +100,8 @@ def test_a_file_system_that_fails_for_a_moment_costs_a_checkpoint(tmp_path, monk
     monkeypatch.setattr(Path, "is_dir", stale)
     assert launch.train(job(tmp_path, "checkpoint.on_error=continue"), Alone(), 2)["finished"]
     assert "Stale file handle; training goes on" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="Stale file handle.*on_error"):
+        launch.train(job(tmp_path / "stops"), Alone(), 2)
 
 
 @pytest.mark.parametrize("at", ["write_node", "commit"])
