@@ -38,7 +38,6 @@ def all_tests(options, world: World, slots: Sequence[str], devices: str, found: 
     the limit the job ends.
     """
     found.append(library(world))
-    probe.LIMIT_S = min(probe.LIMIT_S, options.timeout / 3)  # a way that hangs is an answer
     tried = graph(options.graph, world.size)
     size = max(options.megabytes << 20, 1 << 20)
     several, on_gpus = world.size > 1, not world.agree(int(not slots[0].startswith("cuda")))
@@ -48,7 +47,10 @@ def all_tests(options, world: World, slots: Sequence[str], devices: str, found: 
             found.show()
         with watched(world, options, name, found) as now:
             now.append(f"the test of {name}")
+            before = probe.LIMIT_S
+            probe.LIMIT_S = min(before, options.timeout / 3)  # a way that hangs is an answer
             found.append(attempted(world, name, lambda: work(now)))
+            probe.LIMIT_S = before
 
     test("put", partial(puts, world, tried, size))
     if len(slots) * world.nodes.per_node > 1:
