@@ -16,6 +16,7 @@ from tests import launch
 
 REPO = Path(__file__).parents[2]
 LAB = str(REPO / "tools" / "labs" / "net.sh")
+pytestmark = pytest.mark.launcher
 TRAIN = ["jobs/digits.toml", "run.steps=8", "run.evaluate_every=0", "data.workers=0"]
 
 

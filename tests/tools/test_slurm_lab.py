@@ -20,6 +20,7 @@ from mpigossip.store.log import read
 REPO = Path(__file__).parents[2]
 LAB = str(REPO / "tools" / "labs" / "slurm.sh")
 MAIN = [sys.executable, "-m", "mpigossip"]
+pytestmark = pytest.mark.launcher
 SMALL = ["data.batch=4", "data.workers=0", "node.devices=cpu:1", "log.flush_steps=20"]
 
 
@@ -54,6 +55,14 @@ def lab():
     yield lambda *words, **more: bash(LAB, "run", *words, **more).stdout
     if not up:
         bash(LAB, "down")
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(lab):
+    """What a failed test leaves in the queue would take the next ones' nodes."""
+    yield
+    lab("scancel", "--user=root")
+    wait_for(lambda: not lab("squeue", "--noheader"), 60, lambda: f"end of {lab('squeue')}")
 
 
 def wait_for(condition, seconds, what):
