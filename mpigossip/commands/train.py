@@ -158,19 +158,22 @@ mpigossip replay runs/big --place 3 --rounds 10:20
 
 
 def _add_members(commands) -> None:
-    made = command(
-        commands, "join", _join, "train as one member, joining and leaving at will", JOIN
-    )
-    made.add_argument("folder", type=Path, metavar="RUN")
-    made.add_argument("job", type=Path, nargs="?", metavar="JOB.toml",
-                      help="needed to begin; later it has to be the same")  # fmt: skip
-    about = "take models of other users, in a folder that they may write"
-    made.add_argument("--shared", action="store_true", help=about)
-    settings(made)
-    made = command(commands, "replay", _replay, "repeat such a training, bit by bit", REPLAY)
-    made.add_argument("folder", type=Path, metavar="RUN")
-    made.add_argument("--place", type=int, metavar="P", help="of this member only")
-    made.add_argument("--rounds", type=_rounds, metavar="A:B", help="these rounds only")
+    for name, run, about, examples, needed in (
+        ("join", _join, "train as one member, joining and leaving at will", JOIN,
+         "needed to begin; later it has to be the same"),
+        ("replay", _replay, "repeat such a training, bit by bit", REPLAY,
+         "one's own copy, needed where the job names code of one's own"),
+    ):  # fmt: skip
+        made = command(commands, name, run, about, examples)
+        made.add_argument("folder", type=Path, metavar="RUN")
+        made.add_argument("job", type=Path, nargs="?", metavar="JOB.toml", help=needed)
+        if name == "join":
+            about = "take models of other users, in a folder that they may write"
+            made.add_argument("--shared", action="store_true", help=about)
+        else:
+            made.add_argument("--place", type=int, metavar="P", help="of this member only")
+            made.add_argument("--rounds", type=_rounds, metavar="A:B", help="these rounds only")
+        settings(made)
 
 
 def _rounds(text: str) -> tuple[int, int]:
@@ -182,16 +185,21 @@ def _rounds(text: str) -> tuple[int, int]:
     return found
 
 
+def _own_job(options):
+    from mpigossip.training import assemble
+
+    if options.job is None:
+        return None
+    if "=" in options.job.name:
+        raise Mistake(f'give the job that "{options.job}" changes: RUN JOB.toml {options.job} …')
+    return assemble.load(options.job, options.settings)
+
+
 def _join(options) -> int:
     from mpigossip.runs.members.join import join
     from mpigossip.runs.summary import number
-    from mpigossip.training import assemble
 
-    given = list(options.settings)
-    if options.job is not None and "=" in str(options.job):  # a setting stands in its place
-        given, options.job = [str(options.job), *given], None
-    job = assemble.load(options.job, given) if options.job is not None else None
-    summary = join(options.folder, job, shared=options.shared)
+    summary = join(options.folder, _own_job(options), shared=options.shared)
     if not summary["finished"]:
         if (options.folder / "STOP").exists():
             tell(f"{options.folder}: stopped, as the file STOP asks; remove it to go on")
@@ -210,7 +218,7 @@ def _replay(options) -> int:
     from mpigossip.runs.members.replay import Differs, replay
 
     try:
-        tell(replay(options.folder, options.place, options.rounds))
+        tell(replay(options.folder, options.place, options.rounds, _own_job(options)))
     except Differs as error:
         tell(f"{options.folder}: {error}")
         return FAILED

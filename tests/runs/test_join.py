@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from torch import nn
 
 from mpigossip import cli
 from mpigossip.config import JobError
@@ -214,7 +215,8 @@ def test_folders_that_are_refused(tmp_path):
             join(folder, lease_s=30.0)
     (folder / "job.toml").unlink()
     (folder / "job.toml").write_text(text.replace('name = "mlp"', 'name = "os:system"'))
-    for call, said in ((join, "to run that code give"), (replay, "replay runs no code")):
+    for call in (join, replay):
+        said = f"to run that code give your own copy: `mpigossip {call.__name__} "
         with pytest.raises(JobError, match=f'imports model.name = "os:system": {said}'):
             call(folder)
     (folder / "job.toml").write_text(text.replace('"cpu:1"', '"gpu:1"'))
@@ -230,6 +232,26 @@ def test_folders_that_are_refused(tmp_path):
             call(folder)
     with pytest.raises(JobError, match='moved" is a file; name a folder'):
         join(tmp_path / "moved", job())
+
+
+def linear():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def test_code_of_ones_own_is_repeated_with_ones_own_copy(tmp_path, capsys):
+    path, folder = tmp_path / "job.toml", str(tmp_path / "run")
+    path.write_text(f'[model]\nname = "{__name__}:linear"\n[algorithm]\nname = "dsgd"\n')
+    own = [str(path), *(one for one in SMALL if "model" not in one)]
+    assert cli.main(["join", folder, *own]) == 0
+    for command in ("join", "replay"):  # the folder's alone
+        assert cli.main([command, folder]) == 2
+        assert f"own copy: `mpigossip {command} {folder} JOB.toml`" in capsys.readouterr().err
+        assert cli.main([command, folder, "run.epochs=3"]) == 2
+        assert 'give the job that "run.epochs=3" changes' in capsys.readouterr().err
+    assert cli.main(["replay", folder, *own, "run.epochs=3"]) == 2
+    assert "another job (run.epochs = 3, there 2); leave JOB.toml out" in capsys.readouterr().err
+    assert cli.main(["replay", folder, *own]) == 0
+    assert "every digest is equal" in capsys.readouterr().out
 
 
 def test_stop_ends_all_and_the_end_is_said(tmp_path, capsys):

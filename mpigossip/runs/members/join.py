@@ -39,7 +39,7 @@ JOB, LOOP = "job.toml", "loop.toml"
 OWN = {"checkpoint", "log", "run.output", "run.name", "data.workers", "data.cache",
        "node.timeout_s"}  # fmt: skip
 """Sections and settings in which members may differ."""
-OWN_COPY = "to run that code give your own copy: `mpigossip join {folder} JOB.toml`"
+OWN_COPY = "to run that code give your own copy: `mpigossip {command} {folder} JOB.toml`"
 
 
 def join(
@@ -244,19 +244,13 @@ def job_of(folder: Path, job: Job | None, disk: Disk, name: str = JOB, parameter
     if not disk.shared and (about.st_mode & 0o022 or about.st_uid != os.getuid()):
         raise JobError(f'others may write to "{folder}" and put anything into the average: '
                        f"`chmod go-w {folder}`, or give --shared")  # fmt: skip
-    there = job_there(disk, job is not None, name)
+    there = job_there(disk, job, name)
     begun = (disk.read(name) or b"").decode(errors="replace").partition("\n")[0]
     if not begun.startswith(here):
         other = begun[2:] if begun.startswith("# ") else "its job doesn't say which"
         text = f'"{folder}" was begun with another version or model ({other}; here {here[2:]})'
         raise JobError(f"{text}: join with the same ones, or name another folder")
-    if job is None:
-        return there
-    wrong = differing(job, there, OWN)
-    if wrong:
-        raise JobError(f'"{folder}" holds the training of another job ({"; ".join(wrong[:4])}); '
-                       "leave JOB.toml out to join it, or name another folder")  # fmt: skip
-    return job
+    return job or there
 
 
 def _begin(folder: Path, job: Job | None, disk: Disk, name: str, head: str) -> None:
@@ -285,8 +279,11 @@ def none_there(disk: Disk) -> str:
     return f'"{disk.root}" holds no training yet; begin one: {begin}'
 
 
-def job_there(disk: Disk, trusted: bool = False, name: str = JOB, remedy: str = OWN_COPY) -> Job:
-    """The job that stands in the folder; only ``trusted`` does it import code that it names."""
+def job_there(disk: Disk, own: Job | None = None, name: str = JOB, command: str = "join") -> Job:
+    """The job that stands in the folder; with one's ``own`` copy it may import code.
+
+    Raises JobError where that is another job.
+    """
     text = (disk.read(name) or b"").decode(errors="replace") + "\n"
     tables = config.as_dict(config.load(text))
     named = [
@@ -296,10 +293,14 @@ def job_there(disk: Disk, trusted: bool = False, name: str = JOB, remedy: str = 
         if isinstance(value, str) and ":" in value
         and not value.startswith("file:") and (section, key) != ("node", "devices")
     ]  # fmt: skip
-    if named and not trusted:
-        told = remedy.format(folder=disk.root)
+    if named and own is None:
+        told = OWN_COPY.format(folder=disk.root, command=command)
         raise JobError(f"{disk.root}/job.toml imports {', '.join(named)}: {told}")
-    return load(text)
+    there = load(text)
+    if own is not None and (wrong := differing(own, there, OWN)):
+        raise JobError(f'"{disk.root}" holds the training of another job ({"; ".join(wrong[:4])}); '
+                       f"leave JOB.toml out to {command} it, or name another folder")  # fmt: skip
+    return there
 
 
 def check_lease(lease_s: float, round_s: float) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip.cluster.ranks import Alone
-from mpigossip.config import JobError
+from mpigossip.config import Job, JobError
 from mpigossip.config.readable import counted, note
 from mpigossip.mixing.members.live import digest, late, moved, read_model
 from mpigossip.mixing.members.place import KEEP, Place, record_name
@@ -22,7 +22,6 @@ from mpigossip.training.assemble import assemble
 
 BITS = ("mpigossip", "torch", "processor", "machine", "threads")
 """What a model's bits may depend on, as a first record has it."""
-BUILT_IN = "replay runs no code that a folder names; it repeats jobs of built-in parts alone"
 
 
 class Differs(Exception):
@@ -192,17 +191,23 @@ def wanted_of(script: Script, place: int | None, rounds: tuple[int, int] | None)
     return found
 
 
-def replay(folder: Path, place: int | None = None, rounds: tuple[int, int] | None = None) -> str:
+def replay(
+    folder: Path,
+    place: int | None = None,
+    rounds: tuple[int, int] | None = None,
+    job: Job | None = None,
+) -> str:
     """Repeat a training from its records; what was compared. Raises Differs, StoreError, JobError.
 
     ``place`` and ``rounds`` (first, last): only these, and what they depend on: models that are
-    stored still, rounds else.
+    stored still, rounds else. ``job``: one's own copy, without which no code that the folder
+    names is run.
     """
     disk = Disk(folder, shared=True)
     if not disk.exists(JOB):
         raise JobError(none_there(disk))
     with Alone() as world:
-        assembly = assemble(job_there(disk, remedy=BUILT_IN), world, 1)
+        assembly = assemble(job_there(disk, job, command="replay"), world, 1)
         try:
             script = Script(Place(disk, plan_of(assembly), tell=note))
             return repeat(script, wanted_of(script, place, rounds), Member(assembly))
