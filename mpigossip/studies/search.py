@@ -48,7 +48,7 @@ def chosen(
     if isinstance(rates, str) and rates in SEARCHES:
         own = {cell: assemble.load(runner.job, cell.settings).schedule.lr for cell in cells}
         candidates = {cell: [own[cell] * factor for factor in FACTORS] for cell in cells}
-    elif isinstance(rates, str) or not rates or not all(rate > 0 for rate in rates):
+    elif not rates or not all(isinstance(one, int | float) and one > 0 for one in rates):
         raise JobError(f'rates = {rates!r}: give learning rates above 0, "search" or "fine"')
     elif len({*rates}) == 1:
         return dict.fromkeys(cells, float(rates[0])), []  # nothing to be chosen

@@ -320,14 +320,14 @@ def test_world_without_a_launcher_is_one_rank(mpirun):
 
 
 @pytest.mark.parametrize("number", [every("1"), "2"])
-def test_the_other_mpis_launcher_is_told_before_mpi_aborts(mpirun, number):
+def test_the_other_mpis_launcher_is_told_before_mpi_aborts(mpirun, number, tmp_path):
     theirs = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x@1", "OMPI_COMM_WORLD_RANK": "0"}
     theirs |= {"OMPI_COMM_WORLD_SIZE": number}
     by = "Open MPI"
     if launch.is_open_mpi():
         theirs, by = {"PMI_RANK": "0", "PMI_SIZE": number, "HYDI_CONTROL_FD": "7"}, "MPICH"
-    words = ["mpigossip", "train", "jobs/digits.toml", "run.steps=0"]
-    done = mpirun(0, words, cwd=launch.REPO, env=theirs, timeout=60)
+    words = ["mpigossip", "train", "digits", "run.steps=0"]
+    done = mpirun(0, words, cwd=tmp_path, env=theirs, timeout=60)
     if number == "1" and by == "MPICH":  # alone on purpose, and not hurt by it
         assert "launcher" not in done.stderr
         return

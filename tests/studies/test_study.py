@@ -518,6 +518,7 @@ def test_a_table_says_what_its_figures_are_and_what_was_lost():
         ({}, {"nodes": [0]}, "at least 1"),
         ({}, {"rates": "best"}, '"search"'),
         ({}, {"rates": np.array([0.1, -1])}, "above 0"),
+        ({}, {"rates": ["0.1", 0.2]}, "above 0"),
         ({"run.epochs": [1, 1]}, {}, "the same labels"),
     ],
 )
