@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpigossip.config.readable import counted
 from mpigossip.runs.summary import SPLIT as PARTS
 from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS, VIRTUAL, Log, read
 from mpigossip.store.log_reading import metrics_in
@@ -126,14 +127,18 @@ def short_names(folders: Sequence[Path], most: int = 32) -> list[str]:
 
 
 def description(log: Log) -> str:
-    """Algorithm, graph and nodes of a run; members choose one of those present, without a graph."""
+    """Algorithm, graph and nodes of a run; of members their places, without a graph."""
     told = settings(log.job)  # of a log of other origin none: its figures are still worth drawing
-    who = "member" if of_members(log) else "node"
     keys = ["algorithm.name", "graph.name"]
     if of_members(log):  # a program's optimizer, a job's method
         keys = ["loop.optimizer" if "loop.optimizer" in told else "algorithm.name"]
     names = [str(told[key]) for key in keys if key in told]
-    return ", ".join([*names, f"{log.nodes} {who}{'s' * (log.nodes > 1)}"])
+    return ", ".join([*names, f"{counted(log.nodes, who(log))}"])
+
+
+def who(log: Log) -> str:
+    """Return what a column of the steps is of."""
+    return "place" if of_members(log) else "node"
 
 
 def own_columns(log: Log) -> list[str]:

@@ -239,7 +239,7 @@ def members(axes: Axes, run: LoggedRun) -> None:
     """Draw when each member of a training was there."""
     from matplotlib.ticker import MaxNLocator
 
-    _dress(axes, "Members", "member")
+    _dress(axes, "Members", "place")
     times = run.log.steps["time"]
     first, last = np.nanmin(times, axis=0), np.nanmax(times, axis=0)
     begin = first.min()

@@ -20,6 +20,7 @@ from mpigossip.analysis.compared import (
     over_nodes,
     own_columns,
     shares,
+    who,
 )
 from mpigossip.analysis.plot import figure
 from mpigossip.config.readable import aligned
@@ -62,7 +63,7 @@ def table(log: Log) -> str:
     apart = local - found.get(f"share_{first}", unknown)
     scale, form, unit = (100, "{:+.1f}", " %") if first == "accuracy" else (1, "{:+.2g}", "")
     columns = {
-        "step": [f"{step}" for step in found["step"]],
+        "step": [f"{step}" for step in _tested_at(log)],
         "epoch": _cells(found.get("epoch"), "{:.2f}"),
         "loss": _cells(found.get("loss")),
         **{name: _cells(found.get(name)) for name in metrics[:1]},
@@ -89,10 +90,17 @@ def table(log: Log) -> str:
     spent = f"a step takes {total:.3g} ms: {', '.join(shares(log, list(PARTS)))}"
     lines += ["", spent if total else "no steps yet"]
     if "finished" in log.summary:
-        lines += ["", describe(log.summary)]
+        lines += ["", describe(log.summary, who(log))]
     elif log.summary:
         lines += ["", aligned(log.summary.items(), left=(0, 1))]
     return "\n".join(lines)
+
+
+def _tested_at(log: Log) -> Sequence[int]:
+    """Return the steps of evaluations; members' is at the end, when all have made so many."""
+    if of_members(log) and "steps" in log.summary:
+        return [log.summary["steps"]] * len(log.evaluations["step"])
+    return log.evaluations["step"].tolist()
 
 
 def _logged(log: Log) -> list[Sequence[str]]:

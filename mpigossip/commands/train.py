@@ -172,7 +172,7 @@ def _add_members(commands) -> None:
             made.add_argument("--shared", action="store_true", help=about)
         else:
             made.add_argument("--place", type=int, metavar="P", help="of this member only")
-            made.add_argument("--rounds", type=_rounds, metavar="A:B", help="these rounds only")
+            made.add_argument("--rounds", type=_rounds, metavar="A:B", help="only these, from 1 on")
         settings(made)
 
 
@@ -182,6 +182,8 @@ def _rounds(text: str) -> tuple[int, int]:
         found = whole(first), whole(last if colon else first)
     except ValueError:
         raise argparse.ArgumentTypeError(f'"{text}": needs two numbers, such as 10:20') from None
+    if found[1] < found[0]:
+        raise argparse.ArgumentTypeError(f'"{text}": the first round stands first, such as 10:20')
     return found
 
 
@@ -208,7 +210,7 @@ def _join(options) -> int:
         return STOPPED
     shown = {name: number(value) if isinstance(value, float) else value
              for name, value in summary.items() if name not in ("finished", "places")}  # fmt: skip
-    shown.setdefault("digest", "by another member")
+    shown.setdefault("checkpoint", "still being written, by another member")
     every = [f"  {name:<12}{value}" for name, value in shown.items()]
     tell("\n".join(["\nthe training has ended; the average of its last models:", *every]))
     return OK

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,8 @@ class Member:
         self._model, self._optimizer, self._done = model, optimizer, 0
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._seed, self._figures = self._capture(), dict[str, float]()
-        self._job = loop_text(job, model, optimizer, self._trained)
+        gossip = replace(job.algorithm, name="dsgd", options={"style": "atc"})  # what members do
+        self._job = loop_text(replace(job, algorithm=gossip), model, optimizer, self._trained)
         self.finished = False
         """whether all chunks of the training are trained"""
         self.progress = 0
@@ -93,6 +95,8 @@ class Member:
                     return
                 with live.stay():
                     states = live.begin(about(names, shapes, [str(device)]))
+                    note(f"place {place.number} of {self._folder}: {place.plan.chunks:,} chunks "
+                         "for all members together")  # fmt: skip
                     self._put(average(states or [self._seed]))
                     writer, self._done = self._writer(), 0
                     while (found := live.chunk()) is not None:

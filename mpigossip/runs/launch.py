@@ -10,6 +10,7 @@ from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import Mistake
+from mpigossip.mixing.members.place import FOLDERS
 from mpigossip.runs.job import JobNode
 from mpigossip.runs.job import train as training
 from mpigossip.runs.lock import locked
@@ -58,11 +59,17 @@ def _nodes(job: Job, world: World) -> int:
 def newest(folder: Path, world: World) -> Path | None:
     """Return the newest complete checkpoint as rank 0 sees it: ranks may see disks differently.
 
-    Damaged ones that are newer are named and set aside; JobError where only such are left.
+    Damaged ones that are newer are named and set aside. JobError where only such are left, and
+    for a training of members.
     """
     found, place = None, folder / "checkpoints"
     with world.together(Mistake):
         if world.rank == 0:
+            if all((folder / one).is_dir() for one in FOLDERS):
+                raise JobError(
+                    f'"{folder}" holds a training of members: `mpigossip join {folder}` goes on '
+                    "with it (programs: mpigossip.join); or name another folder"
+                )
             found, damaged = checkpoint.newest(folder)
             if found is None and (damaged or any(place.glob("step-*.damaged*"))):
                 raise JobError(

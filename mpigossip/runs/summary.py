@@ -39,13 +39,13 @@ def _tested(summary: dict[str, Any]) -> str:
     return ", ".join([f"{word:<10} {value} (averaged model)", *rest])
 
 
-def describe(summary: dict[str, Any]) -> str:
-    """Return the summary block as text."""
+def describe(summary: dict[str, Any], who: str = "node") -> str:
+    """Return the summary block as text; ``who`` has trained."""
     state = "finished" if summary["finished"] else "stopped, to be resumed"
     epochs = f" ({summary['epochs']:.2f} epochs)" if "epochs" in summary else ""
     lines = [
         f"run        {state} at step {summary['steps']}{epochs}, "
-        f"{counted(summary['nodes'], 'node')} x {counted(summary['slots'], 'slot')}"
+        f"{counted(summary['nodes'], who)} x {counted(summary['slots'], 'slot')}"
     ]
     if "loss" in summary:
         lines.append(_tested(summary))
@@ -57,13 +57,13 @@ def describe(summary: dict[str, Any]) -> str:
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in spent.items())
         lines.append(f"time       {summary['seconds']:.1f} s; steps {total:.1f} s: {shares}")
         if summary.get("samples_per_second"):
-            speed = f"{summary['samples_per_second']:,.0f} samples/s over all nodes"
+            speed = f"{summary['samples_per_second']:,.0f} samples/s over all {who}s"
             lines.append(f"speed      {speed}")
     if "lost" in summary:
         lines.append(f"lost       {summary['lost']}")
     if "warnings" in summary:
         lines.append(f"warnings   {summary['warnings']}")
-    lines.append(f"sent       {size(summary['bytes_sent'])} a node")
+    lines.append(f"sent       {size(summary['bytes_sent'])} a {who}")
     if "checkpoint" in summary:
         lines.append(f"checkpoint {summary['checkpoint']}")
         lines.append(f"digest     {summary.get('digest', 'not known')}")

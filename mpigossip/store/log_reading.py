@@ -98,7 +98,9 @@ def _beside_one_another(logs: list[Log]) -> Log:
         times = steps.get("time", step)  # by the members' clocks
         times = times[np.isfinite(times)]
         summary |= {"nodes": len(logs), "bytes_sent": sum(sent) / len(sent)}
-        summary |= {"seconds": float(np.ptp(times))} if len(times) else {}
+        if len(times):
+            summary["seconds"] = float(np.ptp(times))
+            tested["seconds"] = np.full(len(tested["step"]), summary["seconds"])
     return replace(last, nodes=len(logs), steps=steps, evaluations=tested, summary=summary)
 
 

@@ -48,7 +48,7 @@ def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, **more):
         return member.finished
 
 
-def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path):
+def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path, capsys):
     models = [parts(seed) for seed in range(3)]
     found = []
     threads = [
@@ -60,6 +60,7 @@ def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path):
     for thread in threads:
         thread.join(60)
     assert found == [True] * 3
+    assert f"place 2 of {tmp_path / 'run'}: {CHUNKS} chunks for all" in capsys.readouterr().err
     once = chunks_of(tmp_path / "run", Plan(CHUNKS, 1, 600.0))
     assert once == dict.fromkeys(range(CHUNKS), 1)
     states = [model.state_dict() for model, _ in models]

@@ -1,6 +1,7 @@
 """Members that join a training in a folder and leave it; its replay."""
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -108,12 +109,17 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     assert one["finished"] and one["places"] == [1]
     assert cli.main(["replay", str(folder), "--place", "0", "--rounds", "1:2"]) == 0
     assert "2 rounds of 1 place repeated" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["replay", str(folder), "--rounds", "2:1"])
+    assert "the first round stands first" in capsys.readouterr().err
     log = read(folder / "logs" / "000001" / "log.h5")
     assert (log.steps["chunk"] >= 0).all() and len(log.steps["step"]) > 10
     assert np.isnan(log.steps["consensus_distance"]).all()  # a member sees no average
     assert cli.main(["log", "show", str(folder)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("dsgd, 2 members\n") and one["digest"] in shown
+    assert shown.startswith("dsgd, 2 places\n") and one["digest"] in shown
+    assert "step 44 (2.00 epochs), 2 places x 1 slot" in shown
+    assert re.search(r"^  44   2\.00 ", shown, re.M)  # not the steps behind the newest model
     both = read(folder / "log.h5")
     assert both.summary["digest"] == one["digest"] and both.summary["nodes"] == 2
     assert both.summary["seconds"] > np.ptp(log.steps["time"])  # from the first member's step
@@ -131,7 +137,7 @@ def test_a_job_that_can_not_begin_leaves_no_folder(tmp_path):
 
 
 @pytest.mark.parametrize(("algorithm", "count"), [("gasloc", 1), ("dsgd", 2)])
-def test_replay_begins_with_models_that_are_stored(tmp_path, algorithm, count):
+def test_replay_begins_with_models_that_are_stored(tmp_path, capsys, algorithm, count):
     """The last round of a place takes its last model; an early one all before."""
     folder = tmp_path / "run"
     members(folder, count, algorithm=algorithm)
@@ -139,6 +145,8 @@ def test_replay_begins_with_models_that_are_stored(tmp_path, algorithm, count):
     rounds = [(one["round"], one["place"]) for one in found if one["kind"] == "round"]
     last, place = max(rounds)
     told = [replay(folder, place, (at, at)) for at in (last, last - 4)]
+    begun = capsys.readouterr().err
+    assert "repeating 1 round\n" in begun and "that they depend on" in begun
     assert "every digest is equal\nbegun with" in told[0]
     if count == 1:
         assert "with 1 model that models/ still has\ndigest" in told[0]
@@ -188,7 +196,7 @@ def test_jobs_that_members_cannot_train(tmp_path, settings, said):
         join(tmp_path / "run", job(*settings))
 
 
-def test_folders_that_are_refused(tmp_path):
+def test_folders_that_are_refused(tmp_path, capsys):
     folder = tmp_path / "run"
     with pytest.raises(JobError, match="holds no training yet"):
         join(folder)
@@ -206,8 +214,12 @@ def test_folders_that_are_refused(tmp_path):
     (other / "thesis.tex").touch()
     with pytest.raises(JobError, match="something else"):
         join(other, job())
-    with pytest.raises(JobError, match="holds no training yet"):
-        replay(other)
+    for call in (join, replay):
+        with pytest.raises(JobError, match="something else"):
+            call(other)
+    for command in (["resume", str(folder)], ["train", "digits", f"run.output={folder}"]):
+        assert cli.main(command) == 2
+        assert f"holds a training of members: `mpigossip join {folder}`" in capsys.readouterr().err
     text = (folder / "job.toml").read_text()
     for was, now in (("torch 2", "torch 1"), ("members 2", "members 9"), ("parameters ", "x")):
         (folder / "job.toml").write_text(text.replace(was, now, 1))

@@ -78,7 +78,7 @@ def read_model(place: Place, version: Round) -> NodeState | None:
         return found
     except (StoreError, OSError) as error:
         if not isinstance(error, FileNotFoundError):
-            place.tell_once(name, str(error))
+            place.tell_once(name, str(error).partition(";")[0])  # its remedies are checkpoints'
         return None
 
 

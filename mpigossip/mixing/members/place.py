@@ -189,6 +189,8 @@ class Place:
         record = Closed(place=place, round=chain.next, why="silent", by=self.number)
         self.disk.make(f"chain/{place:06d}")
         if self.disk.publish(record_name(place, chain.next), record.encode()):
+            self.tell(f"place {place} has been silent for longer than it promised: it is closed, "
+                      "and its chunks are claimed anew")  # fmt: skip
             self._hint_closed(place, chain.last.age if chain.last else 0)
         self.refresh(place)
 
@@ -335,7 +337,7 @@ class Place:
             content = self.disk.read(name)
             return None if content is None else parse(content, name, *kinds)
         except Unusable as error:
-            self.tell_once(name, str(error))
+            self.tell_once(name, str(error).removeprefix(f"{name} "))
             return Record(place=0)
 
     def tell_once(self, name: str, text: str) -> None:

@@ -177,8 +177,8 @@ def _result(live: Live, member: Member, folder: Path) -> tuple[Evaluation, dict[
         "steps_per_epoch": member.assembly.steps_per_epoch,
     }
     member.begin(result(live, folder, steps, config.dump(job), facts))
-    trainer, path = member.trainer, checkpoint.latest(folder)
-    found = evaluate(trainer.replicas, trainer.mixer, member.assembly.loader)
+    found = evaluate(member.trainer.replicas, member.trainer.mixer, member.assembly.loader)
+    path = checkpoint.latest(folder)  # meanwhile, if another writes it
     return found, {"checkpoint": str(path), "digest": checkpoint.digest(path)} if path else {}
 
 
@@ -258,9 +258,8 @@ def _begin(folder: Path, job: Job | None, disk: Disk, name: str, head: str) -> N
         raise JobError(none_there(disk))
     if folder.is_file():
         raise JobError(f'"{folder}" is a file; name a folder')
-    names = set(disk.names(""))
-    if names - {*FOLDERS, "STOP"} and name not in names:  # another may have begun it now
-        raise JobError(f'"{folder}" is a folder of something else; name a new one')
+    if name not in disk.names("") and (other := of_something_else(disk)):
+        raise JobError(other)  # unless another has begun it now
     for one in FOLDERS:
         disk.make(one)
     try:
@@ -276,7 +275,14 @@ def none_there(disk: Disk) -> str:
         return (f'"{disk.root}" holds the training of a program, as {LOOP} says: start that '
                 "program; with mpigossip.join(…, replay=True) it repeats the training")  # fmt: skip
     begin = f"`mpigossip join {disk.root} JOB.toml`"
-    return f'"{disk.root}" holds no training yet; begin one: {begin}'
+    return of_something_else(disk) or f'"{disk.root}" holds no training yet; begin one: {begin}'
+
+
+def of_something_else(disk: Disk) -> str:
+    """Return the message for a folder that holds other things than a training of members."""
+    if set(disk.names("")) <= {*FOLDERS, "STOP"}:
+        return ""
+    return f'"{disk.root}" is a folder of something else; name a new one'
 
 
 def job_there(disk: Disk, own: Job | None = None, name: str = JOB, command: str = "join") -> Job:

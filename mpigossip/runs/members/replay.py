@@ -24,6 +24,10 @@ BITS = ("mpigossip", "torch", "processor", "machine", "threads")
 """What a model's bits may depend on, as a first record has it."""
 
 
+TOLD = 100
+"""From so many rounds on each tenth of them is told."""
+
+
 class Differs(Exception):
     """A round whose model has another digest than its record says."""
 
@@ -163,9 +167,13 @@ class Scripted:
 
 def repeat(script: Script, wanted: Iterable[Version], member: Any) -> str:
     """Repeat rounds and what they depend on by one `Member`; what was compared. Raises Differs."""
-    order = script.choose(wanted)
-    script.place.tell(f"repeating {counted(len(order), 'round')}")
-    for version in order:
+    order = script.choose(wanted := set(wanted))
+    more = len(order) - len(wanted)
+    depend = f" and {counted(more, 'round')} that they depend on" if more else ""
+    script.place.tell(f"repeating {counted(len(wanted), 'round')}{depend}")
+    for index, version in enumerate(order):
+        if len(order) >= TOLD and index % (len(order) // 10) == 0 < index:
+            script.place.tell(f"{index} of {len(order)} rounds are equal")
         models, peer, progress = script.given(version)
         exchange = Scripted(peer, script.round(version).chunk, progress)
         if version.round == 1:
