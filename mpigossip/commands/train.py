@@ -193,7 +193,8 @@ def _own_job(options):
     if options.job is None:
         return None
     if "=" in options.job.name:
-        raise Mistake(f'give the job that "{options.job}" changes: RUN JOB.toml {options.job} …')
+        raise Mistake(f'"{options.job}" is a setting, which follows a job: RUN JOB.toml '
+                      f"{options.job}; a training that has begun keeps its job")  # fmt: skip
     return assemble.load(options.job, options.settings)
 
 

@@ -259,7 +259,7 @@ def test_code_of_ones_own_is_repeated_with_ones_own_copy(tmp_path, capsys):
         assert cli.main([command, folder]) == 2
         assert f"own copy: `mpigossip {command} {folder} JOB.toml`" in capsys.readouterr().err
         assert cli.main([command, folder, "run.epochs=3"]) == 2
-        assert 'give the job that "run.epochs=3" changes' in capsys.readouterr().err
+        assert '"run.epochs=3" is a setting, which follows a job' in capsys.readouterr().err
     assert cli.main(["replay", folder, *own, "run.epochs=3"]) == 2
     assert "another job (run.epochs = 3, there 2); leave JOB.toml out" in capsys.readouterr().err
     assert cli.main(["replay", folder, *own]) == 0

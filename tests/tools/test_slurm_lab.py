@@ -19,6 +19,8 @@ from mpigossip.store.log import read
 
 REPO = Path(__file__).parents[2]
 LAB = str(REPO / "tools" / "labs" / "slurm.sh")
+START_S = 150
+"""Slurm, four launches and four imports of torch, beside another lab."""
 MAIN = [sys.executable, "-m", "mpigossip"]
 pytestmark = pytest.mark.launcher
 SMALL = ["data.batch=4", "data.workers=0", "node.devices=cpu:1", "log.flush_steps=20"]
@@ -113,7 +115,7 @@ def test_a_job_that_is_signalled_queues_itself_and_ends_with_the_same_bits(lab, 
     def said():
         return output.read_text() if output.exists() else ""
 
-    wait_for(lambda: "lenet, " in said(), 90, lambda: f"start of training: {said()}")
+    wait_for(lambda: "lenet, " in said(), START_S, lambda: f"start of training: {said()}")
     requeued(lab, job, 1, said)
     assert "the next attempt goes on there" in said()
     assert state(lab, report)[0] == "PENDING"  # a requeue isn't an end
@@ -135,7 +137,7 @@ def test_two_ranks_a_node_queue_themselves_and_one_a_node_goes_on(lab, tmp_path)
         return output.read_text() if output.exists() else ""
 
     for life, begun in ((1, "2 a node: 2 nodes, 2 slots each"), (2, "going on at step")):
-        wait_for(lambda: begun in said(), 90, said)  # noqa: B023 - called here and now
+        wait_for(lambda: begun in said(), START_S, said)  # noqa: B023 - called here and now
         requeued(lab, job, life, said)
         if life == 2:
             lab("scancel", job)
@@ -170,7 +172,7 @@ def test_a_loop_of_ones_own_queues_itself_and_ends_with_the_same_bits(lab, tmp_p
 
     job = queued("cut")
     output = tmp_path / f"loop-{job}.out"
-    wait_for(lambda: output.exists() and "files " in output.read_text(), 90, lambda: "start")
+    wait_for(lambda: output.exists() and "files " in output.read_text(), START_S, lambda: "start")
     time.sleep(2)
     requeued(lab, job, 1, output.read_text, "USR1")
     assert "stopped, to be resumed at step" in output.read_text()
@@ -190,7 +192,7 @@ def test_the_doctor_finds_two_nodes_ready(lab, tmp_path):
 def test_a_job_that_is_cancelled_stays_so(lab, tmp_path):
     job = submit(lab, tmp_path, *SMALL, "run.epochs=100000")
     output = tmp_path / f"digits-{job}.out"
-    wait_for(lambda: output.exists() and "lenet, " in output.read_text(), 90, lambda: "start")
+    wait_for(lambda: output.exists() and "lenet, " in output.read_text(), START_S, lambda: "start")
     lab("scancel", job)
     wait_for(lambda: state(lab, job)[0] == "CANCELLED", 60, lambda: f"end: {state(lab, job)}")
     time.sleep(3)
