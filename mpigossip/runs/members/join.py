@@ -258,8 +258,8 @@ def _begin(folder: Path, job: Job | None, disk: Disk, name: str, head: str) -> N
         raise JobError(none_there(disk))
     if folder.is_file():
         raise JobError(f'"{folder}" is a file; name a folder')
-    if name not in disk.names("") and (other := of_something_else(disk)):
-        raise JobError(other)  # unless another has begun it now
+    if other := of_something_else(disk, name):
+        raise JobError(other)
     for one in FOLDERS:
         disk.make(one)
     try:
@@ -274,13 +274,17 @@ def none_there(disk: Disk) -> str:
     if disk.exists(LOOP):
         return (f'"{disk.root}" holds the training of a program, as {LOOP} says: start that '
                 "program; with mpigossip.join(…, replay=True) it repeats the training")  # fmt: skip
-    begin = f"`mpigossip join {disk.root} JOB.toml`"
-    return of_something_else(disk) or f'"{disk.root}" holds no training yet; begin one: {begin}'
+    none = f'"{disk.root}" holds no training yet; begin one: `mpigossip join {disk.root} JOB.toml`'
+    return of_something_else(disk, JOB) or none
 
 
-def of_something_else(disk: Disk) -> str:
-    """Return the message for a folder that holds other things than a training of members."""
-    if set(disk.names("")) <= {*FOLDERS, "STOP"}:
+def of_something_else(disk: Disk, name: str) -> str:
+    """Return the message for a folder that holds other things than a training of members.
+
+    ``name``: of the job's file, with which another member may have begun it meanwhile.
+    """
+    names = set(disk.names(""))
+    if name in names or names <= {*FOLDERS, "STOP"}:
         return ""
     return f'"{disk.root}" is a folder of something else; name a new one'
 
