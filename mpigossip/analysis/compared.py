@@ -133,7 +133,7 @@ def description(log: Log) -> str:
     if of_members(log):  # a program's optimizer, a job's method
         keys = ["loop.optimizer" if "loop.optimizer" in told else "algorithm.name"]
     names = [str(told[key]) for key in keys if key in told]
-    return ", ".join([*names, f"{counted(log.nodes, who(log))}"])
+    return ", ".join([*names, counted(log.nodes, who(log))])
 
 
 def who(log: Log) -> str:

@@ -192,7 +192,7 @@ def _own_job(options):
 
     if options.job is None:
         return None
-    if "=" in options.job.name:
+    if "=" in str(options.job) and not options.job.exists():
         raise Mistake(f'"{options.job}" is a setting, which follows a job: RUN JOB.toml '
                       f"{options.job}; a training that has begun keeps its job")  # fmt: skip
     return assemble.load(options.job, options.settings)

@@ -290,22 +290,24 @@ def of_something_else(disk: Disk, name: str) -> str:
 
 
 def job_there(disk: Disk, own: Job | None = None, name: str = JOB, command: str = "join") -> Job:
-    """The job that stands in the folder; with one's ``own`` copy it may import code.
+    """The job that stands in the folder; it imports the code alone that one's ``own`` copy names.
 
     Raises JobError where that is another job.
     """
     text = (disk.read(name) or b"").decode(errors="replace") + "\n"
     tables = config.as_dict(config.load(text))
-    named = [
+    mine = config.as_dict(own) if own is not None else {}
+    foreign = [
         f'{section}.{key} = "{value}"'
         for section, table in tables.items()
         for key, value in table.items()
-        if isinstance(value, str) and ":" in value
-        and not value.startswith("file:") and (section, key) != ("node", "devices")
+        if isinstance(value, str) and ":" in value and not value.startswith("file:")
+        and not {section, f"{section}.{key}"} & {*OWN, "node.devices"}
+        and mine.get(section, {}).get(key) != value
     ]  # fmt: skip
-    if named and own is None:
+    if foreign:
         told = OWN_COPY.format(folder=disk.root, command=command)
-        raise JobError(f"{disk.root}/job.toml imports {', '.join(named)}: {told}")
+        raise JobError(f"{disk.root}/{name} imports {', '.join(foreign)}: {told}")
     there = load(text)
     if own is not None and (wrong := differing(own, there, OWN)):
         raise JobError(f'"{disk.root}" holds the training of another job ({"; ".join(wrong[:4])}); '

@@ -22,8 +22,6 @@ from mpigossip.training.assemble import assemble
 
 BITS = ("mpigossip", "torch", "processor", "machine", "threads")
 """What a model's bits may depend on, as a first record has it."""
-
-
 TOLD = 100
 """From so many rounds on each tenth of them is told."""
 
