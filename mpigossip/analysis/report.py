@@ -23,8 +23,10 @@ from mpigossip.analysis.compared import (
     who,
 )
 from mpigossip.analysis.plot import figure
-from mpigossip.config.readable import aligned
+from mpigossip.config.readable import aligned, counted
 from mpigossip.config.toml import show
+from mpigossip.mixing.members.place import Place, Plan
+from mpigossip.mixing.members.records import Disk, Start
 from mpigossip.runs.summary import describe, number
 from mpigossip.store.hdf5 import reading, replacing
 from mpigossip.store.log import Log
@@ -157,6 +159,9 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
         parts += [_doctor(run, found) for run, found in zip(runs, findings, strict=True) if found]
     parts += ["<h2>Evaluations</h2>"]
     parts += [_folded(run.name, table(run.log), opened=len(runs) == 1) for run in runs]
+    stayed = [(run.name, text) for run in runs if (text := stays(run.path))]
+    parts += ["<h2>Members</h2>"] * bool(stayed)
+    parts += [_folded(name, text, opened=len(runs) == 1) for name, text in stayed]
     parts += ["<h2>Job</h2>", *_jobs(runs), "<h2>Environment</h2>"]
     for run in runs:
         about_it = aligned(run.log.environment.items(), left=(0, 1))
@@ -216,6 +221,27 @@ def _jobs(runs: Sequence[LoggedRun]) -> list[str]:
         changed = [line for line in lines if not line.startswith("@@")]
         parts.append(_folded(run.name, "\n".join(changed) or "the same job", opened=True))
     return parts
+
+
+def stays(run: Path) -> str:
+    """How each place of a training of members ended, and claims of void rounds; else ""."""
+    if not (run / "places").is_dir():
+        return ""
+    place = Place(Disk(run, shared=True), Plan(0, 1, 0.0), tell=lambda line: None)
+    rows = [("place", "host", "rounds", "end")]
+    for each in place.numbers("places"):
+        chain, start = place.refresh(each), place.record(each, 0)
+        host = start.about.get("host", "–") if isinstance(start, Start) else "–"
+        closed = chain.closed
+        end = "open, or there at the end" if closed is None else closed.why
+        if closed is not None and closed.by != each:
+            end += f"; closed by place {closed.by}"
+        rows.append((str(each), host, str(chain.rounds), end))
+    names, parts = place.disk.names, place.disk.names("ledger")
+    claims = [name for part in parts for name in names(f"ledger/{part}")]
+    anew = sum(not name.endswith((".0", ".done")) for name in claims)
+    told = f"{counted(anew, 'claim')} of chunks whose rounds an earlier claim had left void"
+    return f"{aligned(rows, left=(1, 3))}\n\n{told}"
 
 
 def _findings(run: Path) -> list[dict]:

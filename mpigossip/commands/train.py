@@ -183,7 +183,7 @@ def _rounds(text: str) -> tuple[int, int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f'"{text}": needs two numbers, such as 10:20') from None
     if found[1] < found[0]:
-        raise argparse.ArgumentTypeError(f'"{text}": the first round stands first, such as 10:20')
+        raise argparse.ArgumentTypeError(f'"{text}": the first round comes first, such as 10:20')
     return found
 
 

@@ -125,8 +125,7 @@ class Member:
 
     def _repeat(self) -> Generator[int]:
         script = Script(self._live.place)
-        order = script.choose(wanted_of(script, None, None))
-        for version in order:
+        for version in script.repeating(wanted_of(script, None, None)):
             models, peer, progress = script.given(version)
             self._put(average(models or [self._seed]))
             if version.round > 1:
@@ -137,7 +136,7 @@ class Member:
         self.finished = bool(script.end)
         if self.finished:
             self._put(average([script.models[one] for one in script.end]))
-        note(script.told(order))
+        note(script.told())
 
     def _exchange(self) -> None:
         """Publish the model, and average it with one of another member, if there is one."""

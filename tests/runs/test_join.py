@@ -11,8 +11,10 @@ import pytest
 from torch import nn
 
 from mpigossip import cli
+from mpigossip.analysis.report import stays
 from mpigossip.config import JobError
 from mpigossip.mixing.members.live import Live
+from mpigossip.mixing.members.place import Place, Plan
 from mpigossip.mixing.members.records import Disk
 from mpigossip.runs.members import join as joining
 from mpigossip.runs.members.join import join
@@ -20,6 +22,7 @@ from mpigossip.runs.members.replay import Differs, replay
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.training.assemble import load
+from tests.mixing.members.storm import begin
 
 SMALL = ["run.epochs=2", "model.name=mlp", "cadence.name=every", "cadence.period=4",
          "local.name=adamw", "schedule.lr=0.003", "schedule.name=constant",
@@ -111,7 +114,7 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     assert "2 rounds of 1 place repeated" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["replay", str(folder), "--rounds", "2:1"])
-    assert "the first round stands first" in capsys.readouterr().err
+    assert "the first round comes first" in capsys.readouterr().err
     log = read(folder / "logs" / "000001" / "log.h5")
     assert (log.steps["chunk"] >= 0).all() and len(log.steps["step"]) > 10
     assert np.isnan(log.steps["consensus_distance"]).all()  # a member sees no average
@@ -120,6 +123,11 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     assert shown.startswith("dsgd, 2 places\n") and one["digest"] in shown
     assert "step 44 (2.00 epochs), 2 places x 1 slot" in shown
     assert re.search(r"^  44   2\.00 ", shown, re.M)  # not the steps behind the newest model
+    assert cli.main(["report", str(folder)]) == 0
+    page = capsys.readouterr() and (folder / "report.html").read_text()
+    assert re.search(r"^ +0  \S+ +\d+  left$", page, re.M)
+    assert re.search(r"^ +1  \S+ +\d+  open, or there at the end$", page, re.M)
+    assert re.search(r"^1 claim of chunks whose rounds an earlier claim had left void", page, re.M)
     both = read(folder / "log.h5")
     assert both.summary["digest"] == one["digest"] and both.summary["nodes"] == 2
     assert both.summary["seconds"] > np.ptp(log.steps["time"])  # from the first member's step
@@ -128,6 +136,21 @@ def test_a_member_leaves_and_another_goes_on(tmp_path, capsys):
     begun = both.steps["step"][np.isfinite(both.steps["loss"][:, 1])]
     known = both.steps["step"][np.isfinite(both.steps["loss"][:, 0])]
     assert begun[0] == 4 * ((known[-1] + 1) // 4) > 0 and (np.diff(begun) >= 1).all()
+
+
+def test_a_place_that_another_has_closed_is_told_and_reported(tmp_path):
+    begin(tmp_path)
+    told: list[str] = []
+    one, other = (Place(Disk(tmp_path), Plan(9, 1, 0.0), tell=told.append) for _ in range(2))
+    for place in (one, other):
+        place.join()
+        place.start([], {"host": "vm"})
+    other.refresh(one.number)
+    other.fence(one.number)
+    assert "0  vm         0  silent; closed by place 1\n" in stays(tmp_path)
+    assert [line.partition(":")[0] for line in told] == [
+        "place 0 has been silent for longer than it promised"
+    ]
 
 
 def test_a_job_that_can_not_begin_leaves_no_folder(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,17 @@ class Script:
         self.uses.update(one for one in self.end if one in found)
         return sorted(found, key=lambda one: (self.round(one).age, one))
 
+    def repeating(self, wanted: Iterable[Version]) -> Iterator[Version]:
+        """Iterate over these and what they depend on, and tell how far that is."""
+        order = self.order = self.choose(wanted := set(wanted))
+        more, tell = len(order) - len(wanted), self.place.tell
+        depend = f" and {counted(more, 'round')} that they depend on" if more else ""
+        tell(f"repeating {counted(len(wanted), 'round')}{depend}")
+        for index, version in enumerate(order):
+            if len(order) >= TOLD and index % (len(order) // 10) == 0 < index:
+                tell(f"{index} of {len(order)} rounds are equal")
+            yield version
+
     def given(self, version: Version) -> tuple[list[NodeState], NodeState | None, int]:
         """Own last model (those of the beginning), the peer's as the member took it, progress."""
         inputs = self.inputs(version)
@@ -126,7 +137,9 @@ class Script:
                   if key in was and was[key] != here[key]]  # fmt: skip
         return f"; it was made with {', '.join(unlike)}" if unlike else ""
 
-    def told(self, order: Sequence[Version]) -> str:
+    def told(self) -> str:
+        """What `repeating` has compared."""
+        order = self.order
         rounds, places = counted(len(order), "round"), len({one.place for one in order})
         found = f"{rounds} of {counted(places, 'place')} repeated: every digest is equal"
         if self.stored:
@@ -165,13 +178,7 @@ class Scripted:
 
 def repeat(script: Script, wanted: Iterable[Version], member: Any) -> str:
     """Repeat rounds and what they depend on by one `Member`; what was compared. Raises Differs."""
-    order = script.choose(wanted := set(wanted))
-    more = len(order) - len(wanted)
-    depend = f" and {counted(more, 'round')} that they depend on" if more else ""
-    script.place.tell(f"repeating {counted(len(wanted), 'round')}{depend}")
-    for index, version in enumerate(order):
-        if len(order) >= TOLD and index % (len(order) // 10) == 0 < index:
-            script.place.tell(f"{index} of {len(order)} rounds are equal")
+    for version in script.repeating(wanted):
         models, peer, progress = script.given(version)
         exchange = Scripted(peer, script.round(version).chunk, progress)
         if version.round == 1:
@@ -180,7 +187,7 @@ def repeat(script: Script, wanted: Iterable[Version], member: Any) -> str:
             member.resume(models[0], version.round - 1, exchange)
         member.train(exchange)
         script.check(version, exchange.sent)
-    return script.told(order)
+    return script.told()
 
 
 def wanted_of(script: Script, place: int | None, rounds: tuple[int, int] | None) -> list[Version]:
