@@ -1,6 +1,8 @@
 """Members that join a training in a folder and leave it; its replay."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import threading
@@ -217,6 +219,15 @@ def test_a_changed_record_is_found_by_replay(tmp_path):
 def test_jobs_that_members_cannot_train(tmp_path, settings, said):
     with pytest.raises(JobError, match=said):
         join(tmp_path / "run", job(*settings))
+
+
+def test_a_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):
+    def link(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(JobError, match=r"takes no hard links \(Operation not permitted\)"):
+        join(tmp_path / "run", job())
 
 
 def test_folders_that_are_refused(tmp_path, capsys):
