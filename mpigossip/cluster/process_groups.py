@@ -128,6 +128,8 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     # not earlier than MPI, which it needs to go together
     world.resources.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+    if node is not None:  # gloo doesn't wait: one that ends the group would cut others off
+        node.barrier()
     return dist.group.WORLD
 
 
