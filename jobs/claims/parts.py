@@ -1,16 +1,24 @@
-"""Cadences, a graph and methods that only these rows need; importing this names the cadences."""
+"""Cadences, a graph, methods, a model that only these rows need; importing names the cadences."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Iterator
+from itertools import repeat
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from mpigossip import models
 from mpigossip.algorithms import cadence, diloco, gossip
 from mpigossip.algorithms.base import Algorithm, Decay, Step
 from mpigossip.algorithms.cadence import Cadence, fixed
+from mpigossip.cluster.launcher import places
 from mpigossip.config import Part
-from mpigossip.config.limits import AboveZero, Count, Positive, Share
+from mpigossip.config.limits import AboveZero, Count, NotNegative, OneOrMore, Positive, Share
 from mpigossip.graphs import graph
 from mpigossip.graphs.rounds import Round
 from mpigossip.mixing.base import Kind
@@ -130,6 +138,43 @@ def after_parallel(
         return state._replace(inner=made)
 
     return cold._replace(send=send, receive=receive, takes_mixed=False)
+
+
+def paces(n: int, seed: int, slow: float, times: float) -> Iterator[np.ndarray]:
+    """(n,) of each step: ``times`` where a node is slow, with probability ``slow``, else 1."""
+    random = np.random.default_rng(seed)
+    while True:
+        yield np.where(random.random(n) < slow, times, 1.0)
+
+
+class Paced(torch.nn.Module):
+    """A model whose steps on ranks take a given time, asleep; without ranks it only computes."""
+
+    def __init__(self, inner: torch.nn.Module, padding: int, seconds: Iterator[float], stop: int):
+        super().__init__()
+        self.inner, self.padding = inner, torch.nn.Parameter(torch.zeros(padding))
+        self._seconds, self._left = seconds, stop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            time.sleep(next(self._seconds))
+            self._left -= 1
+            if self._left == 0:
+                signal.raise_signal(signal.SIGTERM)  # all ranks end behind this step
+        return self.inner(x) + 0.0 * self.padding[:1].sum()
+
+
+def paced(
+    shape: tuple[int, ...], classes: int, *, padding: Positive = 1, compute_s: NotNegative = 0.0,
+    slow: Share = 0.0, times: OneOrMore = 1.0, seed: Count = 0, stop: Count = 0,
+) -> torch.nn.Module:  # fmt: skip
+    """The MLP with ``padding`` more entries in its messages; it ends the run at step ``stop``."""
+    own = next(iter(places(os.environ)), None)
+    each = repeat(0.0)
+    if own:
+        rank, n, _ = own
+        each = (compute_s * pace[rank] for pace in paces(n, seed, slow, times))
+    return Paced(models.mlp(shape, classes), padding, each, stop if own else 0)
 
 
 cadence.BUILDERS["warm-periodic"] = warm_periodic

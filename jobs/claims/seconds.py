@@ -29,7 +29,7 @@ from scipy import stats
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-import parts  # noqa: E402, F401
+import parts  # noqa: E402
 from designs import JOB, SEEDS, until  # noqa: E402
 from speed import EXPONENTIAL  # noqa: E402
 from speed import JOB as RESNET  # noqa: E402
@@ -82,19 +82,20 @@ def exchanges(method: str, n: int, total: int) -> Exchanges:
 
 def ends(
     method: str, met: Sequence[int], steps: int, n: int, on: Machine, seed: int,
-    until: float = math.inf,
+    until: float = math.inf, overlap: bool = True,
 ) -> list[float]:  # fmt: skip
     """Seconds at the end of each step, of the node that is last; ``met``: steps with exchanges.
 
-    Of a training of ``steps``, up to step ``until``.
+    Of a training of ``steps``, up to step ``until``. Without ``overlap`` nothing is hidden but
+    what is sent ahead.
     """
     made = exchanges(method, n, steps)
-    plain, hidden = Clock(Timing(made, on)), Clock(Hidden(made, on))
+    plain, hidden = Clock(Timing(made, on, ddp=overlap)), Clock(Hidden(made, on))
     overlapped = steps if method == "parallel" else WARM if method == "DiLoCo warm" else 0
-    random, times, there, t = np.random.default_rng(seed), [], {*met}, 0
+    overlapped, times, there, t = overlapped * overlap, [], {*met}, 0
     gossip = Kind.GOSSIP in made.parts.cadence.kinds
-    for step in range(int(min(steps, until))):
-        pace = np.where(random.random((1, n)) < SLOW, TIMES, 1.0)
+    draws = parts.paces(n, seed, SLOW, TIMES)
+    for step, pace in zip(range(int(min(steps, until))), draws, strict=False):
         kind = Kind.LOCAL if step not in there else Kind.GOSSIP if gossip else Kind.GLOBAL
         clock, other = (hidden, plain) if step < overlapped else (plain, hidden)
         now = clock.step(kind, t, on.compute_s * pace)
@@ -115,11 +116,15 @@ def finals(lines: Sequence[Line]) -> dict[str, dict[int, Line]]:
     return {m: {x["seed"]: x for x in mine if x["method"] == m} for m in CELL.methods}
 
 
+def goal_of(runs: dict[str, dict[int, Line]]) -> float:
+    """Parallel's accuracy at its end, over its seeds, less half a point."""
+    return float(np.mean([x["figures"]["accuracy"] for x in runs["parallel"].values()])) - BELOW
+
+
 def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
     """Of each link and method: steps, seconds a seed, and parallel's seconds over them."""
     runs = finals(lines)
-    goal = float(np.mean([x["figures"]["accuracy"] for x in runs["parallel"].values()])) - BELOW
-    found = []
+    goal, found = goal_of(runs), []
     for gbit, latency in links:
         on, base = machine(gbit, latency), {}
         for method, own in runs.items():

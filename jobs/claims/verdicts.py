@@ -30,6 +30,7 @@ from judging import LEVEL, Verdict, holm, judged, of_interval, of_values, said  
 from stored import Line, faults, read  # noqa: E402
 
 PAGE, RUNS, INTERVALS = HERE / "RESULTS.md", HERE / "runs.jsonl", HERE / "intervals.jsonl"
+LINKS = HERE / "links.jsonl"
 HEADINGS = {
     "own rates": "## Training, each method at its own rate",
     "common rate": "## The same at one common rate",
@@ -106,13 +107,32 @@ def gain_page(found: Sequence[Line]) -> str:
             if verdict is None:
                 cells.append(f"{len(row[m]['gains'])} of {len(SEEDS)} are there")
                 continue
-            open_ = verdict.alone is None or verdict.adjusted > LEVEL
-            word = "?" if open_ else "faster" if verdict.alone else "slower"
+            word = {True: "faster", False: "slower", None: "?"}[verdict.alone]
+            if verdict.alone is not None and verdict.adjusted > LEVEL:
+                word += " alone"
             cells.append(f"{said(of_values(row[m]['gains']))} {word}")
         lines.append("| " + " | ".join(cells) + " |")
     steps = {m: next(x for x in found if x["method"] == m)["steps"] for m in seconds.CELL.methods}
     words = ", ".join(f"{m} {np.median(s):g}" for m, s in steps.items())
     lines += ["", f"Steps to {100 * found[0]['goal']:.1f} %, median of the seeds: {words}."]
+    return "\n".join(lines) + "\n"
+
+
+def links_page(found: Sequence[Line]) -> str:
+    """The table of seconds on real links, beside the clock's."""
+    if not found:
+        return "Not run yet.\n"
+    lines = ["| link | method | steps | measured, s | clock, s | longer than the clock says "
+             "| times parallel's speed, measured | clock |", "|" + "---|" * 8]  # fmt: skip
+    base = {(x["gbit"], x["latency"]): x for x in found if x["method"] == "parallel"}
+    for x in found:
+        parallel = base[x["gbit"], x["latency"]]
+        longer = 100 * (x["measured_s"] / x["clock_s"] - 1)
+        gains = [f"{parallel[key] / x[key]:.2f}" for key in ("measured_s", "clock_s")]
+        lines.append(
+            f"| {x['gbit']} Gbit/s, {1e3 * x['latency']:g} ms | {x['method']} | {x['steps']} "
+            f"| {x['measured_s']:.1f} | {x['clock_s']:.1f} | {longer:.1f} % | {' | '.join(gains)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -153,6 +173,7 @@ def everything(runs: Sequence[Line]) -> Found:
         "remedies": gap.remedy_page(runs),
         "optimal": slope_page(slope),
         "time": gain_page(gain),
+        "links": links_page(read(LINKS)),
         "searched": parity.searched_page(runs),
         "diloco": parity.diloco_page(runs),
     }

@@ -228,6 +228,28 @@ def test_on_a_link_that_costs_nothing_nobody_is_faster(monkeypatch):
     assert slow[-1] > 1.05 * took["parallel"]
 
 
+def test_ranks_compute_as_long_as_the_clock_says(monkeypatch):
+    """On a link that costs nothing a step of parallel lasts as long as its slowest node sleeps."""
+    slept, ended, rows = [], [], torch.ones(2, 4)
+    monkeypatch.setattr(parts.time, "sleep", slept.append)
+    monkeypatch.setattr(parts.signal, "raise_signal", ended.append)
+    on = dataclasses.replace(seconds.machine(1e9, 0.0), combine_rate=1e30)
+    given = {"compute_s": on.compute_s, "slow": 0.3, "times": seconds.TIMES, "seed": 1, "stop": 20}
+    monkeypatch.setenv("PMI_SIZE", "4")
+    for rank in range(4):
+        monkeypatch.setenv("PMI_RANK", str(rank))
+        model = parts.paced((4,), 3, padding=5, **given)
+        for _ in range(20):
+            model(rows)
+        model.eval()(rows)
+        assert len(ended) == rank + 1
+    nodes = np.reshape(slept, (4, 20))
+    assert 1 < nodes.max() / nodes.min() == pytest.approx(seconds.TIMES)
+    monkeypatch.setattr(seconds, "SLOW", 0.3)
+    took = seconds.ends("parallel", range(20), 20, 4, on, 1, overlap=False)
+    assert took == pytest.approx(nodes.max(0).cumsum(), rel=1e-6)
+
+
 def test_a_queue_goes_on_where_it_was(tmp_path):
     """Rates first, further ones where the best lies at an end, then each method at its own."""
     cell = run_queue.Cell(

@@ -1,0 +1,147 @@
+"""Seconds until parallel's accuracy on real links of a given rate, beside the virtual clock's.
+
+    python jobs/claims/real_links.py --scratch /tmp/links     # as root, with ip and tc; 20 minutes
+
+16 ranks on hosts of their own (`tools/labs/net.sh`), which train the digits as the study "time" of
+`designs.py` does, with one of its seeds. A step computes asleep, as long as the virtual clock says
+of a node of 8 V100, with the same slow steps; links are slower than those of the table, and
+messages shorter by as much, so that a message of ResNet-50 takes its time and two cores carry it.
+Parallel hides nothing here, as ranks of this package do, nor in the clock's figure beside it.
+A line a run in links.jsonl; verdicts.py makes the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import seconds  # noqa: E402
+from designs import JOB  # noqa: E402
+from run_queue import RUNS, lines  # noqa: E402
+
+from mpigossip import models  # noqa: E402
+from mpigossip.config.errors import OK, STOPPED  # noqa: E402
+from mpigossip.store.log import read  # noqa: E402
+from mpigossip.store.log_reading import Log  # noqa: E402
+from mpigossip.studies.running import Found  # noqa: E402
+
+LINKS = HERE / "links.jsonl"
+LAB = HERE.parents[1] / "tools" / "labs" / "net.sh"
+SEED = 3
+"""That with which the methods of `METHODS` reach the goal in the fewest steps."""
+METHODS = ("parallel", "dmsgd", "dsgd ahead", "ADPSGD")
+"""Of the table; DiLoCo reaches the goal with another seed only."""
+LIMIT_S = 900
+PARTS = ("compute_s", "node_s", "exchange_s", "idle_s")
+"""Of a step, in the log."""
+Line = dict[str, Any]
+
+
+class Link(NamedTuple):
+    """A link of the table, and the megabits a second of that which stands for it."""
+
+    gbit: float
+    latency: float
+    megabits: int
+
+    @property
+    def scale(self) -> float:
+        """Bytes of a message, as a share of ResNet-50's."""
+        return self.megabits / (1e3 * self.gbit)
+
+
+CELLS = (Link(1, 50e-6, 50), Link(10, 5e-3, 50))
+
+
+def settings(line: Line, link: Link) -> list[str]:
+    """Of a run: the study's, with a model that takes its time and has more bytes."""
+    own = sum(p.numel() for p in models.mlp((1, 8, 8), 10).parameters())
+    model = {
+        "name": "parts:paced",
+        "padding": round(link.scale * seconds.resnet().nbytes / 4) - own,
+        "compute_s": seconds.EXPONENTIAL.compute_s,
+        "slow": seconds.SLOW,
+        "times": seconds.TIMES,
+        "seed": SEED,
+    }
+    kept = [one for one in line["settings"] if not one.startswith(("model.", "node.vmap"))]
+    return [*kept, "data.workers=0", *(f"model.{name}={value}" for name, value in model.items())]
+
+
+def run(words: list[str], folder: Path) -> Log:
+    """The log of a run of these words."""
+    shutil.rmtree(folder, ignore_errors=True)
+    around = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*words, f"run.output={folder}"], env=around, timeout=LIMIT_S, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode not in (OK, STOPPED):
+        sys.exit(f"{' '.join(words)}: code {done.returncode}\n{done.stdout[-3000:]}")
+    return read(folder / "log.h5")
+
+
+def measured(method: str, link: Link, scratch: Path) -> Line:
+    """A run up to the goal: the seconds it took, and those of the virtual clock."""
+    stored = seconds.finals(lines(RUNS))
+    asked, cell = settings(stored[method][SEED], link), seconds.CELL
+    program, nodes = [sys.executable, "-m", "mpigossip"], str(cell.nodes)
+    told = run([*program, "simulate", JOB, *asked, "--nodes", nodes], scratch / "simulated")
+    curve = zip(*map(Found(told).curve, ("step", "accuracy")), strict=True)
+    steps = int(next(t for t, accuracy in curve if accuracy >= seconds.goal_of(stored)))
+    asked += ["run.evaluate_every=0", "run.evaluate_steps=0", "log.consensus_every=0"]
+    words = [str(LAB), "run", nodes, *program, "train", JOB, *asked, f"model.stop={steps}"]
+    log = run(words, scratch / "ranks")
+    if not np.array_equal(log.steps["loss"][:steps], told.steps["loss"][:steps]):
+        sys.exit(f"{method}: {len(log.steps['loss'])} steps aren't the simulator's {steps}")
+    clock = seconds.ends(
+        method, np.flatnonzero(told.steps["kind"][:, 0]).tolist(), len(told.steps["step"]),
+        cell.nodes, seconds.machine(link.gbit, link.latency), SEED, steps, overlap=False,
+    )  # fmt: skip
+    spent = {name: log.steps[name][:steps].sum(0) for name in PARTS}
+    figures = {"clock_s": clock[-1], "measured_s": sum(spent.values()).max()}
+    figures |= {name: each.mean() for name, each in spent.items()}
+    return {
+        **link._asdict(), "method": method, "seed": SEED, "steps": steps,
+        **{name: round(float(value), 3) for name, value in figures.items()},
+    }  # fmt: skip
+
+
+def main(given: list[str] | None = None) -> int:
+    """What isn't in links.jsonl yet."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scratch", type=Path, required=True, help="folder for runs")
+    options = parser.parse_args(given)
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    os.environ["MPIGOSSIP_NET_LAB_BURST"] = "32kb"
+    done = {(x["gbit"], x["latency"], x["method"]) for x in lines(LINKS)}
+    for link in CELLS:
+        rate, ms = f"{link.megabits}mbit", "0" if link.latency < 1e-4 else f"{1e3 * link.latency:g}"
+        subprocess.run([LAB, "up", str(seconds.CELL.nodes), rate, ms], check=True)
+        try:
+            for method in METHODS:
+                if (link.gbit, link.latency, method) not in done:
+                    found = measured(method, link, options.scratch)
+                    with LINKS.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(found) + "\n")
+                    print(found, flush=True)
+        finally:
+            subprocess.run([LAB, "down"], check=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
