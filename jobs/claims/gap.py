@@ -160,7 +160,7 @@ def page(runs: Sequence[Line]) -> str:
     mine = sum(run["study"] == "gap" for run in runs)
     last = f"{len(found)} of {whole} cells are finished, {mine} runs stored."
     if slope := regression(found):
-        last += f" Over these cells the gap is {slope} for each 1 % of distance."
+        last += f" Over all of them the gap is {slope} for each 1 % of distance."
     return "\n".join([*_rows(found, True), "", last]) + "\n"
 
 
