@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from itertools import repeat
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,34 +147,38 @@ def paces(n: int, seed: int, slow: float, times: float) -> Iterator[np.ndarray]:
         yield np.where(random.random(n) < slow, times, 1.0)
 
 
-class Paced(torch.nn.Module):
-    """A model whose steps on ranks take a given time, asleep; without ranks it only computes."""
+LAG = 20
+"""Steps that a run may take beyond the one at which it is told to stop, and more."""
 
-    def __init__(self, inner: torch.nn.Module, padding: int, seconds: Iterator[float], stop: int):
+
+class Paced(torch.nn.Module):
+    """A model whose steps on ranks take given times, asleep; without ranks it only computes."""
+
+    def __init__(self, inner: torch.nn.Module, padding: int, seconds: Sequence[float]):
         super().__init__()
         self.inner, self.padding = inner, torch.nn.Parameter(torch.zeros(padding))
-        self._seconds, self._left = seconds, stop
+        self._seconds, self._step = seconds, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            time.sleep(next(self._seconds))
-            self._left -= 1
-            if self._left == 0:
+        if self.training and self._seconds:
+            time.sleep(self._seconds[self._step])
+            self._step += 1
+            if self._step == len(self._seconds) - LAG:
                 signal.raise_signal(signal.SIGTERM)  # all ranks end behind this step
         return self.inner(x) + 0.0 * self.padding[:1].sum()
 
 
 def paced(
     shape: tuple[int, ...], classes: int, *, padding: Positive = 1, compute_s: NotNegative = 0.0,
-    slow: Share = 0.0, times: OneOrMore = 1.0, seed: Count = 0, stop: Count = 0,
+    slow: Share = 0.0, times: OneOrMore = 1.0, draw: Count = 0, stop: Count = 0,
 ) -> torch.nn.Module:  # fmt: skip
     """The MLP with ``padding`` more entries in its messages; it ends the run at step ``stop``."""
-    own = next(iter(places(os.environ)), None)
-    each = repeat(0.0)
-    if own:
+    seconds: list[float] = []
+    if own := next(iter(places(os.environ)), None):
         rank, n, _ = own
-        each = (compute_s * pace[rank] for pace in paces(n, seed, slow, times))
-    return Paced(models.mlp(shape, classes), padding, each, stop if own else 0)
+        drawn = islice(paces(n, draw, slow, times), stop + LAG)
+        seconds = [compute_s * pace[rank] for pace in drawn]
+    return Paced(models.mlp(shape, classes), padding, seconds)
 
 
 cadence.BUILDERS["warm-periodic"] = warm_periodic

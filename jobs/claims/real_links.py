@@ -69,11 +69,11 @@ def settings(line: Line, link: Link) -> list[str]:
     own = sum(p.numel() for p in models.mlp((1, 8, 8), 10).parameters())
     model = {
         "name": "parts:paced",
-        "padding": round(link.scale * seconds.resnet().nbytes / 4) - own,
+        "padding": round(link.scale * seconds.resnet().count) - own,
         "compute_s": seconds.EXPONENTIAL.compute_s,
         "slow": seconds.SLOW,
         "times": seconds.TIMES,
-        "seed": SEED,
+        "draw": SEED,
     }
     kept = [one for one in line["settings"] if not one.startswith(("model.", "node.vmap"))]
     return [*kept, "data.workers=0", *(f"model.{name}={value}" for name, value in model.items())]

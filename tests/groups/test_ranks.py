@@ -118,15 +118,15 @@ def test_foreign_arrays_and_a_rank_that_stays_away_are_named(ranks):
 
 @with_world(per="host", timeout_s=30)
 def working(world, signs):
-    """Rank 0 has work of 4 limits' length before it meets rank 1."""
+    """Rank 0 has work of 3 limits' length before it meets rank 1."""
     from mpigossip.cluster.deadline import LateError
     from mpigossip.groups.ranks import Ranks
 
     node = world.nodes.inside
     group, late = Ranks(Single(), node), ""
-    node.timeout_s = 0.25  # Barrier waits twice as long
+    node.timeout_s = 0.4  # Barrier waits twice as long
     if world.rank == 0:
-        until = time.monotonic() + 2
+        until = time.monotonic() + 2.4
         while time.monotonic() < until:
             time.sleep(0.05)
             if signs:

@@ -30,24 +30,22 @@ def loss_of(model, draw, node, slot, step):
     return nn.functional.mse_loss(model(inputs), torch.randn(BATCH, 5, generator=batch))
 
 
-def begun(world, folder, node, model, whole, **more):
+def begun(world, folder, model, whole, limit=30.0):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    gossip = mpigossip.Gossip(
-        world, whole, optimizer, run=folder, flush_steps=3, timeout_s=1.0, **more
-    )
+    gossip = mpigossip.Gossip(world, whole, optimizer, run=folder, flush_steps=3, timeout_s=limit)
     schedule = torch.optim.lr_scheduler.StepLR(gossip, 3, 0.5)
     return gossip, schedule
 
 
 @with_world(timeout_s=30)
-def several(world, folder, steps, save_at=(), after=None, per=PER, norm=True):
+def several(world, folder, steps, save_at=(), after=None, per=PER, norm=True, limit=30.0):
     """On ranks of which PER are a node; what ``after`` finds, and the steps resumed from."""
     world.arrange(per)
     node, slot = world.nodes.column.rank, world.nodes.place
     whole = model = network(node, norm)
     if per > 1:
         whole = DistributedDataParallel(model, process_group=world.node_group())
-    gossip, schedule = begun(world, folder, node, model, whole)
+    gossip, schedule = begun(world, folder, model, whole, limit)
     draw = torch.Generator().manual_seed(world.rank)
     gossip.keep(draw=draw, schedule=schedule)
     start = gossip.resume()
@@ -72,7 +70,7 @@ def several(world, folder, steps, save_at=(), after=None, per=PER, norm=True):
 def one_rank(world, folder):
     """The same steps on one rank a node, which averages the gradients of two replicas by itself."""
     model = network(world.rank)
-    gossip, schedule = begun(world, folder, world.rank, model, model)
+    gossip, schedule = begun(world, folder, model, model)
     replicas = [model, copy.deepcopy(model)]
     draws = [torch.Generator().manual_seed(PER * world.rank + slot) for slot in range(PER)]
     for step in range(STEPS):
@@ -147,7 +145,7 @@ def looks(world, gossip, whole):
 
 def test_averages_pauses_and_stopping_are_of_all_ranks(ranks, tmp_path):
     (tmp_path / "STOP").touch()
-    found = ranks(NODES * PER)(several, tmp_path, 12, (), looks)
+    found = ranks(NODES * PER)(several, tmp_path, 12, (), looks, limit=1.0)
     inside, stopping, codes = zip(*(each for *_, each in found), strict=True)
     assert all(same(inside[0], other) for other in inside[1:])
     own = [values[-3:] for _, values, _ in found]

@@ -1,5 +1,6 @@
 """tools/claims/measure.py: the quick table, the protocols of training claims, and node.vmap."""
 
+import copy
 import dataclasses
 import itertools
 import subprocess
@@ -234,11 +235,11 @@ def test_ranks_compute_as_long_as_the_clock_says(monkeypatch):
     monkeypatch.setattr(parts.time, "sleep", slept.append)
     monkeypatch.setattr(parts.signal, "raise_signal", ended.append)
     on = dataclasses.replace(seconds.machine(1e9, 0.0), combine_rate=1e30)
-    given = {"compute_s": on.compute_s, "slow": 0.3, "times": seconds.TIMES, "seed": 1, "stop": 20}
+    given = {"compute_s": on.compute_s, "slow": 0.3, "times": seconds.TIMES, "draw": 1, "stop": 20}
     monkeypatch.setenv("PMI_SIZE", "4")
     for rank in range(4):
         monkeypatch.setenv("PMI_RANK", str(rank))
-        model = parts.paced((4,), 3, padding=5, **given)
+        model = copy.deepcopy(parts.paced((4,), 3, padding=5, **given))
         for _ in range(20):
             model(rows)
         model.eval()(rows)
