@@ -113,10 +113,14 @@ class Pool:
 
     def _ask_for_stacks(self, ranks: list[int]) -> None:
         """Silent ranks write where they are (faulthandler) into the log."""
+        stacks = lambda: "".join(self.launch.output()).count("most recent call first")  # noqa: E731
+        wanted, until = stacks() + len(ranks), time.monotonic() + 5
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGQUIT)
-        time.sleep(0.3 if ranks else 0)
+        while ranks and stacks() < wanted and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.3 if ranks else 0)  # the rest of them
 
     def _tail(self, mark: int, lines: int = 60) -> str:
         text = "".join(self.launch.output())[mark:].splitlines()[-lines:]

@@ -142,11 +142,13 @@ class Deadline:
         """
         begin = time.monotonic()
         wait = roll.wait(self.seconds, whom) if roll is not None and whom is not None else None
-        pause = SHORTEST_S
+        pause, paused = SHORTEST_S, False
         while not predicate():
             now = time.monotonic()
-            if now - self._start >= self.seconds and excused():
-                self._start = now  # a whole limit more, from when the pause ends on
+            if now - self._start >= self.seconds:
+                before, paused = paused, excused()
+                if before or paused:  # a whole limit more, from when the pause ends on
+                    self._start = now
             left = wait.look() if wait is not None else None
             stopped = wait is not None and now - max(begin, terminated) >= TERM_S and not excused()
             over = now - self._start >= self.seconds

@@ -85,6 +85,7 @@ def slow_ranks(comm):
         with world(timeout_s=30) as w:
             with deadline.ends(5):
                 w.barrier()
+            comm.barrier()
             time.sleep(w.rank)
             w.barrier()
             found.append("after a loop")
@@ -92,13 +93,13 @@ def slow_ranks(comm):
                 with deadline.ends(5):
                     time.sleep(1)
                     comm.send(None, dest=0)
-                    w.barrier()
+                    comm.barrier()
             else:
                 deadline.steps = 4
                 with deadline.calling("step()"):
                     Deadline(20).wait(lambda: comm.iprobe(source=1), lambda: "", whom=lambda: [1])
                 comm.recv(source=1)
-                w.barrier()
+                comm.barrier()
             found.append("in its last step")
             if w.rank == 0:
                 with deadline.ends(5):

@@ -79,13 +79,14 @@ def test_variables_that_make_nccl_hang_are_rejected(name, value, monkeypatch):
 
 
 def test_groups_of_an_opening_that_failed_are_cut_off(monkeypatch):
-    cut, first = [], threading.Event()
+    cut, first, thread = [], threading.Event(), []
 
     def connect(store, place, limit):
         if place.rank:
             assert first.wait(10)
-            time.sleep(0.5)  # until the other one is known
+            thread[0].join(10)  # until the other one is known
             raise RuntimeError("no route to a host")
+        thread.append(threading.current_thread())
         first.set()
         return dist.ProcessGroup(dist.HashStore(), 0, 1)
 

@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,9 +77,9 @@ def one_world_after_another(comm):
 
 
 def one_works_on_inside(comm):
-    with world(timeout_s=0.3) as w:
+    with world(timeout_s=1.0) as w:
         if w.rank == 0:
-            time.sleep(1.5)
+            time.sleep(3.5)
     return True
 
 
@@ -163,7 +164,8 @@ def test_barrier_has_a_time_limit(ranks):
 
 def waits_in_a_chain(comm, meeting):
     """Rank 0 waits for rank 1, which waits for rank 2, which does something else."""
-    w = world(timeout_s=1)
+    limit = 3 if comm.rank == 0 else 1  # rank 1 says for whom it waits after half of its own
+    w = world(timeout_s=limit)
     told = None
     if w.rank == 2:
         comm.recv(source=0)
@@ -174,7 +176,7 @@ def waits_in_a_chain(comm, meeting):
                 w.agree(0)
             else:
                 after = w.rank + 1
-                Deadline(1).wait(lambda: False, lambda: f"no {after}", whom=lambda: [after])
+                Deadline(limit).wait(lambda: False, lambda: f"no {after}", whom=lambda: [after])
         except LateError as error:
             told = str(error)
         comm.send(None, dest=2)
@@ -194,7 +196,7 @@ def test_a_wait_that_ends_names_whom_it_waited_for(ranks, meeting):
     if meeting:
         assert told in first
     else:
-        assert "waited for rank 1 on " in first and "which wait themselves (waited 1 s)" in first
+        assert "waited for rank 1 on " in first and "which wait themselves (waited 3 s)" in first
 
 
 def test_a_mistake_of_one_rank_is_told_to_all(ranks):
@@ -412,6 +414,21 @@ def test_deadline_waits_and_names_what_is_late():
         Deadline(0.05).wait(lambda: False, lambda: "token of rank 3")
     assert 0.05 <= time.monotonic() - begin < 5
     assert issubclass(LateError, TimeoutError)
+
+
+def test_a_pause_leaves_a_whole_limit(monkeypatch):
+    """One that ends at 2.7 s, of waits of 1 s: late at 4, where 3 would leave 0.3 s."""
+    now = [0.0]
+
+    def tick(seconds=1e-3):
+        now[0] += max(seconds, 1e-3)
+        return now[0]
+
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=tick, sleep=tick))
+    monkeypatch.setattr(deadline, "excused", lambda: now[0] < 2.7)
+    with pytest.raises(LateError):
+        Deadline(1).wait(lambda: False, lambda: "x")
+    assert 3.7 <= now[0] < 4.7
 
 
 def test_deadline_counts_from_its_making():

@@ -21,6 +21,10 @@ def mistake(text="give more, 3 is not enough"):
 """
 
 
+PATIENT = "from mpigossip.cluster import uncaught\nuncaught.ALL_S = 20\n"
+"""So long a rank waits for the others' last words: none is taken for the only one."""
+
+
 def program(tmp_path, body):
     path = tmp_path / "loop.py"
     path.write_text(HEAD + body)
@@ -29,7 +33,8 @@ def program(tmp_path, body):
 
 @pytest.mark.both
 def test_a_mistake_of_all_ranks_is_one_paragraph_and_nothing_else(mpirun, tmp_path):
-    done = mpirun(3, program(tmp_path, "world = mpigossip.world()\nmistake()\n"), timeout=30)
+    body = PATIENT + "world = mpigossip.world()\nmistake()\n"
+    done = mpirun(3, program(tmp_path, body), timeout=30)
     where = f"loop.py, line {HEAD.splitlines().index('    raise JobError([text])') + 1}"
     assert done.returncode == 2
     assert own_words(done) == f"mpigossip: give more, 3 is not enough ({where})\n"
@@ -50,6 +55,7 @@ def test_a_mistake_of_one_rank_is_said_by_it_and_ends_all(mpirun, tmp_path):
 @pytest.mark.both
 def test_an_exception_of_all_ranks_has_one_traceback(mpirun, tmp_path):
     body = "with mpigossip.world() as world:\n    raise ValueError(f'wrong {world.rank}')\n"
+    body = PATIENT + body
     done = mpirun(3, program(tmp_path, body), timeout=30)
     assert done.returncode == 1
     assert done.stderr.startswith("mpigossip: all 3 ranks stopped the job by an exception:\n")
@@ -84,11 +90,11 @@ def test_ctrl_c_is_said_once(mpistart, tmp_path, inside):
     waits = "while True: time.sleep(0.05)"
     other = waits if inside else "world.comm.barrier() if world.rank == 1 else time.sleep(60)"
     body = f"with mpigossip.world() as world:\n    print('ready', flush=True)\n    {other}\n"
-    job = mpistart(2, program(tmp_path, body), warm=True)
+    job = mpistart(2, program(tmp_path, PATIENT * inside + body), warm=True)
     launch.until(lambda: job.output()[0].count("ready") == 2, 30, "both are ready")
     for pid in job.ranks():
         os.kill(pid, signal.SIGINT)
-    done = job.finish(timeout=20)
+    done = job.finish(timeout=60)
     said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
     assert len(said) == 1 and said[0].endswith("interrupted"), done.stderr
     assert "Traceback" not in done.stderr

@@ -169,14 +169,14 @@ def test_a_failure_names_its_slot_and_the_group_goes_on(slots):
 
 def test_a_slot_that_does_not_finish_is_named_in_time(monkeypatch):
     monkeypatch.setattr(threads, "GRACE_S", 0.2)
-    group, over = Threads(3, first=4, timeout_s=0.5), threading.Event()
+    group, over = Threads(3, first=4, timeout_s=1.5), threading.Event()
     began = time.monotonic()
     with pytest.raises(
-        LateError, match=r"slot 6 of this node, on cpu, has not finished \(waited 0.4"
+        LateError, match=r"slot 6 of this node, on cpu, has not finished \(waited 1.2"
     ):
         group.run(lambda slot: over.wait(20) if slot == 2 else time.sleep(0.1 * slot))
     group.close()
-    assert 0.5 <= time.monotonic() - began < 5, "counted from the slot that ended last"
+    assert 1.3 <= time.monotonic() - began < 10, "counted from the slot that ended last"
     over.set()
 
 

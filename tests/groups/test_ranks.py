@@ -88,21 +88,24 @@ def test_ranks_have_the_bits_of_threads(ranks, ranks_here, own):
         assert found == [RIGHT] * ranks_here, (rows, width)
 
 
-@with_world(per="host", timeout_s=0.3)
+@with_world(per="host", timeout_s=30)
 def mistakes(world):
     from mpigossip.cluster.deadline import LateError
     from mpigossip.groups.ranks import Ranks
 
-    group, said = Ranks(Single(), world.nodes.inside), []
+    node, said = world.nodes.inside, []
+    group = Ranks(Single(), node)
     try:
         group.reduce_scatter_mean([torch.zeros(1, 8)])
     except GroupError as error:
         said.append(str(error))
     if world.rank == 0:
+        node.timeout_s = 0.3
         try:
             group.sum_scalars([torch.zeros(1, 1, dtype=torch.float64)])
         except LateError as error:
             said.append(str(error))
+        node.timeout_s = 30
     world.comm.Barrier()  # without a limit
     if world.rank:  # takes in what rank 0 has shown
         group.sum_scalars([torch.zeros(1, 1, dtype=torch.float64)])
@@ -118,15 +121,15 @@ def test_foreign_arrays_and_a_rank_that_stays_away_are_named(ranks):
 
 @with_world(per="host", timeout_s=30)
 def working(world, signs):
-    """Rank 0 has work of 3 limits' length before it meets rank 1."""
+    """Rank 0 has work of more than two limits' length before it meets rank 1."""
     from mpigossip.cluster.deadline import LateError
     from mpigossip.groups.ranks import Ranks
 
     node = world.nodes.inside
     group, late = Ranks(Single(), node), ""
-    node.timeout_s = 0.4  # Barrier waits twice as long
+    node.timeout_s, work_s = (1.0, 5.0) if signs else (0.4, 2.4)  # Barrier waits twice as long
     if world.rank == 0:
-        until = time.monotonic() + 2.4
+        until = time.monotonic() + work_s
         while time.monotonic() < until:
             time.sleep(0.05)
             if signs:

@@ -8,6 +8,7 @@ import pytest
 
 from mpigossip.groups import torch_group as watchdog
 from mpigossip.groups.base import GroupError
+from tests import launch
 
 DEVICES = ("cuda:0", "cuda:1")
 
@@ -65,8 +66,8 @@ def test_the_job_is_ended_where_the_training_thread_hangs_too(monkeypatch, hangs
     one = dog(ended.append)
     one.track("all-gather", [("cuda:1", SimpleNamespace(is_completed=lost))])
     one.start()
-    one._thread.join(0.1)
     if not hangs:
+        launch.until(lambda: one._failure, 10, "the failure is seen")
         with pytest.raises(GroupError, match="cuda:1 was lost"):
             one.check()
     one._thread.join(10)

@@ -24,6 +24,15 @@ from tests.mixing.members.storm import chunks_of
 
 PROGRAM = REPO / "jobs/loops/member.py"
 CHUNKS = 12
+LOOP = "        for inputs, classes in batches(chunk):\n"
+MEETS = """\
+        import pathlib, time
+        came = pathlib.Path(sys.argv[0]).parent
+        (came / f"chunk-{chunk}").touch()
+        while not again and len([*came.glob("chunk-*")]) < 2:
+            time.sleep(0.02)
+"""
+"""Before `LOOP`: whoever comes first waits until the other one has a chunk, too."""
 
 
 def parts(seed=0, width=4):
@@ -32,12 +41,17 @@ def parts(seed=0, width=4):
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, **more):
-    """Train until the end, or so many chunks; whether all were trained."""
+def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, meet=None, **more):
+    """Train until the end, or so many chunks; whether all were trained.
+
+    Members that ``meet`` wait for each other in their first chunk.
+    """
     with mpigossip.join(folder, model, optimizer, chunks=chunks, poll_s=0.02, **more) as member:
         for count, chunk in enumerate(member):
             if count == most:
                 break
+            if meet and not count:
+                meet.wait(60)
             inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(chunk))
             for _ in range(3):
                 optimizer.zero_grad()
@@ -50,9 +64,9 @@ def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, **more):
 
 def test_members_train_each_chunk_once_and_end_with_one_average(tmp_path, capsys):
     models = [parts(seed) for seed in range(3)]
-    found = []
+    found, more = [], {"meet": threading.Barrier(3)}
     threads = [
-        threading.Thread(target=lambda one=one: found.append(train(tmp_path / "run", *one)))
+        threading.Thread(target=lambda one=one: found.append(train(tmp_path / "run", *one, **more)))
         for one in models
     ]
     for thread in threads:
@@ -148,8 +162,8 @@ def test_other_models_and_folders_are_rejected(tmp_path, capsys):
 def test_a_program_repeats_its_training(tmp_path, capsys):
     folder = tmp_path / "run"
     assert not train(folder, *parts(0), most=5)
-    models = [parts(0), parts(1)]
-    threads = [threading.Thread(target=train, args=(folder, *one)) for one in models]
+    models, more = [parts(0), parts(1)], {"meet": threading.Barrier(2)}
+    threads = [threading.Thread(target=train, args=(folder, *one), kwargs=more) for one in models]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -178,7 +192,8 @@ def test_a_lease_is_five_rounds_or_more(tmp_path):
 def test_programs_of_the_sample(tmp_path, monkeypatch, capsys):
     """Two processes, with half the chunks; one that repeats them; then the average is exported."""
     folder, program = tmp_path / "run", tmp_path / "member.py"
-    program.write_text(PROGRAM.read_text().replace("CHUNKS, H = 60, 20", "CHUNKS, H = 30, 20"))
+    text = PROGRAM.read_text().replace("CHUNKS, H = 60, 20", "CHUNKS, H = 30, 20")
+    program.write_text(text.replace(LOOP, MEETS + LOOP))
     command = [sys.executable, str(program), str(folder)]
     env = environment("")
     every = [

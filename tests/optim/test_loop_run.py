@@ -347,11 +347,22 @@ def last_line(result):
     return re.search(r"digest +([0-9a-f]{64})", result.stdout)[1]
 
 
+SLOWLY = """
+import runpy, sys, time
+from torch.nn import functional
+fast = functional.cross_entropy
+functional.cross_entropy = lambda *given: (time.sleep(0.1), fast(*given))[1]
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program whose steps take time: it is at work when it is to be killed."""
+
+
 @pytest.mark.both
 def test_a_loop_is_killed_stopped_and_goes_on_to_the_same_digest(mpistart, pooled, tmp_path):
     few = [str(SCRIPT), "--steps", "60", "--save-every", "20", "--out"]
     whole = last_line(pooled(2, *few, "whole"))
-    killed = mpistart(2, [sys.executable, *few, "part"], cwd=tmp_path, warm=True)
+    killed = mpistart(2, [sys.executable, "-c", SLOWLY, *few, "part"], cwd=tmp_path, warm=True)
     launch.until((tmp_path / "part/checkpoints/step-00000020").exists, 60, "a first checkpoint")
     for pid in killed.ranks():
         with contextlib.suppress(ProcessLookupError):

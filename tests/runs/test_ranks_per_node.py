@@ -171,11 +171,11 @@ def evaluated(world):
 
         def tested(self, module, batch):
             batches.append(1)
-            time.sleep(0.1)
+            time.sleep(0.2)
             return objective.tested(module, batch)
 
     replicas.objective = Slow()
-    node.timeout_s, whole, loader.TEST_BATCH = 0.4, loader.TEST_BATCH, 16
+    node.timeout_s, whole, loader.TEST_BATCH = 1.0, loader.TEST_BATCH, 16
     began = time.monotonic()
     found = evaluate(replicas, assembly.trainer.mixer, assembly.loader)
     spent, node.timeout_s, loader.TEST_BATCH = time.monotonic() - began, 30, whole
@@ -187,7 +187,7 @@ def test_the_ranks_of_a_node_wait_for_a_long_evaluation(ranks):
     """Slot 0 tests; the limit counts from its last batch."""
     found = ranks(4)(evaluated)
     assert len({accuracy for accuracy, _, _ in found}) == 1
-    assert all(spent > 2 * 2 * 0.4 for _, spent, _ in found), found
+    assert all(spent > 2 * 2 * 1.0 for _, spent, _ in found), found
     assert [bool(count) for _, _, count in found] == [True, False] * 2
 
 
