@@ -5,11 +5,19 @@ environment and open files; this process waits, passes signals on,
 and ends as the fork does.
 """
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
+
+
+def forward(number, frame):
+    """Pass a signal on; the fork may have ended, and its answer be on its way."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
 
 with socket.socket(socket.AF_UNIX) as server:
     server.connect(sys.argv[1])
@@ -21,7 +29,7 @@ with socket.socket(socket.AF_UNIX) as server:
     server.sendall(text)
     pid = int.from_bytes(server.recv(4), "little")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, frame: os.kill(pid, number))
+        signal.signal(number, forward)
     answer = server.recv(4)
 # the server is gone without an answer: as if killed
 status = int.from_bytes(answer, "little") if len(answer) == 4 else signal.SIGKILL
