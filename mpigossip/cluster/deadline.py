@@ -94,6 +94,18 @@ def excused() -> bool:
     return roll is not None and roll.excused()
 
 
+class Patience:
+    """Of a wait at its limit: a rank that is paused leaves it a whole limit more, when it ends."""
+
+    def __init__(self) -> None:
+        self._paused = False
+
+    def more(self) -> bool:
+        """Return whether some rank is paused, or was when this was last asked."""
+        before, self._paused = self._paused, excused()
+        return before or self._paused
+
+
 @contextlib.contextmanager
 def ends(made: int, word: int = CLOSES, what: str = "loop") -> Iterator[None]:
     """A block at the end of a loop of so many steps, or of a world; all ranks are told of it."""
@@ -142,13 +154,11 @@ class Deadline:
         """
         begin = time.monotonic()
         wait = roll.wait(self.seconds, whom) if roll is not None and whom is not None else None
-        pause, paused = SHORTEST_S, False
+        pause, patience = SHORTEST_S, Patience()
         while not predicate():
             now = time.monotonic()
-            if now - self._start >= self.seconds:
-                before, paused = paused, excused()
-                if before or paused:  # a whole limit more, from when the pause ends on
-                    self._start = now
+            if now - self._start >= self.seconds and patience.more():
+                self._start = now
             left = wait.look() if wait is not None else None
             stopped = wait is not None and now - max(begin, terminated) >= TERM_S and not excused()
             over = now - self._start >= self.seconds

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mpigossip.cluster.deadline import LateError, excused
+from mpigossip.cluster.deadline import LateError, Patience
 from mpigossip.groups.base import Group, end_job, phase
 from mpigossip.mixing.combine import combine
 
@@ -70,12 +70,13 @@ class Threads(Group):
 
     def _given(self, slot: int, inbox: queue.SimpleQueue) -> tuple | None:
         """Wait for the next work; slot 1 ends the job where slot 0, this rank's, is late."""
+        patience = Patience()
         while True:
             before = self._open
             try:
                 return _next(inbox, self._limit)
             except queue.Empty:
-                if slot == 1 and before and before is self._open and not excused():
+                if slot == 1 and before and before is self._open and not patience.more():
                     end_job(self._late(0))
 
     def _late(self, slot: int) -> str:
@@ -86,11 +87,12 @@ class Threads(Group):
 
     def _take(self, done: queue.SimpleQueue, failed: bool) -> Any:
         """Wait for the slot that ends next; queue.Empty at the limit, unless a rank is paused."""
+        patience = Patience()
         while True:
             try:
                 return _next(done, GRACE_S if failed else self._limit)
             except queue.Empty:
-                if failed or not excused():
+                if failed or not patience.more():
                     raise
 
     def run(self, work: Callable[[int], T]) -> list[T]:

@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.agreement import limited
-from mpigossip.cluster.deadline import Deadline, LateError, excused
+from mpigossip.cluster.deadline import Deadline, LateError, Patience
 from mpigossip.cluster.process import PROGRESS
 from mpigossip.mixing.kernels.waiting import Bell, rest
 from mpigossip.mixing.notifications import abandoned
@@ -104,13 +104,13 @@ class ProgressThread:
         """
         began = time.perf_counter()
         # the job's own waits are shorter: they name the late rank, this names only the round
-        limit = min(self._timeout_s * 2.5 + 5, threading.TIMEOUT_MAX)
+        limit, patience = min(self._timeout_s * 2.5 + 5, threading.TIMEOUT_MAX), Patience()
         while True:
             try:
                 error = future.exception(limit)
                 break
             except TimeoutError:
-                if not excused():
+                if not patience.more():
                     text = f"{what}: MPI does not return from a call (waited {limit:g} s)"
                     raise LateError(text) from None
         if error is not None:

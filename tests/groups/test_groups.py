@@ -1,5 +1,6 @@
 """The contract of a group, the same for one slot, threads and NCCL; devices by their names."""
 
+import queue
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mpigossip.cluster import deadline
 from mpigossip.cluster.deadline import LateError
 from mpigossip.groups import devices, threads
 from mpigossip.groups.base import Single, Whole, shards
@@ -187,6 +189,22 @@ def test_a_pause_has_no_limit():
         patch.setattr("mpigossip.cluster.deadline.roll", heard)
         for late in (0, 1):
             group.run(lambda slot, late=late: time.sleep(0.7 * (slot == late)))
+    group.close()
+
+
+def test_after_a_pause_slots_have_a_whole_limit(monkeypatch):
+    looks = []
+
+    def nothing(entries, limit_s):
+        looks.append(limit_s)
+        raise queue.Empty
+
+    group, paused = Threads(1), iter([True, True, False, False])
+    monkeypatch.setattr(deadline, "excused", lambda: next(paused))
+    monkeypatch.setattr(threads, "_next", nothing)
+    with pytest.raises(queue.Empty):
+        group._take(queue.SimpleQueue(), failed=False)
+    assert len(looks) == 4, "the look after the pause ended, and one more"
     group.close()
 
 
