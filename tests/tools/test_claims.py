@@ -31,6 +31,7 @@ import optimal  # noqa: E402
 import parts  # noqa: E402
 import run_queue  # noqa: E402
 import seconds  # noqa: E402
+import sharing  # noqa: E402
 import toy  # noqa: E402
 import verdicts  # noqa: E402
 from table import Row, markdown  # noqa: E402
@@ -249,6 +250,17 @@ def test_ranks_compute_as_long_as_the_clock_says(monkeypatch):
     monkeypatch.setattr(seconds, "SLOW", 0.3)
     took = seconds.ends("parallel", range(20), 20, 4, on, 1, overlap=False)
     assert took == pytest.approx(nodes.max(0).cumsum(), rel=1e-6)
+
+
+def test_readers_links_are_shared_where_nodes_are_out_of_step(monkeypatch):
+    link = sharing.CELLS[0]
+    slow = [sharing.took(link, 30, 2, False, *kind) for kind in ((0, 0), (1, 0), (1, 1))]
+    assert slow[1] > 1.1 * slow[2]
+    assert slow[2] == pytest.approx(slow[0], rel=0.05)
+    monkeypatch.setattr(seconds, "SLOW", 0.0)
+    size = 4 * seconds.resnet().count * 2 * link.scale * sharing.FRAMES
+    each = seconds.EXPONENTIAL.compute_s + size / (link.megabits * 1e6 / 8)
+    assert sharing.took(link, 10, 2, False, True, False) == pytest.approx(10 * each)
 
 
 def test_a_queue_goes_on_where_it_was(tmp_path):

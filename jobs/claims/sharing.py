@@ -1,0 +1,86 @@
+"""Why bandwidth-bound one-peer runs with slow steps take longer than the virtual clock says.
+
+    python jobs/claims/sharing.py
+
+The clock gives each message the whole link of its reader. A node that is early sends its next
+message while that reader still receives the last one, from a node that is late: both share the
+reader's link. Here messages are flows that share it evenly, with the steps, links and slow steps
+of `real_links.py`, beside what that measured. "admitted": were a reader to let the next round's
+message begin only when it has the last one's. A frame of 1,514 bytes carries 1,448 of a message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import parts  # noqa: E402
+import seconds  # noqa: E402
+from real_links import CELLS, LINKS, SEED, Link  # noqa: E402
+
+FRAMES = 1514 / 1448
+NODES = seconds.CELL.nodes
+
+
+def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit: bool) -> float:
+    """Seconds of so many steps of the one-peer graph, of ``vectors`` of ResNet-50 each.
+
+    A step ends when a node has computed, sent and received; ``ahead``: it sends at its beginning.
+    As with windows, a node may write for round k once its reader has left round k - 2.
+    """
+    nodes, size = range(NODES), 4 * seconds.resnet().count * vectors * link.scale * FRAMES
+    rate, span = link.megabits * 1e6 / 8, (NODES - 1).bit_length()
+    draws = parts.paces(NODES, SEED, seconds.SLOW, seconds.TIMES)
+    paces = [seconds.EXPONENTIAL.compute_s * one for one in itertools.islice(draws, steps)]
+    step, computing, left = [0] * NODES, list(paces[0]), [size] * NODES
+    came: set[tuple[int, int]] = set()  # (reader, round)
+    now = 0.0
+    while min(step) < steps:
+        flows: dict[int, list[int]] = {}
+        for i in nodes:
+            k, reader = step[i], (i + 2 ** (step[i] % span)) % NODES
+            free = step[reader] >= k - 1 and (not admit or k == 0 or (reader, k - 1) in came)
+            if k < steps and left[i] and (ahead or not computing[i]) and free:
+                flows.setdefault(reader, []).append(i)
+        speed = {i: rate / (len(to) if shared else 1) for to in flows.values() for i in to}
+        spans = [computing[i] for i in nodes if computing[i]]
+        wait = min(spans + [left[i] / speed[i] for i in speed])
+        now += wait
+        for reader, to in flows.items():
+            for i in to:
+                left[i] = max(0.0, left[i] - speed[i] * wait)
+                if left[i] < 1e-6 * size:
+                    left[i] = 0.0
+                    came.add((reader, step[i]))
+        for i in nodes:
+            computing[i] = max(0.0, computing[i] - wait) if computing[i] > wait + 1e-12 else 0.0
+            if step[i] < steps and not computing[i] and not left[i] and (i, step[i]) in came:
+                step[i] += 1
+                if step[i] < steps:
+                    computing[i], left[i] = paces[step[i]][i], size
+    return now
+
+
+def main() -> int:
+    """Print each one-peer run of links.jsonl beside the flows."""
+    found = [json.loads(line) for line in LINKS.read_text("utf-8").splitlines()]
+    for link, (method, vectors, ahead) in itertools.product(
+        CELLS, (("dmsgd", 2, False), ("dsgd ahead", 1, True))
+    ):
+        (run,) = [x for x in found if (x["gbit"], x["method"]) == (link.gbit, method)]
+        kinds = {"alone": (False, False), "shared": (True, False), "admitted": (True, True)}
+        flows = {name: took(link, run["steps"], vectors, ahead, *kind)
+                 for name, kind in kinds.items()}  # fmt: skip
+        told = ", ".join(f"{name} {value:.0f} s" for name, value in flows.items())
+        print(f"{link.gbit} Gbit/s, {1e3 * link.latency:g} ms, {method}, clock "
+              f"{run['clock_s']:.0f} s, measured {run['measured_s']:.0f} s: {told}")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
