@@ -46,8 +46,10 @@ class Cell(NamedTuple):
 
 
 def best_rate(tried: Sequence[dict[str, Any]]) -> float:
-    """That of the highest accuracy, the smaller of equals; late divergence comes last."""
-    order = lambda r: ("late" not in r, r["figures"].get("accuracy", -1.0), -r["lr"])  # noqa: E731
+    """That of the highest accuracy, the smaller of equals; what diverged, late or not, is last."""
+    order = lambda r: (  # noqa: E731
+        not r.keys() & {"late", "diverged"}, r["figures"].get("accuracy", -1.0), -r["lr"]
+    )  # fmt: skip
     return max(tried, key=order)["lr"]
 
 
