@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     As a program of its own (no ``arguments``) a command that reads files runs in a child process.
     """
+    _able_to_print()
     if arguments is None and _may_crash(sys.argv[1:]):
         ended = _in_child(sys.argv[1:])
         if ended is not None:
@@ -61,6 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         process.ending.status = code
         process.leave(code)
     return code
+
+
+def _able_to_print() -> None:
+    """Let closed streams go nowhere, and show letters that a terminal lacks by their numbers."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file that is opened gets the place
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for name, place in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(place, "w", closefd=False))
+        elif hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
 def _may_crash(words: Sequence[str]) -> bool:
@@ -95,6 +108,9 @@ def _in_child(words: Sequence[str]) -> int | None:
             "damaged or forged files; use another copy of what it reads"
         )
         return FAILED
+    if -code == signal.SIGKILL:  # of which there is no handler to set
+        note("killed by the system, as it does where memory runs out: take fewer nodes")
+        signal.raise_signal(-code)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         signal.raise_signal(-code)

@@ -206,6 +206,20 @@ def test_a_standard_output_without_room_is_said_and_ends_no_training(
     assert bool(list(tmp_path.glob("runs/*/checkpoints/step-00000006"))) == (code == 0)
 
 
+@pytest.mark.parametrize("words", [["examples"], ["simulate", JOB, "--nodes", "2", *SHORT]])
+def test_a_standard_output_that_is_closed_ends_nothing(tmp_path, words):
+    shell = ["bash", "-c", '"$@" >&-', "-", *MAIN, *words]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_letters_that_a_terminal_lacks_end_nothing(tmp_path):
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    words = ["plan", JOB, "--nodes", "4", "--compute", "1ms", "--latency", "1us", "--bandwidth"]
+    done = subprocess.run([*MAIN, *words, "1GB/s"], capture_output=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_who_closes_the_pipe_has_enough():
     read, write = os.pipe()
     os.close(read)
@@ -252,6 +266,8 @@ def test_graphs_are_compared_also_in_bytes(alone, tmp_path):
     assert "bytes" not in plain and "vectors" in plain
     heads, *rows = (line.split() for line in sized.split("\n\n")[1].splitlines())
     assert [row[heads.index("bytes")] for row in rows] == ["8000", "4000"]
+    text = alone("graph", "compare", "identity", "--nodes", "8", "--json").stdout
+    assert "Infinity" not in text and None in json.loads(text)[0].values()
 
 
 def test_the_imagenet_job_is_printed_dry(alone, tmp_path):

@@ -1,7 +1,7 @@
 """A small GPT-2 trained by the Trainer of transformers; the lines marked <- decentralize it.
 
     mpirun -n 3 python trainer.py --out runs/trainer
-    mpirun -n 3 python trainer.py --out runs/trainer --resume 20
+    mpirun -n 3 python trainer.py --out runs/trainer --resume 20   # once it was stopped there
 
 Accumulated gradients, clipping, dropout, a schedule, and the Trainer's own checkpoints, a folder
 a node. SIGTERM, ``touch runs/trainer/run/STOP`` and the end of the allocation stop it with one at

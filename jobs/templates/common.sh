@@ -4,7 +4,7 @@
 # without a new checkpoint would be repeated for ever, and @wrong@ is an error in the job.
 run=@run@
 newest() {
-    local all=("$run"/checkpoints/step-*)
+    local all=("$run"/checkpoints/step-*[0-9])
     echo "${all[-1]}"
 }
 before=$(newest)

@@ -35,6 +35,8 @@ class Step(NamedTuple):
     only ones that may differ between nodes."""
     counts: tuple[int, ...] = ()
     """local steps that each row has taken since init; empty: ``index`` of each"""
+    waits: bool = False
+    """an exchange of a node that waits, between its steps: no outer step, no end of a phase"""
 
 
 class Algorithm(NamedTuple):

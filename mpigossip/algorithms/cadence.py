@@ -208,8 +208,8 @@ def adpsgd(
         since, rates = state.since + 1, state.rates + step.lr
         if step.kind is not Kind.GLOBAL:
             return state._replace(since=since, rates=rates)
-        ratio, period = measured["variance"] * since / rates, state.period
-        if step.index < first_sample:
+        ratio, period = measured["variance"] * since / (rates or 1.0), state.period
+        if step.index < first_sample or not rates:  # at rate 0 nodes don't part
             return state._replace(since=0, rates=0.0)
         if step.index < last_sample or not state.samples:
             samples = state.samples + 1

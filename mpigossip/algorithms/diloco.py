@@ -28,7 +28,7 @@ def _outer(local: Local, kind: Kind, update: Callable) -> Algorithm:
 
     def receive(x, g, state: Outer, sent, mixed, step: Step):
         x.copy_(mixed[0])
-        if step.kind is kind:
+        if step.kind is kind and not step.waits:
             update(x, state, step)
             state.anchor.copy_(x)
         return state
@@ -152,11 +152,17 @@ def gasloc(
 
     def send(x, g, state: Outer, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, x)
-        torch.sub(x, state.anchor, out=out[0]).mul_(outer_lr).add_(state.anchor)
+        if step.waits:
+            out[0].copy_(x)
+        else:
+            torch.sub(x, state.anchor, out=out[0]).mul_(outer_lr).add_(state.anchor)
         return state._replace(inner=inner)
 
     def receive(x, g, state: Outer, sent, mixed, step: Step):
         if step.kind is Kind.LOCAL:
+            return state
+        if step.waits:
+            x.copy_(mixed[0])
             return state
         before, y = state.slow, sent[0]
         torch.sub(mixed[0], y, out=x).mul_(consensus_step).add_(y)

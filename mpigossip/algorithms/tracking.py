@@ -170,7 +170,7 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
         model, before = _accelerated(old.model, old.model_before, mixed[0], fast, step, r == 0)
         y, y_before = _accelerated(old.tracker, old.tracker_before, mixed[1], fast, step, r == 0)
         old.gathered.add_(g, alpha=1 / phase)
-        if r == phase - 1:
+        if r == phase - 1 and not step.waits:
             model.add_(y, alpha=-step.lr)
             _track(y, old.momentum, old.gathered, beta)
             old.gathered.zero_()

@@ -12,7 +12,7 @@ import numpy as np
 from mpigossip.config.readable import counted
 from mpigossip.runs.summary import SPLIT as PARTS
 from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS, VIRTUAL, Log, read
-from mpigossip.store.log_reading import metrics_in
+from mpigossip.store.log_reading import metrics_in, with_nan
 from mpigossip.studies.seeds import Bands, alike, differences, joined, settings
 
 POINTS = 1000
@@ -155,7 +155,7 @@ def over_nodes(function: Callable, values: np.ndarray) -> np.ndarray:
     """`function` over the nodes; NaN, without a warning, where no node has a value."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return function(values, axis=1)
+        return function(with_nan(values), axis=1)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

@@ -131,11 +131,19 @@ def _facts(made: Graph, parameters: int | None) -> dict[str, Any]:
     return facts
 
 
+def _as_json(facts: Any) -> str:
+    """JSON, which has no infinity: null."""
+    if isinstance(facts, list):
+        return f"[{', '.join(map(_as_json, facts))}]"
+    inf = float("inf")
+    return json.dumps({key: None if value == inf else value for key, value in facts.items()})
+
+
 def _show(options) -> None:
     made = _make(options.name, options)
     facts = _facts(made, options.parameters)
     if options.json:
-        tell(json.dumps(facts))
+        tell(_as_json(facts))
         return
     tell(made)
     figures = [(f"  {key.replace('_', ' ')}", _number(facts[key]), meaning)
@@ -180,7 +188,7 @@ def _compare(options) -> None:
     if refused and not rows:
         raise refused
     if options.json:
-        tell(json.dumps(rows))
+        tell(_as_json(rows))
         return
     figures = [(key, head) for key, head, _ in _figures(rows[0])]
     tables = []

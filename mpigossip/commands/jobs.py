@@ -55,8 +55,9 @@ def _job(options) -> None:
     job = assemble.load(options.job, options.settings, resolve=False)
     ranks = _ranks(job, site, options.ranks)
     asked = job.node.ranks_per_node
-    if asked == "auto":  # the launcher on the compute nodes decides
-        asked, job = ranks, replace(job, node=replace(job.node, ranks_per_node=ranks))
+    if asked == "auto":  # as on the compute nodes: devices that are named make each rank a node
+        asked = ranks if job.node.devices == "auto" else 1
+        job = replace(job, node=replace(job.node, ranks_per_node=asked))
     nodes = options.nodes * ranks // (asked if isinstance(asked, int) else ranks)
     elsewhere = ("node.devices", "node.cuda_graphs")
     found = [m for m in assemble.mistakes(job, nodes) if not m.startswith(elsewhere)]

@@ -196,7 +196,7 @@ def _add_plan(commands) -> None:
 def _plan(options) -> None:
     from mpigossip.analysis.dryrun import launched
     from mpigossip.analysis.machine import examine
-    from mpigossip.analysis.plan import as_json, table
+    from mpigossip.analysis.plan import as_json, coded, table
     from mpigossip.analysis.plan.report import picture, text
     from mpigossip.cluster.ranks import Alone, world
     from mpigossip.config import JobError
@@ -228,7 +228,7 @@ def _plan(options) -> None:
         if ranks.rank != 0:
             return
         if options.save:
-            machine.save(options.save)
+            coded(machine, what, options.nodes[0]).save(options.save)
         epochs = what.job.run.epochs if options.epochs is None else options.epochs
         if options.best:
             _best(options, what, machine, epochs)

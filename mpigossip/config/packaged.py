@@ -1,5 +1,6 @@
 """Files that come with the package: example jobs and programs, sites, batch templates."""
 
+import re
 import shutil
 import sysconfig
 from collections.abc import Sequence
@@ -61,6 +62,8 @@ def copy(name: str, folder: Path) -> list[Path]:
         raise JobError(f'example "{name}" is unknown; {near(name, known)}')
     top = find("digits.toml").parent
     files = [path for inside in FOLDERS for path in (top / inside).glob(f"{name}.*")]
+    code = "\n".join(path.read_text("utf-8") for path in files if path.suffix == ".py")
+    files += [known[one] for one in re.findall(r"^from (\w+) import", code, re.M) if one in known]
     there = [folder / path.name for path in files if (folder / path.name).exists()]
     if there:
         raise JobError(f"{there[0]} exists; name another folder with --to")

@@ -59,7 +59,7 @@ class RunSection:
     @property
     def folder(self) -> Path:
         """`output` with the name filled in."""
-        return Path(self.output.replace("{name}", self.name))
+        return Path(self.output.replace("{name}", self.name)).expanduser()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,7 +151,7 @@ class Loader(contextlib.AbstractContextManager):
         if isinstance(getattr(self.data, "test", None), IterableDataset):
             batches = self._test_stream(node, n)
         else:
-            batches = self._tests(np.arange(node, self.data.test_size, n))
+            batches = self._tests(np.arange(node, self.data.test_size, n), self._test_of(node))
         while (batch := self._received(batches, "the test")) is not Refused:
             yield self.carriers[0].hand_over(self.carriers[0].bring(batch, self._finish))
 
@@ -219,11 +219,16 @@ class Loader(contextlib.AbstractContextManager):
                 key = (self.seed, epoch) if own else (TRAIN, step, order.node, slot)
                 yield Request("train", key, cuts[slot])
 
-    def _tests(self, indices: np.ndarray) -> Iterator[Nested]:
+    def _test_of(self, node: int) -> str:
+        if isinstance(self.data, Source) or self.data.dealt:
+            return "test"
+        return f"test {[order.node for order in self.orders].index(node)}"
+
+    def _tests(self, indices: np.ndarray, split: str = "test") -> Iterator[Nested]:
         own = isinstance(self.data, Source)
         size = TEST_BATCH if own else self.data.section.batch
         cuts = [indices[at : at + size] for at in range(0, len(indices), size)]
-        requests = [Request("test", () if own else (TEST, int(cut[0])), cut) for cut in cuts]
+        requests = [Request(split, () if own else (TEST, int(cut[0])), cut) for cut in cuts]
         if not self.workers:
             return map(self._samples().__getitems__, requests)
         if self._test is None:

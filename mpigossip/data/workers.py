@@ -67,6 +67,8 @@ class Samples(Sent, Dataset):
     def __init__(self, data: Datasets):
         self.name, self.seed, self.collate = data.name, data.seed, data.collate
         self.sets = {"train": data.train, "test": data.test}
+        if not data.dealt:  # each node's own
+            self.sets |= {f"test {at}": one["test"] for at, one in enumerate(data.sets)}
 
     def __getitems__(self, request: Request) -> Nested:  # noqa: PLW3201 (torch asks for it)
         """The batch of a request, or why there is none."""
@@ -81,7 +83,8 @@ class Samples(Sent, Dataset):
                 return self.collate(found)
         except Exception as error:
             which = f"sample {at}" if at is not None else f"a batch of the samples {indices[0]}, …"
-            return Refused(f'data.source = "{self.name}": {which} of "{request.split}": '
+            split = request.split.split()[0]
+            return Refused(f'data.source = "{self.name}": {which} of "{split}": '
                            f"{raised(error)}")  # fmt: skip
 
 

@@ -21,6 +21,8 @@ class Parameters:
     """
 
     first = (0,)
+    inverse: torch.Tensor | None = None
+    """of GradScaler's scale, by which 16-bit gradients are multiplied once they are float32"""
 
     def __init__(self, models: Sequence[nn.Module]):
         """``models``: alike but for their values, which stay. ValueError for other types."""
@@ -70,6 +72,8 @@ class Parameters:
                     view.zero_()
                 else:
                     view.copy_(self._dense(p.grad))
+                    if self.inverse is not None and p.dtype in LOW:
+                        view.mul_(self.inverse)
 
     def _dense(self, grad: torch.Tensor) -> torch.Tensor:
         return grad.to_dense() if grad.is_sparse else grad
@@ -92,6 +96,8 @@ class Parameters:
         parameters, own = self.rows[row], self._own[row]
         grads = [p.grad for p in parameters]
         given = self.cut(g[row]) if g is not None else [None] * len(parameters)
+        # who was frozen since is not stepped, as in torch
+        given = [v if p.requires_grad else None for p, v in zip(parameters, given, strict=True)]
         try:
             for k, (p, view) in enumerate(zip(parameters, self.cut(array[row]), strict=True)):
                 if given[k] is not None or self.low[k]:
@@ -101,6 +107,8 @@ class Parameters:
                     p.grad = given[k]
                 elif self.low[k] and grads[k] is not None:
                     p.grad = grads[k].float()
+                    if self.inverse is not None:
+                        p.grad.mul_(self.inverse)
             yield
         finally:
             for k, p in enumerate(parameters):
@@ -163,6 +171,11 @@ class Parameters:
     def thawed(self) -> list[str]:
         """Parameters that were frozen when the vector was laid out, and are trained now."""
         return [name for name, p in self.frozen.items() if p.requires_grad]
+
+    def froze(self) -> list[str]:
+        """Parameters that were trained when the vector was laid out, and are frozen now."""
+        pairs = zip(self.flat.names, self.rows[0], strict=True)
+        return [name for name, p in pairs if not p.requires_grad]
 
     def versions(self) -> list[int]:
         """Return the version counters of all parameters: in-place changes from outside."""

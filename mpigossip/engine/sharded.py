@@ -270,6 +270,7 @@ class Shards(Parameters):
         parameters: list[Any] = self.rows[0]
         grads = [p.grad for p in parameters]
         given = grads if g is None else self._as_gradients(g[0])
+        given = [v if p.requires_grad else None for p, v in zip(parameters, given, strict=True)]
         views = self.cut(array[0])
         try:
             for p, view, gradient, stretch in zip(

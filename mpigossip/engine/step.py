@@ -162,7 +162,7 @@ class Engine:
     def average(self, lr: float) -> None:
         """An exchange without a step: if nodes that wait were silent, others would drift away."""
         self._kind = Kind.GOSSIP
-        now = self._now(lr)._replace(skipped=tuple(range(len(self.mixer.rows))))
+        now = self._now(lr)._replace(skipped=tuple(range(len(self.mixer.rows))), waits=True)
         for g in self.vector.g:
             g.zero_()
         self.send(now)

@@ -39,10 +39,12 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
         own = node.vector.x[0] if twin is None else None
         if own is not None:
             parts, done = [own], node.publish
+            ends = done
         else:
             modules = fully_sharded(module)
             done = partial(reshard, modules)
             done()
+            ends = partial(_leave, modules, node)
             parts = [local(p.detach()) for p in module.parameters() if p.is_floating_point()]
         kept += [(t, t.clone()) for t in parts]
     node.looking, whole = True, False
@@ -56,17 +58,30 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
             if batches is not None:
                 device = next(module.parameters()).device
                 draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
+                seen = 0
                 with draws, recalibrating(module):
                     for batch in batches:
+                        seen += 1
                         module((batch[0] if isinstance(batch, list | tuple) else batch).to(device))
+                with node.world.together(JobError):
+                    if not seen:
+                        raise JobError(
+                            f"averaged(recalibrate=…): no batch came on rank {node.world.rank}; "
+                            "give a list, or a generator that is made anew each time"
+                        )  # fmt: skip
             average_buffers(node.mixer, node.group, [[buffers]], module)
             whole = True
         if not whole:  # a rank was lost: what there is without the others
-            _put_back(kept, done)
+            _put_back(kept, ends)
         yield
     finally:
         node.looking = False
-        _put_back(kept, done)
+        _put_back(kept, ends)
+
+
+def _leave(modules: Sequence[nn.Module], node: LoopNode) -> None:
+    reshard(modules)
+    node.publish()  # a twin may share 16-bit parameters: they are as the masters say
 
 
 def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], done: Callable) -> None:

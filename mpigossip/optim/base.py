@@ -58,15 +58,19 @@ class Wrapper(torch.optim.Optimizer):
         """Clear the gradients; ``set_to_none`` as in torch."""
         self._inner.zero_grad(set_to_none)
 
-    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide gradients of ``parameters`` by GradScaler's scale, unless the user did that."""
+    def unscale(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
+        """Divide gradients of ``parameters`` by GradScaler's scale, unless the user did that.
+
+        Those of 16 bits, which would underflow, are left to who makes float32 of them.
+        """
         scale = getattr(self, "grad_scale", None)
         if scale is None:
-            return
+            return None
         inverse = scale.double().reciprocal().float()  # as GradScaler does it
         for p in parameters:
-            if p.grad is not None:
+            if p.grad is not None and p.grad.dtype.itemsize > 2:
                 local(p.grad).mul_(inverse.to(p.grad.device))
+        return inverse
 
     def __getstate__(self) -> dict[str, Any]:
         """JobError, for `copy` and `pickle`."""

@@ -152,7 +152,8 @@ class Gossip(WithFolder):
         if on_change is not None and world.survives:
             self._survival = Survival(self._node, run, on_change)
             self._node.noticed = self._survival.noticed
-        world.resources.callback(self.close)
+        self._open = [self]  # once closed, the world keeps no model alive
+        world.resources.callback(_close, self._open)
         arguments.say(world, self._model, self._inner)
 
     # -- a torch optimizer ----------------------------------------------------------------------
@@ -200,7 +201,7 @@ class Gossip(WithFolder):
         node.check()
         engine = node.engine
         self._stale.check(node.vector.rows[0], self._world.rank)
-        skipped = unscaled(self, engine, node.vector.rows[0])
+        skipped = unscaled(self, engine, node.vector)
         lr = one_rate(self._job.algorithm.name, self._inner, self.steps)
         node.gather()
         if skipped and not engine.method.raw:
@@ -269,8 +270,9 @@ class Gossip(WithFolder):
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's, and as "gossip" this node's model, method and counters.
 
-        Buffers are the model's own state. Not collective. Save one for each node: another node's
-        would put this one in its place.
+        Buffers are the model's own state. Not collective, but while a fragment is on its way: then
+        on all ranks of the node. Save one for each node: another node's would put this one in its
+        place.
         """
         self._node.not_serving("state_dict()")
         self._run_hooks("state_dict_pre")
@@ -339,6 +341,7 @@ class Gossip(WithFolder):
         word = deadline.CLOSES if alone else deadline.WAITS
         with torch.no_grad(), deadline.ends(self.steps, word):
             self._end()
+        self._open.clear()
 
     def _end(self) -> None:
         run = self._run
@@ -350,3 +353,8 @@ class Gossip(WithFolder):
                 self._survival.leave()
             elif run is not None:
                 run.finish()
+
+
+def _close(kept: list[Gossip]) -> None:
+    for one in [*kept]:
+        one.close()

@@ -233,11 +233,9 @@ def one_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> fl
     return lr
 
 
-def unscaled(
-    optimizer: Wrapper, engine: Engine, parameters: Sequence[nn.Parameter]
-) -> tuple[int, ...]:
+def unscaled(optimizer: Wrapper, engine: Engine, vector: Parameters) -> tuple[int, ...]:
     """Divide the gradients by GradScaler's scale; return (0,) where they overflowed."""
-    found = getattr(optimizer, "found_inf", None)
+    found, vector.inverse = getattr(optimizer, "found_inf", None), None
     if found is None:
         return ()
     wrong = torch.as_tensor(float(found) > 0, dtype=torch.float64).reshape(1, 1)
@@ -245,7 +243,7 @@ def unscaled(
         wrong = engine.mixer.mean_scalars(wrong)
     if float(wrong.reshape(-1)[0]) > 0:
         return (0,)
-    optimizer.unscale(parameters)
+    vector.inverse = optimizer.unscale(vector.rows[0])
     return ()
 
 
@@ -297,7 +295,7 @@ class Stale:
     def __init__(self) -> None:
         self._parameter: torch.Tensor | None = None
         self._spent: tuple[torch.Tensor, int, int] | None = None
-        self._added = False
+        self._added, self._passes = False, 0
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Choose the smallest of the optimizer's parameters that has a gradient, if one has."""
@@ -310,16 +308,17 @@ class Stale:
         """Note that a step has used the gradients."""
         grad = None if self._parameter is None else self._parameter.grad
         self._spent = None if grad is None else (grad, grad._version, local(grad)._version)
+        self._passes, self._added = 0, False
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        """The first backward pass after a step: between the two, zeroing would have counted."""
+        """A backward pass after a step: zeroing before it would have counted, too."""
         if self._spent is not None:
             grad, version, of_local = self._spent
-            self._added = parameter.grad is grad and grad._version == version + 1
+            self._passes += 1  # some are another loss's, as of a GAN: what counts is the last one
+            self._added = parameter.grad is grad and grad._version == version + self._passes
             if is_sharded(grad):  # torch adds to its local part, and counts zeroing apart
                 same = parameter.grad is grad and grad._version == version
                 self._added = same and local(grad)._version > of_local
-            self._spent = None
 
     def check(self, parameters: Iterable[torch.Tensor], rank: int) -> None:
         """JobError where backward added to gradients that were used; report if there are none."""
@@ -327,7 +326,7 @@ class Stale:
             note_once(f"step() on rank {rank} without any gradient: only the exchange changes its "
                    "model; call zero_grad() before backward(), and that on the model given to "
                    "Gossip, not on a copy")  # fmt: skip
-        if self._added:
+        if self._added and self._parameter.grad is self._spent[0]:
             self._added = False
             raise JobError(
                 "backward() accumulated into the previous step's gradients; call "

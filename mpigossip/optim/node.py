@@ -216,7 +216,11 @@ class LoopNode:
         """Lay out the vector with thawed parameters; the method's state begins anew. Collective."""
         before, drops = self.engine, bool(self.engine.parts())
         before.settle()
+        rows = self.vector.cut(before.vector.x[0][0])
+        masters = dict(zip(self.vector.flat.names, rows, strict=True))
         self.lay_out()
+        for name, now in zip(self.flat.names, self.vector.cut(self.vector.x[0][0]), strict=True):
+            now.copy_(masters.get(name, now))  # 16-bit parameters are rounded
         self._sent = []
         self.engine.count_from(before.numbers() | {"born": before.index})
         self.mixer.bytes_sent[:] = before.mixer.bytes_sent
@@ -275,6 +279,12 @@ class LoopNode:
         if any(id(p) not in self.known for g in self.inner.param_groups for p in g["params"]):
             self.check_known()
         changed = self.vector.check()
+        name = self.job.algorithm.name
+        if not takes_local(name) and (names := self.vector.froze()):
+            raise JobError(
+                f'{named(names)} are frozen now, and algorithm.name = "{name}" would move them '
+                'on by its own momentum; use algorithm = "dsgd", whose optimizer leaves them'
+            )  # fmt: skip
         if names := self.vector.thawed():
             self.lay_out_again(names)
             changed = False

@@ -133,7 +133,9 @@ def _completed(
                 )
             own[name].copy_(value.view(own[name].shape))
     # tied arrays become equal ones: safetensors holds no array twice under two names
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}, ""
+    whole = torch.contiguous_format  # which safetensors asks for
+    state = module.state_dict().items()
+    return {name: value.detach().clone(memory_format=whole) for name, value in state}, ""
 
 
 def _write(state: dict[str, torch.Tensor], path: Path, manifest: Manifest, node: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from mpigossip.config.readable import cells as safe
 from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import replacing, writing
-from mpigossip.store.log_reading import Log, metrics_in
+from mpigossip.store.log_reading import Log, metrics_in, with_nan
 
 TENSORBOARD = {
     "loss": "loss/training", "lr": "schedule/lr", "gradient_norm": "training/gradient_norm",
@@ -59,9 +59,9 @@ def to_tensorboard(log: Log, folder: Path) -> None:
     """Write event files that TensorBoard shows: the columns of `TENSORBOARD` and evaluations."""
     with writing(folder), closing(Events(folder)) as writer:
         for name in [name for name in log.steps if name not in HIDDEN]:
-            values = log.steps[name]
-            known = np.isfinite(values).any(axis=1)
-            for step, row in zip(log.steps["step"][known], values[known], strict=True):
+            values = with_nan(log.steps[name])
+            there = np.isfinite(values).any(axis=1)
+            for step, row in zip(log.steps["step"][there], values[there], strict=True):
                 writer.add_scalar(tag(name), float(np.nanmean(row)), int(step))
         for row, step in enumerate(log.evaluations["step"]):
             found = {name: values[row] for name, values in log.evaluations.items()}
@@ -110,9 +110,9 @@ class Events:
         self._file = (folder / name).open("xb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        if first_step:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(step=first_step, session_log=start)
+        # also at 0: an older file of the folder may be of a run that began again
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(step=first_step, session_log=start)
 
     def _write(self, **about: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **about).SerializeToString())

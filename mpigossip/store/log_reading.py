@@ -183,6 +183,13 @@ def _check(have: dict[str, h5py.Dataset], group: str, index: str) -> None:
             raise ValueError(f'"{group}/{name}" is {data.dtype} {data.shape}, not of {right[-1]}')
 
 
+def with_nan(values: np.ndarray) -> np.ndarray:
+    """Values with NaN where integers have −1 for what isn't known."""
+    if values.dtype.kind != "i" or not (values < 0).any():
+        return values
+    return np.where(values < 0, np.nan, values)
+
+
 def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
     """The rows of `data`, or means over `block` rows at a time, read piece by piece."""
     if block == 1 or len(data) == 0:
@@ -192,7 +199,7 @@ def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
     pieces = []
     stride = block * max(1, (1 << 24) // (block * data.shape[1] * 8))
     for start in range(0, len(data), stride):
-        piece = data[start : start + stride].astype(np.float64)
+        piece = with_nan(data[start : start + stride]).astype(np.float64)
         short = -len(piece) % block
         piece = np.pad(piece, ((0, short), (0, 0)), constant_values=np.nan)
         with warnings.catch_warnings():  # of blocks without a value

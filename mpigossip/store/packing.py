@@ -112,7 +112,7 @@ def pack(
         raise StoreError(f"{option} is for images, and --text packs none; leave one of them out")
     if tokenizer == "byte" and vocabulary != VOCABULARY:
         raise StoreError(f"--vocabulary {vocabulary} is for byte pairs; add --tokenizer bpe")
-    coder = texts.Coder(tokenizer, texts.files_of(folder)[0] if text else (), vocabulary)
+    coder = texts.Coder(tokenizer, texts.files_of(folder, out)[0] if text else (), vocabulary)
     if image_size is not None and image_size < 1:
         raise StoreError(f"image size {image_size} is too small: it is pixels, at least 1")
     with replacing(out) as new:
@@ -122,7 +122,7 @@ def pack(
                 format=fixed(FORMAT), version=PLAIN, source=fixed(str(folder.resolve()))
             )
             if text:
-                _pack_text(folder, file, coder)
+                _pack_text(folder, file, coder, out)
             else:
                 _pack_images(folder, file, image_size, decoded)
     return out
@@ -288,6 +288,8 @@ def _check(path: Path, image_size: int | None, measured: bool) -> _Payload:
         data = path.read_bytes()
         with Image.open(io.BytesIO(data)) as image:
             image.load()
+            if image.mode[0] in "IF":  # Pillow would cut, not scale: nearly all becomes white
+                raise ValueError(f"mode {image.mode}: more than 8 bits a channel; save it with 8")
             gray = image.mode in ("1", "L")
             if image_size is not None and min(image.size) > image_size:
                 image, data = _smaller(image, image_size)
@@ -316,9 +318,9 @@ def _smaller(image: Image.Image, shorter: int) -> tuple[Image.Image, bytes]:
     return small, buffer.getvalue()
 
 
-def _pack_text(where: Path, file: h5py.File, coder: texts.Coder) -> None:
+def _pack_text(where: Path, file: h5py.File, coder: texts.Coder, out: Path) -> None:
     """Write all files of a text: the first 90 % of each to train, the rest to test."""
-    files, names = texts.files_of(where)
+    files, names = texts.files_of(where, out)
     with _halves(file) as halves:
         for path in files:
             for half, part in zip(halves.values(), coder.halves(path), strict=True):

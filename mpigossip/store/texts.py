@@ -46,8 +46,11 @@ class Tokenizer:
 BYTES = Tokenizer(np.ones(256, np.int64))
 
 
-def files_of(where: Path) -> tuple[list[Path], list[str]]:
-    """The file, or all files with text below a folder, sorted, and their names. StoreError."""
+def files_of(where: Path, apart: Path | None = None) -> tuple[list[Path], list[str]]:
+    """The file, or all files with text below a folder but for ``apart``, sorted, and their names.
+
+    StoreError.
+    """
 
     def refused(error: OSError) -> None:
         with reading(Path(error.filename)):
@@ -63,6 +66,7 @@ def files_of(where: Path) -> tuple[list[Path], list[str]]:
         for path in map(Path(top).joinpath, names)
         if path.is_file()
         and path.stat().st_size > 0
+        and not (apart and apart.exists() and path.samefile(apart))
         and not any(part.startswith(".") for part in path.relative_to(where).parts)
     )
     if not files:

@@ -77,6 +77,7 @@ def study(
     rates: Sequence[float] | Literal["search", "fine"] | None = None,
     settings: Sequence[str] = (),
     judge: str | None = None,
+    larger: bool | None = None,
     output: str | Path | None = None,
     processes: int | None = None,
     skip: bool = False,
@@ -100,7 +101,8 @@ def study(
     :param settings: of all runs: ``["run.epochs=5"]``
     :param judge: a metric of the task or "loss", at the end, of the averaged model; or
         "train_loss", of the nodes' batches in the last twentieth of the steps; None: the task's
-        first metric
+        first metric, "loss" of a task of one's own
+    :param larger: whether larger values of ``judge`` are better; None: of accuracies
     :param output: folder of all logs; None: runs/study-JOB
     :param processes: runs side by side; None: one for each core; 0: run nothing
     :param skip: leave out points whose parts don't go together, which else are an error
@@ -112,10 +114,10 @@ def study(
     folder = Path(output) if output is not None else Path("runs") / f"study-{path.stem}"
     runner = Runner(path, folder, processes)
     numbers = _listed("seeds", range(seeds) if isinstance(seeds, Integral) else seeds)
-    rate_of, tried = chosen(cells, rates, judge, runner)
+    rate_of, tried = chosen(cells, rates, judge, runner, larger)
     wanted = [(cell, rate_of[cell], seed) for cell in cells for seed in numbers]
     found = runner.fill(wanted)
-    return Study(cells, rate_of, numbers, found, judge, tried, left_out, folder)
+    return Study(cells, rate_of, numbers, found, judge, tried, left_out, folder, larger)
 
 
 def _listed(name: str, value: Any) -> list[int]:

@@ -19,6 +19,9 @@ Axis = Sequence[Any] | Mapping[str, str]
 """Values of a setting, or what each label stands for: settings with spaces between."""
 
 
+RESERVED = {"nodes", "lr", "seeds", "diverged", "late", "loss", "accuracy", "MB", "train_loss"}
+
+
 @dataclass(frozen=True)
 class Cell:
     """One point: its label on each axis, the settings that it means, and the number of nodes."""
@@ -68,6 +71,8 @@ def cells_of(
 
 def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
     """Label and settings of each value."""
+    if axis in RESERVED:
+        raise JobError(f'grid: "{axis}" is a column of the table; call the axis something else')
     if isinstance(values, str) or not hasattr(values, "__len__") or not len(values):
         raise JobError(
             f"grid: {axis} = {values!r}: an axis is a list of values, or labels with settings"

@@ -41,12 +41,14 @@ class Results:
         tried: Sequence[Tried],
         left_out: Mapping[str, str],
         folder: Path,
+        larger: bool | None = None,
     ):
         """``cells``: the points; ``rates``: which each took; ``found``: their runs."""
         self.cells, self.rates, self.seeds = list(cells), dict(rates), list(seeds)
         self.tried, self.left_out, self.folder = list(tried), dict(left_out), folder
         self._found = dict(found)
         self.judge = figure_of(found.values(), judge)
+        self.larger = larger
         self.axes = [name for name, _ in self.cells[0].labels]
         if len({cell.nodes for cell in cells}) > 1:
             self.axes.append("nodes")
@@ -92,7 +94,7 @@ class Results:
         return self.rows[self._order()[0]]
 
     def _order(self) -> list[int]:
-        sign = -1 if larger_is_better(self.judge) else 1
+        sign = -1 if larger_is_better(self.judge, self.larger) else 1
 
         def place(k: int):
             value = self.rows[k][self.judge]
@@ -119,7 +121,8 @@ class Results:
         seed, as seeds share initial parameters and the order of samples; of seeds with which
         neither diverged.
         """
-        sign = 1 if larger_is_better(name) else -1
+        said = self.larger if name == self.judge else None
+        sign = 1 if larger_is_better(name, said) else -1
         return [
             sign * (a.last(name) - share * b.last(name))
             for a, b in zip(self.runs(first), self.runs(second), strict=True)

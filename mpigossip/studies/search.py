@@ -38,7 +38,11 @@ class Tried:
 
 
 def chosen(
-    cells: Sequence[Cell], rates: Sequence[float] | str | None, judge: str | None, runner: Runner
+    cells: Sequence[Cell],
+    rates: Sequence[float] | str | None,
+    judge: str | None,
+    runner: Runner,
+    larger: bool | None = None,
 ) -> tuple[dict[Cell, float | None], list[Tried]]:
     """The rate of each point, None for the job's own; and all that was tried."""
     if rates is None:
@@ -60,7 +64,8 @@ def chosen(
         found |= runner.fill([key for key in keys if key not in found])
         name = figure_of(found.values(), judge)
         tried = [Tried(k[0], k[1], one.last(name), one.late) for k, one in found.items()]
-        best = {cell: _best([one for one in tried if one.cell == cell], name) for cell in cells}
+        of = {cell: [one for one in tried if one.cell == cell] for cell in cells}
+        best = {cell: _best(own, name, larger) for cell, own in of.items()}
         if further:
             more = {cell: further(best[cell], candidates[cell]) for cell in cells}
             candidates = {cell: sorted([*candidates[cell], *more[cell]]) for cell in cells}
@@ -76,20 +81,25 @@ def figure_of(found: Iterable[Found], judge: str | None) -> str:
     if judge is not None and judge not in {*whole.summary, *DERIVED}:
         known = ", ".join(dict.fromkeys([*metrics, "loss", *DERIVED]))
         raise JobError(f'judge = "{judge}": the runs have no such figure; choose one of {known}')
-    return judge or next(iter(metrics), "loss")
+    return judge or next(filter(_directed, metrics), "loss")
 
 
-def larger_is_better(name: str) -> bool:
-    """Of accuracies; of all else, losses and errors, the smaller is."""
-    return "accuracy" in name
+def _directed(name: str) -> bool:
+    """Return whether it is known which values are better; of a task of one's own it isn't."""
+    return "accuracy" in name or name in {"gradient_square", "distance_square"}
 
 
-def _best(tried: Sequence[Tried], name: str) -> float:
+def larger_is_better(name: str, said: bool | None = None) -> bool:
+    """As ``said``; else of accuracies, and of all else, losses and errors, the smaller is."""
+    return "accuracy" in name if said is None else said
+
+
+def _best(tried: Sequence[Tried], name: str, larger: bool | None = None) -> float:
     """The rate of the best figure, the smaller of equal ones; the smallest where all diverged.
 
     Of those that didn't diverge late, if there are any.
     """
-    sign = -1 if larger_is_better(name) else 1
+    sign = -1 if larger_is_better(name, larger) else 1
     ended = [one for one in tried if math.isfinite(one.judged)]
     known = [one for one in ended if not one.lost] or ended
     if not known:

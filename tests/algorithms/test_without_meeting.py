@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from mpigossip import algorithms
+from mpigossip.algorithms import Step
+from mpigossip.graphs import graph
 from mpigossip.mixing.base import Kind
 from mpigossip.mixing.delayed import Delayed, Faults, table
 from mpigossip.mixing.simulated import Simulated
@@ -101,3 +104,20 @@ def test_a_straggler_leaves_nodes_near_the_optimum(settings, n):
     after = driver.run(600).whole()
     assert (after.mean(0) - best).norm() < 0.25 * (begin.mean(0) - best).norm()
     assert (after - best).norm() < 0.5 * (begin - best).norm()
+
+
+@on_each("name", ["noloco", "gasloc", "detag"])
+def test_a_node_that_waits_takes_no_step_but_averages(name):
+    """Exchanges between steps (`Engine.average`): no outer step, no end of a phase."""
+    method = algorithms.build(name, "sgd", {}, 0, graph("complete", 2))
+    x = torch.arange(6.0).reshape(2, 3)
+    state = method.init(x)
+    for t in range(4):
+        now = Step(t, t, Kind.GOSSIP, 0.5, skipped=(0, 1), waits=True)
+        out = tuple(torch.zeros_like(x) for _ in range(method.vectors))
+        state = method.send(x, torch.zeros_like(x), state, out, now)
+        mixed = tuple(one.mean(0).expand_as(one).clone() for one in out)
+        state = method.receive(x, torch.zeros_like(x), state, out, mixed, now)
+    assert torch.allclose(x.mean(0), torch.tensor([1.5, 2.5, 3.5]), atol=1e-5)
+    moved = bool((x[0] - x[1]).abs().max() < 3)
+    assert moved is (name != "detag"), "its x moves at the end of a phase"

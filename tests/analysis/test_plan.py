@@ -118,6 +118,10 @@ def test_the_command_plans_alone(alone, tmp_path):
     }  # fmt: skip
     assert {row["nodes"] for row in found["rows"]} == {4, 8, 16, 32}
     assert (tmp_path / "p.png").stat().st_size > 20_000
+    saved = tmp_path / "net.json"
+    assert alone("plan", JOB, "--nodes", "4", *given, "--save", saved).returncode == 0
+    kept = json.loads(saved.read_text())
+    assert kept["encode_rate"] > 0 and kept["decode_rate"] > 0
 
 
 @on_each(

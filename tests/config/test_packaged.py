@@ -63,6 +63,8 @@ def test_an_example_is_copied_with_its_module_and_never_over_a_file(tmp_path, mo
     assert sorted(p.name for p in Path("mine").iterdir()) == ["oscillator.py", "oscillator.toml"]
     assert cli.main(["examples", "copy", "oscillator", "--to", "mine"]) == 2
     assert cli.main(["examples", "copy", "osc"]) == 2
+    assert cli.main(["examples", "copy", "fsdp", "--to", "other"]) == 0
+    assert sorted(p.name for p in Path("other").iterdir()) == ["fsdp.py", "gpt.py"]
     assert 'did you mean "oscillator"?' in capsys.readouterr().err
 
 

@@ -1,6 +1,7 @@
 import dataclasses
 import pickle
 import random
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -98,6 +99,7 @@ def test_reads_file_text_and_dict_alike(tmp_path):
     assert job.graph.options == {"order": "permuted"}
     assert job.data.shape == (1, 8, 8)
     assert str(job.run.folder) == "runs/trial"
+    assert dataclasses.replace(job.run, output="~/{name}").folder == Path.home() / "trial"
 
 
 def test_defaults_and_every_field_is_documented():

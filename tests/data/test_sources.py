@@ -265,6 +265,9 @@ def test_text(tmp_path, opened):
     assert data.train_labels[14] == 0 and data.train_labels[15] == 1
     with pytest.raises(JobError, match="holds text"):
         source(Data(source=str(tmp_path / "out.h5"), augment="crop-flip"), 0)
+    inside = [pack(folder, folder / "inside.h5", text=True).stat().st_size for _ in range(2)]
+    assert inside[0] == inside[1], "what was packed before isn't packed"
+    (folder / "inside.h5").unlink()
     (folder / "b").unlink()
     (folder / "a").write_bytes(b"short")
     short = pack(folder, tmp_path / "short.h5", text=True)

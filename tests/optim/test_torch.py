@@ -193,6 +193,24 @@ def test_bfloat16_parameters_have_a_float32_master():
     assert all(torch.equal(a, b) for a, b in zip(views, masters, strict=True))
 
 
+@pytest.mark.parametrize("algorithm", ["dsgd", "dmsgd"])
+def test_scaled_gradients_of_float16_are_divided_in_float32(algorithm):
+    """1e-8, which float16 hasn't: ten steps of 1e5 times that."""
+    model = nn.Linear(4, 1, bias=False).half()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    inner = torch.optim.SGD(model.parameters(), lr=1e5)
+    more = {"beta": 0.0} if algorithm == "dmsgd" else {}
+    optimizer = mpigossip.Gossip(Alone(), model, inner, algorithm, **more)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for _ in range(10):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 4).half()).float().sum() * 1e-8).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.vector.x[0][0, 0].item() == pytest.approx(0.99, abs=1e-4)
+
+
 def test_schedulers_and_closures_see_the_inner_optimizer():
     made = [net(), net()]
     inner = [optimizer(model, "SGD", momentum=0.9) for model in made]

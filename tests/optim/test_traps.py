@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
 import re
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -310,6 +312,13 @@ def test_recalibration_without_a_norm_is_refused():
         pass
 
 
+def test_recalibration_without_a_batch_is_refused():
+    model = make(0, nn.BatchNorm1d(2))
+    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    with pytest.raises(JobError, match="no batch came on rank 0"):
+        optimizer.averaged(recalibrate=iter(())).__enter__()
+
+
 @with_world
 def with_twin(world):
     model = make(0, nn.BatchNorm1d(2))
@@ -382,6 +391,77 @@ def test_what_is_frozen_is_counted_and_said_once(capsys):
     few = mpigossip.Gossip(Alone(), model, torch.optim.SGD(model[0].parameters(), lr=0.1))
     assert "2.weight, 2.bias are exchanged, but in no group" in capsys.readouterr().err
     few.close()
+
+
+def frozen_since(algorithm, inner):
+    model = make()
+    optimizer = mpigossip.Gossip(Alone(), model, inner(model.parameters(), lr=0.1), algorithm)
+    train(optimizer, model, 0, range(3))
+    model[0].requires_grad_(False)
+    before = values(model)
+    train(optimizer, model, 0, range(3, 6))
+    return torch.equal(values(model)[:35], before[:35]), torch.equal(values(model), before)
+
+
+def test_what_is_frozen_later_stays_or_is_refused():
+    assert frozen_since("parallel", torch.optim.AdamW) == (True, False)
+    with pytest.raises(JobError, match=r"0\.weight, 0\.bias are frozen now.*dmsgd"):
+        frozen_since("dmsgd", torch.optim.SGD)
+
+
+def test_masters_stay_where_others_are_unfrozen():
+    """10 times 1e-3 of 1, which bfloat16 would round away each."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1)).bfloat16()
+    model[1].requires_grad_(False)
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    optimizer = mpigossip.Gossip(Alone(), model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for step in range(10):
+        if step == 5:
+            model[1].requires_grad_(True)
+        optimizer.zero_grad()
+        model[0].weight.grad = torch.full_like(model[0].weight, 1e-3)
+        optimizer.step()
+    rows = optimizer.vector.cut(optimizer.vector.x[0][0])
+    master = dict(zip(optimizer.vector.flat.names, rows, strict=True))["0.weight"]
+    assert master.item() == pytest.approx(0.99, abs=1e-4)
+
+
+def test_the_loss_of_another_network_passes_through_between_steps():
+    """As in a GAN: the generator's backward() goes through the discriminator behind its step."""
+    model, other = make(), nn.Linear(6, 6)
+    optimizer = mpigossip.Gossip(Alone(), model, sgd(model))
+    for none in (True, False, True):
+        x = torch.randn(4, 6)
+        optimizer.zero_grad(set_to_none=none)
+        model(x).square().mean().backward()
+        optimizer.step()
+        model(other(x)).square().mean().backward()
+    with pytest.raises(JobError, match="accumulated into the previous step's gradients"):
+        optimizer.step()
+
+
+def test_a_closed_gossip_is_let_go():
+    with Alone() as alone:
+        model = make()
+        optimizer = mpigossip.Gossip(alone, model, sgd(model))
+        train(optimizer, model, 0, range(2))
+        optimizer.close()
+        last = weakref.ref(model)
+        del model, optimizer
+        gc.collect()
+        assert last() is None
+
+
+def test_adpsgd_may_begin_at_rate_0():
+    model = make()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mpigossip.Gossip(Alone(), model, inner, "adpsgd", total=20, period=1)
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 5))
+    for step in range(20):
+        train(optimizer, model, 0, [step])
+        warm.step()
+    assert torch.isfinite(values(model)).all()
 
 
 @with_world

@@ -22,6 +22,7 @@ from mpigossip.runs.job import JobNode, train
 from mpigossip.runs.summary import describe
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
+from mpigossip.store.log_reading import with_nan
 from mpigossip.training import assemble
 from mpigossip.training.loop import NotFinite, Trainer
 from tests.cases import every, on_each, with_world
@@ -218,6 +219,10 @@ def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
     with contextlib.redirect_stdout(io.StringIO()) as told:
         launch.resume(folder, ["run.steps=46"], Alone(), 3)
     assert "exact average of 8 nodes" in told.getvalue() and "averaged: " in told.getvalue()
+    sent = with_nan(read(folder / "log.h5").steps["bytes_sent"])
+    assert np.isnan(sent[-1, 3:]).all() and np.nanmean(sent[-1]) > np.nanmean(sent[-2])
+    with pytest.raises(JobError, match="a run goes on in its own folder"):
+        launch.resume(folder, [f"run.output={tmp_path / 'other'}"], Alone(), 3)
     for n, extra, until in ((5, [], 110), (5, ["node.devices=cpu:2"], "none")):
         summary = launch.resume(folder, [f"run.steps={until}", *extra], Alone(), n)
     assert summary["finished"] and abs(summary["epochs"] - 5) < 1e-9

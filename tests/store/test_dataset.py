@@ -111,6 +111,15 @@ def test_pack_names_bad_files(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
 
 
+def test_pack_refuses_more_than_8_bits(tmp_path):
+    """Pillow would cut them off: nearly all becomes white."""
+    root = folder_of_images(tmp_path / "images")
+    pixels = np.full((9, 9), 40_000, np.uint16)
+    Image.fromarray(pixels).save(root / "train/ape/0.png")
+    with pytest.raises(StoreError, match="(?s)1 of 27 files.*more than 8 bits a channel"):
+        pack(root, tmp_path / "out.h5")
+
+
 @pytest.mark.parametrize(
     ("remove", "message"),
     [

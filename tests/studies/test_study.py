@@ -466,6 +466,18 @@ def test_a_task_without_metrics_is_judged_by_its_loss_and_what_has_no_curve_is_n
     assert study_of([runs]).judge == "loss"
 
 
+def test_which_of_a_metric_of_ones_own_is_better_is_said():
+    runs = [told(0.9), told(0.9)]
+    for run, overlap in zip(runs, (0.2, 0.7), strict=True):
+        run.log.summary.update(metrics="overlap", overlap=overlap)
+        run.log.evaluations["overlap"] = np.full(2, overlap)
+    found = {(c, None, 0): run for c, run in zip(cells(method=2), runs, strict=True)}
+    given = cells(method=2), dict.fromkeys(cells(method=2)), [0], found
+    assert Study(*given, None, (), {}, Path()).judge == "loss"
+    for larger, best in ((True, 0.7), (False, 0.2), (None, 0.2)):
+        assert Study(*given, "overlap", (), {}, Path(), larger).best()["overlap"] == best
+
+
 def test_a_table_says_what_its_figures_are_and_what_was_lost():
     good, tie = [told(0.9, 0.25), told(0.91, 0.25)], [told(0.88), told(0.92)]
     late = [told(0.5, late=True), told(0.52, late=True)]
@@ -520,6 +532,7 @@ def test_a_table_says_what_its_figures_are_and_what_was_lost():
         ({}, {"rates": np.array([0.1, -1])}, "above 0"),
         ({}, {"rates": ["0.1", 0.2]}, "above 0"),
         ({"run.epochs": [1, 1]}, {}, "the same labels"),
+        ({"lr": {"low": "schedule.lr=0.01"}}, {}, "is a column of the table"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(here, grid, options, words):

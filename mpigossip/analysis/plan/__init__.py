@@ -160,6 +160,13 @@ def _coding(machine: Machine, made: Exchanges) -> Machine:
     return replace(machine, encode_rate=encode, decode_rate=decode)
 
 
+def coded(machine: Machine, what: Subject, n: int) -> Machine:
+    """With rates of coding for a file: of the job's wire, of "qsgd" where that is exact."""
+    wire = "qsgd" if what.job.node.wire == "fp32" else what.job.node.wire
+    job = replace(what.job, node=replace(what.job.node, wire=wire))
+    return _coding(machine, exchanges(replace(what, job=job), n))
+
+
 def _transient(made: Exchanges, alike: bool) -> float:
     """Transient iterations in theory, for data alike on all nodes or not."""
     counted = made.counted
