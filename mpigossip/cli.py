@@ -1,7 +1,9 @@
 """Command line: parse arguments, run a command, turn errors into messages and exit codes."""
 
 import argparse
+import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -45,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     As a program of its own (no ``arguments``) a command that reads files runs in a child process.
     """
-    _able_to_print()
-    if arguments is None and _may_crash(sys.argv[1:]):
-        ended = _in_child(sys.argv[1:])
+    if arguments is None:
+        _able_to_print()
+        ended = _in_child(sys.argv[1:]) if _may_crash(sys.argv[1:]) else None
         if ended is not None:
             return ended
     try:
@@ -72,8 +74,9 @@ def _able_to_print() -> None:
     for name, place in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(place, "w", closefd=False))
-        elif hasattr(getattr(sys, name), "reconfigure"):
-            getattr(sys, name).reconfigure(errors="backslashreplace")
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            with contextlib.suppress(OSError):  # of a file whose place isn't known any more
+                stream.reconfigure(errors="backslashreplace")
 
 
 def _may_crash(words: Sequence[str]) -> bool:

@@ -179,7 +179,7 @@ MUTANTS = [
     Mutant("error feedback forgets", "error_feedback.receive",
            "state.error.sub_(sent[0])", "state.error.zero_()", LATER),
     Mutant("DeTAG's phase one short", "receive",
-           "if r == phase - 1:", "if r == max(phase - 2, 0):", LISTING),
+           "if r == phase - 1 and not step.waits:", "if r == max(phase - 2, 0):", LISTING),
     Mutant("period off by one", "_each",
            "others if (index + 1) % period else last", "others if index % period else last",
            CADENCE),

@@ -99,13 +99,14 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
                     f'no complete checkpoint in "{folder}"; start the run with '
                     "`mpigossip train JOB.toml`"
                 )  # fmt: skip
-            if any(one.strip().startswith("run.output") for one in overrides):
+            manifest = _of_a_job(found)
+            job = load(manifest.job, overrides)
+            asked = any(one.strip().startswith("run.output") for one in overrides)
+            if asked and job.run.folder.resolve() != folder.resolve():
                 raise JobError(
                     f'run.output: a run goes on in its own folder, "{folder}"; to keep it as it is '
                     "and go on elsewhere, copy the folder and resume the copy"
                 )  # fmt: skip
-            manifest = _of_a_job(found)
-            job = load(manifest.job, overrides)
             # the folder may have been moved since
             job = replace(job, run=replace(job.run, output=str(folder)))
         if world.comm is not None:
