@@ -106,16 +106,24 @@ def _tested_at(log: Log) -> Sequence[int]:
 
 
 def _logged(log: Log) -> list[Sequence[str]]:
-    """Return rows of the steps' own metrics: at most 20 steps at which all of them are known."""
+    """Return rows of the steps' own metrics: at most 20 steps at which all, else some are known."""
     names = sorted(["loss", *own_columns(log)])
     values = {name: over_nodes(np.nanmean, log.steps[name]) for name in names}
     values = {name: of for name, of in values.items() if np.isfinite(of).any()}
-    known = np.flatnonzero(np.all([np.isfinite(of) for of in values.values()], axis=0))
-    if not values or not len(known):
+    if not values:
         return []
+    there = np.isfinite([*values.values()])
+    whole = there.all(axis=0)
+    known = np.flatnonzero(whole if whole.any() else there.any(axis=0))
     some = known[np.unique(np.linspace(0, len(known) - 1, 20).astype(int))]
     step = log.steps["step"]
-    rows = [[f"{int(step[k]) + 1}", *(number(of[k]) for of in values.values())] for k in some]
+    rows = [
+        [
+            f"{int(step[k]) + 1}",
+            *(number(of[k]) if np.isfinite(of[k]) else "–" for of in values.values()),
+        ]
+        for k in some
+    ]
     return [["step", *values], *rows]
 
 

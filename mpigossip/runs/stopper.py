@@ -156,3 +156,5 @@ class Stopper(Hook):
     def stop(self, progress, summary: dict[str, Any]) -> None:
         if self._pending is not None:
             self._pending.read()
+        if self._world.rank == 0 and summary.get("finished"):  # it came too late for this run
+            self.take_away()

@@ -51,7 +51,7 @@ def replacing(path: Path) -> Iterator[Path]:
             yield beside
             sync(beside)
             beside.replace(path)
-            with suppress(OSError):  # some file systems, such as SMB's, have no fsync of folders
+            with suppress(OSError):  # a folder that may not be read
                 sync(path.parent)
     finally:
         with suppress(OSError):  # whoever may not write there may not look there either
@@ -132,6 +132,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some file systems, such as SMB's, have no fsync of folders
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP} or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

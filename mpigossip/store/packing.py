@@ -112,6 +112,8 @@ def pack(
         raise StoreError(f"{option} is for images, and --text packs none; leave one of them out")
     if tokenizer == "byte" and vocabulary != VOCABULARY:
         raise StoreError(f"--vocabulary {vocabulary} is for byte pairs; add --tokenizer bpe")
+    if out.is_file() and not h5py.is_hdf5(out):
+        raise StoreError(f"{out} is there and no data file; name another one, or remove it")
     coder = texts.Coder(tokenizer, texts.files_of(folder, out)[0] if text else (), vocabulary)
     if image_size is not None and image_size < 1:
         raise StoreError(f"image size {image_size} is too small: it is pixels, at least 1")

@@ -122,6 +122,9 @@ def study(
 
 def _listed(name: str, value: Any) -> list[int]:
     try:
-        return list(dict.fromkeys(map(index, [value] if isinstance(value, Integral) else value)))
+        found = list(dict.fromkeys(map(index, [value] if isinstance(value, Integral) else value)))
     except TypeError:
         raise JobError(f"{name} = {value!r}: needs a whole number or a list of them") from None
+    if not found:
+        raise JobError(f"{name}: needs at least one")
+    return found

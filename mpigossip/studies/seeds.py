@@ -101,11 +101,11 @@ def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
         else:
             evaluations[name] = np.concatenate(values, axis=1)
     shared = set.intersection(*(set(log.summary) for log in logs))
-    summary = {
-        key: np.mean([log.summary[key] for log in logs]).item()
-        for key in shared
-        if isinstance(first.summary[key], (int, float))
-    }
+    summary: dict[str, Any] = {}
+    for key in shared:
+        values = [log.summary[key] for log in logs]
+        if isinstance(values[0], (int, float)):  # numbers of steps stay whole
+            summary[key] = values[0] if len(set(values)) == 1 else np.mean(values).item()
     return replace(first, steps=steps, evaluations=evaluations, summary=summary), bands
 
 

@@ -203,6 +203,13 @@ def test_a_run_stops_at_the_file_stop_and_goes_on(tmp_path):
     assert launch.train(made, Alone(), 2)["finished"]
 
 
+def test_a_stop_that_came_too_late_is_not_for_the_next_run(tmp_path):
+    (tmp_path / "STOP").touch()
+    made = job("run.steps=3", "model.name=mlp", folder=tmp_path)  # fewer than an agreement takes
+    assert launch.train(made, Alone(), 2)["finished"]
+    assert not (tmp_path / "STOP").exists()
+
+
 @pytest.mark.parametrize("local, lr", [every("momentum", 0.1), ("adamw", 0.01)])
 def test_a_run_goes_on_with_other_nodes_and_slots(tmp_path, local, lr):
     """8 -> 3 -> 5 nodes, then 2 slots: from the exact average, the epoch going on where it was."""

@@ -135,6 +135,13 @@ def test_pack_names_missing_folders(tmp_path, remove, message):
         pack(root, tmp_path / "out.h5")
 
 
+def test_pack_writes_over_no_other_file(tmp_path):
+    (tmp_path / "b.md").write_text("a text")
+    with pytest.raises(StoreError, match=r"b\.md is there and no data file"):
+        pack(tmp_path, tmp_path / "b.md", text=True)
+    assert (tmp_path / "b.md").read_text() == "a text"
+
+
 def test_pack_refuses_places(tmp_path):
     root = folder_of_images(tmp_path / "images")
     with pytest.raises(StoreError, match="is not a folder"):

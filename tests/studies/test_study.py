@@ -526,6 +526,7 @@ def test_a_table_says_what_its_figures_are_and_what_was_lost():
         ({"algorithm.beta": 0.9}, {}, "beta = 0.9: an axis is a list"),
         ({}, {"nodes": "8"}, "nodes = '8': needs a whole number"),
         ({}, {"seeds": 2.5}, "seeds = 2.5: needs a whole number"),
+        ({}, {"seeds": 0}, "seeds: needs at least one"),
         ({"algorithm.name": ["decentlam", "dsgd"]}, {}, "static"),
         ({}, {"nodes": [0]}, "at least 1"),
         ({}, {"rates": "best"}, '"search"'),
