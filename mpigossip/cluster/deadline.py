@@ -78,9 +78,9 @@ class calling:
 def paused() -> Iterator[None]:
     """Inside, this rank works on purpose: waits for it, and for who waits for it, have no limit."""
     global pauses
-    if not pauses:
-        tell(PAUSED)
     pauses += 1
+    if pauses == 1:
+        tell(PAUSED)
     try:
         yield
     finally:
@@ -159,7 +159,9 @@ class Deadline:
             now = time.monotonic()
             if now - self._start >= self.seconds and patience.more():
                 self._start = now
-            left = wait.look() if wait is not None else None
+            left = wait.look() if wait is not None else None  # listens
+            if wait is not None and roll is not None and roll.pausing():
+                self._start = now  # a whole limit, too, where the pause ends before this one
             stopped = wait is not None and now - max(begin, terminated) >= TERM_S and not excused()
             over = now - self._start >= self.seconds
             if over or stopped or left is not None:

@@ -62,7 +62,9 @@ class Roll:
         return Wait(self, seconds, whom)
 
     def tell(self, ranks: Iterable[int], word: int) -> None:
-        """Say what this rank does, and in which call."""
+        """Say what this rank does, and in which call; in a pause a thread's waits don't end it."""
+        if deadline.pauses and word in (WAITS, WORKS):
+            word = PAUSED
         with self._telling:
             self._sent = [one for one in self._sent if not one[0].Test()]
             for rank in ranks:
@@ -108,6 +110,10 @@ class Roll:
     def excused(self) -> bool:
         """Return whether a rank is paused, as far as was heard."""
         self.listen()
+        return self.pausing()
+
+    def pausing(self) -> bool:
+        """The same of what was taken in already."""
         return PAUSED in self._heard.values()
 
     def left(self, whom: Callable[[], Iterable[int]]) -> int | None:

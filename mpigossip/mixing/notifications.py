@@ -43,6 +43,8 @@ class Notifications:
         self.waited = 0.0
         self.per_round = 1
         """Numbers that a round has: error messages name the round."""
+        self.first = 0
+        """The round that number 0 is of."""
         self._reached: dict[int, int] = {}
         self._asked: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
@@ -75,7 +77,9 @@ class Notifications:
         del self._asked[rank, tag]
         if value[0] != number:
             raise ProtocolError(f"{AWAITED[tag]}: rank {rank} sent {value[0]}, not {number}")
-        self._reached[rank] = number
+        # who frees a buffer for round t is two rounds before it
+        reached = number - 2 * self.per_round if tag == FREE else number
+        self._reached[rank] = max(reached, self._reached.get(rank, reached))
         return True
 
     def pending(self) -> list[MPI.Request]:
@@ -85,8 +89,11 @@ class Notifications:
     def late(self, rank: int, tag: int, number: int) -> str:
         """Return the message for a notification that doesn't come."""
         last, each = self._reached.get(rank), self.per_round
-        seen = "has not been heard of yet" if last is None else f"last reached round {last // each}"
-        return f"{AWAITED[tag]} (round {number // each}): {called(self.comm, rank)} {seen}"
+        seen = "has not been heard of yet"
+        if last is not None:
+            seen = f"last reached round {self.first + last // each}"
+        this = self.first + number // each
+        return f"{AWAITED[tag]} (round {this}): {called(self.comm, rank)} {seen}"
 
     def close(self) -> None:
         """Wait until all sends are complete; collective."""

@@ -72,6 +72,7 @@ class Pipeline:
     def begin(self, r: Round) -> None:
         """Begin to receive and to send; of a round done inline what needs no waiting."""
         r.arrived = dict.fromkeys(r.plan.far, 0)
+        self._transport.notifications.first = r.t - r.index
         r.full = [rank for rank, _ in r.plan.targets]
         self._transport.begin(r, self._buffers.sent)
         if r.inline:

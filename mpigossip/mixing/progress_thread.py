@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.agreement import limited
-from mpigossip.cluster.deadline import Deadline, LateError, Patience
+from mpigossip.cluster.deadline import Deadline, LateError, excused
 from mpigossip.cluster.process import PROGRESS
 from mpigossip.mixing.kernels.waiting import Bell, rest
 from mpigossip.mixing.notifications import abandoned
@@ -62,6 +62,8 @@ class ProgressThread:
         self._failure: BaseException | None = None
         self.busy = 0.0
         """seconds that jobs took so far, their waiting for other nodes included"""
+        self._seen = 0.0
+        """when the thread was last outside MPI in a job, by `time.perf_counter`"""
         self._bell = Bell()
         # a message from itself, sent when the thread closes: looking for it keeps MPI moving
         mine = np.empty(1, np.uint8), comm.rank, IDLE
@@ -104,13 +106,15 @@ class ProgressThread:
         """
         began = time.perf_counter()
         # the job's own waits are shorter: they name the late rank, this names only the round
-        limit, patience = min(self._timeout_s * 2.5 + 5, threading.TIMEOUT_MAX), Patience()
+        limit = min(self._timeout_s * 2.5 + 5, threading.TIMEOUT_MAX)
+        since = began
         while True:
             try:
-                error = future.exception(limit)
+                error = future.exception(min(limit, max(self._timeout_s / 4, 0.05)))
                 break
             except TimeoutError:
-                if not patience.more():
+                since = time.perf_counter() if excused() else max(since, self._seen)
+                if time.perf_counter() - since >= limit:
                     text = f"{what}: MPI does not return from a call (waited {limit:g} s)"
                     raise LateError(text) from None
         if error is not None:
@@ -148,6 +152,7 @@ class ProgressThread:
         """Until a request is complete, or a job is there, or a while is over; whether it could."""
         if self.threaded and threading.current_thread() is not self._thread:
             return rest(requests, need=1, **pauses)
+        self._seen = time.perf_counter()
         rested = rest([*requests, *self._never], need=1, wake=self._bell.wake, **pauses)
         self._bell.heard()
         return rested

@@ -6,12 +6,14 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mpigossip.cluster import deadline
 from mpigossip.cluster.deadline import Deadline, LateError
 from mpigossip.cluster.launcher import LaunchError, check_launcher, check_library, no_mpi
 from mpigossip.cluster.ranks import Alone, world
+from mpigossip.cluster.waits import Roll
 from mpigossip.config import JobError
 from tests import launch
 from tests.cases import every
@@ -429,6 +431,41 @@ def test_a_pause_leaves_a_whole_limit(monkeypatch):
     with pytest.raises(LateError):
         Deadline(1).wait(lambda: False, lambda: "x")
     assert 3.7 <= now[0] < 4.7
+
+
+def test_a_pause_that_ends_before_the_limit_leaves_a_whole_one(monkeypatch):
+    """One that ends at 0.9 s of a wait of 1 s: late at 1.9."""
+    now = [0.0]
+
+    def tick(seconds=1e-3):
+        now[0] += max(seconds, 1e-3)
+        return now[0]
+
+    wait = SimpleNamespace(look=lambda: None, fault=lambda left: "", over=lambda: None)
+    roll = SimpleNamespace(
+        wait=lambda *_: wait, pausing=lambda: now[0] < 0.9, excused=lambda: now[0] < 0.9
+    )
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=tick, sleep=tick))
+    monkeypatch.setattr(deadline, "roll", roll)
+    with pytest.raises(LateError):
+        Deadline(1).wait(lambda: False, lambda: "x", whom=list)
+    assert 1.9 <= now[0] < 2.9
+
+
+def test_a_waiting_thread_doesnt_end_the_pause_of_its_rank(monkeypatch):
+    sent = []
+
+    def keep(value, *_):
+        sent.append(int(value[:8].view(np.int64)[0]))
+        return SimpleNamespace(Test=lambda: True)
+
+    roll = Roll(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
+    monkeypatch.setattr(deadline, "roll", None)
+    with deadline.paused():
+        roll.tell([1], deadline.WAITS)
+        roll.tell([1], deadline.CLOSES)
+    roll.tell([1], deadline.WORKS)
+    assert sent == [deadline.PAUSED, deadline.CLOSES, deadline.WORKS]
 
 
 def test_deadline_counts_from_its_making():

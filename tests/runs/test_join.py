@@ -319,3 +319,19 @@ def test_stop_ends_all_and_the_end_is_said(tmp_path, capsys):
     assert "digest" in capsys.readouterr().out
     shutil.rmtree(folder / "checkpoints")
     assert cli.main(["join", str(folder)]) == 0
+
+
+def test_who_comes_later_writes_the_checkpoint_that_a_killed_member_left(tmp_path, monkeypatch):
+    """The one that linked END; for a lease nothing of it moves."""
+    folder = tmp_path / "run"
+
+    def killed(*_, **__):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(joining.checkpoint, "commit", killed)
+        with pytest.raises(SystemExit):
+            join(folder, job("run.epochs=1"), lease_s=5.0, poll_s=0.05)
+    assert checkpoint.latest(folder) is None
+    assert join(folder, job("run.epochs=1"), lease_s=5.0, poll_s=0.05)["finished"]
+    assert checkpoint.latest(folder) is not None

@@ -196,7 +196,7 @@ def result(
     end = live.place.ended()
     records = [live.place.record(one.place, one.round) for one in end.versions]
     _, states = live.readable([one for one in records if isinstance(one, Round)], len(records))
-    if end.place == live.place.number:
+    if end.place == live.place.number or (live.place.number < 0 and _given_up(live, folder)):
         temporary, entries = checkpoint.begin(folder, steps), []
         for node, state in enumerate(states):
             local = min(steps, int(state.numbers["local_steps"]))
@@ -206,6 +206,29 @@ def result(
         meta = {"nodes": n, "asked": n, "lost": "", "lost_at": 0, **facts}
         checkpoint.commit(temporary, folder, steps, entries, job, meta)
     return states
+
+
+def _given_up(live: Live, folder: Path) -> bool:
+    """Return whether nobody writes the checkpoint any more: who linked END was killed meanwhile.
+
+    Asked by who came after the end; watches what is being written for a lease.
+    """
+
+    def seen() -> list[tuple[str, int]]:
+        found = (folder / "checkpoints").glob("*.writing/*")
+        return sorted((path.name, path.stat().st_size) for path in found if path.exists())
+
+    if not any((folder / "checkpoints").glob("*.writing")):  # purged, or not begun yet
+        return False
+    live.place.tell(f"{folder} has ended, but its checkpoint isn't whole: waiting for its writer")
+    before, since = seen(), time.monotonic()
+    while time.monotonic() - since < live.place.plan.lease_s:
+        if checkpoint.latest(folder) is not None or live.stopping():
+            return False
+        time.sleep(live.poll_s)
+        if (now := seen()) != before:
+            before, since = now, time.monotonic()
+    return True
 
 
 def plan_of(assembly: Assembly, lease_s: float | None = None) -> Plan:
