@@ -173,8 +173,8 @@ def gap() -> Iterator[Cell]:
         settings = (*CIFAR, *sizes[model], f"data.batch={batch}")
         return Cell("gap", n, labels, PAIR, settings, GRID, LEVELS)
 
-    def equally(n: int, batch: int, most: int = len(GRID)) -> Cell:
-        cell = pair("perceptron", n, batch)
+    def equally(n: int, batch: int, most: int = len(GRID), model: str = "perceptron") -> Cell:
+        cell = pair(model, n, batch)
         labels = {**cell.labels, "of": EQUAL}
         return cell._replace(labels=labels, levels={}, order=partial(equal, n, labels, most))
 
@@ -194,7 +194,9 @@ def gap() -> Iterator[Cell]:
     yield equally(16, 16)
     yield pair("perceptron", 4, 256)
     yield from (equally(*size) for size in ((4, 64), (16, 64)))
-    yield from (pair("lenet", *size) for size in ((4, 16), (16, 16), (4, 64), (16, 64), (4, 256)))
+    yield from (pair("lenet", *size) for size in ((4, 16), (16, 16)))
+    yield equally(16, 16, 2, "lenet")
+    yield from (pair("lenet", *size) for size in ((4, 64), (16, 64), (4, 256)))
 
 
 def searched() -> Iterator[Cell]:
