@@ -133,7 +133,7 @@ def rule(found: Sequence[Gap]) -> str:
     near = [one for one in found if 100 * np.mean(one.distance) < c]
     against = [one.title for one in near if of_values(one.values).beyond(SMALL) <= LEVEL]
     if against:
-        return text + f"No rule of thumb follows: {'; '.join(against)} contradict it."
+        return text + f"No rule of thumb follows; against it: {'; '.join(against)}."
     return text + (f"Rule of thumb: below a distance of {c:.2f} % [{low:.2f}, {high:.2f}] the gap "
                    f"is less than {SMALL} points.")  # fmt: skip
 
