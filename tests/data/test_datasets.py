@@ -244,7 +244,7 @@ def test_a_stream_of_each_node(mine):
         assert next(loader.share(2, 3))[:, 0].tolist() == [12, 13, 14, 15]
 
 
-def tests_of_nodes(node, nodes):
+def own_test_set(node, nodes):
     return {
         "train": Counts(start=1000 * node),
         "test": TensorDataset(torch.arange(6.0) + 10 * node),
@@ -253,9 +253,9 @@ def tests_of_nodes(node, nodes):
 
 @pytest.mark.parametrize("workers", [0, every(1)])
 def test_a_test_set_of_each_node(mine, workers):
-    mine(tests_of_nodes=tests_of_nodes)
+    mine(own_test_set=own_test_set)
     for rows in ([0, 1], [1]):  # simulated, and a rank's own
-        with opened("tests_of_nodes", rows=rows, workers=workers, samples=48) as loader:
+        with opened("own_test_set", rows=rows, workers=workers, samples=48) as loader:
             (found,) = loader.share(1, 2)
             assert found[0].tolist() == [11, 13, 15]
 
