@@ -47,6 +47,11 @@ def test_a_rank_of_several_gpus_asks_ucx_for_the_card_nearest_to_each(name):
     assert "UCX_SELECT" not in made(name, ranks=4)
 
 
+def test_ranks_on_juwels_see_all_gpus_and_share_its_threads():
+    text = made("juwels-booster", ranks=4)
+    assert "export CUDA_VISIBLE_DEVICES=0,1,2,3" in text and "CORES=24\n" in text
+
+
 @on_each("name", ["frontier", "lumi"])
 def test_the_centres_own_cache_monitor_stays(name):
     assert "export FI_MR_CACHE_MONITOR" not in made(name)

@@ -343,8 +343,8 @@ def opened(world, layout, ways, device):
 
     along = from_matrices(MATRICES)
     yield "simulated", Simulated(along, layout)
-    yield "messages", Surviving(along, layout, world, timeout_s=30)
     there = replace(layout, devices=(device.format(rank=world.rank),) * len(layout.widths))
+    yield "messages", Surviving(along, there, world, timeout_s=30)
     for same_host, window in ways:
         ways = {"same_host": same_host, "timeout_s": 30, "on_devices": window is not None}
         ways |= {"exchange": window} if window else {}

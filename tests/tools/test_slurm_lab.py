@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from mpigossip.store.log import read
+from tests.analysis import test_doctor_faults as staged
 
 REPO = Path(__file__).parents[2]
 LAB = str(REPO / "tools" / "labs" / "slurm.sh")
@@ -187,6 +188,15 @@ def test_the_doctor_finds_two_nodes_ready(lab, tmp_path):
     words = ["srun", "-N2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *MAIN, "doctor"]
     said = lab(*words, cwd=tmp_path, timeout=120)  # exit code 0
     assert "2 ranks" in said and "20 steps of 2 nodes" in said and said.endswith("\nready\n"), said
+
+
+@pytest.mark.parametrize("fault, before, words, code, says", staged.SHOWN)
+def test_the_doctor_names_a_staged_fault(lab, tmp_path, fault, before, words, code, says):
+    command = [*before(tmp_path), sys.executable, staged.FAULTS, fault, *staged.QUICK, *words]
+    run = ["env", f"OTHER={tmp_path}", "srun", "-N2", "--kill-on-bad-exit=1", *command]
+    done = bash(LAB, "run", *run, cwd=tmp_path, timeout=staged.LIMIT_S, check=False)
+    assert (done.returncode != 0) == bool(code), done.stdout + done.stderr
+    assert says.partition("{}")[0] in done.stdout, done.stdout + done.stderr
 
 
 def test_a_job_that_is_cancelled_stays_so(lab, tmp_path):

@@ -74,6 +74,8 @@ CHECKS = [
     Check("weighted sums, denormals among the numbers", BITS, 60, "sums"),
     Check("streams put to sleep, two ranks", NONE, 60, "stress auto", 2),
     Check("the same through host memory", NONE, 60, "stress host", 2),
+    Check("the same by windows of GPU memory, three ranks", NONE, 60, "stress windows", 3),
+    Check("the same by messages of GPU memory, four ranks", NONE, 60, "stress messages", 4),
     Check("the same without a wait", "caught", 60, "mutant", 2),
     Check("calls of NCCL with one rank", BITS, 40, "nccl"),
     Check("digests of two ranks on the GPU, directly and through host memory", EQUAL, 60,
