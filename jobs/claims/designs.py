@@ -197,6 +197,7 @@ def gap() -> Iterator[Cell]:
     yield from (pair("lenet", *size) for size in ((4, 16), (16, 16)))
     yield equally(16, 16, 2, "lenet")
     yield from (pair("lenet", *size) for size in ((4, 64), (16, 64), (4, 256)))
+    yield from (equally(*size, 2, "lenet") for size in ((16, 64), (4, 64), (4, 256)))
 
 
 def searched() -> Iterator[Cell]:
