@@ -112,7 +112,8 @@ def _in_child(words: Sequence[str]) -> int | None:
         )
         return FAILED
     if -code == signal.SIGKILL:  # of which there is no handler to set
-        note("killed by the system, as it does where memory runs out: take fewer nodes")
+        fix = ": take fewer nodes" if words[0] in ("resume", "simulate") else ""
+        note(f"killed by the system, as it does where memory runs out{fix}")
         signal.raise_signal(-code)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)

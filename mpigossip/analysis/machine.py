@@ -55,7 +55,7 @@ def examine(
         sources = dict.fromkeys(("compute", "node-local", "jitter"), "measured")
     else:
         node_s, update_s, jitter = 0.0, 0.0, 0.0
-        sources = {"node-local": "given", "jitter": "not given"}
+        sources = dict.fromkeys(("node-local", "jitter"), "not given")
     # this processor says nothing of a GPU's rates
     combine_rate = world.nodes.per_node * (_combine_rate(what) if on_cpu else SUM_RATE)
     coding_rate = 0.0 if on_cpu else world.nodes.per_node * CODING_RATE

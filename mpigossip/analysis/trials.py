@@ -133,13 +133,14 @@ def _timed(
     world: World, tried: Graph, slots: Sequence[str], size: int, way: str, now: list[str]
 ) -> tuple[float, float]:
     """Return the seconds of a round on the slowest rank, and the largest relative error."""
+    widths = (max(size // 4, 1),) * len(slots)
     if slots[0] == "cpu":
-        layout = Layout((size // 4,) * len(slots))
+        layout = Layout(widths)
         mixer = open_mixer(tried, layout, world, same_host=way)
         both = _try_out(world, tried, mixer, now, f"same_host={way}", ROUNDS_TIMED)
         spent, off = (world.comm.allreduce(one, MPI.MAX) for one in both)
         return spent / max(tried.degree, 1), off
-    layout = Layout((size // 4,) * len(slots), devices=tuple(slots))
+    layout = Layout(widths, devices=tuple(slots))
 
     def on_host(buffers: int) -> Transport:
         made = Windows(world.comm, layout, buffers, world.timeout_s)

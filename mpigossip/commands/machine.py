@@ -228,7 +228,7 @@ def _plan(options) -> None:
         if ranks.rank != 0:
             return
         if options.save:
-            coded(machine, what, options.nodes[0]).save(options.save)
+            coded(machine, what).save(options.save)
         epochs = what.job.run.epochs if options.epochs is None else options.epochs
         if options.best:
             _best(options, what, machine, epochs)

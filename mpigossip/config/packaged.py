@@ -63,10 +63,11 @@ def copy(name: str, folder: Path) -> list[Path]:
     top = find("digits.toml").parent
     files = [path for inside in FOLDERS for path in (top / inside).glob(f"{name}.*")]
     code = "\n".join(path.read_text("utf-8") for path in files if path.suffix == ".py")
-    files += [known[one] for one in re.findall(r"^from (\w+) import", code, re.M) if one in known]
     there = [folder / path.name for path in files if (folder / path.name).exists()]
     if there:
         raise JobError(f"{there[0]} exists; name another folder with --to")
+    needed = [known[one] for one in re.findall(r"^from (\w+) import", code, re.M) if one in known]
+    files += [path for path in needed if not (folder / path.name).exists()]  # as another's is
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

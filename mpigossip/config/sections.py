@@ -59,7 +59,11 @@ class RunSection:
     @property
     def folder(self) -> Path:
         """`output` with the name filled in."""
-        return Path(self.output.replace("{name}", self.name)).expanduser()
+        path = Path(self.output.replace("{name}", self.name))
+        try:
+            return path.expanduser()
+        except RuntimeError:  # nobody's home: a folder of that name
+            return path
 
 
 @dataclass(frozen=True, kw_only=True)

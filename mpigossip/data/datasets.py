@@ -54,6 +54,9 @@ class Datasets:
         for split, one in zip(SPLITS, (self.train, self.test), strict=True):
             if _length(one) == 0:
                 raise mistake(self.name, EMPTY.format(split))
+        tests = [_length(one["test"]) for one in sets]
+        if not isinstance(self.test, IterableDataset) and len(set(tests)) > 1:
+            raise mistake(self.name, f'the nodes\' "test" have {tests} samples; give all as many')
         first = next(leaves(self.sample("train")), torch.empty(0))
         self.shape, self.classes, self.dtype = tuple(first.shape[1:]), data.classes, None
 

@@ -100,10 +100,10 @@ class Parameters:
         given = [v if p.requires_grad else None for p, v in zip(parameters, given, strict=True)]
         try:
             for k, (p, view) in enumerate(zip(parameters, self.cut(array[row]), strict=True)):
-                if given[k] is not None or self.low[k]:
-                    p.grad = None  # of another type than the parameter is going to be
+                if g is not None or self.low[k]:
+                    p.grad = None  # of another type than the parameter is going to be, or its own
                 p.data = view
-                if given[k] is not None:
+                if g is not None:
                     p.grad = given[k]
                 elif self.low[k] and grads[k] is not None:
                     p.grad = grads[k].float()

@@ -220,6 +220,8 @@ def _jump_sets(n: int, degree: int) -> Iterable[tuple[int, ...]]:
     halves, odd = divmod(degree, 2)
     half = (n // 2,) if odd and n % 2 == 0 else ()
     candidates = range(1, (n - 1) // 2 + 1)
+    if not halves:
+        yield half
     seen = set()
     for first in (d for d in candidates if n % d == 0):
         for rest in combinations((c for c in candidates if c != first), halves - 1):

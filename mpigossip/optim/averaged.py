@@ -55,20 +55,20 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
                 average_into(node.mixer, flat[None], flat)
                 part.copy_(flat.view(part.shape))
             done()
+            seen = 0
             if batches is not None:
                 device = next(module.parameters()).device
                 draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
-                seen = 0
                 with draws, recalibrating(module):
                     for batch in batches:
                         seen += 1
                         module((batch[0] if isinstance(batch, list | tuple) else batch).to(device))
-                with node.world.together(JobError):
-                    if not seen:
-                        raise JobError(
-                            f"averaged(recalibrate=…): no batch came on rank {node.world.rank}; "
-                            "give a list, or a generator that is made anew each time"
-                        )  # fmt: skip
+            with node.world.together(JobError):  # also where only others have batches
+                if batches is not None and not seen:
+                    raise JobError(
+                        f"averaged(recalibrate=…): no batch came on rank {node.world.rank}; "
+                        "give a list, or a generator that is made anew each time"
+                    )  # fmt: skip
             average_buffers(node.mixer, node.group, [[buffers]], module)
             whole = True
         if not whole:  # a rank was lost: what there is without the others

@@ -124,6 +124,8 @@ class WithFolder(Wrapper):
         self._own_run("keep")
         pairs = ("state_dict", "load_state_dict"), ("get_state", "set_state")
         for name, thing in things.items():
+            if not name.isprintable():
+                raise JobError(f"keep: the name {name!r} holds what can't be printed; give another")
             if not any(all(hasattr(thing, one) for one in pair) for pair in pairs):
                 raise JobError(
                     f"keep: {name} is a {type(thing).__name__}; give an object with state_dict() "

@@ -279,12 +279,6 @@ class LoopNode:
         if any(id(p) not in self.known for g in self.inner.param_groups for p in g["params"]):
             self.check_known()
         changed = self.vector.check()
-        name = self.job.algorithm.name
-        if not takes_local(name) and (names := self.vector.froze()):
-            raise JobError(
-                f'{named(names)} are frozen now, and algorithm.name = "{name}" would move them '
-                'on by its own momentum; use algorithm = "dsgd", whose optimizer leaves them'
-            )  # fmt: skip
         if names := self.vector.thawed():
             self.lay_out_again(names)
             changed = False
@@ -302,10 +296,20 @@ class LoopNode:
             self._sent = self.vector.versions()
 
     def gather(self) -> None:
-        """Gather gradients, with SGD's weight decay, if the method reads them."""
+        """Gather gradients, with SGD's weight decay, if the method reads them.
+
+        JobError where the method would move what was frozen since the vector was laid out.
+        """
+        name = self.job.algorithm.name
         if not self.engine.method.raw:
             self.vector.gather()
-            if not takes_local(self.job.algorithm.name):
+            if not takes_local(name):
+                if names := self.vector.froze():
+                    raise JobError(
+                        f'{named(names)} are frozen now, and algorithm.name = "{name}" would move '
+                        'them on by its own momentum; use algorithm = "dsgd", whose optimizer '
+                        "leaves them"
+                    )  # fmt: skip
                 decay(self.vector, self.inner)
 
     def publish(self) -> None:

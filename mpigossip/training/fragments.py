@@ -6,6 +6,7 @@ from mpigossip.algorithms import BUILDERS, Algorithm, build
 from mpigossip.algorithms.cadence import Cadence, FragmentSchedule
 from mpigossip.algorithms.local import STILL
 from mpigossip.config import Job
+from mpigossip.config.toml import show
 from mpigossip.engine.vector import Flat
 from mpigossip.graphs import Graph
 from mpigossip.mixing.wire import ALIGN, BUCKET, Wire
@@ -67,8 +68,11 @@ def unfit_fragments(job: Job, graph: Graph, method: Algorithm, cadence: Cadence)
         exchange = build(name, STILL, job.algorithm.options, 0, graph)
     if reason := _whole(exchange):
         named = ((each, build(each, None, {}, 0)) for each in BUILDERS)
-        fitting = ", ".join(each for each, made in named if not _whole(made))
-        found.append(f'{said}: algorithm "{name}" {reason}; choose one of {fitting}')
+        fitting = [each for each, made in named if not _whole(made)]
+        own = ", ".join(f"algorithm.{k} = {show(v)}" for k, v in job.algorithm.options.items())
+        with_own, fix = (f" with {own}", "leave that out, or ") if name in fitting else ("", "")
+        others = ", ".join(each for each in fitting if each != name)
+        found.append(f'{said}: algorithm "{name}"{with_own} {reason}; {fix}choose one of {others}')
     elif delay and "shared-wire" in method.needs:
         found.append(
             f'cadence.delay = {delay}: algorithm "{name}" exchanges a few values of a fragment, '

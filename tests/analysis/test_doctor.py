@@ -14,7 +14,8 @@ from mpigossip.analysis import doctor
 from mpigossip.analysis.doctor import Machine
 from mpigossip.analysis.findings import Finding, as_json, merged, verdict
 from mpigossip.config import JobError
-from tests.cases import every
+from mpigossip.graphs import graph
+from tests.cases import every, with_world
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -79,6 +80,17 @@ def test_on_ranks_every_neighbour_is_put_to(pooled, n, graph):
     assert set(named(found, "gpu-aware")[0]["data"]) >= {
         "mpi_memory_alloc_kinds", "MPIX_Query_cuda_support", "MPICH_GPU_SUPPORT_ENABLED"
     }  # fmt: skip
+
+
+@with_world
+def a_byte(world):
+    from mpigossip.analysis import trials  # needs MPI
+
+    return trials._timed(world, graph("ring", world.size), ["cpu"], 1, "read", [])
+
+
+def test_a_size_below_a_number_of_the_model_is_one(ranks):
+    assert all(seconds > 0 and off < 1e-6 for seconds, off in ranks(2)(a_byte))
 
 
 def test_slots_that_are_not_there_are_wrong_and_mpi_is_still_tested(pooled):
@@ -232,7 +244,6 @@ def ways_on_stand_ins(comm):
     """The ways between GPUs, the CPU in their place; and where averages are wrong."""
     from mpigossip.analysis import trials
     from mpigossip.cluster.ranks import world
-    from mpigossip.graphs import graph
 
     original = trials._try_out
     with world() as ranks:

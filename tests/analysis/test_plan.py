@@ -99,6 +99,12 @@ def test_an_adaptive_cadence_keeps_its_period_when_counted():
     assert found.bytes_per_step == pytest.approx(2 * 7 / 8 * 4 * what.flat.size / 5, rel=1e-6)
 
 
+def test_ceca_averages_though_its_graph_alone_does_not():
+    what = subject(assemble.load({"algorithm": {"name": "ceca"}}))[0]
+    row = predict(what, SLOW, Choice("ceca"), 6, 1)
+    assert row.transient == transient_of(6, 2 / (1 + 3))[0]  # exact in 3 rounds
+
+
 def test_units_and_ellipses_are_read():
     assert quantity(SECONDS)("80ms") == pytest.approx(0.08)
     assert quantity(BYTES_A_SECOND)("200Gbit") == pytest.approx(25e9)
@@ -113,13 +119,14 @@ def test_the_command_plans_alone(alone, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["machine"]["sources"] == {
-        "compute": "given", "node-local": "given", "latency": "given", "bandwidth": "given",
-        "jitter": "not given", "sum": "measured", "coding": "measured",
+        "compute": "given", "node-local": "not given", "latency": "given",
+        "bandwidth": "given", "jitter": "not given", "sum": "measured", "coding": "measured",
     }  # fmt: skip
     assert {row["nodes"] for row in found["rows"]} == {4, 8, 16, 32}
     assert (tmp_path / "p.png").stat().st_size > 20_000
     saved = tmp_path / "net.json"
-    assert alone("plan", JOB, "--nodes", "4", *given, "--save", saved).returncode == 0
+    words = [*given, "--save", saved, "graph.name=hypercube"]  # which isn't there for 6
+    assert alone("plan", JOB, "--nodes", "6,8", *words).returncode == 0
     kept = json.loads(saved.read_text())
     assert kept["encode_rate"] > 0 and kept["decode_rate"] > 0
 

@@ -468,6 +468,35 @@ def test_a_waiting_thread_doesnt_end_the_pause_of_its_rank(monkeypatch):
     assert sent == [deadline.PAUSED, deadline.CLOSES, deadline.WORKS]
 
 
+def test_a_thread_that_tells_while_the_pause_ends_doesnt_begin_it_anew(monkeypatch):
+    sent, told = [], threading.Event()
+
+    def keep(value, *_):
+        sent.append(int(value[:8].view(np.int64)[0]))
+        return SimpleNamespace(Test=lambda: True)
+
+    class Lock:
+        """Here the other thread, about to tell, waits until the pause has been told to be over."""
+
+        def __enter__(self):
+            if threading.current_thread() is other:
+                told.wait(10)
+
+        def __exit__(self, *_):
+            pass
+
+    roll = Roll(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
+    roll._telling, roll.listen = Lock(), lambda: False
+    other = threading.Thread(target=roll.tell, args=([1], deadline.WORKS))
+    monkeypatch.setattr(deadline, "roll", roll)
+    with deadline.paused():
+        other.start()
+        time.sleep(0.05)
+    told.set()
+    other.join()
+    assert sent == [deadline.PAUSED, deadline.WORKS, deadline.WORKS]
+
+
 def test_deadline_counts_from_its_making():
     deadline = Deadline(0.05)
     time.sleep(0.06)

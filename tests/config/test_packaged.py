@@ -65,6 +65,10 @@ def test_an_example_is_copied_with_its_module_and_never_over_a_file(tmp_path, mo
     assert cli.main(["examples", "copy", "osc"]) == 2
     assert cli.main(["examples", "copy", "fsdp", "--to", "other"]) == 0
     assert sorted(p.name for p in Path("other").iterdir()) == ["fsdp.py", "gpt.py"]
+    Path("third").mkdir()
+    Path("third/gpt.py").write_text("# mine")  # copied before
+    assert cli.main(["examples", "copy", "fsdp", "--to", "third"]) == 0
+    assert Path("third/gpt.py").read_text() == "# mine"
     assert 'did you mean "oscillator"?' in capsys.readouterr().err
 
 

@@ -100,6 +100,7 @@ def test_reads_file_text_and_dict_alike(tmp_path):
     assert job.data.shape == (1, 8, 8)
     assert str(job.run.folder) == "runs/trial"
     assert dataclasses.replace(job.run, output="~/{name}").folder == Path.home() / "trial"
+    assert dataclasses.replace(job.run, output="~no-one/x").folder == Path("~no-one/x")
 
 
 def test_defaults_and_every_field_is_documented():

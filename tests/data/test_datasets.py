@@ -251,6 +251,10 @@ def own_test_set(node, nodes):
     }
 
 
+def uneven_test_sets(node):
+    return {"train": Counts(), "test": Squares(4 + node)}
+
+
 @pytest.mark.parametrize("workers", [0, every(1)])
 def test_a_test_set_of_each_node(mine, workers):
     mine(own_test_set=own_test_set)
@@ -305,6 +309,7 @@ def given(train, test=None, **more):
         (given(Counts()), {"partition": "dirichlet"}, "a stream can't be sorted"),
         (given(Squares()), {"options": {"wide": 3}}, "unexpected keyword argument 'wide'"),
         (lambda node: squares(), {}, "asks for `node` and returns a Dataset with a length"),
+        (uneven_test_sets, {}, r'"test" have \[4, 5\] samples; give all as many'),
         (given(Squares(6)), {}, "has 3 training samples but takes 4"),
         (given(Counts()), {"samples": 7}, "has no step of 2 nodes x 4"),
         (given(Ragged(), collate=lambda rows: 1 / 0), {}, "ZeroDivisionError at .*test_datasets"),

@@ -225,6 +225,8 @@ REFUSED = {
         for name in ("dmsgd", "qg-dmsgd", "dsgt", "detag", "sgp", "dsgd algorithm.style=awc")
         for what in ("fragments=2", "delay=1")
     },
+    "algorithm.name=dsgd algorithm.style=awc cadence.name=every cadence.fragments=3":
+        'leave that out, or choose one of dmsgd-vanilla',
     "algorithm.name=sparta cadence.name=every cadence.delay=1": "take back the local steps",
     "algorithm.name=dsgd cadence.name=every algorithm.blend=0.5": "add cadence.delay = 1",
     "algorithm.name=diloco algorithm.eager=true cadence.delay=2 algorithm.blend=0.5":

@@ -320,6 +320,20 @@ def test_recalibration_without_a_batch_is_refused():
 
 
 @with_world
+def recalibrated_on_one(world):
+    model = make(world.rank, nn.BatchNorm1d(2))
+    optimizer = mpigossip.Gossip(world, model, sgd(model), timeout_s=10.0)
+    train(optimizer, model, world.rank, [0])
+    with optimizer.averaged(recalibrate=None if world.rank else [torch.randn(8, 6)]) as averaged:
+        return values(averaged).numpy()
+
+
+def test_some_ranks_may_have_no_batches_to_recalibrate_with(ranks):
+    first, *others = ranks(N)(recalibrated_on_one)
+    assert all((one == first).all() for one in others)
+
+
+@with_world
 def with_twin(world):
     model = make(0, nn.BatchNorm1d(2))
     optimizer = mpigossip.Gossip(world, model, sgd(model))
@@ -407,6 +421,39 @@ def test_what_is_frozen_later_stays_or_is_refused():
     assert frozen_since("parallel", torch.optim.AdamW) == (True, False)
     with pytest.raises(JobError, match=r"0\.weight, 0\.bias are frozen now.*dmsgd"):
         frozen_since("dmsgd", torch.optim.SGD)
+
+
+@with_world
+def frozen_behind_backward(world):
+    model = make()
+    optimizer = mpigossip.Gossip(world, model, sgd(model), "parallel")
+    train(optimizer, model, world.rank, range(2))
+    optimizer.zero_grad()
+    model(torch.randn(4, 6) + world.rank).square().mean().backward()
+    model[0].requires_grad_(False)
+    before = values(model)
+    optimizer.step()
+    return values(model).numpy(), torch.equal(values(model)[:35], before[:35])
+
+
+def test_the_own_gradient_of_what_was_frozen_takes_no_node_apart(ranks):
+    got = ranks(N)(frozen_behind_backward)
+    assert all(stays and (own == got[0][0]).all() for own, stays in got)
+
+
+def test_what_is_frozen_for_a_while_or_no_part_of_the_vector_any_more_is_no_mistake():
+    model = make()
+    model[2].requires_grad_(False)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mpigossip.Gossip(Alone(), model, plain, "dmsgd")
+    train(optimizer, model, 0, range(2))
+    model[0].requires_grad_(False)
+    with optimizer.averaged():
+        pass
+    model[2].requires_grad_(True)  # the vector is laid out anew, without the first layer
+    before = values(model)
+    train(optimizer, model, 0, range(2, 4))
+    assert torch.equal(values(model)[:35], before[:35]) and not torch.equal(values(model), before)
 
 
 def test_masters_stay_where_others_are_unfrozen():

@@ -333,5 +333,22 @@ def test_who_comes_later_writes_the_checkpoint_that_a_killed_member_left(tmp_pat
         with pytest.raises(SystemExit):
             join(folder, job("run.epochs=1"), lease_s=5.0, poll_s=0.05)
     assert checkpoint.latest(folder) is None
-    assert join(folder, job("run.epochs=1"), lease_s=5.0, poll_s=0.05)["finished"]
+    given_up, both, writers, found = joining._given_up, threading.Barrier(2), [], []
+
+    def at_once(*given):
+        writes = given_up(*given)
+        writers.append(writes)
+        both.wait(60)
+        return writes
+
+    def later():
+        found.append(join(folder, job("run.epochs=1"), lease_s=5.0, poll_s=0.05))
+
+    monkeypatch.setattr(joining, "_given_up", at_once)
+    again = [threading.Thread(target=later) for _ in range(2)]
+    for thread in again:
+        thread.start()
+    for thread in again:
+        thread.join(120)
+    assert sorted(writers) == [False, True] and [one["finished"] for one in found] == [True] * 2
     assert checkpoint.latest(folder) is not None

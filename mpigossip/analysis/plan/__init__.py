@@ -160,11 +160,11 @@ def _coding(machine: Machine, made: Exchanges) -> Machine:
     return replace(machine, encode_rate=encode, decode_rate=decode)
 
 
-def coded(machine: Machine, what: Subject, n: int) -> Machine:
+def coded(machine: Machine, what: Subject) -> Machine:
     """With rates of coding for a file: of the job's wire, of "qsgd" where that is exact."""
     wire = "qsgd" if what.job.node.wire == "fp32" else what.job.node.wire
-    job = replace(what.job, node=replace(what.job.node, wire=wire))
-    return _coding(machine, exchanges(replace(what, job=job), n))
+    job = Choice("complete", what.job.cadence.name, wire).job(what.job)  # which is there for any n
+    return _coding(machine, exchanges(replace(what, job=job), 2))
 
 
 def _transient(made: Exchanges, alike: bool) -> float:
@@ -173,8 +173,10 @@ def _transient(made: Exchanges, alike: bool) -> float:
     gossip = sum(count for (kind, _), count in counted.items() if kind is Kind.GOSSIP)
     everywhere = sum(count for (kind, _), count in counted.items() if kind is Kind.GLOBAL)
     every = made.steps / everywhere if everywhere else float("inf")
-    gap = _gap(made.parts.graph) if gossip else 0.0
-    found = transient_of(made.parts.graph.n, gap, gossip / made.steps, every)
+    graph = made.parts.graph
+    exact = graph.name == "ceca"  # whose rounds alone only permute: its method is, in a period
+    gap = 2.0 / (1.0 + graph.period) if exact else _gap(graph) if gossip else 0.0
+    found = transient_of(graph.n, gap, gossip / made.steps, every)
     return found[0] if alike else found[1]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -211,7 +212,8 @@ def result(
 def _given_up(live: Live, folder: Path) -> bool:
     """Return whether nobody writes the checkpoint any more: who linked END was killed meanwhile.
 
-    Asked by who came after the end; watches what is being written for a lease.
+    Asked by who came after the end; watches what is being written for a lease. Of several who ask
+    at once it is one who is to write, the one that links a name.
     """
 
     def seen() -> list[tuple[str, int]]:
@@ -220,6 +222,8 @@ def _given_up(live: Live, folder: Path) -> bool:
 
     if not any((folder / "checkpoints").glob("*.writing")):  # purged, or not begun yet
         return False
+    disk = live.place.disk
+    claim = f"END.{sum(name.startswith('END.') for name in disk.names(''))}"
     live.place.tell(f"{folder} has ended, but its checkpoint isn't whole: waiting for its writer")
     before, since = seen(), time.monotonic()
     while time.monotonic() - since < live.place.plan.lease_s:
@@ -228,7 +232,7 @@ def _given_up(live: Live, folder: Path) -> bool:
         time.sleep(live.poll_s)
         if (now := seen()) != before:
             before, since = now, time.monotonic()
-    return True
+    return disk.publish(claim, secrets.token_bytes(8))
 
 
 def plan_of(assembly: Assembly, lease_s: float | None = None) -> Plan:
