@@ -1,6 +1,5 @@
 """Checkpoints of models cut inside nodes: whole in files, and resumed by other numbers of ranks."""
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -46,9 +45,11 @@ def states(folder):
     return [{"parameters": one.parameters} | one.arrays for one in found]
 
 
-def same(one, other):
+def off(one, other):
+    """The largest difference, relative to the largest of an array's values."""
     names = {name for name in one | other if not name.startswith(("rng", "own"))}
-    return all(np.array_equal(one[name], other[name]) for name in names)
+    pairs = [(one[name].astype(float), other[name].astype(float)) for name in names]
+    return max(float(abs(a - b).max() / (abs(b).max() or 1)) for a, b in pairs if b.size)
 
 
 def test_a_checkpoint_is_whole_and_goes_on_to_the_bit(ranks, tmp_path):
@@ -74,10 +75,11 @@ def test_files_are_those_of_whole_models_and_other_numbers_of_ranks_go_on(ranks,
     ranks(4)(trained, tmp_path / "ddp", 2, HALF, True)
     ranks(4)(trained, tmp_path / "cut", 2, HALF)
     wanted = states(tmp_path / "cut")
-    assert all(map(same, states(tmp_path / "ddp"), wanted))
+    # clipping's norm of shards is rounded otherwise than that of whole gradients
+    assert max(map(off, states(tmp_path / "ddp"), wanted)) < 1e-5
     for per, ddp in ((3, False), (1, True)):
         for start, *_ in ranks(NODES * per)(trained, tmp_path / "cut", per, HALF, ddp, True):
             assert start == HALF
-        assert all(map(same, wanted, states(tmp_path / "cut"))), (per, ddp)
+        assert max(map(off, states(tmp_path / "cut"), wanted)) == 0, (per, ddp)
     found = ranks(2)(trained, tmp_path / "cut", 1, HALF + 1)
     assert [start for start, *_ in found] == [HALF] * 2
