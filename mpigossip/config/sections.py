@@ -5,6 +5,7 @@
 
 # No `from __future__ import annotations`: cattrs drops the limits of annotations that are texts.
 
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -59,11 +60,8 @@ class RunSection:
     @property
     def folder(self) -> Path:
         """`output` with the name filled in."""
-        path = Path(self.output.replace("{name}", self.name))
-        try:
-            return path.expanduser()
-        except RuntimeError:  # nobody's home: a folder of that name
-            return path
+        path = self.output.replace("{name}", self.name)
+        return Path(os.path.expanduser(path))  # noqa: PTH111  Path's raises for a user unknown here
 
 
 @dataclass(frozen=True, kw_only=True)
