@@ -63,7 +63,7 @@ class Roll:
 
     def tell(self, ranks: Iterable[int], word: int) -> None:
         """Say what this rank does, and in which call; in a pause a thread's waits don't end it."""
-        with self._telling:  # only then: meanwhile the pause may end, and be told to have ended
+        with self._telling:  # the pause may end, and be told to have ended, before that
             if deadline.pauses and word in (WAITS, WORKS):
                 word = PAUSED
             self._sent = [one for one in self._sent if not one[0].Test()]

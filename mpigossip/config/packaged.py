@@ -67,7 +67,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     if there:
         raise JobError(f"{there[0]} exists; name another folder with --to")
     needed = [known[one] for one in re.findall(r"^from (\w+) import", code, re.M) if one in known]
-    files += [path for path in needed if not (folder / path.name).exists()]  # as another's is
+    files += [path for path in needed if not (folder / path.name).exists()]  # with another example
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

@@ -125,7 +125,7 @@ class WithFolder(Wrapper):
         pairs = ("state_dict", "load_state_dict"), ("get_state", "set_state")
         for name, thing in things.items():
             if not name.isprintable():
-                raise JobError(f"keep: the name {name!r} holds what can't be printed; give another")
+                raise JobError(f"keep: the name {name!r} has unprintable characters; give another")
             if not any(all(hasattr(thing, one) for one in pair) for pair in pairs):
                 raise JobError(
                     f"keep: {name} is a {type(thing).__name__}; give an object with state_dict() "

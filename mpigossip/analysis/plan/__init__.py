@@ -174,7 +174,7 @@ def _transient(made: Exchanges, alike: bool) -> float:
     everywhere = sum(count for (kind, _), count in counted.items() if kind is Kind.GLOBAL)
     every = made.steps / everywhere if everywhere else float("inf")
     graph = made.parts.graph
-    exact = graph.name == "ceca"  # whose rounds alone only permute: its method is, in a period
+    exact = graph.name == "ceca"  # rounds that only permute; its method averages in a period
     gap = 2.0 / (1.0 + graph.period) if exact else _gap(graph) if gossip else 0.0
     found = transient_of(graph.n, gap, gossip / made.steps, every)
     return found[0] if alike else found[1]

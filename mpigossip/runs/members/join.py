@@ -212,8 +212,8 @@ def result(
 def _given_up(live: Live, folder: Path) -> bool:
     """Return whether nobody writes the checkpoint any more: who linked END was killed meanwhile.
 
-    Asked by who came after the end; watches what is being written for a lease. Of several who ask
-    at once it is one who is to write, the one that links a name.
+    Asked by a member that came after the end; watches for a lease what is being written. Of several
+    that ask at once, the one that links a name writes.
     """
 
     def seen() -> list[tuple[str, int]]:
