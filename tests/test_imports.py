@@ -159,19 +159,6 @@ def test_rooms_are_not_crowded():
     assert {one.name: len(found) for one, found in modules.items() if len(found) > 17} == {}
 
 
-@on_each("path", MODULES)
-def test_modules_and_functions_are_short(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= 400
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    lengths = {
-        node.name: node.end_lineno - node.lineno + 1
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, functions)
-    }
-    assert {name: length for name, length in lengths.items() if length > 60} == {}
-
-
 HEAVY = ("torch", "mpi4py", "scipy", "matplotlib", "cupy", "h5py", "networkx", "numpy")
 START = """
 import runpy, sys
