@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpigossip.cluster.deadline import Deadline
+from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import Agreement, World
 from mpigossip.config import JobError
 from mpigossip.config.readable import few
@@ -52,6 +53,7 @@ class Communicator(World):
     def start_agree(self, flag: int) -> Agreement:
         from mpi4py import MPI
 
+        check_process()
         value = np.array([flag], np.int64)
         request = self._votes.Iallreduce(MPI.IN_PLACE, value, MPI.MAX)
         agreement = Agreement(value, request, self.timeout_s)
@@ -67,6 +69,7 @@ class Communicator(World):
         """
         from mpi4py import MPI
 
+        check_process()
         most = np.array([self._begun], np.int64)
         # as at the end of a program: one may have work left, and who has none waits
         Agreement(most, self._closing.Iallreduce(MPI.IN_PLACE, most, MPI.MAX), math.inf).read()
@@ -83,6 +86,7 @@ class Communicator(World):
         exceptions become one JobError, raised on every rank, that says which ranks found what.
         No rank may meet another inside the block.
         """
+        check_process()
         mine: list[str] = []
         try:
             yield
@@ -101,6 +105,7 @@ class Communicator(World):
         return f"{few([f'rank {rank} on {self.hosts[rank]}' for rank in ranks], 1)}: {message}"
 
     def barrier(self) -> None:
+        check_process()
         request = self.comm.Ibarrier()
         Deadline(self.timeout_s).wait(
             request.Test, lambda: f"not all of {self.size} ranks came to a barrier", whom=tuple

@@ -10,7 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline, LateError, numbers
-from mpigossip.cluster.process import TIMEOUT_S
+from mpigossip.cluster.process import TIMEOUT_S, check_process
 
 PAGE = 4096
 """Bytes: each rank's shared memory begins on a page, so that whole cache lines are written."""
@@ -25,6 +25,7 @@ def joined(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
     They may take twice the limit, as rank 0 may have a longer piece of work of its own. A call
     that doesn't return can't be left: a thread names it, which ends the job.
     """
+    check_process()
     limit, others = max(timeout_s, LEAST_S), {*range(comm.size)} - {comm.rank}
     Deadline(2 * limit).wait(
         comm.Ibarrier().Test, lambda: f"not all ranks came to {call}",

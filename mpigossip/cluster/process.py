@@ -19,6 +19,7 @@ from mpigossip.cluster import deadline, uncaught
 from mpigossip.cluster.deadline import Deadline, LateError, prctl
 from mpigossip.cluster.launcher import job_id, places
 from mpigossip.cluster.starting import Start
+from mpigossip.config import JobError
 from mpigossip.config.readable import note
 
 if TYPE_CHECKING:
@@ -33,6 +34,38 @@ PROGRESS = "mpigossip-progress"  # the name of threads that call MPI
 PR_SET_PDEATHSIG = 1
 
 _start: Start | None = None
+
+mpi_process: int | None = None
+"""ID of the process in which a world started or found MPI; None before the first world."""
+
+
+def is_fork() -> bool:
+    """Return whether this process is a fork of the process that MPI belongs to.
+
+    A fork inherits MPI's connections and windows, but MPI knows one process only: messages that
+    the fork sends or receives are then missing in the parent process.
+    """
+    return mpi_process is not None and os.getpid() != mpi_process
+
+
+def own_mpi() -> None:
+    """Keep the ID of this process, which opens a world; a fork of another one is rejected."""
+    global mpi_process
+    check_process()
+    mpi_process = os.getpid()
+
+
+def check_process() -> None:
+    """Reject a call that uses MPI in a fork.
+
+    :raises JobError: if this process is a fork of the process that MPI belongs to
+    """
+    if is_fork():
+        raise JobError(
+            f"process {os.getpid()} is a fork of process {mpi_process}, which opened the world: a "
+            'fork must not use the world, Gossip or Averager; start processes with the "spawn" or '
+            '"forkserver" method of multiprocessing, and exchange in the process that opened it'
+        )
 
 
 def end_with(parent: int) -> None:
@@ -141,6 +174,9 @@ class Ending:
     def _leave(self, comm: "MPI.Comm", finalize: bool) -> None:
         from mpi4py import MPI
 
+        if is_fork():
+            self._leave_fork(finalize)
+            return
         if MPI.Is_finalized():
             return
         leave(self.code)
@@ -168,6 +204,17 @@ class Ending:
             # mpi4py would keep the interpreter's lock, which the thread of `uncaught.leave` needs
             ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
+    def _leave_fork(self, finalize: bool) -> None:
+        """End a fork without MPI; the rank goes on in its own process.
+
+        If mpi4py initialized MPI, it finalizes MPI when the interpreter ends. That would log the
+        rank off the launcher, so the process ends here.
+        """
+        if not finalize:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status)))
+
 
 ending = Ending()
 
@@ -187,7 +234,7 @@ def leave(code: int) -> None:
 
 def report_unused(nodes: int) -> None:
     """Report at exit that nodes exchanged nothing; what exchanges unregisters it."""
-    if not ending.code:
+    if not ending.code and not is_fork():
         text = f"{nodes} nodes exchanged nothing, so each has a model of its own; write "
         note(f"{text}optimizer = mpigossip.Gossip(world, model, optimizer)")
 

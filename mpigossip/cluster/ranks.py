@@ -59,6 +59,7 @@ class World(Communicator):
     def __init__(self, comm: "MPI.Intracomm", timeout_s: float = TIMEOUT_S):
         from mpi4py import MPI
 
+        process.own_mpi()
         host = MPI.Get_processor_name() or socket.gethostname()
         own = limited(comm, timeout_s).Dup()
         super().__init__(own.plain, tuple(own.allgather(host)), timeout_s)
@@ -96,6 +97,7 @@ class World(Communicator):
         Every communicator of this world is revoked, which brings the others out of their waits.
         LateError where a survivor doesn't come.
         """
+        process.check_process()
         comm = shrunken([comm for comm in self._family if comm], self.timeout_s)
         given_up.append((self._family, self._asked))
         self._votes = comm.Dup()
@@ -135,11 +137,13 @@ class World(Communicator):
 
     def abort(self, code: int = 1) -> None:
         """End all ranks of the job at once with exit code ``code``; any rank may call it."""
+        process.check_process()
         process.abort(self.comm, code)
 
     def close(self) -> None:
         """Free the communicators; collective, done by the ``with`` block; can be called again."""
         if self._open:
+            process.check_process()
             self._open = False
             self.resources.close()
             if not self.diminished:
@@ -170,6 +174,9 @@ class World(Communicator):
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        if process.is_fork():  # its exceptions end no other process
+            self._hooks[0](kind, error, trace)
+            return
         ending.code = uncaught.code(error)
         every = None if self._roll is None else uncaught.ended_by_all(self._roll, error)
         if every is None:  # some go on, or wait for this one, whose word ends the job
@@ -186,6 +193,9 @@ class World(Communicator):
         self.abort(ending.code)
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        if process.is_fork():
+            self._hooks[1](args)
+            return
         if args.exc_type is SystemExit or args.exc_value is None:
             return
         name = args.thread.name if args.thread else "a thread"
@@ -218,6 +228,7 @@ def world(timeout_s: float = TIMEOUT_S) -> World:
 
 
 def _world(timeout_s: float) -> World:
+    process.check_process()
     if "mpi4py.MPI" not in sys.modules:
         process.begin(timeout_s=timeout_s)
     try:

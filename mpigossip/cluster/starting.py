@@ -36,7 +36,8 @@ class Start:
         """``folder``: where the ranks' files lie, absolute."""
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._folder, self._host = folder, os.uname().nodename
-        self._file = folder / f"{rank}.{os.getpid()}.{self._host}"
+        self._process = os.getpid()
+        self._file = folder / f"{rank}.{self._process}.{self._host}"
         self._began, self._entered = time.monotonic(), float("inf")
         self._living: dict[int, tuple[int, int]] = {}
         """rank and process of this host's ranks, by the files that tell of their ends"""
@@ -69,6 +70,8 @@ class Start:
     def over(self) -> None:
         """MPI runs on all ranks, or this one leaves: its file goes, the folder with the last."""
         self._over.set()
+        if os.getpid() != self._process:  # the file of a fork's parent says that the parent lives
+            return
         with contextlib.suppress(OSError):
             self._file.unlink()
             if all(file.name == SAID for file in self._folder.iterdir()):

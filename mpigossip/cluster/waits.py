@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,7 @@ class Roll:
         self._taken = 0
         """messages taken in so far"""
         self._lock, self._telling = threading.Lock(), threading.Lock()
+        self._process = os.getpid()
 
     def numbers(self, comm: MPI.Comm, ranks: Iterable[int]) -> list[int]:
         """The numbers here of ranks of another communicator; of those that are left."""
@@ -63,6 +65,8 @@ class Roll:
 
     def tell(self, ranks: Iterable[int], word: int) -> None:
         """Say what this rank does, and in which call; in a pause a thread's waits don't end it."""
+        if os.getpid() != self._process:  # a fork: what it says would be taken for this rank's word
+            return
         with self._telling:  # the pause may end, and be told to have ended, before that
             if deadline.pauses and word in (WAITS, WORKS):
                 word = PAUSED
@@ -79,7 +83,8 @@ class Roll:
         from mpi4py import MPI
 
         found = False
-        if self._lock.acquire(blocking=False):
+        # a fork would take messages from its parent
+        if os.getpid() == self._process and self._lock.acquire(blocking=False):
             with contextlib.suppress(Exception):
                 status = MPI.Status()
                 while self._comm.Iprobe(MPI.ANY_SOURCE, TAG, status):

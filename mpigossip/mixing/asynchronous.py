@@ -24,6 +24,7 @@ from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.cluster.deadline import Deadline
+from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import CUT, OfRank, average_message
 from mpigossip.mixing.base import Kind, Layout, Segments, traffic
@@ -139,6 +140,7 @@ class Asynchronous(OfRank):
 
     def outbox(self, t: int) -> Segments:
         """Arrays (1, p) to fill whole; from now on the copy that others read is not whole."""
+        check_process()
         if self._round is not None:
             self.finish()
         self._words[BEGUN] += 1
@@ -277,6 +279,7 @@ class Asynchronous(OfRank):
         """Finish an open round, free the memory; collective. Deposits under way are lost."""
         if self._out is None:
             return
+        check_process()
         if self._round is not None:
             self.finish()
         self._arrive()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from mpigossip.cluster import deadline
-from mpigossip.cluster.process import report_unused
+from mpigossip.cluster.process import check_process, report_unused
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.errors import Mistake
@@ -152,6 +152,8 @@ class Averager:
 
     def close(self) -> None:
         """Free the memory; collective, and done by the world where it ends."""
+        if self._mixer is not None:
+            check_process()
         mixer, self._mixer = self._mixer, None
         if mixer is not None:
             with deadline.ends(self.round):
@@ -161,6 +163,7 @@ class Averager:
         """Return the mixer; JobError where this is closed, or an array isn't like the first."""
         if self._mixer is None:
             raise JobError(f"{what}: this Averager is closed, as its world is; make another")
+        check_process()
         for one in (array, out):
             if one is not None and (
                 torch.is_tensor(one) is not self._tensor

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
+from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.mixing.base import Layout, Mixer, Segments
 from mpigossip.mixing.combine import add_up, combine
@@ -158,12 +159,14 @@ class OfRank(Mixer):
         self._swap = partial(swap_by_messages, self._comm, timeout_s)
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
+        check_process()
         own = x[0].contiguous().cpu()
         out = torch.empty_like(own)
         average(self.rank, self.n, [own], [out], self._swap)
         return out.to(x.device)
 
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
+        check_process()
         own, n = values.contiguous().cpu(), self.n
         rows = torch.empty(n, own.shape[1], dtype=own.dtype)
         request = self._comm.Iallgather(own.numpy(), rows.numpy())

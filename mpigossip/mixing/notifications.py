@@ -8,6 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline, numbers
+from mpigossip.cluster.process import check_process
 from mpigossip.mixing.kernels.waiting import rest
 
 READY, DONE, REDUCED, HALF, ARRIVED, FREE, BEGUN = 1, 2, 3, 4, 11, 12, 13
@@ -50,6 +51,7 @@ class Notifications:
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
 
     def send(self, ranks: Iterable[int], tag: int, number: int) -> None:
+        check_process()
         self._sent = [pair for pair in self._sent if not pair[0].Test()]
         for rank in ranks:
             value = np.array([number], np.int64)
@@ -68,6 +70,7 @@ class Notifications:
 
     def arrived(self, rank: int, tag: int, number: int) -> bool:
         """Return whether the rank's notification has arrived; doesn't wait."""
+        check_process()
         if (rank, tag) not in self._asked:
             value = np.empty(1, np.int64)
             self._asked[rank, tag] = self.comm.Irecv(value, rank, tag), value

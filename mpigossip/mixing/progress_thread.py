@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpigossip.cluster.agreement import limited
 from mpigossip.cluster.deadline import Deadline, LateError, excused
-from mpigossip.cluster.process import PROGRESS
+from mpigossip.cluster.process import PROGRESS, check_process, is_fork
 from mpigossip.mixing.kernels.waiting import Bell, rest
 from mpigossip.mixing.notifications import abandoned
 
@@ -76,6 +76,7 @@ class ProgressThread:
 
     def submit(self, work: Callable[[], object]) -> Future:
         """Queue a job; without a thread it is done when this returns, and its error raised."""
+        check_process()
         future: Future = Future()
         if self.threaded:
             self._jobs.put((work, future))
@@ -158,6 +159,8 @@ class ProgressThread:
         return rested
 
     def _leave(self, limit: float = LEAVE_S) -> None:
+        if is_fork():  # which has no such thread, and its parent's pipe
+            return
         self._jobs.put(None)
         self._bell.ring()
         self._thread.join(min(limit, threading.TIMEOUT_MAX))

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from mpigossip.cluster.collectives import whole_pages
 from mpigossip.cluster.cores import own_core
+from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.mixing.averages import OfRank
 from mpigossip.mixing.base import Kind, Layout, Segments
@@ -168,6 +169,7 @@ class Synchronous(OfRank):
     # -- a round: outbox, start, finish ------------------------------------------------------
 
     def outbox(self, t: int) -> Segments:
+        check_process()
         self._leave_round()
         return self._buffers.out
 
@@ -272,6 +274,7 @@ class Synchronous(OfRank):
     def close(self) -> None:
         if self._buffers is None:
             return
+        check_process()
         if self._round and not self._round.finished:
             self.finish()
         self._leave_round()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mpigossip.cluster import deadline
+from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError, removed
 from mpigossip.engine.measurements import Record
@@ -175,8 +176,10 @@ class Gossip(WithFolder):
 
         :param closure: evaluated once, with gradients; its value is returned
         :raises LateError: where a neighbour doesn't come within ``timeout_s`` seconds
-        :raises JobError: where ranks differ in layout or calls, or a message isn't finite
+        :raises JobError: where ranks differ in layout or calls, or a message isn't finite; in a
+            fork of the process that opened the world
         """
+        check_process()
         value = None
         if closure is not None:
             with torch.enable_grad():
@@ -221,6 +224,7 @@ class Gossip(WithFolder):
         if self._node.closed:
             raise JobError("this Gossip is closed, as its world is: call it inside the block "
                            "`with mpigossip.world() as world:`")  # fmt: skip
+        check_process()
         first = not self._node.laid_out
         anew = first or self._loaded is not None
         if anew and self.mixer.synchronous:
@@ -336,6 +340,7 @@ class Gossip(WithFolder):
 
     def close(self) -> None:
         """Free windows and threads; collective. The world does it at its end."""
+        check_process()
         # asynchronous nodes, and survivors, take part in what others do until all have ended
         alone = self.mixer.synchronous and not self._world.survives
         word = deadline.CLOSES if alone else deadline.WAITS
