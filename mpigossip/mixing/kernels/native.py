@@ -3,9 +3,11 @@
 Accelerators only: without them (no compiler, no cache folder, ``MPIGOSSIP_NATIVE=0``) torch's
 operations give the same bits in several passes, and Python waits. The library lies in the user's
 cache folder under a name that holds a hash of its source, so that another version builds its own.
+One of the processes that share this folder builds it; the others wait (:mod:`build_lock`).
 It is not loaded from where another user may write: then each process compiles a private copy.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -14,12 +16,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from mpigossip.mixing.kernels.build_lock import TOUCH_S, BuildLock
 
 HERE = Path(__file__).parent
 SOURCES = [HERE / "sum.c"] + [HERE / "wait.c"] * (sys.platform == "linux")
@@ -27,6 +32,12 @@ SOURCES = [HERE / "sum.c"] + [HERE / "wait.c"] * (sys.platform == "linux")
 FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 STREAMED = 1 << 20
 """Elements of a result from which it is written past the cache, which wouldn't hold it."""
+COMPILE_S = 60.0
+"""Seconds that the compiler may take."""
+WAIT_S = 150.0
+"""Seconds that a process waits for another one that builds; a killed one is replaced before."""
+LOOK_S = 0.05
+"""Seconds between two looks at what another process builds."""
 
 
 class NoKernel(RuntimeError):
@@ -141,9 +152,9 @@ def _safe(path: Path) -> bool:
 
 
 def _build(place: Path) -> Path:
-    """Compile beside and rename: ranks that build at once don't see each other's halves.
+    """Return where the library was built: in a private folder, if others may write to the cache.
 
-    Returned is where: in a private folder, if others may write to the cache folder.
+    In the cache folder, one process builds and the others wait for it.
     """
     compiler = _compiler().split()
     if shutil.which(compiler[0]) is None:
@@ -151,20 +162,74 @@ def _build(place: Path) -> Path:
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if place.parent.stat().st_uid == os.getuid():
+            if not _safe(place.parent):  # others may have written what lies there
+                place.unlink(missing_ok=True)
             place.parent.chmod(0o700)
-        if not _safe(place.parent):
-            place = Path(tempfile.mkdtemp(prefix="mpigossip-")) / place.name
-        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-            built = Path(folder) / place.name
-            command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(built)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            if done.returncode:
-                said = (done.stderr.strip().splitlines() or ["no message"])[0]
-                raise NoKernel(f"{compiler[0]} failed: {said}")
-            built.chmod(0o755)
-            return built.replace(place)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        if _safe(place.parent):
+            return _build_once(place, compiler)
+        return _compile(Path(tempfile.mkdtemp(prefix="mpigossip-")) / place.name, compiler)
+    except OSError as error:
         raise NoKernel(f"could not build {place}: {error}") from error
+
+
+def _build_once(place: Path, compiler: list[str]) -> Path:
+    """Build the library, or wait until another process has built it."""
+    lock, until = BuildLock(place), time.monotonic() + WAIT_S
+    while True:
+        holds = lock.acquire()
+        try:
+            if _safe(place):
+                return place
+            if reason := lock.failure():
+                raise NoKernel(reason)
+            if holds:
+                return _compile_for_others(place, compiler, lock)
+        finally:
+            lock.release()
+        if time.monotonic() >= until:
+            raise NoKernel(
+                f"another process has not built {place} within {WAIT_S:g} s; remove "
+                f"{place.name}.lock.* there"
+            )
+        time.sleep(LOOK_S)
+
+
+def _compile_for_others(place: Path, compiler: list[str], lock: BuildLock) -> Path:
+    """Compile; leave the reason of a failure to the processes that wait, which can't do better."""
+    try:
+        return _compile(place, compiler, lock.touch)
+    except (NoKernel, OSError) as error:
+        lock.fail(str(error))
+        raise
+
+
+def _compile(place: Path, compiler: list[str], touch: Callable[[], None] = lambda: None) -> Path:
+    """Compile next to ``place`` and rename, so that no process loads an incomplete library.
+
+    ``touch`` is called while the compiler runs.
+    """
+    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+        built = Path(folder) / place.name
+        command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(built)]
+        messages = Path(folder) / "messages"
+        with messages.open("wb") as file:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file
+            )
+        until = time.monotonic() + COMPILE_S
+        while process.poll() is None:
+            if time.monotonic() >= until:
+                process.kill()
+                process.wait()
+                raise NoKernel(f"{compiler[0]} did not end within {COMPILE_S:g} s")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(TOUCH_S)
+            touch()
+        if process.returncode:
+            lines = messages.read_text(errors="replace").strip().splitlines()
+            raise NoKernel(f"{compiler[0]} failed: {(lines or ['no message'])[0]}")
+        built.chmod(0o755)
+        return built.replace(place)
 
 
 def _proven(kernel: Any) -> bool:
