@@ -96,6 +96,7 @@ def definitions(text: str, name: str) -> list[tuple[int, int]]:
 WINDOWS = "mixing/test_windows.py mixing"
 TRANSPORTS = "mixing/test_transports.py mixing"
 WIRE = "mixing/test_wire.py mixing"
+ASYNCHRONOUS = "mixing/test_asynchronous.py mixing"
 SIMULATED = "mixing/test_simulated.py mixing"
 RUN = "runs/test_run.py runs"
 STEP = "engine/test_step.py engine"
@@ -148,6 +149,12 @@ MUTANTS = [
            "slice((a + s) % n, (a + s) % n + b - a)", "slice(a, b)", SIMULATED),
     Mutant("plan of another round", "_plan_of",
            "t % self._period if self._period", "0 if self._period", WINDOWS),
+    Mutant("torn copy used", "Asynchronous._is_whole",
+           "return done == begun", "return done > 0", ASYNCHRONOUS),
+    Mutant("counter read after the model left out", "Asynchronous._read",
+           "begun = self._load(j, 8 * BEGUN)", "begun = done", ASYNCHRONOUS),
+    Mutant("deposit counted twice", "Asynchronous._take_in",
+           "if number == self._included[j]:", "if not number:", ASYNCHRONOUS),
     # a step, its counters and its state
     Mutant("graph's clock counts global averages", "record",
            "self.round += now.kind is Kind.GOSSIP", "self.round += now.kind is not Kind.LOCAL",

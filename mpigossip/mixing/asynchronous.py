@@ -9,6 +9,16 @@ which subtracts it before its next round. So Σ x, with what is under way, stays
 where nobody is late the model is multiplied by (W + Wᵀ)/2. Node i takes from node j again only
 when it sees a copy that includes its last deposit: nothing is counted twice, and one place for
 each reader is enough.
+
+MPI's guarantees. The version counters and the bells are written and read with accumulate calls
+only (``REPLACE``, ``NO_OP``), which are atomic for each word and ordered by a flush after each
+call. Deposits are read without a race: their reader puts no other one before it sees a copy that
+includes this one. Only the bytes of a model, with its round and its list of deposits, can be
+stored by their owner while an ``MPI_Get`` of another rank reads them. In MPI's unified memory
+model, which is required, such a read returns undefined bytes and has no other effect. These bytes
+are never used: the owner raises ``BEGUN`` before the first store and sets ``DONE`` after the last
+one, a reader reads ``DONE`` before the model and ``BEGUN`` after it, and a store that overlaps the
+read makes them differ.
 """
 
 from __future__ import annotations
@@ -26,6 +36,7 @@ from mpigossip.cluster.collectives import close_window, open_window
 from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
+from mpigossip.config import JobError
 from mpigossip.mixing.averages import CUT, OfRank, average_message
 from mpigossip.mixing.base import Kind, Layout, Segments, traffic
 from mpigossip.mixing.delayed import flow, readers
@@ -123,9 +134,14 @@ class Asynchronous(OfRank):
         memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:room].zero_()
         self._memory = memory
         self._words = memory[: where.head].numpy().view(np.int64)
-        self._bells = memory[where.bells : where.places].numpy().view(np.int64)
         self._message = memory[where.head : where.head + self.layout.nbytes]
         self._out: Segments | None = self.layout.views(self._message)
+        self._version = 0
+        if self._window.Get_attr(MPI.WIN_MODEL) != MPI.WIN_UNIFIED:
+            raise JobError(
+                'node.mixer = "asynchronous": the windows of this MPI have separate public and '
+                'private copies, so that others can\'t read them meanwhile; set "synchronous"'
+            )
         self._words[ROUND] = -1
         self._window.Sync()
         self._meet("opening the windows")  # nobody reads what isn't written yet
@@ -143,20 +159,46 @@ class Asynchronous(OfRank):
         check_process()
         if self._round is not None:
             self.finish()
-        self._words[BEGUN] += 1
-        self._window.Sync()
+        self._version += 1
+        self._store(BEGUN, self._version)
         return self._out
 
     def start(self, kind: Kind, t: int, exchange: int | None = None) -> None:
         self._words[ROUND], self._words[INCLUDED:] = t, self._included
-        self._window.Sync()
-        self._words[DONE] = self._words[BEGUN]
-        self._window.Sync()
+        self._store(DONE, self._version)
         future = None
         if kind is Kind.GOSSIP:
             nodes = self.graph.neighbours(t, self.rank)[0]
             future = self._thread.submit(lambda: self._read_all(nodes))
         self._round = kind, t, future
+
+    def _store(self, word: int, value: int) -> None:
+        """Store one of this rank's counters, after all earlier stores and before all later ones."""
+        self._window.Sync()
+        self._replace(self.rank, 8 * word, value)
+        self._window.Sync()
+
+    def _replace(self, j: int, at: int, value: int) -> None:
+        """Set a word in rank j's window, atomically; returns when it is set there."""
+        word = np.array([value], np.int64)
+        self._window.Accumulate([word, MPI.INT64_T], j, [at, 1, MPI.INT64_T], MPI.REPLACE)
+        self._window.Flush(j)
+
+    def _load(self, j: int, at: int, count: int = 1) -> np.ndarray:
+        """Load words from rank j's window, each atomically, before all later loads."""
+        self._window.Sync()
+        words, nothing = np.zeros(count, np.int64), np.zeros(1, np.int64)
+        if count == 1:
+            result = [words, MPI.INT64_T]
+            self._window.Fetch_and_op([nothing, MPI.INT64_T], result, j, at, MPI.NO_OP)
+        else:
+            self._window.Get_accumulate(
+                [nothing, 0, MPI.INT64_T], [words, MPI.INT64_T], j, [at, count, MPI.INT64_T],
+                MPI.NO_OP,
+            )  # fmt: skip
+        self._window.Flush(j)
+        self._window.Sync()
+        return words
 
     def _read_all(self, nodes) -> None:
         """The newest copy of each node; runs in the progress thread."""
@@ -169,11 +211,10 @@ class Asynchronous(OfRank):
 
     def _read(self, copy: Copy, j: int) -> None:
         """One read of rank j's header and model between its two counters."""
-        counters = np.zeros(2, np.int64)
-        self._get(counters[:1].view(np.uint8), j, 8 * DONE)
+        done = self._load(j, 8 * DONE)
         self._get(copy.memory.numpy()[: self._map.bells - 8 * ROUND], j, 8 * ROUND)
-        self._get(counters[1:].view(np.uint8), j, 8 * BEGUN)
-        copy.whole = self._is_whole(int(counters[0]), int(counters[1]))
+        begun = self._load(j, 8 * BEGUN)
+        copy.whole = self._is_whole(int(done[0]), int(begun[0]))
 
     @staticmethod
     def _is_whole(done: int, begun: int) -> bool:
@@ -233,15 +274,15 @@ class Asynchronous(OfRank):
                 part = message[at : at + CUT].numpy()
                 self._window.Put([part, MPI.BYTE], j, [base + at, part.size, MPI.BYTE])
             self._window.Flush(j)
-            bell = np.array([number], np.int64).view(np.uint8)
-            self._window.Put([bell, MPI.BYTE], j, [self._map.bells + 8 * self.rank, 8, MPI.BYTE])
-            self._window.Flush(j)
+            self._replace(j, self._map.bells + 8 * self.rank, number)
 
     def _take_in(self) -> None:
         """Subtract from the result the deposits that have arrived, in the order of nodes."""
-        self._window.Sync()
+        if not self._readers[self.rank]:
+            return
+        bells = self._load(self.rank, self._map.bells, self.n)
         for place, j in enumerate(self._readers[self.rank]):
-            number = int(self._bells[j])
+            number = int(bells[j])
             if number == self._included[j]:
                 continue
             at = self._map.places + place * self._map.stride
@@ -285,6 +326,6 @@ class Asynchronous(OfRank):
         self._arrive()
         self._thread.close()
         self._out, self._copies = None, []
-        del self._memory, self._message, self._words, self._bells
+        del self._memory, self._message, self._words
         close_window(self._window, self._comm)
         self._comm.Free()

@@ -180,6 +180,97 @@ def test_without_the_second_counter_torn_copies_are_used(ranks):
 
 
 @with_world
+def reads_while_it_is_written(world, width, wanted, seconds):
+    """Rank 0 reads a model that rank 1 writes: (torn by its content, whole by its counters) each.
+
+    All elements of the model of round t are t. Rank 0 ends the writing when it has seen both a
+    torn and a whole copy as often as ``wanted``.
+    """
+    from mpigossip.mixing.asynchronous import ROUND, Asynchronous
+
+    comm, stop, reads = world.comm, 77, []
+    mixer = Asynchronous(graph("ring", 2), Layout((width,)), world)
+    if world.rank == 1:
+        t = 0
+        while not comm.iprobe(source=0, tag=stop):
+            ((out,),) = mixer.outbox(t)
+            out[:, : width // 2] = t
+            time.sleep(0)
+            out[:, width // 2 :] = t
+            mixer.start(Kind.LOCAL, t)
+            mixer.finish()
+            t += 1
+        comm.recv(source=0, tag=stop)
+    else:
+        copy, until = mixer._copies[0], time.monotonic() + seconds
+        model = copy.memory[mixer._map.head - 8 * ROUND :][: 4 * width].view(torch.float32)
+        while time.monotonic() < until:
+            mixer._read(copy, 1)
+            if copy.head[0] >= 0:
+                torn = not (model == float(copy.head[0])).all().item()
+                reads.append((torn, copy.whole))
+            if min(sum(torn for torn, _ in reads), sum(whole for _, whole in reads)) >= wanted:
+                break
+        comm.send(None, dest=1, tag=stop)
+    mixer.close()
+    return reads
+
+
+@pytest.mark.parametrize(("width", "wanted"), [every(2, 20), every(1 << 20, 5), (4096, 20)])
+def test_a_copy_torn_by_its_content_is_torn_by_its_counters(ranks, width, wanted):
+    """It has seen torn copies: without the check of the counters they would have been used."""
+    reads, _ = ranks(2)(reads_while_it_is_written, width, wanted, 20, timeout=90)
+    assert sum(torn for torn, _ in reads) > 0, "no copy was torn"
+    assert sum(whole for _, whole in reads) > 0, "no copy was whole"
+    assert not [1 for torn, whole in reads if torn and whole]
+
+
+class Spied:
+    """A window that records the calls, targets and bytes of what is sent through it."""
+
+    def __init__(self, window):
+        self.window, self.calls = window, []
+
+    def __getattr__(self, name):
+        plain = getattr(self.window, name)
+
+        def call(*args):
+            if name in ("Get", "Put", "Accumulate", "Get_accumulate"):
+                target = args[{"Get_accumulate": 3}.get(name, 2)]
+                item = 1 if name in ("Get", "Put") else 8
+                self.calls.append((name, target[0], target[0] + item * target[1]))
+            if name == "Fetch_and_op":
+                self.calls.append((name, args[3], args[3] + 8))
+            return plain(*args)
+
+        return call
+
+
+@with_world
+def accesses(world, rounds):
+    """Calls by which bytes of windows are read and written, and where counters and bells lie."""
+    from mpigossip.mixing.asynchronous import ROUND, Asynchronous
+
+    mixer = Asynchronous(graph("ring", world.size), LAYOUT, world)
+    mixer._window = spied = Spied(mixer._window)
+    x = start(mixer, world.rank)
+    for t in range(rounds):
+        x = exchange(mixer, x, Kind.GOSSIP, t)
+        world.barrier()
+    where = mixer._map
+    mixer.close()
+    return spied.calls, [(0, 8 * ROUND), (where.bells, where.places)]
+
+
+def test_counters_and_bells_are_accessed_atomically(ranks):
+    for calls, words in ranks(3)(accesses, 4):
+        for begin, end in words:
+            names = {name for name, first, last in calls if first < end and last > begin}
+            assert "Accumulate" in names and names & {"Fetch_and_op", "Get_accumulate"}, names
+            assert not names & {"Get", "Put"}, names
+
+
+@with_world
 def mean_under_delays(world, name, count):
     from mpigossip.mixing.asynchronous import Asynchronous
 
