@@ -1,20 +1,58 @@
 """tools/labs/link_races.py: whether a folder is fit for members that join and leave."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "labs" / "link_races.py"
+LAB = runpy.run_path(str(SCRIPT))
+GOOD, BROKEN, UNKNOWN = 0, 1, 2
 
 
-def test_two_processes_find_a_local_folder_good_and_a_used_one_is_refused(tmp_path):
+def reports(*winners, users=(1, 1), seen=None):
+    """One report for each of the processes a and b, of names that were won by these."""
+    return [
+        LAB["Report"](name, user, [k for k, one in enumerate(winners) if one == name],
+                      list(seen or winners), [])
+        for name, user in zip("ab", users, strict=True)
+    ]  # fmt: skip
+
+
+def test_a_verdict_needs_names_that_both_have_won():
+    assert LAB["judge"](reports(*"abba"))[0] == GOOD
+    code, why = LAB["judge"](reports(*"aaaa"))
+    assert code == UNKNOWN and "(4 : 0 names)" in why
+    assert LAB["judge"](reports(*"ab"), shared=True)[0] == UNKNOWN
+    assert LAB["judge"](reports(*"ab", users=(1, 2)), shared=True)[0] == GOOD
+
+
+def test_what_breaks_the_promises():
+    one, other = reports(*"abba")
+    twice = other._replace(won=[0, *other.won])
+    assert LAB["judge"]([one, twice])[0] == BROKEN
+    stale = other._replace(seen=["a", "b", "b", ""])
+    assert LAB["judge"]([one, stale])[0] == BROKEN
+    refused = other._replace(errors=["read: Permission denied"])
+    assert LAB["judge"]([one, refused]) == (BROKEN, "read: Permission denied")
+    assert LAB["judge"](reports(*"abba", seen="abbc"))[0] == BROKEN
+
+
+def both(command) -> list[tuple[int, str]]:
+    """Run a command in two processes at once; return exit codes and output."""
+    started = [subprocess.Popen(command, text=True, stdout=subprocess.PIPE) for _ in range(2)]
+    told = [one.communicate(timeout=60)[0] for one in started]
+    return [(one.returncode, text) for one, text in zip(started, told, strict=True)]
+
+
+def test_two_processes_race_in_a_local_folder_and_a_used_one_is_refused(tmp_path):
     command = [sys.executable, SCRIPT, tmp_path / "new"]
-    both = [subprocess.Popen(command, text=True, stdout=subprocess.PIPE) for _ in range(2)]
-    told = [one.communicate(timeout=60)[0] for one in both]
-    assert [one.returncode for one in both] == [0, 0] and all("1 view(s): good" in t for t in told)
-    assert sum(int(t.split(" names, ")[1].split()[0]) for t in told) == 200
+    one, other = both(command)
+    assert one == other
+    assert one[0] == GOOD and "2 processes won" in one[1] or "nothing raced" in one[1]
+    assert max(path.stat().st_nlink for path in (tmp_path / "new/race").iterdir()) == 2
     again = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert again.returncode == 2 and "was used before: name a new folder" in again.stdout
+    assert again.returncode == UNKNOWN and "was used before: name a new folder" in again.stdout
 
 
 def test_a_file_system_without_hard_links_is_found_broken(tmp_path):
@@ -25,7 +63,5 @@ def test_a_file_system_without_hard_links_is_found_broken(tmp_path):
         "os.link = link\n"
         "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
     )
-    command = [sys.executable, "-c", code, SCRIPT, tmp_path]
-    both = [subprocess.Popen(command, text=True, stdout=subprocess.PIPE) for _ in range(2)]
-    for one in both:
-        assert "BROKEN: [Errno 1]" in one.communicate(timeout=60)[0] and one.returncode == 1
+    for status, text in both([sys.executable, "-c", code, SCRIPT, tmp_path]):
+        assert status == BROKEN and "link: [Errno 1]" in text
