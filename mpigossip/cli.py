@@ -142,7 +142,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             name = os.fsdecode(error.filename)[-200:]
             note(f"{name}: {error.strerror}; {REMEDIES[error.errno]}")
             return WRONG
-        if not _unprinted(error):
+        if not _unprinted(error if _keeps_nothing() else None):
             raise
         return FAILED
     except MemoryError as error:
@@ -151,6 +151,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         note("interrupted")
         return 130
+
+
+def _keeps_nothing() -> bool:
+    """Return whether standard output is unbuffered, so that an error of it occurs only once.
+
+    A buffered one keeps what it could not write, and fails again at the next flush. An error that
+    does not occur again then was the error of another file.
+    """
+    return isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase)
 
 
 def _unprinted(error: OSError | None = None) -> bool:

@@ -1,5 +1,6 @@
 """The command line as a user meets it: the same digest on both ways, refusals, exit codes."""
 
+import errno
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from unittest.mock import patch
 import h5py
 import pytest
 
+from mpigossip import cli
 from mpigossip.cluster.ranks import Alone
 from mpigossip.config.errors import Failure
 from mpigossip.graphs.search import search
@@ -204,6 +206,20 @@ def test_a_standard_output_without_room_is_said_and_ends_no_training(
     says = "mpigossip: standard output can't be written: No space left on device"
     assert done.stderr.startswith(says) and done.stderr.count("\n") == 1
     assert bool(list(tmp_path.glob("runs/*/checkpoints/step-00000006"))) == (code == 0)
+
+
+def test_another_file_without_room_is_not_taken_for_standard_output(monkeypatch, capfd):
+    """Its error has no name, as that of a write to a file that is open."""
+
+    def full(options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mpigossip.commands.train._join", full)
+    with Path(os.devnull).open("w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(OSError, match="No space left on device"):
+            cli.main(["join", "runs/big"])
+    assert "standard output" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["examples"], ["simulate", JOB, "--nodes", "2", *SHORT]])
